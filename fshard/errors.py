@@ -1,0 +1,53 @@
+"""The one error of the library and the builders of its messages.
+
+Every message says where (function and argument), what was given, the rule with its
+numbers, and a fix; and it lists every failure at once, not the first one only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+__all__ = ["Problem", "ShardingError", "did_you_mean", "fail", "raise_if"]
+
+
+class ShardingError(ValueError):
+    """A request that the rules of fshard forbid; the text names the rule and a fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One failure: what was given, the rule it breaks, and a fix that works."""
+
+    given: str
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"  given: {self.given}\n  rule:  {self.rule}\n  fix:   {self.fix}"
+
+
+def raise_if(where: str, problems: Sequence[Problem]) -> None:
+    """Raise one `ShardingError` that lists all `problems`, or return if there are none."""
+    if problems:
+        body = "\n\n".join(str(problem) for problem in problems)
+        raise ShardingError(f"{where}\n{body}")
+
+
+def fail(where: str, given: str, rule: str, fix: str) -> NoReturn:
+    """Raise a `ShardingError` with a single problem."""
+    raise_if(where, [Problem(given, rule, fix)])
+    raise AssertionError("unreachable")
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A fix that names the closest known word, or `otherwise`.
+
+    >>> did_you_mean("tq", ["dp", "tp"], "use one of dp, tp")
+    "did you mean 'tp'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else otherwise

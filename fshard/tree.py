@@ -1,0 +1,76 @@
+"""Pytrees, as fshard reads them: the only file that imports optree.
+
+`Spec`, `PartitionSpec` and pairs are leaves; `None` is a leaf of spec trees (it marks an
+argument that has no spec) and dict keys are walked in sorted order, as JAX does. Decided here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from fshard.errors import fail
+from fshard.partition import PartitionSpec
+from fshard.spec import Sharded, Spec
+
+__all__ = ["broadcast_prefix", "flatten", "is_pair", "map_leaves", "paths", "unflatten"]
+
+TreeDef = optree.PyTreeSpec
+
+
+def is_pair(value: object) -> bool:
+    """Whether a value is a `(local, spec)` pair.
+
+    >>> is_pair((1, 2)), is_pair(Sharded(None, None))
+    (False, True)
+    """
+    return isinstance(value, Sharded) or (
+        type(value) is tuple and len(value) == 2 and isinstance(value[1], Spec)
+    )
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Spec | PartitionSpec | torch.Tensor) or is_pair(value)
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
+    """The leaves of a tree (`None` included) and its structure."""
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True)
+    return list(leaves), treedef
+
+
+def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
+    """The tree of a structure and its leaves."""
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """A tree of `function(leaf, ...)`; the other trees have the same structure."""
+    return optree.tree_map(function, tree, *rest, is_leaf=_is_leaf, none_is_leaf=True)
+
+
+def paths(tree: Any, name: str) -> list[str]:
+    """The Python expression of every leaf, for error messages.
+
+    >>> paths({"w": [1, 2]}, "params")
+    ["params['w'][0]", "params['w'][1]"]
+    """
+    found, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_is_leaf, none_is_leaf=True)
+    return [accessor.codify(name) for accessor in found]
+
+
+def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]:
+    """The leaf of `prefix` over every leaf of `tree`, in order of the leaves.
+
+    Raises `ShardingError` at the place where `prefix` is not a prefix of the tree.
+    """
+    try:
+        return list(optree.broadcast_prefix(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True))
+    except ValueError:
+        errors = optree.prefix_errors(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True)
+        message = str(errors[0](name)).replace("\n", " ") if errors else "structures differ"
+        fail(where, message, f"{name} is a tree prefix of the values: a leaf of it covers all below",
+             "give one spec for a whole subtree, or a tree of the same keys and lengths")  # fmt: skip
