@@ -28,7 +28,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }  # fmt: skip
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """One row of a spec's shard table: where one rank's local lies in the global tensor."""
 
     rank: int
@@ -223,7 +224,7 @@ class Spec:
         bad = [f"{axis}={kind}" for axis, kind in p.unreduced_kinds if kind not in ("sum", "avg")]
         if bad:
             fail("Spec.dual", f"{self}", f"only sum and avg are linear, {', '.join(bad)} is not",
-                 "reduce it first; its gradient exists where a program that reduces it runs")  # fmt: skip
+                 "reduce it first: a program that does has a gradient")  # fmt: skip
         return self._with(partition=PartitionSpec._of(p.dims, p.reduced_kinds, p.unreduced_kinds))
 
     def replace(
@@ -323,7 +324,8 @@ def _by_dim(
     sizes: Mapping[int, Sequence[int] | None] | None, ndim: int
 ) -> dict[int, tuple[int, ...]]:
     """The caller's sizes by non-negative dim."""
-    given = {d: tuple(int(n) for n in each) for d, each in (sizes or {}).items() if each is not None}
+    items = (sizes or {}).items()
+    given = {dim: tuple(int(n) for n in each) for dim, each in items if each is not None}
     problems = [
         Problem(f"sizes={{{dim}: ...}}", f"a dim is in {-ndim}..{ndim - 1}", "name a dim it has")
         for dim in given
@@ -371,13 +373,15 @@ def _dtype_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> lis
     for axis, kind in (*unreduced, *reduced):
         if kind == "avg" and not inexact:
             problems.append(Problem(f"{axis!r} averaged, dtype {dtype}",
-                "an average of integers is not an integer", "use sum, or a floating dtype"))  # fmt: skip
+                "an average of integers is not an integer",
+                "use sum, or a floating dtype"))  # fmt: skip
         if kind in ("max", "min") and dtype.is_complex:
             problems.append(Problem(f"{axis!r} unreduced by {kind}, dtype {dtype}",
                 "complex numbers have no order", "use sum"))  # fmt: skip
         if kind == "sum" and dtype == torch.bool:
             problems.append(Problem(f"{axis!r} summed, dtype torch.bool",
-                "booleans have no sum", "use max (any), min (all), or an integer dtype"))  # fmt: skip
+                "booleans have no sum",
+                "use max (any), min (all), or an integer dtype"))  # fmt: skip
     return problems
 
 

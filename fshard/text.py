@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-import torch
-
 from fshard.errors import did_you_mean, fail
 from fshard.mesh import Mesh
 from fshard.partition import REDUCTIONS, PartitionSpec
@@ -15,8 +13,9 @@ from fshard.spec import DTYPE_NAMES, Spec
 __all__ = ["parse"]
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_SPEC = re.compile(r"\s*(\w+)\s*\[(.*?)\]\s*(?:\{(.*)\})?\s*\Z", re.S)
+_SPEC = re.compile(r"\s*(\w+)\s*\[(.*?)\]\s*(?:\{(.*)\})?\s*\Z", re.DOTALL)
 _DIM = re.compile(r"(\d+)(?:@(?:(\w+)|\(([\w\s,]*)\))(?::(chunk|[\d+\s]+))?)?\Z")
+_DIM_FORM = "a dim reads size, size@axis or size@(major,minor), then :chunk or :3+5"
 _FORM = "dtype[size@axis,size@(major,minor):chunk,size]{unreduced: axis, axis=max; reduced: axis}"
 
 
@@ -46,7 +45,7 @@ def parse(text: str, mesh: Mesh, /) -> Spec:
     for dim, part in enumerate(_split_dims(body)):
         found = _DIM.match(part)
         if found is None:
-            _refuse(text, part, "a dim reads size, size@axis, size@(major,minor), then :chunk or :3+5")
+            _refuse(text, part, _DIM_FORM)
         size, one, several, cut = found.groups()
         shape.append(int(size))
         entries.append((one,) if one else tuple((several or "").replace(",", " ").split()))

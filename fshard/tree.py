@@ -72,5 +72,6 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]
     except ValueError:
         errors = optree.prefix_errors(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True)
         message = str(errors[0](name)).replace("\n", " ") if errors else "structures differ"
-        fail(where, message, f"{name} is a tree prefix of the values: a leaf of it covers all below",
-             "give one spec for a whole subtree, or a tree of the same keys and lengths")  # fmt: skip
+        fail(where, message,
+             f"{name} is a tree prefix of the values: a leaf of it covers all below",
+             "give one spec for a subtree, or a tree of its keys and lengths")  # fmt: skip
