@@ -1,0 +1,1 @@
+"""Planning: the program of collectives between two specs."""

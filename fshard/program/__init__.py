@@ -1,0 +1,1 @@
+"""Programs of collectives as values: steps, typing, transposition, cost and bounds."""

@@ -1,0 +1,193 @@
+"""What a step moves, and what a program costs: bytes, launches, time, memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from fshard.program.steps import (
+    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
+    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
+)  # fmt: skip
+from fshard.program.topology import Link, Topology
+from fshard.spec import Spec
+
+__all__ = ["Cost", "Traffic", "max_local_nbytes", "seconds", "step_time", "traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one program: `time` in seconds, bytes of the busiest rank, and collective launches.
+
+    `peak_memory` is what the busiest rank holds at once: the input and the output of a step.
+    """
+
+    time: float
+    bytes_sent: int
+    bytes_received: int
+    peak_memory: int
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Of one step: bytes that the busiest rank sends and receives, and hops in a row."""
+
+    sent: int = 0
+    received: int = 0
+    hops: int = 0
+
+    @property
+    def launches(self) -> int:
+        """1 where the step is a collective that runs, else 0."""
+        return int(self.hops > 0)
+
+
+NOTHING = Traffic()
+
+
+def max_local_nbytes(spec: Spec) -> int:
+    """Bytes of the largest local: dims are cut independently, so the largest parts meet."""
+    return math.prod(_widest(spec, dim) for dim in range(spec.ndim)) * spec.dtype.itemsize
+
+
+def _widest(spec: Spec, dim: int) -> int:
+    sizes = spec.sizes[dim]
+    return max(sizes) if sizes is not None else spec.shape[dim] // spec.dim_shards(dim)
+
+
+def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
+    """The axes a step acts along that have more than one device; a permutation's in mesh order."""
+    shape = src.mesh.shape
+    if isinstance(step, Cast):
+        return ()
+    if isinstance(step, CollectivePermute):
+        before, after = _roles(src), _roles(dst)
+        return tuple(a for a in src.mesh.axes if shape[a] > 1 and before[a] != after[a])
+    return tuple(axis for axis in step.axes if shape[axis] > 1)
+
+
+def _roles(spec: Spec) -> dict[str, object]:
+    """What each axis does: the dim it cuts and with what stride, or its state."""
+    p, shape = spec.partition, spec.mesh.shape
+    roles: dict[str, object] = dict.fromkeys(spec.mesh.axes)
+    for dim, axes in enumerate(p.dims):
+        stride = 1
+        for axis in reversed(axes):
+            roles[axis] = (dim, stride)
+            stride *= shape[axis]
+    for word, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
+        for axis, kind in kinds:
+            roles[axis] = (word, kind)
+    return roles
+
+
+def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
+    """Bytes per rank of a step from `src` to `dst`: ring algorithms, direct where uneven.
+
+    All-gather and reduce-scatter move (n-1)/n of the whole, all-reduce twice that
+    (Patarasu and Yuan 2009), all-to-all (n-1)/n of the local. Exact for uneven shards.
+    """
+    n = math.prod(src.mesh.shape[axis] for axis in step_axes(step, src, dst))
+    if n == 1 or 0 in src.shape:
+        return NOTHING
+    item = src.dtype.itemsize
+    match step:
+        case AllGather():
+            rest = _others(src, [step.dim])
+            got = max(whole - min(parts) for whole, parts in _groups(src, step.dim, n))
+            most = _widest(src, step.dim)
+            return Traffic((n - 1) * most * rest * item, got * rest * item, n - 1)
+        case AllReduce():
+            moved = math.ceil(2 * (n - 1) * max_local_nbytes(src) / n)
+            return Traffic(moved, moved, 2 * (n - 1))
+        case ReduceScatter():
+            rest = _others(dst, [step.dim])
+            sent = max(whole - min(parts) for whole, parts in _groups(dst, step.dim, n))
+            most = _widest(dst, step.dim)
+            return Traffic(sent * rest * item, (n - 1) * most * rest * item, n - 1)
+        case AllToAll():
+            rest = _others(src, [step.src_dim, step.dst_dim]) * item
+            pairs = [
+                (mine * (width - cut), cut * (whole - mine))
+                for whole, rows in _groups(src, step.src_dim, n)
+                for width, cuts in _groups(dst, step.dst_dim, n)
+                for mine, cut in _zip(rows, cuts)
+            ]
+            sent, received = (max(each) * rest for each in zip(*pairs, strict=True))
+            return Traffic(sent, received, n - 1)
+        case CollectivePermute():
+            moved = max_local_nbytes(src)
+            return Traffic(moved, moved, 1)
+        case (
+            AllSlice() | InvariantToReduced() | ReducedToInvariant() | ReplicatedToUnreduced()
+            | ShardedToUnreduced() | Cast()
+        ):  # fmt: skip
+            return NOTHING
+        case _:
+            assert_never(step)
+
+
+def _others(spec: Spec, dims: list[int]) -> int:
+    return math.prod(_widest(spec, dim) for dim in range(spec.ndim) if dim not in dims)
+
+
+def _groups(spec: Spec, dim: int, n: int) -> Iterable[tuple[int, tuple[int, ...]]]:
+    """The distinct groups of `n` neighbouring shards of a dim: their total and their sizes.
+
+    Equal shards are given once, so that the work does not grow with the devices of an axis.
+    """
+    sizes = spec.sizes[dim]
+    if sizes is None:
+        width = spec.shape[dim] // spec.dim_shards(dim)
+        return [(n * width, (width,))]
+    runs = {sizes[at : at + n] for at in range(0, len(sizes), n)}
+    return [(sum(run), run) for run in runs]
+
+
+def _zip(rows: tuple[int, ...], cuts: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    if len(rows) == 1 or len(cuts) == 1:
+        return itertools.product(rows, cuts)
+    return zip(rows, cuts, strict=True)
+
+
+def seconds(topology: Topology, link: Link, moved: Traffic) -> float:
+    """Alpha-beta time of one collective: a launch, hops in a row, and bytes on the wire."""
+    return (
+        topology.launch
+        + moved.hops * link.latency
+        + max(moved.sent, moved.received) / link.bandwidth
+    )
+
+
+def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
+    """Seconds of one step: its collective, or the local copy."""
+    moved = traffic(step, src, dst)
+    if moved.launches:
+        return seconds(topology, topology.link(src.mesh, step_axes(step, src, dst)), moved)
+    if shares_memory(step, src):
+        return 0.0
+    return (max_local_nbytes(src) + max_local_nbytes(dst)) / topology.memory
+
+
+def shares_memory(step: Step, src: Spec) -> bool:
+    """Whether the step hands its input on as it is."""
+    match step:
+        case InvariantToReduced():
+            return step.kind == "sum"
+        case ReducedToInvariant(axes):
+            return all(kind == "sum" for axis, kind in src.partition.reduced_kinds if axis in axes)
+        case Cast():
+            return step.dtype == src.dtype
+        case _:
+            return False
+
+
+def held(step: Step, src: Spec, dst: Spec) -> int:
+    """Bytes of the busiest rank's input and output of one step."""
+    if shares_memory(step, src):
+        return max_local_nbytes(src)
+    return max_local_nbytes(src) + max_local_nbytes(dst)

@@ -1,0 +1,220 @@
+"""`infer(step, spec) -> spec`: the typing rules of the steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NoReturn, assert_never
+
+from fshard.errors import fail, raise_if
+from fshard.partition import Kinds, PartitionSpec, chunk_sizes
+from fshard.program.steps import (
+    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
+    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
+)  # fmt: skip
+from fshard.spec import Spec, _dtype_problems
+
+__all__ = ["cut_sizes", "infer", "join_sizes", "replicated_kind", "unreduced_kind"]
+
+DimSizes = tuple[int, ...] | None
+
+
+def infer(step: Step, spec: Spec, /) -> Spec:
+    """The spec that `step` makes of `spec`.
+
+    Raises `ShardingError` where the step's rule does not hold for it.
+
+    >>> from fshard.mesh import Mesh
+    >>> spec = Spec(Mesh(x=2), PartitionSpec("x"), shape=(4,))
+    >>> infer(AllGather("x", 0, to="reduced"), spec)
+    f32[4]{reduced: x}
+    """
+    if not isinstance(step, Cast | CollectivePermute):
+        spec.mesh.check_axes(step.axes, f"{step} on {spec}")
+    match step:
+        case AllGather():
+            joined = _take(step, spec, step.dim)
+            return _state(step, joined, "reduced" if step.to == "reduced" else "", step.kind)
+        case AllSlice():
+            replicated_kind(step, spec, step.axes)
+            return _put(step, _drop_states(spec, step.axes), step.dim, step.sizes)
+        case AllReduce():
+            unreduced_kind(step, spec, step.axes)
+            rest = _drop_states(spec, step.axes)
+            return _state(step, rest, "reduced" if step.to == "reduced" else "", step.kind)
+        case ReduceScatter():
+            unreduced_kind(step, spec, step.axes)
+            return _put(step, _drop_states(spec, step.axes), step.dim, step.sizes)
+        case AllToAll():
+            if step.src_dim == step.dst_dim:
+                _refuse(step, spec, "the two dims differ", "collective_permute reorders one dim")
+            return _put(step, _take(step, spec, step.src_dim), step.dst_dim, step.sizes)
+        case CollectivePermute():
+            return _permuted(step, spec)
+        case InvariantToReduced():
+            if replicated_kind(step, spec, step.axes) is not None:
+                _refuse(step, spec, "the axes are invariant", "name axes that are not reduced")
+            return _state(step, spec, "reduced", step.kind)
+        case ReducedToInvariant():
+            if replicated_kind(step, spec, step.axes) is None:
+                _refuse(step, spec, "the axes are reduced", "invariant axes need no step")
+            return _drop_states(spec, step.axes)
+        case ReplicatedToUnreduced():
+            replicated_kind(step, spec, step.axes)
+            return _state(step, _drop_states(spec, step.axes), "unreduced", step.kind)
+        case ShardedToUnreduced():
+            return _state(step, _take(step, spec, step.dim), "unreduced", step.kind)
+        case Cast():
+            p = spec.partition
+            raise_if(f"{step} on {spec}",
+                     _dtype_problems(p.unreduced_kinds, p.reduced_kinds, step.dtype))  # fmt: skip
+            return spec._with(dtype=step.dtype)
+        case _:
+            assert_never(step)
+
+
+def unreduced_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str:
+    """The one reduction by which `spec` is unreduced on all of `axes`."""
+    kinds = dict(spec.partition.unreduced_kinds)
+    found = {kinds.get(axis) for axis in axes}
+    if len(found) != 1 or None in found:
+        _refuse(step, spec, f"the spec is unreduced by one reduction on all of {axes}",
+                "name axes that are unreduced, each reduction in its own step")  # fmt: skip
+    return kinds[axes[0]]
+
+
+def replicated_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str | None:
+    """None where `axes` are all invariant, else the kind (sum, avg) they are all reduced by."""
+    p = spec.partition
+    busy = {axis for dim in p.dims for axis in dim} | set(dict(p.unreduced_kinds))
+    kinds = dict(p.reduced_kinds)
+    found = {kinds.get(axis) for axis in axes}
+    if len(found) != 1 or not busy.isdisjoint(axes):
+        _refuse(step, spec, f"the axes {axes} are all invariant, or all reduced",
+                "name axes that shard nothing, invariant and reduced ones in steps of their own")  # fmt: skip
+    return found.pop()
+
+
+def join_sizes(sizes: DimSizes, n: int) -> DimSizes:
+    """Shard sizes of a dim after each `n` neighbours have become one."""
+    if sizes is None:
+        return None
+    joined = tuple(sum(sizes[at : at + n]) for at in range(0, len(sizes), n))
+    return None if len(set(joined)) == 1 else joined
+
+
+def cut_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) -> DimSizes | str:
+    """Shard sizes of a dim after each shard is cut in `n`: equally, or as `torch.chunk` does.
+
+    A text says why equal shares do not exist.
+    """
+    if sizes is None:
+        if size % (shards * n) == 0:
+            return None
+        sizes = (size // shards,) * shards
+    if all(each % n == 0 for each in sizes):
+        return tuple(each // n for each in sizes for _ in range(n))
+    if chunk:
+        return tuple(part for each in sizes for part in chunk_sizes(each, (n,)))
+    odd = next(each for each in sizes if each % n)
+    return f"each shard divides by {n}: {odd} % {n} = {odd % n}"
+
+
+def _refuse(step: Step, spec: Spec, rule: str, fix: str) -> NoReturn:
+    fail(f"{step}", f"{spec} on {spec.mesh}", rule, fix)
+
+
+def _check_dim(step: Step, spec: Spec, dim: int) -> None:
+    if not 0 <= dim < spec.ndim:
+        _refuse(step, spec, f"dim {dim} is one of the spec's {spec.ndim}",
+                f"a dim in 0..{spec.ndim - 1}" if spec.ndim else "a 0-dim tensor has none to shard")  # fmt: skip
+
+
+def _take(step: Step, spec: Spec, dim: int) -> Spec:
+    """`spec` without the step's axes, which are the most minor ones of `dim`."""
+    assert not isinstance(step, Cast | CollectivePermute)
+    _check_dim(step, spec, dim)
+    axes, mine = step.axes, spec.partition.dims[dim]
+    if not axes or mine[-len(axes) :] != axes:
+        _refuse(step, spec, f"the axes are the most minor of dim {dim}, which has {mine}",
+                f"end with {mine[-1:]}" if mine else "name a dim that is sharded over them")  # fmt: skip
+    return _with_dim(spec, dim, mine[: -len(axes)],
+                     join_sizes(spec.sizes[dim], spec.mesh.axis_size(axes)))  # fmt: skip
+
+
+def _put(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
+    """`spec` with the step's axes at the minor end of `dim`."""
+    assert not isinstance(step, Cast | CollectivePermute)
+    _check_dim(step, spec, dim)
+    shards, n = spec.dim_shards(dim), spec.mesh.axis_size(step.axes)
+    if sizes is not None:
+        whole = spec.shard_sizes(dim)
+        cut = [sum(sizes[at * n : (at + 1) * n]) for at in range(shards)]
+        if len(sizes) != shards * n or tuple(cut) != whole or min(sizes) < 0:
+            _refuse(step, spec, f"the {shards * n} sizes {sizes} cut shards of {whole}, not {cut}",
+                    f"sizes whose groups of {n} sum to {whole}")  # fmt: skip
+        new: DimSizes | str = None if len(set(sizes)) == 1 else sizes
+    else:
+        new = cut_sizes(spec.shape[dim], shards, spec.sizes[dim], n, chunk=False)
+    if isinstance(new, str):
+        _refuse(step, spec, new, "give sizes=, one per shard of the result")
+    return _with_dim(spec, dim, (*spec.partition.dims[dim], *step.axes), new)
+
+
+def _with_dim(spec: Spec, dim: int, axes: tuple[str, ...], sizes: DimSizes) -> Spec:
+    p = spec.partition
+    dims = (*p.dims[:dim], axes, *p.dims[dim + 1 :])
+    return spec._with(
+        partition=PartitionSpec._of(dims, p.unreduced_kinds, p.reduced_kinds),
+        sizes=(*spec.sizes[:dim], sizes, *spec.sizes[dim + 1 :]),
+    )
+
+
+def _drop_states(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    """`spec` with `axes` neither unreduced nor reduced."""
+    p = spec.partition
+
+    def keep(kinds: Kinds) -> Kinds:
+        return tuple(each for each in kinds if each[0] not in axes)
+
+    return spec._with(
+        partition=PartitionSpec._of(p.dims, keep(p.unreduced_kinds), keep(p.reduced_kinds))
+    )
+
+
+def _state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
+    """`spec` with the step's axes put into a state; the empty word is invariant."""
+    assert not isinstance(step, Cast | CollectivePermute)
+    if not word:
+        return spec
+    p = spec.partition
+    more = tuple((axis, kind) for axis in step.axes)
+    unreduced = p.unreduced_kinds + more if word == "unreduced" else p.unreduced_kinds
+    reduced = p.reduced_kinds + more if word == "reduced" else p.reduced_kinds
+    # Through the constructor: it knows the reductions and what the dtype allows.
+    checked = PartitionSpec(*p.partitions, unreduced=dict(unreduced), reduced=dict(reduced))
+    raise_if(f"{step} on {spec}", _dtype_problems(unreduced, reduced, spec.dtype))
+    return spec._with(partition=checked)
+
+
+def permute_signature(spec: Spec, p: PartitionSpec) -> tuple[object, ...]:
+    """What a permutation of devices keeps: shards per dim, addends and uses per reduction."""
+    size = spec.mesh.shape
+    counts: Counter[tuple[str, str]] = Counter()
+    for word, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
+        for axis, kind in kinds:
+            counts[word, kind] = (counts[word, kind] or 1) * size[axis]
+    shards = tuple(math.prod(size[axis] for axis in dim) for dim in p.dims)
+    return shards, tuple(sorted((k, n) for k, n in counts.items() if n > 1))
+
+
+def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
+    to = step.partition
+    spec.mesh.check_axes(to.axes, f"{step} on {spec}")
+    if len(to) != spec.ndim:
+        _refuse(step, spec, f"the partition has {spec.ndim} entries, one per dim",
+                "write every dim, None too")  # fmt: skip
+    if permute_signature(spec, spec.partition) != permute_signature(spec, to):
+        _refuse(step, spec, "source and target have as many shards on every dim, and as many "
+                "addends", "use all_to_all or all_gather where the local shape changes")  # fmt: skip
+    return spec._with(partition=to)

@@ -1,0 +1,237 @@
+"""`Program`: a source spec, typed steps and a target spec, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fshard import hooks
+from fshard.errors import ShardingError, fail
+from fshard.program.cost import Cost, held, max_local_nbytes, step_time, traffic
+from fshard.program.infer import infer
+from fshard.program.steps import (
+    AllGather, AllSlice, AllToAll, ReduceScatter, Step,
+)  # fmt: skip
+from fshard.program.topology import Topology
+from fshard.program.transpose import is_linear, transpose
+from fshard.spec import DTYPE_NAMES, Spec
+
+__all__ = ["Program", "check"]
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Program:
+    """Steps from one spec to another; it is type-checked at birth or does not exist.
+
+    `prog(local)` runs it: a tensor under `torchrun` (or in rank-local code), a tuple of all
+    shards in a simulation; the result is differentiable, its backward runs `prog.T`.
+    `forward_dtype` is what a run sends (the result comes back in the target's dtype),
+    `backward_dtype` what the transpose sends.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> src = Spec(Mesh(x=2), P("x"), shape=(4,))
+    >>> prog = Program(src, (AllGather("x", 0),))
+    >>> print(prog)
+    f32[4@x] -> f32[4] on Mesh(x=2)
+      all_gather(x, dim 0)  f32[4]  8 B
+    >>> print(prog.T)
+    f32[4] -> f32[4@x] on Mesh(x=2)
+      all_slice(x, dim 0)  f32[4@x]  0 B
+    >>> prog.T.T == prog
+    True
+    """
+
+    src: Spec
+    steps: tuple[Step, ...]
+    dst: Spec
+    forward_dtype: torch.dtype | None
+    backward_dtype: torch.dtype | None
+    specs: tuple[Spec, ...] = field(compare=False)
+    _hash: int = field(compare=False)
+
+    def __init__(
+        self,
+        src: Spec,
+        steps: tuple[Step, ...] | list[Step],
+        dst: Spec | None = None,
+        *,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> None:
+        specs = [src]
+        canonical: list[Step] = []
+        for step in steps:
+            specs.append(infer(step, specs[-1]))
+            canonical.append(_canonical(step, specs[-1]))
+        if dst is not None and specs[-1] != dst:
+            fail("Program", f"steps that lead from {src} to {specs[-1]}",
+                 f"they lead to the target, {dst}", "leave dst out, or plan with fs.redistribute")  # fmt: skip
+        set_ = object.__setattr__
+        set_(self, "src", src)
+        set_(self, "steps", tuple(canonical))
+        set_(self, "dst", specs[-1])
+        # An option that changes nothing is dropped, so that equal programs are equal values.
+        plain = {src.dtype, specs[-1].dtype}
+        set_(self, "forward_dtype", None if plain == {forward_dtype} else forward_dtype)
+        set_(self, "backward_dtype", None if plain == {backward_dtype} else backward_dtype)
+        set_(self, "specs", tuple(specs))
+        set_(self, "_hash", hash((src, self.steps, self.forward_dtype, self.backward_dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = (self.forward_dtype, self.backward_dtype)
+        return _rebuild, (self.src, self.steps, *options)
+
+    # -- algebra ----------------------------------------------------------------------
+
+    @property
+    def T(self) -> Program:  # noqa: N802 - the mathematical name
+        """The adjoint, `dual(dst) -> dual(src)`: the backward pass of this program."""
+        return _transpose(self)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a transpose exists: every reduction is a sum or an average."""
+        return all(map(is_linear, self.steps, self.specs))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs without communication."""
+        return not any(map(_launches, self.steps, self.specs, self.specs[1:]))
+
+    def then(self, other: Program) -> Program:
+        """First this program, then `other`, which begins where this one ends; also `>>`."""
+        if self.dst != other.src:
+            fail("Program.then", f"a program to {self.dst}, then one from {other.src}",
+                 "the second begins with the spec the first ends with",
+                 f"fs.redistribute({self.dst}, {other.src}) between them")  # fmt: skip
+        mine = (self.forward_dtype, self.backward_dtype)
+        if mine != (other.forward_dtype, other.backward_dtype) and self.steps and other.steps:
+            fail("Program.then", f"programs that send {mine} and "
+                 f"{(other.forward_dtype, other.backward_dtype)}", "both send the same dtypes",
+                 "run one after the other")  # fmt: skip
+        options = self if self.steps else other
+        return Program(self.src, self.steps + other.steps, forward_dtype=options.forward_dtype,
+                       backward_dtype=options.backward_dtype)  # fmt: skip
+
+    def __rshift__(self, other: Program) -> Program:
+        return self.then(other)
+
+    # -- cost -------------------------------------------------------------------------
+
+    def cost(self, topology: Topology | None = None, /) -> Cost:
+        """Time, bytes and memory on a topology; the default is a single node."""
+        return _cost(self, topology or Topology.node())
+
+    # -- running ----------------------------------------------------------------------
+
+    def __call__(self, local: Any, *, async_op: bool = False) -> Any:
+        """Run on what this process holds of a tensor of spec `src`; a local of spec `dst`.
+
+        The result may share memory with `local` where no step changes it. With `async_op`
+        the last collective is only launched, and `.wait()` on the `Pending` gives the result.
+        """
+        return hooks.call("run_program", self, local, async_op=async_op)
+
+    # -- text -------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        sends = [
+            f"{word} in {DTYPE_NAMES[dtype]}"
+            for word, dtype in (("sends", self.forward_dtype), ("backward", self.backward_dtype))
+            if dtype is not None
+        ]
+        mesh = self.src.mesh
+        lines = [f"{self.src} -> {self.dst} on {mesh}{''.join(', ' + each for each in sends)}"]
+        rows = [
+            (str(step), str(after), f"{sent:,} B")
+            for step, after, sent in zip(self.steps, self.specs[1:], self.step_bytes, strict=True)
+        ]
+        widths = [max((len(row[c]) for row in rows), default=0) for c in range(3)]
+        lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows]
+        return "\n".join(lines if rows else [*lines, "  (nothing to do)"])
+
+    __repr__ = __str__
+
+    @property
+    def step_bytes(self) -> tuple[int, ...]:
+        """Bytes that the busiest rank sends in each step."""
+        wire = _wire(self)
+        return tuple(map(_sent, self.steps, wire, wire[1:]))
+
+    def explain(self, topology: Topology | None = None) -> Any:
+        """A table of the steps with specs, bytes, time and peak memory; prints anywhere."""
+        return hooks.call("explain", self, topology or Topology.node())
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        bundle: dict[str, str] = hooks.call("mimebundle", self)
+        return bundle
+
+
+def check(prog: Program) -> None:
+    """Fold `infer` over a program's steps anew; raises `ShardingError` where it does not hold."""
+    Program(prog.src, prog.steps, prog.dst)
+
+
+def _rebuild(
+    src: Spec, steps: tuple[Step, ...], forward: torch.dtype | None, backward: torch.dtype | None
+) -> Program:
+    return Program(src, steps, forward_dtype=forward, backward_dtype=backward)
+
+
+def _canonical(step: Step, after: Spec) -> Step:
+    """The step with the sizes its result has, so that equal steps are equal values."""
+    match step:
+        case AllSlice() | ReduceScatter():
+            sizes = after.sizes[step.dim]
+        case AllToAll():
+            sizes = after.sizes[step.dst_dim]
+        case _:
+            return step
+    return step if step.sizes == sizes else replace(step, sizes=sizes)
+
+
+@lru_cache(maxsize=4096)
+def _transpose(prog: Program) -> Program:
+    steps = [transpose(*each) for each in zip(prog.steps, prog.specs, strict=False)]
+    try:
+        return Program(prog.dst.dual, steps[::-1], prog.src.dual,
+                       forward_dtype=prog.backward_dtype,
+                       backward_dtype=prog.forward_dtype)  # fmt: skip
+    except ShardingError as error:  # pragma: no cover - a bug of the table, not of the user
+        raise AssertionError(f"the transpose of\n{prog}\ndoes not check") from error
+
+
+def _launches(step: Step, src: Spec, dst: Spec) -> bool:
+    return traffic(step, src, dst).launches > 0
+
+
+def _sent(step: Step, src: Spec, dst: Spec) -> int:
+    return traffic(step, src, dst).sent
+
+
+def _wire(prog: Program) -> tuple[Spec, ...]:
+    """The specs with the dtype that is sent."""
+    if prog.forward_dtype is None:
+        return prog.specs
+    return tuple(spec._with(dtype=prog.forward_dtype) for spec in prog.specs)
+
+
+@lru_cache(maxsize=4096)
+def _cost(prog: Program, topology: Topology) -> Cost:
+    wire = _wire(prog)
+    triples = list(zip(prog.steps, wire[:-1], wire[1:], strict=True))
+    moved = [traffic(*each) for each in triples]
+    return Cost(
+        time=sum(step_time(topology, *each) for each in triples),
+        bytes_sent=sum(each.sent for each in moved),
+        bytes_received=sum(each.received for each in moved),
+        peak_memory=max((held(*each) for each in triples), default=max_local_nbytes(prog.src)),
+        launches=sum(each.launches for each in moved),
+    )

@@ -1,0 +1,75 @@
+"""`transpose(step, src) -> step`: the adjoint of a step is again a step.
+
+With `<x, y>` the pairing of a spec with its dual (sharded: the sum over shards; invariant:
+once; reduced with unreduced: the sum over ranks), `<A x, y> == <x, A.T y>`. The table is
+that of JAX's JEP 17111 (unreduced and reduced types), completed for averages.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from fshard.errors import fail
+from fshard.partition import LINEAR
+from fshard.program.infer import replicated_kind, unreduced_kind
+from fshard.program.steps import (
+    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
+    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
+)  # fmt: skip
+from fshard.spec import Spec
+
+__all__ = ["is_linear", "transpose"]
+
+
+def is_linear(step: Step, src: Spec) -> bool:
+    """Whether the step, applied to `src`, is a linear map."""
+    match step:
+        case AllReduce() | ReduceScatter():
+            return unreduced_kind(step, src, step.axes) in LINEAR
+        case ReplicatedToUnreduced() | ShardedToUnreduced():
+            return step.kind in LINEAR
+        case _:
+            return True
+
+
+def transpose(step: Step, src: Spec, /) -> Step:
+    """The adjoint of `step` on `src`: a step from the dual of its result to `src.dual`.
+
+    Raises `ShardingError` for a reduction that is not linear.
+    """
+    if not is_linear(step, src):
+        fail("transpose", f"{step} of {src}", "only sums and averages are linear maps",
+             "differentiate by running the program: max and min have a gradient, no transpose")  # fmt: skip
+    match step:
+        case AllGather(axes, dim, "reduced"):
+            return ReduceScatter(axes, dim, src.sizes[dim])
+        case AllGather(axes, dim):
+            return AllSlice(axes, dim, src.sizes[dim])
+        case AllSlice(axes, dim):
+            kind = replicated_kind(step, src, axes)
+            if kind is None:
+                return AllGather(axes, dim)
+            return ShardedToUnreduced(axes, dim, kind)
+        case AllReduce(axes, "reduced"):
+            return AllReduce(axes, "reduced", unreduced_kind(step, src, axes))
+        case AllReduce(axes):
+            return InvariantToReduced(axes, unreduced_kind(step, src, axes))
+        case ReduceScatter(axes, dim):
+            return AllGather(axes, dim, "reduced", unreduced_kind(step, src, axes))
+        case AllToAll(axes, src_dim, dst_dim):
+            return AllToAll(axes, dst_dim, src_dim, src.sizes[src_dim])
+        case CollectivePermute():
+            return CollectivePermute(src.dual.partition)
+        case InvariantToReduced(axes):
+            return AllReduce(axes)
+        case ReducedToInvariant(axes):
+            return ReplicatedToUnreduced(axes, replicated_kind(step, src, axes) or "sum")
+        case ReplicatedToUnreduced(axes):
+            kind = replicated_kind(step, src, axes)
+            return ReducedToInvariant(axes) if kind is None else ReplicatedToUnreduced(axes, kind)
+        case ShardedToUnreduced(axes, dim):
+            return AllSlice(axes, dim, src.sizes[dim])
+        case Cast():
+            return Cast(src.dtype)
+        case _:
+            assert_never(step)
