@@ -113,7 +113,7 @@ class Mesh:
     @property
     def ranks(self) -> range | tuple[int, ...]:
         """The rank ids in increasing order: the order of the shards in a simulated local."""
-        return self.devices if isinstance(self.devices, range) else tuple(sorted(self.devices))
+        return self.devices if isinstance(self.devices, range) else _ranks(self)
 
     def __contains__(self, rank: object) -> bool:
         return rank in (self.devices if isinstance(self.devices, range) else _positions(self))
@@ -160,7 +160,7 @@ class Mesh:
         """The rank's linear index along `axes`, row-major in the order given."""
         coordinate = self.coordinate(rank)
         index = 0
-        for axis in as_axes(axes):
+        for axis in self.check_axes(axes, "Mesh.index"):
             place = self.axes.index(axis)
             index = index * self.sizes[place] + coordinate[place]
         return index
@@ -198,7 +198,7 @@ class Mesh:
         Mesh(tp=4, devices=range(4, 8))
         """
         names = self.check_axes(axes, "Mesh.submesh")
-        self.check_axes(tuple(coords), "Mesh.submesh")
+        self.check_axes((*names, *coords), "Mesh.submesh")
         fixed = {axis: coords.get(axis, 0) for axis in self.axes if axis not in names}
         grids = [range(self.shape[axis]) for axis in names]
         devices = [
@@ -214,6 +214,10 @@ class Mesh:
         (0, 2, 1, 3)
         """
         names = self.check_axes(axes, "Mesh.flatten")
+        if not names:
+            fail("Mesh.flatten", f"no axes into {name!r}", "there is at least one axis to flatten",
+                 "name the axes")  # fmt: skip
+        self._check_new("Mesh.flatten", [name], names)
         order: list[str] = []
         grid: dict[str, int] = {}
         for axis in self.axes:
@@ -238,10 +242,19 @@ class Mesh:
             fail("Mesh.split", f"{name!r} of size {size} into {parts}",
                  f"the parts multiply to {size}, not {math.prod(parts.values())}",
                  f"split({name!r}, a={size}, b=1), say")  # fmt: skip
+        self._check_new("Mesh.split", parts, (name,))
         grid: dict[str, int] = {}
         for each, n in self.shape.items():
             grid |= parts if each == name else {each: n}
         return Mesh(grid, devices=self.devices)
+
+    def _check_new(self, where: str, new: Iterable[str], replaced: tuple[str, ...]) -> None:
+        """Raise where a new axis has the name of one that stays."""
+        raise_if(where, [
+            Problem(f"new axis {name!r} on {self}", f"{name!r} is another axis of the mesh",
+                    "choose another name")
+            for name in new if name in self.axes and name not in replaced
+        ])  # fmt: skip
 
     def _position(self, rank: int) -> int:
         if rank not in self:
@@ -262,7 +275,10 @@ def _canonical_devices(
     """Devices as a `range` where they are one, so that a mesh of a million stays small."""
     if devices is None:
         return range(size)
-    ids = devices if isinstance(devices, range) else tuple(int(device) for device in devices)
+    first = devices.start if isinstance(devices, range) else -1
+    if first >= 0 and devices == range(first, first + size):
+        return range(first, first + size)
+    ids = tuple(int(device) for device in devices)
     problems = []
     if len(ids) != size:
         problems.append(Problem(f"{len(ids)} devices for {dict(grid)}",
@@ -286,6 +302,13 @@ def _rebuild_mesh(
 @lru_cache(maxsize=256)
 def _shape(mesh: Mesh) -> Mapping[str, int]:
     return MappingProxyType(dict(zip(mesh.axes, mesh.sizes, strict=True)))
+
+
+@lru_cache(maxsize=64)
+def _ranks(mesh: Mesh) -> range | tuple[int, ...]:
+    first, last = min(mesh.devices), max(mesh.devices)
+    dense = last - first + 1 == len(mesh.devices)
+    return range(first, last + 1) if dense else tuple(sorted(mesh.devices))
 
 
 @lru_cache(maxsize=64)
@@ -314,6 +337,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    mesh.check_axes(axes, "Mesh.group")
     strides = dict(zip(mesh.axes, _strides(mesh.sizes), strict=True))
     coords = mesh.coords(rank)
     base = mesh._position(rank) - sum(strides[axis] * coords[axis] for axis in axes)

@@ -176,7 +176,7 @@ def _kinds(
             problems.append(Problem(
                 f"{word}={{{axis!r}: {kind!r}}}", f"a reduction is one of {', '.join(allowed)}",
                 did_you_mean(str(kind), allowed, f"use one of {', '.join(allowed)}")))  # fmt: skip
-    return tuple(sorted(kinds.items()))
+    return tuple(sorted(kinds.items(), key=lambda each: str(each[0])))
 
 
 def even_sizes(size: int, shards: int) -> tuple[int, ...] | None:

@@ -243,13 +243,15 @@ class Spec:
         """
         partition = self.partition if partition is None else partition
         shape = self.shape if shape is None else tuple(shape)
+        sizes = sizes or {}
         kept: dict[int, Sequence[int] | None] = {
             dim: self.sizes[dim]
             for dim in range(min(len(shape), self.ndim, len(partition.dims)))
             if partition.dims[dim] == self.partition.dims[dim] and shape[dim] == self.shape[dim]
-        }
+            and dim not in sizes and dim - len(shape) not in sizes
+        }  # fmt: skip
         return Spec(mesh or self.mesh, partition, shape=shape, dtype=dtype or self.dtype,
-                    sizes={**kept, **(sizes or {})}, uneven=uneven)  # fmt: skip
+                    sizes={**kept, **sizes}, uneven=uneven)  # fmt: skip
 
     def is_equivalent(self, other: Spec) -> bool:
         """Whether both lay the same numbers on the same ranks: axes of size 1 do not count."""
@@ -331,6 +333,11 @@ def _by_dim(
         for dim in given
         if not -ndim <= dim < ndim
     ]
+    problems += [
+        Problem(f"sizes of dims {dim} and {dim - ndim}", f"dim {dim} is given twice",
+                "give its sizes once")
+        for dim in given if dim >= 0 and dim - ndim in given
+    ]  # fmt: skip
     raise_if("fs.Spec", problems)
     return {dim % ndim: each for dim, each in given.items()}
 
