@@ -14,7 +14,7 @@ __all__ = ["parse"]
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SPEC = re.compile(r"\s*(\w+)\s*\[(.*?)\]\s*(?:\{(.*)\})?\s*\Z", re.DOTALL)
-_DIM = re.compile(r"(\d+)(?:@(?:(\w+)|\(([\w\s,]*)\))(?::(chunk|[\d+\s]+))?)?\Z")
+_DIM = re.compile(r"(\d+)(?:@(?:(\w+)|\(([\w\s,]*)\))(?::(chunk|\d+(?:\s*\+\s*\d+)*))?)?\Z")
 _DIM_FORM = "a dim reads size, size@axis or size@(major,minor), then :chunk or :3+5"
 _FORM = "dtype[size@axis,size@(major,minor):chunk,size]{unreduced: axis, axis=max; reduced: axis}"
 
@@ -79,6 +79,8 @@ def _states(text: str, states: str) -> dict[str, dict[str, str]]:
             axis, equals, kind = (each.strip() for each in item.partition("="))
             if not axis.isidentifier() or (equals and kind not in REDUCTIONS):
                 _refuse(text, item, f"an axis reads axis or axis=one of {', '.join(REDUCTIONS)}")
+            if axis in kinds[word.strip()]:
+                _refuse(text, item, "an axis is named once")
             kinds[word.strip()][axis] = kind or "sum"
     return kinds
 
