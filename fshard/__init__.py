@@ -1,0 +1,29 @@
+"""fshard: functional sharding on PyTorch. Layouts and programs of collectives as values."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fshard.errors import ShardingError
+from fshard.mesh import Mesh
+from fshard.partition import PartitionSpec
+from fshard.plan.redistribute import redistribute
+from fshard.program.bounds import Bound, lower_bound
+from fshard.program.cost import Cost
+from fshard.program.program import Program
+from fshard.program.steps import (
+    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
+    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced,
+)  # fmt: skip
+from fshard.program.topology import Link, Topology
+from fshard.run.distributed import init
+from fshard.run.execute import Pending
+from fshard.run.moving import from_local, reshard, scatter, shard, unshard
+from fshard.run.simulate import simulate
+from fshard.spec import Sharded, Spec
+from fshard.text import parse
+
+P = PartitionSpec
+
+try:
+    __version__ = version("fshard")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"

@@ -1,0 +1,1 @@
+"""Running programs: two transports, one interpreter, one autograd rule."""

@@ -1,0 +1,188 @@
+"""The transport over `torch.distributed`: gloo and NCCL, through the functional collectives.
+
+Only plain tensors and `torch.ops._c10d_functional`: no `AsyncCollectiveTensor`. Process
+groups are made on demand for whatever ranks a step names; only their members take part.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fshard.errors import fail
+from fshard.mesh import Mesh
+from fshard.run.transport import Finish, Group, current_transport, set_world
+
+__all__ = ["init"]
+
+OPS: Any = torch.ops._c10d_functional
+# What every backend moves as it is; other dtypes travel as bytes.
+NATIVE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class World:
+    """This process as a rank of `torch.distributed`."""
+
+    rank: int
+    device: torch.device
+    timeout: timedelta | None
+    names: dict[Group, str] = field(default_factory=dict)
+
+    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        flat, restore = _as_bytes(x.reshape(-1))
+        name, order = self._group(group)
+        out = OPS.all_gather_into_tensor(flat, len(group), name)
+        shape = (len(group), *x.shape)
+        return lambda: _unpermute(restore(OPS.wait_tensor(out)).view(shape), order)
+
+    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        if x.dtype.is_complex and op == "product":
+            gathered = self.all_gather(x, group)
+            return lambda: gathered().prod(0)
+        wire, restore = _as_number(x)
+        out = OPS.all_reduce(wire.contiguous(), op, self._group(group)[0])
+        return lambda: restore(OPS.wait_tensor(out))
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        if x.dtype.is_complex and op == "product":
+            reduced, here = self.all_reduce(x, op, group), group.index(self.rank)
+            return lambda: reduced()[here]
+        name, order = self._group(group)
+        wire, restore = _as_number(x)
+        if order is not None:
+            wire = wire[[order.index(place) for place in range(len(order))]]
+        flat = wire.reshape(len(group), -1).contiguous()
+        out = OPS.reduce_scatter_tensor(flat, op, len(group), name)
+        shape = x.shape[1:]
+        return lambda: restore(OPS.wait_tensor(out)).reshape(shape)
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> Finish:
+        name, order = self._group(group)
+        if order is not None:
+            # The process group is in rank order: put the pieces so, and the results back.
+            place = [order.index(at) for at in range(len(order))]
+            pieces = x.split(list(send))
+            x = torch.cat([pieces[at] for at in place])
+            send = [send[at] for at in place]
+            theirs = [receive[at] for at in place]
+        else:
+            theirs = list(receive)
+        wire, restore = _as_bytes(x.contiguous())
+        item = wire.numel() // x.numel() if x.numel() else _wire_item(x.dtype)
+        out = OPS.all_to_all_single(wire, [n * item for n in theirs], [n * item for n in send], name)
+
+        def finish() -> torch.Tensor:
+            got = restore(OPS.wait_tensor(out))
+            if order is None:
+                return got
+            pieces = got.split(theirs)
+            return torch.cat([pieces[at] for at in order])
+
+        return finish
+
+    def _group(self, ranks: Group) -> tuple[str, list[int] | None]:
+        """The process group of `ranks`, and their places in it where they are not in order."""
+        ordered = tuple(sorted(ranks))
+        name = self.names.get(ordered)
+        if name is None:
+            if ordered == tuple(range(dist.get_world_size())):
+                name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    made = dist.new_group(
+                        list(ordered), timeout=self.timeout, use_local_synchronization=True
+                    )
+                name = made.group_name
+            self.names[ordered] = name
+        return name, None if ordered == ranks else [ordered.index(rank) for rank in ranks]
+
+
+def _unpermute(stacked: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    return stacked if order is None else stacked[order]
+
+
+def _wire_item(dtype: torch.dtype) -> int:
+    return 1 if dtype in NATIVE else dtype.itemsize
+
+
+def _as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """A flat tensor as something every backend moves, and the way back."""
+    flat = flat.contiguous()
+    if flat.dtype in NATIVE:
+        return flat, lambda out: out
+    dtype = flat.dtype
+    return flat.view(torch.uint8), lambda out: out.view(dtype)
+
+
+def _as_number(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """A tensor as something every backend reduces, and the way back."""
+    dtype = x.dtype
+    if dtype in NATIVE or dtype.is_complex:
+        return x, lambda out: out
+    wider = torch.uint8 if dtype == torch.bool else (
+        torch.float32 if dtype.is_floating_point else torch.int64)  # fmt: skip
+    return x.to(wider), lambda out: out.to(dtype)
+
+
+def init(
+    mesh: Mesh, /, *, backend: str | None = None, timeout: float | timedelta | None = None
+) -> None:
+    """Make this process a rank under `torchrun`: from here on, locals are single tensors.
+
+    Starts `torch.distributed` where it is not started (NCCL where there is CUDA, else gloo).
+    `timeout` is in seconds. A rank outside of `mesh` gets empty results and takes part in
+    nothing. Raises `ShardingError` where the environment of `torchrun` is missing or the mesh
+    names ranks that do not exist.
+    """
+    if not dist.is_initialized():
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in os.environ]
+        if missing:
+            fail("fs.init", f"no {', '.join(missing)} in the environment",
+                 "fs.init runs in the processes that torchrun starts",
+                 f"torchrun --nproc-per-node {mesh.size} script.py; without fs.init the mesh is "
+                 "simulated in this process")  # fmt: skip
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if max(mesh.ranks, default=0) >= world:
+        fail("fs.init", f"{mesh} with ranks up to {max(mesh.ranks)}",
+             f"the world has {world} processes, ranks 0..{world - 1}",
+             f"torchrun --nproc-per-node {max(mesh.ranks) + 1}, or a mesh of at most {world}")  # fmt: skip
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    if not dist.is_initialized():
+        use_cuda = torch.cuda.is_available() if backend is None else "nccl" in backend
+        if use_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        chosen = backend or ("nccl" if use_cuda else "gloo")
+        dist.init_process_group(chosen, timeout=limit)
+    nccl = "nccl" in str(dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    known = current_transport()
+    if isinstance(known, World) and known.rank == dist.get_rank() and _alive(known):
+        return
+    set_world(World(dist.get_rank(), device, limit))
+
+
+def _alive(world: World) -> bool:
+    """Whether the groups it made belong to the process groups of today."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        for name in world.names.values():
+            _resolve_process_group(name)  # type: ignore[no-untyped-call]
+    except (LookupError, RuntimeError, ValueError):
+        return False
+    return True

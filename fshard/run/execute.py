@@ -1,0 +1,101 @@
+"""`prog(local)`: who executes a program is decided by the value it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fshard import hooks
+from fshard.errors import Problem, fail, raise_if
+from fshard.program.program import Program
+from fshard.run.autograd import apply_program
+from fshard.run.interpreter import launch
+from fshard.run.transport import Transport, current_rank
+from fshard.spec import Spec
+
+__all__ = ["Pending", "check_local", "check_shards"]
+
+
+class Pending:
+    """A result that is on its way: `wait()` gives it, once.
+
+    Raises `ShardingError` on a second `wait()`.
+    """
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+
+    def wait(self) -> Any:
+        """Wait for the result and return it."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            fail("Pending.wait", "a second wait()", "a pending result is waited for once",
+                 "keep what the first wait() returned")  # fmt: skip
+        return finish()
+
+    def __repr__(self) -> str:
+        return f"<Pending, {'under way' if self._finish else 'waited for'}>"
+
+
+@hooks.register("run_program")
+def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
+    """Run a program on a tuple of shards (a simulation) or on this rank's local."""
+    if isinstance(local, torch.Tensor):
+        transport = current_rank(prog.src.mesh, f"the program to {prog.dst}")
+        check_local(local, prog.src, transport, f"the program to {prog.dst}")
+        if not async_op:
+            return apply_program(prog, (local,), everywhere=False)[0]
+        with torch.no_grad():
+            started = launch(prog, transport, local)
+        if prog.is_linear or not local.requires_grad:
+            return Pending(lambda: apply_program(prog, (local,), False, started)[0])
+        fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
+             f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
+             "with gradients", "run it without async_op, or detach() the local")  # fmt: skip
+    shards = check_shards(local, prog.src, f"the program to {prog.dst}")
+    out = apply_program(prog, shards, everywhere=True)
+    return Pending(lambda: out) if async_op else out
+
+
+def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: str) -> None:
+    """Raise `ShardingError` unless `local` is what this rank holds of a tensor of `spec`."""
+    if transport.rank not in spec.mesh:
+        return
+    expected = spec.local_shape(transport.rank)
+    if local.shape != expected or local.dtype != spec.dtype:
+        raise_if(where, _mismatch(local, spec, transport.rank))
+
+
+def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]:
+    """`local` as a tuple of all shards; raises `ShardingError` with every rank that is wrong."""
+    if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
+        fail(where, f"a local of type {type(local).__name__}",
+             "a local is a tensor, or in a simulation the tuple of all shards",
+             "fs.shard(global_tensor, spec).local")  # fmt: skip
+    shards = tuple(local)
+    if len(shards) != spec.mesh.size:
+        fail(where, f"{len(shards)} shards for {spec.mesh}",
+             f"a simulation holds one shard per rank, {spec.mesh.size} in rank order",
+             "fs.shard(global_tensor, spec).local")  # fmt: skip
+    problems = []
+    for rank, shard in zip(spec.mesh.ranks, shards, strict=True):
+        if shard.shape != spec.local_shape(rank) or shard.dtype != spec.dtype:
+            problems += _mismatch(shard, spec, rank)
+    devices = sorted({str(shard.device) for shard in shards})
+    if len(devices) > 1:
+        problems.append(Problem(f"shards on {', '.join(devices)}", "all shards of a simulation "
+                                "are on one device", f"shard.to('{devices[0]}') for each"))  # fmt: skip
+    raise_if(where, problems)
+    return shards
+
+
+def _mismatch(local: torch.Tensor, spec: Spec, rank: int) -> list[Problem]:
+    place = ", ".join(f"{axis}={at}" for axis, at in spec.mesh.coords(rank).items())
+    return [Problem(
+        f"on rank {rank} ({place}) a local of shape {tuple(local.shape)} and {local.dtype}",
+        f"{spec} on {spec.mesh} has there shape {spec.local_shape(rank)} and {spec.dtype}",
+        "fs.from_local makes a spec from locals, fs.reshard changes one")]  # fmt: skip

@@ -1,0 +1,435 @@
+"""Global tensors to locals and back: shard, scatter, unshard, from_local, reshard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fshard.errors import Problem, fail, raise_if
+from fshard.mesh import Mesh
+from fshard.partition import PartitionSpec
+from fshard.plan.redistribute import redistribute
+from fshard.run.execute import check_shards
+from fshard.run.interpreter import neutral_like
+from fshard.run.transport import REDUCE, Transport, backward_phase, current_transport, notify
+from fshard.spec import DTYPE_NAMES, Sharded, Spec
+
+__all__ = ["from_local", "reshard", "scatter", "shard", "unshard"]
+
+
+# -- whole tensors in a simulation ----------------------------------------------------
+
+
+def _lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
+    """The shards of a global tensor, each in memory of its own."""
+    shares = math.prod(spec.mesh.shape[a] for a, kind in spec.partition.reduced_kinds
+                       if kind == "avg")  # fmt: skip
+    shards = []
+    for rank in spec.mesh.ranks:
+        part = x[spec.index(rank)]
+        kind = _absent(spec, rank)
+        if kind is not None:
+            shards.append(neutral_like(part, kind))
+        elif shares > 1:
+            shards.append(part / shares)
+        else:
+            shards.append(part.clone(memory_format=torch.contiguous_format))
+    return tuple(shards)
+
+
+def _absent(spec: Spec, rank: int) -> str | None:
+    """The reduction for which a rank holds its neutral element, or None where it has the value."""
+    for axis, kind in spec.partition.unreduced_kinds:
+        if kind != "avg" and spec.mesh.index(rank, (axis,)) > 0:
+            return kind
+    return None
+
+
+def _assemble(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
+    """The global tensor of all shards: reduced where unreduced, from coordinate 0 else."""
+    mesh, p = spec.mesh, spec.partition
+    if not spec.shape or not any(p.dims):
+        ranks = [rank for rank in mesh.ranks if _leads(spec, rank)]
+        return _reduced([shards[_place(mesh, rank)] for rank in ranks], ranks, spec)
+    out = shards[0].new_empty(spec.shape)
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank in mesh.ranks:
+        if _leads(spec, rank):
+            parts.setdefault(tuple(mesh.index(rank, dim) for dim in p.dims), []).append(rank)
+    for ranks in parts.values():
+        value = _reduced([shards[_place(mesh, rank)] for rank in ranks], ranks, spec)
+        out[spec.index(ranks[0])] = value
+    return out
+
+
+def _place(mesh: Mesh, rank: int) -> int:
+    return mesh.ranks.index(rank)
+
+
+def _leads(spec: Spec, rank: int) -> bool:
+    """Whether a rank is the first along every axis along which the value is repeated."""
+    p, coords = spec.partition, spec.mesh.coords(rank)
+    cut = {axis for dim in p.dims for axis in dim} | set(dict(p.unreduced_kinds))
+    return all(at == 0 for axis, at in coords.items() if axis not in cut)
+
+
+def _reduced(addends: list[torch.Tensor], ranks: list[int], spec: Spec) -> torch.Tensor:
+    """One shard's value from its addends on `ranks`, axis by axis as the kinds say."""
+    shares = math.prod(spec.mesh.shape[a] for a, kind in spec.partition.reduced_kinds
+                       if kind == "avg")  # fmt: skip
+    values = dict(zip(ranks, addends, strict=True))
+    for axis, kind in spec.partition.unreduced_kinds:
+        groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
+        first: dict[tuple[tuple[str, int], ...], int] = {}
+        for rank, value in values.items():
+            key = tuple(each for each in spec.mesh.coords(rank).items() if each[0] != axis)
+            groups.setdefault(key, []).append(value)
+            first.setdefault(key, rank)
+        reduce = REDUCE["sum" if kind == "avg" else kind]
+        share = spec.mesh.shape[axis] if kind == "avg" else 1
+        values = {
+            first[key]: reduce(torch.stack(group)) / share
+            if share > 1
+            else reduce(torch.stack(group))
+            for key, group in groups.items()
+        }
+    (value,) = values.values()
+    return value * shares if shares > 1 else value.clone()
+
+
+class _Shard(torch.autograd.Function):
+    """A global tensor to the shards of a simulation; the gradient is assembled from theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
+        ctx.spec = spec
+        return _lay_out(x, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Unshard.apply(ctx.spec.dual, *grads), None  # type: ignore[no-untyped-call]
+
+
+class _Unshard(torch.autograd.Function):
+    """The shards of a simulation to the global tensor; its gradient is laid out over them."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Spec, *shards: torch.Tensor) -> torch.Tensor:
+        ctx.spec = spec
+        return _assemble(shards, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, *_Shard.apply(grad, ctx.spec.dual)  # type: ignore[no-untyped-call]
+
+
+# -- the public functions -------------------------------------------------------------
+
+
+def replicated(spec: Spec) -> Spec:
+    """The spec of the same tensor, whole and invariant on every rank."""
+    return Spec(spec.mesh, PartitionSpec(), shape=spec.shape, dtype=spec.dtype)
+
+
+def _check_global(x: object, spec: Spec, where: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        fail(where, f"a {type(x).__name__}", "a global tensor is a torch.Tensor",
+             "torch.as_tensor(value)")  # fmt: skip
+    if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+        fail(where, f"a tensor of shape {tuple(x.shape)} and {x.dtype} for {spec}",
+             f"the spec says shape {spec.shape} and {spec.dtype}",
+             f"fs.Spec(mesh, {spec.partition!r}, shape={tuple(x.shape)}, dtype={x.dtype})")  # fmt: skip
+
+
+def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
+    """A global tensor that this process holds whole, as a pair: slices, no traffic.
+
+    In a simulation the local is the tuple of all shards, each in its own memory. Unreduced
+    axes get the value on coordinate 0 and the neutral element elsewhere. Differentiable.
+
+    >>> from fshard.mesh import Mesh
+    >>> spec = Spec(Mesh(x=2), PartitionSpec("x"), shape=(4,))
+    >>> shard(torch.arange(4.0), spec).local
+    (tensor([0., 1.]), tensor([2., 3.]))
+    """
+    _check_global(global_tensor, spec, "fs.shard")
+    transport = current_transport()
+    if transport is None:
+        return Sharded(_Shard.apply(global_tensor, spec), spec)  # type: ignore[no-untyped-call]
+    local = redistribute(replicated(spec), spec)(global_tensor)
+    return Sharded(local.clone() if local is global_tensor else local, spec)
+
+
+def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
+    """The global tensor of a pair, on every rank: gathers and reduces. Differentiable.
+
+    >>> from fshard.mesh import Mesh
+    >>> spec = Spec(Mesh(x=2), PartitionSpec(unreduced={"x"}), shape=(2,))
+    >>> unshard(((torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])), spec))
+    tensor([11., 22.])
+    """
+    local, spec = pair
+    if isinstance(local, torch.Tensor):
+        out: torch.Tensor = redistribute(spec, replicated(spec))(local)
+        return out
+    shards = check_shards(local, spec, "fs.unshard")
+    linear = all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds)
+    if linear or not any(x.requires_grad for x in shards):
+        whole: torch.Tensor = _Unshard.apply(spec, *shards)  # type: ignore[no-untyped-call]
+        return whole
+    first: torch.Tensor = redistribute(spec, replicated(spec))(shards)[0]
+    return first
+
+
+def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
+    """A pair in another layout: plans with `fs.redistribute` (its options) and runs.
+
+    A dim that the new partition does not divide is chunked; give a `Spec` for other sizes.
+    """
+    local, spec = pair
+    target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
+    return Sharded(redistribute(spec, target, **options)(local), target)
+
+
+# -- scatter --------------------------------------------------------------------------
+
+
+class _Scatter(torch.autograd.Function):
+    """One rank's tensor to everyone's shards; `anchor` ties all ranks into the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, x: torch.Tensor | None, spec: Spec, src: int,
+        transport: Transport, device: torch.device,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.spec, ctx.given = spec, x is not None
+        return _send_shards(x, spec, src, transport, device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # Every rank helps to assemble the gradient; only the source has a use for it.
+        dual = ctx.spec.dual
+        with backward_phase():
+            whole = redistribute(dual, replicated(dual))(grad)
+        return None, whole if ctx.given else None, None, None, None, None
+
+
+def _send_shards(
+    x: torch.Tensor | None, spec: Spec, src: int, transport: Transport, device: torch.device
+) -> torch.Tensor:
+    """Send each rank the shard it holds, and those that hold a neutral element nothing."""
+    group = tuple(spec.mesh.ranks)
+    shape = spec.local_shape(transport.rank)
+    wanted = [0 if _absent(spec, rank) else math.prod(spec.local_shape(rank)) for rank in group]
+    here = group.index(transport.rank)
+    receive = [wanted[here] if rank == src else 0 for rank in group]
+    if x is None:
+        flat, send = torch.empty(0, dtype=spec.dtype, device=device), [0] * len(group)
+    else:
+        parts = [x[spec.index(rank)].reshape(-1)[:n] for rank, n in zip(group, wanted, strict=True)]
+        flat, send = torch.cat(parts), wanted
+    sent = sum(n for at, n in enumerate(send) if at != here) * spec.dtype.itemsize
+    notify("scatter", spec.mesh.axes, sent, transport.rank)
+    got = transport.all_to_all(flat, send, receive, group)()
+    kind = _absent(spec, transport.rank)
+    if kind is not None:
+        return neutral_like(got, kind, shape)
+    shares = math.prod(spec.mesh.shape[a] for a, k in spec.partition.reduced_kinds if k == "avg")
+    return got.view(shape) if shares == 1 else got.view(shape) / shares
+
+
+def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Sharded:
+    """A global tensor that only rank `src` holds, as a pair: each rank is sent only its shard.
+
+    Other ranks give `None` (what they give is not looked at). In a simulation the one process
+    is every rank, and has the tensor. Differentiable: the gradient is on rank `src`.
+
+    Raises `ShardingError`, on every rank, where the tensor of rank `src` is not of `spec`.
+    """
+    if src not in spec.mesh:
+        fail("fs.scatter", f"src={src} on {spec.mesh}", f"src is one of {list(spec.mesh.ranks)}",
+             f"src={spec.mesh.ranks[0]}")  # fmt: skip
+    transport = current_transport()
+    if transport is None:
+        return shard(tensor, spec)  # type: ignore[arg-type]
+    device = getattr(transport, "device", torch.device("cpu"))
+    if transport.rank not in spec.mesh:
+        return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
+    mine = tensor if transport.rank == src else None
+    facts = _header(mine, device)
+    told = transport.all_to_all(
+        facts.repeat(spec.mesh.size) if transport.rank == src else facts[:0],
+        [len(facts) if transport.rank == src else 0] * spec.mesh.size,
+        [len(facts) if rank == src else 0 for rank in spec.mesh.ranks],
+        tuple(spec.mesh.ranks),
+    )()
+    shape, dtype, wants_grad = _read_header(told)
+    if shape != spec.shape or dtype != spec.dtype:
+        given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
+        fail("fs.scatter", f"on rank {src} {given}", f"{spec} has shape {spec.shape} and "
+             f"{spec.dtype}", "give rank src the whole tensor of the spec")  # fmt: skip
+    anchor = torch.zeros((), requires_grad=wants_grad and torch.is_grad_enabled())
+    local = _Scatter.apply(anchor, mine, spec, src, transport, device)  # type: ignore[no-untyped-call]
+    return Sharded(local, spec)
+
+
+# -- headers: shape and dtype of a local, as numbers that travel ------------------------
+
+_DTYPES = list(DTYPE_NAMES)
+_MAX_DIMS = 16
+
+
+def _header(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if x is None:
+        numbers = [-1] * (_MAX_DIMS + 3)
+    else:
+        code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1
+        dims = [*x.shape, *[0] * (_MAX_DIMS - x.ndim)]
+        numbers = [x.ndim, code, int(x.requires_grad), *dims]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _read_header(
+    header: torch.Tensor,
+) -> tuple[tuple[int, ...] | None, torch.dtype | None, bool]:
+    ndim, code, grad, *dims = header.tolist()
+    if ndim < 0:
+        return None, None, False
+    return tuple(dims[:ndim]), _DTYPES[code] if code >= 0 else None, bool(grad)
+
+
+# -- from_local -----------------------------------------------------------------------
+
+
+def from_local(
+    local: Any,
+    mesh: Mesh,
+    partition: PartitionSpec,
+    /,
+    *,
+    sizes: str | Mapping[int, Sequence[int]] = "infer",
+    shape: Sequence[int] | None = None,
+    check: bool = True,
+) -> Sharded:
+    """A pair from locals that already lie as `partition` says; the tensors are not copied.
+
+    `sizes="infer"` asks every rank for its shape over the transport; `"chunk"` cuts the global
+    `shape` (which it needs) as `torch.chunk` does; a mapping gives the shard sizes of the
+    uneven dims. `check` compares every rank's shape and dtype with the result.
+
+    Raises `ShardingError`, the same on every rank and with the ranks named, for locals that do
+    not fit.
+
+    >>> from fshard.mesh import Mesh
+    >>> from_local((torch.ones(3), torch.ones(1)), Mesh(x=2), PartitionSpec("x")).spec
+    f32[4@x:3+1]
+    """
+    everyone, dtype = _everyone(local, mesh, partition, communicate=check or sizes == "infer")
+    ranks = list(everyone)
+    shapes = {rank: each[0] for rank, each in everyone.items()}
+    problems = _unlike(everyone) if check else []
+    raise_if("fs.from_local", problems)
+    if isinstance(local, torch.Tensor) and not ranks:
+        return Sharded(local, Spec(mesh, partition, shape=shape or (0,) * local.ndim, dtype=dtype))
+    spec = _spec_of(shapes, mesh, partition, dtype, sizes, shape)
+    if check:
+        raise_if("fs.from_local", [
+            Problem(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())}) "
+                    f"holds shape {shapes[rank]}",
+                    f"{spec} has there shape {spec.local_shape(rank)}",
+                    'sizes="infer" reads the sizes off the locals')
+            for rank in ranks if shapes[rank] != spec.local_shape(rank)
+        ])  # fmt: skip
+    return Sharded(local if isinstance(local, torch.Tensor) else tuple(local), spec)
+
+
+Facts = dict[int, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+def _everyone(
+    local: Any, mesh: Mesh, partition: PartitionSpec, communicate: bool
+) -> tuple[Facts, torch.dtype]:
+    """Shape and dtype of every rank's local, as far as they are known."""
+    if not isinstance(local, torch.Tensor):
+        if len(local) != mesh.size:
+            fail("fs.from_local", f"{len(local)} locals for {mesh}",
+                 f"a simulation holds one per rank, {mesh.size} in rank order",
+                 "give the tuple of all of them")  # fmt: skip
+        facts = {r: (tuple(x.shape), x.dtype) for r, x in zip(mesh.ranks, local, strict=True)}
+        return dict(facts), local[0].dtype
+    transport = current_transport()
+    if transport is None:
+        fail("fs.from_local", f"one tensor for {mesh}, in a process that is no rank of it",
+             f"outside of ranks a local is the tuple of {mesh.size} shards",
+             "give the tuple, or call fs.init(mesh) under torchrun")  # fmt: skip
+    if transport.rank not in mesh:
+        return {}, local.dtype
+    if not communicate or mesh.size == 1:
+        return {transport.rank: (tuple(local.shape), local.dtype)}, local.dtype
+    header = _header(local, local.device)
+    rows = transport.all_gather(header, tuple(mesh.ranks))()
+    read = [_read_header(row) for row in rows.cpu()]
+    return {r: (s or (), d) for r, (s, d, _) in zip(mesh.ranks, read, strict=True)}, local.dtype
+
+
+def _unlike(everyone: Facts) -> list[Problem]:
+    """Locals that differ in dtype or in their number of dims from the first rank's."""
+    if not everyone:
+        return []
+    first, (shape, dtype) = next(iter(everyone.items()))
+    return [
+        Problem(f"rank {rank} holds {len(s)} dims of {d}, rank {first} {len(shape)} of {dtype}",
+                "all locals have one dtype and number of dims", "cast or reshape them alike")
+        for rank, (s, d) in everyone.items() if d != dtype or len(s) != len(shape)
+    ]  # fmt: skip
+
+
+def _spec_of(
+    shapes: Mapping[int, tuple[int, ...]],
+    mesh: Mesh,
+    partition: PartitionSpec,
+    dtype: torch.dtype,
+    sizes: str | Mapping[int, Sequence[int]],
+    shape: Sequence[int] | None,
+) -> Spec:
+    """The spec of locals of the given shapes."""
+    if sizes == "chunk":
+        if shape is None:
+            fail("fs.from_local", 'sizes="chunk" without shape=', "chunks are cut from the "
+                 "global shape, which locals alone do not tell", "shape=(...), or sizes='infer'")  # fmt: skip
+        return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
+    if isinstance(sizes, str) and sizes != "infer":
+        fail("fs.from_local", f"sizes={sizes!r}", 'sizes is "infer", "chunk" or {dim: sizes}',
+             'sizes="infer"')  # fmt: skip
+    given = {} if isinstance(sizes, str) else {d: tuple(n) for d, n in sizes.items()}
+    local = next(iter(shapes.values()))
+    _check_entries(partition, local)
+    found: list[int] = []
+    cut: dict[int, tuple[int, ...]] = {}
+    for dim, axes in enumerate(partition.dims + ((),) * (len(local) - len(partition.dims))):
+        if dim in given or dim - len(local) in given:
+            cut[dim] = given.get(dim, given.get(dim - len(local), ()))
+            found.append(sum(cut[dim]))
+        elif not axes:
+            found.append(local[dim])
+        elif isinstance(sizes, str):
+            seen = {mesh.index(rank, axes): each[dim] for rank, each in shapes.items()}
+            cut[dim] = tuple(seen[place] for place in sorted(seen))
+            found.append(sum(cut[dim]))
+        else:
+            found.append(local[dim] * mesh.axis_size(axes))
+    if shape is not None and tuple(shape) != tuple(found):
+        fail("fs.from_local", f"shape={tuple(shape)}", f"the locals make up {tuple(found)}",
+             "leave shape out, or check the locals")  # fmt: skip
+    return Spec(mesh, partition, shape=found, dtype=dtype, sizes=cut)
+
+
+def _check_entries(partition: PartitionSpec, local: tuple[int, ...]) -> None:
+    if len(partition) > len(local):
+        fail("fs.from_local", f"{partition!r} for locals of {len(local)} dims",
+             f"a tensor of {len(local)} dims has at most {len(local)} entries",
+             "drop entries, trailing None too")  # fmt: skip
+

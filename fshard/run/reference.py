@@ -1,0 +1,293 @@
+"""The reference interpreter: steps as slices and concatenations of the tuple of all shards.
+
+No threads, no transport, nothing shared with the interpreter that runs programs, and no use
+of cost, search or transpose: it is the oracle that the tests hold everything else against.
+Shards are always in the order of `mesh.ranks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import assert_never
+
+import torch
+
+from fshard.program.infer import infer
+from fshard.program.program import Program
+from fshard.program.steps import (
+    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
+    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
+)  # fmt: skip
+from fshard.spec import Spec
+
+__all__ = ["global_value", "pairing", "shards_of", "simulate", "simulate_step"]
+
+Shards = tuple[torch.Tensor, ...]
+ByRank = dict[int, torch.Tensor]
+
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+# -- what shards mean -----------------------------------------------------------------
+
+
+def shards_of(global_tensor: torch.Tensor, spec: Spec) -> Shards:
+    """The canonical shards of a global tensor: its slices, neutral elements beside addends.
+
+    An unreduced axis has the value on coordinate 0 and the reduction's neutral element
+    elsewhere (an average has the value everywhere); one reduced by avg has the value over n.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> spec = Spec(Mesh(x=2), P(unreduced={"x"}), shape=(2,), dtype=torch.int64)
+    >>> shards_of(torch.tensor([3, 4]), spec)
+    (tensor([3, 4]), tensor([0, 0]))
+    """
+    _assert_fits(global_tensor, spec.shape, spec.dtype, "the global tensor")
+    shards = []
+    for rank in spec.mesh.ranks:
+        shard = global_tensor[spec.index(rank)].clone()
+        for axis, kind in spec.partition.unreduced_kinds:
+            if kind != "avg" and spec.mesh.coords(rank)[axis] > 0:
+                shard = _neutral(shard, kind)
+        shards.append(_share(shard, _averaged(spec, spec.mesh.axes)))
+    return tuple(shards)
+
+
+def global_value(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
+    """The global tensor that shards mean; asserts that they fit and that replicas agree.
+
+    Unreduced axes are reduced in the order of their names, which only matters where one
+    tensor is unreduced by reductions that do not commute.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> spec = Spec(Mesh(x=2), P("x"), shape=(3,), sizes={0: (1, 2)}, dtype=torch.int64)
+    >>> global_value((torch.tensor([3]), torch.tensor([4, 5])), spec)
+    tensor([3, 4, 5])
+    """
+    held = _by_rank(shards, spec)
+    for axis in _replicated(spec):
+        for first, *others in spec.mesh.groups(axis):
+            for rank in others:
+                assert _same(held[first], held[rank]), (
+                    f"ranks {first} and {rank} hold different replicas along {axis!r} of {spec}"
+                )
+    for axis, kind in spec.partition.unreduced_kinds:
+        for group in spec.mesh.groups(axis):
+            held |= dict.fromkeys(group, _reduce([held[rank] for rank in group], kind))
+    for dim, axes in enumerate(spec.partition.dims):
+        for group in spec.mesh.groups(axes):
+            held |= dict.fromkeys(group, torch.cat([held[rank] for rank in group], dim) if axes
+                                  else held[group[0]])  # fmt: skip
+    return held[spec.mesh.ranks[0]] * _averaged(spec, spec.mesh.axes)
+
+
+def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
+    """`<x, y>` of shards of `spec` with shards of its dual: a 0-dim tensor.
+
+    The local products add up over the ranks; an invariant axis is one logical computation,
+    so that only its coordinate 0 counts. For real tensors it is the inner product of the
+    global values; no conjugate is taken.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> spec = Spec(Mesh(x=2), P(unreduced={"x"}), shape=(), dtype=torch.int64)
+    >>> pairing(tuple(torch.tensor([3, 4])), tuple(torch.tensor([5, 5])), spec)
+    tensor(35)
+    """
+    left, right = _by_rank(x, spec), _by_rank(y, spec.dual)
+    invariant = [axis for axis in spec.mesh.axes if axis not in spec.partition.axes]
+    total = torch.zeros((), dtype=spec.dtype)
+    for rank in spec.mesh.ranks:
+        if spec.mesh.index(rank, invariant) == 0:
+            total = total + (left[rank] * right[rank]).sum(dtype=spec.dtype)
+    return total
+
+
+# -- what steps do --------------------------------------------------------------------
+
+
+def simulate(prog: Program, shards: Sequence[torch.Tensor]) -> Shards:
+    """The shards of `prog.dst` that a program makes of shards of `prog.src`.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> src = Spec(Mesh(x=2), P("x"), shape=(2,), dtype=torch.int64)
+    >>> prog = Program(src, (AllGather("x", 0),))
+    >>> simulate(prog, (torch.tensor([3]), torch.tensor([4])))
+    (tensor([3, 4]), tensor([3, 4]))
+    """
+    spec, wire = prog.src, prog.forward_dtype
+    now = tuple(shards)
+    _by_rank(now, spec)
+    if wire is not None:
+        spec, now = spec.replace(dtype=wire), tuple(shard.to(wire) for shard in now)
+    for step in prog.steps:
+        if wire is None or not isinstance(step, Cast):
+            now, spec = simulate_step(step, spec, now), infer(step, spec)
+    return tuple(shard.to(prog.dst.dtype) for shard in now)
+
+
+def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Shards:
+    """The shards of `infer(step, spec)` that one step makes of shards of `spec`.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> spec = Spec(Mesh(x=2), P(), shape=(2,), dtype=torch.int64)
+    >>> simulate_step(AllSlice("x", 0), spec, (torch.tensor([3, 4]),) * 2)
+    (tensor([3]), tensor([4]))
+    """
+    after = infer(step, spec)
+    held = _by_rank(shards, spec)
+    if isinstance(step, CollectivePermute):
+        made = _permute(spec, after, held)
+    elif isinstance(step, Cast):
+        made = {rank: shard.to(step.dtype) for rank, shard in held.items()}
+    else:
+        made = {}
+        for group in spec.mesh.groups(step.axes):
+            parts = [held[rank] for rank in group]
+            shapes = [after.local_shape(rank) for rank in group]
+            made |= zip(group, _in_group(step, spec, parts, shapes), strict=True)
+    result = tuple(made[rank] for rank in spec.mesh.ranks)
+    _by_rank(result, after)
+    return result
+
+
+def _in_group(
+    step: Step, spec: Spec, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]
+) -> Iterable[torch.Tensor]:
+    """What the ranks of one group hold after a step, major to minor; `shapes` are the results'."""
+    assert not isinstance(step, CollectivePermute | Cast)
+    n, unreduced = len(parts), dict(spec.partition.unreduced_kinds)
+    scale = _averaged(spec, step.axes)
+    match step:
+        case AllGather(_, dim, to, kind):
+            whole = torch.cat(parts, dim)
+            return [_share(whole, n if (to, kind) == ("reduced", "avg") else 1)] * n
+        case AllSlice(_, dim):
+            return [_cut(part * scale, dim, shapes)[place] for place, part in enumerate(parts)]
+        case AllReduce(axes, to, kind):
+            total = _reduce(parts, unreduced[axes[0]])
+            return [_share(total, n if (to, kind) == ("reduced", "avg") else 1)] * n
+        case ReduceScatter(axes, dim):
+            return _cut(_reduce(parts, unreduced[axes[0]]), dim, shapes)
+        case AllToAll(_, src_dim, dst_dim):
+            return _cut(torch.cat(parts, src_dim), dst_dim, shapes)
+        case InvariantToReduced(_, kind):
+            return [_share(part, n if kind == "avg" else 1) for part in parts]
+        case ReducedToInvariant():
+            return [part * scale for part in parts]
+        case ReplicatedToUnreduced(_, kind):
+            first, *others = [part * scale for part in parts]
+            return [first, *(part if kind == "avg" else _neutral(part, kind) for part in others)]
+        case ShardedToUnreduced(_, dim, kind):
+            times = n if kind == "avg" else 1
+            return [
+                torch.cat([
+                    part * times if other is part else _neutral(other, kind) for other in parts
+                ], dim)
+                for part in parts
+            ]  # fmt: skip
+        case _:
+            assert_never(step)
+
+
+def _permute(before: Spec, after: Spec, held: ByRank) -> ByRank:
+    """Every rank receives the chunk it needs from a rank that holds it, each sent once.
+
+    A rank that holds what it needs keeps it; the others pair up in rank-position order.
+    """
+    ranks = list(before.mesh.devices)
+    have = {rank: _chunk(before, rank) for rank in ranks}
+    need = {rank: _chunk(after, rank) for rank in ranks}
+    made = {rank: held[rank] for rank in ranks if have[rank] == need[rank]}
+    spare = [rank for rank in ranks if rank not in made]
+    for rank in ranks:
+        if rank not in made:
+            origin = next(each for each in spare if have[each] == need[rank])
+            spare.remove(origin)
+            made[rank] = held[origin]
+    return made
+
+
+def _chunk(spec: Spec, rank: int) -> object:
+    """Which shard of the global tensor a rank holds, and which addend of it per reduction."""
+    kinds = spec.partition.unreduced_kinds
+    addends = [
+        (kind, spec.mesh.index(rank, [axis for axis, each in kinds if each == kind]))
+        for kind in sorted({kind for _, kind in kinds})
+    ]
+    shard = [spec.mesh.index(rank, axes) for axes in spec.partition.dims]
+    # Along axes of size 1 there is one addend: the same chunk as a complete one.
+    return shard, [each for each in addends if each[1] > 0]
+
+
+# -- parts ----------------------------------------------------------------------------
+
+
+def _by_rank(shards: Sequence[torch.Tensor], spec: Spec) -> ByRank:
+    """Shards by rank, after asserting that each has its spec's shape and dtype."""
+    held = dict(zip(spec.mesh.ranks, shards, strict=True))
+    for rank, shard in held.items():
+        _assert_fits(shard, spec.local_shape(rank), spec.dtype, f"rank {rank} of {spec}")
+    return held
+
+
+def _assert_fits(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+    assert (tuple(x.shape), x.dtype) == (shape, dtype), (
+        f"{what} is {x.dtype} {tuple(x.shape)}, not {dtype} {shape}"
+    )
+
+
+def _replicated(spec: Spec) -> list[str]:
+    """The axes along which all ranks hold the same: invariant and reduced ones."""
+    p = spec.partition
+    varied = {axis for axes in p.dims for axis in axes} | set(p.unreduced)
+    return [axis for axis in spec.mesh.axes if axis not in varied]
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def _averaged(spec: Spec, axes: Iterable[str]) -> int:
+    """How many shares of an average make the value, along `axes`."""
+    reduced = spec.partition.reduced
+    return math.prod(spec.mesh.shape[axis] for axis in axes if reduced.get(axis) == "avg")
+
+
+def _share(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x if n == 1 else x / n
+
+
+def _reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
+    total = functools.reduce(COMBINE[kind], parts)
+    return total / len(parts) if kind == "avg" else total
+
+
+def _cut(x: torch.Tensor, dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+    return torch.split(x, [shape[dim] for shape in shapes], dim)
+
+
+def _neutral(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """A tensor like `x` of the number that the reduction ignores."""
+    if kind in ("sum", "avg"):
+        return torch.zeros_like(x)
+    if kind == "product":
+        return torch.ones_like(x)
+    if x.dtype == torch.bool:
+        return torch.full_like(x, kind == "min")
+    if x.dtype.is_floating_point:
+        return torch.full_like(x, -math.inf if kind == "max" else math.inf)
+    info = torch.iinfo(x.dtype)
+    return torch.full_like(x, info.min if kind == "max" else info.max)

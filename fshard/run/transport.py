@@ -1,0 +1,153 @@
+"""What moves bytes between ranks, which rank this is, and who is told about it.
+
+A transport offers four collectives over an ordered group of ranks. Each starts at once and
+returns a `Finish`, the call that waits for the result. Everything else, typed steps and
+gradients, is written once on top of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+
+from fshard.errors import fail
+from fshard.mesh import Mesh
+
+__all__ = [
+    "REDUCE", "Event", "Finish", "Group", "Transport", "as_rank", "backward_phase", "current_rank",
+    "current_transport", "notify", "observe", "set_world",
+]  # fmt: skip
+
+Group = tuple[int, ...]
+Finish = Callable[[], torch.Tensor]
+
+
+REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(0, dtype=x.dtype),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "product": lambda x: x.all(0) if x.dtype == torch.bool else x.prod(0, dtype=x.dtype),
+}
+"""Reductions along dim 0 that keep the dtype."""
+
+
+class Transport(Protocol):
+    """One rank's view of whoever moves bytes; groups are ranks, this one among them, in order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's id."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        """Everyone's `x`, all of one shape, stacked along a new dim 0 in the group's order."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """The elementwise `sum`, `max`, `min` or `product` of everyone's `x`."""
+        ...
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """Of everyone's `x[i]`, i this rank's place in the group, the reduction."""
+        ...
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> Finish:
+        """A flat `x` in pieces of `send` elements, one to each rank; theirs, concatenated."""
+        ...
+
+
+_RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)
+_WORLD: list[Transport] = []
+
+
+def set_world(transport: Transport | None) -> None:
+    """Make `transport` this process's own: what `fs.init` does under `torchrun`."""
+    _WORLD[:] = [] if transport is None else [transport]
+
+
+def current_transport() -> Transport | None:
+    """The simulated rank whose code is running, else this process's own, else None."""
+    return _RANK.get() or (_WORLD[0] if _WORLD else None)
+
+
+def is_simulated() -> bool:
+    """Whether the code that asks runs outside of any rank: a mesh is then simulated whole."""
+    return current_transport() is None
+
+
+@contextmanager
+def as_rank(transport: Transport) -> Iterator[None]:
+    """Run a block as the code of one simulated rank."""
+    token = _RANK.set(transport)
+    try:
+        yield
+    finally:
+        _RANK.reset(token)
+
+
+def current_rank(mesh: Mesh, where: str) -> Transport:
+    """The transport of rank-local code; raises `ShardingError` where there is no rank."""
+    transport = current_transport()
+    if transport is None:
+        _no_rank(mesh, where)
+    return transport
+
+
+def _no_rank(mesh: Mesh, where: str) -> NoReturn:
+    fail(where, f"one tensor for {mesh}, in a process that is no rank of it",
+         f"a local is one tensor inside shard_map, fs.simulate or after fs.init under torchrun, "
+         f"and a tuple of {mesh.size} shards outside",
+         "give the tuple of all shards (fs.shard makes it), or call fs.init(mesh) first")  # fmt: skip
+
+
+# -- observers ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective as one rank ran it: `nbytes` are those it sent."""
+
+    op: str
+    axes: tuple[str, ...]
+    nbytes: int
+    rank: int
+    phase: str
+
+
+_OBSERVERS: list[Callable[[Event], None]] = []
+_PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
+
+
+@contextmanager
+def observe(observer: Callable[[Event], None]) -> Iterator[None]:
+    """Tell `observer` of every collective that runs in the block."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+@contextmanager
+def backward_phase() -> Iterator[None]:
+    """Mark what runs in the block as backward."""
+    token = _PHASE.set("backward")
+    try:
+        yield
+    finally:
+        _PHASE.reset(token)
+
+
+def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:
+    """Tell all observers of one collective; free where there are none."""
+    if _OBSERVERS:
+        event = Event(op, axes, nbytes, rank, _PHASE.get())
+        for observer in tuple(_OBSERVERS):
+            observer(event)
