@@ -17,9 +17,19 @@ import torch
 from fshard.program.infer import infer
 from fshard.program.program import Program
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
 from fshard.spec import Spec
 
 __all__ = ["global_value", "pairing", "shards_of", "simulate", "simulate_step"]
@@ -192,12 +202,10 @@ def _in_group(
             return [first, *(part if kind == "avg" else _neutral(part, kind) for part in others)]
         case ShardedToUnreduced(_, dim, kind):
             times = n if kind == "avg" else 1
-            return [
-                torch.cat([
-                    part * times if other is part else _neutral(other, kind) for other in parts
-                ], dim)
-                for part in parts
-            ]  # fmt: skip
+            rows = [[_neutral(part, kind) for part in parts] for _ in parts]
+            for place, row in enumerate(rows):
+                row[place] = parts[place] * times
+            return [torch.cat(row, dim) for row in rows]
         case _:
             assert_never(step)
 
