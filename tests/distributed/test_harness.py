@@ -1,0 +1,175 @@
+"""The harness itself: results, errors, hangs, and that no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fshard.errors import ShardingError
+from tests.distributed.harness import ROOT, RankDied, RankHung, Ranks, outcomes, pool, run_ranks
+
+
+def add_ranks(base: torch.Tensor) -> torch.Tensor:
+    total = base + dist.get_rank()
+    dist.all_reduce(total)
+    return total
+
+
+def facts() -> tuple[int, int, int, str]:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), dist.get_backend()
+
+
+def draw() -> float:
+    return float(torch.rand(()))
+
+
+def raise_on(ranks: tuple[int, ...]) -> int:
+    if dist.get_rank() in ranks:
+        print("about to fail")
+        raise ShardingError(f"no rank {dist.get_rank()}")
+    if len(ranks) < dist.get_world_size():
+        dist.barrier()
+    return 0
+
+
+def hang_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(1000)
+    return dist.get_rank()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def raise_what_does_not_pickle() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("odd")
+
+
+def warn() -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def init_as_under_torchrun() -> int:
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_by_rank(size: int) -> None:
+    want = torch.full((3,), 10.0 * size + size * (size - 1) / 2)
+    assert all(torch.equal(got, want) for got in run_ranks(size, add_ranks, torch.full((3,), 10.0)))
+    assert run_ranks(size, facts) == [(rank, size, 1, "gloo") for rank in range(size)]
+
+
+def test_processes_stay_warm_and_seeds_are_fixed() -> None:
+    first = run_ranks(2, draw)
+    pids = pool(2).pids
+    assert run_ranks(2, draw) == first == [first[0]] * 2
+    assert pool(2).pids == pids
+
+
+def test_an_error_on_every_rank_keeps_them() -> None:
+    with pytest.raises(ShardingError, match="no rank") as caught:
+        run_ranks(2, raise_on, (0, 1))
+    notes = "\n".join(caught.value.__notes__)
+    assert "in raise_on" in notes
+    assert "about to fail" in notes
+    assert "ShardingError: no rank" in caught.value.__notes__[1]
+    pids = pool(2).pids
+    assert [str(each.error) for each in outcomes(2, raise_on, (0, 1))] == ["no rank 0", "no rank 1"]
+    assert pool(2).pids == pids
+
+
+def test_an_error_on_one_rank_ends_those_that_wait_for_it() -> None:
+    run_ranks(2, facts)
+    pids = pool(2).pids
+    with pytest.raises(ShardingError, match="no rank 1") as caught:
+        run_ranks(2, raise_on, (1,))
+    assert caught.value.__notes__[0].startswith("on rank 1 of 2:\nTraceback")
+    assert "rank 0: RankHung" in caught.value.__notes__[1]
+    assert not any(map(is_running, pids))
+    assert run_ranks(2, facts)[1][0] == 1, "the next call has new processes"
+
+
+def test_a_rank_that_hangs_is_ended() -> None:
+    run_ranks(2, facts)
+    pids = pool(2).pids
+    start = time.monotonic()
+    with pytest.raises(RankHung, match=r"rank 1 of 2 had no answer in 1\.\d s"):
+        run_ranks(2, hang_on, 1, timeout=1)
+    assert time.monotonic() - start < 10
+    assert not any(map(is_running, pids))
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(RankDied, match="rank 1 of 2 ended with exit code 7"):
+        run_ranks(2, die_on, 1)
+    assert pool(2).pids == []
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [(raise_what_does_not_pickle, RuntimeError, "Local: odd"), (warn, UserWarning, "careful")],
+)
+def test_other_errors(function: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_ranks(2, function)
+
+
+def test_without_a_group_the_environment_is_that_of_torchrun() -> None:
+    assert run_ranks(2, init_as_under_torchrun, init=False) == [2, 2]
+
+
+def test_close_leaves_nothing() -> None:
+    ranks = Ranks(2)
+    ranks.run(facts)
+    processes = list(ranks.processes)
+    ranks.close()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert ranks.pids == []
+
+
+def test_ranks_end_when_the_tests_are_killed() -> None:
+    code = (
+        "from tests.distributed.harness import Ranks\n"
+        "from tests.distributed.test_harness import facts, hang_on\n"
+        "ranks = Ranks(2); ranks.run(facts); print(*ranks.pids, flush=True); ranks.run(hang_on, 1)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        pids = [int(pid) for pid in tests.stdout.readline().split()]
+        tests.send_signal(signal.SIGKILL)
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
