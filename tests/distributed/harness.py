@@ -169,7 +169,7 @@ class Ranks:
     def _start_rank(self, rank: int, port: int) -> None:
         ours, theirs = Pipe()
         self.connections.append(ours)
-        self.logs.append(tempfile.TemporaryFile())
+        self.logs.append(tempfile.TemporaryFile())  # noqa: SIM115
         environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -181,6 +181,7 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
         }
         with theirs:
             fd = theirs.fileno()
