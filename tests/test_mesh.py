@@ -210,7 +210,7 @@ def test_pickle_across_hash_seeds() -> None:
 
 
 def test_a_million_devices_are_cheap() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     mesh = Mesh(a=1024, b=1024)
     assert mesh.devices == range(1 << 20)
     assert mesh.coords((1 << 20) - 1) == {"a": 1023, "b": 1023}
@@ -221,7 +221,7 @@ def test_a_million_devices_are_cheap() -> None:
     assert hash(mesh) == hash(Mesh(a=1024, b=1024))
     assert len(pickle.dumps(mesh)) < 200
     # Microseconds; a table of the devices would take most of a second.
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
 
 
 # -- errors -------------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def test_equivalence_agrees_with_equality_on_a_grid() -> None:
 
 def test_a_million_devices_are_cheap() -> None:
     mesh = Mesh(a=1024, b=1024)
-    start = time.perf_counter()
+    start = time.process_time()
     spec = Spec(mesh, P(("b", "a"), None, unreduced=()), shape=(1 << 22, 8))
     assert spec.local_shape(1025) == (4, 8)
     assert spec.index(1025)[0] == slice(4 * 1025, 4 * 1026)
@@ -371,7 +371,7 @@ def test_a_million_devices_are_cheap() -> None:
     with pytest.raises(ShardingError, match=r"1048576 shards divide a dim evenly"):
         Spec(mesh, P(("a", "b")), shape=(3,))
     # A few milliseconds but for the error's; a table of the shards of each would take seconds.
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 # -- errors -------------------------------------------------------------------------------------
