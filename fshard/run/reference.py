@@ -98,7 +98,7 @@ def global_value(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
         for group in spec.mesh.groups(axes):
             held |= dict.fromkeys(group, torch.cat([held[rank] for rank in group], dim) if axes
                                   else held[group[0]])  # fmt: skip
-    return held[spec.mesh.ranks[0]] * _averaged(spec, spec.mesh.axes)
+    return _times(held[spec.mesh.ranks[0]], _averaged(spec, spec.mesh.axes))
 
 
 def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
@@ -185,7 +185,9 @@ def _in_group(
             whole = torch.cat(parts, dim)
             return [_share(whole, n if (to, kind) == ("reduced", "avg") else 1)] * n
         case AllSlice(_, dim):
-            return [_cut(part * scale, dim, shapes)[place] for place, part in enumerate(parts)]
+            return [
+                _cut(_times(part, scale), dim, shapes)[place] for place, part in enumerate(parts)
+            ]
         case AllReduce(axes, to, kind):
             total = _reduce(parts, unreduced[axes[0]])
             return [_share(total, n if (to, kind) == ("reduced", "avg") else 1)] * n
@@ -196,15 +198,15 @@ def _in_group(
         case InvariantToReduced(_, kind):
             return [_share(part, n if kind == "avg" else 1) for part in parts]
         case ReducedToInvariant():
-            return [part * scale for part in parts]
+            return [_times(part, scale) for part in parts]
         case ReplicatedToUnreduced(_, kind):
-            first, *others = [part * scale for part in parts]
+            first, *others = [_times(part, scale) for part in parts]
             return [first, *(part if kind == "avg" else _neutral(part, kind) for part in others)]
         case ShardedToUnreduced(_, dim, kind):
             times = n if kind == "avg" else 1
             rows = [[_neutral(part, kind) for part in parts] for _ in parts]
             for place, row in enumerate(rows):
-                row[place] = parts[place] * times
+                row[place] = _times(parts[place], times)
             return [torch.cat(row, dim) for row in rows]
         case _:
             assert_never(step)
@@ -272,6 +274,10 @@ def _averaged(spec: Spec, axes: Iterable[str]) -> int:
     """How many shares of an average make the value, along `axes`."""
     reduced = spec.partition.reduced
     return math.prod(spec.mesh.shape[axis] for axis in axes if reduced.get(axis) == "avg")
+
+
+def _times(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x if n == 1 else x * n  # a boolean times one would be an integer
 
 
 def _share(x: torch.Tensor, n: int) -> torch.Tensor:
