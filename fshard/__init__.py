@@ -19,6 +19,11 @@ from fshard.run.execute import Pending
 from fshard.run.moving import from_local, reshard, scatter, shard, unshard
 from fshard.run.simulate import simulate
 from fshard.spec import Sharded, Spec
+from fshard.spmd.collectives import (
+    all_gather, all_to_all, axis_index, axis_size, pcast, pmax, pmean, pmin, ppermute, psum,
+    psum_scatter,
+)  # fmt: skip
+from fshard.spmd.shard_map import local_map, shard_map
 from fshard.text import parse
 
 P = PartitionSpec

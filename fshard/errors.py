@@ -15,7 +15,12 @@ __all__ = ["Problem", "ShardingError", "did_you_mean", "fail", "raise_if"]
 
 
 class ShardingError(ValueError):
-    """A request that the rules of fshard forbid; the text names the rule and a fix."""
+    """A request that the rules of fshard forbid; the text names the rule and a fix.
+
+    `problems` are its single failures, where the text is a list of them.
+    """
+
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,9 @@ def raise_if(where: str, problems: Sequence[Problem]) -> None:
     """Raise one `ShardingError` that lists all `problems`, or return if there are none."""
     if problems:
         body = "\n\n".join(str(problem) for problem in problems)
-        raise ShardingError(f"{where}\n{body}")
+        error = ShardingError(f"{where}\n{body}")
+        error.problems = tuple(problems)
+        raise error
 
 
 def fail(where: str, given: str, rule: str, fix: str) -> NoReturn:

@@ -1,0 +1,1 @@
+"""Per-device functions: collectives by axis name, `shard_map`, `local_map`."""
