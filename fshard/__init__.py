@@ -10,9 +10,18 @@ from fshard.program.bounds import Bound, lower_bound
 from fshard.program.cost import Cost
 from fshard.program.program import Program
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+)
 from fshard.program.topology import Link, Topology
 from fshard.run.distributed import init
 from fshard.run.execute import Pending
@@ -20,13 +29,71 @@ from fshard.run.moving import from_local, reshard, scatter, shard, unshard
 from fshard.run.simulate import simulate
 from fshard.spec import Sharded, Spec
 from fshard.spmd.collectives import (
-    all_gather, all_to_all, axis_index, axis_size, pcast, pmax, pmean, pmin, ppermute, psum,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
     psum_scatter,
-)  # fmt: skip
+)
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.text import parse
 
 P = PartitionSpec
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllSlice",
+    "AllToAll",
+    "Bound",
+    "Cast",
+    "CollectivePermute",
+    "Cost",
+    "InvariantToReduced",
+    "Link",
+    "Mesh",
+    "P",
+    "PartitionSpec",
+    "Pending",
+    "Program",
+    "ReduceScatter",
+    "ReducedToInvariant",
+    "ReplicatedToUnreduced",
+    "Sharded",
+    "ShardedToUnreduced",
+    "ShardingError",
+    "Spec",
+    "Topology",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "from_local",
+    "init",
+    "local_map",
+    "lower_bound",
+    "parse",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "redistribute",
+    "reshard",
+    "scatter",
+    "shard",
+    "shard_map",
+    "simulate",
+    "unshard",
+]
 
 try:
     __version__ = version("fshard")

@@ -49,9 +49,15 @@ def redistribute(
     f32[1024@dp,512@tp] -> f32[1024@(dp,tp),512] on Mesh(dp=2, tp=4)
       all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B
     """
-    return _plan(src, dst, NODE if cost is None else cost, max_memory,
-                 exclude if isinstance(exclude, tuple) else tuple(exclude),
-                 forward_dtype, backward_dtype)  # fmt: skip
+    return _plan(
+        src,
+        dst,
+        NODE if cost is None else cost,
+        max_memory,
+        exclude if isinstance(exclude, tuple) else tuple(exclude),
+        forward_dtype,
+        backward_dtype,
+    )
 
 
 @lru_cache(maxsize=16384)
@@ -77,9 +83,13 @@ def _plan(
             there = dst._with(dtype=src.dtype)
     found = search(here, there, topology, max_memory, frozenset(exclude))
     if found is None:
-        fail("fs.redistribute", f"{src} -> {dst}, max_memory={max_memory}, "
-             f"exclude={[each.__name__ for each in exclude]}",
-             "no program keeps to the restrictions", _way_out(src, dst, topology, exclude))  # fmt: skip
+        fail(
+            "fs.redistribute",
+            f"{src} -> {dst}, max_memory={max_memory}, "
+            f"exclude={[each.__name__ for each in exclude]}",
+            "no program keeps to the restrictions",
+            _way_out(src, dst, topology, exclude),
+        )
     steps = fuse_slices(here, found)
     if here is not src:
         steps = [Cast(dst.dtype), *steps]
@@ -90,34 +100,53 @@ def _plan(
 
 def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
-        return [Problem(f"redistribute({type(src).__name__}, {type(dst).__name__})",
-                        "both are Specs", "spec.replace(partition=P(...)) makes the target")]  # fmt: skip
+        return [
+            Problem(
+                f"redistribute({type(src).__name__}, {type(dst).__name__})",
+                "both are Specs",
+                "spec.replace(partition=P(...)) makes the target",
+            )
+        ]
     problems = []
     if isinstance(cost, str) and cost != "bytes":
-        problems.append(Problem(f"cost={cost!r}", 'cost is a Topology or "bytes"',
-                                'cost=fs.Topology.cluster(), or cost="bytes"'))  # fmt: skip
+        problems.append(
+            Problem(
+                f"cost={cost!r}",
+                'cost is a Topology or "bytes"',
+                'cost=fs.Topology.cluster(), or cost="bytes"',
+            )
+        )
     if src.mesh != dst.mesh:
-        problems.append(Problem(f"{src} on {src.mesh}, {dst} on {dst.mesh}",
-                                "both specs are of one mesh",
-                                "dst.replace(mesh=src.mesh), or unshard and shard"))  # fmt: skip
+        problems.append(
+            Problem(
+                f"{src} on {src.mesh}, {dst} on {dst.mesh}",
+                "both specs are of one mesh",
+                "dst.replace(mesh=src.mesh), or unshard and shard",
+            )
+        )
     if src.shape != dst.shape:
-        problems.append(Problem(f"{src} -> {dst}", "a layout change keeps the global shape: "
-                                f"{src.shape} is not {dst.shape}",
-                                "reshape first; dst.replace(shape=src.shape) keeps it"))  # fmt: skip
+        problems.append(
+            Problem(
+                f"{src} -> {dst}",
+                f"a layout change keeps the global shape: {src.shape} is not {dst.shape}",
+                "reshape first; dst.replace(shape=src.shape) keeps it",
+            )
+        )
     before, after = src.partition.unreduced, dst.partition.unreduced
     for axis in before:
         kinds = {before[axis], after.get(axis, before[axis])}
         if len(kinds) == 2 and not kinds <= {"sum", "avg"}:
-            problems.append(Problem(
-                f"axis {axis!r} from unreduced {before[axis]} to unreduced {after[axis]}",
-                f"candidates of a {before[axis]} are not addends of a {after[axis]}",
-                f"reduce over {axis!r} first: a target without it among unreduced="))  # fmt: skip
+            problems.append(
+                Problem(
+                    f"axis {axis!r} from unreduced {before[axis]} to unreduced {after[axis]}",
+                    f"candidates of a {before[axis]} are not addends of a {after[axis]}",
+                    f"reduce over {axis!r} first: a target without it among unreduced=",
+                )
+            )
     return problems
 
 
-def _way_out(
-    src: Spec, dst: Spec, topology: Topology | None, exclude: tuple[type, ...]
-) -> str:
+def _way_out(src: Spec, dst: Spec, topology: Topology | None, exclude: tuple[type, ...]) -> str:
     """A fix that was tried: the least memory that suffices, or the step that is missing."""
     freely = redistribute(src, dst, cost=topology or "bytes")
     tried = freely.cost().peak_memory

@@ -23,10 +23,19 @@ from fshard.partition import Kinds, PartitionSpec
 from fshard.program.cost import Traffic, seconds
 from fshard.program.infer import cut_sizes, join_sizes
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
-)  # fmt: skip
-from fshard.program.topology import Topology
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
+from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
 __all__ = ["search"]
@@ -66,7 +75,7 @@ class Search:
     size: dict[str, int] = field(init=False)
     goal: dict[str, tuple[str, object]] = field(init=False)
     permute_targets: dict[object, list[State]] | None = field(init=False, default=None)
-    links: dict[tuple[str, ...], tuple[int, object]] = field(init=False, default_factory=dict)
+    links: dict[tuple[str, ...], tuple[int, Link]] = field(init=False, default_factory=dict)
     local_bytes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = field(
         init=False, default_factory=dict
     )
@@ -92,11 +101,13 @@ class Search:
                 if sizes is not None:
                     found *= max(sizes)
                 else:
-                    for axis in axes:
-                        size //= self.size[axis]
-                    found *= size
+                    found *= size // self.count(axes)
             self.local_bytes[key] = found
         return found
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """The devices along `axes`."""
+        return math.prod(self.size[axis] for axis in axes)
 
     def local(self, before: State, after: State) -> float:
         """The weight of a step without traffic: grows with its bytes, but between 1 and 2 units.
@@ -111,9 +122,10 @@ class Search:
         """The weight of a collective in which the busiest rank moves (n-1)/n of `nbytes`."""
         found = self.links.get(axes)
         if found is None:
-            n = math.prod(self.size[axis] for axis in axes)
+            n = self.count(axes)
             link = (self.topology or Topology()).link(
-                self.mesh, tuple(axis for axis in axes if self.size[axis] > 1))  # fmt: skip
+                self.mesh, tuple(axis for axis in axes if self.size[axis] > 1)
+            )
             found = self.links[axes] = (n, link)
         n, link = found
         if n == 1 or 0 in self.src.shape:
@@ -121,7 +133,7 @@ class Search:
         moved = math.ceil(rounds * nbytes * (n - 1) / n)
         if self.topology is None:
             return moved + 1e-2
-        return seconds(self.topology, link, Traffic(moved, moved, hops or rounds * (n - 1)))  # type: ignore[arg-type]
+        return seconds(self.topology, link, Traffic(moved, moved, hops or rounds * (n - 1)))
 
     # -- moves ------------------------------------------------------------------------
 
@@ -153,9 +165,7 @@ class Search:
             elif word == "reduced" and now is None:
                 new = state._replace(reduced=_with(state.reduced, axes, kind))
                 make = partial(InvariantToReduced, axes, str(kind))
-            elif word == "invariant" and now is not None:
-                new, make = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
-            elif word == "reduced" and now != kind:
+            elif now is not None and (word == "invariant" or (word == "reduced" and now != kind)):
                 new, make = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
             else:
                 continue
@@ -170,8 +180,7 @@ class Search:
             kept = tuple(each for each in state.reduced if each[0] != axis)
             for dim in range(len(state.dims)):
                 new = self.put(state._replace(reduced=kept), dim, (axis,))
-                yield self.local(state, new), partial(
-                    AllSlice, (axis,), dim, new.sizes[dim]), new  # fmt: skip
+                yield self.local(state, new), partial(AllSlice, (axis,), dim, new.sizes[dim]), new
 
     def reductions(self, state: State) -> Iterator[Move]:
         """All-reduce over every subset of the axes to be reduced, reduce-scatter in every order."""
@@ -186,15 +195,21 @@ class Search:
                     less = state._replace(unreduced=rest)
                     to, kind = self.replicated_goal(axes)
                     new = less._replace(reduced=_with(less.reduced, axes, kind)) if to else less
-                    yield self.wire(axes, self.nbytes(state), rounds=2), partial(
-                        AllReduce, axes, "reduced" if to else "invariant", kind), new  # fmt: skip
+                    yield (
+                        self.wire(axes, self.nbytes(state), rounds=2),
+                        partial(AllReduce, axes, "reduced" if to else "invariant", kind),
+                        new,
+                    )
                     for order, dim in itertools.product(
                         itertools.permutations(axes), range(len(state.dims))
                     ):
                         new = self.put(less, dim, order)
-                        n = math.prod(self.size[axis] for axis in order)
-                        yield self.wire(order, n * self.nbytes(new)), partial(
-                            ReduceScatter, order, dim, new.sizes[dim]), new  # fmt: skip
+                        n = self.count(order)
+                        yield (
+                            self.wire(order, n * self.nbytes(new)),
+                            partial(ReduceScatter, order, dim, new.sizes[dim]),
+                            new,
+                        )
 
     def transfers(self, state: State) -> Iterator[Move]:
         """All-to-all of every minor run of axes of a dim onto every other dim."""
@@ -206,8 +221,11 @@ class Search:
                     if to != dim:
                         new = self.put(less, to, taken)
                         most = max(self.nbytes(state), self.nbytes(new))
-                        yield self.wire(taken, most), partial(
-                            AllToAll, taken, dim, to, new.sizes[to]), new  # fmt: skip
+                        yield (
+                            self.wire(taken, most),
+                            partial(AllToAll, taken, dim, to, new.sizes[to]),
+                            new,
+                        )
 
     def gathers(self, state: State) -> Iterator[Move]:
         """All-gather of every minor run of axes of a dim, or its embedding as addends."""
@@ -219,13 +237,19 @@ class Search:
                 new = less._replace(gathered=True)
                 if to:
                     new = new._replace(reduced=_with(less.reduced, taken, kind))
-                yield self.wire(taken, self.nbytes(new)), partial(
-                    AllGather, taken, dim, "reduced" if to else "invariant", kind), new  # fmt: skip
+                yield (
+                    self.wire(taken, self.nbytes(new)),
+                    partial(AllGather, taken, dim, "reduced" if to else "invariant", kind),
+                    new,
+                )
                 goals = {self.goal[axis] for axis in taken}
                 if len(goals) == 1 and (goal := goals.pop())[0] == "unreduced":
                     new = less._replace(unreduced=_with(less.unreduced, taken, goal[1]))
-                    yield self.local(state, new), partial(
-                        ShardedToUnreduced, taken, dim, str(goal[1])), new  # fmt: skip
+                    yield (
+                        self.local(state, new),
+                        partial(ShardedToUnreduced, taken, dim, str(goal[1])),
+                        new,
+                    )
 
     def permutes(self, state: State) -> Iterator[Move]:
         """To the goal, or to what the last gather makes the goal of."""
@@ -235,11 +259,10 @@ class Search:
             if target[:3] != state[:3]:
                 new = target._replace(gathered=state.gathered)
                 changed = tuple(axis for axis in self.mesh.axes if self.size[axis] > 1)
-                n = math.prod(self.size[axis] for axis in changed)
+                n = self.count(changed)
                 moved = self.nbytes(state) * n / (n - 1)
                 partition = PartitionSpec._of(new.dims, new.unreduced, new.reduced)
-                yield self.wire(changed, moved, hops=1), partial(
-                    CollectivePermute, partition), new  # fmt: skip
+                yield self.wire(changed, moved, hops=1), partial(CollectivePermute, partition), new
 
     def find_permute_targets(self) -> dict[object, list[State]]:
         """The goal and its sources under one gather or slice, by what a permutation keeps."""
@@ -247,9 +270,12 @@ class Search:
         goal = State(p.dims, p.unreduced_kinds, p.reduced_kinds, self.dst.sizes, False)
         targets = [goal]
         for kind in (None, "sum", "avg"):
-            free = [a for a in self.mesh.axes
-                    if self.size[a] > 1 and self.goal[a] == (
-                        ("reduced", kind) if kind else ("invariant", "sum"))]  # fmt: skip
+            free = [
+                a
+                for a in self.mesh.axes
+                if self.size[a] > 1
+                and self.goal[a] == (("reduced", kind) if kind else ("invariant", "sum"))
+            ]
             for count in range(1, len(free) + 1):
                 for axes, dim in itertools.product(
                     itertools.permutations(free, count), range(len(p.dims))
@@ -263,7 +289,7 @@ class Search:
 
     def signature(self, state: State) -> object:
         """Shards per dim and their sizes, addends and uses per reduction."""
-        shards = tuple(math.prod(self.size[axis] for axis in axes) for axes in state.dims)
+        shards = tuple(map(self.count, state.dims))
         counts: dict[tuple[bool, str], int] = {}
         for word, kinds in ((True, state.unreduced), (False, state.reduced)):
             for axis, kind in kinds:
@@ -281,7 +307,7 @@ class Search:
     def take(self, state: State, dim: int, axes: tuple[str, ...]) -> State:
         """The state without `axes`, the most minor ones of `dim`."""
         mine = state.dims[dim][: -len(axes)]
-        n = math.prod(self.size[axis] for axis in axes)
+        n = self.count(axes)
         return state._replace(
             dims=(*state.dims[:dim], mine, *state.dims[dim + 1 :]),
             sizes=(*state.sizes[:dim], join_sizes(state.sizes[dim], n), *state.sizes[dim + 1 :]),
@@ -297,8 +323,8 @@ class Search:
         )
 
     def cut(self, state: State, dim: int, axes: tuple[str, ...], mine: tuple[str, ...]) -> DimSizes:
-        n = math.prod(self.size[axis] for axis in axes)
-        shards = math.prod(self.size[axis] for axis in state.dims[dim])
+        n = self.count(axes)
+        shards = self.count(state.dims[dim])
         whole = state.sizes[dim]
         for end in (self.dst, self.src):
             if end.partition.dims[dim][: len(mine)] == mine:
@@ -308,9 +334,9 @@ class Search:
                     sizes is not None or self.src.shape[dim] % (shards * n) == 0
                 ):
                     return sizes
-        sizes = cut_sizes(self.src.shape[dim], shards, whole, n, chunk=True)
-        assert not isinstance(sizes, str)
-        return sizes if sizes is None or len(set(sizes)) > 1 else None
+        cut = cut_sizes(self.src.shape[dim], shards, whole, n, chunk=True)
+        assert not isinstance(cut, str)
+        return cut if cut is None or len(set(cut)) > 1 else None
 
 
 def _with(kinds: Kinds, axes: tuple[str, ...], kind: object) -> Kinds:

@@ -44,8 +44,9 @@ def lower_bound(src: Spec, dst: Spec, /) -> Bound:
 def _lower_bound(src: Spec, dst: Spec) -> Bound:
     item = min(src.dtype.itemsize, dst.dtype.itemsize)
     mesh, shape = src.mesh, src.mesh.shape
-    kept = {axis for axis, _ in set(src.partition.unreduced_kinds)
-            & set(dst.partition.unreduced_kinds)}  # fmt: skip
+    kept = {
+        axis for axis, _ in set(src.partition.unreduced_kinds) & set(dst.partition.unreduced_kinds)
+    }
     addends = math.prod(shape[a] for a, _ in src.partition.unreduced_kinds if a not in kept)
     group = tuple(a for a, _ in dst.partition.unreduced_kinds if shape[a] > 1)
     numel = math.prod(src.shape)

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
@@ -123,9 +133,13 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
             moved = max_local_nbytes(src)
             return Traffic(moved, moved, 1)
         case (
-            AllSlice() | InvariantToReduced() | ReducedToInvariant() | ReplicatedToUnreduced()
-            | ShardedToUnreduced() | Cast()
-        ):  # fmt: skip
+            AllSlice()
+            | InvariantToReduced()
+            | ReducedToInvariant()
+            | ReplicatedToUnreduced()
+            | ShardedToUnreduced()
+            | Cast()
+        ):
             return NOTHING
         case _:
             assert_never(step)

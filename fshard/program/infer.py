@@ -9,9 +9,19 @@ from typing import NoReturn, assert_never
 from fshard.errors import fail, raise_if
 from fshard.partition import Kinds, PartitionSpec, chunk_sizes
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
 from fshard.spec import Spec, _dtype_problems
 
 __all__ = ["cut_sizes", "infer", "join_sizes", "replicated_kind", "unreduced_kind"]
@@ -66,8 +76,9 @@ def infer(step: Step, spec: Spec, /) -> Spec:
             return _state(step, _take(step, spec, step.dim), "unreduced", step.kind)
         case Cast():
             p = spec.partition
-            raise_if(f"{step} on {spec}",
-                     _dtype_problems(p.unreduced_kinds, p.reduced_kinds, step.dtype))  # fmt: skip
+            raise_if(
+                f"{step} on {spec}", _dtype_problems(p.unreduced_kinds, p.reduced_kinds, step.dtype)
+            )
             return spec._with(dtype=step.dtype)
         case _:
             assert_never(step)
@@ -78,8 +89,12 @@ def unreduced_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str:
     kinds = dict(spec.partition.unreduced_kinds)
     found = {kinds.get(axis) for axis in axes}
     if len(found) != 1 or None in found:
-        _refuse(step, spec, f"the spec is unreduced by one reduction on all of {axes}",
-                "name axes that are unreduced, each reduction in its own step")  # fmt: skip
+        _refuse(
+            step,
+            spec,
+            f"the spec is unreduced by one reduction on all of {axes}",
+            "name axes that are unreduced, each reduction in its own step",
+        )
     return kinds[axes[0]]
 
 
@@ -90,8 +105,12 @@ def replicated_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str | None
     kinds = dict(p.reduced_kinds)
     found = {kinds.get(axis) for axis in axes}
     if len(found) != 1 or not busy.isdisjoint(axes):
-        _refuse(step, spec, f"the axes {axes} are all invariant, or all reduced",
-                "name axes that shard nothing, invariant and reduced ones in steps of their own")  # fmt: skip
+        _refuse(
+            step,
+            spec,
+            f"the axes {axes} are all invariant, or all reduced",
+            "name axes that shard nothing, invariant and reduced ones in steps of their own",
+        )
     return found.pop()
 
 
@@ -126,8 +145,12 @@ def _refuse(step: Step, spec: Spec, rule: str, fix: str) -> NoReturn:
 
 def _check_dim(step: Step, spec: Spec, dim: int) -> None:
     if not 0 <= dim < spec.ndim:
-        _refuse(step, spec, f"dim {dim} is one of the spec's {spec.ndim}",
-                f"a dim in 0..{spec.ndim - 1}" if spec.ndim else "a 0-dim tensor has none to shard")  # fmt: skip
+        _refuse(
+            step,
+            spec,
+            f"dim {dim} is one of the spec's {spec.ndim}",
+            f"a dim in 0..{spec.ndim - 1}" if spec.ndim else "a 0-dim tensor has none to shard",
+        )
 
 
 def _take(step: Step, spec: Spec, dim: int) -> Spec:
@@ -136,10 +159,15 @@ def _take(step: Step, spec: Spec, dim: int) -> Spec:
     _check_dim(step, spec, dim)
     axes, mine = step.axes, spec.partition.dims[dim]
     if not axes or mine[-len(axes) :] != axes:
-        _refuse(step, spec, f"the axes are the most minor of dim {dim}, which has {mine}",
-                f"end with {mine[-1:]}" if mine else "name a dim that is sharded over them")  # fmt: skip
-    return _with_dim(spec, dim, mine[: -len(axes)],
-                     join_sizes(spec.sizes[dim], spec.mesh.axis_size(axes)))  # fmt: skip
+        _refuse(
+            step,
+            spec,
+            f"the axes are the most minor of dim {dim}, which has {mine}",
+            f"end with {mine[-1:]}" if mine else "name a dim that is sharded over them",
+        )
+    return _with_dim(
+        spec, dim, mine[: -len(axes)], join_sizes(spec.sizes[dim], spec.mesh.axis_size(axes))
+    )
 
 
 def _put(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
@@ -151,8 +179,12 @@ def _put(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
         whole = spec.shard_sizes(dim)
         cut = [sum(sizes[at * n : (at + 1) * n]) for at in range(shards)]
         if len(sizes) != shards * n or tuple(cut) != whole or min(sizes) < 0:
-            _refuse(step, spec, f"the {shards * n} sizes {sizes} cut shards of {whole}, not {cut}",
-                    f"sizes whose groups of {n} sum to {whole}")  # fmt: skip
+            _refuse(
+                step,
+                spec,
+                f"the {shards * n} sizes {sizes} cut shards of {whole}, not {cut}",
+                f"sizes whose groups of {n} sum to {whole}",
+            )
         new: DimSizes | str = None if len(set(sizes)) == 1 else sizes
     else:
         new = cut_sizes(spec.shape[dim], shards, spec.sizes[dim], n, chunk=False)
@@ -212,9 +244,17 @@ def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
     to = step.partition
     spec.mesh.check_axes(to.axes, f"{step} on {spec}")
     if len(to) != spec.ndim:
-        _refuse(step, spec, f"the partition has {spec.ndim} entries, one per dim",
-                "write every dim, None too")  # fmt: skip
+        _refuse(
+            step,
+            spec,
+            f"the partition has {spec.ndim} entries, one per dim",
+            "write every dim, None too",
+        )
     if permute_signature(spec, spec.partition) != permute_signature(spec, to):
-        _refuse(step, spec, "source and target have as many shards on every dim, and as many "
-                "addends", "use all_to_all or all_gather where the local shape changes")  # fmt: skip
+        _refuse(
+            step,
+            spec,
+            "source and target have as many shards on every dim, and as many addends",
+            "use all_to_all or all_gather where the local shape changes",
+        )
     return spec._with(partition=to)

@@ -13,8 +13,11 @@ from fshard.errors import ShardingError, fail
 from fshard.program.cost import Cost, held, max_local_nbytes, step_time, traffic
 from fshard.program.infer import infer
 from fshard.program.steps import (
-    AllGather, AllSlice, AllToAll, ReduceScatter, Step,
-)  # fmt: skip
+    AllSlice,
+    AllToAll,
+    ReduceScatter,
+    Step,
+)
 from fshard.program.topology import Topology
 from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
@@ -68,8 +71,12 @@ class Program:
             specs.append(infer(step, specs[-1]))
             canonical.append(_canonical(step, specs[-1]))
         if dst is not None and specs[-1] != dst:
-            fail("Program", f"steps that lead from {src} to {specs[-1]}",
-                 f"they lead to the target, {dst}", "leave dst out, or plan with fs.redistribute")  # fmt: skip
+            fail(
+                "Program",
+                f"steps that lead from {src} to {specs[-1]}",
+                f"they lead to the target, {dst}",
+                "leave dst out, or plan with fs.redistribute",
+            )
         set_ = object.__setattr__
         set_(self, "src", src)
         set_(self, "steps", tuple(canonical))
@@ -108,17 +115,27 @@ class Program:
     def then(self, other: Program) -> Program:
         """First this program, then `other`, which begins where this one ends; also `>>`."""
         if self.dst != other.src:
-            fail("Program.then", f"a program to {self.dst}, then one from {other.src}",
-                 "the second begins with the spec the first ends with",
-                 f"fs.redistribute({self.dst}, {other.src}) between them")  # fmt: skip
+            fail(
+                "Program.then",
+                f"a program to {self.dst}, then one from {other.src}",
+                "the second begins with the spec the first ends with",
+                f"fs.redistribute({self.dst}, {other.src}) between them",
+            )
         mine = (self.forward_dtype, self.backward_dtype)
         if mine != (other.forward_dtype, other.backward_dtype) and self.steps and other.steps:
-            fail("Program.then", f"programs that send {mine} and "
-                 f"{(other.forward_dtype, other.backward_dtype)}", "both send the same dtypes",
-                 "run one after the other")  # fmt: skip
+            fail(
+                "Program.then",
+                f"programs that send {mine} and {(other.forward_dtype, other.backward_dtype)}",
+                "both send the same dtypes",
+                "run one after the other",
+            )
         options = self if self.steps else other
-        return Program(self.src, self.steps + other.steps, forward_dtype=options.forward_dtype,
-                       backward_dtype=options.backward_dtype)  # fmt: skip
+        return Program(
+            self.src,
+            self.steps + other.steps,
+            forward_dtype=options.forward_dtype,
+            backward_dtype=options.backward_dtype,
+        )
 
     def __rshift__(self, other: Program) -> Program:
         return self.then(other)
@@ -201,9 +218,13 @@ def _canonical(step: Step, after: Spec) -> Step:
 def _transpose(prog: Program) -> Program:
     steps = [transpose(*each) for each in zip(prog.steps, prog.specs, strict=False)]
     try:
-        return Program(prog.dst.dual, steps[::-1], prog.src.dual,
-                       forward_dtype=prog.backward_dtype,
-                       backward_dtype=prog.forward_dtype)  # fmt: skip
+        return Program(
+            prog.dst.dual,
+            steps[::-1],
+            prog.src.dual,
+            forward_dtype=prog.backward_dtype,
+            backward_dtype=prog.forward_dtype,
+        )
     except ShardingError as error:  # pragma: no cover - a bug of the table, not of the user
         raise AssertionError(f"the transpose of\n{prog}\ndoes not check") from error
 

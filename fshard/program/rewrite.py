@@ -24,36 +24,36 @@ def fuse_slices(src: Spec, steps: Iterable[Step]) -> list[Step]:
     [AllSlice(axes=('x', 'y'), dim=1, sizes=None)]
     """
     fused: list[Step] = []
-    spec = src
+    before = spec = src
     for step in _by_dim(list(steps)):
         last = fused[-1] if fused else None
-        if (
-            isinstance(step, AllSlice)
-            and isinstance(last, AllSlice)
-            and last.dim == step.dim
-            and before[last.axes[0]] == before[step.axes[0]]
-        ):
-            fused[-1] = AllSlice(last.axes + step.axes, step.dim, step.sizes)
-        else:
-            before = _states(spec)
-            fused.append(step)
+        if isinstance(step, AllSlice) and isinstance(last, AllSlice) and last.dim == step.dim:
+            kinds = {before.partition.reduced.get(axis) for axis in last.axes + step.axes}
+            if len(kinds) == 1:
+                fused[-1] = AllSlice(last.axes + step.axes, step.dim, step.sizes)
+                spec = infer(step, spec)
+                continue
+        before = spec
+        fused.append(step)
         spec = infer(step, spec)
     return fused
-
-
-def _states(spec: Spec) -> dict[str, str]:
-    return dict.fromkeys(spec.mesh.axes, "invariant") | dict(spec.partition.reduced_kinds)
 
 
 def _by_dim(steps: list[Step]) -> list[Step]:
     """Every run of slices sorted by dim."""
     ordered: list[Step] = []
     run: list[AllSlice] = []
-    for step in steps:
+    for step in (*steps, None):
         if isinstance(step, AllSlice):
             run.append(step)
             continue
-        ordered += sorted(run, key=lambda each: each.dim)
+        run.sort(key=_dim)
+        ordered += run
         run = []
-        ordered.append(step)
-    return ordered + sorted(run, key=lambda each: each.dim)
+        if step is not None:
+            ordered.append(step)
+    return ordered
+
+
+def _dim(step: AllSlice) -> int:
+    return step.dim

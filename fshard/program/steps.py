@@ -17,10 +17,19 @@ from fshard.partition import PartitionSpec
 from fshard.spec import DTYPE_NAMES
 
 __all__ = [
-    "AllGather", "AllReduce", "AllSlice", "AllToAll", "Cast", "CollectivePermute",
-    "InvariantToReduced", "ReduceScatter", "ReducedToInvariant", "ReplicatedToUnreduced",
-    "ShardedToUnreduced", "Step",
-]  # fmt: skip
+    "AllGather",
+    "AllReduce",
+    "AllSlice",
+    "AllToAll",
+    "Cast",
+    "CollectivePermute",
+    "InvariantToReduced",
+    "ReduceScatter",
+    "ReducedToInvariant",
+    "ReplicatedToUnreduced",
+    "ShardedToUnreduced",
+    "Step",
+]
 
 Sizes = tuple[int, ...] | None
 To = Literal["invariant", "reduced"]
@@ -229,7 +238,16 @@ class Cast:
 
 
 Step = (
-    AllGather | AllSlice | AllReduce | ReduceScatter | AllToAll | CollectivePermute
-    | InvariantToReduced | ReducedToInvariant | ReplicatedToUnreduced | ShardedToUnreduced | Cast
-)  # fmt: skip
+    AllGather
+    | AllSlice
+    | AllReduce
+    | ReduceScatter
+    | AllToAll
+    | CollectivePermute
+    | InvariantToReduced
+    | ReducedToInvariant
+    | ReplicatedToUnreduced
+    | ShardedToUnreduced
+    | Cast
+)
 """Any one step."""

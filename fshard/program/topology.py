@@ -21,8 +21,16 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
-            raise_if("fs.Link", [Problem(f"{self!r}", "latency is at least 0, bandwidth above 0",
-                                         "Link(latency=1e-6, bandwidth=100e9)")])  # fmt: skip
+            raise_if(
+                "fs.Link",
+                [
+                    Problem(
+                        f"{self!r}",
+                        "latency is at least 0, bandwidth above 0",
+                        "Link(latency=1e-6, bandwidth=100e9)",
+                    )
+                ],
+            )
 
 
 NVLINK = Link(latency=0.6e-6, bandwidth=360e9)

@@ -13,9 +13,19 @@ from fshard.errors import fail
 from fshard.partition import LINEAR
 from fshard.program.infer import replicated_kind, unreduced_kind
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
 from fshard.spec import Spec
 
 __all__ = ["is_linear", "transpose"]
@@ -38,8 +48,12 @@ def transpose(step: Step, src: Spec, /) -> Step:
     Raises `ShardingError` for a reduction that is not linear.
     """
     if not is_linear(step, src):
-        fail("transpose", f"{step} of {src}", "only sums and averages are linear maps",
-             "differentiate by running the program: max and min have a gradient, no transpose")  # fmt: skip
+        fail(
+            "transpose",
+            f"{step} of {src}",
+            "only sums and averages are linear maps",
+            "differentiate by running the program: max and min have a gradient, no transpose",
+        )
     match step:
         case AllGather(axes, dim, "reduced"):
             return ReduceScatter(axes, dim, src.sizes[dim])

@@ -57,13 +57,16 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the program."""
         return self.prog.src.mesh
 
     @property
     def T(self) -> Run:  # noqa: N802
+        """The transposed program."""
         return Run(self.prog.T)
 
     def launch(self, transport: Transport, x: torch.Tensor) -> Finish:
+        """Start the program on this rank's local."""
         return launch(self.prog, transport, x)
 
 
@@ -92,8 +95,10 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with backward_phase():
             back = apply_linear(ctx.op.T, grads, ctx.everywhere)
-        kept = (g if g.shape == s else g.new_zeros(s) for g, (s, _) in
-                zip(back, ctx.shapes, strict=True))  # fmt: skip
+        kept = (
+            g if g.shape == s else g.new_zeros(s)
+            for g, (s, _) in zip(back, ctx.shapes, strict=True)
+        )
         return (None, None, None, *kept)
 
 
@@ -136,11 +141,16 @@ def _parts(prog: Program) -> tuple[Program, ...]:
         if is_linear(step, src):
             run.append(step)
             continue
-        if not isinstance(step, AllReduce | ReduceScatter) or unreduced_kind(
-            step, src, step.axes) == "product":  # fmt: skip
-            fail(f"running {prog.src} -> {prog.dst}", f"{step} on a tensor that requires grad",
-                 "sums, averages, maxima and minima have a gradient, this step has none",
-                 "detach() the local, or reduce by another reduction")  # fmt: skip
+        if (
+            not isinstance(step, AllReduce | ReduceScatter)
+            or unreduced_kind(step, src, step.axes) == "product"
+        ):
+            fail(
+                f"running {prog.src} -> {prog.dst}",
+                f"{step} on a tensor that requires grad",
+                "sums, averages, maxima and minima have a gradient, this step has none",
+                "detach() the local, or reduce by another reduction",
+            )
         if run:
             parts.append(Program(_as_addends(start), run))
         parts.append(Program(src, (step,)))

@@ -18,9 +18,19 @@ from fshard.program.cost import step_axes
 from fshard.program.infer import unreduced_kind
 from fshard.program.program import Program
 from fshard.program.steps import (
-    AllGather, AllReduce, AllSlice, AllToAll, Cast, CollectivePermute, InvariantToReduced,
-    ReducedToInvariant, ReduceScatter, ReplicatedToUnreduced, ShardedToUnreduced, Step,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
 from fshard.run.transport import REDUCE, Finish, Group, Transport, notify
 from fshard.spec import Spec
 
@@ -57,8 +67,10 @@ def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
 def _last_launch(prog: Program) -> int:
     """The place of the last step that communicates, or -1."""
     pairs = enumerate(zip(prog.steps, prog.specs, strict=False))
-    return max((at for at, (step, src) in pairs if _communicates(step, src, prog.specs[at + 1])),
-               default=-1)  # fmt: skip
+    return max(
+        (at for at, (step, src) in pairs if _communicates(step, src, prog.specs[at + 1])),
+        default=-1,
+    )
 
 
 def _communicates(step: Step, src: Spec, dst: Spec) -> bool:
@@ -76,9 +88,13 @@ def _wire_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
 
 
 def _begin(
-    step: Step, src: Spec, dst: Spec, x: torch.Tensor, transport: Transport,
+    step: Step,
+    src: Spec,
+    dst: Spec,
+    x: torch.Tensor,
+    transport: Transport,
     wire: torch.dtype | None,
-) -> Finish:  # fmt: skip
+) -> Finish:
     """Start one step; `wire` is the dtype that replaces the casts, if any."""
     if 0 in src.shape:
         shape, dtype = dst.local_shape(transport.rank), wire or dst.dtype
@@ -136,9 +152,7 @@ def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
     return x if factor == 1 else x * factor
 
 
-def neutral_like(
-    x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = None
-) -> torch.Tensor:
+def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """A tensor of the reduction's neutral element, of `x`'s shape unless another is given."""
     value: float | int | bool
     if kind in ("sum", "avg"):
@@ -177,7 +191,9 @@ def _collective(
             share = (n if op == "avg" else 1) * (n if to == "reduced" and kind == "avg" else 1)
             return reduced if share == 1 else lambda: reduced() / share
         case ReduceScatter(all_axes, dim):
-            return _scatter(unreduced_kind(step, src, all_axes), dst, x, dim, transport, axes, group)
+            return _scatter(
+                unreduced_kind(step, src, all_axes), dst, x, dim, transport, axes, group
+            )
         case AllToAll(_, src_dim, dst_dim):
             rows = [src.local_shape(rank)[src_dim] for rank in group]
             cuts = [dst.local_shape(rank)[dst_dim] for rank in group]
@@ -216,9 +232,14 @@ def _gather(
 
 
 def _scatter(
-    op: str, dst: Spec, x: torch.Tensor, dim: int, transport: Transport, axes: tuple[str, ...],
+    op: str,
+    dst: Spec,
+    x: torch.Tensor,
+    dim: int,
+    transport: Transport,
+    axes: tuple[str, ...],
     group: Group,
-) -> Finish:  # fmt: skip
+) -> Finish:
     """Reduce-scatter along `dim`; uneven shards travel directly to the rank that adds them."""
     n = len(group)
     kind = "sum" if op == "avg" else op
@@ -238,9 +259,14 @@ def _scatter(
 
 
 def _exchange(
-    name: str, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dim: int,
-    transport: Transport, axes: tuple[str, ...], group: Group,
-) -> Finish:  # fmt: skip
+    name: str,
+    pieces: Sequence[torch.Tensor],
+    shapes: Sequence[Sequence[int]],
+    dim: int,
+    transport: Transport,
+    axes: tuple[str, ...],
+    group: Group,
+) -> Finish:
     """Send a piece to every rank, receive pieces of `shapes`, concatenated along `dim`."""
     send = [piece.numel() for piece in pieces]
     receive = [math.prod(shape) for shape in shapes]

@@ -51,7 +51,9 @@ def match_specs(
     arguments: list[Argument] = []
     for at, value in enumerate(args):
         name = _name(parameters, at)
-        arguments += _leaves(where, name, value, *_entry(where, parameters, in_specs, args, name, at))
+        arguments += _leaves(
+            where, name, value, *_entry(where, parameters, in_specs, args, name, at)
+        )
     for key in sorted(kwargs):
         place = next((at for at, p in enumerate(parameters) if p.name == key), None)
         arguments += _leaves(
@@ -83,24 +85,36 @@ def _entry(
         return in_specs, "in_specs"
     if isinstance(in_specs, Mapping):
         if name not in in_specs:
-            fail(where, f"in_specs for {', '.join(map(str, in_specs))}",
-                 f"every argument given has a spec; {name!r} has none",
-                 f"in_specs={{..., {name!r}: P()}}")  # fmt: skip
+            fail(
+                where,
+                f"in_specs for {', '.join(map(str, in_specs))}",
+                f"every argument given has a spec; {name!r} has none",
+                f"in_specs={{..., {name!r}: P()}}",
+            )
         return in_specs[name], f"in_specs[{name!r}]"
     if not isinstance(in_specs, tuple | list):
-        fail(where, f"in_specs of type {type(in_specs).__name__}",
-             "in_specs is a P, a tuple by position, or a dict by name",
-             "in_specs=(P('x'), P())")  # fmt: skip
+        fail(
+            where,
+            f"in_specs of type {type(in_specs).__name__}",
+            "in_specs is a P, a tuple by position, or a dict by name",
+            "in_specs=(P('x'), P())",
+        )
     if at is None:
-        fail(where, f"{name!r} by keyword with in_specs by position",
-             f"{name!r} has no position in the function's signature",
-             f"in_specs={{{name!r}: P(), ...}}, by name")  # fmt: skip
+        fail(
+            where,
+            f"{name!r} by keyword with in_specs by position",
+            f"{name!r} has no position in the function's signature",
+            f"in_specs={{{name!r}: P(), ...}}, by name",
+        )
     fixed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     free = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if at >= len(in_specs) or len(in_specs) > (len(args) if free else len(fixed)):
-        fail(where, f"in_specs of length {len(in_specs)} for {len(args) if free else len(fixed)} "
-             "arguments", "in_specs has one entry per argument, by position",
-             "a tuple with one entry each, or one P for all")  # fmt: skip
+        fail(
+            where,
+            f"in_specs of length {len(in_specs)} for {len(args) if free else len(fixed)} arguments",
+            "in_specs has one entry per argument, by position",
+            "a tuple with one entry each, or one P for all",
+        )
     return in_specs[at], f"in_specs[{at}]"
 
 

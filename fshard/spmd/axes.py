@@ -41,7 +41,10 @@ def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str,
     found = mesh or _MESH.get()
     names = as_axes(axes)
     if found is None:
-        fail(where, f"an unbound axis name: {', '.join(map(repr, names))}",
-             "axis names are bound inside shard_map",
-             f"call {where} in a function under fs.shard_map, or give mesh=")  # fmt: skip
+        fail(
+            where,
+            f"an unbound axis name: {', '.join(map(repr, names))}",
+            "axis names are bound inside shard_map",
+            f"call {where} in a function under fs.shard_map, or give mesh=",
+        )
     return found, found.check_axes(names, where)

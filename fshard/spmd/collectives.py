@@ -26,45 +26,65 @@ from fshard.spmd.axes import resolve
 from fshard.tree import map_leaves
 
 __all__ = [
-    "all_gather", "all_to_all", "axis_index", "axis_size", "pcast", "pmax", "pmean", "pmin",
-    "ppermute", "psum", "psum_scatter",
-]  # fmt: skip
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+]
 
 
 # -- one step as a program on the local -------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def _reduction(mesh: Mesh, axes: tuple[str, ...], kind: str, shape: torch.Size,
-               dtype: torch.dtype) -> Program:  # fmt: skip
+def _reduction(
+    mesh: Mesh, axes: tuple[str, ...], kind: str, shape: torch.Size, dtype: torch.dtype
+) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     return Program(src, (AllReduce(axes),))
 
 
 @lru_cache(maxsize=4096)
-def _gathering(mesh: Mesh, axes: tuple[str, ...], dim: int, to: str, shape: torch.Size,
-               dtype: torch.dtype) -> Program:  # fmt: skip
+def _gathering(
+    mesh: Mesh, axes: tuple[str, ...], dim: int, to: str, shape: torch.Size, dtype: torch.dtype
+) -> Program:
     src = _sharded(mesh, axes, dim, shape, dtype)
     return Program(src, (AllGather(axes, dim, "invariant" if to == "invariant" else "reduced"),))
 
 
 @lru_cache(maxsize=4096)
-def _scattering(mesh: Mesh, axes: tuple[str, ...], dim: int, shape: torch.Size,
-                dtype: torch.dtype) -> Program:  # fmt: skip
+def _scattering(
+    mesh: Mesh, axes: tuple[str, ...], dim: int, shape: torch.Size, dtype: torch.dtype
+) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=set(axes)), shape=shape, dtype=dtype)
     return Program(src, (ReduceScatter(axes, dim),))
 
 
 @lru_cache(maxsize=4096)
-def _exchanging(mesh: Mesh, axes: tuple[str, ...], split: int, concat: int, shape: torch.Size,
-                dtype: torch.dtype) -> Program:  # fmt: skip
+def _exchanging(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    split: int,
+    concat: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> Program:
     src = _sharded(mesh, axes, concat, shape, dtype)
     return Program(src, (AllToAll(axes, concat, split),))
 
 
 @lru_cache(maxsize=4096)
 def _using(mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Program:
-    return Program(Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype), (InvariantToReduced(axes),))
+    return Program(
+        Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype), (InvariantToReduced(axes),)
+    )
 
 
 def _sharded(
@@ -83,9 +103,12 @@ def _run(prog: Program, x: torch.Tensor) -> torch.Tensor:
 
 def _dim(dim: int, ndim: int, where: str, word: str) -> int:
     if not -ndim <= dim < ndim:
-        fail(where, f"{word}={dim} of a tensor of {ndim} dims",
-             f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
-             "name a dim it has")  # fmt: skip
+        fail(
+            where,
+            f"{word}={dim} of a tensor of {ndim} dims",
+            f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+            "name a dim it has",
+        )
     return dim % ndim
 
 
@@ -155,9 +178,14 @@ def _extreme(kind: str, name: str, x: Any, axis_name: Axes, mesh: Mesh | None) -
 
 
 def all_gather(
-    x: Any, axis_name: Axes, *, axis: int = 0, tiled: bool = False, to: str = "varying",
+    x: Any,
+    axis_name: Axes,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
     mesh: Mesh | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
 
     PyTorch's `all_gather_into_tensor`. Several axes are gathered in the order given, the first
@@ -183,9 +211,13 @@ def all_gather(
 
 
 def psum_scatter(
-    x: Any, axis_name: Axes, *, scatter_dimension: int = 0, tiled: bool = False,
+    x: Any,
+    axis_name: Axes,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
     mesh: Mesh | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """The sum over the ranks along the axes, each rank keeping one slice of it.
 
     PyTorch's `reduce_scatter_tensor`. With `tiled` the dim is divided by the number of ranks;
@@ -204,9 +236,14 @@ def psum_scatter(
 
 
 def all_to_all(
-    x: Any, axis_name: Axes, split_axis: int, concat_axis: int, *, tiled: bool = False,
+    x: Any,
+    axis_name: Axes,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    tiled: bool = False,
     mesh: Mesh | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
 
     PyTorch's `all_to_all_single`. With `tiled` one dim is divided and the other multiplied by
@@ -233,17 +270,22 @@ def all_to_all(
     return map_leaves(leaf, x)
 
 
-def _check_split(
-    where: str, word: str, x: torch.Tensor, dim: int, n: int, tiled: bool
-) -> None:
+def _check_split(where: str, word: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:
     size = x.shape[dim]
     if tiled and size % n:
-        fail(where, f"{word}={dim} of size {size}", f"the {n} ranks along the axes divide the dim; "
-             f"{size} % {n} = {size % n}", f"pad it to {-(-size // n) * n}")  # fmt: skip
+        fail(
+            where,
+            f"{word}={dim} of size {size}",
+            f"the {n} ranks along the axes divide the dim; {size} % {n} = {size % n}",
+            f"pad it to {-(-size // n) * n}",
+        )
     if not tiled and size != n:
-        fail(where, f"{word}={dim} of size {size}",
-             f"without tiled=True the dim has one entry for each of the {n} ranks",
-             "tiled=True cuts a longer dim")  # fmt: skip
+        fail(
+            where,
+            f"{word}={dim} of size {size}",
+            f"without tiled=True the dim has one entry for each of the {n} ranks",
+            "tiled=True cuts a longer dim",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,17 +338,25 @@ def ppermute(
     n = where.axis_size(axes)
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
     problems = [
-        Problem(f"perm={list(perm)}", f"places along {axes} are {-n}..{n - 1}",
-                f"({src % n}, {dst % n}), say")
-        for src, dst in pairs if not (-n <= src < n and -n <= dst < n)
-    ]  # fmt: skip
+        Problem(
+            f"perm={list(perm)}",
+            f"places along {axes} are {-n}..{n - 1}",
+            f"({src % n}, {dst % n}), say",
+        )
+        for src, dst in pairs
+        if not (-n <= src < n and -n <= dst < n)
+    ]
     pairs = tuple((src % n, dst % n) for src, dst in pairs)
     for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         twice = sorted({place for place in places if places.count(place) > 1})
         if twice and not problems:
-            problems.append(Problem(f"perm={list(perm)} with {word} {twice[0]} twice",
-                                    f"every {word} occurs at most once",
-                                    "all_gather sends one value to several ranks"))  # fmt: skip
+            problems.append(
+                Problem(
+                    f"perm={list(perm)} with {word} {twice[0]} twice",
+                    f"every {word} occurs at most once",
+                    "all_gather sends one value to several ranks",
+                )
+            )
     raise_if("fs.ppermute", problems)
     op = _Permute(where, axes, pairs)
     return map_leaves(lambda value: apply_linear(op, (value,), everywhere=False)[0], x)
@@ -315,9 +365,11 @@ def ppermute(
 # -- types and places -----------------------------------------------------------------------
 
 CASTS = {
-    ("invariant", "varying"), ("invariant", "reduced"), ("varying", "unreduced"),
+    ("invariant", "varying"),
+    ("invariant", "reduced"),
+    ("varying", "unreduced"),
     ("reduced", "varying"),
-}  # fmt: skip
+}
 
 
 def pcast(
@@ -340,9 +392,12 @@ def pcast(
     where, axes = _bound("fs.pcast", axis_name, mesh)
     state = src or ("varying" if to == "unreduced" else "invariant")
     if (state, to) not in CASTS:
-        fail("fs.pcast", f"a cast from {state} to {to!r}",
-             "casts are " + ", ".join(f"{a} to {b}" for a, b in sorted(CASTS)),
-             "psum goes from varying or unreduced to invariant")  # fmt: skip
+        fail(
+            "fs.pcast",
+            f"a cast from {state} to {to!r}",
+            "casts are " + ", ".join(f"{a} to {b}" for a, b in sorted(CASTS)),
+            "psum goes from varying or unreduced to invariant",
+        )
     if state != "invariant":
         return x
 

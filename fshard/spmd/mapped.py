@@ -82,10 +82,7 @@ class _Mapped(torch.autograd.Function):
         flat = ctx.saved_tensors
         rows = _rows(grads, len(grads) // ctx.mesh.size)
         with backward_phase():
-            if torch.is_grad_enabled():
-                back = _again(ctx, flat, rows)
-            else:
-                back = _once(ctx, rows)
+            back = _again(ctx, flat, rows) if torch.is_grad_enabled() else _once(ctx, rows)
         return None, None, None, None, *(g for row in back for g in row)
 
 
@@ -93,8 +90,10 @@ def _once(ctx: Any, rows: list[Locals]) -> list[tuple[torch.Tensor | None, ...]]
     """The gradients of every rank's graph, each by its own thread."""
     graphs = ctx.graphs
     if graphs is None:
-        raise RuntimeError("Trying to backward through the graph a second time: "
-                           "the first backward() needs retain_graph=True")  # fmt: skip
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: "
+            "the first backward() needs retain_graph=True"
+        )
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     if not keep:
         ctx.graphs = None
@@ -119,7 +118,9 @@ def _again(
         # Views: a rank's own inputs may be leaves of the outer graph, or no leaves at all.
         own = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
         found = _gradients(own, body(own), grads, retain_graph=True, create_graph=True)
-        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(own, found, strict=True))
+        return tuple(
+            torch.zeros_like(x) if g is None else g for x, g in zip(own, found, strict=True)
+        )
 
     values = [xs + grads for xs, grads in zip(_rows(flat, ctx.width), rows, strict=True)]
     back = map_ranks(ctx.mesh, product, values, ctx.name)
@@ -133,9 +134,16 @@ def _gradients(
     wanted = [x for x in xs if x.requires_grad]
     if not outs or not wanted:
         return (None,) * len(xs)
-    found = iter(torch.autograd.grad(
-        [y for y, _ in outs], wanted, [g for _, g in outs], retain_graph=retain_graph,
-        create_graph=create_graph, allow_unused=True))  # fmt: skip
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in outs],
+            wanted,
+            [g for _, g in outs],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    )
     return tuple(next(found) if x.requires_grad else None for x in xs)
 
 
@@ -149,9 +157,12 @@ def _refuse_closures(graph: tuple[Locals, Locals], name: str) -> None:
         node = todo.pop()
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor) and id(variable) not in known:
-            fail(f"shard_map({name})", f"a closed-over tensor of shape {tuple(variable.shape)} "
-                 "that requires grad", "a mapped function's differentiable inputs are its arguments",
-                 "pass the tensor as an argument with in_specs P(), or detach() it")  # fmt: skip
+            fail(
+                f"shard_map({name})",
+                f"a closed-over tensor of shape {tuple(variable.shape)} that requires grad",
+                "a mapped function's differentiable inputs are its arguments",
+                "pass the tensor as an argument with in_specs P(), or detach() it",
+            )
         for after, _ in node.next_functions:
             if after is not None and after not in seen:
                 seen.add(after)

@@ -61,8 +61,12 @@ def shard_map(
             [4., 4., 4.]])
     """
     if check:
-        fail("fs.shard_map", f"check={check!r}", "types are not tracked yet: casts are explicit",
-             "check=False, with fs.pcast where invariant meets varying")  # fmt: skip
+        fail(
+            "fs.shard_map",
+            f"check={check!r}",
+            "types are not tracked yet: casts are explicit",
+            "check=False, with fs.pcast where invariant meets varying",
+        )
     if fn is None:
         return functools.partial(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check
@@ -94,8 +98,12 @@ def local_map(
     tensor([0., 2., 4., 6.])
     """
     if fn is None:
-        return functools.partial(local_map, in_specs=in_specs, out_specs=out_specs,
-                                 redistribute_inputs=redistribute_inputs)  # fmt: skip
+        return functools.partial(
+            local_map,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            redistribute_inputs=redistribute_inputs,
+        )
     _check_callable(fn, "fs.local_map")
     return _wrap(_Mapping("local_map", fn, None, in_specs, out_specs, redistribute_inputs))
 
@@ -159,11 +167,17 @@ class _Mapping:
     # -- arguments --------------------------------------------------------------------
 
     def _mesh_of(self, arguments: Sequence[Argument]) -> Mesh:
-        meshes = list(dict.fromkeys(a.value[1].mesh for a in arguments if is_pair(a.value)))
+        meshes: list[Mesh] = list(
+            dict.fromkeys(a.value[1].mesh for a in arguments if is_pair(a.value))
+        )
         if len(meshes) != 1:
             given = ", ".join(map(str, meshes)) or "no pair at all"
-            fail(self.where, f"pairs of {given}", "the mesh is that of the pairs, one for all",
-                 "fs.shard makes a pair of a tensor and a spec")  # fmt: skip
+            fail(
+                self.where,
+                f"pairs of {given}",
+                "the mesh is that of the pairs, one for all",
+                "fs.shard makes a pair of a tensor and a spec",
+            )
         return meshes[0]
 
     def _place_all(self, arguments: Sequence[Argument], mesh: Mesh) -> None:
@@ -185,30 +199,48 @@ class _Mapping:
         if given is None:
             return
         if not isinstance(given, PartitionSpec | Spec):
-            fail(self.where, f"in_specs leaf {given!r}", "a leaf of specs is a P, a Spec or None",
-                 "P('x'), or P() for a value that is whole on every rank")  # fmt: skip
+            fail(
+                self.where,
+                f"in_specs leaf {given!r}",
+                "a leaf of specs is a P, a Spec or None",
+                "P('x'), or P() for a value that is whole on every rank",
+            )
         if isinstance(given, Spec) and given.mesh != mesh:
-            fail(self.where, f"in_specs leaf {given} on {given.mesh}", f"the mesh is {mesh}",
-                 "given.replace(mesh=mesh)")  # fmt: skip
+            fail(
+                self.where,
+                f"in_specs leaf {given} on {given.mesh}",
+                f"the mesh is {mesh}",
+                "given.replace(mesh=mesh)",
+            )
         if is_pair(value):
             argument.spec, argument.local = self._place_pair(value, given, mesh)
         elif isinstance(value, torch.Tensor):
-            spec = given if isinstance(given, Spec) else Spec(
-                mesh, given, shape=value.shape, dtype=value.dtype)  # fmt: skip
+            spec = (
+                given
+                if isinstance(given, Spec)
+                else Spec(mesh, given, shape=value.shape, dtype=value.dtype)
+            )
             argument.spec, argument.local = spec, shard(value, spec).local
         elif isinstance(given, Spec) or any(given.dims):
-            fail(self.where, f"a {type(value).__name__} with {given!r}",
-                 "only tensors and pairs can be cut", "None, or P() for a number")  # fmt: skip
+            fail(
+                self.where,
+                f"a {type(value).__name__} with {given!r}",
+                "only tensors and pairs can be cut",
+                "None, or P() for a number",
+            )
 
     def _place_pair(
         self, pair: tuple[Any, Spec], given: PartitionSpec | Spec, mesh: Mesh
     ) -> tuple[Spec, Any]:
         local, spec = pair
         if spec.mesh != mesh:
-            fail(self.where, f"a pair of {spec} on {spec.mesh}", f"the mesh is {mesh}",
-                 "unshard it, or map over its mesh")  # fmt: skip
-        target = given if isinstance(given, Spec) else spec.replace(
-            partition=given, uneven="chunk")  # fmt: skip
+            fail(
+                self.where,
+                f"a pair of {spec} on {spec.mesh}",
+                f"the mesh is {mesh}",
+                "unshard it, or map over its mesh",
+            )
+        target = given if isinstance(given, Spec) else spec.replace(partition=given, uneven="chunk")
         if target != spec:
             prog = redistribute(spec, target)
             if not self.redistribute_inputs:
@@ -250,9 +282,12 @@ class _Call:
         for rank, (treedef, rest) in zip(self.mesh.ranks, self.structures, strict=False):
             kinds = [each is None for each in rest]
             if treedef != first[0] or kinds != [each is None for each in first[1]]:
-                fail(self.mapping.where, f"rank {self.mesh.ranks[0]} returned {first[0]}, rank "
-                     f"{rank} {treedef}", "every rank returns the same structure",
-                     "return the same tree on every rank")  # fmt: skip
+                fail(
+                    self.mapping.where,
+                    f"rank {self.mesh.ranks[0]} returned {first[0]}, rank {rank} {treedef}",
+                    "every rank returns the same structure",
+                    "return the same tree on every rank",
+                )
 
     def results(self, columns: Sequence[Any], transport: Transport | None) -> Any:
         """The result tree: pairs if any argument was one, else global tensors."""
@@ -280,19 +315,28 @@ class _Call:
     def _spec_of(self, local: Any, given: Any, transport: Transport | None) -> Spec:
         """The spec of a result, read off the locals at hand and the arguments' uneven dims."""
         where = self.mapping.where
-        shards = {transport.rank: local} if transport is not None else dict(
-            zip(self.mesh.ranks, local, strict=True))  # fmt: skip
+        shards = (
+            {transport.rank: local}
+            if transport is not None
+            else dict(zip(self.mesh.ranks, local, strict=True))
+        )
         rank, first = next(iter(shards.items()))
         if not isinstance(given, PartitionSpec | Spec):
-            fail(where, f"a tensor with the out spec {given!r}",
-                 "the out spec of a tensor is a P or a Spec", "P() promises equal values")  # fmt: skip
+            fail(
+                where,
+                f"a tensor with the out spec {given!r}",
+                "the out spec of a tensor is a P or a Spec",
+                "P() promises equal values",
+            )
         if isinstance(given, Spec):
             spec = given
         elif len(given) > first.ndim:
-            fail(where, f"a local of {first.ndim} dims with {given!r}",
-                 f"a tensor of {first.ndim} dims has at most {first.ndim} entries",
-                 "unsqueeze a scalar, x[None], to cut it"
-                 if first.ndim == 0 else "drop entries")  # fmt: skip
+            fail(
+                where,
+                f"a local of {first.ndim} dims with {given!r}",
+                f"a tensor of {first.ndim} dims has at most {first.ndim} entries",
+                "unsqueeze a scalar, x[None], to cut it" if first.ndim == 0 else "drop entries",
+            )
         else:
             shape, sizes = list(first.shape), {}
             for dim, axes in enumerate(given.dims):
@@ -303,9 +347,12 @@ class _Call:
             spec = Spec(self.mesh, given, shape=shape, dtype=first.dtype, sizes=sizes)
         for each, shard_ in shards.items():
             if tuple(shard_.shape) != spec.local_shape(each) or shard_.dtype != spec.dtype:
-                fail(where, f"rank {each} returned shape {tuple(shard_.shape)}, {shard_.dtype}",
-                     f"{spec} has there shape {spec.local_shape(each)}, {spec.dtype}",
-                     "give a Spec with sizes= as the out spec of an uneven result")  # fmt: skip
+                fail(
+                    where,
+                    f"rank {each} returned shape {tuple(shard_.shape)}, {shard_.dtype}",
+                    f"{spec} has there shape {spec.local_shape(each)}, {spec.dtype}",
+                    "give a Spec with sizes= as the out spec of an uneven result",
+                )
         return spec
 
     def _sizes_of(self, axes: tuple[str, ...], rank: int, here: int) -> tuple[int, ...] | None:
@@ -319,4 +366,3 @@ class _Call:
         }
         fitting = [cut for cut in found if cut[self.mesh.index(rank, axes)] == here]
         return fitting[0] if len(fitting) == 1 else None
-
