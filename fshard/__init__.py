@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from fshard import interop as _interop  # noqa: F401 - registers what Spec.placements asks for
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
