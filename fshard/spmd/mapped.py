@@ -34,7 +34,10 @@ def map_ranks(mesh: Mesh, body: Body, values: Sequence[Locals], name: str) -> li
     if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
         out = _Mapped.apply(mesh, body, width, name, *flat)  # type: ignore[no-untyped-call]
         return _rows(out, len(out) // mesh.size)
-    return run_ranks(mesh, lambda _, xs: _bound(mesh, body, xs), values)
+    outs = run_ranks(mesh, lambda _, xs: _bound(mesh, body, xs), values)
+    if any(y.requires_grad for y in outs[0]):
+        _refuse_closures((values[0], outs[0]), name)
+    return outs
 
 
 def _bound(mesh: Mesh, body: Body, xs: Locals) -> Locals:
