@@ -71,7 +71,7 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]
         return list(optree.broadcast_prefix(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True))
     except ValueError:
         errors = optree.prefix_errors(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True)
-        message = str(errors[0](name)).replace("\n", " ") if errors else "structures differ"
+        message = " ".join(str(errors[0](name)).split()) if errors else "structures differ"
         fail(where, message,
              f"{name} is a tree prefix of the values: a leaf of it covers all below",
              "give one spec for a subtree, or a tree of its keys and lengths")  # fmt: skip

@@ -18,6 +18,7 @@ from fshard.spec import Spec
 __all__ = ["redistribute"]
 
 NODE = Topology.node()
+Steps = tuple[type, ...]
 
 
 def redistribute(
@@ -66,7 +67,7 @@ def _plan(
     dst: Spec,
     cost: Topology | str,
     max_memory: int | None,
-    exclude: tuple[type, ...],
+    exclude: Steps,
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> Program:
@@ -77,7 +78,8 @@ def _plan(
     if src.dtype != dst.dtype:
         # Cast where fewer bytes are sent, but never addends to a dtype that rounds them away.
         exact = dst.dtype.is_floating_point or dst.dtype.is_complex or not src.partition.unreduced
-        if dst.dtype.itemsize < src.dtype.itemsize and exact:
+        narrower = dst.dtype.itemsize < src.dtype.itemsize and exact
+        if narrower or src.dtype == torch.bool:
             here = src._with(dtype=dst.dtype)
         else:
             there = dst._with(dtype=src.dtype)
@@ -88,7 +90,7 @@ def _plan(
             f"{src} -> {dst}, max_memory={max_memory}, "
             f"exclude={[each.__name__ for each in exclude]}",
             "no program keeps to the restrictions",
-            _way_out(src, dst, topology, exclude),
+            _way_out(src, dst, topology, max_memory, exclude),
         )
     steps = fuse_slices(here, found)
     if here is not src:
@@ -132,6 +134,14 @@ def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
                 "reshape first; dst.replace(shape=src.shape) keeps it",
             )
         )
+    if src.dtype.is_complex and not dst.dtype.is_complex:
+        problems.append(
+            Problem(
+                f"{src} -> {dst}",
+                "a cast from complex to real drops the imaginary part",
+                "take torch.real first, or keep the dtype",
+            )
+        )
     before, after = src.partition.unreduced, dst.partition.unreduced
     for axis in before:
         kinds = {before[axis], after.get(axis, before[axis])}
@@ -146,12 +156,14 @@ def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
     return problems
 
 
-def _way_out(src: Spec, dst: Spec, topology: Topology | None, exclude: tuple[type, ...]) -> str:
-    """A fix that was tried: the least memory that suffices, or the step that is missing."""
+def _way_out(
+    src: Spec, dst: Spec, topology: Topology | None, max_memory: int | None, exclude: Steps
+) -> str:
+    """A fix that was tried: what an unrestricted plan uses and holds."""
     freely = redistribute(src, dst, cost=topology or "bytes")
-    tried = freely.cost().peak_memory
-    if exclude and not any(isinstance(step, exclude) for step in freely.steps):
-        return f"max_memory={tried} suffices"
+    peak = freely.cost().peak_memory
     used = sorted({type(step).__name__ for step in freely.steps if isinstance(step, exclude)})
-    memory = f" and max_memory={tried}" if used else f"max_memory={tried}"
-    return f"allow {', '.join(used)}{memory}" if used else f"{memory} suffices"
+    fixes = [f"allow {', '.join(used)}"] if used else []
+    if max_memory is not None and peak > max_memory:
+        fixes.append(f"give max_memory={peak}")
+    return " and ".join(fixes) or "lift one of the two restrictions"

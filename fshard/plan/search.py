@@ -13,10 +13,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fshard.mesh import Mesh
 from fshard.partition import Kinds, PartitionSpec
@@ -42,7 +42,7 @@ __all__ = ["search"]
 
 Dims = tuple[tuple[str, ...], ...]
 DimSizes = tuple[int, ...] | None
-Make = Callable[[], Step]
+Make = partial[Any]
 
 UNIT = 1e-8
 """The weight of a local step, far below a launch (in seconds) and below a byte."""
@@ -104,6 +104,14 @@ class Search:
                     found *= size // self.count(axes)
             self.local_bytes[key] = found
         return found
+
+    def held(self, before: State, make: Make, after: State) -> int:
+        """Bytes of a step's input and output; a change of state alone makes no copy."""
+        casts = (InvariantToReduced, ReducedToInvariant)
+        averaged = any(kind == "avg" for _, kind in (*before.reduced, *after.reduced))
+        if make.func in casts and not averaged:
+            return self.nbytes(before)
+        return self.nbytes(before) + self.nbytes(after)
 
     def count(self, axes: tuple[str, ...]) -> int:
         """The devices along `axes`."""
@@ -369,6 +377,7 @@ def _run(problem: Search) -> list[Step] | None:
     came: dict[State, tuple[State, Make]] = {}
     done: set[State] = set()
     ticket = itertools.count()
+    most = problem.max_memory or 0
     queue: list[tuple[float, int, int, State]] = [(0.0, 0, next(ticket), start)]
     while queue:
         weight, steps, _, state = heapq.heappop(queue)
@@ -377,14 +386,13 @@ def _run(problem: Search) -> list[Step] | None:
         done.add(state)
         if state[:4] == goal:
             return _walk_back(state, came)
-        held = problem.nbytes(state)
         for cost, make, new in problem.moves(state):
             reached = weight + cost
             if new in done or reached >= best.get(new, math.inf):
                 continue
-            if problem.exclude and make.func in problem.exclude:  # type: ignore[attr-defined]
+            if problem.exclude and make.func in problem.exclude:
                 continue
-            if problem.max_memory is not None and held + problem.nbytes(new) > problem.max_memory:
+            if problem.max_memory is not None and problem.held(state, make, new) > most:
                 continue
             best[new] = reached
             came[new] = (state, make)
