@@ -28,6 +28,8 @@ from fshard.run.distributed import init
 from fshard.run.execute import Pending
 from fshard.run.moving import from_local, reshard, scatter, shard, unshard
 from fshard.run.simulate import simulate
+from fshard.show.comm_log import comm_log
+from fshard.show.layout import visualize
 from fshard.spec import Sharded, Spec
 from fshard.spmd.collectives import (
     all_gather,
@@ -75,6 +77,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "comm_log",
     "from_local",
     "init",
     "local_map",
@@ -94,6 +97,7 @@ __all__ = [
     "shard_map",
     "simulate",
     "unshard",
+    "visualize",
 ]
 
 try:

@@ -1,0 +1,3 @@
+"""Pictures, tables and logs; importing it registers what values ask for to show themselves."""
+
+from fshard.show import bundle as bundle

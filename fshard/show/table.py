@@ -1,0 +1,152 @@
+"""`Table`: rows of text that print in 80 columns, in rich and in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fshard.show.words import WIDTH, wrap
+
+__all__ = ["Column", "Table"]
+
+Row = tuple[str, ...]
+
+_MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12.5px"
+# Grey at half strength is a line on white and on black.
+_RULE = "rgba(128,128,128,.55)"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The head of a column: its name, `right` for numbers, `wrap` where its text may break."""
+
+    name: str
+    right: bool = False
+    wrap: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Table:
+    """A title, columns, rows, footer rows under a rule, and notes.
+
+    `str` is plain text of at most 80 columns, rich draws it in colour, a notebook as HTML.
+
+    >>> print(Table("ranks", (Column("rank", right=True), Column("place")), (("0", "dp=0"),)))
+    ranks
+    rank  place
+    ───────────
+       0  dp=0
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    footer: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def text(self, width: int = WIDTH) -> str:
+        """Plain text of at most `width` columns."""
+        widths = self._widths(width)
+        lines = wrap(self.title, width) if self.title else []
+        rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+        lines += [*self._lines(tuple(column.name for column in self.columns), widths), rule]
+        for row in self.rows:
+            lines += self._lines(row, widths)
+        if self.footer:
+            lines.append(rule)
+        for row in self.footer:
+            lines += self._lines(row, widths)
+        for note in self.notes:
+            lines += wrap(note, width)
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _widths(self, width: int) -> list[int]:
+        """Natural widths; where they are too wide, the widest column that may break shrinks."""
+        names = tuple(column.name for column in self.columns)
+        cells = zip(names, *self.rows, *self.footer, strict=True)
+        widths = [max(map(len, column)) for column in cells]
+        free = [place for place, column in enumerate(self.columns) if column.wrap]
+        over = sum(widths) + 2 * (len(widths) - 1) - width
+        while over > 0 and free:
+            widest = max(free, key=lambda place: widths[place])
+            if widths[widest] <= 8:
+                break
+            widths[widest] -= 1
+            over -= 1
+        return widths
+
+    def _lines(self, row: Row, widths: Sequence[int]) -> list[str]:
+        cells = [wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        lines = []
+        for at in range(max(map(len, cells))):
+            parts = [
+                f"{cell[at] if at < len(cell) else '':{'>' if column.right else '<'}{width}}"
+                for cell, column, width in zip(cells, self.columns, widths, strict=True)
+            ]
+            lines.append("  ".join(parts).rstrip())
+        return lines
+
+    def __rich__(self) -> Any:
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=box.SIMPLE_HEAD, header_style="bold cyan", pad_edge=False,
+                          show_edge=False, show_footer=False)  # fmt: skip
+        for column in self.columns:
+            table.add_column(Text(column.name), justify="right" if column.right else "left",
+                             overflow="fold", no_wrap=not column.wrap)  # fmt: skip
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        if self.footer:
+            table.add_section()
+        for row in self.footer:
+            table.add_row(*map(Text, row), style="bold")
+        head = [Text(self.title, style="bold")] if self.title else []
+        return Group(*head, table, *(Text(note, style="dim") for note in self.notes))
+
+    def html(self) -> str:
+        """A self-contained, inline-styled HTML table, readable on light and dark pages."""
+        head = "".join(
+            self._cell("th", column.name, column,
+                       f"border-bottom:1.5px solid {_RULE};font-weight:600")
+            for column in self.columns
+        )  # fmt: skip
+        body = [self._html_row(row, "") for row in self.rows]
+        line = f"border-top:1.5px solid {_RULE};"
+        body += [self._html_row(row, (line if at == 0 else "") + "font-weight:600")
+                 for at, row in enumerate(self.footer)]  # fmt: skip
+        title = f'<div style="{_MONO};margin:2px 0 6px">{html.escape(self.title)}</div>'
+        notes = "".join(
+            f'<div style="{_MONO};opacity:.75;margin-top:4px">{html.escape(note)}</div>'
+            for note in self.notes
+        )
+        return (
+            f'<div style="margin:4px 0">{title if self.title else ""}'
+            f'<table style="border-collapse:collapse;{_MONO};color:inherit;margin:0">'
+            f'<tr style="background:transparent">{head}</tr>{"".join(body)}</table>{notes}</div>'
+        )
+
+    def _html_row(self, row: Row, style: str) -> str:
+        cells = zip(row, self.columns, strict=True)
+        inner = "".join(self._cell("td", cell, column, style) for cell, column in cells)
+        return f'<tr style="background:transparent">{inner}</tr>'
+
+    def _cell(self, tag: str, text: str, column: Column, style: str) -> str:
+        align = "right" if column.right else "left"
+        space = "normal" if column.wrap else "nowrap"
+        return (
+            f'<{tag} style="text-align:{align};white-space:{space};padding:3px 12px 3px 0;'
+            f'color:inherit;background:transparent;border:0;{style}">{html.escape(text)}</{tag}>'
+        )
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
