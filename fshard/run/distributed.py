@@ -37,6 +37,7 @@ class World:
     rank: int
     device: torch.device
     timeout: timedelta | None
+    main: object
     names: dict[Group, str] = field(default_factory=dict)
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
@@ -82,7 +83,8 @@ class World:
             theirs = list(receive)
         wire, restore = _as_bytes(x.contiguous())
         item = wire.numel() // x.numel() if x.numel() else _wire_item(x.dtype)
-        out = OPS.all_to_all_single(wire, [n * item for n in theirs], [n * item for n in send], name)
+        sizes = [n * item for n in theirs], [n * item for n in send]
+        out = OPS.all_to_all_single(wire, *sizes, name)
 
         def finish() -> torch.Tensor:
             got = restore(OPS.wait_tensor(out))
@@ -158,9 +160,9 @@ def init(
                  "simulated in this process")  # fmt: skip
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if max(mesh.ranks, default=0) >= world:
+        fix = f"torchrun --nproc-per-node {max(mesh.ranks) + 1}, or a mesh of at most {world}"
         fail("fs.init", f"{mesh} with ranks up to {max(mesh.ranks)}",
-             f"the world has {world} processes, ranks 0..{world - 1}",
-             f"torchrun --nproc-per-node {max(mesh.ranks) + 1}, or a mesh of at most {world}")  # fmt: skip
+             f"the world has {world} processes, ranks 0..{world - 1}", fix)  # fmt: skip
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
     if not dist.is_initialized():
         use_cuda = torch.cuda.is_available() if backend is None else "nccl" in backend
@@ -171,18 +173,7 @@ def init(
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     known = current_transport()
-    if isinstance(known, World) and known.rank == dist.get_rank() and _alive(known):
-        return
-    set_world(World(dist.get_rank(), device, limit))
-
-
-def _alive(world: World) -> bool:
-    """Whether the groups it made belong to the process groups of today."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    try:
-        for name in world.names.values():
-            _resolve_process_group(name)  # type: ignore[no-untyped-call]
-    except (LookupError, RuntimeError, ValueError):
-        return False
-    return True
+    if isinstance(known, World) and known.main is dist.group.WORLD:
+        known.timeout = limit or known.timeout
+    else:
+        set_world(World(dist.get_rank(), device, limit, dist.group.WORLD))

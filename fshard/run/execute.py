@@ -87,8 +87,9 @@ def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]
             problems += _mismatch(shard, spec, rank)
     devices = sorted({str(shard.device) for shard in shards})
     if len(devices) > 1:
-        problems.append(Problem(f"shards on {', '.join(devices)}", "all shards of a simulation "
-                                "are on one device", f"shard.to('{devices[0]}') for each"))  # fmt: skip
+        problems.append(Problem(
+            f"shards on {', '.join(devices)}", "all shards of a simulation are on one device",
+            f"shard.to('{devices[0]}') for each"))  # fmt: skip
     raise_if(where, problems)
     return shards
 

@@ -141,7 +141,8 @@ def _check_global(x: object, spec: Spec, where: str) -> None:
     if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
         fail(where, f"a tensor of shape {tuple(x.shape)} and {x.dtype} for {spec}",
              f"the spec says shape {spec.shape} and {spec.dtype}",
-             f"fs.Spec(mesh, {spec.partition!r}, shape={tuple(x.shape)}, dtype={x.dtype})")  # fmt: skip
+             f"fs.Spec(mesh, {spec.partition!r}, shape={tuple(x.shape)}, "
+             f"dtype={x.dtype})")  # fmt: skip
 
 
 def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
@@ -398,8 +399,9 @@ def _spec_of(
     """The spec of locals of the given shapes."""
     if sizes == "chunk":
         if shape is None:
-            fail("fs.from_local", 'sizes="chunk" without shape=', "chunks are cut from the "
-                 "global shape, which locals alone do not tell", "shape=(...), or sizes='infer'")  # fmt: skip
+            fail("fs.from_local", 'sizes="chunk" without shape=',
+                 "chunks are cut from the global shape, which locals alone do not tell",
+                 "shape=(...), or sizes='infer'")  # fmt: skip
         return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
     if isinstance(sizes, str) and sizes != "infer":
         fail("fs.from_local", f"sizes={sizes!r}", 'sizes is "infer", "chunk" or {dim: sizes}',
@@ -432,4 +434,3 @@ def _check_entries(partition: PartitionSpec, local: tuple[int, ...]) -> None:
         fail("fs.from_local", f"{partition!r} for locals of {len(local)} dims",
              f"a tensor of {len(local)} dims has at most {len(local)} entries",
              "drop entries, trailing None too")  # fmt: skip
-

@@ -164,7 +164,7 @@ class _World:
                     rank.result = function()
         except _Stopped:
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             if self.error is None:
                 self.error = (None if getattr(error, "everywhere", False) else rank.rank, error)
         rank.state = "done"
@@ -288,8 +288,9 @@ def _meet(meeting: _Meeting) -> dict[int, torch.Tensor]:
             for at, (_, receive) in enumerate(splits):
                 sent = tuple(send[at] for send, _ in splits)
                 if sent != receive:
-                    fail("all_to_all", f"rank {group[at]} expects {receive} elements, is sent {sent}",
-                         "what is sent is what is received", "give every rank the same spec")  # fmt: skip
+                    given = f"rank {group[at]} expects {receive} elements, is sent {sent}"
+                    fail("all_to_all", given, "what is sent is what is received",
+                         "give every rank the same spec")  # fmt: skip
             pieces = [x.split(send) for x, (send, _) in zip(inputs, splits, strict=True)]
             return {
                 rank: torch.cat([piece[at] for piece in pieces]) for at, rank in enumerate(group)
@@ -315,7 +316,9 @@ def _user_line(thread: int) -> str:
 class _ThreadSettings(contextlib.AbstractContextManager[None]):
     """PyTorch's per-thread settings, taken from one thread and entered in another."""
 
-    def __init__(self, grad: bool, inference: bool, autocast: list[tuple[str, torch.dtype]]) -> None:
+    def __init__(
+        self, grad: bool, inference: bool, autocast: list[tuple[str, torch.dtype]]
+    ) -> None:
         self.grad, self.inference, self.autocast = grad, inference, autocast
 
     @staticmethod
@@ -325,9 +328,7 @@ class _ThreadSettings(contextlib.AbstractContextManager[None]):
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ]
-        return _ThreadSettings(
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-        )
+        return _ThreadSettings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
     def __enter__(self) -> None:
         # One instance serves all threads, so nothing is kept on self; a worker's thread
@@ -345,7 +346,9 @@ class _ThreadSettings(contextlib.AbstractContextManager[None]):
             torch.clear_autocast_cache()
 
 
-def run_ranks(mesh: Mesh, function: Callable[[_Rank, Any], Any], values: Sequence[Any]) -> list[Any]:
+def run_ranks(
+    mesh: Mesh, function: Callable[[_Rank, Any], Any], values: Sequence[Any]
+) -> list[Any]:
     """`function(transport, value)` as every rank of a simulated mesh, one value per rank."""
     world = _World(mesh)
     ranks = world.order

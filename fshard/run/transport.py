@@ -102,9 +102,9 @@ def current_rank(mesh: Mesh, where: str) -> Transport:
 
 def _no_rank(mesh: Mesh, where: str) -> NoReturn:
     fail(where, f"one tensor for {mesh}, in a process that is no rank of it",
-         f"a local is one tensor inside shard_map, fs.simulate or after fs.init under torchrun, "
+         "a local is one tensor inside shard_map, fs.simulate or after fs.init under torchrun, "
          f"and a tuple of {mesh.size} shards outside",
-         "give the tuple of all shards (fs.shard makes it), or call fs.init(mesh) first")  # fmt: skip
+         "give the tuple of all shards, as fs.shard makes it, or fs.init(mesh) first")  # fmt: skip
 
 
 # -- observers ------------------------------------------------------------------------
