@@ -106,9 +106,9 @@ def _gutter(found: Grid) -> int:
 
 
 def _least(found: Grid) -> list[int]:
-    """The least inner width of each column, so that its texts fit with a blank around."""
+    """The least inner width of each column: its heads, and its cells with a blank around."""
     return [
-        2 + max(map(len, (*column.coords, column.span, *(row[at][0] for row in found.cells))))
+        max(*map(len, (*column.coords, column.span)), *(2 + len(row[at][0]) for row in found.cells))
         for at, column in enumerate(found.columns)
     ]
 

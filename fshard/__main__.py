@@ -1,0 +1,100 @@
+"""`python -m fshard SRC DST --mesh dp=2,tp=4`: plan a change of layout and show it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from fshard import Mesh, ShardingError, Topology, parse, redistribute, visualize
+from fshard.errors import fail
+from fshard.show.words import WIDTH
+
+__all__ = ["main"]
+
+EXAMPLE = """\
+example:
+  python -m fshard "f32[1024@dp,512@tp]" "f32[1024,512@(dp,tp)]" --mesh dp=2,tp=4
+
+A layout reads dtype[size@axis,size@(major,minor),size], then the states that are left:
+  "f32[8@dp,16]{unreduced: tp}"     every rank of tp holds an addend of the sum
+  "bf16[6@dp:5+1,4]"                shards of 5 and 1 rows
+  "f32[10@tp:chunk]{reduced: dp}"   shards as torch.chunk cuts them
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 2 for a request that is refused."""
+    options = _parser().parse_args(arguments)
+    try:
+        _show(options)
+    except ShardingError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fshard",
+        description="Plan the program of collectives from one layout to another, and show both "
+        "layouts, the program, what it costs, and the lower bound beside it.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("src", help="the layout to start from")
+    parser.add_argument("dst", help="the layout to reach")
+    parser.add_argument("--mesh", required=True, metavar="dp=2,tp=4", help="axes and their sizes")
+    parser.add_argument("--topology", choices=("node", "cluster"), default="node",
+                        help="whose wires to plan and cost for (default: node)")  # fmt: skip
+    parser.add_argument("--node-size", type=int, metavar="N",
+                        help="devices per node of a cluster (default: 8)")  # fmt: skip
+    parser.add_argument("--cost", choices=("time", "bytes"), default="time",
+                        help="what the planner makes small (default: time)")  # fmt: skip
+    parser.add_argument("--max-memory", type=int, metavar="BYTES",
+                        help="the most that a step may hold on any rank")  # fmt: skip
+    return parser
+
+
+def _show(options: argparse.Namespace) -> None:
+    mesh = _mesh(options.mesh)
+    topology = _topology(options.topology, options.node_size)
+    src, dst = parse(options.src, mesh), parse(options.dst, mesh)
+    cost = "bytes" if options.cost == "bytes" else topology
+    prog = redistribute(src, dst, cost=cost, max_memory=options.max_memory)
+    console = Console(highlight=False)
+    width = min(WIDTH, console.width)
+    for value in (visualize(src), visualize(dst), prog.explain(topology)):
+        if console.is_terminal:
+            console.print(value, width=width, end="\n\n")
+        else:
+            sys.stdout.write(f"{value.text(width)}\n\n")
+
+
+def _mesh(text: str) -> Mesh:
+    """The mesh of `dp=2,tp=4`."""
+    grid: dict[str, int] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        axis, _, size = (each.strip() for each in part.partition("="))
+        if axis in grid or not size.isdecimal():
+            fail("--mesh", f"{part!r} in {text!r}", "a mesh reads axis=size,axis=size, each axis "
+                 "once", "--mesh dp=2,tp=4, say")  # fmt: skip
+        grid[axis] = int(size)
+    return Mesh(grid)
+
+
+def _topology(name: str, node_size: int | None) -> Topology:
+    if name == "node":
+        if node_size is not None:
+            fail("--node-size", f"{node_size} with the topology node", "a single node joins all "
+                 "devices", "--topology cluster, or leave it out")  # fmt: skip
+        return Topology.node()
+    if node_size is not None and node_size < 1:
+        fail("--node-size", f"{node_size}", "a node has at least 1 device", "--node-size 8")
+    return Topology.cluster(8 if node_size is None else node_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
