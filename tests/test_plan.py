@@ -87,11 +87,24 @@ def at_least(received: int, src: Spec, dst: Spec) -> bool:
     return received + allowance > lower_bound(src, dst).bytes_received
 
 
+# Ranks where x == y keep their shard and the others give zeros: local, but no sequence of steps
+# does it, because an axis that is not the most minor of its dim becomes addends.
+MASKS = {
+    (f"i64[{a.format(one, state)}", f"i64[{a.format(other, '')}{{unreduced: {one}}}")
+    for one, other in itertools.permutations("xy")
+    for a in ("12@({},z),24]{}", "12,24@({},z)]{}")
+    for state in ("", f"{{reduced: {other}}}")
+}
+
+
 def assert_planned(src: Spec, dst: Spec) -> None:
     """A right program that communicates exactly where the bound says, and at least that much."""
     prog = redistribute(src, dst)
     assert_right(prog, src, dst)
     bound, cost = lower_bound(src, dst), prog.cost()
+    if (str(src), str(dst)) in MASKS:
+        assert bound.bytes_received == 0 < cost.bytes_received
+        return
     assert prog.is_local == (bound.bytes_received == 0) == (cost.launches == 0)
     assert (cost.bytes_sent == 0) == (cost.bytes_received == 0) == prog.is_local
     assert cost.bytes_received >= bound.bytes_received
@@ -187,12 +200,16 @@ def test_explicit_sizes(mesh: Mesh) -> None:
         assert at_least(prog.cost().bytes_received, src, dst)
 
 
-@pytest.mark.xfail(reason="division by zero where every axis has one device")
-@pytest.mark.parametrize("mesh", [Mesh(x=1), Mesh(x=1, y=1), Mesh()], ids=str)
-def test_one_device(mesh: Mesh) -> None:
-    specs = helpers.all_specs(mesh, (3, 4))
-    if not mesh.axes:
-        pytest.xfail("passes already: no axis, no permutation")
+DIVIDES = pytest.mark.xfail(reason="division by zero where every axis has one device")
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [{}, pytest.param({"x": 1}, marks=DIVIDES), pytest.param({"x": 1, "y": 1}, marks=DIVIDES)],
+    ids=str,
+)
+def test_one_device(grid: dict[str, int]) -> None:
+    specs = helpers.all_specs(Mesh(grid), (3, 4))
     for src, dst in itertools.product(specs, specs):
         prog = redistribute(src, dst)
         assert_right(prog, src, dst)
@@ -298,14 +315,16 @@ def test_casts_where_fewer_bytes_are_sent(src: str, dst: str, first: bool) -> No
     assert torch.equal(reference.global_value(made, prog.dst), want.to(prog.dst.dtype))
 
 
-@pytest.mark.xfail(reason="the cast is put where the states do not allow its dtype")
+NO_PLACE = pytest.mark.xfail(reason="the cast is put where the states do not allow its dtype")
+
+
 @pytest.mark.parametrize(
     ("src", "dst"),
     [
         ("bool[6]", "f32[6]{unreduced: x}"),
-        ("i64[6]", "f64[6]{unreduced: x=avg}"),
         ("bool[6]{unreduced: x=max}", "i64[6]{unreduced: y}"),
-        ("f64[6]{reduced: x=avg}", "i32[6]"),
+        pytest.param("i64[6]", "f64[6]{unreduced: x=avg}", marks=NO_PLACE),
+        pytest.param("f64[6]{reduced: x=avg}", "i32[6]", marks=NO_PLACE),
     ],
 )
 def test_casts_where_the_states_allow_it(src: str, dst: str) -> None:
@@ -315,19 +334,18 @@ def test_casts_where_the_states_allow_it(src: str, dst: str) -> None:
     assert torch.equal(reference.global_value(reference.simulate(prog, x), prog.dst), want)
 
 
-@pytest.mark.xfail(reason="addends are cast, though the cast does not commute with the reduction")
-@pytest.mark.parametrize(
-    ("src", "dst", "addend", "value"),
-    [
-        ("f64[1]{unreduced: x}", "i64[1]{unreduced: x}", 0.5, 1),
-        ("c64[1]{unreduced: x=product}", "f32[1]", 1j, -1),
-    ],
-)
-def test_casts_only_what_is_reduced(src: str, dst: str, addend: complex, value: float) -> None:
+@pytest.mark.xfail(reason="addends are cast, though the cast does not commute with the sum")
+def test_casts_only_what_is_reduced() -> None:
     mesh = Mesh(x=2)
-    prog = redistribute(parse(src, mesh), parse(dst, mesh))
-    x = (torch.tensor([addend], dtype=prog.src.dtype),) * 2
-    assert reference.global_value(reference.simulate(prog, x), prog.dst).tolist() == [value]
+    prog = redistribute(parse("f64[1]{unreduced: x}", mesh), parse("i64[1]{unreduced: x}", mesh))
+    x = (torch.tensor([0.5], dtype=torch.float64),) * 2
+    assert reference.global_value(reference.simulate(prog, x), prog.dst).tolist() == [1]
+
+
+@pytest.mark.xfail(reason="a boolean is always cast before it is sent")
+def test_booleans_are_sent_as_booleans() -> None:
+    prog = redistribute(parse("bool[6@x]", SMALL), parse("f32[6]", SMALL))
+    assert prog.step_bytes[0] == 3
 
 
 def test_dtypes_to_send() -> None:
@@ -403,13 +421,10 @@ def test_one_launch_reduces_every_axis() -> None:
             assert prog.steps == (AllReduce(tuple(p.unreduced)),)
 
 
-@pytest.mark.xfail(reason="a ring's latency grows with n, so that two launches seem faster")
-@pytest.mark.parametrize("rows", [1, 1000, 1_000_000])
-@pytest.mark.parametrize("mesh", [Mesh(x=4, y=4), Mesh(x=4, y=8), LARGE])
-def test_one_launch_reduces_every_axis_of_a_node(mesh: Mesh, rows: int) -> None:
-    if (mesh.size, rows) in [(16, 1_000_000), (12, 1_000_000)]:
-        pytest.xfail("passes already: the bytes are what counts")
-    src = Spec(mesh, P(unreduced=mesh.axes), shape=(96 * rows,))
+@pytest.mark.xfail(reason="a ring's latency grows with n, so that several launches seem faster")
+@pytest.mark.parametrize("mesh", [Mesh(x=4, y=4), Mesh(x=4, y=8), LARGE], ids=str)
+def test_one_launch_reduces_every_axis_of_a_node(mesh: Mesh) -> None:
+    src = Spec(mesh, P(unreduced=mesh.axes), shape=(9600,))
     assert kinds(redistribute(src, Spec(mesh, P(), shape=src.shape))) == ["all_reduce"]
 
 
@@ -481,7 +496,7 @@ def test_memory_is_respected() -> None:
         try:
             prog = redistribute(src, dst, max_memory=peak - 1)
         except ShardingError as error:
-            assert f"max_memory={peak} suffices" in str(error)
+            assert f"max_memory={peak}" in str(error).partition("fix:")[2]
             continue
         replanned += 1
         assert prog.cost().peak_memory < peak
@@ -501,7 +516,7 @@ def test_memory_makes_it_move_instead_of_gather() -> None:
         src._with(dtype=torch.int64), dst._with(dtype=torch.int64))  # fmt: skip
 
 
-@pytest.mark.xfail(reason="the search counts the output of steps that share their input's memory")
+@pytest.mark.xfail(reason="the search counts slices axis by axis, a program those that are fused")
 def test_what_a_program_holds_suffices() -> None:
     for src, dst in itertools.product(SMALL_SPECS[::2], SMALL_SPECS[1::2]):
         prog = redistribute(src, dst)
@@ -512,7 +527,7 @@ def test_what_a_program_holds_suffices() -> None:
 def test_memory_of_a_cast_is_respected() -> None:
     src, dst = parse("bf16[6@x]", SMALL), parse("f64[6@x]", SMALL)
     assert redistribute(src, dst).cost().peak_memory == 3 * (2 + 8)
-    with pytest.raises(ShardingError, match="max_memory=30 suffices"):
+    with pytest.raises(ShardingError, match="max_memory=30"):
         redistribute(src, dst, max_memory=29)
 
 
@@ -554,6 +569,7 @@ def refusal(plan: Callable[[], object]) -> str:
         ("f32[4]{unreduced: x=max}", "f32[4]{unreduced: x}",
          "candidates of a max are not addends of a sum"),
         ("f32[4]{unreduced: x}", "f32[4]{unreduced: x=product}", "from unreduced sum to unreduced"),
+        ("c64[4]{unreduced: x}", "f32[4]", "from complex to real drops the imaginary part"),
         ("f32[4]{unreduced: x=max}", "f32[6]{unreduced: x=min}", "(?s)global shape.*candidates"),
     ],
 )  # fmt: skip
