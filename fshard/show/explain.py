@@ -94,14 +94,16 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
     >>> from fshard.plan.redistribute import redistribute
+    >>> from fshard.program.topology import Link
     >>> from fshard.spec import Spec
     >>> src = Spec(Mesh(x=4), P("x"), shape=(8,))
-    >>> print(explain(redistribute(src, src.replace(partition=P())), Topology.node()))
-    f32[8@x] -> f32[8] on Mesh(x=4), topology node
+    >>> wires = Topology.of({"x": Link(latency=0.0, bandwidth=24e6)})
+    >>> print(explain(redistribute(src, src.replace(partition=P())), wires))
+    f32[8@x] -> f32[8] on Mesh(x=4), topology custom
     step                  spec after  sent     time  memory
     ───────────────────────────────────────────────────────
     (start)               f32[8@x]                      8 B
-    all_gather(x, dim 0)  f32[8]      24 B  7.80 µs    40 B
+    all_gather(x, dim 0)  f32[8]      24 B  7.00 µs    40 B
     <BLANKLINE>
     busiest rank    this program  lower bound  ratio
     ────────────────────────────────────────────────
@@ -109,7 +111,7 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     peak memory             40 B         32 B  1.25x
     bytes sent              24 B
     launches                   1
-    time                 7.80 µs
+    time                 7.00 µs
     """
     return Explanation(prog, topology)
 
