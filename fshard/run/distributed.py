@@ -40,6 +40,10 @@ class World:
     main: object
     names: dict[Group, str] = field(default_factory=dict)
 
+    def moves(self, device: torch.device) -> bool:
+        backends = dist.get_backend_config().split(",")
+        return device.type in {each.split(":")[0] for each in backends}
+
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
         flat, restore = _as_bytes(x.reshape(-1))
         name, order = self._group(group)

@@ -9,13 +9,14 @@ import torch
 
 from fshard import hooks
 from fshard.errors import Problem, fail, raise_if
+from fshard.mesh import Mesh
 from fshard.program.program import Program
 from fshard.run.autograd import apply_program
 from fshard.run.interpreter import launch
 from fshard.run.transport import Transport, current_rank
 from fshard.spec import Spec
 
-__all__ = ["Pending", "check_local", "check_shards"]
+__all__ = ["Pending", "check_local", "check_shards", "check_tuple"]
 
 
 class Pending:
@@ -68,30 +69,38 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
     expected = spec.local_shape(transport.rank)
     if local.shape != expected or local.dtype != spec.dtype:
         raise_if(where, _mismatch(local, spec, transport.rank))
+    if not transport.moves(local.device):
+        fail(where, f"on rank {transport.rank} a local on {local.device}",
+             "no process group moves tensors of that device", "move it with .to(...)")  # fmt: skip
 
 
 def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]:
     """`local` as a tuple of all shards; raises `ShardingError` with every rank that is wrong."""
-    if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
-        fail(where, f"a local of type {type(local).__name__}",
-             "a local is a tensor, or in a simulation the tuple of all shards",
-             "fs.shard(global_tensor, spec).local")  # fmt: skip
-    shards = tuple(local)
-    if len(shards) != spec.mesh.size:
-        fail(where, f"{len(shards)} shards for {spec.mesh}",
-             f"a simulation holds one shard per rank, {spec.mesh.size} in rank order",
-             "fs.shard(global_tensor, spec).local")  # fmt: skip
+    shards = check_tuple(local, spec.mesh, where)
     problems = []
     for rank, shard in zip(spec.mesh.ranks, shards, strict=True):
         if shard.shape != spec.local_shape(rank) or shard.dtype != spec.dtype:
             problems += _mismatch(shard, spec, rank)
-    devices = sorted({str(shard.device) for shard in shards})
-    if len(devices) > 1:
-        problems.append(Problem(
-            f"shards on {', '.join(devices)}", "all shards of a simulation are on one device",
-            f"shard.to('{devices[0]}') for each"))  # fmt: skip
     raise_if(where, problems)
     return shards
+
+
+def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
+    """`local` as one tensor per rank, all on one device; raises `ShardingError` if it is not."""
+    if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
+        fail(where, f"a local of type {type(local).__name__}",
+             "a local is a tensor, or in a simulation the tuple of all shards",
+             "fs.shard(global_tensor, spec).local")  # fmt: skip
+    if len(local) != mesh.size:
+        fail(where, f"{len(local)} shards for {mesh}",
+             f"a simulation holds one shard per rank, {mesh.size} in rank order",
+             "fs.shard(global_tensor, spec).local")  # fmt: skip
+    devices = sorted({str(shard.device) for shard in local})
+    if len(devices) > 1:
+        fail(where, f"shards on {', '.join(devices)}",
+             "all shards of a simulation are on one device",
+             f"shard.to({devices[0]!r}) for each")  # fmt: skip
+    return tuple(local)
 
 
 def _mismatch(local: torch.Tensor, spec: Spec, rank: int) -> list[Problem]:

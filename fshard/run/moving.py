@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
-from fshard.run.execute import check_shards
+from fshard.run.execute import check_shards, check_tuple
 from fshard.run.interpreter import neutral_like
 from fshard.run.transport import REDUCE, Transport, backward_phase, current_transport, notify
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
+from fshard.tree import is_pair
 
 __all__ = ["from_local", "reshard", "scatter", "shard", "unshard"]
 
@@ -80,22 +82,17 @@ def _reduced(addends: list[torch.Tensor], ranks: list[int], spec: Spec) -> torch
     """One shard's value from its addends on `ranks`, axis by axis as the kinds say."""
     shares = math.prod(spec.mesh.shape[a] for a, kind in spec.partition.reduced_kinds
                        if kind == "avg")  # fmt: skip
-    values = dict(zip(ranks, addends, strict=True))
-    for axis, kind in spec.partition.unreduced_kinds:
-        groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
-        first: dict[tuple[tuple[str, int], ...], int] = {}
-        for rank, value in values.items():
-            key = tuple(each for each in spec.mesh.coords(rank).items() if each[0] != axis)
-            groups.setdefault(key, []).append(value)
-            first.setdefault(key, rank)
-        reduce = REDUCE["sum" if kind == "avg" else kind]
+    kinds = spec.partition.unreduced_kinds
+    places = [tuple(spec.mesh.coords(rank)[axis] for axis, _ in kinds) for rank in ranks]
+    values = dict(sorted(zip(places, addends, strict=True), key=lambda each: each[0]))
+    for axis, kind in kinds:
+        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for place, value in values.items():
+            groups.setdefault(place[1:], []).append(value)
         share = spec.mesh.shape[axis] if kind == "avg" else 1
-        values = {
-            first[key]: reduce(torch.stack(group)) / share
-            if share > 1
-            else reduce(torch.stack(group))
-            for key, group in groups.items()
-        }
+        reduce = REDUCE["sum" if kind == "avg" else kind]
+        totals = {place: reduce(torch.stack(group)) for place, group in groups.items()}
+        values = {place: x if share == 1 else x / share for place, x in totals.items()}
     (value,) = values.values()
     return value * shares if shares > 1 else value.clone()
 
@@ -134,7 +131,18 @@ def replicated(spec: Spec) -> Spec:
     return Spec(spec.mesh, PartitionSpec(), shape=spec.shape, dtype=spec.dtype)
 
 
+def _read_pair(pair: object, where: str) -> tuple[Any, Spec]:
+    if not isinstance(pair, tuple) or not is_pair(pair):
+        fail(where, f"a {type(pair).__name__}", "a pair is (local, spec)",
+             "fs.shard makes one of a global tensor, fs.from_local of locals")  # fmt: skip
+    local, spec = pair
+    return local, spec
+
+
 def _check_global(x: object, spec: Spec, where: str) -> None:
+    if not isinstance(spec, Spec):
+        fail(where, f"{spec!r} as the spec", "a spec has a mesh, a shape and a dtype too",
+             "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype)")  # fmt: skip
     if not isinstance(x, torch.Tensor):
         fail(where, f"a {type(x).__name__}", "a global tensor is a torch.Tensor",
              "torch.as_tensor(value)")  # fmt: skip
@@ -172,17 +180,16 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     >>> unshard(((torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])), spec))
     tensor([11., 22.])
     """
-    local, spec = pair
+    local, spec = _read_pair(pair, "fs.unshard")
     if isinstance(local, torch.Tensor):
         out: torch.Tensor = redistribute(spec, replicated(spec))(local)
         return out
     shards = check_shards(local, spec, "fs.unshard")
     linear = all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds)
-    if linear or not any(x.requires_grad for x in shards):
-        whole: torch.Tensor = _Unshard.apply(spec, *shards)  # type: ignore[no-untyped-call]
-        return whole
-    first: torch.Tensor = redistribute(spec, replicated(spec))(shards)[0]
-    return first
+    if not linear and any(x.requires_grad for x in shards):
+        shards, spec = redistribute(spec, replicated(spec))(shards), replicated(spec)
+    whole: torch.Tensor = _Unshard.apply(spec, *shards)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
@@ -190,7 +197,9 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
 
     A dim that the new partition does not divide is chunked; give a `Spec` for other sizes.
     """
-    local, spec = pair
+    local, spec = _read_pair(pair, "fs.reshard")
+    if not isinstance(to, Spec | PartitionSpec):
+        fail("fs.reshard", f"{to!r}", "the target is a Spec or a P", "fs.P('x'), say")  # fmt: skip
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
     return Sharded(redistribute(spec, target, **options)(local), target)
 
@@ -206,16 +215,18 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, x: torch.Tensor | None, spec: Spec, src: int,
         transport: Transport, device: torch.device,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.spec, ctx.given = spec, x is not None
+        ctx.spec, ctx.given = spec, None if x is None else x.device
         return _send_shards(x, spec, src, transport, device)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        # Every rank helps to assemble the gradient; only the source has a use for it.
+        # Every rank helps to assemble the gradient; only the source has a use for it, so
+        # that the others would not come to a second derivative.
         dual = ctx.spec.dual
         with backward_phase():
             whole = redistribute(dual, replicated(dual))(grad)
-        return None, whole if ctx.given else None, None, None, None, None
+        return None, None if ctx.given is None else whole.to(ctx.given), None, None, None, None
 
 
 def _send_shards(
@@ -231,7 +242,7 @@ def _send_shards(
         flat, send = torch.empty(0, dtype=spec.dtype, device=device), [0] * len(group)
     else:
         parts = [x[spec.index(rank)].reshape(-1)[:n] for rank, n in zip(group, wanted, strict=True)]
-        flat, send = torch.cat(parts), wanted
+        flat, send = torch.cat(parts).to(device), wanted
     sent = sum(n for at, n in enumerate(send) if at != here) * spec.dtype.itemsize
     notify("scatter", spec.mesh.axes, sent, transport.rank)
     got = transport.all_to_all(flat, send, receive, group)()
@@ -246,7 +257,8 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
     """A global tensor that only rank `src` holds, as a pair: each rank is sent only its shard.
 
     Other ranks give `None` (what they give is not looked at). In a simulation the one process
-    is every rank, and has the tensor. Differentiable: the gradient is on rank `src`.
+    is every rank, and has the tensor. Differentiable: the gradient is on rank `src`, which
+    alone has one, so that under `torchrun` there is no second derivative.
 
     Raises `ShardingError`, on every rank, where the tensor of rank `src` is not of `spec`.
     """
@@ -259,7 +271,7 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
     device = getattr(transport, "device", torch.device("cpu"))
     if transport.rank not in spec.mesh:
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
-    mine = tensor if transport.rank == src else None
+    mine = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     facts = _header(mine, device)
     told = transport.all_to_all(
         facts.repeat(spec.mesh.size) if transport.rank == src else facts[:0],
@@ -280,7 +292,7 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
 # -- headers: shape and dtype of a local, as numbers that travel ------------------------
 
 _DTYPES = list(DTYPE_NAMES)
-_MAX_DIMS = 16
+_MAX_DIMS = 64  # PyTorch's own
 
 
 def _header(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -328,13 +340,22 @@ def from_local(
     >>> from_local((torch.ones(3), torch.ones(1)), Mesh(x=2), PartitionSpec("x")).spec
     f32[4@x:3+1]
     """
-    everyone, dtype = _everyone(local, mesh, partition, communicate=check or sizes == "infer")
+    if not isinstance(mesh, Mesh) or not isinstance(partition, PartitionSpec):
+        fail("fs.from_local", f"{mesh!r} and {partition!r}", "a mesh and a P come after the local",
+             "fs.from_local(local, fs.Mesh(x=2), fs.P('x')), say")  # fmt: skip
+    mesh.check_axes(partition.axes, "fs.from_local")
+    everyone, dtype = _everyone(local, mesh, communicate=check or sizes == "infer")
     ranks = list(everyone)
     shapes = {rank: each[0] for rank, each in everyone.items()}
     problems = _unlike(everyone) if check else []
     raise_if("fs.from_local", problems)
     if isinstance(local, torch.Tensor) and not ranks:
-        return Sharded(local, Spec(mesh, partition, shape=shape or (0,) * local.ndim, dtype=dtype))
+        # Outside of the mesh nobody tells the shape.
+        empty = (0,) * max(local.ndim, len(partition))
+        whole = shape or empty
+        cut = None if shape is None or isinstance(sizes, str) else sizes
+        spec = Spec(mesh, partition, shape=whole, dtype=dtype, sizes=cut, uneven="chunk")
+        return Sharded(local.new_empty((0,)), spec)
     spec = _spec_of(shapes, mesh, partition, dtype, sizes, shape)
     if check:
         raise_if("fs.from_local", [
@@ -350,15 +371,10 @@ def from_local(
 Facts = dict[int, tuple[tuple[int, ...], torch.dtype | None]]
 
 
-def _everyone(
-    local: Any, mesh: Mesh, partition: PartitionSpec, communicate: bool
-) -> tuple[Facts, torch.dtype]:
+def _everyone(local: Any, mesh: Mesh, communicate: bool) -> tuple[Facts, torch.dtype]:
     """Shape and dtype of every rank's local, as far as they are known."""
     if not isinstance(local, torch.Tensor):
-        if len(local) != mesh.size:
-            fail("fs.from_local", f"{len(local)} locals for {mesh}",
-                 f"a simulation holds one per rank, {mesh.size} in rank order",
-                 "give the tuple of all of them")  # fmt: skip
+        check_tuple(local, mesh, "fs.from_local")
         facts = {r: (tuple(x.shape), x.dtype) for r, x in zip(mesh.ranks, local, strict=True)}
         return dict(facts), local[0].dtype
     transport = current_transport()
@@ -409,6 +425,10 @@ def _spec_of(
     given = {} if isinstance(sizes, str) else {d: tuple(n) for d, n in sizes.items()}
     local = next(iter(shapes.values()))
     _check_entries(partition, local)
+    odd = [dim for dim in given if not -len(local) <= dim < len(local)]
+    if odd:
+        fail("fs.from_local", f"sizes of dim {odd[0]} for locals of {len(local)} dims",
+             f"a dim is in {-len(local)}..{len(local) - 1}", "name a dim it has")  # fmt: skip
     found: list[int] = []
     cut: dict[int, tuple[int, ...]] = {}
     for dim, axes in enumerate(partition.dims + ((),) * (len(local) - len(partition.dims))):

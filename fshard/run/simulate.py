@@ -87,6 +87,9 @@ class _Rank:
     result: Any = None
     count: dict[Group, int] = field(default_factory=dict)
 
+    def moves(self, device: torch.device) -> bool:
+        return True
+
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
         return self._meet(("all_gather", x.dtype, tuple(x.shape)), group, x, None)
 

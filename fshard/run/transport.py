@@ -44,6 +44,10 @@ class Transport(Protocol):
         """This rank's id."""
         ...
 
+    def moves(self, device: torch.device) -> bool:
+        """Whether it can move tensors that are on `device`."""
+        ...
+
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
         """Everyone's `x`, all of one shape, stacked along a new dim 0 in the group's order."""
         ...
