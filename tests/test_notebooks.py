@@ -1,0 +1,90 @@
+"""The notebooks run, and print what is stored in them.
+
+`python -m tests.test_notebooks` runs them and stores what they print now.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def executed(path: Path) -> Any:
+    """The notebook as it comes out of a fresh kernel; raises where a cell does."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False,
+                            resources={"metadata": {"path": str(path.parent)}})  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    client.execute(env=environment)
+    notebook.metadata = nbformat.from_dict(METADATA)
+    return notebook
+
+
+def outputs(notebook: Any) -> list[dict[str, str]]:
+    """What each code cell shows, by mime type; what it printed is `stream`."""
+    shown = []
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        found: dict[str, str] = {"source": cell.source}
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                found[output.name] = found.get(output.name, "") + output.text
+            else:
+                found |= dict(output.data)
+        shown.append(found)
+    return shown
+
+
+def test_there_are_notebooks() -> None:
+    assert [path.name for path in NOTEBOOKS][:1] == ["01_layouts_and_programs.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_are_fresh(path: Path) -> None:
+    stored = nbformat.read(path, as_version=4)
+    fresh = executed(path)
+    for was, now in zip(outputs(stored), outputs(fresh), strict=True):
+        assert was == now, "python -m tests.test_notebooks stores what is printed now"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_form(path: Path) -> None:
+    """Clean metadata, every cell executed in order, no warnings, no ANSI codes, no paths."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert dict(notebook.metadata) == METADATA
+    assert 15 <= len(notebook.cells) <= 30
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all(dict(cell.metadata) == {} for cell in notebook.cells)
+    for shown in outputs(notebook):
+        assert "stderr" not in shown
+        text = "\n".join(value for key, value in shown.items() if key != "source")
+        assert "\x1b" not in text
+        assert str(ROOT) not in text
+        lines = (shown.get("stdout", "") + "\n" + shown.get("text/plain", "")).splitlines()
+        assert all(len(line) <= 100 for line in lines)
+
+
+def store() -> None:
+    for path in NOTEBOOKS:
+        nbformat.write(executed(path), path)
+        sys.stdout.write(f"stored {path.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    store()
