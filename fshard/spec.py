@@ -13,9 +13,9 @@ import torch
 from fshard import hooks
 from fshard.errors import Problem, did_you_mean, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import Kinds, PartitionSpec, chunk_sizes
+from fshard.partition import LINEAR, Kinds, PartitionSpec, chunk_sizes
 
-__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec"]
+__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec", "mixed_kinds", "state_problems"]
 
 Sizes = tuple[tuple[int, ...] | None, ...]
 
@@ -370,24 +370,40 @@ def _type_problems(
     if uneven not in (None, "chunk"):
         problems.append(Problem(f"uneven={uneven!r}", "uneven is None or 'chunk'",
                                 "uneven='chunk', or sizes={dim: (...)}"))  # fmt: skip
-    problems += _dtype_problems(partition.unreduced_kinds, partition.reduced_kinds, dtype)
+    problems += state_problems(partition.unreduced_kinds, partition.reduced_kinds, dtype)
     return problems
 
 
-def _dtype_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list[Problem]:
+def mixed_kinds(unreduced: Kinds, reduced: Kinds) -> bool:
+    """Whether reductions stand side by side whose order would matter.
+
+    A tensor that is reduced by a sum holds its values and mixes with all; one that holds
+    shares of an average is half way through a linear reduction.
+    """
+    kinds = {kind for _, kind in unreduced} | {kind for _, kind in reduced if kind != "sum"}
+    return len(kinds) > 1 and not kinds <= set(LINEAR)
+
+
+def state_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list[Problem]:
+    """What forbids these states for a tensor of `dtype`, if anything."""
     inexact = dtype.is_floating_point or dtype.is_complex
     problems = []
+    if mixed_kinds(unreduced, reduced):
+        given = ", ".join(f"{axis}={kind}" for axis, kind in (*unreduced, *reduced))
+        problems.append(Problem(f"several reductions at once: {given}",
+            "reductions other than sum and avg do not mix: their order would matter",
+            "reduce over one axis first"))  # fmt: skip
     for axis, kind in (*unreduced, *reduced):
         if kind == "avg" and not inexact:
-            problems.append(Problem(f"{axis!r} averaged, dtype {dtype}",
-                "an average of integers is not an integer",
+            problems.append(Problem(
+                f"{axis!r} averaged, dtype {dtype}", "an average of integers is not an integer",
                 "use sum, or a floating dtype"))  # fmt: skip
         if kind in ("max", "min") and dtype.is_complex:
             problems.append(Problem(f"{axis!r} unreduced by {kind}, dtype {dtype}",
                 "complex numbers have no order", "use sum"))  # fmt: skip
-        if kind == "sum" and dtype == torch.bool:
-            problems.append(Problem(f"{axis!r} summed, dtype torch.bool",
-                "booleans have no sum",
+        if kind == "sum" and dtype == torch.bool and (axis, kind) in unreduced:
+            problems.append(Problem(
+                f"{axis!r} summed, dtype torch.bool", "booleans have no sum",
                 "use max (any), min (all), or an integer dtype"))  # fmt: skip
     return problems
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import get_args
 
 import torch
 
 from fshard.errors import Problem, fail, raise_if
+from fshard.partition import PartitionSpec
 from fshard.plan.search import search
 from fshard.program.program import Program
 from fshard.program.rewrite import fuse_slices
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
-from fshard.spec import Spec
+from fshard.spec import Spec, state_problems
 
 __all__ = ["redistribute"]
 
 NODE = Topology.node()
 Steps = tuple[type, ...]
+STEPS = get_args(Step)
 
 
 def redistribute(
@@ -28,7 +31,7 @@ def redistribute(
     *,
     cost: Topology | str | None = None,
     max_memory: int | None = None,
-    exclude: Iterable[type] = (),
+    exclude: type | Iterable[type] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Program:
@@ -55,7 +58,7 @@ def redistribute(
         dst,
         NODE if cost is None else cost,
         max_memory,
-        exclude if isinstance(exclude, tuple) else tuple(exclude),
+        (exclude,) if isinstance(exclude, type) else tuple(exclude),
         forward_dtype,
         backward_dtype,
     )
@@ -71,36 +74,64 @@ def _plan(
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> Program:
-    raise_if("fs.redistribute", _problems(src, dst, cost))
+    raise_if("fs.redistribute", _problems(src, dst, cost, exclude, (forward_dtype, backward_dtype)))
     topology = None if isinstance(cost, str) else cost
-    steps: list[Step] = []
-    here, there = src, dst
-    if src.dtype != dst.dtype:
-        # Cast where fewer bytes are sent, but never addends to a dtype that rounds them away.
-        exact = dst.dtype.is_floating_point or dst.dtype.is_complex or not src.partition.unreduced
-        narrower = dst.dtype.itemsize < src.dtype.itemsize and exact
-        if narrower or src.dtype == torch.bool:
-            here = src._with(dtype=dst.dtype)
-        else:
-            there = dst._with(dtype=src.dtype)
-    found = search(here, there, topology, max_memory, frozenset(exclude))
-    if found is None:
-        fail(
-            "fs.redistribute",
-            f"{src} -> {dst}, max_memory={max_memory}, "
-            f"exclude={[each.__name__ for each in exclude]}",
-            "no program keeps to the restrictions",
-            _way_out(src, dst, topology, max_memory, exclude),
+
+    def plan(here: Spec, there: Spec) -> list[Step] | None:
+        found = search(here, there, topology, max_memory, frozenset(exclude))
+        return None if found is None else fuse_slices(here, found)
+
+    parts: list[list[Step] | None]
+    if src.dtype == dst.dtype:
+        parts = [plan(src, dst)]
+    else:
+        before, after = _cast_between(src, dst)
+        parts = [plan(src, before), [Cast(dst.dtype)], plan(after, dst)]
+    steps = [step for part in parts if part is not None for step in part]
+    if None not in parts:
+        prog = Program(src, steps, dst, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
+        if max_memory is None or not steps or prog.cost().peak_memory <= max_memory:
+            return prog
+    fail(
+        "fs.redistribute",
+        f"{src} -> {dst}, max_memory={max_memory}, exclude={[each.__name__ for each in exclude]}",
+        "no program keeps to the restrictions",
+        _way_out(src, dst, topology, max_memory, exclude),
+    )
+
+
+def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
+    """The layout in which the dtype changes, before and after.
+
+    At the end that sends fewer bytes, where that end's states allow both dtypes and the cast
+    commutes with their reductions; else between the two, where nothing is unreduced.
+    """
+    for end in [src, dst] if dst.dtype.itemsize < src.dtype.itemsize else [dst, src]:
+        p = end.partition
+        allowed = not any(
+            state_problems(p.unreduced_kinds, p.reduced_kinds, dtype)
+            for dtype in (src.dtype, dst.dtype)
         )
-    steps = fuse_slices(here, found)
-    if here is not src:
-        steps = [Cast(dst.dtype), *steps]
-    elif there is not dst:
-        steps = [*steps, Cast(dst.dtype)]
-    return Program(src, steps, dst, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
+        if allowed and (not p.unreduced_kinds or _commutes(src.dtype, dst.dtype)):
+            return end._with(dtype=src.dtype), end._with(dtype=dst.dtype)
+    whole = dst._with(partition=PartitionSpec._of(dst.partition.dims))
+    return whole._with(dtype=src.dtype), whole
 
 
-def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
+def _commutes(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast may be done to addends or candidates instead of to what they make."""
+    if after.is_floating_point or after.is_complex:
+        return True
+    return torch.promote_types(before, after) == after
+
+
+def _problems(
+    src: Spec,
+    dst: Spec,
+    cost: Topology | str,
+    exclude: Steps,
+    wires: tuple[torch.dtype | None, ...],
+) -> list[Problem]:
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return [
             Problem(
@@ -110,7 +141,7 @@ def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
             )
         ]
     problems = []
-    if isinstance(cost, str) and cost != "bytes":
+    if not isinstance(cost, Topology) and cost != "bytes":
         problems.append(
             Problem(
                 f"cost={cost!r}",
@@ -118,6 +149,23 @@ def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
                 'cost=fs.Topology.cluster(), or cost="bytes"',
             )
         )
+    if unknown := [each for each in exclude if each not in STEPS]:
+        problems.append(
+            Problem(
+                f"exclude={unknown}",
+                "exclude names step types",
+                "exclude=(fs.AllGather, fs.AllToAll), say",
+            )
+        )
+    problems += [
+        Problem(
+            f"{src} sent in {wire}",
+            "what is sent holds the values: floating for floating, integers for integers",
+            "torch.bfloat16 for floating dtypes, or leave it out",
+        )
+        for wire in wires
+        if wire is not None and _richness(wire) < _richness(src.dtype)
+    ]
     if src.mesh != dst.mesh:
         problems.append(
             Problem(
@@ -154,6 +202,13 @@ def _problems(src: Spec, dst: Spec, cost: Topology | str) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _richness(dtype: torch.dtype) -> int:
+    """Booleans, integers, floating and complex numbers, in the order in which one holds another."""
+    if dtype == torch.bool:
+        return 0
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
 
 
 def _way_out(

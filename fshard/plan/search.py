@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fshard.mesh import Mesh
 from fshard.partition import Kinds, PartitionSpec
-from fshard.program.cost import Traffic, seconds
+from fshard.program.cost import Traffic, hops, seconds, share
 from fshard.program.infer import cut_sizes, join_sizes
 from fshard.program.steps import (
     AllGather,
@@ -36,7 +36,7 @@ from fshard.program.steps import (
     Step,
 )
 from fshard.program.topology import Link, Topology
-from fshard.spec import Spec
+from fshard.spec import Spec, mixed_kinds
 
 __all__ = ["search"]
 
@@ -46,6 +46,9 @@ Make = partial[Any]
 
 UNIT = 1e-8
 """The weight of a local step, far below a launch (in seconds) and below a byte."""
+
+LAUNCH = 1e-2
+"""The weight of a launch where bytes are what counts."""
 
 
 class State(NamedTuple):
@@ -126,7 +129,7 @@ class Search:
         copied = self.nbytes(before) + self.nbytes(after)
         return UNIT * (1 + copied / (copied + 1e9))
 
-    def wire(self, axes: tuple[str, ...], nbytes: float, rounds: int = 1, hops: int = 0) -> float:
+    def wire(self, axes: tuple[str, ...], nbytes: int, rounds: int = 1) -> float:
         """The weight of a collective in which the busiest rank moves (n-1)/n of `nbytes`."""
         found = self.links.get(axes)
         if found is None:
@@ -138,10 +141,11 @@ class Search:
         n, link = found
         if n == 1 or 0 in self.src.shape:
             return UNIT
-        moved = math.ceil(rounds * nbytes * (n - 1) / n)
+        item = self.src.dtype.itemsize
+        moved = share(rounds * (n - 1), nbytes // item, n) * item
         if self.topology is None:
-            return moved + 1e-2
-        return seconds(self.topology, link, Traffic(moved, moved, hops or rounds * (n - 1)))
+            return moved + LAUNCH
+        return seconds(self.topology, link, Traffic(moved, moved, rounds * hops(n)))
 
     # -- moves ------------------------------------------------------------------------
 
@@ -168,6 +172,8 @@ class Search:
             axes = tuple(names)
             kept = tuple(each for each in state.reduced if each[0] not in axes)
             if word == "unreduced":
+                if mixed_kinds(_with(state.unreduced, axes, kind), kept):
+                    continue
                 new = state._replace(unreduced=_with(state.unreduced, axes, kind), reduced=kept)
                 make: Make = partial(ReplicatedToUnreduced, axes, str(kind))
             elif word == "reduced" and now is None:
@@ -251,13 +257,12 @@ class Search:
                     new,
                 )
                 goals = {self.goal[axis] for axis in taken}
-                if len(goals) == 1 and (goal := goals.pop())[0] == "unreduced":
-                    new = less._replace(unreduced=_with(less.unreduced, taken, goal[1]))
-                    yield (
-                        self.local(state, new),
-                        partial(ShardedToUnreduced, taken, dim, str(goal[1])),
-                        new,
-                    )
+                word, reduction = goals.pop()
+                if not goals and word == "unreduced":
+                    new = less._replace(unreduced=_with(less.unreduced, taken, reduction))
+                    make = partial(ShardedToUnreduced, taken, dim, str(reduction))
+                    if not mixed_kinds(new.unreduced, new.reduced):
+                        yield self.local(state, new), make, new
 
     def permutes(self, state: State) -> Iterator[Move]:
         """To the goal, or to what the last gather makes the goal of."""
@@ -266,11 +271,18 @@ class Search:
         for target in self.permute_targets.get(self.signature(state), ()):
             if target[:3] != state[:3]:
                 new = target._replace(gathered=state.gathered)
-                changed = tuple(axis for axis in self.mesh.axes if self.size[axis] > 1)
-                n = self.count(changed)
-                moved = self.nbytes(state) * n / (n - 1)
                 partition = PartitionSpec._of(new.dims, new.unreduced, new.reduced)
-                yield self.wire(changed, moved, hops=1), partial(CollectivePermute, partition), new
+                yield self.permuting(state), partial(CollectivePermute, partition), new
+
+    def permuting(self, state: State) -> float:
+        """The weight of moving every local whole, as if all axes took part."""
+        axes = tuple(axis for axis in self.mesh.axes if self.size[axis] > 1)
+        moved = self.nbytes(state)
+        if not axes or moved == 0:
+            return UNIT
+        if self.topology is None:
+            return moved + LAUNCH
+        return seconds(self.topology, self.topology.link(self.mesh, axes), Traffic(moved, moved, 1))
 
     def find_permute_targets(self) -> dict[object, list[State]]:
         """The goal and its sources under one gather or slice, by what a permutation keeps."""

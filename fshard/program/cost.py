@@ -59,6 +59,16 @@ class Traffic:
 NOTHING = Traffic()
 
 
+def hops(n: int) -> int:
+    """Rounds in a row that a collective of `n` ranks needs: halving and doubling, or a tree."""
+    return (n - 1).bit_length()
+
+
+def share(parts: int, numel: int, n: int) -> int:
+    """`parts` n-ths of `numel`, in whole elements."""
+    return -(-parts * numel // n)
+
+
 def max_local_nbytes(spec: Spec) -> int:
     """Bytes of the largest local: dims are cut independently, so the largest parts meet."""
     return math.prod(_widest(spec, dim) for dim in range(spec.ndim)) * spec.dtype.itemsize
@@ -96,10 +106,11 @@ def _roles(spec: Spec) -> dict[str, object]:
 
 
 def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
-    """Bytes per rank of a step from `src` to `dst`: ring algorithms, direct where uneven.
+    """Bytes per rank of a step from `src` to `dst`, exact for uneven shards.
 
     All-gather and reduce-scatter move (n-1)/n of the whole, all-reduce twice that
-    (Patarasu and Yuan 2009), all-to-all (n-1)/n of the local. Exact for uneven shards.
+    (Patarasu and Yuan 2009), all-to-all (n-1)/n of the local; in log2(n) rounds, as halving
+    and doubling (Thakur, Rabenseifner and Gropp 2005) and double trees (NCCL) do.
     """
     n = math.prod(src.mesh.shape[axis] for axis in step_axes(step, src, dst))
     if n == 1 or 0 in src.shape:
@@ -110,15 +121,15 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
             rest = _others(src, [step.dim])
             got = max(whole - min(parts) for whole, parts in _groups(src, step.dim, n))
             most = _widest(src, step.dim)
-            return Traffic((n - 1) * most * rest * item, got * rest * item, n - 1)
+            return Traffic((n - 1) * most * rest * item, got * rest * item, hops(n))
         case AllReduce():
-            moved = math.ceil(2 * (n - 1) * max_local_nbytes(src) / n)
-            return Traffic(moved, moved, 2 * (n - 1))
+            moved = share(2 * (n - 1), max_local_nbytes(src) // item, n) * item
+            return Traffic(moved, moved, 2 * hops(n))
         case ReduceScatter():
             rest = _others(dst, [step.dim])
             sent = max(whole - min(parts) for whole, parts in _groups(dst, step.dim, n))
             most = _widest(dst, step.dim)
-            return Traffic(sent * rest * item, (n - 1) * most * rest * item, n - 1)
+            return Traffic(sent * rest * item, (n - 1) * most * rest * item, hops(n))
         case AllToAll():
             rest = _others(src, [step.src_dim, step.dst_dim]) * item
             pairs = [
@@ -128,7 +139,7 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
                 for mine, cut in _zip(rows, cuts)
             ]
             sent, received = (max(each) * rest for each in zip(*pairs, strict=True))
-            return Traffic(sent, received, n - 1)
+            return Traffic(sent, received, hops(n))
         case CollectivePermute():
             moved = max_local_nbytes(src)
             return Traffic(moved, moved, 1)

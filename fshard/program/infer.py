@@ -22,7 +22,7 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.spec import Spec, _dtype_problems
+from fshard.spec import Spec, state_problems
 
 __all__ = ["cut_sizes", "infer", "join_sizes", "replicated_kind", "unreduced_kind"]
 
@@ -42,6 +42,8 @@ def infer(step: Step, spec: Spec, /) -> Spec:
     if not isinstance(step, Cast | CollectivePermute):
         spec.mesh.check_axes(step.axes, f"{step} on {spec}")
     match step:
+        case AllGather() | AllReduce() if step.to not in ("invariant", "reduced"):
+            _refuse(step, spec, f"to is 'invariant' or 'reduced', not {step.to!r}", "leave it out")
         case AllGather():
             joined = _take(step, spec, step.dim)
             return _state(step, joined, "reduced" if step.to == "reduced" else "", step.kind)
@@ -77,7 +79,7 @@ def infer(step: Step, spec: Spec, /) -> Spec:
         case Cast():
             p = spec.partition
             raise_if(
-                f"{step} on {spec}", _dtype_problems(p.unreduced_kinds, p.reduced_kinds, step.dtype)
+                f"{step} on {spec}", state_problems(p.unreduced_kinds, p.reduced_kinds, step.dtype)
             )
             return spec._with(dtype=step.dtype)
         case _:
@@ -225,7 +227,7 @@ def _state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
     reduced = p.reduced_kinds + more if word == "reduced" else p.reduced_kinds
     # Through the constructor: it knows the reductions and what the dtype allows.
     checked = PartitionSpec(*p.partitions, unreduced=dict(unreduced), reduced=dict(reduced))
-    raise_if(f"{step} on {spec}", _dtype_problems(unreduced, reduced, spec.dtype))
+    raise_if(f"{step} on {spec}", state_problems(unreduced, reduced, spec.dtype))
     return spec._with(partition=checked)
 
 

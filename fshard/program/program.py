@@ -10,9 +10,12 @@ import torch
 
 from fshard import hooks
 from fshard.errors import ShardingError, fail
+from fshard.partition import LINEAR
 from fshard.program.cost import Cost, held, max_local_nbytes, step_time, traffic
 from fshard.program.infer import infer
 from fshard.program.steps import (
+    AllGather,
+    AllReduce,
     AllSlice,
     AllToAll,
     ReduceScatter,
@@ -105,7 +108,8 @@ class Program:
     @property
     def is_linear(self) -> bool:
         """Whether a transpose exists: every reduction is a sum or an average."""
-        return all(map(is_linear, self.steps, self.specs))
+        kinds = {kind for _, kind in self.src.partition.unreduced_kinds}
+        return kinds <= set(LINEAR) and all(map(is_linear, self.steps, self.specs))
 
     @property
     def is_local(self) -> bool:
@@ -209,6 +213,8 @@ def _canonical(step: Step, after: Spec) -> Step:
             sizes = after.sizes[step.dim]
         case AllToAll():
             sizes = after.sizes[step.dst_dim]
+        case AllGather() | AllReduce() if step.to == "invariant" and step.kind != "sum":
+            return replace(step, kind="sum")
         case _:
             return step
     return step if step.sizes == sizes else replace(step, sizes=sizes)

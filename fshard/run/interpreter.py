@@ -310,9 +310,9 @@ def _permutation(
 
 def _shard_id(mesh: Mesh, p: PartitionSpec, rank: int) -> object:
     """Which shard, and which addend of it, a rank holds."""
-    kinds = sorted({kind for _, kind in p.unreduced_kinds})
+    counts = [(axis, kind) for axis, kind in p.unreduced_kinds if mesh.shape[axis] > 1]
+    kinds = sorted({kind for _, kind in counts})
     addends = tuple(
-        mesh.index(rank, tuple(axis for axis, each in p.unreduced_kinds if each == kind))
-        for kind in kinds
+        mesh.index(rank, tuple(axis for axis, each in counts if each == kind)) for kind in kinds
     )
     return tuple(mesh.index(rank, dim) for dim in p.dims), addends
