@@ -25,7 +25,7 @@ def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
     )
 
 
-# -- shard and unshard ---------------------------------------------------------------------
+# -- shard and unshard -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
@@ -97,7 +97,7 @@ def test_views_of_the_global_tensor() -> None:
     assert torch.equal(fs.unshard(fs.shard(wide, spec)), wide)
 
 
-# -- gradients -----------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
@@ -158,6 +158,15 @@ def test_maxima_pass_gradients_where_they_came_from() -> None:
     assert grads == [[0.0, 0.5], [0.5, 0.5], [0.5, 0.0]]
 
 
+def test_candidates_of_a_maximum_have_no_gradient_of_their_own() -> None:
+    spec = Spec(Mesh(x=2), P(unreduced={"x": "max"}), shape=(2,))
+    x = torch.ones(2, requires_grad=True)
+    for place in (fs.shard, fs.scatter):
+        with pytest.raises(ShardingError, match="unreduced by max has no gradient of its own"):
+            place(x, spec)
+        assert torch.equal(fs.unshard(place(x.detach(), spec)), torch.ones(2))
+
+
 def test_what_needs_no_gradient_has_none() -> None:
     spec = Spec(Mesh(x=2), P("x"), shape=(4,), dtype=torch.int64)
     pair = fs.shard(torch.arange(4), spec)
@@ -170,14 +179,15 @@ def test_what_needs_no_gradient_has_none() -> None:
     assert torch.equal(fs.unshard(((torch.ones(2), 3 * torch.ones(2)), product)), 3 * torch.ones(2))
 
 
-# -- from_local ----------------------------------------------------------------------------
+# -- from_local ------------------------------------------------------------------------
 
 
 def test_from_local_reads_sizes_off_the_locals() -> None:
-    for spec in layouts(MESH) + [
+    more = [
         Spec(MESH, P(("y", "x")), shape=(9, 2), sizes={0: (3, 0, 1, 5, 0, 0)}, dtype=torch.float64),
         Spec(MESH, P("y", "x"), shape=(9, 2), sizes={0: (0, 0, 9)}, dtype=torch.float64),
-    ]:
+    ]
+    for spec in (*layouts(MESH), *more):
         locals_ = random_locals(spec)
         assert fs.from_local(locals_, MESH, spec.partition).spec == spec
         assert fs.from_local(list(locals_), MESH, spec.partition, shape=spec.shape).spec == spec
@@ -207,7 +217,7 @@ WRONG_LOCALS: list[tuple[Any, fs.PartitionSpec, dict[str, Any], str]] = [
     ((*(MATRIX,) * 5, MATRIX[0]), P("x"), {}, "rank 5 holds 1 dims of torch.float32, rank 0 2"),
     ((*(MATRIX,) * 5, MATRIX.to("meta")), P("x"), {}, "shards on cpu, meta"),
     ((*(MATRIX,) * 5, MATRIX[:, :2]), P("x"), {}, "rank 5 (x=1, y=2) holds shape (2, 2)"),
-    ((*(MATRIX,) * 5, MATRIX[:1]), P("x"), {}, "holds shape (2, 3)"),
+    ((*(MATRIX,) * 5, MATRIX[:1]), P("x"), {}, "rank 5 (x=1, y=2) holds shape (1, 3)"),
     ((MATRIX,) * 6, P("x", None, None), {}, "at most 2 entries"),
     ((MATRIX,) * 6, P("q"), {}, "axis 'q' on Mesh(x=2, y=3)"),
     ((MATRIX,) * 6, P("x"), {"shape": (2, 3)}, "the locals make up (4, 3)"),
@@ -242,7 +252,7 @@ def test_from_local_names_every_rank_and_can_be_told_not_to_look() -> None:
     assert fs.from_local(locals_, MESH, P("x"), check=False).spec.shape == (4, 3)
 
 
-# -- what does not fit -----------------------------------------------------------------------
+# -- what does not fit -----------------------------------------------------------------
 
 
 SPEC = Spec(MESH, P("x", "y"), shape=(4, 6))
@@ -362,7 +372,7 @@ def test_pending_in_a_simulation() -> None:
         pending.wait()
 
 
-# -- fs.init where there is nothing to join ----------------------------------------------------
+# -- fs.init where there is nothing to join --------------------------------------------
 
 
 def test_init_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition import LINEAR, PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.run.execute import check_shards, check_tuple
 from fshard.run.interpreter import neutral_like
@@ -153,6 +153,14 @@ def _check_global(x: object, spec: Spec, where: str) -> None:
              f"dtype={x.dtype})")  # fmt: skip
 
 
+def _check_linear(spec: Spec, where: str) -> None:
+    kinds = [kind for _, kind in spec.partition.unreduced_kinds if kind not in LINEAR]
+    if kinds:
+        fail(where, f"a tensor that requires grad, as {spec}",
+             f"a tensor that is unreduced by {kinds[0]} has no gradient of its own, only sums and "
+             "averages are linear", "detach() it, or shard it as P() and reduce later")  # fmt: skip
+
+
 def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     """A global tensor that this process holds whole, as a pair: slices, no traffic.
 
@@ -165,6 +173,8 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     (tensor([0., 1.]), tensor([2., 3.]))
     """
     _check_global(global_tensor, spec, "fs.shard")
+    if global_tensor.requires_grad and torch.is_grad_enabled():
+        _check_linear(spec, "fs.shard")
     transport = current_transport()
     if transport is None:
         return Sharded(_Shard.apply(global_tensor, spec), spec)  # type: ignore[no-untyped-call]
@@ -284,6 +294,8 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
         given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
         fail("fs.scatter", f"on rank {src} {given}", f"{spec} has shape {spec.shape} and "
              f"{spec.dtype}", "give rank src the whole tensor of the spec")  # fmt: skip
+    if wants_grad and torch.is_grad_enabled():
+        _check_linear(spec, "fs.scatter")
     anchor = torch.zeros((), requires_grad=wants_grad and torch.is_grad_enabled())
     local = _Scatter.apply(anchor, mine, spec, src, transport, device)  # type: ignore[no-untyped-call]
     return Sharded(local, spec)
@@ -358,11 +370,13 @@ def from_local(
         return Sharded(local.new_empty((0,)), spec)
     spec = _spec_of(shapes, mesh, partition, dtype, sizes, shape)
     if check:
+        fix = ("the ranks of one shard hold one shape: check the mesh, or the partition"
+               if sizes == "infer" else 'sizes="infer" reads the sizes off the locals')  # fmt: skip
         raise_if("fs.from_local", [
             Problem(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())}) "
                     f"holds shape {shapes[rank]}",
                     f"{spec} has there shape {spec.local_shape(rank)}",
-                    'sizes="infer" reads the sizes off the locals')
+                    fix)
             for rank in ranks if shapes[rank] != spec.local_shape(rank)
         ])  # fmt: skip
     return Sharded(local if isinstance(local, torch.Tensor) else tuple(local), spec)
@@ -438,7 +452,9 @@ def _spec_of(
         elif not axes:
             found.append(local[dim])
         elif isinstance(sizes, str):
-            seen = {mesh.index(rank, axes): each[dim] for rank, each in shapes.items()}
+            seen: dict[int, int] = {}
+            for rank, each in shapes.items():
+                seen.setdefault(mesh.index(rank, axes), each[dim])
             cut[dim] = tuple(seen[place] for place in sorted(seen))
             found.append(sum(cut[dim]))
         else:

@@ -47,7 +47,7 @@ DTYPES = (*FLOATS, torch.int64, torch.bool)
 Tensors = tuple[torch.Tensor, ...]
 
 
-# -- cases --------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def check_cases(mesh: Mesh, cases: Sequence[Case]) -> None:
         assert sorted(sent) == events, each.prog
 
 
-# -- every step ---------------------------------------------------------------------------
+# -- every step ------------------------------------------------------------------------
 
 
 def catalogue(mesh: Mesh, dtype: torch.dtype) -> list[Program]:
@@ -234,7 +234,7 @@ def test_reductions_of_every_kind_and_dtype(mesh: Mesh) -> None:
     check_cases(mesh, cases)
 
 
-# -- what the planner makes --------------------------------------------------------------------
+# -- what the planner makes ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
@@ -281,7 +281,7 @@ def test_sizes_with_an_empty_shard_and_an_owner() -> None:
     check_cases(mesh, [case(fs.redistribute(a, b), int(a.dtype != torch.bool)) for a, b in pairs])
 
 
-# -- inputs of every form ------------------------------------------------------------------
+# -- inputs of every form --------------------------------------------------------------
 
 
 def test_memory_formats() -> None:
@@ -361,7 +361,7 @@ def test_no_launch_along_axes_of_size_one_and_without_elements() -> None:
                 assert_same(mine[0], everyone[rank])
 
 
-# -- pending results -----------------------------------------------------------------------
+# -- pending results -------------------------------------------------------------------
 
 
 def run_async(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
@@ -418,7 +418,7 @@ def test_a_pending_maximum_has_no_gradient() -> None:
     assert first == second
 
 
-# -- what is sent --------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------
 
 
 def test_wire_dtypes() -> None:
@@ -476,7 +476,7 @@ def test_wire_dtype_rounds_what_is_sent() -> None:
     assert all(torch.equal(y, want) for y in prog(tuple(x.split(1))))
 
 
-# -- gradients that no transpose gives ---------------------------------------------------------
+# -- gradients that no transpose gives -------------------------------------------------
 
 
 def test_maxima_share_gradients_among_ties() -> None:
