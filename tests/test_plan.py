@@ -62,6 +62,15 @@ def value_of(spec: Spec, seed: int) -> torch.Tensor:
     return helpers.global_of(spec, locals_of(spec, seed))
 
 
+def assert_simulated(prog: Program, x: Shards, want: Shards) -> None:
+    """Ranks in threads come to what slices and concatenations come to."""
+    made = prog(x)
+    if any(isinstance(step, CollectivePermute) for step in prog.steps):
+        # Which of several copies goes where is not promised; the value is.
+        made, want = ((reference.global_value(each, prog.dst),) for each in (made, want))
+    assert all(map(torch.equal, made, want))
+
+
 def assert_right(prog: Program, src: Spec, dst: Spec) -> None:
     """The program leads from `src` to `dst`, keeps the global value, and has its adjoint."""
     assert (prog.src, prog.dst) == (src, dst)
@@ -69,6 +78,7 @@ def assert_right(prog: Program, src: Spec, dst: Spec) -> None:
     x, want = locals_of(src, 1), value_of(src, 1)
     made = reference.simulate(prog, x)
     assert torch.equal(reference.global_value(made, dst), want)
+    assert_simulated(prog, x, made)
     if not dst.partition.unreduced and "avg" not in dst.partition.reduced.values():
         for rank, shard in zip(dst.mesh.ranks, made, strict=True):
             assert torch.equal(shard, want[dst.index(rank)])
@@ -78,13 +88,8 @@ def assert_right(prog: Program, src: Spec, dst: Spec) -> None:
     assert prog == adjoint.T
     y = locals_of(dst.dual, 2)
     back = reference.simulate(adjoint, y)
+    assert_simulated(adjoint, y, back)
     assert helpers.pairing(dst, made, y) == helpers.pairing(src, x, back)
-
-
-def at_least(received: int, src: Spec, dst: Spec) -> bool:
-    """Whether as much is received as must be, the rounding of all-reduces to elements aside."""
-    allowance = src.dtype.itemsize * len(src.mesh.axes)
-    return received + allowance > lower_bound(src, dst).bytes_received
 
 
 # Ranks where x == y keep their shard and the others give zeros: local, but no sequence of steps
@@ -160,12 +165,9 @@ def test_the_oracles_agree(spec: Spec) -> None:
 def test_uneven_rows(rows: int, devices: int) -> None:
     specs = helpers.all_specs(Mesh(x=devices), (rows, 4), uneven="chunk")
     for src, dst in itertools.product(specs, specs):
-        prog = redistribute(src, dst)
-        assert_right(prog, src, dst)
-        assert prog.is_local == (lower_bound(src, dst).bytes_received == 0)
+        assert_planned(src, dst)
 
 
-@pytest.mark.xfail(reason="the promise of an all-reduce is not a whole number of elements")
 @pytest.mark.parametrize("numel", [20, 28, 1])
 def test_an_all_reduce_moves_whole_elements(numel: int) -> None:
     mesh = Mesh(x=3)
@@ -197,17 +199,10 @@ def test_explicit_sizes(mesh: Mesh) -> None:
     for src, dst in itertools.product(sorted(specs, key=str), repeat=2):
         prog = redistribute(src, dst)
         assert_right(prog, src, dst)
-        assert at_least(prog.cost().bytes_received, src, dst)
+        assert prog.cost().bytes_received >= lower_bound(src, dst).bytes_received
 
 
-DIVIDES = pytest.mark.xfail(reason="division by zero where every axis has one device")
-
-
-@pytest.mark.parametrize(
-    "grid",
-    [{}, pytest.param({"x": 1}, marks=DIVIDES), pytest.param({"x": 1, "y": 1}, marks=DIVIDES)],
-    ids=str,
-)
+@pytest.mark.parametrize("grid", [{}, {"x": 1}, {"x": 1, "y": 1}], ids=str)
 def test_one_device(grid: dict[str, int]) -> None:
     specs = helpers.all_specs(Mesh(grid), (3, 4))
     for src, dst in itertools.product(specs, specs):
@@ -223,8 +218,7 @@ MESHES = strategies.meshes(max_axes=2, max_devices=8, permuted=True)
 def any_pair(draw: st.DrawFn) -> tuple[Spec, Spec]:
     """Two specs of 0-4 dims of any size, cut in any way, on up to two axes."""
     shape = draw(strategies.shapes(max_dims=4, max_size=7))
-    mesh = draw(MESHES.filter(lambda mesh: mesh.size > 1))  # see test_one_device
-    return draw(strategies.spec_pairs(mesh, shape))
+    return draw(strategies.spec_pairs(draw(MESHES), shape))
 
 
 @given(any_pair())
@@ -233,11 +227,12 @@ def test_any_pair(pair: tuple[Spec, Spec]) -> None:
     src, dst = pair
     prog = redistribute(src, dst)
     assert_right(prog, src, dst)
-    assert at_least(prog.cost().bytes_received, src, dst)
+    assert prog.cost().bytes_received >= lower_bound(src, dst).bytes_received
     if prog.is_local:
         assert lower_bound(src, dst).bytes_received == 0
 
 
+@pytest.mark.xfail(reason="see test_permute_beside_addends_that_stay")
 @given(strategies.spec_pairs(Mesh(x=2, one=1, y=3, z=2, devices=range(11, -1, -1)), (12, 7)))
 @settings(max_examples=60)
 def test_any_pair_on_three_axes(pair: tuple[Spec, Spec]) -> None:
@@ -260,13 +255,6 @@ def test_every_pair_of_another_reduction(kind: str) -> None:
         assert torch.equal(reference.global_value(made, dst), value_of(src, 1))
 
 
-def one_kind(spec: Spec) -> bool:
-    """Whether the global value does not depend on the order of the reductions."""
-    kinds = set(spec.partition.unreduced.values())
-    return len(kinds) < 2 or kinds <= set(LINEAR)
-
-
-@pytest.mark.xfail(reason="neutral elements of one reduction are reduced by another: 1 + 1 = 2")
 @pytest.mark.parametrize("kinds", [("sum", "product"), ("sum", "min"), ("product", "max")])
 def test_from_one_reduction_to_another(kinds: tuple[str, str]) -> None:
     one, two = kinds
@@ -282,14 +270,6 @@ def test_from_one_reduction_to_another(kinds: tuple[str, str]) -> None:
         }:
             made = reference.simulate(redistribute(src, dst), locals_of(src, 3))
             assert torch.equal(reference.global_value(made, dst), value_of(src, 3)), (src, dst)
-
-
-@pytest.mark.xfail(reason="shares of an average are multiplied: (v/2) * (1/2) is not v/2")
-def test_product_beside_a_share_of_an_average() -> None:
-    src = parse("f64[4]{unreduced: y=product; reduced: x=avg}", Mesh(x=2, y=2))
-    dst = parse("f64[4@(x,y)]", src.mesh)
-    made = reference.simulate(redistribute(src, dst), locals_of(src, 3))
-    assert torch.equal(reference.global_value(made, dst), value_of(src, 3))
 
 
 # -- dtypes --------------------------------------------------------------------------------
@@ -315,16 +295,13 @@ def test_casts_where_fewer_bytes_are_sent(src: str, dst: str, first: bool) -> No
     assert torch.equal(reference.global_value(made, prog.dst), want.to(prog.dst.dtype))
 
 
-NO_PLACE = pytest.mark.xfail(reason="the cast is put where the states do not allow its dtype")
-
-
 @pytest.mark.parametrize(
     ("src", "dst"),
     [
         ("bool[6]", "f32[6]{unreduced: x}"),
         ("bool[6]{unreduced: x=max}", "i64[6]{unreduced: y}"),
-        pytest.param("i64[6]", "f64[6]{unreduced: x=avg}", marks=NO_PLACE),
-        pytest.param("f64[6]{reduced: x=avg}", "i32[6]", marks=NO_PLACE),
+        ("i64[6]", "f64[6]{unreduced: x=avg}"),
+        ("f64[6]{reduced: x=avg}", "i32[6]"),
     ],
 )
 def test_casts_where_the_states_allow_it(src: str, dst: str) -> None:
@@ -334,7 +311,6 @@ def test_casts_where_the_states_allow_it(src: str, dst: str) -> None:
     assert torch.equal(reference.global_value(reference.simulate(prog, x), prog.dst), want)
 
 
-@pytest.mark.xfail(reason="addends are cast, though the cast does not commute with the sum")
 def test_casts_only_what_is_reduced() -> None:
     mesh = Mesh(x=2)
     prog = redistribute(parse("f64[1]{unreduced: x}", mesh), parse("i64[1]{unreduced: x}", mesh))
@@ -342,7 +318,6 @@ def test_casts_only_what_is_reduced() -> None:
     assert reference.global_value(reference.simulate(prog, x), prog.dst).tolist() == [1]
 
 
-@pytest.mark.xfail(reason="a boolean is always cast before it is sent")
 def test_booleans_are_sent_as_booleans() -> None:
     prog = redistribute(parse("bool[6@x]", SMALL), parse("f32[6]", SMALL))
     assert prog.step_bytes[0] == 3
@@ -421,7 +396,6 @@ def test_one_launch_reduces_every_axis() -> None:
             assert prog.steps == (AllReduce(tuple(p.unreduced)),)
 
 
-@pytest.mark.xfail(reason="a ring's latency grows with n, so that several launches seem faster")
 @pytest.mark.parametrize("mesh", [Mesh(x=4, y=4), Mesh(x=4, y=8), LARGE], ids=str)
 def test_one_launch_reduces_every_axis_of_a_node(mesh: Mesh) -> None:
     src = Spec(mesh, P(unreduced=mesh.axes), shape=(9600,))
@@ -488,7 +462,6 @@ def test_topology_decides() -> None:
     assert [step.axes for step in hierarchical.steps] == [("tp",), ("dp",), ("tp",)]  # type: ignore[union-attr]
 
 
-@pytest.mark.xfail(reason="slices are sorted by dim after the search has ordered them by memory")
 def test_memory_is_respected() -> None:
     replanned = 0
     for src, dst in itertools.product(SMALL_SPECS[::2], SMALL_SPECS[1::2]):
@@ -523,12 +496,16 @@ def test_what_a_program_holds_suffices() -> None:
         assert redistribute(src, dst, max_memory=prog.cost().peak_memory) == prog
 
 
-@pytest.mark.xfail(reason="max_memory does not see the cast")
 def test_memory_of_a_cast_is_respected() -> None:
     src, dst = parse("bf16[6@x]", SMALL), parse("f64[6@x]", SMALL)
     assert redistribute(src, dst).cost().peak_memory == 3 * (2 + 8)
     with pytest.raises(ShardingError, match="max_memory=30"):
         redistribute(src, dst, max_memory=29)
+
+
+def test_one_excluded_step_needs_no_tuple() -> None:
+    ends = parse("f32[6]{unreduced: x}", SMALL), parse("f32[6]", SMALL)
+    assert redistribute(*ends, exclude=AllReduce) == redistribute(*ends, exclude=(AllReduce,))
 
 
 COLLECTIVES: list[type] = [AllGather, AllReduce, ReduceScatter, AllToAll, CollectivePermute]
@@ -610,9 +587,8 @@ def test_cost_of_no_kind() -> None:
     assert 'cost is a Topology or "bytes"' in text
 
 
-@pytest.mark.xfail(reason="options of another type are not checked")
 @pytest.mark.parametrize(
-    "options", [{"cost": 3}, {"exclude": AllGather}, {"exclude": ("AllGather",)}], ids=str
+    "options", [{"cost": 3}, {"exclude": (int,)}, {"exclude": ("AllGather",)}], ids=str
 )
 def test_options_of_another_type(options: dict[str, object]) -> None:
     refusal(
@@ -620,7 +596,6 @@ def test_options_of_another_type(options: dict[str, object]) -> None:
     )
 
 
-@pytest.mark.xfail(reason="forward_dtype is not checked against the states or the values")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32], ids=str)
 def test_a_dtype_that_loses_the_values_is_refused(dtype: torch.dtype) -> None:
     src, dst = parse("f32[4]{unreduced: x=avg}", SMALL), parse("f32[4]", SMALL)

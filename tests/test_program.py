@@ -148,6 +148,7 @@ def test_step_keeps_the_global_value(step: Step, src: str) -> None:
     prog = Program(spec_of(src), (step,))
     x = helpers.random_locals(prog.src, 1)
     y = simulate_step(step, prog.src, x)
+    torch.testing.assert_close(prog(x), y)
     want = helpers.global_of(prog.src, x)
     torch.testing.assert_close(helpers.global_of(prog.dst, y), want.to(prog.dst.dtype))
     torch.testing.assert_close(global_value(y, prog.dst), want.to(prog.dst.dtype))
@@ -160,6 +161,22 @@ def test_step_and_transpose_are_adjoint(step: Step, src: str) -> None:
     left = helpers.pairing(prog.dst, simulate(prog, x), y)
     right = helpers.pairing(prog.src, x, simulate(prog.T, y))
     torch.testing.assert_close(left.double(), right.double())
+
+
+@pytest.mark.xfail(reason="addends are numbered over axes that the permutation leaves alone")
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("i64[4]{unreduced: y, z}", "i64[4]{unreduced: x, y}"),
+        ("i64[4@x]{unreduced: y, z}", "i64[4@z]{unreduced: x, y}"),
+    ],
+)
+def test_permute_beside_addends_that_stay(src: str, dst: str) -> None:
+    prog = Program(spec_of(src), (CollectivePermute(spec_of(dst).partition),))
+    x = helpers.random_locals(prog.src, 1)
+    want = helpers.global_of(prog.src, x)
+    assert torch.equal(global_value(simulate(prog, x), prog.dst), want)
+    assert torch.equal(global_value(prog(x), prog.dst), want)
 
 
 def test_table_has_every_step() -> None:
@@ -192,6 +209,7 @@ def test_reductions_that_are_not_linear(step: Step, src: str, dst: str) -> None:
     prog = Program(spec_of(src), (step,))
     assert str(prog.dst) == dst
     x = helpers.random_locals(prog.src, 3)
+    assert all(map(torch.equal, prog(x), simulate(prog, x)))
     y = global_value(simulate(prog, x), prog.dst)
     assert y.dtype == prog.src.dtype
     assert torch.equal(y, helpers.global_of(prog.src, x).to(y.dtype))
@@ -279,7 +297,6 @@ def test_refused(step: Step, src: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("step", [AllGather("x", 0, "reducd"), AllReduce("x", "unreduced")])
-@pytest.mark.xfail(reason="`to` is not checked: anything but 'reduced' counts as 'invariant'")
 def test_an_unknown_state_is_refused(step: Step) -> None:
     src = spec_of("f64[4@x]" if isinstance(step, AllGather) else "f64[4]{unreduced: x}")
     with pytest.raises(ShardingError, match="invariant"):
@@ -369,7 +386,6 @@ def test_missing_sizes_are_filled_in() -> None:
     assert prog.steps == (AllSlice("y", 0, (2, 2, 2, 1, 1, 1)),)
 
 
-@pytest.mark.xfail(reason="a kind that means nothing (to='invariant') is kept")
 @pytest.mark.parametrize(
     ("src", "step", "plain"),
     [
@@ -519,10 +535,12 @@ def test_forward_dtype_rounds_what_is_sent() -> None:
     src = spec_of("f32[6@x]{unreduced: y}")
     steps = (Cast(torch.float64), AllReduce("y"), AllGather("x", 0))
     prog = Program(src, steps, forward_dtype=torch.bfloat16)
-    x = tuple(torch.rand(3) for _ in range(6) for _ in range(2))
-    x = tuple(each for each in x[::2] for _ in range(2))  # replicas along z
+    # Sixteenths below 4, of which one bit is lost, and sums that lose none.
+    drawn = [torch.tensor([1.0, 2.0, 3.0]) * (1 + 2**-9) for _ in range(6)]
+    x = tuple(each for each in drawn for _ in range(2))  # replicas along z
     rounded = tuple(each.bfloat16() for each in x)
     sent = Program(src.replace(dtype=torch.bfloat16), (AllReduce("y"), AllGather("x", 0)))
+    assert all(map(torch.equal, prog(x), simulate(prog, x)))
     for got, want in zip(simulate(prog, x), simulate(sent, rounded), strict=True):
         assert got.dtype == torch.float64
         assert torch.equal(got, want.double())
@@ -552,7 +570,7 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
         return (max(moved, default=0) * item,) * 2
     if isinstance(step, Cast):
         return 0, 0
-    sent, received = [0.0], [0.0]
+    sent, received = [0], [0]
     for group in mesh.groups(step.axes):
         n = len(group)
         for rank in group:
@@ -570,10 +588,10 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
                     sent.append(sum(common(before, dst.index(o)) for o in group if o != rank))
                     received.append(sum(common(src.index(o), after) for o in group if o != rank))
                 case AllReduce():
-                    # A ring: n - 1 messages of a chunk to reduce, n - 1 to gather.
-                    sent.append(2 * (n - 1) * numel(before) / n)
-                    received.append(2 * (n - 1) * numel(before) / n)
-    return math.ceil(max(sent) * item), math.ceil(max(received) * item)
+                    # n - 1 of n parts to reduce, n - 1 to gather, in whole elements.
+                    sent.append(math.ceil(2 * (n - 1) * numel(before) / n))
+                    received.append(sent[-1])
+    return max(sent) * item, max(received) * item
 
 
 def assert_bytes(step: Step, src: Spec) -> None:
@@ -629,6 +647,8 @@ def test_bytes_as_promised_of_uneven_shards(drawn: tuple[Step, Spec]) -> None:
     prog = Program(src._with(dtype=torch.int64), (step,))
     x, y = helpers.random_locals(prog.src, 1), helpers.random_locals(prog.dst.dual, 2)
     made, back = simulate(prog, x), simulate(prog.T, y)
+    assert all(map(torch.equal, prog(x), made))
+    assert all(map(torch.equal, prog.T(y), back))
     assert torch.equal(helpers.global_of(prog.dst, made), helpers.global_of(prog.src, x))
     assert helpers.pairing(prog.dst, made, y) == helpers.pairing(prog.src, x, back)
     assert prog == prog.T.T
@@ -668,7 +688,7 @@ def test_time_by_hand() -> None:
     own = Topology.of({"x": Link(1e-6, 1e9), "y": Link(2e-6, 2e9)}, launch=5e-6, memory=1e12)
     prog = Program(spec_of("f32[1200]{unreduced: x, y}"), (AllReduce(XY),))
     sent = 2 * 5 / 6 * 4800
-    assert prog.cost(own).time == pytest.approx(5e-6 + 10 * 2e-6 + sent / 1e9)
+    assert prog.cost(own).time == pytest.approx(5e-6 + 6 * 2e-6 + sent / 1e9)  # 2 log2(6)
     slow = Program(spec_of("f32[1200]"), (AllSlice("x", 0),))
     assert slow.cost(own).time == pytest.approx((4800 + 2400) / 1e12)
     assert Program(spec_of("f32[1200]"), (InvariantToReduced("x"),)).cost(own).time == 0
