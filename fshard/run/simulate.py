@@ -305,12 +305,12 @@ def _words(what: tuple[object, ...]) -> str:
 
 
 def _user_line(thread: int) -> str:
-    """`at file:line` of the innermost frame of a thread outside of this package and torch."""
+    """`at file:line` of the innermost frame of a thread outside of this package and below it."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         name = frame.f_code.co_filename
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("fshard.", "torch.", "threading")) and "<" not in name[:1]:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("fshard", "torch", "threading", "optree") and "<" not in name[:1]:
             return f" at {name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
