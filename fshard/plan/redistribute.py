@@ -12,7 +12,6 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.partition import PartitionSpec
 from fshard.plan.search import search
 from fshard.program.program import Program
-from fshard.program.rewrite import fuse_slices
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec, state_problems
@@ -78,8 +77,7 @@ def _plan(
     topology = None if isinstance(cost, str) else cost
 
     def plan(here: Spec, there: Spec) -> list[Step] | None:
-        found = search(here, there, topology, max_memory, frozenset(exclude))
-        return None if found is None else fuse_slices(here, found)
+        return search(here, there, topology, max_memory, frozenset(exclude))
 
     parts: list[list[Step] | None]
     if src.dtype == dst.dtype:
@@ -140,32 +138,7 @@ def _problems(
                 "spec.replace(partition=P(...)) makes the target",
             )
         ]
-    problems = []
-    if not isinstance(cost, Topology) and cost != "bytes":
-        problems.append(
-            Problem(
-                f"cost={cost!r}",
-                'cost is a Topology or "bytes"',
-                'cost=fs.Topology.cluster(), or cost="bytes"',
-            )
-        )
-    if unknown := [each for each in exclude if each not in STEPS]:
-        problems.append(
-            Problem(
-                f"exclude={unknown}",
-                "exclude names step types",
-                "exclude=(fs.AllGather, fs.AllToAll), say",
-            )
-        )
-    problems += [
-        Problem(
-            f"{src} sent in {wire}",
-            "what is sent holds the values: floating for floating, integers for integers",
-            "torch.bfloat16 for floating dtypes, or leave it out",
-        )
-        for wire in wires
-        if wire is not None and _richness(wire) < _richness(src.dtype)
-    ]
+    problems = _option_problems(src, cost, exclude, wires)
     if src.mesh != dst.mesh:
         problems.append(
             Problem(
@@ -201,6 +174,38 @@ def _problems(
                     f"reduce over {axis!r} first: a target without it among unreduced=",
                 )
             )
+    return problems
+
+
+def _option_problems(
+    src: Spec, cost: Topology | str, exclude: Steps, wires: tuple[torch.dtype | None, ...]
+) -> list[Problem]:
+    problems = []
+    if not isinstance(cost, Topology) and cost != "bytes":
+        problems.append(
+            Problem(
+                f"cost={cost!r}",
+                'cost is a Topology or "bytes"',
+                'cost=fs.Topology.cluster(), or cost="bytes"',
+            )
+        )
+    if unknown := [each for each in exclude if each not in STEPS]:
+        problems.append(
+            Problem(
+                f"exclude={unknown}",
+                "exclude names step types",
+                "exclude=(fs.AllGather, fs.AllToAll), say",
+            )
+        )
+    problems += [
+        Problem(
+            f"{src} sent in {wire}",
+            "what is sent holds the values: floating for floating, integers for integers",
+            "torch.bfloat16 for floating dtypes, or leave it out",
+        )
+        for wire in wires
+        if wire is not None and _richness(wire) < _richness(src.dtype)
+    ]
     return problems
 
 

@@ -186,15 +186,21 @@ class Search:
             yield self.local(state, new), make, new
 
     def slices(self, state: State) -> Iterator[Move]:
-        """One replicated axis onto one dim; neighbours are fused afterwards."""
+        """Every order of replicated axes of one state onto every dim."""
         busy = {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
+        kinds = dict(state.reduced)
+        free: dict[str | None, list[str]] = {}
         for axis in self.mesh.axes:
-            if axis in busy:
-                continue
-            kept = tuple(each for each in state.reduced if each[0] != axis)
-            for dim in range(len(state.dims)):
-                new = self.put(state._replace(reduced=kept), dim, (axis,))
-                yield self.local(state, new), partial(AllSlice, (axis,), dim, new.sizes[dim]), new
+            if axis not in busy:
+                free.setdefault(kinds.get(axis), []).append(axis)
+        for names in free.values():
+            for axes in _orders(names):
+                kept = tuple(each for each in state.reduced if each[0] not in axes)
+                less = state._replace(reduced=kept)
+                for dim in range(len(state.dims)):
+                    new = self.put(less, dim, axes)
+                    make = partial(AllSlice, axes, dim, new.sizes[dim])
+                    yield self.local(state, new), make, new
 
     def reductions(self, state: State) -> Iterator[Move]:
         """All-reduce over every subset of the axes to be reduced, reduce-scatter in every order."""
@@ -357,6 +363,12 @@ class Search:
         cut = cut_sizes(self.src.shape[dim], shards, whole, n, chunk=True)
         assert not isinstance(cut, str)
         return cut if cut is None or len(set(cut)) > 1 else None
+
+
+def _orders(names: list[str]) -> Iterator[tuple[str, ...]]:
+    """Every non-empty choice of axes in every order."""
+    for count in range(1, len(names) + 1):
+        yield from itertools.permutations(names, count)
 
 
 def _with(kinds: Kinds, axes: tuple[str, ...], kind: object) -> Kinds:

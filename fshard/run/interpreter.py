@@ -14,7 +14,7 @@ import torch
 
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
-from fshard.program.cost import step_axes
+from fshard.program.cost import share, step_axes
 from fshard.program.infer import unreduced_kind
 from fshard.program.program import Program
 from fshard.program.steps import (
@@ -186,10 +186,11 @@ def _collective(
             return gathered
         case AllReduce(all_axes, to, kind):
             op = unreduced_kind(step, src, all_axes)
-            notify(step.name, axes, math.ceil(2 * (n - 1) * x.nbytes / n), transport.rank)
+            sent = share(2 * (n - 1), x.numel(), n) * x.element_size()
+            notify(step.name, axes, sent, transport.rank)
             reduced = transport.all_reduce(x, "sum" if op == "avg" else op, group)
-            share = (n if op == "avg" else 1) * (n if to == "reduced" and kind == "avg" else 1)
-            return reduced if share == 1 else lambda: reduced() / share
+            divisor = (n if op == "avg" else 1) * (n if to == "reduced" and kind == "avg" else 1)
+            return reduced if divisor == 1 else lambda: reduced() / divisor
         case ReduceScatter(all_axes, dim):
             return _scatter(
                 unreduced_kind(step, src, all_axes), dst, x, dim, transport, axes, group
@@ -295,8 +296,8 @@ def _permutation(
     holders: dict[object, list[int]] = {}
     needers: dict[object, list[int]] = {}
     for at, rank in enumerate(group):
-        holders.setdefault(_shard_id(mesh, before, rank), []).append(at)
-        needers.setdefault(_shard_id(mesh, after, rank), []).append(at)
+        holders.setdefault(_shard_id(mesh, before, rank, axes), []).append(at)
+        needers.setdefault(_shard_id(mesh, after, rank, axes), []).append(at)
     to = [0] * len(group)
     for shard, have in holders.items():
         need = needers[shard]
@@ -308,9 +309,9 @@ def _permutation(
     return tuple(to)
 
 
-def _shard_id(mesh: Mesh, p: PartitionSpec, rank: int) -> object:
-    """Which shard, and which addend of it, a rank holds."""
-    counts = [(axis, kind) for axis, kind in p.unreduced_kinds if mesh.shape[axis] > 1]
+def _shard_id(mesh: Mesh, p: PartitionSpec, rank: int, moving: tuple[str, ...]) -> object:
+    """Which shard, and which addend of it along the moving axes, a rank holds."""
+    counts = [(axis, kind) for axis, kind in p.unreduced_kinds if axis in moving]
     kinds = sorted({kind for _, kind in counts})
     addends = tuple(
         mesh.index(rank, tuple(axis for axis, each in counts if each == kind)) for kind in kinds
