@@ -1,0 +1,526 @@
+"""`shard_map` and `local_map`: specs that meet arguments, results, gradients, errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, Sharded, ShardingError, Spec
+from tests.helpers import random_global
+
+MESH = Mesh(x=2, y=3)
+PERMUTED = Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3))
+F64 = torch.float64
+
+
+def ints(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random_global(shape, F64, seed)
+
+
+def pair_of(x: torch.Tensor, p: fs.PartitionSpec, mesh: Mesh = MESH, **options: Any) -> Sharded:
+    return fs.shard(x, Spec(mesh, p, shape=x.shape, dtype=x.dtype, **options))
+
+
+# -- values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
+def test_every_rank_sees_its_slice(mesh: Mesh) -> None:
+    x = ints(6, 6)
+    for p in (P("x"), P("y", "x"), P(("x", "y")), P(("y", "x")), P(None, ("y", "x")), P()):
+        seen: list[torch.Tensor] = []
+        spec = Spec(mesh, p, shape=(6, 6), dtype=F64)
+
+        def body(v: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            seen.append(v)
+            return v
+
+        out = fs.shard_map(body, mesh=mesh, in_specs=p, out_specs=p)(x)
+        assert torch.equal(out, x)
+        for rank, mine in zip(mesh.ranks, seen, strict=True):
+            assert torch.equal(mine, x[spec.index(rank)])
+
+
+def test_decorator_and_call_forms() -> None:
+    @fs.shard_map(mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
+    def scale(v: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Its docstring."""
+        return v * factor
+
+    assert (scale.__name__, scale.__doc__) == ("scale", "Its docstring.")
+    x = ints(4, 2)
+    assert torch.equal(scale(x, torch.tensor(3.0)), 3 * x)
+    again = fs.shard_map(lambda v: v + 1, mesh=MESH, in_specs=P("y"), out_specs=P("y"))
+    assert torch.equal(again(ints(3)), ints(3) + 1)
+
+
+def test_keyword_arguments_defaults_and_dict_specs() -> None:
+    def body(v: torch.Tensor, w: torch.Tensor, *, factor: float = 2.0, bias: Any = None) -> Any:
+        out = (v + w) * factor
+        return out if bias is None else out + bias
+
+    x, w = ints(4, seed=1), ints(4, seed=2)
+    by_name = {"v": P("x"), "w": P("x"), "factor": None, "bias": P("x")}
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=by_name, out_specs=P("x"))
+    assert torch.equal(mapped(x, w), 2 * (x + w))
+    assert torch.equal(mapped(w=w, v=x), 2 * (x + w))
+    assert torch.equal(mapped(x, w=w, factor=3.0, bias=x), 3 * (x + w) + x)
+    by_place = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P("x")), out_specs=P("x"))
+    assert torch.equal(by_place(x, w=w), 2 * (x + w))
+    assert torch.equal(by_place(w=w, v=x), 2 * (x + w))
+    with pytest.raises(TypeError, match="missing a required argument: 'w'"):
+        mapped(x)
+    with pytest.raises(ShardingError, match=re.escape("in_specs={..., 'bias': P()}")):
+        fs.shard_map(body, mesh=MESH, in_specs={"v": P("x"), "w": P("x")}, out_specs=P("x"))(
+            x, w, bias=x
+        )
+
+
+def test_prefixes_over_trees() -> None:
+    tree = {"b": (ints(4, seed=1), [ints(2, 6, seed=2)]), "a": ints(6, seed=3)}
+    flat: list[Any] = [
+        P("x"),
+        (P("x"),),
+        ({"a": P("x"), "b": P("x")},),
+        ({"a": P("x"), "b": (P("x"), P("x"))},),
+        ({"a": P("x"), "b": (P("x"), [P("x")])},),
+    ]
+    for in_specs in flat:
+        out_specs = in_specs[0] if isinstance(in_specs, tuple) else in_specs
+        mapped = fs.shard_map(lambda t: t, mesh=MESH, in_specs=in_specs, out_specs=out_specs)
+        out = mapped(tree)
+        assert list(out) == ["b", "a"]
+        assert torch.equal(out["b"][0], tree["b"][0])
+        assert torch.equal(out["b"][1][0], tree["b"][1][0])
+        assert torch.equal(out["a"], tree["a"])
+
+
+def test_mixed_specs_in_a_tree() -> None:
+    params = {"w": ints(6, 4), "b": ints(4)}
+
+    @fs.shard_map(
+        mesh=MESH, in_specs=({"w": P("y", "x"), "b": P("x")}, P(None, "y")), out_specs=P(None, "x")
+    )
+    def dense(params: dict[str, torch.Tensor], v: torch.Tensor) -> torch.Tensor:
+        return fs.psum(v @ params["w"], "y") + params["b"]
+
+    v = ints(5, 6, seed=4)
+    assert torch.equal(dense(params, v), v @ params["w"] + params["b"])
+
+
+def test_none_passes_through() -> None:
+    marker = object()
+
+    def body(v: torch.Tensor, config: Any, none: Any) -> tuple[torch.Tensor, Any, Any, int]:
+        assert config["marker"] is marker
+        return v, config["marker"], none, v.shape[0]
+
+    mapped = fs.shard_map(
+        body, mesh=MESH, in_specs=(P("x"), None, None), out_specs=(P("x"), None, None, None)
+    )
+    out, same, none, rows = mapped(ints(4), {"marker": marker, "n": 3}, None)
+    assert torch.equal(out, ints(4))
+    assert same is marker
+    assert none is None
+    assert rows == 2
+    whole = ints(3)
+    kept = fs.shard_map(lambda t: t.shape[0], mesh=MESH, in_specs=None, out_specs=None)
+    assert kept(whole) == 3
+
+
+def test_numbers_with_an_empty_partition() -> None:
+    mapped = fs.shard_map(lambda v, n: v * n, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
+    assert torch.equal(mapped(ints(4), 3), 3 * ints(4))
+
+
+def test_functions_without_tensors() -> None:
+    size = fs.shard_map(lambda: fs.axis_size("y"), mesh=MESH, in_specs=(), out_specs=None)
+    assert size() == 3
+    index = fs.shard_map(
+        lambda: fs.axis_index(("y", "x"))[None], mesh=MESH, in_specs=(), out_specs=P(("y", "x"))
+    )
+    assert index().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_partial_sums_leave_as_they_are() -> None:
+    """An unreduced out spec: addends that nobody sums until the value is read."""
+    add = fs.shard_map(lambda v: v.sum(0), mesh=MESH, in_specs=P("x"), out_specs=P(unreduced={"x"}))
+    x = ints(4, 3)
+    assert torch.equal(add(x), x.sum(0))
+    local, spec = add(pair_of(x, P("x")))
+    assert spec == Spec(MESH, P(unreduced={"x"}), shape=(3,), dtype=F64)
+    assert torch.equal(local[0], x[:2].sum(0))
+
+
+def test_uneven_shards_keep_their_sizes() -> None:
+    x = ints(7, 2)
+    spec = Spec(MESH, P("y"), shape=(7, 2), sizes={0: (4, 0, 3)}, dtype=F64)
+    mapped = fs.shard_map(lambda v: 2 * v, mesh=MESH, in_specs=P("y"), out_specs=P("y"))
+    local, out = mapped(fs.shard(x, spec))
+    assert out == spec
+    assert torch.equal(fs.unshard((local, out)), 2 * x)
+    asked = fs.shard_map(lambda v: 2 * v, mesh=MESH, in_specs=spec, out_specs=spec)
+    assert torch.equal(asked(x), 2 * x)
+    with pytest.raises(ShardingError, match=r"7 % 3 = 1"):
+        mapped(x)
+
+
+def test_pairs_in_pairs_out() -> None:
+    x, w = ints(4, 6), ints(6, 2, seed=1)
+    mapped = fs.shard_map(
+        lambda a, b: {"out": fs.psum(a @ b, "y"), "n": 1},
+        mesh=MESH, in_specs=(P("x", "y"), P("y")), out_specs={"out": P("x"), "n": None},
+    )  # fmt: skip
+    plain = mapped(x, w)
+    assert torch.equal(plain["out"], x @ w)
+    for given in (
+        (pair_of(x, P("x", "y")), w), (x, pair_of(w, P("y"))),
+        (tuple(pair_of(x, P("x", "y"))), w),
+    ):  # fmt: skip
+        out = mapped(*given)
+        assert isinstance(out["out"], Sharded)
+        assert out["out"].spec == Spec(MESH, P("x"), shape=(4, 2), dtype=F64)
+        assert torch.equal(fs.unshard(out["out"]), x @ w)
+        assert out["n"] == 1
+
+
+def test_nested_maps_bind_their_own_axes() -> None:
+    inner_mesh = Mesh(z=2)
+
+    def outer(v: torch.Tensor) -> torch.Tensor:
+        total = fs.psum(v, "x")
+        with pytest.raises(ShardingError, match="axis 'z'"):
+            fs.psum(v, "z")
+        return total
+
+    fs.shard_map(outer, mesh=MESH, in_specs=P("x"), out_specs=P())(ints(4))
+    inner = fs.shard_map(lambda v: fs.psum(v, "z"), mesh=inner_mesh, in_specs=P("z"), out_specs=P())
+    assert torch.equal(inner(ints(2, 3)), ints(2, 3).sum(0, keepdim=True))
+
+
+# -- errors ----------------------------------------------------------------------------
+
+X = torch.zeros(6, 6)
+
+
+def identity(v: Any) -> Any:
+    return v
+
+
+def two(v: Any, w: Any) -> Any:
+    return v, w
+
+
+REFUSED: list[tuple[Callable[..., Any], Any, Any, tuple[Any, ...], str]] = [
+    (identity, P("q"), P(), (X,), "axis 'q' on Mesh(x=2, y=3)"),
+    (identity, P("x", None, None), P(), (X,), "a tensor of 2 dims has at most 2 entries"),
+    (identity, P("x"), P(), (X[:5],), "v: dim 0 of size 5 over x=2"),
+    (two, (P("x"), P("y")), P(), (X[:5], X[:4]), "5 % 2 = 1"),
+    (two, (P("x"), P("y")), P(), (X[:5], X[:4]), "w: dim 0 of size 4 over y=3"),
+    (two, (P("x"),), P(), (X, X), "in_specs of length 1 for 2 arguments"),
+    (two, (P("x"),) * 3, P(), (X, X), "in_specs of length 3 for 2 arguments"),
+    (two, "x", P(), (X, X), "in_specs of type str"),
+    (two, ("x", P()), P(), (X, X), "in_specs leaf 'x'"),
+    (two, {"v": P("x")}, P(), (X, X), "every argument given has a spec; 'w' has none"),
+    (identity, ({"a": P("x")},), P(), ({"b": X},), "in_specs[0]"),
+    (identity, ([P("x")],), P(), ((X,),), "in_specs[0]"),
+    (identity, P("x"), P(), (3,), "a int with P('x')"),
+    (identity, P("x"), (P("x"), P()), (X,), "out_specs"),
+    (identity, P("x"), None, (X,), "the out spec of a tensor is a P or a Spec"),
+    (identity, P("x"), "x", (X,), "a tensor with the out spec 'x'"),
+    (lambda v: v.sum(), P("x"), P("x"), (X,), "unsqueeze a scalar, x[None], to cut it"),
+    (identity, P("x"), P("x", None, None), (X,), "at most 2 entries"),
+    (
+        lambda v: v[: 1 + int(fs.axis_index("x"))], P("x"), P("x"), (X,),
+        "rank 3 returned shape (2, 6)",
+    ),
+    (
+        lambda v: v.double() if fs.axis_index("x") else v, P("x"), P("x"), (X,),
+        "rank 3 returned shape (3, 6), torch.float64",
+    ),
+    (
+        lambda v: (v, v) if fs.axis_index("y") == 2 else v, P("x"), P("x"), (X,),
+        "rank 0 returned",
+    ),
+    (lambda v: fs.psum(v, "q"), P("x"), P(), (X,), "axis 'q' on Mesh(x=2, y=3)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fn", "in_specs", "out_specs", "args", "text"), REFUSED, ids=[each[-1] for each in REFUSED]
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+def test_what_is_refused(
+    fn: Any, in_specs: Any, out_specs: Any, args: tuple[Any, ...], text: str, grad: bool
+) -> None:
+    mapped = fs.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs)
+    if grad:
+        args = tuple(a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
+    with pytest.raises(ShardingError, match=re.escape(text)) as caught:
+        mapped(*args)
+    if "fs." not in text and "'q'" not in text:
+        assert f"shard_map({fn.__name__})" in str(caught.value)
+
+
+def test_all_arguments_that_fail_are_named() -> None:
+    mapped = fs.shard_map(lambda tree, w: w, mesh=MESH, in_specs=(P("x"), P("y")), out_specs=P("y"))
+    with pytest.raises(ShardingError) as caught:
+        mapped({"a": X[:5], "b": [X, X[:3]]}, X[:4])
+    found = re.findall(r"given: (.*?): dim", str(caught.value))
+    assert found == ["tree['a']", "tree['b'][1]", "w"]
+
+
+def test_wrong_options() -> None:
+    for options, text in (
+        ({"check": True}, "types are not tracked yet"),
+        ({"mesh": {"x": 2}}, "mesh is a fs.Mesh"),
+    ):
+        given = {"mesh": MESH, "in_specs": P(), "out_specs": P()} | options
+        with pytest.raises(ShardingError, match=re.escape(text)):
+            fs.shard_map(identity, **given)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="the first argument is a function"):
+        fs.shard_map(3, mesh=MESH, in_specs=P(), out_specs=P())  # type: ignore[arg-type]
+
+
+def test_pairs_of_another_layout_or_mesh() -> None:
+    mapped = fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ShardingError) as caught:
+        mapped(pair_of(X, P("y")))
+    text = str(caught.value)
+    assert "v: a pair of f32[6@y,6]" in text
+    assert "in_specs ask for f32[6@x,6]" in text
+    assert "f32[6@y,6] -> f32[6@x,6] on Mesh(x=2, y=3)" in text, "the program that would fix it"
+    assert torch.equal(fs.unshard(mapped(fs.reshard(pair_of(X, P("y")), P("x")))), X)
+    with pytest.raises(ShardingError, match=r"the mesh is Mesh\(x=2, y=3\)"):
+        mapped(pair_of(X, P("x"), Mesh(x=2)))
+    wrong = (pair_of(X, P("x")).local[:5], Spec(MESH, P("x"), shape=(6, 6)))
+    with pytest.raises(ShardingError, match=re.escape("5 shards for Mesh(x=2, y=3)")):
+        mapped(wrong)
+
+
+def test_an_error_of_the_body_has_its_rank() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        if fs.axis_index("y") == 1:
+            raise ZeroDivisionError("mine")
+        return fs.psum(v, "y")
+
+    for x in (X, X.clone().requires_grad_()):
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            fs.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P())(x)
+        assert caught.value.__notes__ == ["on rank 1 (x=0, y=1) of a simulated Mesh(x=2, y=3)"]
+
+
+def test_a_branch_that_only_some_ranks_take() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return fs.psum(v, "x") if v.sum() > 0 else v
+
+    mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P())
+    with pytest.raises(ShardingError, match="the simulation stands still") as caught:
+        mapped(torch.tensor([1.0, -1.0]))
+    line = body.__code__.co_firstlineno + 1
+    assert (
+        f"rank 0 (x=0): waits in all_reduce(sum, torch.float32, (1,)) for [1] at {__file__}:{line}"
+        in str(caught.value)
+    )
+
+
+def test_a_closed_over_tensor_that_requires_grad() -> None:
+    w = torch.ones(3, requires_grad=True)
+    mapped = fs.shard_map(lambda v: v * w, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ShardingError, match="differentiable inputs are its arguments"):
+        mapped(torch.ones(2, 3, requires_grad=True))
+    with torch.no_grad():
+        assert mapped(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
+
+
+# -- gradients -------------------------------------------------------------------------
+
+
+def mlp(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.tanh(x @ w) @ v)
+
+
+def sharded_mlp(mesh: Mesh) -> Callable[..., Any]:
+    """Rows over x, the hidden dim over y."""
+
+    @fs.shard_map(mesh=mesh, in_specs=(P("x"), P(None, "y"), P("y")), out_specs=P("x"))
+    def body(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        x = fs.pcast(x, "y", to="varying")
+        w, v = (fs.pcast(each, "x", to="varying") for each in (w, v))
+        return torch.tanh(fs.psum(torch.tanh(x @ w) @ v, "y"))
+
+    return body  # type: ignore[no-any-return]
+
+
+def weights() -> tuple[torch.Tensor, ...]:
+    return tuple(
+        (ints(*shape, seed=seed) / 4).requires_grad_()
+        for seed, shape in enumerate([(4, 5), (5, 6), (6, 3)])
+    )
+
+
+@pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
+def test_gradients_are_those_of_one_device(mesh: Mesh) -> None:
+    args = weights()
+    wanted, found = (mlp(*args) ** 2).sum(), (sharded_mlp(mesh)(*args) ** 2).sum()
+    torch.testing.assert_close(found, wanted)
+    want = torch.autograd.grad(wanted, args, create_graph=True)
+    got = torch.autograd.grad(found, args, create_graph=True)
+    torch.testing.assert_close(got, want)
+    again = [(g**2).sum() for g in (want[1], got[1])]
+    second = [torch.autograd.grad(each, args) for each in again]
+    torch.testing.assert_close(second[1], second[0])
+
+
+def test_backward_and_retain_graph() -> None:
+    args = weights()
+    loss = (sharded_mlp(MESH)(*args) ** 2).sum()
+    loss.backward(retain_graph=True)
+    first = [a.grad.clone() for a in args if a.grad is not None]
+    loss.backward()
+    for a, once in zip(args, first, strict=True):
+        torch.testing.assert_close(a.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_gradients_through_pairs() -> None:
+    x, w, v = weights()
+    pair = pair_of(w, P(None, "y"))
+    out = sharded_mlp(MESH)(pair_of(x, P("x")), pair, pair_of(v, P("y")))
+    (fs.unshard(out) ** 2).sum().backward()
+    want = torch.autograd.grad((mlp(x, w, v) ** 2).sum(), (x, w, v))
+    for each, grad in zip((x, w, v), want, strict=True):
+        torch.testing.assert_close(each.grad, grad)
+    # Locals that are leaves have the gradients of their parts.
+    local = tuple(s.detach().requires_grad_() for s in pair.local)
+    out = sharded_mlp(MESH)(x.detach(), (local, pair.spec), v.detach())
+    (fs.unshard(out) ** 2).sum().backward()
+    for rank, shard in enumerate(local):
+        # Along x the weight is invariant: every rank has the whole gradient of its part.
+        torch.testing.assert_close(shard.grad, want[1][pair.spec.index(rank)])
+
+
+def test_gradcheck_of_every_linear_collective() -> None:
+    mesh = Mesh(x=2, y=2)
+
+    @fs.shard_map(mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
+    def body(v: torch.Tensor) -> torch.Tensor:
+        whole = fs.all_gather(v, ("y", "x"), tiled=True)
+        part = fs.psum_scatter(whole.sin(), "y", scatter_dimension=0, tiled=True)
+        swapped = fs.all_to_all(part, "x", 0, 1, tiled=True)
+        moved = fs.ppermute(swapped, ("x", "y"), [(0, 3), (3, 1), (1, 0)])
+        mean = fs.pcast(fs.pmean(moved, "x"), "x", to="varying")
+        return (mean * moved)[:1, :1]
+
+    x = (ints(4, 4) / 4).requires_grad_()
+    torch.autograd.gradcheck(body, (x,))
+    torch.autograd.gradgradcheck(body, (x,))
+
+
+def test_gradients_of_maxima() -> None:
+    x = torch.tensor([[1.0, 5.0], [4.0, 5.0]], dtype=F64, requires_grad=True)
+    mapped = fs.shard_map(lambda v: fs.pmax(v, "x"), mesh=Mesh(x=2), in_specs=P("x"), out_specs=P())
+    mapped(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.0, 0.5], [1.0, 0.5]]
+
+
+def test_only_what_needs_a_gradient_has_one() -> None:
+    x, w = torch.ones(4, requires_grad=True), torch.ones(4)
+    mapped = fs.shard_map(
+        lambda a, b: (a * b, b + 1, a.detach(), (a > 0)),
+        mesh=MESH, in_specs=P("x"), out_specs=P("x"),
+    )  # fmt: skip
+    outs = mapped(x, w)
+    assert [each.requires_grad for each in outs] == [True, False, False, False]
+    assert outs[3].dtype == torch.bool
+    outs[0].sum().backward()
+    assert torch.equal(x.grad, torch.ones(4))  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert not any(each.requires_grad for each in mapped(x, w))
+
+
+def test_an_input_that_is_not_used() -> None:
+    x, w = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    mapped = fs.shard_map(lambda a, b: 2 * a, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    grads = torch.autograd.grad(mapped(x, w).sum(), (x, w), allow_unused=True)
+    assert torch.equal(grads[0], 2 * torch.ones(4))
+    assert grads[1] is None or not grads[1].any()
+
+
+def test_inner_gradients() -> None:
+    """`torch.autograd.grad` in the body, where only the casts that are written count."""
+    x = torch.arange(4.0, dtype=F64)
+
+    def inner(total: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        def body(v: torch.Tensor) -> torch.Tensor:
+            leaf = v.detach().requires_grad_()
+            loss = (leaf**2).sum()
+            return torch.autograd.grad(fs.psum(loss, "i") if total else loss, leaf)[0]
+
+        return body
+
+    for total in (True, False):
+        mapped = fs.shard_map(inner(total), mesh=Mesh(i=4), in_specs=P("i"), out_specs=P("i"))
+        assert mapped(x).tolist() == [0.0, 2.0, 4.0, 6.0], "JAX's, with check_vma=True"
+
+
+# -- local_map -------------------------------------------------------------------------
+
+
+def test_local_map_takes_pairs() -> None:
+    x, w = ints(4, 6), ints(6, 2, seed=1)
+    mapped = fs.local_map(
+        lambda a, b: fs.psum(a @ b, "y"), in_specs=(P("x", "y"), P("y")), out_specs=P("x")
+    )
+    out = mapped(pair_of(x, P("x", "y")), pair_of(w, P("y")))
+    assert out.spec == Spec(MESH, P("x"), shape=(4, 2), dtype=F64)
+    assert torch.equal(fs.unshard(out), x @ w)
+
+    @fs.local_map(in_specs=P("x"), out_specs=P("x"))
+    def double(v: torch.Tensor) -> torch.Tensor:
+        return 2 * v
+
+    assert torch.equal(fs.unshard(double(pair_of(x, P("x")))), 2 * x)
+    assert double.__name__ == "double"
+
+
+def test_local_map_redistributes_on_request() -> None:
+    x = ints(4, 6).requires_grad_()
+    given = pair_of(x, P("y", "x"), uneven="chunk")
+    strict = fs.local_map(torch.sin, in_specs=P(("y", "x")), out_specs=P(("y", "x")))
+    with pytest.raises(ShardingError) as caught:
+        strict(given)
+    asked = given.spec.replace(partition=P(("y", "x")), uneven="chunk")
+    assert str(fs.redistribute(given.spec, asked)).split("\n")[0] in str(caught.value)
+    assert "local_map(sin)" in str(caught.value)
+    free = fs.local_map(
+        torch.sin, in_specs=P(("y", "x")), out_specs=P(("y", "x")), redistribute_inputs=True
+    )
+    out = free(given)
+    assert out.spec == asked
+    torch.testing.assert_close(fs.unshard(out), x.sin())
+    fs.unshard(out).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_local_map_needs_one_mesh() -> None:
+    double = fs.local_map(lambda *v: v[0], in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ShardingError, match="pairs of no pair at all"):
+        double(X)
+    with pytest.raises(ShardingError, match=r"pairs of Mesh\(x=2, y=3\), Mesh\(x=2\)"):
+        double(pair_of(X, P("x")), pair_of(X, P("x"), Mesh(x=2)))
+    with pytest.raises(ShardingError, match="the first argument is a function"):
+        fs.local_map(3, in_specs=P(), out_specs=P())  # type: ignore[arg-type]
+
+
+def test_the_same_numbers_again_and_again() -> None:
+    x, w, v = weights()
+    outs = [sharded_mlp(MESH)(x, w, v) for _ in range(3)]
+    assert all(torch.equal(outs[0], out) for out in outs)
