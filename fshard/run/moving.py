@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.partition import LINEAR, PartitionSpec
 from fshard.plan.redistribute import redistribute
+from fshard.program.program import Program
+from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.execute import check_shards, check_tuple
 from fshard.run.interpreter import neutral_like
 from fshard.run.transport import REDUCE, Transport, backward_phase, current_transport, notify
@@ -131,6 +134,27 @@ def replicated(spec: Spec) -> Spec:
     return Spec(spec.mesh, PartitionSpec(), shape=spec.shape, dtype=spec.dtype)
 
 
+@lru_cache(maxsize=4096)
+def _laying_out(spec: Spec) -> Program:
+    """The local steps that make of a whole tensor one rank's part, addends on coordinate 0.
+
+    Written down, not planned: there are other ways to cut a tensor into addends.
+    """
+    p = spec.partition
+    steps: list[Step] = [
+        AllSlice(axes, dim, spec.sizes[dim]) for dim, axes in enumerate(p.dims) if axes
+    ]
+    for make, kinds in (
+        (InvariantToReduced, p.reduced_kinds),
+        (ReplicatedToUnreduced, p.unreduced_kinds),
+    ):
+        steps += [
+            make(tuple(axis for axis, each in kinds if each == kind), kind)
+            for kind in dict.fromkeys(kind for _, kind in kinds)
+        ]
+    return Program(replicated(spec), steps, spec)
+
+
 def _read_pair(pair: object, where: str) -> tuple[Any, Spec]:
     if not isinstance(pair, tuple) or not is_pair(pair):
         fail(where, f"a {type(pair).__name__}", "a pair is (local, spec)",
@@ -178,7 +202,7 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     transport = current_transport()
     if transport is None:
         return Sharded(_Shard.apply(global_tensor, spec), spec)  # type: ignore[no-untyped-call]
-    local = redistribute(replicated(spec), spec)(global_tensor)
+    local = _laying_out(spec)(global_tensor)
     return Sharded(local.clone() if local is global_tensor else local, spec)
 
 
