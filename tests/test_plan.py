@@ -232,7 +232,6 @@ def test_any_pair(pair: tuple[Spec, Spec]) -> None:
         assert lower_bound(src, dst).bytes_received == 0
 
 
-@pytest.mark.xfail(reason="see test_permute_beside_addends_that_stay")
 @given(strategies.spec_pairs(Mesh(x=2, one=1, y=3, z=2, devices=range(11, -1, -1)), (12, 7)))
 @settings(max_examples=60)
 def test_any_pair_on_three_axes(pair: tuple[Spec, Spec]) -> None:
@@ -489,7 +488,6 @@ def test_memory_makes_it_move_instead_of_gather() -> None:
         src._with(dtype=torch.int64), dst._with(dtype=torch.int64))  # fmt: skip
 
 
-@pytest.mark.xfail(reason="the search counts slices axis by axis, a program those that are fused")
 def test_what_a_program_holds_suffices() -> None:
     for src, dst in itertools.product(SMALL_SPECS[::2], SMALL_SPECS[1::2]):
         prog = redistribute(src, dst)
