@@ -81,10 +81,13 @@ class Spec:
     ) -> None:
         shape = tuple(int(size) for size in shape)
         problems = _type_problems(mesh, partition, shape, dtype, uneven)
-        raise_if(f"fs.Spec({partition!r}, shape={shape})", problems)
-        dims = partition.dims + ((),) * (len(shape) - len(partition.dims))
+        if any(size < 0 for size in shape) or not isinstance(partition, PartitionSpec):
+            raise_if("fs.Spec", problems)
+        dims = (partition.dims + ((),) * len(shape))[: len(shape)]
         padded = PartitionSpec._of(dims, partition.unreduced_kinds, partition.reduced_kinds)
-        resolved = _resolve_sizes(mesh, padded, shape, _by_dim(sizes, len(shape)), uneven)
+        given = _by_dim(sizes, len(shape))
+        resolved = _resolve_sizes(mesh, dims, shape, given, uneven, problems)
+        raise_if(f"fs.Spec({partition!r}, shape={shape})", problems)
         _fill(self, mesh, padded, shape, dtype, resolved)
 
     @staticmethod
@@ -410,16 +413,17 @@ def state_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list
 
 def _resolve_sizes(
     mesh: Mesh,
-    partition: PartitionSpec,
+    dims: tuple[tuple[str, ...], ...],
     shape: tuple[int, ...],
     given: dict[int, tuple[int, ...]],
     uneven: str | None,
+    problems: list[Problem],
 ) -> Sizes:
-    """Per dim: None where the shards are equal, else their sizes."""
-    where = f"fs.Spec({partition!r}, shape={shape})"
-    problems: list[Problem] = []
+    """Per dim: None where the shards are equal, else their sizes; adds to `problems`."""
     resolved: list[tuple[int, ...] | None] = []
-    for dim, (size, axes) in enumerate(zip(shape, partition.dims, strict=True)):
+    for dim, (size, axes) in enumerate(zip(shape, dims, strict=True)):
+        if not all(axis in mesh.axes for axis in axes):
+            continue  # a problem already: how many shards there would be is not known
         parts = [mesh.shape[axis] for axis in axes]
         shards = math.prod(parts)
         sizes = given.get(dim)
@@ -445,7 +449,6 @@ def _resolve_sizes(
                 f"uneven='chunk' (shards of {brief}), sizes={{{dim}: (...)}}, "
                 f"or pad the dim to {-(-size // shards) * shards}"))  # fmt: skip
             resolved.append(None)
-    raise_if(where, problems)
     return tuple(resolved)
 
 

@@ -50,14 +50,20 @@ def partitions(
     unreduced: dict[str, str] = {}
     reduced: dict[str, str] = {}
     allowed = [state for state in states if ndim or state != "sharded"]
+    # Reductions do not mix, but sum with avg and a reduced sum with all.
+    linear = [kind for kind in kinds if kind in LINEAR]
+    others = [kind for kind in kinds if kind not in LINEAR]
+    only = draw(st.sampled_from([None, *others] if linear else others))
+    of_unreduced = linear if only is None else [only]
+    of_reduced = linear if only is None and linear else ["sum"]
     for axis in draw(st.permutations(list(axes))):
         match draw(st.sampled_from(allowed)):
             case "sharded":
                 dims[draw(st.integers(0, ndim - 1))].append(axis)
             case "reduced":
-                reduced[axis] = draw(st.sampled_from([k for k in kinds if k in LINEAR] or ["sum"]))
+                reduced[axis] = draw(st.sampled_from(of_reduced))
             case "unreduced":
-                unreduced[axis] = draw(st.sampled_from(list(kinds)))
+                unreduced[axis] = draw(st.sampled_from(of_unreduced))
             case _:
                 pass
     return PartitionSpec(*map(tuple, dims), unreduced=unreduced, reduced=reduced)

@@ -542,7 +542,7 @@ def refusal(plan: Callable[[], object]) -> str:
         ("f32[12@x]", "f32[6@x]", r"keeps the global shape: \(12,\) is not \(6,\)"),
         ("f32[12@x]", "f32[12@x,1]", r"keeps the global shape"),
         ("f32[4]{unreduced: x=max}", "f32[4]{unreduced: x}",
-         "candidates of a max are not addends of a sum"),
+         "candidates of max are not addends of sum"),
         ("f32[4]{unreduced: x}", "f32[4]{unreduced: x=product}", "from unreduced sum to unreduced"),
         ("c64[4]{unreduced: x}", "f32[4]", "from complex to real drops the imaginary part"),
         ("f32[4]{unreduced: x=max}", "f32[6]{unreduced: x=min}", "(?s)global shape.*candidates"),

@@ -216,7 +216,6 @@ def test_reductions_that_are_not_linear(step: Step, src: str, dst: str) -> None:
         _ = prog.T
 
 
-@pytest.mark.xfail(reason="is_linear looks at the steps only, not at the axes they leave alone")
 def test_is_linear_means_that_a_transpose_exists() -> None:
     prog = Program(spec_of("f32[4@x]{unreduced: y=max}"), (AllGather("x", 0),))
     with pytest.raises(ShardingError, match="linear"):

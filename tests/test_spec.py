@@ -301,9 +301,22 @@ def test_pairing_is_the_inner_product_of_global_values(kind: str) -> None:
 
 
 def test_dual_of_what_is_not_linear() -> None:
-    spec = Spec(XY, P(unreduced={"x": "max", "y": "product"}), shape=(3,))
-    with pytest.raises(ShardingError, match=r"x=max, y=product is not\n  fix:   reduce it first"):
+    spec = Spec(XY, P(unreduced={"x": "max", "y": "max"}), shape=(3,))
+    with pytest.raises(ShardingError, match=r"x=max, y=max is not\n  fix:   reduce it first"):
         _ = spec.dual
+
+
+@pytest.mark.parametrize(
+    ("unreduced", "reduced"),
+    [({"x": "max", "y": "sum"}, {}), ({"x": "product", "y": "max"}, {}),
+     ({"x": "product"}, {"y": "avg"})],
+)  # fmt: skip
+def test_reductions_do_not_mix(unreduced: dict[str, str], reduced: dict[str, str]) -> None:
+    with pytest.raises(ShardingError, match="other than sum and avg do not mix"):
+        Spec(XY, P(unreduced=unreduced, reduced=reduced), shape=(3,))
+    # A tensor that is reduced by a sum holds its values: it stands beside any reduction.
+    Spec(XY, P(unreduced={"x": "max"}, reduced={"y"}), shape=(3,))
+    Spec(XY, P(unreduced={"x": "sum", "y": "avg"}), shape=(3,))
 
 
 # -- equivalence --------------------------------------------------------------------------------

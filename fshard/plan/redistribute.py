@@ -11,7 +11,7 @@ import torch
 from fshard.errors import Problem, fail, raise_if
 from fshard.partition import PartitionSpec
 from fshard.plan.search import search
-from fshard.program.program import Program
+from fshard.program.program import Program, wire_problems
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec, state_problems
@@ -73,7 +73,8 @@ def _plan(
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> Program:
-    raise_if("fs.redistribute", _problems(src, dst, cost, exclude, (forward_dtype, backward_dtype)))
+    wires = (forward_dtype, backward_dtype)
+    raise_if("fs.redistribute", _problems(src, dst, cost, max_memory, exclude, wires))
     topology = None if isinstance(cost, str) else cost
 
     def plan(here: Spec, there: Spec) -> list[Step] | None:
@@ -117,9 +118,7 @@ def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
 
 
 def _commutes(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast may be done to addends or candidates instead of to what they make."""
-    if after.is_floating_point or after.is_complex:
-        return True
+    """Whether a cast of addends or candidates loses nothing of what they make."""
     return torch.promote_types(before, after) == after
 
 
@@ -127,6 +126,7 @@ def _problems(
     src: Spec,
     dst: Spec,
     cost: Topology | str,
+    max_memory: int | None,
     exclude: Steps,
     wires: tuple[torch.dtype | None, ...],
 ) -> list[Problem]:
@@ -138,7 +138,7 @@ def _problems(
                 "spec.replace(partition=P(...)) makes the target",
             )
         ]
-    problems = _option_problems(src, cost, exclude, wires)
+    problems = _option_problems(src, cost, max_memory, exclude, wires)
     if src.mesh != dst.mesh:
         problems.append(
             Problem(
@@ -170,7 +170,7 @@ def _problems(
             problems.append(
                 Problem(
                     f"axis {axis!r} from unreduced {before[axis]} to unreduced {after[axis]}",
-                    f"candidates of a {before[axis]} are not addends of a {after[axis]}",
+                    f"candidates of {before[axis]} are not addends of {after[axis]}",
                     f"reduce over {axis!r} first: a target without it among unreduced=",
                 )
             )
@@ -178,7 +178,11 @@ def _problems(
 
 
 def _option_problems(
-    src: Spec, cost: Topology | str, exclude: Steps, wires: tuple[torch.dtype | None, ...]
+    src: Spec,
+    cost: Topology | str,
+    max_memory: int | None,
+    exclude: Steps,
+    wires: tuple[torch.dtype | None, ...],
 ) -> list[Problem]:
     problems = []
     if not isinstance(cost, Topology) and cost != "bytes":
@@ -197,23 +201,12 @@ def _option_problems(
                 "exclude=(fs.AllGather, fs.AllToAll), say",
             )
         )
-    problems += [
-        Problem(
-            f"{src} sent in {wire}",
-            "what is sent holds the values: floating for floating, integers for integers",
-            "torch.bfloat16 for floating dtypes, or leave it out",
+    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
+        problems.append(
+            Problem(f"max_memory={max_memory!r}", "bytes are a whole number", "max_memory=2**30")
         )
-        for wire in wires
-        if wire is not None and _richness(wire) < _richness(src.dtype)
-    ]
+    problems += wire_problems(src, wires)
     return problems
-
-
-def _richness(dtype: torch.dtype) -> int:
-    """Booleans, integers, floating and complex numbers, in the order in which one holds another."""
-    if dtype == torch.bool:
-        return 0
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
 
 
 def _way_out(

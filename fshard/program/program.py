@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from fshard import hooks
-from fshard.errors import ShardingError, fail
+from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.partition import LINEAR
 from fshard.program.cost import Cost, held, max_local_nbytes, step_time, traffic
 from fshard.program.infer import infer
@@ -25,7 +26,7 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
-__all__ = ["Program", "check"]
+__all__ = ["Program", "check", "wire_problems"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -68,6 +69,7 @@ class Program:
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> None:
+        raise_if("Program", wire_problems(src, (forward_dtype, backward_dtype)))
         specs = [src]
         canonical: list[Step] = []
         for step in steps:
@@ -195,6 +197,26 @@ class Program:
         return bundle
 
 
+def _richness(dtype: torch.dtype) -> int:
+    """Booleans, integers, floating and complex numbers, in the order in which one holds another."""
+    if dtype == torch.bool:
+        return 0
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
+
+
+def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Problem]:
+    """What is wrong with sending a tensor of `src` in other dtypes."""
+    return [
+        Problem(
+            f"{src} sent in {wire}",
+            "what is sent holds the values: floating for floating, integers for integers",
+            "torch.bfloat16 for floating dtypes, or leave it out",
+        )
+        for wire in wires
+        if wire is not None and _richness(wire) < _richness(src.dtype)
+    ]
+
+
 def check(prog: Program) -> None:
     """Fold `infer` over a program's steps anew; raises `ShardingError` where it does not hold."""
     Program(prog.src, prog.steps, prog.dst)
@@ -223,11 +245,12 @@ def _canonical(step: Step, after: Spec) -> Step:
 @lru_cache(maxsize=4096)
 def _transpose(prog: Program) -> Program:
     steps = [transpose(*each) for each in zip(prog.steps, prog.specs, strict=False)]
+    start, end = prog.dst.dual, prog.src.dual
     try:
         return Program(
-            prog.dst.dual,
+            start,
             steps[::-1],
-            prog.src.dual,
+            end,
             forward_dtype=prog.backward_dtype,
             backward_dtype=prog.forward_dtype,
         )

@@ -15,6 +15,7 @@ from fshard.run.autograd import apply_program
 from fshard.run.interpreter import launch
 from fshard.run.transport import Transport, current_rank
 from fshard.spec import Spec
+from fshard.tree import is_pair
 
 __all__ = ["Pending", "check_local", "check_shards", "check_tuple"]
 
@@ -68,7 +69,7 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
         return
     expected = spec.local_shape(transport.rank)
     if local.shape != expected or local.dtype != spec.dtype:
-        raise_if(where, _mismatch(local, spec, transport.rank))
+        raise_if(where, [_mismatch(local.shape, local.dtype, spec, [transport.rank])])
     if not transport.moves(local.device):
         fail(where, f"on rank {transport.rank} a local on {local.device}",
              "no process group moves tensors of that device", "move it with .to(...)")  # fmt: skip
@@ -77,16 +78,24 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
 def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]:
     """`local` as a tuple of all shards; raises `ShardingError` with every rank that is wrong."""
     shards = check_tuple(local, spec.mesh, where)
-    problems = []
+    wrong: dict[tuple[torch.Size, torch.dtype, tuple[int, ...]], list[int]] = {}
     for rank, shard in zip(spec.mesh.ranks, shards, strict=True):
         if shard.shape != spec.local_shape(rank) or shard.dtype != spec.dtype:
-            problems += _mismatch(shard, spec, rank)
+            wrong.setdefault((shard.shape, shard.dtype, spec.local_shape(rank)), []).append(rank)
+    problems = [_mismatch(shape, dtype, spec, rs) for (shape, dtype, _), rs in wrong.items()]
     raise_if(where, problems)
     return shards
 
 
 def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
     """`local` as one tensor per rank, all on one device; raises `ShardingError` if it is not."""
+    if is_pair(local):
+        fail(
+            where,
+            "a pair",
+            "a local is what is in a pair, the spec is known",
+            "pair.local, pair[0]",
+        )
     if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
         fail(where, f"a local of type {type(local).__name__}",
              "a local is a tensor, or in a simulation the tuple of all shards",
@@ -103,9 +112,14 @@ def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
     return tuple(local)
 
 
-def _mismatch(local: torch.Tensor, spec: Spec, rank: int) -> list[Problem]:
-    place = ", ".join(f"{axis}={at}" for axis, at in spec.mesh.coords(rank).items())
-    return [Problem(
-        f"on rank {rank} ({place}) a local of shape {tuple(local.shape)} and {local.dtype}",
-        f"{spec} on {spec.mesh} has there shape {spec.local_shape(rank)} and {spec.dtype}",
-        "fs.from_local makes a spec from locals, fs.reshard changes one")]  # fmt: skip
+def _mismatch(shape: torch.Size, dtype: torch.dtype, spec: Spec, ranks: Sequence[int]) -> Problem:
+    """Ranks whose local is not of the spec, all in the same way."""
+    coords = spec.mesh.coords(ranks[0])
+    place = f"rank {ranks[0]} ({', '.join(f'{axis}={at}' for axis, at in coords.items())})"
+    if len(ranks) > 1:
+        place = f"ranks {', '.join(map(str, ranks))}"
+    return Problem(
+        f"on {place} a local of shape {tuple(shape)} and {dtype}",
+        f"{spec} on {spec.mesh} has there shape {spec.local_shape(ranks[0])} and {spec.dtype}",
+        "fs.from_local makes a spec from locals, fs.reshard changes one",
+    )
