@@ -1,0 +1,204 @@
+"""Running times on two real gloo ranks and on eight simulated ones, beside PyTorch's own.
+
+`python -m tests.benchmarks.bench_transport` prints medians of one run: an fshard program
+called with and without gradients, DTensor's `redistribute`, and the bare functional
+collective with its wait (no copy into the right layout, no check, no gradient). The
+contenders take turns in each round, so that a busy machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import fshard as fs
+from fshard import Mesh, P, Spec
+from tests.distributed.harness import close_all, run_ranks
+
+RANKS, SIMULATED, ROUNDS, REPEATS = 2, 8, 20, 20
+SIZES = {"8 KiB": (64, 32), "4 MiB": (1024, 1024)}
+LAYOUTS: dict[str, tuple[fs.PartitionSpec, Any]] = {
+    "S(0)": (P("x"), Shard(0)),
+    "S(1)": (P(None, "x"), Shard(1)),
+    "R": (P(), Replicate()),
+    "P": (P(unreduced={"x"}), Partial()),
+}
+TRANSITIONS = [("S(0)", "R"), ("R", "S(0)"), ("S(0)", "S(1)"), ("P", "R")]
+Run = Callable[[], object]
+OPS: Any = torch.ops._c10d_functional
+
+
+def medians(runs: dict[str, Run], rounds: int = ROUNDS, repeats: int = REPEATS) -> dict[str, float]:
+    """Median microseconds of one call; everyone has a turn in every round."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            for _ in range(repeats):
+                start = time.perf_counter()
+                run()
+                found[name].append(1e6 * (time.perf_counter() - start))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+# -- real ranks ------------------------------------------------------------------------
+
+
+def bare(a: str, b: str, x: torch.Tensor) -> Run:
+    """The functional collective alone."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    match a, b:
+        case "S(0)", "R":
+            return lambda: OPS.wait_tensor(OPS.all_gather_into_tensor(x, RANKS, name))
+        case "S(0)", "S(1)":
+            flat, cut = x.reshape(-1), [x.numel() // RANKS] * RANKS
+            return lambda: OPS.wait_tensor(OPS.all_to_all_single(flat, cut, cut, name))
+        case "P", "R":
+            return lambda: OPS.wait_tensor(OPS.all_reduce(x, "sum", name))
+        case _:
+            rows = x.shape[0] // RANKS
+            return lambda: x.narrow(0, rows * dist.get_rank(), rows).clone()
+
+
+def real(shape: tuple[int, int], repeats: int) -> dict[tuple[str, str], dict[str, float]]:
+    """Every transition on this rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    warnings.simplefilter("ignore")
+    mesh = Mesh(x=RANKS)
+    fs.init(mesh)
+    theirs = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
+    found = {}
+    for a, b in TRANSITIONS:
+        src, dst = (Spec(mesh, LAYOUTS[each][0], shape=shape) for each in (a, b))
+        x = torch.randn(src.local_shape(dist.get_rank()))
+        leaf = x.clone().requires_grad_()
+        prog = fs.redistribute(src, dst)
+        given = DTensor.from_local(x, theirs, (LAYOUTS[a][1],))
+        tracked = DTensor.from_local(leaf, theirs, (LAYOUTS[a][1],))
+        to = (LAYOUTS[b][1],)
+        runs: dict[str, Run] = {
+            "bare": bare(a, b, x),
+            "fshard": lambda p=prog, x=x: p(x),  # type: ignore[misc]
+            "DTensor": lambda d=given, to=to: _waited(d.redistribute(placements=to)),  # type: ignore[misc]
+            "fshard, grad": lambda p=prog, x=leaf: p(x),  # type: ignore[misc]
+            "DTensor, grad": lambda d=tracked, to=to: _waited(d.redistribute(placements=to)),  # type: ignore[misc]
+        }
+        found[a, b] = medians(runs, repeats=repeats)
+    return found
+
+
+def _waited(x: DTensor) -> torch.Tensor:
+    """Wait for DTensor's result, as reading it would."""
+    local = x.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+# -- simulated ranks -------------------------------------------------------------------
+
+STEPS = 50
+
+
+def simulated() -> dict[str, dict[str, float]]:
+    """Microseconds of one operation of all ranks, among many of one simulation."""
+    from torch.distributed import _local_tensor as local_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIMULATED)
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    mesh = Mesh(x=SIMULATED)
+    found = {}
+    ours: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "all-reduce": lambda v: fs.psum(v, "x"),
+        "x + 1": lambda v: v + 1,
+    }
+    theirs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "all-reduce": lambda v: OPS.wait_tensor(OPS.all_reduce(v, "sum", name)),
+        "x + 1": lambda v: v + 1,
+    }
+    for what in ours:
+        for size in (16, 65536):
+            mapped = fs.shard_map(
+                lambda v, op=ours[what]: _repeat(op, v),
+                mesh=mesh,
+                in_specs=P("x"),
+                out_specs=P("x"),
+            )
+            x = torch.zeros(SIMULATED, size)
+
+            def by_mode(op: Any = theirs[what], size: int = size) -> None:
+                with local_tensor.LocalTensorMode(SIMULATED):
+                    parts = {rank: torch.zeros(1, size) for rank in range(SIMULATED)}
+                    _repeat(op, local_tensor.LocalTensor(parts))
+
+            runs: dict[str, Run] = {
+                "plain": lambda size=size: _repeat(_add_each, torch.zeros(1, size)),  # type: ignore[misc]
+                "fshard": lambda m=mapped, x=x: m(x),  # type: ignore[misc]
+                "LocalTensorMode": by_mode,
+            }
+            times = medians(runs, rounds=8, repeats=3)
+            found[f"{what}, {4 * size:,} B"] = {key: t / STEPS for key, t in times.items()}
+    dist.destroy_process_group()
+    return found
+
+
+def _add_each(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(SIMULATED):
+        y = x + 1
+    return y
+
+
+def _repeat(op: Callable[[Any], Any], x: Any) -> Any:
+    for _ in range(STEPS):
+        x = op(x)
+    return x
+
+
+# -- the tables ------------------------------------------------------------------------
+
+
+def ratio(part: float, whole: float) -> str:
+    return f"{part:,.0f} ({part / whole:.2f})"
+
+
+def main() -> None:
+    """Measure and print both tables."""
+    # By its importable name: other processes do not know this module as __main__.
+    from tests.benchmarks.bench_transport import real
+
+    table = Table(title=f"{RANKS} gloo ranks, µs per call (and over the bare collective)")
+    for head in ("f32", "", "bare", "fshard", "DTensor", "fshard, grad", "DTensor, grad"):
+        table.add_column(head, justify="right" if head else "left")
+    for size, shape in SIZES.items():
+        rows = run_ranks(RANKS, real, shape, REPEATS if shape[0] < 512 else 5, timeout=600)[0]
+        for (a, b), times in rows.items():
+            first, *rest = times.values()
+            table.add_row(size, f"{a} -> {b}", f"{first:,.0f}", *(ratio(t, first) for t in rest))
+    close_all()
+    console = Console(width=110)
+    console.print(table)
+
+    torch.set_num_threads(1)
+    table = Table(title=f"{SIMULATED} simulated ranks, µs per operation of all of them")
+    for head in ("operation", "8 plain adds", "fshard", "LocalTensorMode", "ratio"):
+        table.add_column(head, justify="left" if head == "operation" else "right")
+    for what, times in simulated().items():
+        plain, mine, theirs = times.values()
+        table.add_row(
+            what, f"{plain:,.1f}", f"{mine:,.1f}", f"{theirs:,.1f}", f"{mine / theirs:.2f}"
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
