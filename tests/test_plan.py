@@ -92,24 +92,11 @@ def assert_right(prog: Program, src: Spec, dst: Spec) -> None:
     assert helpers.pairing(dst, made, y) == helpers.pairing(src, x, back)
 
 
-# Ranks where x == y keep their shard and the others give zeros: local, but no sequence of steps
-# does it, because an axis that is not the most minor of its dim becomes addends.
-MASKS = {
-    (f"i64[{a.format(one, state)}", f"i64[{a.format(other, '')}{{unreduced: {one}}}")
-    for one, other in itertools.permutations("xy")
-    for a in ("12@({},z),24]{}", "12,24@({},z)]{}")
-    for state in ("", f"{{reduced: {other}}}")
-}
-
-
 def assert_planned(src: Spec, dst: Spec) -> None:
     """A right program that communicates exactly where the bound says, and at least that much."""
     prog = redistribute(src, dst)
     assert_right(prog, src, dst)
     bound, cost = lower_bound(src, dst), prog.cost()
-    if (str(src), str(dst)) in MASKS:
-        assert bound.bytes_received == 0 < cost.bytes_received
-        return
     assert prog.is_local == (bound.bytes_received == 0) == (cost.launches == 0)
     assert (cost.bytes_sent == 0) == (cost.bytes_received == 0) == prog.is_local
     assert cost.bytes_received >= bound.bytes_received

@@ -125,6 +125,12 @@ TABLE: list[tuple[Step, str, str, Step]] = [
     (ShardedToUnreduced("y", 0), "f64[5@y:1+4+0]", "f64[5]{unreduced: y}",
      AllSlice("y", 0, (1, 4, 0))),
     (ShardedToUnreduced("y", 0, "avg"), "f64[12@y]", "f64[12]{unreduced: y=avg}", AllSlice("y", 0)),
+    (ShardedToUnreduced("x", 0, by="z"), "f64[12@(x,y)]{reduced: z}",
+     "f64[12@(z,y)]{unreduced: x}", ShardedToUnreduced("z", 0, by="x")),
+    (ShardedToUnreduced("x", 0, "avg", "z"), "f64[12@(y,x)]{reduced: z}",
+     "f64[12@(y,z)]{unreduced: x=avg}", ShardedToUnreduced("z", 0, by="x")),
+    (ShardedToUnreduced("x", 0, by="z"), "f64[5@x:4+1]{reduced: z=avg}",
+     "f64[5@z:4+1]{unreduced: x}", ShardedToUnreduced("z", 0, "avg", "x")),
     (Cast(torch.float32), "f64[4@x]{unreduced: y}", "f32[4@x]{unreduced: y}", Cast(torch.float64)),
 ]  # fmt: skip
 IDS = [f"{step} of {src}" for step, src, _, _ in TABLE]
@@ -225,6 +231,9 @@ def test_is_linear_means_that_a_transpose_exists() -> None:
 
 # step, source, what the refusal says
 REFUSED: list[tuple[Step, str, str]] = [
+    (ShardedToUnreduced("x", 0, by="z"), "f64[4@x]", "invariant_to_reduced makes them so"),
+    (ShardedToUnreduced("x", 0, by="y"), "f64[4@x]{reduced: y}", "as many ranks (.|\\n)*3 is not 2"),
+    (ShardedToUnreduced("x", 0, by="z"), "f64[6@y]{reduced: z}", "stand in a row in dim 0"),
     (AllGather("w", 0), "f64[4@x]", "axis 'w' (.|\\n)*the mesh's axes are x, y, z"),
     (AllGather(("x", "x"), 0), "f64[4@x]", "an axis is named at most once"),
     (AllGather("x", 0), "f64[12@(x,y)]", "most minor of dim 0, which has .'x', 'y'."),

@@ -77,6 +77,7 @@ class Search:
     mesh: Mesh = field(init=False)
     size: dict[str, int] = field(init=False)
     goal: dict[str, tuple[str, object]] = field(init=False)
+    stand_ins: frozenset[str] = field(init=False)
     permute_targets: dict[object, list[State]] | None = field(init=False, default=None)
     links: dict[tuple[str, ...], tuple[int, Link]] = field(init=False, default_factory=dict)
     local_bytes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = field(
@@ -91,6 +92,13 @@ class Search:
         self.goal |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
         self.goal |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
         self.goal |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+        # Axes that may take another's place in a dim: rare, so looked for only where they can.
+        self.stand_ins = frozenset(
+            by
+            for dim, mine in enumerate(self.src.partition.dims)
+            for axis, by in itertools.product(mine[:-1], p.dims[dim])
+            if self.goal[axis][0] == "unreduced" and self.size[axis] == self.size[by]
+        ) - {axis for mine in self.src.partition.dims for axis in mine}
 
     # -- weights ----------------------------------------------------------------------
 
@@ -159,6 +167,8 @@ class Search:
             yield from self.transfers(state)
             yield from self.permutes(state)
         yield from self.gathers(state)
+        if self.stand_ins:
+            yield from self.substitutes(state)
 
     def changes_of_state(self, state: State) -> Iterator[Move]:
         """The free casts between states, for all axes whose goal they are."""
@@ -179,6 +189,9 @@ class Search:
             elif word == "reduced" and now is None:
                 new = state._replace(reduced=_with(state.reduced, axes, kind))
                 make = partial(InvariantToReduced, axes, str(kind))
+            elif now is None and word == "sharded" and self.stand_ins.issuperset(axes):
+                new = state._replace(reduced=_with(state.reduced, axes, "sum"))
+                make = partial(InvariantToReduced, axes)
             elif now is not None and (word == "invariant" or (word == "reduced" and now != kind)):
                 new, make = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
             else:
@@ -269,6 +282,24 @@ class Search:
                     make = partial(ShardedToUnreduced, taken, dim, str(reduction))
                     if not mixed_kinds(new.unreduced, new.reduced):
                         yield self.local(state, new), make, new
+
+    def substitutes(self, state: State) -> Iterator[Move]:
+        """Reduced axes in the place of equally many ranks' that become unreduced."""
+        free = [axis for axis, _ in state.reduced if axis in self.stand_ins]
+        for dim, mine in enumerate(state.dims):
+            for at, by in itertools.product(range(len(mine) - 1), free):
+                word, kind = self.goal[mine[at]]
+                if word != "unreduced" or self.size[mine[at]] != self.size[by]:
+                    continue
+                dims = (*mine[:at], by, *mine[at + 1 :])
+                new = state._replace(
+                    dims=(*state.dims[:dim], dims, *state.dims[dim + 1 :]),
+                    unreduced=_with(state.unreduced, (mine[at],), kind),
+                    reduced=tuple(each for each in state.reduced if each[0] != by),
+                )
+                make = partial(ShardedToUnreduced, (mine[at],), dim, str(kind), (by,))
+                if not mixed_kinds(new.unreduced, new.reduced):
+                    yield self.local(state, new), make, new
 
     def permutes(self, state: State) -> Iterator[Move]:
         """To the goal, or to what the last gather makes the goal of."""

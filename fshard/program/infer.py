@@ -74,6 +74,8 @@ def infer(step: Step, spec: Spec, /) -> Spec:
         case ReplicatedToUnreduced():
             replicated_kind(step, spec, step.axes)
             return _state(step, _drop_states(spec, step.axes), "unreduced", step.kind)
+        case ShardedToUnreduced() if step.by:
+            return _stand_in(step, spec)
         case ShardedToUnreduced():
             return _state(step, _take(step, spec, step.dim), "unreduced", step.kind)
         case Cast():
@@ -229,6 +231,34 @@ def _state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
     checked = PartitionSpec(*p.partitions, unreduced=dict(unreduced), reduced=dict(reduced))
     raise_if(f"{step} on {spec}", state_problems(unreduced, reduced, spec.dtype))
     return spec._with(partition=checked)
+
+
+def _stand_in(step: ShardedToUnreduced, spec: Spec) -> Spec:
+    """`spec` with reduced axes in the place of those that become unreduced."""
+    spec.mesh.check_axes((*step.axes, *step.by), f"{step} on {spec}")
+    _check_dim(step, spec, step.dim)
+    mine, n = spec.partition.dims[step.dim], len(step.axes)
+    at = next((at for at in range(len(mine)) if mine[at : at + n] == step.axes), None)
+    if at is None:
+        _refuse(
+            step,
+            spec,
+            f"the axes stand in a row in dim {step.dim}, which has {mine}",
+            "name axes that shard the dim, major to minor",
+        )
+    if replicated_kind(step, spec, step.by) is None:
+        _refuse(step, spec, f"{step.by} are reduced", "invariant_to_reduced makes them so")
+    if spec.mesh.axis_size(step.axes) != spec.mesh.axis_size(step.by):
+        _refuse(
+            step,
+            spec,
+            f"{step.by} has as many ranks as {step.axes}: "
+            f"{spec.mesh.axis_size(step.by)} is not {spec.mesh.axis_size(step.axes)}",
+            "name axes of the same sizes",
+        )
+    dims = (*mine[:at], *step.by, *mine[at + n :])
+    moved = _with_dim(_drop_states(spec, step.by), step.dim, dims, spec.sizes[step.dim])
+    return _state(step, moved, "unreduced", step.kind)
 
 
 def permute_signature(spec: Spec, p: PartitionSpec) -> tuple[object, ...]:

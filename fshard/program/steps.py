@@ -211,19 +211,27 @@ class ReplicatedToUnreduced:
 
 @dataclass(frozen=True, slots=True)
 class ShardedToUnreduced:
-    """Sharded to unreduced: the own block among neutral elements. Transpose: `AllSlice`."""
+    """Sharded to unreduced: the own block among neutral elements. Transpose: `AllSlice`.
+
+    With `by`, reduced axes of as many ranks take the place of `axes`, anywhere in the dim: a
+    rank whose places along both agree keeps its block, the others hold neutral elements.
+    Transpose: itself, the two exchanged.
+    """
 
     axes: tuple[str, ...]
     dim: int
     kind: str = "sum"
+    by: tuple[str, ...] = ()
     name: ClassVar[str] = "sharded_to_unreduced"
 
     def __post_init__(self) -> None:
         _axes(self, self.axes)
+        object.__setattr__(self, "by", as_axes(self.by))
 
     def __str__(self) -> str:
         kind = "" if self.kind == "sum" else f", {self.kind}"
-        return f"{self.name}({_names(self.axes)}, dim {self.dim}{kind})"
+        by = f" by {_names(self.by)}" if self.by else ""
+        return f"{self.name}({_names(self.axes)}, dim {self.dim}{by}{kind})"
 
 
 @dataclass(frozen=True, slots=True)

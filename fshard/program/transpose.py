@@ -81,6 +81,8 @@ def transpose(step: Step, src: Spec, /) -> Step:
         case ReplicatedToUnreduced(axes):
             kind = replicated_kind(step, src, axes)
             return ReducedToInvariant(axes) if kind is None else ReplicatedToUnreduced(axes, kind)
+        case ShardedToUnreduced(axes, dim, _, by) if by:
+            return ShardedToUnreduced(by, dim, replicated_kind(step, src, by) or "sum", axes)
         case ShardedToUnreduced(axes, dim):
             return AllSlice(axes, dim, src.sizes[dim])
         case Cast():

@@ -130,10 +130,14 @@ def _local(
             if kind == "avg" or mesh.index(rank, axes) == 0:
                 return x
             return neutral_like(x, kind)
-        case ShardedToUnreduced(axes, dim, kind):
+        case ShardedToUnreduced(axes, dim, kind, by):
+            share = mesh.axis_size(axes) if kind == "avg" else 1
+            if by:
+                agree = mesh.index(rank, axes) == mesh.index(rank, by)
+                mine = _times(x, share * _averaged(src, by))
+                return mine if agree else neutral_like(x, kind, dst.local_shape(rank))
             whole = neutral_like(x, kind, dst.local_shape(rank))
             offset = src.offsets(rank)[dim] - dst.offsets(rank)[dim]
-            share = mesh.axis_size(axes) if kind == "avg" else 1
             whole.narrow(dim, offset, x.shape[dim]).copy_(_times(x, share))
             return whole
         case Cast(dtype):

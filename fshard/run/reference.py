@@ -160,6 +160,8 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
     held = _by_rank(shards, spec)
     if isinstance(step, CollectivePermute):
         made = _permute(spec, after, held)
+    elif isinstance(step, ShardedToUnreduced) and step.by:
+        made = _substitute(step, spec, after, held)
     elif isinstance(step, Cast):
         made = {rank: shard.to(step.dtype) for rank, shard in held.items()}
     else:
@@ -210,6 +212,17 @@ def _in_group(
             return [torch.cat(row, dim) for row in rows]
         case _:
             assert_never(step)
+
+
+def _substitute(step: ShardedToUnreduced, before: Spec, after: Spec, held: ByRank) -> ByRank:
+    """Every rank's block in an else neutral global tensor, of which it keeps its new part."""
+    n = before.mesh.axis_size(step.axes) if step.kind == "avg" else 1
+    made = {}
+    for rank, block in held.items():
+        whole = _neutral(block.new_empty(before.shape), step.kind)
+        whole[before.index(rank)] = _times(block, n * _averaged(before, step.by))
+        made[rank] = whole[after.index(rank)].clone()
+    return made
 
 
 def _permute(before: Spec, after: Spec, held: ByRank) -> ByRank:
