@@ -7,7 +7,7 @@ argument that has no spec) and dict keys are walked in sorted order, as JAX does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -19,6 +19,7 @@ from fshard.spec import Sharded, Spec
 __all__ = ["broadcast_prefix", "flatten", "is_pair", "map_leaves", "paths", "unflatten"]
 
 TreeDef = optree.PyTreeSpec
+Tree = TypeVar("Tree")
 
 
 def is_pair(value: object) -> bool:
@@ -47,9 +48,11 @@ def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
     return optree.tree_unflatten(treedef, leaves)
 
 
-def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
     """A tree of `function(leaf, ...)`; the other trees have the same structure."""
-    return optree.tree_map(function, tree, *rest, is_leaf=_is_leaf, none_is_leaf=True)
+    values: Any = tree
+    mapped: Any = optree.tree_map(function, values, *rest, is_leaf=_is_leaf, none_is_leaf=True)
+    return cast(Tree, mapped)
 
 
 def paths(tree: Any, name: str) -> list[str]:

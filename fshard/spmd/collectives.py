@@ -23,7 +23,7 @@ from fshard.run.autograd import apply_linear, apply_program
 from fshard.run.transport import Finish, Transport, current_rank, notify
 from fshard.spec import Spec
 from fshard.spmd.axes import resolve
-from fshard.tree import map_leaves
+from fshard.tree import Tree, map_leaves
 
 __all__ = [
     "all_gather",
@@ -115,7 +115,7 @@ def _dim(dim: int, ndim: int, where: str, word: str) -> int:
 # -- reductions -------------------------------------------------------------------------
 
 
-def psum(x: Any, axis_name: Axes, *, mesh: Mesh | None = None) -> Any:
+def psum(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The sum over the ranks along the axes: varying (or unreduced) to invariant.
 
     PyTorch's `all_reduce`. Booleans are summed as int64, Python numbers are multiplied by the
@@ -139,7 +139,7 @@ def psum(x: Any, axis_name: Axes, *, mesh: Mesh | None = None) -> Any:
     return map_leaves(leaf, x)
 
 
-def pmean(x: Any, axis_name: Axes, *, mesh: Mesh | None = None) -> Any:
+def pmean(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The mean over the ranks along the axes; integers become the default float."""
     where, axes = _bound("fs.pmean", axis_name, mesh)
 
@@ -153,17 +153,17 @@ def pmean(x: Any, axis_name: Axes, *, mesh: Mesh | None = None) -> Any:
     return map_leaves(leaf, x)
 
 
-def pmax(x: Any, axis_name: Axes, *, mesh: Mesh | None = None) -> Any:
+def pmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The elementwise maximum over the ranks along the axes; ties share the gradient."""
     return _extreme("max", "fs.pmax", x, axis_name, mesh)
 
 
-def pmin(x: Any, axis_name: Axes, *, mesh: Mesh | None = None) -> Any:
+def pmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The elementwise minimum over the ranks along the axes; ties share the gradient."""
     return _extreme("min", "fs.pmin", x, axis_name, mesh)
 
 
-def _extreme(kind: str, name: str, x: Any, axis_name: Axes, mesh: Mesh | None) -> Any:
+def _extreme(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None) -> Tree:
     where, axes = _bound(name, axis_name, mesh)
 
     def leaf(value: Any) -> Any:
@@ -178,14 +178,14 @@ def _extreme(kind: str, name: str, x: Any, axis_name: Axes, mesh: Mesh | None) -
 
 
 def all_gather(
-    x: Any,
+    x: Tree,
     axis_name: Axes,
     *,
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
     mesh: Mesh | None = None,
-) -> Any:
+) -> Tree:
     """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
 
     PyTorch's `all_gather_into_tensor`. Several axes are gathered in the order given, the first
@@ -211,13 +211,13 @@ def all_gather(
 
 
 def psum_scatter(
-    x: Any,
+    x: Tree,
     axis_name: Axes,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
     mesh: Mesh | None = None,
-) -> Any:
+) -> Tree:
     """The sum over the ranks along the axes, each rank keeping one slice of it.
 
     PyTorch's `reduce_scatter_tensor`. With `tiled` the dim is divided by the number of ranks;
@@ -236,14 +236,14 @@ def psum_scatter(
 
 
 def all_to_all(
-    x: Any,
+    x: Tree,
     axis_name: Axes,
     split_axis: int,
     concat_axis: int,
     *,
     tiled: bool = False,
     mesh: Mesh | None = None,
-) -> Any:
+) -> Tree:
     """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
 
     PyTorch's `all_to_all_single`. With `tiled` one dim is divided and the other multiplied by
@@ -321,8 +321,8 @@ class _Permute:
 
 
 def ppermute(
-    x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None
-) -> Any:
+    x: Tree, axis_name: Axes, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None
+) -> Tree:
     """Send `x` from rank `src` to rank `dst` of the axes for every `(src, dst)` in `perm`.
 
     PyTorch's `permute_tensor`. Ranks that receive nothing get zeros. Transpose: the inverse.
@@ -373,8 +373,8 @@ CASTS = {
 
 
 def pcast(
-    x: Any, axis_name: Axes, *, to: str, src: str | None = None, mesh: Mesh | None = None
-) -> Any:
+    x: Tree, axis_name: Axes, *, to: str, src: str | None = None, mesh: Mesh | None = None
+) -> Tree:
     """The same values in another state; nothing moves now, the transpose may.
 
     From invariant to "varying" or "reduced" the transpose is a sum over the ranks; from

@@ -150,7 +150,7 @@ class _Mapping:
         mesh = self.mesh or self._mesh_of(arguments)
         transport = current_transport()
         if transport is not None and transport.rank not in mesh:
-            return map_leaves(lambda _: torch.empty(0), self.out_specs)
+            return self._nothing(mesh, any(is_pair(each.value) for each in arguments))
         self._place_all(arguments, mesh)
         call = _Call(self, mesh, arguments, flatten((args, kwargs))[1])
         mapped = [each.local for each in arguments if each.spec is not None]
@@ -163,6 +163,21 @@ class _Mapping:
             with bind_axes(mesh):
                 columns = call.body(tuple(mapped))
         return call.results(columns, transport)
+
+    def _nothing(self, mesh: Mesh, pairs: bool) -> Any:
+        """What a rank outside of the mesh gets: empty results in the shape of `out_specs`."""
+
+        def leaf(given: Any) -> Any:
+            if not isinstance(given, PartitionSpec | Spec):
+                return None
+            empty = torch.empty(0)
+            if not pairs:
+                return empty
+            if isinstance(given, PartitionSpec):
+                given = Spec(mesh, given, shape=(0,) * len(given))
+            return Sharded(empty, given)
+
+        return map_leaves(leaf, self.out_specs)
 
     # -- arguments --------------------------------------------------------------------
 
@@ -190,7 +205,12 @@ class _Mapping:
                 if not error.problems:
                     raise
                 problems += [
-                    Problem(f"{argument.path}: {p.given}", p.rule, p.fix) for p in error.problems
+                    Problem(
+                        f"{argument.path}: {p.given}",
+                        p.rule,
+                        p.fix.replace("uneven=", "a Spec in in_specs with uneven="),
+                    )
+                    for p in error.problems
                 ]
         raise_if(self.where, problems)
 
