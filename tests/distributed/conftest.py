@@ -1,21 +1,12 @@
-"""Tests on real processes share them: one worker of xdist runs them all."""
+"""The processes that the tests here share are ended with the session."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.distributed import harness
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("gloo"))
 
 
 @pytest.fixture(scope="session", autouse=True)
