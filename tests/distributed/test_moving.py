@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
 from fshard.run import transport
 from fshard.run.transport import Finish, Group
-from tests.distributed.harness import outcomes, run_ranks
+from tests.distributed.harness import Ranks, outcomes, run_ranks
 from tests.helpers import all_specs, random_global, random_locals
 
 MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
@@ -399,8 +400,8 @@ def test_a_simulated_mesh_inside_of_a_rank() -> None:
 # -- fs.init ---------------------------------------------------------------------------
 
 
-def init_from_torchrun() -> list[Any]:
-    """Start, start again, end and start anew."""
+def init_from_torchrun(store: str) -> list[Any]:
+    """Start, start again, end, and join what others have started."""
     mesh = Mesh(x=2)
     found: list[Any] = []
     try:
@@ -419,8 +420,8 @@ def init_from_torchrun() -> list[Any]:
             fs.init(Mesh(x=4))
         found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
         dist.destroy_process_group()
-        # The agent's store is of this attempt: the next one has names of its own.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         fs.init(mesh)
         assert transport.current_transport() is not first
         found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
@@ -431,8 +432,16 @@ def init_from_torchrun() -> list[Any]:
     return found
 
 
-def test_init_under_torchrun() -> None:
-    first, second = run_ranks(2, init_from_torchrun, init=False)
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Ranks]:
+    """Two processes of their own: a second start under one store may read the first one's."""
+    ranks = Ranks(2, init=False)
+    yield ranks
+    ranks.close()
+
+
+def test_init_under_torchrun(bare: Ranks, tmp_path: Path) -> None:
+    first, second = bare.run(init_from_torchrun, str(tmp_path / "store"))
     assert first == second
     assert first[1:] == [2.0] * 3
     assert "torchrun --nproc-per-node 3, or a mesh of at most 2" in first[0]
@@ -449,6 +458,6 @@ def init_without_environment() -> str:
     return ""
 
 
-def test_init_without_the_environment_of_torchrun() -> None:
-    text = run_ranks(2, init_without_environment, init=False)[0]
+def test_init_without_the_environment_of_torchrun(bare: Ranks) -> None:
+    text = bare.run(init_without_environment)[0]
     assert "no RANK, MASTER_ADDR in the environment" in text

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fshard as fs
 from fshard import Mesh, P, Program, Spec
@@ -112,8 +113,10 @@ def run_case(case: Case, places: Sequence[int], simulated: bool) -> tuple[list[T
 def run_all(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     """On one real rank: every case, on this rank's local."""
     fs.init(mesh)
-    import torch.distributed as dist
+    return run_here(mesh, cases)
 
+
+def run_here(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     place = list(mesh.ranks).index(dist.get_rank())
     return [run_case(each, (place,), simulated=False) for each in cases]
 
@@ -318,16 +321,9 @@ def run_quietly(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     world = transport.current_transport()
     transport.set_world(_Silent(world.rank))  # type: ignore[union-attr,arg-type]
     try:
-        return run_all_as_is(mesh, cases)
+        return run_here(mesh, cases)
     finally:
         transport.set_world(world)
-
-
-def run_all_as_is(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
-    import torch.distributed as dist
-
-    place = list(mesh.ranks).index(dist.get_rank())
-    return [run_case(each, (place,), simulated=False) for each in cases]
 
 
 class _Silent:
@@ -335,6 +331,9 @@ class _Silent:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+
+    def moves(self, device: torch.device) -> bool:
+        return True
 
 
 def test_no_launch_along_axes_of_size_one_and_without_elements() -> None:
@@ -367,8 +366,6 @@ def test_no_launch_along_axes_of_size_one_and_without_elements() -> None:
 def run_async(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     """Launch all programs, then wait for all, last one first; then derive."""
     fs.init(mesh)
-    import torch.distributed as dist
-
     place = list(mesh.ranks).index(dist.get_rank())
     xs = [each.locals_[place].clone().requires_grad_(each.orders > 0) for each in cases]
     pending = [each.prog(x, async_op=True) for each, x in zip(cases, xs, strict=True)]
