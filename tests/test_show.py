@@ -308,7 +308,7 @@ def test_refusals() -> None:
         fs.visualize(MESH)  # type: ignore[arg-type]
     with pytest.raises(fs.ShardingError, match=r"1 shards for Mesh\(dp=2, tp=4\)"):
         fs.visualize(((torch.zeros(8),), spec(P("tp"), (8,))))
-    with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: on ranks 0, 1, .* a local of shape \(3,\)"):
+    with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: on ranks 0, 1, .*\(3,\)"):
         fs.visualize(((torch.zeros(3),) * 8, spec(P("tp"), (8,))))
     with pytest.raises(fs.ShardingError, match="in a process that is no rank"):
         fs.visualize((torch.zeros(8), spec(P("tp"), (8,))))
