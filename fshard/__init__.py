@@ -31,19 +31,11 @@ from fshard.run.simulate import simulate
 from fshard.show.comm_log import comm_log
 from fshard.show.layout import visualize
 from fshard.spec import Sharded, Spec
-from fshard.spmd.collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    pcast,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    psum,
-    psum_scatter,
-)
+from fshard.spmd.asynchronous import start
+from fshard.spmd.movements import all_gather, all_to_all, psum_scatter, pswapaxes
+from fshard.spmd.permutations import pbroadcast, ppermute, pshuffle
+from fshard.spmd.places import axis_index, axis_size, pcast
+from fshard.spmd.reductions import pargmax, pargmin, pmax, pmean, pmin, pprod, psum
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.text import parse
 
@@ -82,20 +74,27 @@ __all__ = [
     "init",
     "local_map",
     "lower_bound",
+    "pargmax",
+    "pargmin",
     "parse",
+    "pbroadcast",
     "pcast",
     "pmax",
     "pmean",
     "pmin",
     "ppermute",
+    "pprod",
+    "pshuffle",
     "psum",
     "psum_scatter",
+    "pswapaxes",
     "redistribute",
     "reshard",
     "scatter",
     "shard",
     "shard_map",
     "simulate",
+    "start",
     "unshard",
     "visualize",
 ]

@@ -97,6 +97,7 @@ def reductions() -> list[Collective]:
         Collective("pmean", fs.pmean, everywhere(lambda x: x.mean(0)), gives="same"),
         Collective("pmax", fs.pmax, everywhere(lambda x: x.amax(0)), gives="same", linear=False),
         Collective("pmin", fs.pmin, everywhere(lambda x: x.amin(0)), gives="same", linear=False),
+        Collective("pprod", fs.pprod, everywhere(lambda x: x.prod(0)), gives="same", linear=False),
         Collective(
             "pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), list, takes="same"
         ),
@@ -137,6 +138,10 @@ def exchanges() -> Iterator[Collective]:
             exchanged(split, concat, tiled),
             sized(split, 3, tiled),
         )
+    yield Collective(
+        "pswapaxes", lambda x, ax, **o: fs.pswapaxes(x, ax, -1, **o), exchanged(2, 2, False),
+        sized(2, 3, False),
+    )  # fmt: skip
 
 
 def permutes() -> Iterator[Collective]:
@@ -147,6 +152,72 @@ def permutes() -> Iterator[Collective]:
             permuted(perm),
         )
 
+    for turn in (1, 2):
+        yield Collective(
+            f"pshuffle({turn})",
+            lambda x, ax, t=turn, **o: fs.pshuffle(x, ax, turned(fs.axis_size(ax, **o), t), **o),
+            lambda xs, t=turn: [xs[at] for at in turned(len(xs), t)],
+        )
+    for source in (0, 1, -1):
+        yield Collective(
+            f"pbroadcast({source})",
+            lambda x, ax, s=source, **o: fs.pbroadcast(x, ax, s, **o),
+            lambda xs, s=source: repeat(xs[s], len(xs)),
+        )
+
+
+def turned(n: int, by: int) -> list[int]:
+    return [(at + by) % n for at in range(n)]
+
+
+def in_groups(n: int) -> list[list[int]]:
+    """Odd places, in reverse, and even ones; of an odd number of ranks each its own."""
+    return [[at] for at in turned(n, 1)] if n % 2 else [[*range(1, n, 2)][::-1], [*range(0, n, 2)]]
+
+
+def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
+    """An oracle of every group."""
+
+    def each_group(xs: Tensors) -> Tensors:
+        ys: dict[int, torch.Tensor] = {}
+        for group in in_groups(len(xs)):
+            ys |= dict(zip(group, oracle([xs[at] for at in group]), strict=True))
+        return [ys[at] for at in range(len(xs))]
+
+    return each_group
+
+
+def grouped() -> Iterator[Collective]:
+    """Movements within groups."""
+
+    def shape(each: Callable[[int], tuple[int, ...]]) -> Callable[[int], tuple[int, ...]]:
+        return lambda n: each(len(in_groups(n)[0]))
+
+    def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+        return lambda x, ax, **o: fn(
+            x, ax, *args, axis_index_groups=in_groups(fs.axis_size(ax, **o)), **options, **o
+        )
+
+    for tiled in (False, True):
+        yield Collective(
+            f"all_gather in groups, tiled={tiled}",
+            run(fs.all_gather, axis=1, tiled=tiled), within(gathered(1, tiled)),
+        )  # fmt: skip
+        yield Collective(
+            f"psum_scatter in groups, tiled={tiled}",
+            run(fs.psum_scatter, scatter_dimension=1, tiled=tiled), within(scattered(1, tiled)),
+            shape(sized(1, 2, tiled)),
+        )  # fmt: skip
+        yield Collective(
+            f"all_to_all in groups, tiled={tiled}",
+            run(fs.all_to_all, 0, 1, tiled=tiled), within(exchanged(0, 1, tiled)),
+            shape(sized(0, 2, tiled)),
+        )  # fmt: skip
+    yield Collective(
+        "pswapaxes in groups", run(fs.pswapaxes, 1), within(exchanged(1, 1, False)),
+        shape(sized(1, 2, False)),
+    )  # fmt: skip
+
 
 def sized(dim: int, ndim: int, tiled: bool) -> Callable[[int], tuple[int, ...]]:
     """A shape that n ranks divide along `dim`."""
@@ -155,7 +226,9 @@ def sized(dim: int, ndim: int, tiled: bool) -> Callable[[int], tuple[int, ...]]:
     )
 
 
-CASES = [*reductions(), *gathers(), *scatters(), *exchanges(), *permutes()]
+CASES = [
+    *reductions(), *gathers(), *scatters(), *exchanges(), *permutes(), *grouped(),
+]  # fmt: skip
 
 
 def axes_of(mesh: Mesh) -> list[tuple[str, ...]]:
@@ -388,6 +461,25 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.all_to_all(X, "y", 1, 0, tiled=True, mesh=MESH), "4 % 3 = 1"),
     (lambda: fs.all_to_all(X, "y", 1, 0, mesh=MESH), "split_axis=1 of size 4"),
     (lambda: fs.all_to_all(X, "y", 0, 2, mesh=MESH), "concat_axis=2 of a tensor of 2 dims"),
+    (lambda: fs.pswapaxes(X, "y", 1, mesh=MESH), "axis=1 of size 4"),
+    (lambda: fs.all_gather([X, 3], "x", mesh=MESH), "a leaf of type int"),
+    (lambda: fs.pargmax(3, "x", mesh=MESH), "the leaves of the tree are tensors, or None"),
+    (lambda: fs.pshuffle(X, "y", [0, 1, 1], mesh=MESH), "every place 0..2 along ('y',) once"),
+    (lambda: fs.pbroadcast(X, "y", 3, mesh=MESH), "places along ('y',) are -3..2"),
+    (
+        lambda: fs.psum(X, "y", axis_index_groups=[[0, 1], [2]], mesh=MESH),
+        "the groups are of one size and have every index 0..2 once",
+    ),
+    (
+        lambda: fs.all_gather(X, ("x", "y"), axis_index_groups=[[0, 1, 2], [3, 4, 4]], mesh=MESH),
+        "fix:   axis_index_groups=[[0, 1, 2], [3, 4, 5]], say",
+    ),
+    (lambda: fs.pmax(X, "x", axis_index_groups=[], mesh=MESH), "axis_index_groups=[] along x"),
+    (lambda: fs.start(torch.sum, X, 0), "what starts is a collective: all_gather, all_to_all"),
+    (
+        lambda: fs.start(fs.pmax, X.clone().requires_grad_(), "x", mesh=MESH),
+        "sums and movements run ahead with gradients",
+    ),
     (lambda: fs.ppermute(X, "y", [(0, 3)], mesh=MESH), "places along ('y',) are -3..2"),
     (lambda: fs.ppermute(X, "y", [(0, 1), (0, 2)], mesh=MESH), "with source 0 twice"),
     (lambda: fs.ppermute(X, "y", [(0, 1), (-1, 1)], mesh=MESH), "with destination 1 twice"),

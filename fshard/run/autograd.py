@@ -21,14 +21,20 @@ from fshard.program.infer import unreduced_kind
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllReduce, ReduceScatter
 from fshard.program.transpose import is_linear
+from fshard.run.abstract import is_abstract, shapes_of
+from fshard.run.batch import join, joined, part
 from fshard.run.interpreter import launch
 from fshard.run.simulate import run_ranks
-from fshard.run.transport import Finish, Transport, backward_phase, current_rank
+from fshard.run.transport import Transport, backward_phase, current_rank, unobserved
 from fshard.spec import Spec
 
-__all__ = ["Linear", "Run", "apply_linear", "apply_program"]
+__all__ = [
+    "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program", "apply_programs",
+    "start_linear",
+]  # fmt: skip
 
 Shards = tuple[torch.Tensor, ...]
+FinishAll = Callable[[], Shards]
 
 
 class Linear(Protocol):
@@ -44,38 +50,64 @@ class Linear(Protocol):
         """The transpose."""
         ...
 
-    def launch(self, transport: Transport, x: torch.Tensor) -> Finish:
-        """Start it on this rank's local."""
+    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+        """Start it on locals of this rank, as many as come out."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A linear program as such an operation."""
+    """Linear programs as such an operation: one for each of a rank's locals.
 
-    prog: Program
+    Several do the same and differ only in the dims from `keep` on, which no step touches:
+    they communicate in one launch.
+    """
+
+    progs: tuple[Program, ...]
+    keep: int = 0
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the program."""
-        return self.prog.src.mesh
+        """The mesh of the programs."""
+        return self.progs[0].src.mesh
 
     @property
     def T(self) -> Run:  # noqa: N802
-        """The transposed program."""
-        return Run(self.prog.T)
+        """The transposed programs."""
+        return Run(tuple(prog.T for prog in self.progs), self.keep)
 
-    def launch(self, transport: Transport, x: torch.Tensor) -> Finish:
-        """Start the program on this rank's local."""
-        return launch(self.prog, transport, x)
+    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+        """Start the programs on this rank's locals."""
+        progs, rank = self.progs, transport.rank
+        if len(progs) == 1 or rank not in self.mesh or _is_local(progs[0]):
+            each = [launch(prog, transport, x) for prog, x in zip(progs, xs, strict=True)]
+            return lambda: tuple(finish() for finish in each)
+        moved = launch(joined(progs, self.keep), transport, join(xs, self.keep))
+        shapes = [prog.dst.local_shape(rank) for prog in progs]
+        return lambda: part(moved(), shapes, self.keep)
 
 
-def _execute(op: Linear, xs: Shards, everywhere: bool, launched: Finish | None) -> Shards:
+@lru_cache(maxsize=4096)
+def _is_local(prog: Program) -> bool:
+    return prog.is_local
+
+
+def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
+    """Start `op` on locals of this rank, without gradients; on abstract ones nothing is sent.
+
+    Raises `ShardingError` where there is no rank, naming `where`.
+    """
+    with torch.no_grad():
+        if is_abstract(xs[0]):
+            with unobserved():
+                return op.launch(shapes_of(op.mesh), xs)
+        return op.launch(current_rank(op.mesh, where), xs)
+
+
+def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
     if everywhere:
-        return tuple(run_ranks(op.mesh, lambda transport, x: op.launch(transport, x)(), xs))
-    if launched is not None:
-        return (launched(),)
-    return (op.launch(current_rank(op.mesh, "backward of a collective"), xs[0])(),)
+        return tuple(run_ranks(op.mesh, lambda rank, x: op.launch(rank, (x,))()[0], xs))
+    return (launched or start_linear(op, xs, "backward of a collective"))()
 
 
 class _Apply(torch.autograd.Function):
@@ -83,13 +115,18 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Linear, everywhere: bool, launched: Finish | None, *xs: torch.Tensor
+        ctx: Any, op: Linear, everywhere: bool, launched: FinishAll | None, *xs: torch.Tensor
     ) -> Shards:
         ctx.op, ctx.everywhere = op, everywhere
         ctx.shapes = [(x.shape, x.dtype) for x in xs]
         out = _execute(op, xs, everywhere, launched)
         # What an operation hands on unchanged must not be taken for an input by autograd.
-        return tuple(y.view_as(y) if y is x else y for x, y in zip(xs, out, strict=True))
+        outs = tuple(y.view_as(y) if y is x else y for x, y in zip(xs, out, strict=True))
+        if not everywhere:
+            # A rank's locals do not mix: what needs no gradient is not made to need one.
+            needs = ctx.needs_input_grad[3:]
+            ctx.mark_non_differentiable(*(y for y, n in zip(outs, needs, strict=True) if not n))
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -103,9 +140,12 @@ class _Apply(torch.autograd.Function):
 
 
 def apply_linear(
-    op: Linear, xs: Shards, everywhere: bool, launched: Finish | None = None
+    op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None = None
 ) -> Shards:
-    """Run `op` on one local or on all shards, differentiably; `launched` is its own start."""
+    """Run `op` on a rank's locals or on all shards of one, differentiably.
+
+    `launched` is its own start.
+    """
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         out: Shards = _Apply.apply(op, everywhere, launched, *xs)  # type: ignore[no-untyped-call]
         return out
@@ -113,18 +153,33 @@ def apply_linear(
 
 
 def apply_program(
-    prog: Program, xs: Shards, everywhere: bool, launched: Finish | None = None
+    prog: Program, xs: Shards, everywhere: bool, launched: FinishAll | None = None
 ) -> Shards:
     """Run a program on one local or on all shards, differentiably."""
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     if not wanted or prog.is_linear:
-        return apply_linear(Run(prog), xs, everywhere, launched)
-    for part in _parts(prog):
-        if part.is_linear:
-            xs = apply_linear(Run(part), xs, everywhere)
+        return apply_linear(Run((prog,)), xs, everywhere, launched)
+    for piece in _parts(prog):
+        if piece.is_linear:
+            xs = apply_linear(Run((piece,)), xs, everywhere)
         else:
-            xs = _extreme(part, xs, everywhere)
+            xs = _extreme(piece, xs, everywhere)
     return xs
+
+
+def apply_programs(
+    progs: tuple[Program, ...], keep: int, xs: Shards, launched: FinishAll | None = None
+) -> Shards:
+    """Run a program on each of a rank's locals, in one launch, differentiably; see `Run`."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if not wanted or progs[0].is_linear:
+        return apply_linear(Run(progs, keep), xs, False, launched)
+    if len(progs) == 1:
+        return apply_program(progs[0], xs, everywhere=False)
+    (whole,) = apply_program(joined(progs, keep), (join(xs, keep),), everywhere=False)
+    rank = shapes_of(progs[0].src.mesh).rank
+    outs = part(whole, [prog.dst.local_shape(rank) for prog in progs], keep)
+    return tuple(y if x.requires_grad else y.detach() for x, y in zip(xs, outs, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -176,7 +231,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prog: Program, everywhere: bool, *xs: torch.Tensor) -> Shards:
         ctx.prog, ctx.everywhere, ctx.n = prog, everywhere, len(xs)
-        ys = _execute(Run(prog), xs, everywhere, None)
+        ys = _execute(Run((prog,)), xs, everywhere, None)
         ctx.save_for_backward(*xs, *ys)
         return tuple(y.view_as(y) if y is x else y for x, y in zip(xs, ys, strict=True))
 
@@ -185,7 +240,7 @@ class _Extreme(torch.autograd.Function):
         xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
         count, whole, whole_grad = _extreme_gradient(ctx.prog)
         run: Callable[[Program, Shards], Shards]
-        run = lambda prog, each: apply_linear(Run(prog), each, ctx.everywhere)  # noqa: E731
+        run = lambda prog, each: apply_linear(Run((prog,)), each, ctx.everywhere)  # noqa: E731
         with backward_phase():
             masks = tuple(
                 (x == y).to(x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +24,29 @@ __all__ = ["Pending", "check_local", "check_shards", "check_tuple"]
 class Pending:
     """A result that is on its way: `wait()` gives it, once.
 
-    Raises `ShardingError` on a second `wait()`.
+    Raises `ShardingError` on a second `wait()`. One with a `name`, that of the collective
+    that `fs.start` has launched, warns if it is dropped without a wait.
     """
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_finish", "name")
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    def __init__(self, finish: Callable[[], Any], name: str = "") -> None:
         self._finish: Callable[[], Any] | None = finish
+        self.name = name
+
+    @property
+    def waited(self) -> bool:
+        """Whether the result has been waited for."""
+        return self._finish is None
+
+    def abandon(self) -> None:
+        """Give the result up: nobody will wait for it any more."""
+        self._finish = None
+
+    def __del__(self) -> None:
+        if self.name and not self.waited:
+            warnings.warn(f"{self.name} was never waited for: pending.wait()", ResourceWarning,
+                          stacklevel=1)  # fmt: skip
 
     def wait(self) -> Any:
         """Wait for the result and return it."""
@@ -54,7 +71,7 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
         with torch.no_grad():
             started = launch(prog, transport, local)
         if prog.is_linear or not local.requires_grad:
-            return Pending(lambda: apply_program(prog, (local,), False, started)[0])
+            return Pending(lambda: apply_program(prog, (local,), False, lambda: (started(),))[0])
         fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
              f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
              "with gradients", "run it without async_op, or detach() the local")  # fmt: skip

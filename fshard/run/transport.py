@@ -20,7 +20,7 @@ from fshard.mesh import Mesh
 
 __all__ = [
     "REDUCE", "Event", "Finish", "Group", "Transport", "as_rank", "backward_phase", "current_rank",
-    "current_transport", "notify", "observe", "set_world",
+    "current_transport", "notify", "observe", "set_world", "unobserved",
 ]  # fmt: skip
 
 Group = tuple[int, ...]
@@ -137,6 +137,17 @@ def observe(observer: Callable[[Event], None]) -> Iterator[None]:
         yield
     finally:
         _OBSERVERS.remove(observer)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Tell nobody of what only pretends to run in the block."""
+    observers = _OBSERVERS[:]
+    _OBSERVERS.clear()
+    try:
+        yield
+    finally:
+        _OBSERVERS[:] = observers
 
 
 @contextmanager

@@ -1,0 +1,62 @@
+"""Collectives of tensors without numbers: shapes and dtypes, and nothing is sent.
+
+Meta and fake tensors go through the same programs as others, over a transport that makes an
+empty result of the right shape. So a model can be traced without ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fshard.mesh import Mesh
+from fshard.run.transport import Finish, Group, current_transport
+
+__all__ = ["Shapes", "is_abstract", "shapes_of"]
+
+
+def is_abstract(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and a dtype but no numbers.
+
+    >>> is_abstract(torch.empty(2, device="meta")), is_abstract(torch.empty(2))
+    (True, False)
+    """
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """A transport that moves nothing: every result is an empty tensor of the right shape."""
+
+    rank: int
+
+    def moves(self, device: torch.device) -> bool:
+        """Whether it can move tensors of a device: all of them."""
+        return True
+
+    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        """As many as there are ranks, along a new dim 0."""
+        return lambda: x.new_empty((len(group), *x.shape))
+
+    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """The same shape."""
+        return lambda: x.new_empty(x.shape)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """The shape without dim 0."""
+        return lambda: x.new_empty(x.shape[1:])
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> Finish:
+        """As many elements as are received."""
+        return lambda: x.new_empty(sum(receive))
+
+
+def shapes_of(mesh: Mesh) -> Shapes:
+    """The transport for abstract tensors: of this rank, outside of ranks of the mesh's first."""
+    transport = current_transport()
+    return Shapes(mesh.ranks[0] if transport is None else transport.rank)

@@ -1,0 +1,245 @@
+"""Gathers, scatters and exchanges by axis name; names and values are `jax.lax`'s.
+
+Each moves along a new dim 0 of the local; where that dim comes from or goes to is a view. So a
+tree of tensors of any shapes goes side by side, in one launch per dtype, forward and backward.
+With `axis_index_groups` ranks move data within their group only, and n is the size of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fshard.errors import fail
+from fshard.mesh import Axes, Mesh
+from fshard.partition import PartitionSpec
+from fshard.program.program import Program
+from fshard.program.steps import AllGather, AllToAll, ReduceScatter
+from fshard.spec import Spec
+from fshard.spmd.groups import Groups, resolve_groups
+from fshard.spmd.plans import Move, Plan, check_dim, collective, need_tensor
+
+__all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes"]
+
+
+# -- programs on a local whose dims 0 (and 1) are the ranks' --------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _gathering(
+    mesh: Mesh, axes: tuple[str, ...], to: str, shape: torch.Size, dtype: torch.dtype
+) -> Program:
+    src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
+    return Program(src, (AllGather(axes, 0, "invariant" if to == "invariant" else "reduced"),))
+
+
+@lru_cache(maxsize=4096)
+def _scattering(
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype
+) -> Program:
+    src = Spec(mesh, PartitionSpec(unreduced=set(axes)), shape=shape, dtype=dtype)
+    return Program(src, (ReduceScatter(axes, 0),))
+
+
+@lru_cache(maxsize=4096)
+def _exchanging(
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype
+) -> Program:
+    src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
+    return Program(src, (AllToAll(axes, 0, 1),))
+
+
+def _first(axes: tuple[str, ...], shape: torch.Size) -> PartitionSpec:
+    return PartitionSpec(axes, *[None] * (len(shape) - 1))
+
+
+def gather_move(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    x: torch.Tensor,
+    to: str,
+    read: Callable[[torch.Tensor], torch.Tensor],
+) -> Move:
+    """Everyone's `x` along a new dim 0, and what is made of it."""
+    piece = x.unsqueeze(0)
+    return Move(_gathering(mesh, axes, to, piece.shape, piece.dtype), piece, read, keep=1)
+
+
+def _insert(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
+    """Dim 0 in front of `dim`, or merged into it."""
+    moved = y.movedim(0, dim)
+    return moved.flatten(dim, dim + 1) if tiled else moved.contiguous()
+
+
+def _extract(x: torch.Tensor, dim: int, n: int, tiled: bool) -> torch.Tensor:
+    """The n pieces of `dim` (or its n entries) along a new dim 0."""
+    return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
+
+
+# -- collectives --------------------------------------------------------------------------
+
+
+@collective
+def all_gather(
+    axis_name: Axes,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    axis_index_groups: Groups = None,
+    mesh: Mesh | None = None,
+) -> Plan:
+    """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
+
+    `jax.lax.all_gather`, PyTorch's `all_gather_into_tensor`. Several axes are gathered in the
+    order given, the first one major. `to` is the state of the result: "varying" or "reduced"
+    (transpose: `psum_scatter`), or "invariant" (transpose: a slice). Raises `ShardingError` for
+    an unknown axis, a dim that is none, another `to`, and wrong groups.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: all_gather(x, "i", tiled=True, to="invariant"),
+    ...                  mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=fs.P())
+    >>> f(torch.arange(4))
+    tensor([0, 1, 2, 3])
+    """
+    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_gather")
+    if to not in ("varying", "invariant", "reduced"):
+        fail("fs.all_gather", f"to={to!r}", "to is varying, invariant or reduced", 'to="varying"')
+
+    def leaf(value: Any) -> Any:
+        x = need_tensor(value, "fs.all_gather")
+        dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis")
+        return gather_move(where, axes, x, to, lambda y: _insert(y, dim, tiled))
+
+    return Plan("fs.all_gather", leaf)
+
+
+@collective
+def psum_scatter(
+    axis_name: Axes,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
+    mesh: Mesh | None = None,
+) -> Plan:
+    """The sum over the ranks along the axes, each rank keeping one slice of it.
+
+    `jax.lax.psum_scatter`, PyTorch's `reduce_scatter_tensor`. With `tiled` the dim is divided by
+    the number of ranks; without, it has that size and is removed. Transpose: `all_gather`.
+    Raises `ShardingError` for an unknown axis, a dim that does not divide, and wrong groups.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: psum_scatter(x, "i", tiled=True), mesh=fs.Mesh(i=2),
+    ...                  in_specs=fs.P(), out_specs=fs.P("i"))
+    >>> f(torch.arange(4))
+    tensor([0, 2, 4, 6])
+    """
+    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum_scatter")
+    n = where.axis_size(axes)
+
+    def leaf(value: Any) -> Any:
+        x = need_tensor(value, "fs.psum_scatter")
+        dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
+        _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
+        rows = _extract(x, dim, n, tiled)
+        prog = _scattering(where, axes, rows.shape, rows.dtype)
+        return Move(prog, rows, lambda y: y.squeeze(0), keep=1)
+
+    return Plan("fs.psum_scatter", leaf)
+
+
+@collective
+def all_to_all(
+    axis_name: Axes,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
+    mesh: Mesh | None = None,
+) -> Plan:
+    """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
+
+    `jax.lax.all_to_all`, PyTorch's `all_to_all_single`. With `tiled` one dim is divided and the
+    other multiplied by the number of ranks; without, the split dim has that size and moves to
+    `concat_axis`. Transpose: itself, dims swapped. Raises `ShardingError` for an unknown axis, a
+    dim that does not divide, and wrong groups.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: all_to_all(x, "i", 1, 0, tiled=True), mesh=fs.Mesh(i=2),
+    ...                  in_specs=fs.P("i"), out_specs=fs.P(None, "i"))
+    >>> f(torch.tensor([[0, 1], [2, 3]]))
+    tensor([[0, 1],
+            [2, 3]])
+    """
+    return _all_to_all(
+        "fs.all_to_all", axis_name, split_axis, concat_axis, tiled, axis_index_groups, mesh
+    )
+
+
+@collective
+def pswapaxes(
+    axis_name: Axes, axis: int, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+) -> Plan:
+    """Exchange the ranks along the axes with the dim `axis`, which has as many entries.
+
+    `jax.lax.pswapaxes`, PyTorch's `all_to_all_single`: entry i goes to rank i, and what rank j
+    sends becomes entry j. Transpose: itself. Raises as `all_to_all`.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: pswapaxes(x, "i", 1), mesh=fs.Mesh(i=2),
+    ...                  in_specs=fs.P("i"), out_specs=fs.P("i"))
+    >>> f(torch.tensor([[0, 1], [2, 3]]))
+    tensor([[0, 2],
+            [1, 3]])
+    """
+    return _all_to_all("fs.pswapaxes", axis_name, axis, axis, False, axis_index_groups, mesh)
+
+
+def _all_to_all(
+    name: str,
+    axis_name: Axes,
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool,
+    groups: Groups,
+    mesh: Mesh | None,
+) -> Plan:
+    where, axes = resolve_groups(axis_name, mesh, groups, name)
+    n = where.axis_size(axes)
+
+    def leaf(value: Any) -> Any:
+        x = need_tensor(value, name)
+        word = "axis" if name == "fs.pswapaxes" else "split_axis"
+        split = check_dim(split_axis, x.ndim, name, word)
+        concat = check_dim(concat_axis, x.ndim, name, "concat_axis")
+        _check_split(name, word, x, split, n, tiled)
+        # One row that is cut into a piece for each rank, and becomes a column of theirs.
+        rows = _extract(x, split, n, tiled).unsqueeze(0)
+        prog = _exchanging(where, axes, rows.shape, rows.dtype)
+        return Move(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled), keep=2)
+
+    return Plan(name, leaf)
+
+
+def _check_split(where: str, word: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:
+    size = x.shape[dim]
+    if tiled and size % n:
+        fail(
+            where,
+            f"{word}={dim} of size {size}",
+            f"the {n} ranks along the axes divide the dim; {size} % {n} = {size % n}",
+            f"pad it to {-(-size // n) * n}",
+        )
+    if not tiled and size != n:
+        fix = "fs.all_to_all(..., tiled=True)" if where == "fs.pswapaxes" else "tiled=True"
+        fail(
+            where,
+            f"{word}={dim} of size {size}",
+            f"without tiled=True the dim has one entry for each of the {n} ranks",
+            f"{fix} cuts a longer dim",
+        )

@@ -1,0 +1,193 @@
+"""Values sent from rank to rank by their places along named axes; `jax.lax`'s names and values.
+
+A permutation and a broadcast are linear operations of their own: their transposes are the
+inverse permutation, and a sum that the source alone keeps. Trees go in one launch per dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard.errors import Problem, fail, raise_if
+from fshard.mesh import Axes, Mesh, as_axes
+from fshard.run.autograd import FinishAll, Linear, Shards
+from fshard.run.batch import join, part
+from fshard.run.transport import Transport, notify
+from fshard.spmd.axes import resolve
+from fshard.spmd.plans import Move, Plan, collective, need_tensor
+
+__all__ = ["pbroadcast", "ppermute", "pshuffle"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Permute:
+    """Each rank's values to another rank of its group; zeros where nothing arrives."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    perm: tuple[tuple[int, int], ...]
+
+    @property
+    def T(self) -> _Permute:  # noqa: N802 - the mathematical name
+        return _Permute(self.mesh, self.axes, tuple((dst, src) for src, dst in self.perm))
+
+    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+        group = self.mesh.group(transport.rank, self.axes)
+        here = group.index(transport.rank)
+        goes = dict(self.perm).get(here)
+        comes = dict(self.T.perm).get(here)
+        flat = join([x.reshape(-1) for x in xs])
+        send = [flat.numel() if at == goes else 0 for at in range(len(group))]
+        receive = [flat.numel() if at == comes else 0 for at in range(len(group))]
+        notify("ppermute", self.axes, 0 if goes in (None, here) else flat.nbytes, transport.rank)
+        sent = flat if goes is not None else flat[:0]
+        moved = transport.all_to_all(sent, send, receive, group)
+        shapes = [x.shape for x in xs]
+
+        def finish() -> Shards:
+            got = moved()
+            return part(got if comes is not None else torch.zeros_like(flat), shapes)
+
+        return finish
+
+
+@dataclass(frozen=True, slots=True)
+class _Broadcast:
+    """The source's values to its whole group; with `back` everyone's sum to the source."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    source: int
+    back: bool = False
+
+    @property
+    def T(self) -> _Broadcast:  # noqa: N802 - the mathematical name
+        return _Broadcast(self.mesh, self.axes, self.source, not self.back)
+
+    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+        group = self.mesh.group(transport.rank, self.axes)
+        n, is_source = len(group), group[self.source] == transport.rank
+        flat = join(xs)
+        everyone = [flat.numel()] * n if is_source else [0] * n
+        one = [flat.numel() if at == self.source else 0 for at in range(n)]
+        shapes = [x.shape for x in xs]
+        if self.back:
+            nbytes = 0 if is_source else flat.nbytes
+            notify("reduce", self.axes, nbytes, transport.rank)
+            addends = transport.all_to_all(flat, one, everyone, group)
+
+            def total() -> Shards:
+                got = addends()
+                mine = got.view(n, -1).sum(0, dtype=got.dtype) if is_source else None
+                return part(torch.zeros_like(flat) if mine is None else mine, shapes)
+
+            return total
+        nbytes = (n - 1) * flat.nbytes if is_source else 0
+        notify("broadcast", self.axes, nbytes, transport.rank)
+        moved = transport.all_to_all(flat.repeat(n if is_source else 0), everyone, one, group)
+        return lambda: part(moved(), shapes)
+
+
+def _plan(name: str, op: Linear) -> Plan:
+    def leaf(value: Any) -> Any:
+        x = need_tensor(value, name)
+        return Move(op, x) if x.numel() else x.clone()
+
+    return Plan(name, leaf)
+
+
+@collective
+def ppermute(axis_name: Axes, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Plan:
+    """Send `x` from rank `src` to rank `dst` of the axes for every `(src, dst)` in `perm`.
+
+    `jax.lax.ppermute`, PyTorch's `permute_tensor`. Ranks that receive nothing get zeros.
+    Transpose: the inverse. Raises `ShardingError` for places that are repeated or do not exist.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: ppermute(x, "i", [(0, 1), (1, 2)]), mesh=fs.Mesh(i=3),
+    ...                  in_specs=fs.P("i"), out_specs=fs.P("i"))
+    >>> f(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([0., 1., 2.])
+    """
+    where, axes = resolve(as_axes(axis_name), mesh, "fs.ppermute")
+    n = where.axis_size(axes)
+    pairs = tuple((int(src), int(dst)) for src, dst in perm)
+    problems = [
+        Problem(
+            f"perm={list(perm)}",
+            f"places along {axes} are {-n}..{n - 1}",
+            f"({src % n}, {dst % n}), say",
+        )
+        for src, dst in pairs
+        if not (-n <= src < n and -n <= dst < n)
+    ]
+    pairs = tuple((src % n, dst % n) for src, dst in pairs)
+    for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
+        twice = sorted({place for place in places if places.count(place) > 1})
+        if twice and not problems:
+            problems.append(
+                Problem(
+                    f"perm={list(perm)} with {word} {twice[0]} twice",
+                    f"every {word} occurs at most once",
+                    "fs.pbroadcast sends one value to several ranks",
+                )
+            )
+    raise_if("fs.ppermute", problems)
+    return _plan("fs.ppermute", _Permute(where, axes, pairs))
+
+
+@collective
+def pshuffle(axis_name: Axes, perm: Sequence[int], *, mesh: Mesh | None = None) -> Plan:
+    """The `x` of rank `perm[i]` on rank i of the axes: indexing by a permutation.
+
+    `jax.lax.pshuffle`, PyTorch's `permute_tensor` with the inverse. Transpose: the inverse.
+    Raises `ShardingError` where `perm` does not have every place once.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: pshuffle(x, "i", [2, 0, 1]), mesh=fs.Mesh(i=3),
+    ...                  in_specs=fs.P("i"), out_specs=fs.P("i"))
+    >>> f(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([3., 1., 2.])
+    """
+    where, axes = resolve(as_axes(axis_name), mesh, "fs.pshuffle")
+    n = where.axis_size(axes)
+    sources = [int(place) for place in perm]
+    if sorted(sources) != list(range(n)):
+        fail(
+            "fs.pshuffle",
+            f"perm={list(perm)}",
+            f"perm has every place 0..{n - 1} along {axes} once",
+            "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out",
+        )
+    pairs = tuple((src, dst) for dst, src in enumerate(sources))
+    return _plan("fs.pshuffle", _Permute(where, axes, pairs))
+
+
+@collective
+def pbroadcast(axis_name: Axes, source: int, *, mesh: Mesh | None = None) -> Plan:
+    """The `x` of rank `source` of the axes, on every rank.
+
+    `jax.lax.pbroadcast`, PyTorch's `broadcast`: the source sends to everyone, nobody else sends.
+    Transpose: the sum of all cotangents at the source, zeros elsewhere. Raises `ShardingError`
+    for a source that does not exist.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda x: pbroadcast(x, "i", 1), mesh=fs.Mesh(i=3),
+    ...                  in_specs=fs.P("i"), out_specs=fs.P("i"))
+    >>> f(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([2., 2., 2.])
+    """
+    where, axes = resolve(as_axes(axis_name), mesh, "fs.pbroadcast")
+    n = where.axis_size(axes)
+    if not -n <= source < n:
+        fail(
+            "fs.pbroadcast",
+            f"source={source}",
+            f"places along {axes} are {-n}..{n - 1}",
+            f"source={source % n}, say",
+        )
+    return _plan("fs.pbroadcast", _Broadcast(where, axes, source % n))

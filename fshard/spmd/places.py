@@ -1,0 +1,101 @@
+"""Which place a rank has along named axes, and in which state a value is there."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fshard.errors import fail
+from fshard.mesh import Axes, Mesh, as_axes
+from fshard.partition import PartitionSpec
+from fshard.program.program import Program
+from fshard.program.steps import InvariantToReduced
+from fshard.run.transport import current_rank
+from fshard.spec import Spec
+from fshard.spmd.axes import resolve
+from fshard.spmd.plans import Move, Plan, collective
+
+__all__ = ["axis_index", "axis_size", "pcast"]
+
+CASTS = {
+    ("invariant", "varying"),
+    ("invariant", "reduced"),
+    ("varying", "unreduced"),
+    ("reduced", "varying"),
+}
+
+
+@lru_cache(maxsize=4096)
+def _using(mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Program:
+    return Program(
+        Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype), (InvariantToReduced(axes),)
+    )
+
+
+@collective
+def pcast(axis_name: Axes, *, to: str, src: str | None = None, mesh: Mesh | None = None) -> Plan:
+    """The same values in another state; nothing moves now, the transpose may.
+
+    `jax.lax.pcast`; in PyTorch an `autograd.Function` written by hand. From invariant to
+    "varying" or "reduced" the transpose is a sum over the ranks, for a whole tree in one launch
+    per dtype; from varying to "unreduced" and from reduced to "varying" it is nothing. `src` is
+    the state that `x` has; it is taken to be varying for `to="unreduced"`, else invariant.
+    Raises `ShardingError` for a cast that does not exist.
+
+    >>> import fshard as fs
+    >>> w, x = torch.tensor(2.0, requires_grad=True), torch.tensor([1.0, 10.0])
+    >>> f = fs.shard_map(lambda w, x: pcast(w, "i", to="varying") * x, mesh=fs.Mesh(i=2),
+    ...                  in_specs=(fs.P(), fs.P("i")), out_specs=fs.P("i"))
+    >>> f(w, x).sum().backward()
+    >>> w.grad
+    tensor(11.)
+    """
+    where, axes = resolve(as_axes(axis_name), mesh, "fs.pcast")
+    state = src or ("varying" if to == "unreduced" else "invariant")
+    if (state, to) not in CASTS:
+        fail(
+            "fs.pcast",
+            f"a cast from {state} to {to!r}",
+            "casts are " + ", ".join(f"{a} to {b}" for a, b in sorted(CASTS)),
+            "psum goes from varying or unreduced to invariant",
+        )
+
+    def leaf(value: Any) -> Any:
+        if state != "invariant" or not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        return Move(_using(where, axes, value.shape, value.dtype), value)
+
+    return Plan("fs.pcast", leaf)
+
+
+def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """This rank's index along the axes, row-major in the order given, as a 0-dim int64 tensor.
+
+    `jax.lax.axis_index`, PyTorch's `dist.get_rank(group)`. Raises `ShardingError` for an unbound
+    or unknown axis, and outside of ranks.
+
+    >>> import fshard as fs
+    >>> f = fs.shard_map(lambda: axis_index("i")[None], mesh=fs.Mesh(i=3), in_specs=(),
+    ...                  out_specs=fs.P("i"))
+    >>> f()
+    tensor([0, 1, 2])
+    """
+    where, axes = resolve(as_axes(axis_name), mesh, "fs.axis_index")
+    rank = current_rank(where, "fs.axis_index").rank
+    return torch.tensor(where.index(rank, axes))
+
+
+def axis_size(axis_name: Axes, *, mesh: Mesh | None = None) -> int:
+    """How many ranks there are along the axes.
+
+    `jax.lax.axis_size`, PyTorch's `dist.get_world_size(group)`. Raises `ShardingError` for an
+    unbound or unknown axis.
+
+    >>> import fshard as fs
+    >>> axis_size(("x", "y"), mesh=fs.Mesh(x=2, y=3))
+    6
+    """
+    where, axes = resolve(as_axes(axis_name), mesh, "fs.axis_size")
+    return where.axis_size(axes)

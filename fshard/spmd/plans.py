@@ -1,0 +1,161 @@
+"""How a collective goes over a pytree: every tensor one move, all alike in one launch.
+
+A collective is written once, as a plan for one leaf. From it follow the call on a tree, one
+launch per dtype forward and backward, and what `fs.start` launches ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from fshard.errors import fail
+from fshard.program.program import Program
+from fshard.run.autograd import (
+    FinishAll,
+    Linear,
+    Run,
+    Shards,
+    apply_linear,
+    apply_programs,
+    start_linear,
+)
+from fshard.tree import flatten, unflatten
+
+__all__ = ["PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_tensor"]
+
+Tree = TypeVar("Tree")
+Options = ParamSpec("Options")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor's part in a collective: what is sent, by what, and how the result is read.
+
+    `op` does not touch the dims of `x` from `keep` on, so that tensors go side by side.
+    """
+
+    op: Program | Linear
+    x: torch.Tensor
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda y: y
+    keep: int = 0
+
+    @property
+    def kind(self) -> Hashable:
+        """What is equal for the moves that go in one launch."""
+        step = self.op.steps if isinstance(self.op, Program) else self.op
+        return step, self.x.dtype, self.x.device, self.keep
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a collective does with every leaf of a tree: a `Move`, or the result at once."""
+
+    name: str
+    leaf: Callable[[Any], Any]
+
+
+PLANS: dict[Any, Callable[..., Plan]] = {}
+"""The plan behind every collective that is one."""
+
+
+def collective(
+    plan: Callable[Options, Plan],
+) -> Callable[Concatenate[Tree, Options], Tree]:
+    """The collective of a plan: a tree in front of the plan's own arguments; `None` stays."""
+
+    @functools.wraps(plan)
+    def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
+        return begin(plan(*args, **kwargs), x)()
+
+    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation="Tree")
+    rest = inspect.signature(plan).parameters.values()
+    first = [
+        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in rest
+    ]
+    run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
+    PLANS[run] = plan
+    return run
+
+
+def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
+    """Launch a collective on a tree; the call that finishes it, differentiably.
+
+    With `ahead` everything that is sent is launched now; raises `ShardingError` for what
+    cannot be, a maximum or minimum with a gradient.
+    """
+    leaves, treedef = flatten(x)
+    results: list[Any] = [None if leaf is None else plan.leaf(leaf) for leaf in leaves]
+    kinds: dict[Hashable, list[int]] = {}
+    for place, move in enumerate(results):
+        if isinstance(move, Move):
+            kinds.setdefault(move.kind, []).append(place)
+    launches = [
+        (places, _launch(plan.name, [results[place] for place in places], ahead))
+        for places in kinds.values()
+    ]
+
+    def finish() -> Tree:
+        for places, each in launches:
+            for place, y in zip(places, each(), strict=True):
+                results[place] = results[place].read(y)
+        done: Tree = unflatten(treedef, results)
+        return done
+
+    return finish
+
+
+def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
+    """Launch moves of one kind."""
+    xs: Shards = tuple(move.x for move in moves)
+    progs = tuple(move.op for move in moves if isinstance(move.op, Program))
+    keep = moves[0].keep
+    if not progs:
+        op = moves[0].op
+        assert not isinstance(op, Program)
+        launched = start_linear(op, xs, name)
+        return lambda: apply_linear(op, xs, False, launched)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if wanted and not progs[0].is_linear:
+        if ahead:
+            fail(
+                f"fs.start({name})",
+                "a tensor that requires grad",
+                "sums and movements run ahead with gradients, maxima and minima without",
+                f"{name}(x, ...) at once, or x.detach()",
+            )
+        return lambda: apply_programs(progs, keep, xs)
+    launched = start_linear(Run(progs, keep), xs, name)
+    return lambda: apply_programs(progs, keep, xs, launched)
+
+
+# -- what plans check -----------------------------------------------------------------------
+
+
+def need_tensor(value: Any, where: str) -> torch.Tensor:
+    """`value`, which is a tensor; raises `ShardingError` if it is not."""
+    if not isinstance(value, torch.Tensor):
+        fail(
+            where,
+            f"a leaf of type {type(value).__name__}",
+            "the leaves of the tree are tensors, or None",
+            "torch.as_tensor(x)",
+        )
+    return value
+
+
+def check_dim(dim: int, ndim: int, where: str, word: str) -> int:
+    """`dim` counted from 0; raises `ShardingError` for one that a tensor of `ndim` has not."""
+    if not -ndim <= dim < ndim:
+        fail(
+            where,
+            f"{word}={dim} of a tensor of {ndim} dims",
+            f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+            "name a dim it has",
+        )
+    return dim % ndim
