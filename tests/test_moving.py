@@ -158,6 +158,37 @@ def test_maxima_pass_gradients_where_they_came_from() -> None:
     assert grads == [[0.0, 0.5], [0.5, 0.5], [0.5, 0.0]]
 
 
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize(
+    ("p", "to"),
+    [
+        (P(unreduced={"x"}), P()),
+        (P(unreduced={"x"}), P(reduced={"x"})),
+        (P(unreduced={"x"}), P("x")),
+        (P("y", unreduced={"x"}), P("x")),
+        (P(unreduced={"x", "y"}), P(("y", "x"))),
+    ],
+)
+def test_second_derivatives_of_maxima(p: fs.PartitionSpec, to: fs.PartitionSpec, kind: str) -> None:
+    """Of programs, as functions of the addends: one for each place along the unreduced axes."""
+    mesh, shape = Mesh(x=2, y=2), (3,)
+    axes = tuple(p.unreduced)
+    p = P(*p.partitions, unreduced=dict.fromkeys(axes, kind))
+    src = Spec(mesh, p, shape=shape, dtype=torch.float64, uneven="chunk")
+    stacked = Spec(mesh, P(axes, *p.partitions), shape=(mesh.axis_size(axes), *shape),
+                   dtype=torch.float64, uneven="chunk")  # fmt: skip
+    prog = fs.redistribute(src, Spec(mesh, to, shape=shape, dtype=src.dtype, uneven="chunk"))
+
+    def through(addends: torch.Tensor) -> torch.Tensor:
+        local = tuple(x.squeeze(0) for x in fs.shard(addends, stacked).local)
+        return fs.unshard((prog(local), prog.dst)).sin()
+
+    generator = torch.Generator().manual_seed(0)
+    addends = torch.rand(stacked.shape, dtype=torch.float64, generator=generator)
+    torch.autograd.gradcheck(through, (addends.requires_grad_(),))
+    torch.autograd.gradgradcheck(through, (addends,))
+
+
 def test_candidates_of_a_maximum_have_no_gradient_of_their_own() -> None:
     spec = Spec(Mesh(x=2), P(unreduced={"x": "max"}), shape=(2,))
     x = torch.ones(2, requires_grad=True)

@@ -431,6 +431,18 @@ def test_gradients_of_maxima() -> None:
     assert x.grad.tolist() == [[0.0, 0.5], [1.0, 0.5]]
 
 
+@pytest.mark.parametrize("reduce", [fs.pmax, fs.pmin])
+def test_second_derivatives_of_maxima(reduce: Any) -> None:
+    """What the ranks do with a maximum's cotangent adds up in the next derivative."""
+    mapped = fs.shard_map(
+        lambda v: fs.pcast(reduce(v.sin(), ("y", "x")), ("y", "x"), to="varying") * v,
+        mesh=Mesh(x=2, y=2), in_specs=P(("x", "y")), out_specs=P(("x", "y")),
+    )  # fmt: skip
+    x = torch.tensor([0.3, -0.2, 1.1, 0.5], dtype=F64, requires_grad=True)
+    torch.autograd.gradcheck(mapped, (x,))
+    torch.autograd.gradgradcheck(mapped, (x,))
+
+
 def test_only_what_needs_a_gradient_has_one() -> None:
     x, w = torch.ones(4, requires_grad=True), torch.ones(4)
     mapped = fs.shard_map(

@@ -19,7 +19,7 @@ from fshard.mesh import Mesh
 from fshard.partition import LINEAR, PartitionSpec
 from fshard.program.infer import unreduced_kind
 from fshard.program.program import Program
-from fshard.program.steps import AllGather, AllReduce, ReduceScatter
+from fshard.program.steps import AllGather, AllReduce, InvariantToReduced, ReduceScatter
 from fshard.program.transpose import is_linear
 from fshard.run.abstract import is_abstract, shapes_of
 from fshard.run.batch import join, joined, part
@@ -254,20 +254,28 @@ class _Extreme(torch.autograd.Function):
 
 @lru_cache(maxsize=1024)
 def _extreme_gradient(prog: Program) -> tuple[Program, Program, Program]:
-    """Programs that count ties, and that make the result and its cotangent whole on every rank."""
+    """Programs that count ties, and that make the result and its cotangent whole on every rank.
+
+    Each rank uses the cotangent for candidates of its own, hence reduced: a second derivative
+    adds up what the ranks made of it.
+    """
     (step,) = prog.steps
     assert isinstance(step, AllReduce | ReduceScatter)
     count = Program(_as_addends(prog.src), (AllReduce(step.axes),))
     plain = _as_addends(prog.dst)
     if isinstance(step, ReduceScatter):
-        gather = (AllGather(step.axes, step.dim),)
-        return count, Program(plain, gather), Program(plain, gather)
+        gather = AllGather(step.axes, step.dim, "reduced")
+        return count, Program(plain, (gather,)), Program(plain, (gather,))
     bare = _without(plain, step.axes)
     if step.to == "reduced":
         addends = bare.partition.unreduced_kinds + tuple((axis, "sum") for axis in step.axes)
         p = PartitionSpec._of(bare.partition.dims, addends, bare.partition.reduced_kinds)
-        return count, Program(bare, ()), Program(bare._with(partition=p), (AllReduce(step.axes),))
-    return count, Program(bare, ()), Program(bare, ())
+        return (
+            count,
+            Program(bare, ()),
+            Program(bare._with(partition=p), (AllReduce(step.axes, "reduced"),)),
+        )
+    return count, Program(bare, ()), Program(bare, (InvariantToReduced(step.axes),))
 
 
 def _without(spec: Spec, axes: tuple[str, ...]) -> Spec:
