@@ -35,6 +35,7 @@ from fshard.spmd.asynchronous import start
 from fshard.spmd.movements import all_gather, all_to_all, psum_scatter, pswapaxes
 from fshard.spmd.permutations import pbroadcast, ppermute, pshuffle
 from fshard.spmd.places import axis_index, axis_size, pcast
+from fshard.spmd.ragged import ragged_all_to_all
 from fshard.spmd.reductions import pargmax, pargmin, pmax, pmean, pmin, pprod, psum
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.text import parse
@@ -88,6 +89,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pswapaxes",
+    "ragged_all_to_all",
     "redistribute",
     "reshard",
     "scatter",

@@ -1,0 +1,194 @@
+"""An exchange in which every rank sends every other its own number of rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fshard.errors import Problem, fail, raise_if
+from fshard.mesh import Axes, Mesh
+from fshard.run.abstract import is_abstract
+from fshard.run.autograd import FinishAll, Shards, apply_linear
+from fshard.run.transport import Transport, notify
+from fshard.spmd.groups import Groups, resolve_groups
+from fshard.spmd.movements import all_to_all
+
+__all__ = ["ragged_all_to_all"]
+
+NAME = "fs.ragged_all_to_all"
+Numbers = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Ragged:
+    """Rows for every rank of the group, packed in its order, against theirs."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    @property
+    def T(self) -> _Ragged:  # noqa: N802 - the mathematical name
+        return _Ragged(self.mesh, self.axes, self.receive, self.send)
+
+    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+        (x,) = xs
+        group = self.mesh.group(transport.rank, self.axes)
+        width = math.prod(x.shape[1:])
+        away = sum(self.send) - self.send[group.index(transport.rank)]
+        notify("ragged_all_to_all", self.axes, away * width * x.element_size(), transport.rank)
+        send, receive = [n * width for n in self.send], [n * width for n in self.receive]
+        moved = transport.all_to_all(x.reshape(-1), send, receive, group)
+        shape = (sum(self.receive), *x.shape[1:])
+        return lambda: (moved().reshape(shape),)
+
+
+class _Numbers(NamedTuple):
+    """The four rows of numbers, one number per rank in each."""
+
+    input_offsets: tuple[int, ...]
+    send_sizes: tuple[int, ...]
+    output_offsets: tuple[int, ...]
+    recv_sizes: tuple[int, ...]
+
+
+def ragged_all_to_all(
+    operand: torch.Tensor,
+    output: torch.Tensor,
+    input_offsets: Numbers,
+    send_sizes: Numbers,
+    output_offsets: Numbers,
+    recv_sizes: Numbers,
+    *,
+    axis_name: Axes,
+    axis_index_groups: Groups = None,
+    mesh: Mesh | None = None,
+) -> torch.Tensor:
+    """`output` with rows of everyone's `operand` written into it: a new tensor.
+
+    `jax.lax.ragged_all_to_all`, PyTorch's `all_to_all_single` with split sizes. Rank j gets
+    `send_sizes[j]` rows of `operand` from `input_offsets[j]` on, and has them in its result from
+    `output_offsets[j]` on: that is a row of the receiver's. `recv_sizes[j]` rows come from rank
+    j. The ranks first tell each other their offsets and sizes, in a small `all_to_all`.
+    Transpose: the reverse exchange for `operand`; for `output` zeros where rows were written.
+    Raises `ShardingError` for rows that do not exist, sizes on which two ranks do not agree, and
+    rows of the result that are written twice.
+
+    >>> import fshard as fs
+    >>> def keep_one_send_one(x):
+    ...     i = fs.axis_index("i")
+    ...     return ragged_all_to_all(x, torch.zeros(2), [0, 1], [1, 1], [i, i], [1, 1],
+    ...                              axis_name="i")
+    >>> f = fs.shard_map(keep_one_send_one, mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
+    ...                  out_specs=fs.P("i"))
+    >>> f(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([1., 3., 2., 4.])
+    """
+    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
+    given = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    rows = _read(given, where.axis_size(axes))
+    _check_rows(operand, output, rows)
+    if is_abstract(operand):
+        starts = list(itertools.accumulate(rows.recv_sizes, initial=0))[:-1]
+    else:
+        starts = _agree(operand.device, output.shape[0], rows, where, axes)
+    outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
+    packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
+    op = _Ragged(where, axes, rows.send_sizes, rows.recv_sizes)
+    (moved,) = apply_linear(op, (packed,), everywhere=False)
+    return _written(output, starts, moved.split(rows.recv_sizes))
+
+
+def _read(given: tuple[Numbers, ...], n: int) -> _Numbers:
+    """The numbers as Python's; raises unless there is one for each of the n ranks."""
+    problems = []
+    found: list[tuple[int, ...]] = []
+    for name, each in zip(_Numbers._fields, given, strict=True):
+        if isinstance(each, torch.Tensor) and is_abstract(each):
+            fail(
+                NAME,
+                f"{name} without numbers, on {each.device}",
+                "offsets and sizes decide who sends what",
+                "give them as lists, or as tensors with numbers",
+            )
+        numbers = tuple(int(number) for number in each)
+        found.append(numbers)
+        if len(numbers) != n or min(numbers) < 0:
+            rule = f"{name} has a number of at least 0 for each of the {n} ranks along the axes"
+            problems.append(Problem(f"{name}={list(numbers)}", rule, f"{name}={[0] * n}, say"))
+    raise_if(NAME, problems)
+    return _Numbers(*found)
+
+
+def _check_rows(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers) -> None:
+    problems = []
+    if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:] or not operand.ndim:
+        problems.append(
+            Problem(
+                f"an operand {operand.dtype} of shape {tuple(operand.shape)}, an output "
+                f"{output.dtype} of shape {tuple(output.shape)}",
+                "both are rows of one shape and dtype",
+                "operand.new_zeros(rows, *operand.shape[1:]) as the output",
+            )
+        )
+    else:
+        outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
+        problems += [
+            Problem(
+                f"{size} rows from row {at} on, for rank {place} along the axes",
+                f"the operand has {operand.shape[0]} rows",
+                "check input_offsets and send_sizes",
+            )
+            for place, (at, size) in enumerate(outgoing)
+            if at + size > operand.shape[0]
+        ]
+    raise_if(NAME, problems)
+
+
+def _agree(
+    device: torch.device, height: int, rows: _Numbers, mesh: Mesh, axes: tuple[str, ...]
+) -> list[int]:
+    """Where in the result everyone's rows begin, as they told; raises where that does not fit."""
+    mine = torch.tensor([rows.output_offsets, rows.send_sizes], device=device).t()
+    told: list[list[int]] = all_to_all(mine, axes, 0, 0, mesh=mesh).tolist()
+    expected = rows.recv_sizes
+    problems = [
+        Problem(
+            f"recv_sizes[{place}]={want}, but rank {place} along the axes sends {size} rows",
+            "recv_sizes[j] here is send_sizes[i] of rank j, i being this rank's place",
+            "recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)",
+        )
+        for place, ((_, size), want) in enumerate(zip(told, expected, strict=True))
+        if size != want
+    ]
+    end, last = 0, ""
+    for place in sorted(range(len(told)), key=lambda each: told[each]):
+        (at, size), who = told[place], f"those of rank {place} along the axes"
+        if size and (at < end or at + size > height):
+            rule = f"rows 0..{height - 1} of the output are written at most once"
+            also = f", after {last} up to row {end - 1}" if at < end else ""
+            given = f"rows {at}..{at + size - 1} for {who}{also}"
+            problems.append(Problem(given, rule, "output_offsets count in the receiver's output"))
+        if size:
+            end, last = max(end, at + size), who
+    raise_if(NAME, problems)
+    return [at for at, _ in told]
+
+
+def _written(
+    output: torch.Tensor, starts: Sequence[int], pieces: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """`output` with pieces in place of its rows from their starts on."""
+    parts: list[torch.Tensor] = []
+    end = 0
+    for at, piece in sorted(zip(starts, pieces, strict=True), key=lambda each: each[0]):
+        if len(piece):
+            parts += [output[end:at], piece]
+            end = at + len(piece)
+    return torch.cat([*parts, output[end:]])
