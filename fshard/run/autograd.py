@@ -93,15 +93,16 @@ def _is_local(prog: Program) -> bool:
 
 
 def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
-    """Start `op` on locals of this rank, without gradients; on abstract ones nothing is sent.
+    """Start `op` on locals of this rank; on abstract ones nothing is sent.
+
+    Under `torch.no_grad()` where one requires grad: `apply_linear` adds the gradient.
 
     Raises `ShardingError` where there is no rank, naming `where`.
     """
-    with torch.no_grad():
-        if is_abstract(xs[0]):
-            with unobserved():
-                return op.launch(shapes_of(op.mesh), xs)
-        return op.launch(current_rank(op.mesh, where), xs)
+    if is_abstract(xs[0]):
+        with unobserved():
+            return op.launch(shapes_of(op.mesh), xs)
+    return op.launch(current_rank(op.mesh, where), xs)
 
 
 def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
@@ -167,13 +168,8 @@ def apply_program(
     return xs
 
 
-def apply_programs(
-    progs: tuple[Program, ...], keep: int, xs: Shards, launched: FinishAll | None = None
-) -> Shards:
-    """Run a program on each of a rank's locals, in one launch, differentiably; see `Run`."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if not wanted or progs[0].is_linear:
-        return apply_linear(Run(progs, keep), xs, False, launched)
+def apply_programs(progs: tuple[Program, ...], keep: int, xs: Shards) -> Shards:
+    """Run one program of any kind on each of a rank's locals, differentiably; see `Run`."""
     if len(progs) == 1:
         return apply_program(progs[0], xs, everywhere=False)
     (whole,) = apply_program(joined(progs, keep), (join(xs, keep),), everywhere=False)

@@ -70,7 +70,7 @@ def gather_move(
 
 def _insert(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
     """Dim 0 in front of `dim`, or merged into it."""
-    moved = y.movedim(0, dim)
+    moved = y.movedim(0, dim) if dim else y
     return moved.flatten(dim, dim + 1) if tiled else moved.contiguous()
 
 

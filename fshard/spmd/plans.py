@@ -20,7 +20,6 @@ from fshard.run.autograd import (
     FinishAll,
     Linear,
     Run,
-    Shards,
     apply_linear,
     apply_programs,
     start_linear,
@@ -89,6 +88,12 @@ def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
     With `ahead` everything that is sent is launched now; raises `ShardingError` for what
     cannot be, a maximum or minimum with a gradient.
     """
+    if isinstance(x, torch.Tensor):
+        move = plan.leaf(x)
+        if not isinstance(move, Move):
+            return lambda: move
+        launched = _launch(plan.name, (move,), ahead)
+        return lambda: move.read(launched()[0])
     leaves, treedef = flatten(x)
     results: list[Any] = [None if leaf is None else plan.leaf(leaf) for leaf in leaves]
     kinds: dict[Hashable, list[int]] = {}
@@ -112,16 +117,13 @@ def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
 
 def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     """Launch moves of one kind."""
-    xs: Shards = tuple(move.x for move in moves)
-    progs = tuple(move.op for move in moves if isinstance(move.op, Program))
-    keep = moves[0].keep
-    if not progs:
-        op = moves[0].op
-        assert not isinstance(op, Program)
-        launched = start_linear(op, xs, name)
-        return lambda: apply_linear(op, xs, False, launched)
+    first, xs = moves[0], tuple(move.x for move in moves)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if wanted and not progs[0].is_linear:
+    progs = tuple(move.op for move in moves if isinstance(move.op, Program))
+    op = Run(progs, first.keep) if isinstance(first.op, Program) else first.op
+    if not wanted:
+        return start_linear(op, xs, name)
+    if isinstance(first.op, Program) and not first.op.is_linear:
         if ahead:
             fail(
                 f"fs.start({name})",
@@ -129,9 +131,10 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
                 "sums and movements run ahead with gradients, maxima and minima without",
                 f"{name}(x, ...) at once, or x.detach()",
             )
-        return lambda: apply_programs(progs, keep, xs)
-    launched = start_linear(Run(progs, keep), xs, name)
-    return lambda: apply_programs(progs, keep, xs, launched)
+        return lambda: apply_programs(progs, first.keep, xs)
+    with torch.no_grad():
+        launched = start_linear(op, xs, name)
+    return lambda: apply_linear(op, xs, False, launched)
 
 
 # -- what plans check -----------------------------------------------------------------------
