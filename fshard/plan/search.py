@@ -309,17 +309,30 @@ class Search:
             if target[:3] != state[:3]:
                 new = target._replace(gathered=state.gathered)
                 partition = PartitionSpec._of(new.dims, new.unreduced, new.reduced)
-                yield self.permuting(state), partial(CollectivePermute, partition), new
+                yield self.permuting(state, new), partial(CollectivePermute, partition), new
 
-    def permuting(self, state: State) -> float:
-        """The weight of moving every local whole, as if all axes took part."""
-        axes = tuple(axis for axis in self.mesh.axes if self.size[axis] > 1)
+    def permuting(self, state: State, new: State) -> float:
+        """The weight of moving every local whole along the axes whose role changes."""
+        before, after = self.roles(state), self.roles(new)
+        axes = tuple(axis for axis in self.mesh.axes if before[axis] != after[axis])
         moved = self.nbytes(state)
         if not axes or moved == 0:
             return UNIT
         if self.topology is None:
             return moved + LAUNCH
         return seconds(self.topology, self.topology.link(self.mesh, axes), Traffic(moved, moved, 1))
+
+    def roles(self, state: State) -> dict[str, object]:
+        """What each axis of several devices does: the dim it cuts and its stride, or its state."""
+        roles: dict[str, object] = dict.fromkeys(self.mesh.axes)
+        for dim, axes in enumerate(state.dims):
+            stride = 1
+            for axis in reversed(axes):
+                roles[axis] = (dim, stride)
+                stride *= self.size[axis]
+        roles |= {axis: (True, kind) for axis, kind in state.unreduced}
+        roles |= {axis: (False, kind) for axis, kind in state.reduced}
+        return {axis: role if self.size[axis] > 1 else None for axis, role in roles.items()}
 
     def find_permute_targets(self) -> dict[object, list[State]]:
         """The goal and its sources under one gather or slice, by what a permutation keeps."""

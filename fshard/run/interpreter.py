@@ -116,7 +116,7 @@ def _local(
     mesh = src.mesh
     match step:
         case AllGather() | AllReduce() | ReduceScatter() | AllToAll() | CollectivePermute():
-            return x
+            return x.clone()  # a collective's result is memory of its own, of one device too
         case AllSlice(axes, dim):
             offset = dst.offsets(rank)[dim] - src.offsets(rank)[dim]
             mine = x.narrow(dim, offset, dst.local_shape(rank)[dim])

@@ -18,31 +18,48 @@ from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.execute import check_shards, check_tuple
 from fshard.run.interpreter import neutral_like
-from fshard.run.transport import REDUCE, Transport, backward_phase, current_transport, notify
+from fshard.run.transport import Transport, backward_phase, current_transport, notify
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
-__all__ = ["from_local", "reshard", "scatter", "shard", "unshard"]
+__all__ = ["from_local", "lay_out", "reshard", "scatter", "shard", "unshard"]
 
 
-# -- whole tensors in a simulation ----------------------------------------------------
+# -- one tensor and the tuple of all ranks' -------------------------------------------
 
 
-def _lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
-    """The shards of a global tensor, each in memory of its own."""
-    shares = math.prod(spec.mesh.shape[a] for a, kind in spec.partition.reduced_kinds
-                       if kind == "avg")  # fmt: skip
-    shards = []
-    for rank in spec.mesh.ranks:
-        part = x[spec.index(rank)]
-        kind = _absent(spec, rank)
-        if kind is not None:
-            shards.append(neutral_like(part, kind))
-        elif shares > 1:
-            shards.append(part / shares)
-        else:
-            shards.append(part.clone(memory_format=torch.contiguous_format))
-    return tuple(shards)
+class _Spread(torch.autograd.Function):
+    """A tensor that every one of n ranks holds; its cotangent is invariant, so any rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.n = n
+        return tuple(x.detach() for _ in range(n))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, _First.apply(*grads)  # type: ignore[no-untyped-call]
+
+
+class _First(torch.autograd.Function):
+    """The value that every one of n ranks holds; its cotangent is every rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: torch.Tensor) -> torch.Tensor:
+        ctx.n = len(xs)
+        return xs[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Spread.apply(ctx.n, grad)  # type: ignore[no-untyped-call]
+
+
+def _own(y: torch.Tensor, *xs: torch.Tensor) -> torch.Tensor:
+    """`y` in memory that no `x` has: what is then done to one is not done to the other."""
+    if y.is_meta or not y.numel():
+        return y
+    storage = y.untyped_storage().data_ptr()
+    return y.clone() if any(x.untyped_storage().data_ptr() == storage for x in xs) else y
 
 
 def _absent(spec: Spec, rank: int) -> str | None:
@@ -51,79 +68,6 @@ def _absent(spec: Spec, rank: int) -> str | None:
         if kind != "avg" and spec.mesh.index(rank, (axis,)) > 0:
             return kind
     return None
-
-
-def _assemble(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """The global tensor of all shards: reduced where unreduced, from coordinate 0 else."""
-    mesh, p = spec.mesh, spec.partition
-    if not spec.shape or not any(p.dims):
-        ranks = [rank for rank in mesh.ranks if _leads(spec, rank)]
-        return _reduced([shards[_place(mesh, rank)] for rank in ranks], ranks, spec)
-    out = shards[0].new_empty(spec.shape)
-    parts: dict[tuple[int, ...], list[int]] = {}
-    for rank in mesh.ranks:
-        if _leads(spec, rank):
-            parts.setdefault(tuple(mesh.index(rank, dim) for dim in p.dims), []).append(rank)
-    for ranks in parts.values():
-        value = _reduced([shards[_place(mesh, rank)] for rank in ranks], ranks, spec)
-        out[spec.index(ranks[0])] = value
-    return out
-
-
-def _place(mesh: Mesh, rank: int) -> int:
-    return mesh.ranks.index(rank)
-
-
-def _leads(spec: Spec, rank: int) -> bool:
-    """Whether a rank is the first along every axis along which the value is repeated."""
-    p, coords = spec.partition, spec.mesh.coords(rank)
-    cut = {axis for dim in p.dims for axis in dim} | set(dict(p.unreduced_kinds))
-    return all(at == 0 for axis, at in coords.items() if axis not in cut)
-
-
-def _reduced(addends: list[torch.Tensor], ranks: list[int], spec: Spec) -> torch.Tensor:
-    """One shard's value from its addends on `ranks`, axis by axis as the kinds say."""
-    shares = math.prod(spec.mesh.shape[a] for a, kind in spec.partition.reduced_kinds
-                       if kind == "avg")  # fmt: skip
-    kinds = spec.partition.unreduced_kinds
-    places = [tuple(spec.mesh.coords(rank)[axis] for axis, _ in kinds) for rank in ranks]
-    values = dict(sorted(zip(places, addends, strict=True), key=lambda each: each[0]))
-    for axis, kind in kinds:
-        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        for place, value in values.items():
-            groups.setdefault(place[1:], []).append(value)
-        share = spec.mesh.shape[axis] if kind == "avg" else 1
-        reduce = REDUCE["sum" if kind == "avg" else kind]
-        totals = {place: reduce(torch.stack(group)) for place, group in groups.items()}
-        values = {place: x if share == 1 else x / share for place, x in totals.items()}
-    (value,) = values.values()
-    return value * shares if shares > 1 else value.clone()
-
-
-class _Shard(torch.autograd.Function):
-    """A global tensor to the shards of a simulation; the gradient is assembled from theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
-        ctx.spec = spec
-        return _lay_out(x, spec)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Unshard.apply(ctx.spec.dual, *grads), None  # type: ignore[no-untyped-call]
-
-
-class _Unshard(torch.autograd.Function):
-    """The shards of a simulation to the global tensor; its gradient is laid out over them."""
-
-    @staticmethod
-    def forward(ctx: Any, spec: Spec, *shards: torch.Tensor) -> torch.Tensor:
-        ctx.spec = spec
-        return _assemble(shards, spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, *_Shard.apply(grad, ctx.spec.dual)  # type: ignore[no-untyped-call]
 
 
 # -- the public functions -------------------------------------------------------------
@@ -196,14 +140,23 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     >>> shard(torch.arange(4.0), spec).local
     (tensor([0., 1.]), tensor([2., 3.]))
     """
-    _check_global(global_tensor, spec, "fs.shard")
-    if global_tensor.requires_grad and torch.is_grad_enabled():
+    if current_transport() is None:
+        return Sharded(lay_out(global_tensor, spec), spec)
+    _check_sharding(global_tensor, spec)
+    return Sharded(_own(_laying_out(spec)(global_tensor), global_tensor), spec)
+
+
+def _check_sharding(x: torch.Tensor, spec: Spec) -> None:
+    _check_global(x, spec, "fs.shard")
+    if x.requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.shard")
-    transport = current_transport()
-    if transport is None:
-        return Sharded(_Shard.apply(global_tensor, spec), spec)  # type: ignore[no-untyped-call]
-    local = _laying_out(spec)(global_tensor)
-    return Sharded(local.clone() if local is global_tensor else local, spec)
+
+
+def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
+    """The shards of a global tensor on all ranks of a simulated mesh, in this process."""
+    _check_sharding(x, spec)
+    shards = _laying_out(spec)(_Spread.apply(spec.mesh.size, x))  # type: ignore[no-untyped-call]
+    return tuple(_own(each, x) for each in shards)
 
 
 def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
@@ -215,15 +168,12 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     tensor([11., 22.])
     """
     local, spec = _read_pair(pair, "fs.unshard")
+    prog = redistribute(spec, replicated(spec))
     if isinstance(local, torch.Tensor):
-        out: torch.Tensor = redistribute(spec, replicated(spec))(local)
-        return out
+        return _own(prog(local), local)
     shards = check_shards(local, spec, "fs.unshard")
-    linear = all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds)
-    if not linear and any(x.requires_grad for x in shards):
-        shards, spec = redistribute(spec, replicated(spec))(shards), replicated(spec)
-    whole: torch.Tensor = _Unshard.apply(spec, *shards)  # type: ignore[no-untyped-call]
-    return whole
+    whole: torch.Tensor = _First.apply(*prog(shards))  # type: ignore[no-untyped-call]
+    return _own(whole, *shards)
 
 
 def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
@@ -235,7 +185,10 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
     if not isinstance(to, Spec | PartitionSpec):
         fail("fs.reshard", f"{to!r}", "the target is a Spec or a P", "fs.P('x'), say")  # fmt: skip
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
-    return Sharded(redistribute(spec, target, **options)(local), target)
+    moved = redistribute(spec, target, **options)(local)
+    if isinstance(local, torch.Tensor):
+        return Sharded(_own(moved, local), target)
+    return Sharded(tuple(map(_own, moved, local)), target)
 
 
 # -- scatter --------------------------------------------------------------------------

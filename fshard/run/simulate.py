@@ -8,7 +8,6 @@ go on it is known who stands where: the error says so instead of hanging.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import os
 import sys
@@ -21,6 +20,7 @@ import torch
 
 from fshard.errors import ShardingError, fail
 from fshard.mesh import Mesh
+from fshard.run.settings import ThreadSettings
 from fshard.run.transport import REDUCE, Finish, Group, as_rank
 from fshard.spec import Sharded
 from fshard.tree import is_pair, map_leaves
@@ -52,6 +52,7 @@ class _Worker:
             job, self.job = self.job, None
             assert job is not None
             job()
+            job = None  # what it holds, tensors too, must not wait for the next one
             _IDLE.append(self)
 
 
@@ -132,7 +133,7 @@ class _World:
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank; their results, or the first error."""
         self.over.acquire()
-        settings = _ThreadSettings.current()
+        settings = ThreadSettings.current()
         for rank, function in zip(self.order, functions, strict=True):
             rank.gate.acquire()
             worker = _IDLE.pop() if _IDLE else _Worker()
@@ -156,14 +157,17 @@ class _World:
                 raise error
             finally:
                 del error
-        return [rank.result for rank in self.order]
+        results = [rank.result for rank in self.order]
+        for rank in self.order:  # ranks and world hold each other: let go of the tensors now
+            rank.result = rank.waits = None
+        return results
 
-    def _live(self, rank: _Rank, function: Callable[[], Any], settings: _ThreadSettings) -> None:
+    def _live(self, rank: _Rank, function: Callable[[], Any], settings: ThreadSettings) -> None:
         rank.gate.acquire()
         rank.thread = threading.get_ident()
         try:
             if self.error is None:
-                with as_rank(rank), settings:
+                with as_rank(rank), settings.entered():
                     rank.result = function()
         except _Stopped:
             pass
@@ -314,39 +318,6 @@ def _user_line(thread: int) -> str:
             return f" at {name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-class _ThreadSettings(contextlib.AbstractContextManager[None]):
-    """PyTorch's per-thread settings, taken from one thread and entered in another."""
-
-    def __init__(
-        self, grad: bool, inference: bool, autocast: list[tuple[str, torch.dtype]]
-    ) -> None:
-        self.grad, self.inference, self.autocast = grad, inference, autocast
-
-    @staticmethod
-    def current() -> _ThreadSettings:
-        autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        ]
-        return _ThreadSettings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
-
-    def __enter__(self) -> None:
-        # One instance serves all threads, so nothing is kept on self; a worker's thread
-        # belongs to the library, so nothing needs to be put back either.
-        torch.set_grad_enabled(self.grad)
-        # Backward must run in the rank's own thread: it meets other ranks there.
-        torch._C._set_multithreading_enabled(False)
-        for device in ("cpu", "cuda"):
-            torch.set_autocast_enabled(device, any(device == each for each, _ in self.autocast))
-        for device, dtype in self.autocast:
-            torch.set_autocast_dtype(device, dtype)
-
-    def __exit__(self, *_: object) -> None:
-        if self.autocast:
-            torch.clear_autocast_cache()
 
 
 def run_ranks(

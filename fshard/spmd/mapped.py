@@ -7,42 +7,66 @@ itself such an operation: the vector-Jacobian product, recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
+from fshard.run.settings import ThreadSettings
 from fshard.run.simulate import run_ranks
 from fshard.run.transport import backward_phase
 from fshard.spmd.axes import bind_axes
 
-__all__ = ["map_ranks"]
+__all__ = ["map_ranks", "run_body"]
 
 Locals = tuple[torch.Tensor, ...]
 Body = Callable[[Locals], Locals]
 
 
-def map_ranks(mesh: Mesh, body: Body, values: Sequence[Locals], name: str) -> list[Locals]:
+def map_ranks(
+    mesh: Mesh,
+    body: Body,
+    values: Sequence[Locals],
+    name: str,
+    agree: Callable[[], None] = lambda: None,
+) -> list[Locals]:
     """`body(values[i])` as rank i of a simulated mesh, for every rank; differentiable.
 
-    `body` maps tensors to tensors, as many on every rank.
+    `body` maps tensors to tensors, as many on every rank: `agree` raises where they were not.
     """
     width = len(values[0])
     flat = [x for row in values for x in row]
     if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
-        out = _Mapped.apply(mesh, body, width, name, *flat)  # type: ignore[no-untyped-call]
+        out = _Mapped.apply(mesh, body, width, name, agree, *flat)  # type: ignore[no-untyped-call]
         return _rows(out, len(out) // mesh.size)
     outs = run_ranks(mesh, lambda _, xs: _bound(mesh, body, xs), values)
-    if any(y.requires_grad for y in outs[0]):
-        _refuse_closures((values[0], outs[0]), name)
+    agree()
+    for xs, ys in zip(values, outs, strict=True):
+        refuse_closures(xs, ys, name)
     return outs
+
+
+def run_body(mesh: Mesh, body: Body, xs: Locals, name: str) -> Locals:
+    """`body(xs)` as the one rank that this process, or this simulated rank, is."""
+    ys = _bound(mesh, body, xs)
+    refuse_closures(xs, ys, name)
+    return ys
 
 
 def _bound(mesh: Mesh, body: Body, xs: Locals) -> Locals:
     with bind_axes(mesh):
-        return body(xs)
+        return tuple(_fresh(y, xs) for y in body(xs))
+
+
+def _fresh(y: torch.Tensor, xs: Locals) -> torch.Tensor:
+    """A result in memory that no argument has: what is done to one is not done to the other."""
+    if y.is_meta or not y.numel():
+        return y
+    storage = y.untyped_storage().data_ptr()
+    return y.clone() if any(x.untyped_storage().data_ptr() == storage for x in xs) else y
 
 
 def _rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:
@@ -61,15 +85,25 @@ class _Mapped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mesh: Mesh, body: Body, width: int, name: str, *flat: torch.Tensor
+        ctx: Any,
+        mesh: Mesh,
+        body: Body,
+        width: int,
+        name: str,
+        agree: Callable[[], None],
+        *flat: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        ctx.settings, ctx.random = ThreadSettings.current(), _random_state()
+
         def run(_: object, xs: Locals) -> tuple[Locals, Locals]:
             with torch.enable_grad():
                 own = _leaves(xs)
                 return own, _bound(mesh, body, own)
 
         graphs: list[tuple[Locals, Locals]] = run_ranks(mesh, run, _rows(flat, width))
-        _refuse_closures(graphs[0], name)
+        for xs, ys in graphs:
+            refuse_closures(xs, ys, name)
+        agree()
         ctx.mesh, ctx.body, ctx.width, ctx.name = mesh, body, width, name
         ctx.graphs = graphs
         ctx.save_for_backward(*flat)
@@ -86,7 +120,7 @@ class _Mapped(torch.autograd.Function):
         rows = _rows(grads, len(grads) // ctx.mesh.size)
         with backward_phase():
             back = _again(ctx, flat, rows) if torch.is_grad_enabled() else _once(ctx, rows)
-        return None, None, None, None, *(g for row in back for g in row)
+        return None, None, None, None, None, *(g for row in back for g in row)
 
 
 def _once(ctx: Any, rows: list[Locals]) -> list[tuple[torch.Tensor | None, ...]]:
@@ -114,20 +148,47 @@ def _again(
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """The gradients as a mapped function of inputs and cotangents, itself differentiable."""
     body: Body = ctx.body
-    needs = [x.requires_grad for x in flat[: ctx.width]]
+    settings: ThreadSettings = ctx.settings
+    rows_in = _rows(flat, ctx.width)
 
     def product(values: Locals) -> Locals:
         xs, grads = values[: ctx.width], values[ctx.width :]
         # Views: a rank's own inputs may be leaves of the outer graph, or no leaves at all.
         own = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
-        found = _gradients(own, body(own), grads, retain_graph=True, create_graph=True)
+        with settings.casting():
+            made = body(own)
+        found = _gradients(own, made, grads, retain_graph=True, create_graph=True)
         return tuple(
             torch.zeros_like(x) if g is None else g for x, g in zip(own, found, strict=True)
         )
 
-    values = [xs + grads for xs, grads in zip(_rows(flat, ctx.width), rows, strict=True)]
-    back = map_ranks(ctx.mesh, product, values, ctx.name)
-    return [tuple(g if need else None for g, need in zip(row, needs, strict=True)) for row in back]
+    values = [xs + grads for xs, grads in zip(rows_in, rows, strict=True)]
+    with _random_again(ctx.random):
+        back = map_ranks(ctx.mesh, product, values, ctx.name)
+    return [
+        tuple(g if x.requires_grad else None for g, x in zip(row, xs, strict=True))
+        for row, xs in zip(back, rows_in, strict=True)
+    ]
+
+
+Random = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def _random_state() -> Random:
+    """The states of PyTorch's own generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda
+
+
+@contextmanager
+def _random_again(state: Random) -> Iterator[None]:
+    """Draw in the block what was drawn from `state`: a body recomputed is the same body."""
+    cpu, cuda = state
+    with torch.random.fork_rng(devices=range(len(cuda))):
+        torch.set_rng_state(cpu)
+        for device, each in enumerate(cuda):
+            torch.cuda.set_rng_state(each, device)
+        yield
 
 
 def _gradients(
@@ -150,12 +211,12 @@ def _gradients(
     return tuple(next(found) if x.requires_grad else None for x in xs)
 
 
-def _refuse_closures(graph: tuple[Locals, Locals], name: str) -> None:
+def refuse_closures(xs: Locals, ys: Locals, name: str) -> None:
     """Raise where a result depends on a tensor that requires grad and is no argument."""
-    xs, ys = graph
     known = {id(x) for x in xs}
-    todo = [y.grad_fn for y in ys if y.grad_fn is not None]
-    seen = set(todo)
+    seen = {x.grad_fn for x in xs if x.grad_fn is not None}
+    todo = [y.grad_fn for y in ys if y.grad_fn is not None and y.grad_fn not in seen]
+    seen.update(todo)
     while todo:
         node = todo.pop()
         variable = getattr(node, "variable", None)

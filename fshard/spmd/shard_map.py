@@ -15,12 +15,11 @@ from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.run.execute import check_local, check_shards
-from fshard.run.moving import shard, unshard
+from fshard.run.moving import lay_out, shard, unshard
 from fshard.run.transport import Transport, current_transport
 from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, match_specs, signature_of
-from fshard.spmd.axes import bind_axes
-from fshard.spmd.mapped import map_ranks
+from fshard.spmd.mapped import map_ranks, run_body
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
 
 __all__ = ["local_map", "shard_map"]
@@ -148,20 +147,21 @@ class _Mapping:
         """Place the arguments, run the function as every rank or as this one, read the results."""
         arguments = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
         mesh = self.mesh or self._mesh_of(arguments)
-        transport = current_transport()
+        # The values decide who executes: a tuple of shards is a simulation, inside a rank too.
+        held = [each.value[0] for each in arguments if is_pair(each.value)]
+        whole = any(not isinstance(local, torch.Tensor) for local in held)
+        transport = None if whole else current_transport()
         if transport is not None and transport.rank not in mesh:
-            return self._nothing(mesh, any(is_pair(each.value) for each in arguments))
-        self._place_all(arguments, mesh)
+            return self._nothing(mesh, bool(held))
+        self._place_all(arguments, mesh, transport)
         call = _Call(self, mesh, arguments, flatten((args, kwargs))[1])
         mapped = [each.local for each in arguments if each.spec is not None]
         if transport is None:
             rows = list(zip(*mapped, strict=True)) if mapped else [()] * mesh.size
-            outs = map_ranks(mesh, call.body, rows, self.name)
-            call.agree()
+            outs = map_ranks(mesh, call.body, rows, self.name, call.agree)
             columns: Sequence[Any] = list(zip(*outs, strict=True))
         else:
-            with bind_axes(mesh):
-                columns = call.body(tuple(mapped))
+            columns = run_body(mesh, call.body, tuple(mapped), self.name)
         return call.results(columns, transport)
 
     def _nothing(self, mesh: Mesh, pairs: bool) -> Any:
@@ -195,12 +195,14 @@ class _Mapping:
             )
         return meshes[0]
 
-    def _place_all(self, arguments: Sequence[Argument], mesh: Mesh) -> None:
+    def _place_all(
+        self, arguments: Sequence[Argument], mesh: Mesh, transport: Transport | None
+    ) -> None:
         """Give every argument its spec and its local; all failures at once."""
         problems: list[Problem] = []
         for argument in arguments:
             try:
-                self._place(argument, mesh)
+                self._place(argument, mesh, transport)
             except ShardingError as error:
                 if not error.problems:
                     raise
@@ -214,7 +216,7 @@ class _Mapping:
                 ]
         raise_if(self.where, problems)
 
-    def _place(self, argument: Argument, mesh: Mesh) -> None:
+    def _place(self, argument: Argument, mesh: Mesh, transport: Transport | None) -> None:
         value, given = argument.value, argument.given
         if given is None:
             return
@@ -233,14 +235,18 @@ class _Mapping:
                 "given.replace(mesh=mesh)",
             )
         if is_pair(value):
-            argument.spec, argument.local = self._place_pair(value, given, mesh)
+            argument.spec, argument.local = self._place_pair(value, given, mesh, transport)
         elif isinstance(value, torch.Tensor):
             spec = (
                 given
                 if isinstance(given, Spec)
                 else Spec(mesh, given, shape=value.shape, dtype=value.dtype)
             )
-            argument.spec, argument.local = spec, shard(value, spec).local
+            argument.spec = spec
+            if transport is None:
+                argument.local = lay_out(value, spec)
+            else:
+                argument.local = shard(value, spec).local
         elif isinstance(given, Spec) or any(given.dims):
             fail(
                 self.where,
@@ -250,7 +256,11 @@ class _Mapping:
             )
 
     def _place_pair(
-        self, pair: tuple[Any, Spec], given: PartitionSpec | Spec, mesh: Mesh
+        self,
+        pair: tuple[Any, Spec],
+        given: PartitionSpec | Spec,
+        mesh: Mesh,
+        transport: Transport | None,
     ) -> tuple[Spec, Any]:
         local, spec = pair
         if spec.mesh != mesh:
@@ -268,7 +278,6 @@ class _Mapping:
                 fix = f"fs.reshard(pair, {given!r}), which runs\n           {lines}"
                 fail(self.where, f"a pair of {spec}", f"in_specs ask for {target}", fix)
             local = prog(local)
-        transport = current_transport()
         if transport is None:
             return target, check_shards(local, target, self.where)
         check_local(local, target, transport, self.where)
@@ -328,6 +337,8 @@ class _Call:
                 pair = Sharded(local, self._spec_of(local, given, transport))
                 leaves.append(pair if pairs else unshard(pair))
             except ShardingError as error:
+                if not error.problems:
+                    raise
                 problems += [Problem(f"{path}: {p.given}", p.rule, p.fix) for p in error.problems]
         raise_if(where, problems)
         return unflatten(treedef, leaves)
