@@ -7,7 +7,7 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import pytest
@@ -716,6 +716,41 @@ def test_links_of_a_cluster() -> None:
     nested = Mesh(dp=2, a=2, tp=4)
     assert [cluster.link(nested, axis) for axis in nested.axes] == [outer, inner, inner]
     assert Topology.cluster(4).link(nested, "a") == outer
+
+
+def test_links_of_a_cluster_are_those_of_its_groups() -> None:
+    inner, outer = Topology.cluster().inner, Topology.cluster().outer
+    assert Topology.cluster().link(Mesh(tp=6), "tp") == inner
+    assert Topology.cluster().link(Mesh(dp=2, tp=3), "tp") == inner
+    assert Topology.cluster().link(Mesh(dp=2, tp=3), ("dp", "tp")) == inner
+    sizes, starts = [(6,), (2, 3), (3, 2), (4, 3), (3, 4), (2, 3, 2), (5, 2)], range(9)
+    for size, start, nodes in itertools.product(sizes, starts, range(1, 13)):
+        grid = dict(zip("abc", size, strict=False))
+        mesh = Mesh(grid, devices=range(start, start + math.prod(size)))
+        for axis in mesh.axes:
+            inside = all(len({r // nodes for r in group}) == 1 for group in mesh.groups(axis))
+            assert Topology.cluster(nodes).link(mesh, axis) == (inner if inside else outer)
+
+
+def test_links_of_a_huge_cluster() -> None:
+    mesh = Mesh(a=1024, b=1024, devices=range(3, 3 + 2**20))
+    assert Topology.cluster().link(mesh, "b") == Topology.cluster().outer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology.cluster(0), "a node has at least 1 device"),
+        (lambda: Topology.cluster(2.5), "a node has at least 1 device"),  # type: ignore[arg-type]
+        (lambda: Topology.of({"x": (1e-6, 1e9)}), "a connection is a Link"),  # type: ignore[dict-item]
+        (lambda: Topology.of("x"), "a mapping from mesh axis to Link"),  # type: ignore[arg-type]
+        (lambda: Topology.of({}, memory=0), "memory's bandwidth is above 0"),
+        (lambda: Link("fast", 1), "bandwidth above 0"),  # type: ignore[arg-type]
+    ],
+)
+def test_topologies_that_do_not_exist(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("link", [(-1, 1), (1, 0), (1, -1)])
