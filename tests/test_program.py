@@ -183,6 +183,26 @@ def test_permute_beside_addends_that_stay(src: str, dst: str) -> None:
     assert torch.equal(global_value(prog(x), prog.dst), want)
 
 
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("f64[4]{unreduced: b, c; reduced: a}", "f64[4]{unreduced: a, b; reduced: c}"),
+        ("f64[4]{unreduced: b=avg, c}", "f64[4]{unreduced: a, b=avg}"),
+        ("f64[4]{unreduced: b, c}", "f64[4]{unreduced: a, b}"),
+        ("f64[4@c]{unreduced: a, b}", "f64[4@a]{unreduced: b, c}"),
+        ("f64[12@(a,b)]{unreduced: c}", "f64[12@(c,b)]{unreduced: a}"),
+        ("f64[12@(a,b,c)]", "f64[12@(c,b,a)]"),
+        ("f64[12@(b,c)]{reduced: a=avg}", "f64[12@(a,b)]{reduced: c=avg}"),
+    ],
+)
+def test_permute_moves_addends_alike(src: str, dst: str) -> None:
+    for mesh in (Mesh(a=2, b=3, c=2), Mesh(a=2, b=3, c=2, devices=range(11, -1, -1))):
+        prog = Program(parse(src, mesh), (CollectivePermute(parse(dst, mesh).partition),))
+        x = helpers.random_locals(prog.src, 1)
+        for here, there in zip(prog(x), simulate(prog, x), strict=True):
+            assert torch.equal(here, there)
+
+
 def test_table_has_every_step() -> None:
     assert {type(step) for step, *_ in TABLE} == set(get_args(Step))
     assert {name for name in steps_module.__all__ if name != "Step"} == {

@@ -149,6 +149,13 @@ class CollectivePermute:
     `partition` is the result's. Covers reordered axes, exchanged dims and shards that move
     from one axis to another of the same size, unreduced ones too. Transpose: the inverse.
     After AllPermute of Rink et al., arXiv 2112.01075.
+
+    Which rank sends to which: an axis that keeps its role (the dim it cuts and the stride, or
+    its state) keeps its coordinate, so shards move within groups along the other axes. What a
+    rank holds there, and what it needs, is the index of its shard in every dim, and for each
+    reduction its row-major index along the moving unreduced axes, in the order of their names.
+    A rank that holds what it needs keeps it; of each shard the other holders send, in mesh
+    order, to the other ranks that need it, in mesh order.
     """
 
     partition: PartitionSpec

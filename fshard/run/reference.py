@@ -231,8 +231,9 @@ def _permute(before: Spec, after: Spec, held: ByRank) -> ByRank:
     A rank that holds what it needs keeps it; the others pair up in rank-position order.
     """
     ranks = list(before.mesh.devices)
-    have = {rank: _chunk(before, rank) for rank in ranks}
-    need = {rank: _chunk(after, rank) for rank in ranks}
+    stay = [axis for axis in before.mesh.axes if _role(before, axis) == _role(after, axis)]
+    have = {rank: _chunk(before, rank, stay) for rank in ranks}
+    need = {rank: _chunk(after, rank, stay) for rank in ranks}
     made = {rank: held[rank] for rank in ranks if have[rank] == need[rank]}
     spare = [rank for rank in ranks if rank not in made]
     for rank in ranks:
@@ -243,16 +244,29 @@ def _permute(before: Spec, after: Spec, held: ByRank) -> ByRank:
     return made
 
 
-def _chunk(spec: Spec, rank: int) -> object:
-    """Which shard of the global tensor a rank holds, and which addend of it per reduction."""
-    kinds = spec.partition.unreduced_kinds
-    addends = [
-        (kind, spec.mesh.index(rank, [axis for axis, each in kinds if each == kind]))
-        for kind in sorted({kind for _, kind in kinds})
-    ]
+def _role(spec: Spec, axis: str) -> object:
+    """What a step along an axis changes: the shard's index in each dim, or its state's part."""
+    p = spec.partition
+    if spec.mesh.shape[axis] == 1:
+        return None
+    first, second, *_ = spec.mesh.groups(axis)[0]
+    strides = [spec.mesh.index(second, dim) - spec.mesh.index(first, dim) for dim in p.dims]
+    return strides, p.unreduced.get(axis), p.reduced.get(axis)
+
+
+def _chunk(spec: Spec, rank: int, stay: list[str]) -> object:
+    """The shard of the global tensor, and of it the addend among those that move.
+
+    Along axes that stay, a rank exchanges nothing with the others: its place there is part of
+    what it holds.
+    """
+    moving = [each for each in spec.partition.unreduced_kinds if each[0] not in stay]
+    addends = {
+        kind: spec.mesh.index(rank, [axis for axis, each in moving if each == kind])
+        for _, kind in moving
+    }
     shard = [spec.mesh.index(rank, axes) for axes in spec.partition.dims]
-    # Along axes of size 1 there is one addend: the same chunk as a complete one.
-    return shard, [each for each in addends if each[1] > 0]
+    return shard, addends, spec.mesh.index(rank, stay)
 
 
 # -- parts ----------------------------------------------------------------------------
