@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -56,6 +57,9 @@ class Mesh:
         devices: Iterable[int] | None = None,
         **axes: int,
     ) -> None:
+        if shape is not None and not isinstance(shape, Mapping):
+            fail("fs.Mesh", f"a shape of {shape!r}", "a shape maps axis names to sizes",
+                 "Mesh(dp=2, tp=4) or Mesh({'dp': 2, 'tp': 4})")  # fmt: skip
         grid = {**(shape or {}), **axes}
         problems = [
             Problem(f"axis {name!r} of size {size!r}", "an axis has at least 1 device",
@@ -141,11 +145,18 @@ class Mesh:
         raise_if(where, problems)
         raise AssertionError("unreachable")
 
+    def check_rank(self, rank: int, where: str) -> int:
+        """`rank`; raises `ShardingError` where the mesh has no such rank."""
+        if rank not in self:
+            fail(where, f"rank {rank!r} on {self}", f"its ranks are {_brief(self.ranks)}",
+                 "ask `rank in mesh` first")  # fmt: skip
+        return rank
+
     # -- ranks and coordinates --------------------------------------------------------
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """The coordinates of a rank, one per axis in mesh order."""
-        position = self._position(rank)
+        position = self._position(self.check_rank(rank, "Mesh.coordinate"))
         coordinate = []
         for size in reversed(self.sizes):
             position, here = divmod(position, size)
@@ -154,11 +165,12 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank by axis name."""
-        return dict(zip(self.axes, self.coordinate(rank), strict=True))
+        coordinate = self.coordinate(self.check_rank(rank, "Mesh.coords"))
+        return dict(zip(self.axes, coordinate, strict=True))
 
     def index(self, rank: int, axes: Axes) -> int:
         """The rank's linear index along `axes`, row-major in the order given."""
-        coordinate = self.coordinate(rank)
+        coordinate = self.coordinate(self.check_rank(rank, "Mesh.index"))
         index = 0
         for axis in self.check_axes(axes, "Mesh.index"):
             place = self.axes.index(axis)
@@ -187,7 +199,7 @@ class Mesh:
 
     def group(self, rank: int, axes: Axes) -> tuple[int, ...]:
         """The one group of `groups(axes)` that holds `rank`."""
-        return _group(self, rank, as_axes(axes))
+        return _group(self, self.check_rank(rank, "Mesh.group"), as_axes(axes))
 
     # -- other meshes -----------------------------------------------------------------
 
@@ -257,9 +269,6 @@ class Mesh:
         ])  # fmt: skip
 
     def _position(self, rank: int) -> int:
-        if rank not in self:
-            fail("Mesh", f"rank {rank} on {self}", f"its ranks are {_brief(self.ranks)}",
-                 "ask `rank in mesh` first")  # fmt: skip
         if isinstance(self.devices, range):
             return self.devices.index(rank)
         return _positions(self)[rank]
@@ -278,7 +287,11 @@ def _canonical_devices(
     first = devices.start if isinstance(devices, range) else -1
     if first >= 0 and devices == range(first, first + size):
         return range(first, first + size)
-    ids = tuple(int(device) for device in devices)
+    try:
+        ids = tuple(operator.index(device) for device in devices)
+    except TypeError:
+        fail("fs.Mesh", f"devices={devices!r}", "devices are rank ids, whole numbers",
+             f"give {size} rank ids, row-major")  # fmt: skip
     problems = []
     if len(ids) != size:
         problems.append(Problem(f"{len(ids)} devices for {dict(grid)}",

@@ -9,7 +9,7 @@ from typing import Any
 
 from fshard.errors import Problem, did_you_mean, raise_if
 
-__all__ = ["REDUCTIONS", "PartitionSpec", "chunk_sizes", "even_sizes"]
+__all__ = ["REDUCTIONS", "PartitionSpec", "chunk_sizes"]
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 LINEAR = ("sum", "avg")
@@ -177,11 +177,6 @@ def _kinds(
                 f"{word}={{{axis!r}: {kind!r}}}", f"a reduction is one of {', '.join(allowed)}",
                 did_you_mean(str(kind), allowed, f"use one of {', '.join(allowed)}")))  # fmt: skip
     return tuple(sorted(kinds.items(), key=lambda each: str(each[0])))
-
-
-def even_sizes(size: int, shards: int) -> tuple[int, ...] | None:
-    """The sizes of `shards` equal shards of a dim, or None where they do not divide it."""
-    return None if size % shards else (size // shards,) * shards
 
 
 def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:

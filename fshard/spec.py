@@ -6,18 +6,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from fshard import hooks
-from fshard.errors import Problem, did_you_mean, fail, raise_if
+from fshard.errors import fail, raise_if
+from fshard.layout import (
+    Sizes,
+    by_dim,
+    mixed_kinds,
+    resolve_sizes,
+    state_problems,
+    type_problems,
+    value_problems,
+    whole_numbers,
+)
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR, Kinds, PartitionSpec, chunk_sizes
+from fshard.partition import PartitionSpec, chunk_sizes
 
-__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec", "mixed_kinds", "state_problems"]
-
-Sizes = tuple[tuple[int, ...] | None, ...]
+__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec", "mixed_kinds"]
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -79,14 +87,15 @@ class Spec:
         sizes: Mapping[int, Sequence[int] | None] | None = None,
         uneven: str | None = None,
     ) -> None:
-        shape = tuple(int(size) for size in shape)
-        problems = _type_problems(mesh, partition, shape, dtype, uneven)
-        if any(size < 0 for size in shape) or not isinstance(partition, PartitionSpec):
+        raise_if("fs.Spec", type_problems(mesh, partition, shape, dtype))
+        shape = whole_numbers(shape) or ()
+        problems = value_problems(mesh, partition, shape, dtype, uneven)
+        if any(size < 0 for size in shape):
             raise_if("fs.Spec", problems)
         dims = (partition.dims + ((),) * len(shape))[: len(shape)]
         padded = PartitionSpec._of(dims, partition.unreduced_kinds, partition.reduced_kinds)
-        given = _by_dim(sizes, len(shape))
-        resolved = _resolve_sizes(mesh, dims, shape, given, uneven, problems)
+        given = by_dim(sizes, len(shape), problems)
+        resolved = resolve_sizes(mesh, dims, shape, given, uneven, problems)
         raise_if(f"fs.Spec({partition!r}, shape={shape})", problems)
         _fill(self, mesh, padded, shape, dtype, resolved)
 
@@ -179,30 +188,39 @@ class Spec:
 
     def dim_shards(self, dim: int) -> int:
         """How many shards one dim is cut into."""
+        if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
+            self._no_dim("Spec.dim_shards", dim)
         return math.prod(self.mesh.shape[axis] for axis in self.partition.dims[dim])
 
     def shard_sizes(self, dim: int) -> tuple[int, ...]:
         """The size of every shard along `dim`, major to minor; they sum to `shape[dim]`."""
+        if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
+            self._no_dim("Spec.shard_sizes", dim)
         sizes = self.sizes[dim]
         shards = self.dim_shards(dim)
         return sizes if sizes is not None else (self.shape[dim] // shards,) * shards
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the local tensor that `rank` holds."""
-        return _place(self, rank)[1]
+        return _place(self, self.mesh.check_rank(rank, "Spec.local_shape"))[1]
 
     def offsets(self, rank: int) -> tuple[int, ...]:
         """Where the rank's local begins in the global tensor, one offset per dim."""
-        return _place(self, rank)[0]
+        return _place(self, self.mesh.check_rank(rank, "Spec.offsets"))[0]
 
     def index(self, rank: int) -> tuple[slice, ...]:
         """The rank's part of the global tensor, as slices: `global_tensor[spec.index(rank)]`."""
-        offsets, shape = _place(self, rank)
+        offsets, shape = _place(self, self.mesh.check_rank(rank, "Spec.index"))
         return tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
 
     def local_nbytes(self, rank: int) -> int:
         """Bytes of the local tensor that `rank` holds."""
-        return math.prod(self.local_shape(rank)) * self.dtype.itemsize
+        _, shape = _place(self, self.mesh.check_rank(rank, "Spec.local_nbytes"))
+        return math.prod(shape) * self.dtype.itemsize
+
+    def _no_dim(self, where: str, dim: object) -> NoReturn:
+        rule = f"a dim is in {-self.ndim}..{self.ndim - 1}" if self.ndim else "it has no dims"
+        fail(where, f"dim {dim!r} of {self}", rule, "name a dim it has")
 
     @property
     def table(self) -> tuple[Shard, ...]:
@@ -218,7 +236,8 @@ class Spec:
     def dual(self) -> Spec:
         """The spec of this tensor's gradient: reduced and unreduced swap, the rest stays.
 
-        Raises `ShardingError` where a reduction is not linear (`max`, `min`, `product`).
+        Raises `ShardingError` where a reduction is not linear (`max`, `min`, `product`), and
+        for reduced booleans, which have no sum.
 
         >>> Spec(Mesh(x=2), PartitionSpec(unreduced={"x"}), shape=(3,)).dual
         f32[3]{reduced: x}
@@ -228,6 +247,8 @@ class Spec:
         if bad:
             fail("Spec.dual", f"{self}", f"only sum and avg are linear, {', '.join(bad)} is not",
                  "reduce it first: a program that does has a gradient")  # fmt: skip
+        raise_if(f"Spec.dual of {self}",
+                 state_problems(p.reduced_kinds, p.unreduced_kinds, self.dtype))  # fmt: skip
         return self._with(partition=PartitionSpec._of(p.dims, p.reduced_kinds, p.unreduced_kinds))
 
     def replace(
@@ -245,16 +266,20 @@ class Spec:
         Sizes of a dim whose axes and length stay the same are kept.
         """
         partition = self.partition if partition is None else partition
-        shape = self.shape if shape is None else tuple(shape)
-        sizes = sizes or {}
+        shape = self.shape if shape is None else shape
+        mesh, dtype = mesh or self.mesh, dtype or self.dtype
+        raise_if("Spec.replace", type_problems(mesh, partition, shape, dtype))
+        shape, sizes = whole_numbers(shape) or (), {} if sizes is None else sizes
+        if not isinstance(sizes, Mapping):
+            return Spec(mesh, partition, shape=shape, dtype=dtype, sizes=sizes)  # which refuses
         kept: dict[int, Sequence[int] | None] = {
             dim: self.sizes[dim]
             for dim in range(min(len(shape), self.ndim, len(partition.dims)))
             if partition.dims[dim] == self.partition.dims[dim] and shape[dim] == self.shape[dim]
             and dim not in sizes and dim - len(shape) not in sizes
         }  # fmt: skip
-        return Spec(mesh or self.mesh, partition, shape=shape, dtype=dtype or self.dtype,
-                    sizes={**kept, **sizes}, uneven=uneven)  # fmt: skip
+        return Spec(mesh, partition, shape=shape, dtype=dtype, sizes={**kept, **sizes},
+                    uneven=uneven)  # fmt: skip
 
     def is_equivalent(self, other: Spec) -> bool:
         """Whether both lay the same numbers on the same ranks: axes of size 1 do not count."""
@@ -323,133 +348,6 @@ def _fill(
     set_(spec, "dtype", dtype)
     set_(spec, "sizes", sizes)
     set_(spec, "_hash", hash((mesh._hash, partition._hash, shape, dtype, sizes)))
-
-
-def _by_dim(
-    sizes: Mapping[int, Sequence[int] | None] | None, ndim: int
-) -> dict[int, tuple[int, ...]]:
-    """The caller's sizes by non-negative dim."""
-    items = (sizes or {}).items()
-    given = {dim: tuple(int(n) for n in each) for dim, each in items if each is not None}
-    problems = [
-        Problem(f"sizes={{{dim}: ...}}", f"a dim is in {-ndim}..{ndim - 1}", "name a dim it has")
-        for dim in given
-        if not -ndim <= dim < ndim
-    ]
-    problems += [
-        Problem(f"sizes of dims {dim} and {dim - ndim}", f"dim {dim} is given twice",
-                "give its sizes once")
-        for dim in given if dim >= 0 and dim - ndim in given
-    ]  # fmt: skip
-    raise_if("fs.Spec", problems)
-    return {dim % ndim: each for dim, each in given.items()}
-
-
-def _type_problems(
-    mesh: Mesh,
-    partition: PartitionSpec,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    uneven: str | None,
-) -> list[Problem]:
-    """Everything wrong with a spec that needs no sizes to see."""
-    if not isinstance(mesh, Mesh) or not isinstance(partition, PartitionSpec):
-        return [Problem(f"Spec({type(mesh).__name__}, {type(partition).__name__})",
-                        "a spec is made from a Mesh and a PartitionSpec",
-                        "fs.Spec(mesh, P('x', None), shape=(8, 16))")]  # fmt: skip
-    known = ", ".join(mesh.axes)
-    problems = [
-        Problem(f"axis {axis!r} on {mesh}", f"the mesh's axes are {known or 'none'}",
-                did_you_mean(axis, mesh.axes, f"use one of {known}"))
-        for axis in dict.fromkeys(partition.axes) if axis not in mesh.axes
-    ]  # fmt: skip
-    if len(partition) > len(shape):
-        problems.append(Problem(
-            f"{partition!r} with {len(partition)} entries for shape {shape}",
-            f"a tensor of {len(shape)} dims has at most {len(shape)} entries",
-            f"drop {len(partition) - len(shape)} of them, trailing None too"))  # fmt: skip
-    if any(size < 0 for size in shape):
-        problems.append(Problem(f"shape {shape}", "sizes are at least 0", "check the shape"))
-    if uneven not in (None, "chunk"):
-        problems.append(Problem(f"uneven={uneven!r}", "uneven is None or 'chunk'",
-                                "uneven='chunk', or sizes={dim: (...)}"))  # fmt: skip
-    problems += state_problems(partition.unreduced_kinds, partition.reduced_kinds, dtype)
-    return problems
-
-
-def mixed_kinds(unreduced: Kinds, reduced: Kinds) -> bool:
-    """Whether reductions stand side by side whose order would matter.
-
-    A tensor that is reduced by a sum holds its values and mixes with all; one that holds
-    shares of an average is half way through a linear reduction.
-    """
-    kinds = {kind for _, kind in unreduced} | {kind for _, kind in reduced if kind != "sum"}
-    return len(kinds) > 1 and not kinds <= set(LINEAR)
-
-
-def state_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list[Problem]:
-    """What forbids these states for a tensor of `dtype`, if anything."""
-    inexact = dtype.is_floating_point or dtype.is_complex
-    problems = []
-    if mixed_kinds(unreduced, reduced):
-        given = ", ".join(f"{axis}={kind}" for axis, kind in (*unreduced, *reduced))
-        problems.append(Problem(f"several reductions at once: {given}",
-            "reductions other than sum and avg do not mix: their order would matter",
-            "reduce over one axis first"))  # fmt: skip
-    for axis, kind in (*unreduced, *reduced):
-        if kind == "avg" and not inexact:
-            problems.append(Problem(
-                f"{axis!r} averaged, dtype {dtype}", "an average of integers is not an integer",
-                "use sum, or a floating dtype"))  # fmt: skip
-        if kind in ("max", "min") and dtype.is_complex:
-            problems.append(Problem(f"{axis!r} unreduced by {kind}, dtype {dtype}",
-                "complex numbers have no order", "use sum"))  # fmt: skip
-        if kind == "sum" and dtype == torch.bool and (axis, kind) in unreduced:
-            problems.append(Problem(
-                f"{axis!r} summed, dtype torch.bool", "booleans have no sum",
-                "use max (any), min (all), or an integer dtype"))  # fmt: skip
-    return problems
-
-
-def _resolve_sizes(
-    mesh: Mesh,
-    dims: tuple[tuple[str, ...], ...],
-    shape: tuple[int, ...],
-    given: dict[int, tuple[int, ...]],
-    uneven: str | None,
-    problems: list[Problem],
-) -> Sizes:
-    """Per dim: None where the shards are equal, else their sizes; adds to `problems`."""
-    resolved: list[tuple[int, ...] | None] = []
-    for dim, (size, axes) in enumerate(zip(shape, dims, strict=True)):
-        if not all(axis in mesh.axes for axis in axes):
-            continue  # a problem already: how many shards there would be is not known
-        parts = [mesh.shape[axis] for axis in axes]
-        shards = math.prod(parts)
-        sizes = given.get(dim)
-        if sizes is not None:
-            if len(sizes) != shards or sum(sizes) != size or any(n < 0 for n in sizes):
-                problems.append(Problem(
-                    f"sizes={{{dim}: {sizes}}}",
-                    f"dim {dim} of size {size} has {shards} shards over {axes or 'no axes'}: "
-                    f"{shards} sizes of at least 0 that sum to {size}, not "
-                    f"{len(sizes)} that sum to {sum(sizes)}",
-                    f"sizes={{{dim}: {chunk_sizes(size, parts)}}}, say"))  # fmt: skip
-            resolved.append(None if len(set(sizes)) <= 1 else sizes)
-        elif size % shards == 0:
-            resolved.append(None)
-        elif uneven == "chunk":
-            resolved.append(chunk_sizes(size, parts))
-        else:
-            chunked = chunk_sizes(size, parts)
-            brief = str(chunked) if shards <= 16 else f"({', '.join(map(str, chunked[:4]))}, ...)"
-            problems.append(Problem(
-                f"dim {dim} of size {size} over {' x '.join(f'{a}={mesh.shape[a]}' for a in axes)}",
-                f"{shards} shards divide a dim evenly; {size} % {shards} = {size % shards}",
-                f"uneven='chunk' (shards of {brief}), sizes={{{dim}: (...)}}, "
-                f"or pad the dim to {-(-size // shards) * shards}"))  # fmt: skip
-            resolved.append(None)
-    return tuple(resolved)
 
 
 @lru_cache(maxsize=65536)

@@ -14,6 +14,7 @@ LAYERS = (
     {"errors", "hooks"},
     {"mesh"},
     {"partition"},
+    {"layout"},
     {"spec"},
     {"text"},
     {"tree"},

@@ -248,9 +248,15 @@ MESH = Mesh(data=2, model=4)
         (lambda: MESH.groups(("data", "data")), "axis 'data' 2 times in"),
         (lambda: MESH.groups(("data", "zz", "data")), r"(?s)axis 'zz'.*axis 'data' 2 times"),
         (lambda: MESH.axis_size("zz"), "Mesh.axis_size"),
-        (lambda: MESH.coords(8), r"rank 8 on .*\n  rule:  its ranks are \[0, 1, 2,"),
+        (lambda: Mesh("x"), "a shape of 'x'\n  rule:  a shape maps axis names"),  # type: ignore[arg-type]
+        (lambda: Mesh(x=2, devices=[0, "a"]), "whole numbers"),  # type: ignore[list-item]
+        (lambda: Mesh(x=2, devices=[0, 1.5]), "whole numbers"),  # type: ignore[list-item]
+        (lambda: Mesh(x=2, devices=2), "whole numbers"),  # type: ignore[arg-type]
+        (lambda: MESH.coordinate(8), r"Mesh.coordinate\n  given: rank 8 on"),
+        (lambda: MESH.index(8, "data"), r"Mesh.index\n  given: rank 8 on"),
+        (lambda: MESH.coords(8), r"Mesh.coords\n  given: rank 8 on .*\n.* its ranks are \[0, 1, 2,"),
         (lambda: Mesh(a=32).coords(32), r"its ranks are 0..31 \(32\)"),
-        (lambda: MESH.group(9, "data"), "rank 9"),
+        (lambda: MESH.group(9, "data"), r"Mesh.group\n  given: rank 9"),
         (lambda: MESH.rank(data=0), r"coordinate model=None\n  rule:  .* coordinates 0..3"),
         (lambda: MESH.rank(data=2, model=4), r"(?s)data=2.*model=4"),
         (lambda: MESH.rank(data=0, model=0, zz=1), "axis 'zz'"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fshard.errors import Problem, ShardingError, raise_if
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec as P
-from fshard.partition import chunk_sizes, even_sizes
+from fshard.partition import chunk_sizes
 from fshard.spec import Sharded, Spec
 from tests.helpers import (
     all_partitions,
@@ -107,12 +107,6 @@ def test_partition_errors(make: Any, message: str) -> None:
 
 
 # -- sizes --------------------------------------------------------------------------------------
-
-
-def test_even_sizes() -> None:
-    assert even_sizes(8, 4) == (2, 2, 2, 2)
-    assert even_sizes(0, 3) == (0, 0, 0)
-    assert even_sizes(5, 2) is None
 
 
 @given(st.integers(0, 40), st.lists(st.integers(1, 4), max_size=3))
@@ -435,8 +429,35 @@ INT, CPLX = torch.int64, torch.complex64
         (lambda: Spec(MESH, P("model", "data"), shape=(6, 5)), r"(?s)dim 0 of size 6.*dim 1 of"),
         (lambda: Spec(MESH, P("model", "data"), shape=(6, 4), sizes={1: (1, 1)}),
          r"(?s)dim 0 of size 6.*sizes={1: \(1, 1\)}"),
-        (lambda: Spec(MESH, P("data"), shape=(4,)).local_shape(8), "rank 8 on"),
-        (lambda: Spec(MESH, P("data"), shape=(4,)).index(-1), "rank -1 on"),
+        (lambda: Spec(MESH, P("data"), shape=(4,)).local_shape(8),
+         r"Spec.local_shape\n.*rank 8 on"),
+        (lambda: Spec(MESH, P("data"), shape=(4,)).index(-1), r"Spec.index\n.*rank -1 on"),
+        (lambda: Spec(MESH, P("data"), shape=(4,)).offsets("a"),  # type: ignore[arg-type]
+         r"Spec.offsets\n.*rank 'a' on"),
+        (lambda: Spec(MESH, P("data"), shape=(4,)).local_nbytes(8), r"Spec.local_nbytes\n.*rank 8"),
+        (lambda: Spec(MESH, P("data"), shape=8),  # type: ignore[arg-type]
+         r"shape=8\n  rule:  a shape is a sequence of whole numbers"),
+        (lambda: Spec(MESH, P("data"), shape=(8.9,)), r"shape=\(8.9,\)"),  # type: ignore[arg-type]
+        (lambda: Spec(MESH, P("data"), shape="8"), "shape='8'"),  # type: ignore[arg-type]
+        (lambda: Spec(MESH, P("data"), shape=(8,)).replace(shape=8),  # type: ignore[arg-type]
+         r"Spec.replace\n  given: shape=8"),
+        (lambda: Spec(MESH, P(), shape=4, dtype="float32"),  # type: ignore[arg-type]
+         r"(?s)shape=4.*dtype='float32'\n  rule:  a dtype is a torch.dtype"),
+        (lambda: Spec(MESH, P("data"), shape=(8,), sizes=[3, 5]),  # type: ignore[arg-type]
+         r"sizes=\[3, 5\]\n  rule:  sizes are a mapping"),
+        (lambda: Spec(MESH, P(), shape=(8,)).replace(sizes=[3, 5]),  # type: ignore[arg-type]
+         r"sizes=\[3, 5\]\n  rule:  sizes are a mapping"),
+        (lambda: Spec(MESH, P("data"), shape=(8,), sizes={0: (3.5, 4.5)}),  # type: ignore[dict-item]
+         "sizes are whole numbers"),
+        (lambda: Spec(MESH, P("data"), shape=(8,), sizes={0: 8}),  # type: ignore[dict-item]
+         "sizes are whole numbers"),
+        (lambda: Spec(MESH, P(), shape=(), sizes={0: (8,)}), "a 0-dim tensor has no dims"),
+        (lambda: Spec(MESH, P("data"), shape=(8,)).shard_sizes(5),
+         r"Spec.shard_sizes\n  given: dim 5 of f32\[8@data\]\n  rule:  a dim is in -1..0"),
+        (lambda: Spec(MESH, P("data"), shape=(8,)).dim_shards("0"),  # type: ignore[arg-type]
+         r"Spec.dim_shards\n  given: dim '0'"),
+        (lambda: Spec(MESH, P(reduced={"data"}), shape=(4,), dtype=torch.bool).dual,
+         r"Spec.dual.*\n.*\n  rule:  booleans have no sum"),
     ],
 )  # fmt: skip
 def test_spec_errors(make: Any, message: str) -> None:

@@ -9,12 +9,13 @@ from typing import get_args
 import torch
 
 from fshard.errors import Problem, fail, raise_if
+from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
 from fshard.plan.search import search
 from fshard.program.program import Program, wire_problems
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
-from fshard.spec import Spec, state_problems
+from fshard.spec import Spec
 
 __all__ = ["redistribute"]
 

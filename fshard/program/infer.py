@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NoReturn, assert_never
 
 from fshard.errors import fail, raise_if
+from fshard.layout import state_problems
 from fshard.partition import Kinds, PartitionSpec, chunk_sizes
 from fshard.program.steps import (
     AllGather,
@@ -22,7 +23,7 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.spec import Spec, state_problems
+from fshard.spec import Spec
 
 __all__ = ["cut_sizes", "infer", "join_sizes", "replicated_kind", "unreduced_kind"]
 
