@@ -433,5 +433,5 @@ def test_rank_local_code_outside_of_ranks() -> None:
     """One tensor in a process that is no rank: the error says what is missing."""
     prog = fs.redistribute(SPEC, SPEC.replace(partition=P()))
     for run in itertools.chain([lambda: prog(SHARDS[0]), lambda: fs.unshard((SHARDS[0], SPEC))]):
-        with pytest.raises(ShardingError, match=r"or fs\.init\(mesh\) first"):
+        with pytest.raises(ShardingError, match=r"or after fs\.init\(mesh\)"):
             run()

@@ -18,6 +18,7 @@ from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.execute import check_shards, check_tuple
 from fshard.run.interpreter import neutral_like
+from fshard.run.memory import own
 from fshard.run.transport import Transport, backward_phase, current_transport, notify
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
@@ -52,14 +53,6 @@ class _First(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _Spread.apply(ctx.n, grad)  # type: ignore[no-untyped-call]
-
-
-def _own(y: torch.Tensor, *xs: torch.Tensor) -> torch.Tensor:
-    """`y` in memory that no `x` has: what is then done to one is not done to the other."""
-    if y.is_meta or not y.numel():
-        return y
-    storage = y.untyped_storage().data_ptr()
-    return y.clone() if any(x.untyped_storage().data_ptr() == storage for x in xs) else y
 
 
 def _absent(spec: Spec, rank: int) -> str | None:
@@ -143,7 +136,7 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     if current_transport() is None:
         return Sharded(lay_out(global_tensor, spec), spec)
     _check_sharding(global_tensor, spec)
-    return Sharded(_own(_laying_out(spec)(global_tensor), global_tensor), spec)
+    return Sharded(own(_laying_out(spec)(global_tensor), [global_tensor]), spec)
 
 
 def _check_sharding(x: torch.Tensor, spec: Spec) -> None:
@@ -156,7 +149,7 @@ def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     """The shards of a global tensor on all ranks of a simulated mesh, in this process."""
     _check_sharding(x, spec)
     shards = _laying_out(spec)(_Spread.apply(spec.mesh.size, x))  # type: ignore[no-untyped-call]
-    return tuple(_own(each, x) for each in shards)
+    return tuple(own(each, [x]) for each in shards)
 
 
 def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
@@ -170,10 +163,10 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     local, spec = _read_pair(pair, "fs.unshard")
     prog = redistribute(spec, replicated(spec))
     if isinstance(local, torch.Tensor):
-        return _own(prog(local), local)
+        return own(prog(local), [local])
     shards = check_shards(local, spec, "fs.unshard")
     whole: torch.Tensor = _First.apply(*prog(shards))  # type: ignore[no-untyped-call]
-    return _own(whole, *shards)
+    return own(whole, shards)
 
 
 def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
@@ -187,8 +180,8 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
     moved = redistribute(spec, target, **options)(local)
     if isinstance(local, torch.Tensor):
-        return Sharded(_own(moved, local), target)
-    return Sharded(tuple(map(_own, moved, local)), target)
+        return Sharded(own(moved, [local]), target)
+    return Sharded(tuple(own(y, local) for y in moved), target)
 
 
 # -- scatter --------------------------------------------------------------------------
@@ -254,6 +247,7 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
              f"src={spec.mesh.ranks[0]}")  # fmt: skip
     transport = current_transport()
     if transport is None:
+        _check_global(tensor, spec, "fs.scatter")
         return shard(tensor, spec)  # type: ignore[arg-type]
     device = getattr(transport, "device", torch.device("cpu"))
     if transport.rank not in spec.mesh:

@@ -108,7 +108,8 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
     fail(where, f"one tensor for {mesh}, in a process that is no rank of it",
          "a local is one tensor inside shard_map, fs.simulate or after fs.init under torchrun, "
          f"and a tuple of {mesh.size} shards outside",
-         "give the tuple of all shards, as fs.shard makes it, or fs.init(mesh) first")  # fmt: skip
+         "call it inside fs.shard_map, or after fs.init(mesh); a program also takes the tuple of "
+         "all shards, as fs.shard makes it")  # fmt: skip
 
 
 # -- observers ------------------------------------------------------------------------

@@ -82,4 +82,11 @@ def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str,
             "axis names are bound inside shard_map",
             f"call {where} in a function under fs.shard_map, or give mesh=",
         )
+    if not names:
+        fail(
+            where,
+            "no axis",
+            "a collective runs over at least one axis",
+            "name an axis, or leave the call out: over no axis it is the identity",
+        )
     return found, found.check_axes(names, where)

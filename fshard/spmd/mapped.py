@@ -15,6 +15,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
+from fshard.run.memory import own
 from fshard.run.settings import ThreadSettings
 from fshard.run.simulate import run_ranks
 from fshard.run.transport import backward_phase
@@ -58,15 +59,7 @@ def run_body(mesh: Mesh, body: Body, xs: Locals, name: str) -> Locals:
 
 def _bound(mesh: Mesh, body: Body, xs: Locals) -> Locals:
     with bind_axes(mesh):
-        return tuple(_fresh(y, xs) for y in body(xs))
-
-
-def _fresh(y: torch.Tensor, xs: Locals) -> torch.Tensor:
-    """A result in memory that no argument has: what is done to one is not done to the other."""
-    if y.is_meta or not y.numel():
-        return y
-    storage = y.untyped_storage().data_ptr()
-    return y.clone() if any(x.untyped_storage().data_ptr() == storage for x in xs) else y
+        return tuple(own(y, xs) for y in body(xs))
 
 
 def _rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:
