@@ -24,7 +24,6 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rich import box
 from rich.console import Console
@@ -328,8 +327,6 @@ def main() -> int:
     text = read_text()
     weights = initial_weights(model_specs(mesh, config), config)
     sharded = train_sharded(mesh, weights, text, config, out)
-    if world:
-        dist.destroy_process_group()
     if not leads:
         return 0
     single = train_single(weights, text, config)

@@ -6,6 +6,7 @@ groups are made on demand for whatever ranks a step names; only their members ta
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -174,6 +175,7 @@ def init(
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         chosen = backend or ("nccl" if use_cuda else "gloo")
         dist.init_process_group(chosen, timeout=limit)
+        atexit.register(_finish)  # what is started here is ended here
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     known = current_transport()
@@ -181,3 +183,9 @@ def init(
         known.timeout = limit or known.timeout
     else:
         set_world(World(dist.get_rank(), device, limit, dist.group.WORLD))
+
+
+def _finish() -> None:
+    """End the process groups, unless the script has done so."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
