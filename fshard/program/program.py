@@ -109,8 +109,12 @@ class Program:
 
     @property
     def is_linear(self) -> bool:
-        """Whether a transpose exists: every reduction is a sum or an average."""
-        kinds = {kind for _, kind in self.src.partition.unreduced_kinds}
+        """Whether a transpose exists: reductions are sums or averages, casts are linear.
+
+        No spec on the way is unreduced by another reduction, not even along an axis of size 1,
+        and no cast makes integers or booleans of other numbers.
+        """
+        kinds = {kind for spec in self.specs for _, kind in spec.partition.unreduced_kinds}
         return kinds <= set(LINEAR) and all(map(is_linear, self.steps, self.specs))
 
     @property

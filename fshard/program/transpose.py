@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+import torch
+
 from fshard.errors import fail
 from fshard.partition import LINEAR
 from fshard.program.infer import replicated_kind, unreduced_kind
@@ -38,15 +40,31 @@ def is_linear(step: Step, src: Spec) -> bool:
             return unreduced_kind(step, src, step.axes) in LINEAR
         case ReplicatedToUnreduced() | ShardedToUnreduced():
             return step.kind in LINEAR
+        case Cast():
+            return step.dtype == src.dtype or _numbers(step.dtype) == _numbers(src.dtype) != "bool"
         case _:
             return True
+
+
+def _numbers(dtype: torch.dtype) -> str:
+    """What a cast that is to be linear both ways keeps: integers, or floating and complex."""
+    if dtype == torch.bool:
+        return "bool"
+    return "inexact" if dtype.is_floating_point or dtype.is_complex else "integer"
 
 
 def transpose(step: Step, src: Spec, /) -> Step:
     """The adjoint of `step` on `src`: a step from the dual of its result to `src.dual`.
 
-    Raises `ShardingError` for a reduction that is not linear.
+    Raises `ShardingError` for a reduction or a cast that is not linear.
     """
+    if isinstance(step, Cast) and not is_linear(step, src):
+        fail(
+            "transpose",
+            f"{step} of {src}",
+            "a cast is linear between floating dtypes, or between integers",
+            "split the program at the cast",
+        )
     if not is_linear(step, src):
         fail(
             "transpose",
