@@ -551,6 +551,16 @@ def test_another_mesh() -> None:
     )
 
 
+def test_another_mesh_is_only_proposed_where_it_has_the_axes() -> None:
+    src, dst = parse("f32[4@x]", SMALL), parse("f32[4@a]", Mesh(a=2))
+    text = refusal(lambda: redistribute(src, dst))
+    assert "replace" not in text
+    assert "fs.unshard the tensor, then fs.shard it as dst" in text
+    assert "dst.replace(mesh=src.mesh)" in refusal(
+        lambda: redistribute(src, parse("f32[4@x]", Mesh(x=2)))
+    )
+
+
 def test_not_a_spec() -> None:
     spec = parse("f32[4@x]", SMALL)
     text = refusal(lambda: redistribute(spec, P("x")))  # type: ignore[arg-type]

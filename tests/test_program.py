@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -42,7 +43,7 @@ from fshard.program.transpose import transpose
 from fshard.run.reference import global_value, shards_of, simulate, simulate_step
 from fshard.spec import Spec
 from fshard.text import parse
-from tests import helpers
+from tests import helpers, strategies
 
 MESH = Mesh(x=2, y=3, z=2)
 XY, YX = ("x", "y"), ("y", "x")
@@ -803,6 +804,118 @@ def test_a_link_has_bandwidth(link: tuple[float, float]) -> None:
 )
 def test_lower_bound_by_hand(src: str, dst: str, received: int, peak: int) -> None:
     assert lower_bound(spec_of(src), spec_of(dst)) == Bound(received, peak)
+
+
+def missing_by_hand(src: Spec, dst: Spec) -> int:
+    """The most elements of its target box that any rank's group holds none of, one by one."""
+    group = tuple(dst.partition.unreduced)
+    most = 0
+    for rank in src.mesh.ranks:
+        held = torch.zeros(src.shape, dtype=torch.bool)
+        for other in src.mesh.group(rank, group):
+            held[src.index(other)] = True
+        most = max(most, int((~held[dst.index(rank)]).sum()))
+    return -(-most // src.mesh.axis_size(group))
+
+
+@given(strategies.spec_pairs(states=("sharded", "invariant", "reduced")))
+def test_lower_bound_is_exact(pair: tuple[Spec, Spec]) -> None:
+    src, dst = pair
+    assert lower_bound(src, dst).bytes_received == 8 * missing_by_hand(src, dst)
+
+
+@given(
+    st.data(),
+    st.sampled_from([(Mesh(x=2, y=3, z=2), (12, 12)), (Mesh(a=2, b=2, c=2, d=2), (16,))]),
+)
+def test_lower_bound_of_groups_is_exact(data: st.DataObject, at: tuple[Mesh, tuple[int]]) -> None:
+    mesh, shape = at
+    states = ("sharded", "invariant")
+    src = data.draw(strategies.specs(mesh, shape, dtype=torch.int64, states=states))
+    dst = data.draw(
+        strategies.specs(mesh, shape, dtype=torch.int64, states=("sharded", "unreduced"))
+    )
+    assert lower_bound(src, dst).bytes_received == 8 * missing_by_hand(src, dst)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "missing"),
+    [
+        ("[1048576@a,1048576@b]", "[1048576,1048576]{unreduced: a, b}", 0),
+        ("[1048576@a,1048576@b]", "[1048576@b,1048576@a]", 1024 * 1024),
+        ("[1048576@(a,b),4]", "[1048576@(b,a),4]", 4),
+        ("[1048576@(a,b),4]", "[1048576@a,4]", 4 * 1023),
+        ("[1048576@(a,b),4]", "[1048576@b,4]{unreduced: a}", 4 * (1024 - 1) // 1024 + 1),
+        ("[1048576@(a,b),4]", "[1048576@(a,b),4]", 0),
+        ("[1048576,1048576]", "[1048576@(a,b),1048576]", 0),
+        ("[9999@a:chunk,9999@b:chunk]", "[9999@b:chunk,9999@a:chunk]", 100),
+    ],
+)
+def test_lower_bounds_of_a_million_devices(src: str, dst: str, missing: int) -> None:
+    mesh = Mesh(a=1024, b=1024)
+    ends = parse(f"u8{src}", mesh), parse(f"u8{dst}", mesh)
+    started = time.perf_counter()
+    assert lower_bound(*ends).bytes_received == missing
+    assert time.perf_counter() - started < 0.5  # milliseconds, on a machine that does little else
+
+
+def test_lower_bound_asks_no_device() -> None:
+    with torch.device("meta"):
+        assert lower_bound(spec_of("i16[60@x]"), spec_of("i16[60]")).bytes_received == 60
+
+
+def test_lower_bound_of_what_is_sent() -> None:
+    src, dst = spec_of("f32[12@x]"), spec_of("f32[12]")
+    assert lower_bound(src, dst, forward_dtype=torch.bfloat16) == Bound(12, 24)
+    prog = Program(src, (AllGather("x", 0),), forward_dtype=torch.bfloat16)
+    assert prog.cost().bytes_received == 12
+    assert "0.50x" not in str(prog.explain())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lower_bound(spec_of("f32[4]"), spec_of("f32[6]")), "keeps the global shape"),
+        (lambda: lower_bound(spec_of("f32[4]"), parse("f32[4]", Mesh(x=2))), "of one mesh"),
+        (lambda: lower_bound(spec_of("f32[4]"), 3), r"lower_bound\(Spec, int\)"),  # type: ignore[arg-type]
+        (lambda: lower_bound(*[spec_of("f32[4]")] * 2, forward_dtype=torch.int8),
+         "floating for floating"),
+        (lambda: Program(spec_of("f32[4]"), ("all_gather",)),  # type: ignore[arg-type]
+         r"step 0, 'all_gather'\n  rule:  a step is one of"),
+        (lambda: Program(spec_of("f32[4]"), AllSlice("x", 0)),  # type: ignore[arg-type]
+         "steps are a tuple of steps"),
+        (lambda: Program(P("x"), ()), "begins with a Spec"),  # type: ignore[arg-type]
+        (lambda: Program(spec_of("f32[4]"), (), forward_dtype="bf16"),  # type: ignore[arg-type]
+         "sent in 'bf16'"),
+        (lambda: Program(spec_of("f32[4]"), ()).cost("node"),  # type: ignore[arg-type]
+         r"Program.cost\n  given: topology 'node'"),
+        (lambda: Program(spec_of("f32[4]"), ()).explain("node"),  # type: ignore[arg-type]
+         r"Program.explain\n  given: topology 'node'"),
+    ],
+)  # fmt: skip
+def test_refusals_of_other_types(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("src", "step", "linear"),
+    [
+        ("f32[4]", Cast(torch.int64), False),
+        ("f32[4]", Cast(torch.bool), False),
+        ("i64[4]", Cast(torch.bool), False),
+        ("i64[4]", Cast(torch.int32), True),
+        ("f32[4]", Cast(torch.bfloat16), True),
+        ("f32[4]", CollectivePermute(P(None, unreduced={"one": "max"})), False),
+        ("f32[4]{unreduced: one=max}", AllReduce("one"), False),
+        ("f32[4]{unreduced: one=max}", AllSlice("x", 0), False),
+    ],
+)
+def test_what_is_linear(src: str, step: Step, linear: bool) -> None:
+    prog = Program(parse(src, Mesh(x=2, one=1)), (step,))
+    assert prog.is_linear is linear
+    if linear:
+        assert prog == prog.T.T
 
 
 def test_refusals_have_three_lines() -> None:

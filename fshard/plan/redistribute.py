@@ -12,7 +12,7 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
 from fshard.plan.search import search
-from fshard.program.program import Program, wire_problems
+from fshard.program.program import Program, endpoint_problems, wire_problems
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -131,31 +131,10 @@ def _problems(
     exclude: Steps,
     wires: tuple[torch.dtype | None, ...],
 ) -> list[Problem]:
+    problems = endpoint_problems("redistribute", src, dst)
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
-        return [
-            Problem(
-                f"redistribute({type(src).__name__}, {type(dst).__name__})",
-                "both are Specs",
-                "spec.replace(partition=P(...)) makes the target",
-            )
-        ]
-    problems = _option_problems(src, cost, max_memory, exclude, wires)
-    if src.mesh != dst.mesh:
-        problems.append(
-            Problem(
-                f"{src} on {src.mesh}, {dst} on {dst.mesh}",
-                "both specs are of one mesh",
-                "dst.replace(mesh=src.mesh), or unshard and shard",
-            )
-        )
-    if src.shape != dst.shape:
-        problems.append(
-            Problem(
-                f"{src} -> {dst}",
-                f"a layout change keeps the global shape: {src.shape} is not {dst.shape}",
-                "reshape first; dst.replace(shape=src.shape) keeps it",
-            )
-        )
+        return problems
+    problems += _option_problems(src, cost, max_memory, exclude, wires)
     if src.dtype.is_complex and not dst.dtype.is_complex:
         problems.append(
             Problem(

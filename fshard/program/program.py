@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -26,7 +26,7 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
-__all__ = ["Program", "check", "wire_problems"]
+__all__ = ["Program", "check", "endpoint_problems", "wire_problems"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -69,6 +69,7 @@ class Program:
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> None:
+        raise_if("Program", _type_problems(src, steps))
         raise_if("Program", wire_problems(src, (forward_dtype, backward_dtype)))
         specs = [src]
         canonical: list[Step] = []
@@ -154,7 +155,7 @@ class Program:
 
     def cost(self, topology: Topology | None = None, /) -> Cost:
         """Time, bytes and memory on a topology; the default is a single node."""
-        return _cost(self, topology or Topology.node())
+        return _cost(self, _topology("Program.cost", topology))
 
     # -- running ----------------------------------------------------------------------
 
@@ -194,11 +195,35 @@ class Program:
 
     def explain(self, topology: Topology | None = None) -> Any:
         """A table of the steps with specs, bytes, time and peak memory; prints anywhere."""
-        return hooks.call("explain", self, topology or Topology.node())
+        return hooks.call("explain", self, _topology("Program.explain", topology))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         bundle: dict[str, str] = hooks.call("mimebundle", self)
         return bundle
+
+
+def _topology(where: str, topology: Topology | None) -> Topology:
+    if topology is not None and not isinstance(topology, Topology):
+        fail(
+            where,
+            f"topology {topology!r}",
+            "a topology is a Topology",
+            "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})",
+        )
+    return topology or Topology.node()
+
+
+def _type_problems(src: object, steps: object) -> list[Problem]:
+    if not isinstance(src, Spec):
+        return [Problem(f"Program({src!r}, ...)", "a program begins with a Spec", "give its spec")]
+    fix = "fs.AllGather('x', 0), say, in a tuple; or plan with fs.redistribute"
+    if not isinstance(steps, list | tuple):
+        return [Problem(f"steps {steps!r}", "steps are a tuple of steps", fix)]
+    return [
+        Problem(f"step {place}, {step!r}", "a step is one of fshard's step types", fix)
+        for place, step in enumerate(steps)
+        if not isinstance(step, Step)
+    ]
 
 
 def _richness(dtype: torch.dtype) -> int:
@@ -212,13 +237,56 @@ def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Proble
     """What is wrong with sending a tensor of `src` in other dtypes."""
     return [
         Problem(
-            f"{src} sent in {wire}",
+            f"{src} sent in {wire!r}",
             "what is sent holds the values: floating for floating, integers for integers",
             "torch.bfloat16 for floating dtypes, or leave it out",
         )
         for wire in wires
-        if wire is not None and _richness(wire) < _richness(src.dtype)
+        if wire is not None
+        and (not isinstance(wire, torch.dtype) or _richness(wire) < _richness(src.dtype))
     ]
+
+
+def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
+    """What keeps two values from being the ends of a change of layout: types, meshes, shapes."""
+    if not isinstance(src, Spec) or not isinstance(dst, Spec):
+        return [
+            Problem(
+                f"{where}({type(src).__name__}, {type(dst).__name__})",
+                "both are Specs",
+                "spec.replace(partition=P(...)) makes the target",
+            )
+        ]
+    problems = []
+    if src.mesh != dst.mesh:
+        works = _works(lambda: dst.replace(mesh=src.mesh))
+        problems.append(
+            Problem(
+                f"{src} on {src.mesh}, {dst} on {dst.mesh}",
+                "both specs are of one mesh",
+                f"{'dst.replace(mesh=src.mesh), or ' if works else ''}"
+                "fs.unshard the tensor, then fs.shard it as dst",
+            )
+        )
+    if src.shape != dst.shape:
+        works = _works(lambda: dst.replace(shape=src.shape))
+        problems.append(
+            Problem(
+                f"{src} -> {dst}",
+                f"a layout change keeps the global shape: {src.shape} is not {dst.shape}",
+                f"reshape first; {'dst.replace(shape=src.shape)' if works else 'src.replace(...)'}"
+                " keeps it",
+            )
+        )
+    return problems
+
+
+def _works(make: Callable[[], Spec]) -> bool:
+    try:
+        make()
+    except ShardingError:
+        return False
+    return True
 
 
 def check(prog: Program) -> None:

@@ -53,7 +53,8 @@ class Explanation:
     def summary(self) -> Table:
         """The totals, and the lower bound beside them."""
         cost = self.prog.cost(self.topology)
-        bound = lower_bound(self.prog.src, self.prog.dst)
+        prog = self.prog
+        bound = lower_bound(prog.src, prog.dst, forward_dtype=prog.forward_dtype)
         rows = (
             ("bytes received", bytes_text(cost.bytes_received), bytes_text(bound.bytes_received),
              ratio_text(cost.bytes_received, bound.bytes_received)),
