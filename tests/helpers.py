@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -173,3 +175,15 @@ def pairing(spec: Spec, x: Sequence[torch.Tensor], y: Sequence[torch.Tensor]) ->
         if spec.mesh.index(rank, invariant) == 0:
             total = total + (a * b).sum()
     return total
+
+
+@contextmanager
+def held_under(nbytes: int) -> Iterator[None]:
+    """Assert that Python never holds more than `nbytes` for what the block makes."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes, f"{peak:,} bytes at once"

@@ -7,7 +7,6 @@ import itertools
 import math
 import pickle
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -854,9 +853,8 @@ def test_lower_bound_of_groups_is_exact(data: st.DataObject, at: tuple[Mesh, tup
 def test_lower_bounds_of_a_million_devices(src: str, dst: str, missing: int) -> None:
     mesh = Mesh(a=1024, b=1024)
     ends = parse(f"u8{src}", mesh), parse(f"u8{dst}", mesh)
-    started = time.perf_counter()
-    assert lower_bound(*ends).bytes_received == missing
-    assert time.perf_counter() - started < 0.5  # milliseconds, on a machine that does little else
+    with helpers.held_under(4 << 20):  # a table of the devices takes 8 MiB and more
+        assert lower_bound(*ends).bytes_received == missing
 
 
 def test_lower_bound_asks_no_device() -> None:
