@@ -21,7 +21,7 @@ from fshard.program.infer import unreduced_kind
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllReduce, InvariantToReduced, ReduceScatter
 from fshard.program.transpose import is_linear
-from fshard.run.abstract import is_abstract, shapes_of
+from fshard.run.abstract import Shapes, is_abstract, shapes_of
 from fshard.run.batch import join, joined, part
 from fshard.run.interpreter import launch
 from fshard.run.simulate import run_ranks
@@ -109,6 +109,10 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
 
 
 def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
+    if everywhere and isinstance(op, Run) and all(map(_is_local, op.progs)):
+        # Nobody waits for anybody: no threads are needed.
+        ranks = zip(op.mesh.ranks, xs, strict=True)
+        return tuple(op.launch(Shapes(rank), (x,))()[0] for rank, x in ranks)
     if everywhere:
         return tuple(run_ranks(op.mesh, lambda rank, x: op.launch(rank, (x,))()[0], xs))
     return (launched or start_linear(op, xs, "backward of a collective"))()
