@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from fshard.mesh import Mesh
 from fshard.partition import Kinds, PartitionSpec
-from fshard.program.cost import Traffic, hops, seconds, share
-from fshard.program.infer import cut_sizes, join_sizes
+from fshard.program.cost import Traffic, axis_roles, hops, seconds, share
+from fshard.program.infer import cut_sizes, join_sizes, permute_signature
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -308,31 +308,18 @@ class Search:
         for target in self.permute_targets.get(self.signature(state), ()):
             if target[:3] != state[:3]:
                 new = target._replace(gathered=state.gathered)
-                partition = PartitionSpec._of(new.dims, new.unreduced, new.reduced)
-                yield self.permuting(state, new), partial(CollectivePermute, partition), new
+                yield self.permuting(state, new), partial(CollectivePermute, _partition(new)), new
 
     def permuting(self, state: State, new: State) -> float:
         """The weight of moving every local whole along the axes whose role changes."""
-        before, after = self.roles(state), self.roles(new)
-        axes = tuple(axis for axis in self.mesh.axes if before[axis] != after[axis])
+        before, after = (axis_roles(self.size, _partition(each)) for each in (state, new))
+        axes = tuple(axis for axis, role in before.items() if role != after[axis])
         moved = self.nbytes(state)
         if not axes or moved == 0:
             return UNIT
         if self.topology is None:
             return moved + LAUNCH
         return seconds(self.topology, self.topology.link(self.mesh, axes), Traffic(moved, moved, 1))
-
-    def roles(self, state: State) -> dict[str, object]:
-        """What each axis of several devices does: the dim it cuts and its stride, or its state."""
-        roles: dict[str, object] = dict.fromkeys(self.mesh.axes)
-        for dim, axes in enumerate(state.dims):
-            stride = 1
-            for axis in reversed(axes):
-                roles[axis] = (dim, stride)
-                stride *= self.size[axis]
-        roles |= {axis: (True, kind) for axis, kind in state.unreduced}
-        roles |= {axis: (False, kind) for axis, kind in state.reduced}
-        return {axis: role if self.size[axis] > 1 else None for axis, role in roles.items()}
 
     def find_permute_targets(self) -> dict[object, list[State]]:
         """The goal and its sources under one gather or slice, by what a permutation keeps."""
@@ -358,13 +345,8 @@ class Search:
         return found
 
     def signature(self, state: State) -> object:
-        """Shards per dim and their sizes, addends and uses per reduction."""
-        shards = tuple(map(self.count, state.dims))
-        counts: dict[tuple[bool, str], int] = {}
-        for word, kinds in ((True, state.unreduced), (False, state.reduced)):
-            for axis, kind in kinds:
-                counts[word, kind] = counts.get((word, kind), 1) * self.size[axis]
-        return shards, state.sizes, tuple(sorted((k, n) for k, n in counts.items() if n > 1))
+        """What a permutation keeps, the sizes of the shards among it."""
+        return permute_signature(self.size, _partition(state)), state.sizes
 
     # -- parts of moves ---------------------------------------------------------------
 
@@ -407,6 +389,10 @@ class Search:
         cut = cut_sizes(self.src.shape[dim], shards, whole, n, chunk=True)
         assert not isinstance(cut, str)
         return cut if cut is None or len(set(cut)) > 1 else None
+
+
+def _partition(state: State) -> PartitionSpec:
+    return PartitionSpec._of(state.dims, state.unreduced, state.reduced)
 
 
 def _orders(names: list[str]) -> Iterator[tuple[str, ...]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from fshard.partition import PartitionSpec
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -85,24 +86,22 @@ def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
     if isinstance(step, Cast):
         return ()
     if isinstance(step, CollectivePermute):
-        before, after = _roles(src), _roles(dst)
-        return tuple(a for a in src.mesh.axes if shape[a] > 1 and before[a] != after[a])
+        before, after = (axis_roles(shape, spec.partition) for spec in (src, dst))
+        return tuple(axis for axis, role in before.items() if role != after[axis])
     return tuple(axis for axis in step.axes if shape[axis] > 1)
 
 
-def _roles(spec: Spec) -> dict[str, object]:
-    """What each axis does: the dim it cuts and with what stride, or its state."""
-    p, shape = spec.partition, spec.mesh.shape
-    roles: dict[str, object] = dict.fromkeys(spec.mesh.axes)
+def axis_roles(sizes: Mapping[str, int], p: PartitionSpec) -> dict[str, object]:
+    """What each axis of several devices does: the dim it cuts and its stride, or its state."""
+    roles: dict[str, object] = {}
     for dim, axes in enumerate(p.dims):
         stride = 1
         for axis in reversed(axes):
             roles[axis] = (dim, stride)
-            stride *= shape[axis]
-    for word, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
-        for axis, kind in kinds:
-            roles[axis] = (word, kind)
-    return roles
+            stride *= sizes[axis]
+    roles |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
+    roles |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+    return {axis: roles.get(axis) for axis, size in sizes.items() if size > 1}
 
 
 def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:

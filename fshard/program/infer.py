@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import NoReturn, assert_never
 
 from fshard.errors import fail, raise_if
@@ -262,9 +263,8 @@ def _stand_in(step: ShardedToUnreduced, spec: Spec) -> Spec:
     return _state(step, moved, "unreduced", step.kind)
 
 
-def permute_signature(spec: Spec, p: PartitionSpec) -> tuple[object, ...]:
+def permute_signature(size: Mapping[str, int], p: PartitionSpec) -> tuple[object, ...]:
     """What a permutation of devices keeps: shards per dim, addends and uses per reduction."""
-    size = spec.mesh.shape
     counts: Counter[tuple[str, str]] = Counter()
     for word, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
         for axis, kind in kinds:
@@ -274,7 +274,7 @@ def permute_signature(spec: Spec, p: PartitionSpec) -> tuple[object, ...]:
 
 
 def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
-    to = step.partition
+    to, size = step.partition, spec.mesh.shape
     spec.mesh.check_axes(to.axes, f"{step} on {spec}")
     if len(to) != spec.ndim:
         _refuse(
@@ -283,7 +283,7 @@ def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
             f"the partition has {spec.ndim} entries, one per dim",
             "write every dim, None too",
         )
-    if permute_signature(spec, spec.partition) != permute_signature(spec, to):
+    if permute_signature(size, spec.partition) != permute_signature(size, to):
         _refuse(
             step,
             spec,

@@ -69,7 +69,6 @@ class _Meeting:
 
     what: tuple[object, ...]
     group: Group
-    first: int
     brought: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     complete: bool = False
@@ -207,7 +206,7 @@ class _World:
         key = (group, number)
         meeting = self.meetings.get(key)
         if meeting is None:
-            meeting = self.meetings[key] = _Meeting(what, group, rank.rank)
+            meeting = self.meetings[key] = _Meeting(what, group)
         if meeting.what != what:
             self._diverged(rank, what, meeting)
         meeting.brought[rank.rank] = (x.detach(), extra)

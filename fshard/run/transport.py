@@ -81,11 +81,6 @@ def current_transport() -> Transport | None:
     return _RANK.get() or (_WORLD[0] if _WORLD else None)
 
 
-def is_simulated() -> bool:
-    """Whether the code that asks runs outside of any rank: a mesh is then simulated whole."""
-    return current_transport() is None
-
-
 @contextmanager
 def as_rank(transport: Transport) -> Iterator[None]:
     """Run a block as the code of one simulated rank."""
