@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 import torch
@@ -19,8 +19,9 @@ from fshard.errors import fail
 from fshard.mesh import Mesh
 
 __all__ = [
-    "REDUCE", "Event", "Finish", "Group", "Transport", "as_rank", "backward_phase", "current_rank",
-    "current_transport", "notify", "observe", "set_world", "unobserved",
+    "CHECKED", "LABEL", "REDUCE", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
+    "as_rank", "backward_phase", "current_rank", "current_transport", "labelled", "notify",
+    "observe", "set_world", "unobserved",
 ]  # fmt: skip
 
 Group = tuple[int, ...]
@@ -70,6 +71,12 @@ class Transport(Protocol):
 _RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)
 _WORLD: list[Transport] = []
 
+CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=None)
+"""This process's own transport with a check before every collective, where one is on, else None.
+
+`CHECKED.get() is None` is all that a path around the transport has to ask.
+"""
+
 
 def set_world(transport: Transport | None) -> None:
     """Make `transport` this process's own: what `fs.init` does under `torchrun`."""
@@ -78,7 +85,7 @@ def set_world(transport: Transport | None) -> None:
 
 def current_transport() -> Transport | None:
     """The simulated rank whose code is running, else this process's own, else None."""
-    return _RANK.get() or (_WORLD[0] if _WORLD else None)
+    return _RANK.get() or CHECKED.get() or (_WORLD[0] if _WORLD else None)
 
 
 @contextmanager
@@ -89,6 +96,16 @@ def as_rank(transport: Transport) -> Iterator[None]:
         yield
     finally:
         _RANK.reset(token)
+
+
+@contextmanager
+def as_checked(transport: Transport | None) -> Iterator[None]:
+    """Run a block with this process's collectives going over a transport that checks them."""
+    token = CHECKED.set(transport)
+    try:
+        yield
+    finally:
+        CHECKED.reset(token)
 
 
 def current_rank(mesh: Mesh, where: str) -> Transport:
@@ -105,6 +122,32 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
          f"and a tuple of {mesh.size} shards outside",
          "call it inside fs.shard_map, or after fs.init(mesh); a program also takes the tuple of "
          "all shards, as fs.shard makes it")  # fmt: skip
+
+
+# -- labels ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What the user called, along axes of which mesh; `line` where the stack does not tell."""
+
+    name: str
+    mesh: Mesh
+    line: str = field(default="", compare=False)
+
+
+LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)
+"""What is being launched: transports that explain who stands where read it."""
+
+
+@contextmanager
+def labelled(name: str, mesh: Mesh, line: str = "") -> Iterator[None]:
+    """Launch what is launched in the block under a name."""
+    token = LABEL.set(Label(name, mesh, line))
+    try:
+        yield
+    finally:
+        LABEL.reset(token)
 
 
 # -- observers ------------------------------------------------------------------------
