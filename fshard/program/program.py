@@ -26,7 +26,7 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
-__all__ = ["Program", "check", "endpoint_problems", "wire_problems"]
+__all__ = ["Program", "carries", "check", "endpoint_problems", "wire_problems"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -226,11 +226,23 @@ def _type_problems(src: object, steps: object) -> list[Problem]:
     ]
 
 
-def _richness(dtype: torch.dtype) -> int:
-    """Booleans, integers, floating and complex numbers, in the order in which one holds another."""
+def carries(wire: object, dtype: torch.dtype) -> bool:
+    """Whether a tensor of `dtype` may be sent in `wire`: one kind of numbers, booleans in integers.
+
+    >>> carries(torch.bfloat16, torch.float32), carries(torch.bfloat16, torch.int64)
+    (True, False)
+    """
+    if not isinstance(wire, torch.dtype):
+        return False
+    return _numbers(wire) == _numbers(dtype) or (
+        dtype == torch.bool and _numbers(wire) == "integer"
+    )
+
+
+def _numbers(dtype: torch.dtype) -> str:
     if dtype == torch.bool:
-        return 0
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
+        return "boolean"
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Problem]:
@@ -242,8 +254,7 @@ def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Proble
             "torch.bfloat16 for floating dtypes, or leave it out",
         )
         for wire in wires
-        if wire is not None
-        and (not isinstance(wire, torch.dtype) or _richness(wire) < _richness(src.dtype))
+        if wire is not None and not carries(wire, src.dtype)
     ]
 
 

@@ -54,4 +54,9 @@ def joined(progs: tuple[Program, ...], keep: int) -> Program:
     width = sum(math.prod(prog.src.shape[keep:]) for prog in progs)
     sides = PartitionSpec._of((*p.dims[:keep], ()), p.unreduced_kinds, p.reduced_kinds)
     whole = Spec(src.mesh, sides, shape=(*src.shape[:keep], width), dtype=src.dtype)
-    return Program(whole, first.steps)
+    return Program(
+        whole,
+        first.steps,
+        forward_dtype=first.forward_dtype,
+        backward_dtype=first.backward_dtype,
+    )

@@ -21,6 +21,7 @@ from fshard.program.steps import AllGather, AllToAll, ReduceScatter
 from fshard.spec import Spec
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.plans import Move, Plan, check_dim, collective, need_tensor
+from fshard.spmd.wires import PLAIN, Wires, check_wires
 
 __all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes"]
 
@@ -30,26 +31,36 @@ __all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes
 
 @lru_cache(maxsize=4096)
 def _gathering(
-    mesh: Mesh, axes: tuple[str, ...], to: str, shape: torch.Size, dtype: torch.dtype
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    to: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    wires: Wires,
 ) -> Program:
     src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
-    return Program(src, (AllGather(axes, 0, "invariant" if to == "invariant" else "reduced"),))
+    there, back = wires
+    if to == "invariant":  # the transpose is a slice: it sends nothing
+        return Program(src, (AllGather(axes, 0),), forward_dtype=there)
+    return Program(src, (AllGather(axes, 0, "reduced"),), forward_dtype=there, backward_dtype=back)
 
 
 @lru_cache(maxsize=4096)
 def _scattering(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: Wires
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=set(axes)), shape=shape, dtype=dtype)
-    return Program(src, (ReduceScatter(axes, 0),))
+    there, back = wires
+    return Program(src, (ReduceScatter(axes, 0),), forward_dtype=there, backward_dtype=back)
 
 
 @lru_cache(maxsize=4096)
 def _exchanging(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: Wires
 ) -> Program:
     src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
-    return Program(src, (AllToAll(axes, 0, 1),))
+    there, back = wires
+    return Program(src, (AllToAll(axes, 0, 1),), forward_dtype=there, backward_dtype=back)
 
 
 def _first(axes: tuple[str, ...], shape: torch.Size) -> PartitionSpec:
@@ -62,10 +73,12 @@ def gather_move(
     x: torch.Tensor,
     to: str,
     read: Callable[[torch.Tensor], torch.Tensor],
+    wires: Wires = PLAIN,
 ) -> Move:
     """Everyone's `x` along a new dim 0, and what is made of it."""
     piece = x.unsqueeze(0)
-    return Move(_gathering(mesh, axes, to, piece.shape, piece.dtype), piece, read, keep=1)
+    prog = _gathering(mesh, axes, to, piece.shape, piece.dtype, wires)
+    return Move(prog, piece, read, keep=1)
 
 
 def _insert(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
@@ -90,14 +103,22 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> Plan:
     """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
 
     `jax.lax.all_gather`, PyTorch's `all_gather_into_tensor`. Several axes are gathered in the
     order given, the first one major. `to` is the state of the result: "varying" or "reduced"
-    (transpose: `psum_scatter`), or "invariant" (transpose: a slice). Raises `ShardingError` for
-    an unknown axis, a dim that is none, another `to`, and wrong groups.
+    (transpose: `psum_scatter`), or "invariant" (transpose: a slice).
+
+    `forward_dtype` is what is gathered, `backward_dtype` that in which the transpose sends and
+    adds; results and gradients have the dtype of `x`. So with parameters kept in float32,
+    `all_gather(w, axis, forward_dtype=torch.bfloat16).to(torch.bfloat16)` gathers bfloat16 and
+    computes in it; the ranks' bfloat16 cotangents are added in float32, as PyTorch's FSDP does
+    with `reduce_dtype=torch.float32`. Raises `ShardingError` for an unknown axis, a dim that is
+    none, another `to`, wrong groups, and floating dtypes of integers.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: all_gather(x, "i", tiled=True, to="invariant"),
@@ -106,13 +127,15 @@ def all_gather(
     tensor([0, 1, 2, 3])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_gather")
+    wires = forward_dtype, backward_dtype
     if to not in ("varying", "invariant", "reduced"):
         fail("fs.all_gather", f"to={to!r}", "to is varying, invariant or reduced", 'to="varying"')
 
     def leaf(value: Any) -> Any:
         x = need_tensor(value, "fs.all_gather")
         dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis")
-        return gather_move(where, axes, x, to, lambda y: _insert(y, dim, tiled))
+        check_wires("fs.all_gather", x.dtype, wires)
+        return gather_move(where, axes, x, to, lambda y: _insert(y, dim, tiled), wires)
 
     return Plan("fs.all_gather", leaf)
 
@@ -124,13 +147,17 @@ def psum_scatter(
     scatter_dimension: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> Plan:
     """The sum over the ranks along the axes, each rank keeping one slice of it.
 
     `jax.lax.psum_scatter`, PyTorch's `reduce_scatter_tensor`. With `tiled` the dim is divided by
     the number of ranks; without, it has that size and is removed. Transpose: `all_gather`.
-    Raises `ShardingError` for an unknown axis, a dim that does not divide, and wrong groups.
+    `forward_dtype` is what is sent and added, `backward_dtype` what the transpose gathers; the
+    result has the dtype of `x`. Raises `ShardingError` for an unknown axis, a dim that does not
+    divide, wrong groups, and floating dtypes of integers.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: psum_scatter(x, "i", tiled=True), mesh=fs.Mesh(i=2),
@@ -139,14 +166,16 @@ def psum_scatter(
     tensor([0, 2, 4, 6])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum_scatter")
+    wires = forward_dtype, backward_dtype
     n = where.axis_size(axes)
 
     def leaf(value: Any) -> Any:
         x = need_tensor(value, "fs.psum_scatter")
         dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
         _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
+        check_wires("fs.psum_scatter", x.dtype, wires)
         rows = _extract(x, dim, n, tiled)
-        prog = _scattering(where, axes, rows.shape, rows.dtype)
+        prog = _scattering(where, axes, rows.shape, rows.dtype, wires)
         return Move(prog, rows, lambda y: y.squeeze(0), keep=1)
 
     return Plan("fs.psum_scatter", leaf)
@@ -160,14 +189,17 @@ def all_to_all(
     *,
     tiled: bool = False,
     axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> Plan:
     """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
 
     `jax.lax.all_to_all`, PyTorch's `all_to_all_single`. With `tiled` one dim is divided and the
     other multiplied by the number of ranks; without, the split dim has that size and moves to
-    `concat_axis`. Transpose: itself, dims swapped. Raises `ShardingError` for an unknown axis, a
-    dim that does not divide, and wrong groups.
+    `concat_axis`. Transpose: itself, dims swapped. `forward_dtype` and `backward_dtype` are what
+    the two send; results have the dtype of `x`. Raises `ShardingError` for an unknown axis, a
+    dim that does not divide, wrong groups, and floating dtypes of integers.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: all_to_all(x, "i", 1, 0, tiled=True), mesh=fs.Mesh(i=2),
@@ -176,19 +208,25 @@ def all_to_all(
     tensor([[0, 1],
             [2, 3]])
     """
-    return _all_to_all(
-        "fs.all_to_all", axis_name, split_axis, concat_axis, tiled, axis_index_groups, mesh
-    )
+    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_to_all")
+    wires = forward_dtype, backward_dtype
+    return _all_to_all("fs.all_to_all", where, axes, (split_axis, concat_axis), tiled, wires)
 
 
 @collective
 def pswapaxes(
-    axis_name: Axes, axis: int, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+    axis_name: Axes,
+    axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> Plan:
     """Exchange the ranks along the axes with the dim `axis`, which has as many entries.
 
     `jax.lax.pswapaxes`, PyTorch's `all_to_all_single`: entry i goes to rank i, and what rank j
-    sends becomes entry j. Transpose: itself. Raises as `all_to_all`.
+    sends becomes entry j. Transpose: itself. Dtypes and errors as `all_to_all`.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: pswapaxes(x, "i", 1), mesh=fs.Mesh(i=2),
@@ -197,30 +235,31 @@ def pswapaxes(
     tensor([[0, 2],
             [1, 3]])
     """
-    return _all_to_all("fs.pswapaxes", axis_name, axis, axis, False, axis_index_groups, mesh)
+    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pswapaxes")
+    wires = forward_dtype, backward_dtype
+    return _all_to_all("fs.pswapaxes", where, axes, (axis, axis), False, wires)
 
 
 def _all_to_all(
     name: str,
-    axis_name: Axes,
-    split_axis: int,
-    concat_axis: int,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    dims: tuple[int, int],
     tiled: bool,
-    groups: Groups,
-    mesh: Mesh | None,
+    wires: Wires,
 ) -> Plan:
-    where, axes = resolve_groups(axis_name, mesh, groups, name)
-    n = where.axis_size(axes)
+    n = mesh.axis_size(axes)
 
     def leaf(value: Any) -> Any:
         x = need_tensor(value, name)
         word = "axis" if name == "fs.pswapaxes" else "split_axis"
-        split = check_dim(split_axis, x.ndim, name, word)
-        concat = check_dim(concat_axis, x.ndim, name, "concat_axis")
+        split = check_dim(dims[0], x.ndim, name, word)
+        concat = check_dim(dims[1], x.ndim, name, "concat_axis")
         _check_split(name, word, x, split, n, tiled)
+        check_wires(name, x.dtype, wires)
         # One row that is cut into a piece for each rank, and becomes a column of theirs.
         rows = _extract(x, split, n, tiled).unsqueeze(0)
-        prog = _exchanging(where, axes, rows.shape, rows.dtype)
+        prog = _exchanging(mesh, axes, rows.shape, rows.dtype, wires)
         return Move(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled), keep=2)
 
     return Plan(name, leaf)

@@ -19,6 +19,7 @@ from fshard.run.batch import join, part
 from fshard.run.transport import Transport, notify
 from fshard.spmd.axes import resolve
 from fshard.spmd.plans import Move, Plan, collective, need_tensor
+from fshard.spmd.wires import Wires, check_wires, sent_in
 
 __all__ = ["pbroadcast", "ppermute", "pshuffle"]
 
@@ -92,20 +93,32 @@ class _Broadcast:
         return lambda: part(moved(), shapes)
 
 
-def _plan(name: str, op: Linear) -> Plan:
+def _plan(name: str, op: Linear, wires: Wires) -> Plan:
+    sent = sent_in(op, wires)
+
     def leaf(value: Any) -> Any:
         x = need_tensor(value, name)
-        return Move(op, x) if x.numel() else x.clone()
+        check_wires(name, x.dtype, wires)
+        return Move(sent, x) if x.numel() else x.clone()
 
     return Plan(name, leaf)
 
 
 @collective
-def ppermute(axis_name: Axes, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Plan:
+def ppermute(
+    axis_name: Axes,
+    perm: Sequence[tuple[int, int]],
+    *,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
     """Send `x` from rank `src` to rank `dst` of the axes for every `(src, dst)` in `perm`.
 
     `jax.lax.ppermute`, PyTorch's `permute_tensor`. Ranks that receive nothing get zeros.
-    Transpose: the inverse. Raises `ShardingError` for places that are repeated or do not exist.
+    Transpose: the inverse. `forward_dtype` and `backward_dtype` are what the two send; results
+    have the dtype of `x`. Raises `ShardingError` for places that are repeated or do not exist,
+    and for floating dtypes of integers.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: ppermute(x, "i", [(0, 1), (1, 2)]), mesh=fs.Mesh(i=3),
@@ -137,15 +150,22 @@ def ppermute(axis_name: Axes, perm: Sequence[tuple[int, int]], *, mesh: Mesh | N
                 )
             )
     raise_if("fs.ppermute", problems)
-    return _plan("fs.ppermute", _Permute(where, axes, pairs))
+    return _plan("fs.ppermute", _Permute(where, axes, pairs), (forward_dtype, backward_dtype))
 
 
 @collective
-def pshuffle(axis_name: Axes, perm: Sequence[int], *, mesh: Mesh | None = None) -> Plan:
+def pshuffle(
+    axis_name: Axes,
+    perm: Sequence[int],
+    *,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
     """The `x` of rank `perm[i]` on rank i of the axes: indexing by a permutation.
 
     `jax.lax.pshuffle`, PyTorch's `permute_tensor` with the inverse. Transpose: the inverse.
-    Raises `ShardingError` where `perm` does not have every place once.
+    Dtypes as `ppermute`. Raises `ShardingError` where `perm` does not have every place once.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: pshuffle(x, "i", [2, 0, 1]), mesh=fs.Mesh(i=3),
@@ -164,16 +184,24 @@ def pshuffle(axis_name: Axes, perm: Sequence[int], *, mesh: Mesh | None = None) 
             "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out",
         )
     pairs = tuple((src, dst) for dst, src in enumerate(sources))
-    return _plan("fs.pshuffle", _Permute(where, axes, pairs))
+    return _plan("fs.pshuffle", _Permute(where, axes, pairs), (forward_dtype, backward_dtype))
 
 
 @collective
-def pbroadcast(axis_name: Axes, source: int, *, mesh: Mesh | None = None) -> Plan:
+def pbroadcast(
+    axis_name: Axes,
+    source: int,
+    *,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
     """The `x` of rank `source` of the axes, on every rank.
 
     `jax.lax.pbroadcast`, PyTorch's `broadcast`: the source sends to everyone, nobody else sends.
-    Transpose: the sum of all cotangents at the source, zeros elsewhere. Raises `ShardingError`
-    for a source that does not exist.
+    Transpose: the sum of all cotangents at the source, zeros elsewhere; they are sent and added
+    in `backward_dtype`. Dtypes as `ppermute`. Raises `ShardingError` for a source that does not
+    exist.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: pbroadcast(x, "i", 1), mesh=fs.Mesh(i=3),
@@ -190,4 +218,5 @@ def pbroadcast(axis_name: Axes, source: int, *, mesh: Mesh | None = None) -> Pla
             f"places along {axes} are {-n}..{n - 1}",
             f"source={source % n}, say",
         )
-    return _plan("fs.pbroadcast", _Broadcast(where, axes, source % n))
+    op = _Broadcast(where, axes, source % n)
+    return _plan("fs.pbroadcast", op, (forward_dtype, backward_dtype))

@@ -16,6 +16,7 @@ from fshard.run.transport import current_rank
 from fshard.spec import Spec
 from fshard.spmd.axes import resolve
 from fshard.spmd.plans import Move, Plan, collective
+from fshard.spmd.wires import check_wires
 
 __all__ = ["axis_index", "axis_size", "pcast"]
 
@@ -28,21 +29,36 @@ CASTS = {
 
 
 @lru_cache(maxsize=4096)
-def _using(mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Program:
-    return Program(
-        Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype), (InvariantToReduced(axes),)
-    )
+def _using(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    wire: torch.dtype | None,
+) -> Program:
+    src = Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype)
+    return Program(src, (InvariantToReduced(axes),), backward_dtype=wire)
 
 
 @collective
-def pcast(axis_name: Axes, *, to: str, src: str | None = None, mesh: Mesh | None = None) -> Plan:
+def pcast(
+    axis_name: Axes,
+    *,
+    to: str,
+    src: str | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
     """The same values in another state; nothing moves now, the transpose may.
 
     `jax.lax.pcast`; in PyTorch an `autograd.Function` written by hand. From invariant to
     "varying" or "reduced" the transpose is a sum over the ranks, for a whole tree in one launch
     per dtype; from varying to "unreduced" and from reduced to "varying" it is nothing. `src` is
     the state that `x` has; it is taken to be varying for `to="unreduced"`, else invariant.
-    Raises `ShardingError` for a cast that does not exist.
+    The transpose sends and adds in `backward_dtype`, gradients have the dtype of `x`; as nothing
+    moves forward, `forward_dtype` has no effect. Raises `ShardingError` for a cast that does not
+    exist, and for floating dtypes of integers.
 
     >>> import fshard as fs
     >>> w, x = torch.tensor(2.0, requires_grad=True), torch.tensor([1.0, 10.0])
@@ -63,9 +79,11 @@ def pcast(axis_name: Axes, *, to: str, src: str | None = None, mesh: Mesh | None
         )
 
     def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            check_wires("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
         if state != "invariant" or not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
-        return Move(_using(where, axes, value.shape, value.dtype), value)
+        return Move(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
 
     return Plan("fs.pcast", leaf)
 

@@ -17,6 +17,7 @@ from fshard.run.autograd import FinishAll, Shards, apply_linear
 from fshard.run.transport import Transport, notify
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import all_to_all
+from fshard.spmd.wires import check_wires, sent_in
 
 __all__ = ["ragged_all_to_all"]
 
@@ -68,6 +69,8 @@ def ragged_all_to_all(
     *,
     axis_name: Axes,
     axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """`output` with rows of everyone's `operand` written into it: a new tensor.
@@ -77,8 +80,10 @@ def ragged_all_to_all(
     `output_offsets[j]` on: that is a row of the receiver's. `recv_sizes[j]` rows come from rank
     j. The ranks first tell each other their offsets and sizes, in a small `all_to_all`.
     Transpose: the reverse exchange for `operand`; for `output` zeros where rows were written.
-    Raises `ShardingError` for rows that do not exist, sizes on which two ranks do not agree, and
-    rows of the result that are written twice.
+    Rows are sent in `forward_dtype`, in the transpose in `backward_dtype`; they have the dtype
+    of `operand` where they arrive. Raises `ShardingError` for rows that do not exist, sizes on
+    which two ranks do not agree, rows of the result that are written twice, and floating dtypes
+    of integers.
 
     >>> import fshard as fs
     >>> def keep_one_send_one(x):
@@ -91,6 +96,8 @@ def ragged_all_to_all(
     tensor([1., 3., 2., 4.])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
+    wires = forward_dtype, backward_dtype
+    check_wires(NAME, operand.dtype, wires)
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     rows = _read(given, where.axis_size(axes))
     _check_rows(operand, output, rows)
@@ -100,7 +107,7 @@ def ragged_all_to_all(
         starts = _agree(operand.device, output.shape[0], rows, where, axes)
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
-    op = _Ragged(where, axes, rows.send_sizes, rows.recv_sizes)
+    op = sent_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
     (moved,) = apply_linear(op, (packed,), everywhere=False)
     return _written(output, starts, moved.split(rows.recv_sizes))
 

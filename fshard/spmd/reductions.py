@@ -22,6 +22,7 @@ from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import gather_move
 from fshard.spmd.places import axis_index
 from fshard.spmd.plans import Move, Plan, Tree, collective, need_tensor
+from fshard.spmd.wires import check_wires
 from fshard.tree import map_leaves
 
 __all__ = ["pargmax", "pargmin", "pmax", "pmean", "pmin", "pprod", "psum"]
@@ -29,20 +30,33 @@ __all__ = ["pargmax", "pargmin", "pmax", "pmean", "pmin", "pprod", "psum"]
 
 @lru_cache(maxsize=4096)
 def _reduction(
-    mesh: Mesh, axes: tuple[str, ...], kind: str, shape: torch.Size, dtype: torch.dtype
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    wire: torch.dtype | None = None,
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
-    return Program(src, (AllReduce(axes),))
+    return Program(src, (AllReduce(axes),), forward_dtype=wire)
 
 
 @collective
-def psum(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None) -> Plan:
+def psum(
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
     """The sum over the ranks along the axes: varying (or unreduced) to invariant.
 
     `jax.lax.psum`, PyTorch's `all_reduce`. Booleans are summed as int64, Python numbers are
-    multiplied by the number of ranks. Transpose: `pcast(..., to="varying")`, which moves
-    nothing. Raises `ShardingError` for an unbound or unknown axis, and for groups that do not
-    have every index once or differ in size.
+    multiplied by the number of ranks. With `forward_dtype` addends are sent and added in that
+    dtype. Transpose: `pcast(..., to="varying")`, which moves nothing, whatever the
+    `backward_dtype`. Raises `ShardingError` for an unbound or unknown axis, for groups that do
+    not have every index once or differ in size, and for floating dtypes of integers.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: psum(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
@@ -51,22 +65,31 @@ def psum(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None
     tensor([3.])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum")
+    wires = forward_dtype, backward_dtype
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value * where.axis_size(axes)
-        summand = value.to(torch.int64) if value.dtype == torch.bool else value
-        return Move(_reduction(where, axes, "sum", summand.shape, summand.dtype), summand)
+        x = value.to(torch.int64) if value.dtype == torch.bool else value
+        check_wires("fs.psum", x.dtype, wires)
+        return Move(_reduction(where, axes, "sum", x.shape, x.dtype, wires[0]), x)
 
     return Plan("fs.psum", leaf)
 
 
 @collective
-def pmean(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None) -> Plan:
+def pmean(
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
     """The mean over the ranks along the axes; integers become the default float.
 
     `jax.lax.pmean`, PyTorch's `all_reduce` by `avg`. Transpose: a cast to varying and a division
-    by the number of ranks. Raises as `psum`.
+    by the number of ranks. Dtypes as `psum`. Raises as `psum`.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: pmean(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
@@ -75,13 +98,15 @@ def pmean(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
     tensor([1.5000])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pmean")
+    wires = forward_dtype, backward_dtype
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         inexact = value.dtype.is_floating_point or value.dtype.is_complex
-        term = value if inexact else value.to(torch.get_default_dtype())
-        return Move(_reduction(where, axes, "avg", term.shape, term.dtype), term)
+        x = value if inexact else value.to(torch.get_default_dtype())
+        check_wires("fs.pmean", x.dtype, wires)
+        return Move(_reduction(where, axes, "avg", x.shape, x.dtype, wires[0]), x)
 
     return Plan("fs.pmean", leaf)
 
