@@ -527,8 +527,8 @@ def test_a_rank_that_returns_while_others_wait() -> None:
     line = body.__code__.co_firstlineno + 3
     for rank in (0, 2):
         assert (
-            f"rank {rank} (x={rank}): waits in all_reduce(sum, torch.float32, (2,)) for [1] "
-            f"at {__file__}:{line}"
+            f"rank {rank} (x={rank}): waits in fs.psum over x: "
+            f"all_reduce(sum, torch.float32, (2,)) for [1] at {__file__}:{line}"
         ) in text
     assert "rank 1 (x=1): returned" in text
     assert "rule:  every rank of a group calls the same collectives in the same order" in text
@@ -546,8 +546,10 @@ def test_different_collectives() -> None:
         fs.simulate(mesh, body)
     line = body.__code__.co_firstlineno
     text = text_of(caught)
-    assert f"rank 0: all_reduce(sum, torch.float32, (2,)) at {__file__}:{line + 3}" in text
-    assert f"rank 1: all_reduce(max, torch.float32, (2,)) at {__file__}:{line + 2}" in text
+    wire = "torch.float32, (2,)) at"
+    sum_, max_ = "fs.psum over x: all_reduce(sum", "fs.pmax over x: all_reduce(max"
+    assert f"rank 0 (x=0): {sum_}, {wire} {__file__}:{line + 3}" in text
+    assert f"rank 1 (x=1): {max_}, {wire} {__file__}:{line + 2}" in text
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2).double(), torch.ones(2, 1)])
@@ -568,7 +570,7 @@ def test_waiting_in_a_ring() -> None:
 
     with pytest.raises(ShardingError, match="the simulation stands still") as caught:
         fs.simulate(mesh, body)
-    assert text_of(caught).count("waits in all_reduce") == 4
+    assert text_of(caught).count("waits in fs.psum over") == 4
 
 
 def test_divergence_in_backward() -> None:

@@ -323,10 +323,8 @@ def test_a_branch_that_only_some_ranks_take() -> None:
     with pytest.raises(ShardingError, match="the simulation stands still") as caught:
         mapped(torch.tensor([1.0, -1.0]))
     line = body.__code__.co_firstlineno + 1
-    assert (
-        f"rank 0 (x=0): waits in all_reduce(sum, torch.float32, (1,)) for [1] at {__file__}:{line}"
-        in str(caught.value)
-    )
+    wait = "waits in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [1]"
+    assert f"rank 0 (x=0): {wait} at {__file__}:{line}" in str(caught.value)
 
 
 def test_a_closed_over_tensor_that_requires_grad() -> None:

@@ -23,9 +23,18 @@ from fshard.program.steps import AllGather, AllReduce, InvariantToReduced, Reduc
 from fshard.program.transpose import is_linear
 from fshard.run.abstract import Shapes, is_abstract, shapes_of
 from fshard.run.batch import join, joined, part
+from fshard.run.fingerprint import backward_label
 from fshard.run.interpreter import launch
 from fshard.run.simulate import run_ranks
-from fshard.run.transport import Transport, backward_phase, current_rank, unobserved
+from fshard.run.transport import (
+    LABEL,
+    Label,
+    Transport,
+    backward_phase,
+    current_rank,
+    labelled,
+    unobserved,
+)
 from fshard.spec import Spec
 
 __all__ = [
@@ -105,7 +114,10 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
     transport = current_rank(op.mesh, where)
     if transport.rank not in op.mesh:
         return lambda: tuple(x.new_empty(0) for x in xs)
-    return op.launch(transport, xs)
+    if LABEL.get() is not None:
+        return op.launch(transport, xs)
+    with labelled(Label(where, op.mesh)):
+        return op.launch(transport, xs)
 
 
 def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
@@ -125,7 +137,7 @@ class _Apply(torch.autograd.Function):
     def forward(
         ctx: Any, op: Linear, everywhere: bool, launched: FinishAll | None, *xs: torch.Tensor
     ) -> Shards:
-        ctx.op, ctx.everywhere = op, everywhere
+        ctx.op, ctx.everywhere, ctx.label = op, everywhere, backward_label()
         ctx.shapes = [(x.shape, x.dtype) for x in xs]
         out = _execute(op, xs, everywhere, launched)
         # What an operation hands on unchanged must not be taken for an input by autograd.
@@ -138,7 +150,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        with backward_phase():
+        with backward_phase(ctx.label):
             back = apply_linear(ctx.op.T, grads, ctx.everywhere)
         kept = (
             g if g.shape == s else g.new_zeros(s)
@@ -234,6 +246,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prog: Program, everywhere: bool, *xs: torch.Tensor) -> Shards:
         ctx.prog, ctx.everywhere, ctx.n = prog, everywhere, len(xs)
+        ctx.label = backward_label()
         ys = _execute(Run((prog,)), xs, everywhere, None)
         ctx.save_for_backward(*xs, *ys)
         return tuple(y.view_as(y) if y is x else y for x, y in zip(xs, ys, strict=True))
@@ -244,7 +257,7 @@ class _Extreme(torch.autograd.Function):
         count, whole, whole_grad = _extreme_gradient(ctx.prog)
         run: Callable[[Program, Shards], Shards]
         run = lambda prog, each: apply_linear(Run((prog,)), each, ctx.everywhere)  # noqa: E731
-        with backward_phase():
+        with backward_phase(ctx.label):
             masks = tuple(
                 (x == y).to(x.dtype)
                 for x, y in zip(xs, run(whole, tuple(y.detach() for y in ys)), strict=True)

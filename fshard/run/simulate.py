@@ -10,18 +10,27 @@ from __future__ import annotations
 
 import contextvars
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from fshard.errors import ShardingError, fail
+from fshard.errors import ShardingError
 from fshard.mesh import Mesh
+from fshard.run.fingerprint import (
+    Fingerprint,
+    diverged,
+    place,
+    said,
+    stranded,
+    unsent,
+    user_line,
+    words,
+)
 from fshard.run.settings import ThreadSettings
-from fshard.run.transport import REDUCE, Finish, Group, as_rank
+from fshard.run.transport import LABEL, REDUCE, Finish, Group, as_rank
 from fshard.spec import Sharded
 from fshard.tree import is_pair, map_leaves
 
@@ -67,9 +76,9 @@ os.register_at_fork(after_in_child=_IDLE.clear)
 class _Meeting:
     """One collective of one group: what each rank brought, and what each takes away."""
 
-    what: tuple[object, ...]
+    what: Fingerprint
     group: Group
-    brought: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    brought: dict[int, tuple[torch.Tensor, Any, Fingerprint]] = field(default_factory=dict)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     complete: bool = False
 
@@ -86,27 +95,28 @@ class _Rank:
     thread: int = 0
     result: Any = None
     count: dict[Group, int] = field(default_factory=dict)
+    remark: Callable[[], str] = str
 
     def moves(self, device: torch.device) -> bool:
         return True
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        return self._meet(("all_gather", x.dtype, tuple(x.shape)), group, x, None)
+        return self._meet((LABEL.get(), "all_gather", x.dtype, tuple(x.shape)), group, x, None)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        return self._meet(("all_reduce", op, x.dtype, tuple(x.shape)), group, x, None)
+        return self._meet((LABEL.get(), "all_reduce", op, x.dtype, tuple(x.shape)), group, x, None)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        return self._meet(("reduce_scatter", op, x.dtype, tuple(x.shape)), group, x, None)
+        what = (LABEL.get(), "reduce_scatter", op, x.dtype, tuple(x.shape))
+        return self._meet(what, group, x, None)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
-        return self._meet(("all_to_all", x.dtype), group, x, (tuple(send), tuple(receive)))
+        what = (LABEL.get(), "all_to_all", x.dtype)
+        return self._meet(what, group, x, (tuple(send), tuple(receive)))
 
-    def _meet(
-        self, what: tuple[object, ...], group: Group, x: torch.Tensor, extra: object
-    ) -> Finish:
+    def _meet(self, what: Fingerprint, group: Group, x: torch.Tensor, extra: object) -> Finish:
         meeting = self.world.arrive(self, what, group, x, extra)
 
         def finish() -> torch.Tensor:
@@ -150,8 +160,7 @@ class _World:
             rank_id, error = self.error
             self.error = None
             if rank_id is not None:
-                place = ", ".join(f"{a}={c}" for a, c in self.mesh.coords(rank_id).items())
-                error.add_note(f"on rank {rank_id} ({place}) of a simulated {self.mesh}")
+                error.add_note(f"on {place(self.mesh, rank_id)} of a simulated {self.mesh}")
             try:
                 raise error
             finally:
@@ -198,7 +207,7 @@ class _World:
     # -- meetings --
 
     def arrive(
-        self, rank: _Rank, what: tuple[object, ...], group: Group, x: torch.Tensor, extra: object
+        self, rank: _Rank, what: Fingerprint, group: Group, x: torch.Tensor, extra: object
     ) -> _Meeting:
         """Bring `x` to the group's next meeting; the last to arrive computes the results."""
         number = rank.count.get(group, 0)
@@ -208,8 +217,8 @@ class _World:
         if meeting is None:
             meeting = self.meetings[key] = _Meeting(what, group)
         if meeting.what != what:
-            self._diverged(rank, what, meeting)
-        meeting.brought[rank.rank] = (x.detach(), extra)
+            raise self._diverged(rank, what, meeting)
+        meeting.brought[rank.rank] = (x.detach(), extra, what)
         if len(meeting.brought) == len(group):
             del self.meetings[key]
             with torch.no_grad():
@@ -237,86 +246,59 @@ class _World:
     # -- errors --
 
     def _standstill(self) -> ShardingError:
-        lines = [self._where(each) for each in self.order]
-        error = ShardingError(
-            "the simulation stands still: ranks wait for others that never come\n  "
-            + "\n  ".join(lines)
-            + "\n  rule:  every rank of a group calls the same collectives in the same order"
-            "\n  fix:   move the collective out of the branch that only some ranks take"
-        )
-        error.everywhere = True  # type: ignore[attr-defined]
-        return error
+        head = "the simulation stands still: ranks wait for others that never come"
+        return stranded(head, [line for each in self.order for line in self._where(each)])
 
-    def _diverged(self, rank: _Rank, what: tuple[object, ...], meeting: _Meeting) -> NoReturn:
+    def _diverged(self, rank: _Rank, what: Fingerprint, meeting: _Meeting) -> ShardingError:
+        calls = {each: call for each, (_, _, call) in meeting.brought.items()}
+        calls[rank.rank] = what
         lines = [
-            f"rank {each.rank}: {_words(meeting.what)}{_user_line(each.thread)}"
-            for each in self.order
-            if each.rank in meeting.brought
+            line
+            for each in sorted(calls, key=meeting.group.index)
+            for line in self._said(self.ranks[each], calls[each], meeting.group)
         ]
-        lines.append(f"rank {rank.rank}: {_words(what)}{_user_line(threading.get_ident())}")
-        error = ShardingError(
-            f"ranks of the group {meeting.group} call different collectives\n  "
-            + "\n  ".join(lines)
-            + "\n  rule:  every rank of a group calls the same collective, with one shape and dtype"
-            "\n  fix:   look at what made the ranks differ before these lines"
-        )
-        error.everywhere = True  # type: ignore[attr-defined]
-        raise error
+        return diverged(meeting.group, lines)
 
-    def _where(self, rank: _Rank) -> str:
-        place = ", ".join(f"{a}={c}" for a, c in self.mesh.coords(rank.rank).items())
-        head = f"rank {rank.rank} ({place})"
+    def _said(self, rank: _Rank, call: Fingerprint, group: Group) -> list[str]:
+        line = f"{words(call, group)}{user_line(rank.thread, call[0])}"
+        return said(self.mesh, rank.rank, line, rank.remark())
+
+    def _where(self, rank: _Rank) -> list[str]:
+        stands = "returned" if rank.state == "done" else "runs"
         if rank.waits is not None:
-            missing = [each for each in rank.waits.group if each not in rank.waits.brought]
-            return (f"{head}: waits in {_words(rank.waits.what)} for {missing}"
-                    f"{_user_line(rank.thread)}")  # fmt: skip
-        return f"{head}: {'returned' if rank.state == 'done' else 'runs'}"
+            brought, group = rank.waits.brought, rank.waits.group
+            call = brought[rank.rank][2]
+            missing = [each for each in group if each not in brought]
+            line = user_line(rank.thread, call[0])
+            stands = f"waits in {words(call, group)} for {missing}{line}"
+        return said(self.mesh, rank.rank, stands, rank.remark())
 
 
 def _meet(meeting: _Meeting) -> dict[int, torch.Tensor]:
     """Everyone's result of one collective; each in memory of its own."""
-    group = meeting.group
+    group, (_, op, *arguments) = meeting.group, meeting.what
     inputs = [meeting.brought[rank][0] for rank in group]
-    match meeting.what[0]:
+    match op:
         case "all_gather":
             stacked = torch.stack(inputs)
             return {rank: stacked.clone() if at else stacked for at, rank in enumerate(group)}
         case "all_reduce":
-            total = REDUCE[str(meeting.what[1])](torch.stack(inputs))
+            total = REDUCE[str(arguments[0])](torch.stack(inputs))
             return {rank: total.clone() if at else total for at, rank in enumerate(group)}
         case "reduce_scatter":
-            reduce = REDUCE[str(meeting.what[1])]
+            reduce = REDUCE[str(arguments[0])]
             return {
                 rank: reduce(torch.stack([x[at] for x in inputs])) for at, rank in enumerate(group)
             }
         case _:
             splits = [meeting.brought[rank][1] for rank in group]
-            for at, (_, receive) in enumerate(splits):
-                sent = tuple(send[at] for send, _ in splits)
-                if sent != receive:
-                    given = f"rank {group[at]} expects {receive} elements, is sent {sent}"
-                    fail("all_to_all", given, "what is sent is what is received",
-                         "give every rank the same spec")  # fmt: skip
+            error = unsent(group, splits)
+            if error is not None:
+                raise error
             pieces = [x.split(send) for x, (send, _) in zip(inputs, splits, strict=True)]
             return {
                 rank: torch.cat([piece[at] for piece in pieces]) for at, rank in enumerate(group)
             }
-
-
-def _words(what: tuple[object, ...]) -> str:
-    return f"{what[0]}({', '.join(map(str, what[1:]))})"
-
-
-def _user_line(thread: int) -> str:
-    """`at file:line` of the innermost frame of a thread outside of this package and below it."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("fshard", "torch", "threading", "optree") and "<" not in name[:1]:
-            return f" at {name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def run_ranks(

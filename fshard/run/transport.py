@@ -20,8 +20,8 @@ from fshard.mesh import Mesh
 
 __all__ = [
     "CHECKED", "LABEL", "REDUCE", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
-    "as_rank", "backward_phase", "current_rank", "current_transport", "labelled", "notify",
-    "observe", "set_world", "unobserved",
+    "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
+    "is_simulated", "labelled", "notify", "observe", "set_world", "unobserved",
 ]  # fmt: skip
 
 Group = tuple[int, ...]
@@ -88,6 +88,16 @@ def current_transport() -> Transport | None:
     return _RANK.get() or CHECKED.get() or (_WORLD[0] if _WORLD else None)
 
 
+def direct_transport() -> Transport | None:
+    """This process's own, if nobody checks or observes what goes over it; else None.
+
+    What was recorded of the operations below it can then be replayed without asking it.
+    """
+    if _OBSERVERS or not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
+        return None
+    return _WORLD[0]
+
+
 @contextmanager
 def as_rank(transport: Transport) -> Iterator[None]:
     """Run a block as the code of one simulated rank."""
@@ -96,6 +106,11 @@ def as_rank(transport: Transport) -> Iterator[None]:
         yield
     finally:
         _RANK.reset(token)
+
+
+def is_simulated() -> bool:
+    """Whether the code that is running is that of a simulated rank."""
+    return _RANK.get() is not None
 
 
 @contextmanager
@@ -129,11 +144,15 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the user called, along axes of which mesh; `line` where the stack does not tell."""
+    """What the user called, and along axes of which mesh.
+
+    `line` is that of the call and `checked` what checks it, where the launch comes later.
+    """
 
     name: str
-    mesh: Mesh
+    mesh: Mesh = field(compare=False)
     line: str = field(default="", compare=False)
+    checked: Transport | None = field(default=None, compare=False)
 
 
 LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)
@@ -141,9 +160,9 @@ LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)
 
 
 @contextmanager
-def labelled(name: str, mesh: Mesh, line: str = "") -> Iterator[None]:
+def labelled(label: Label) -> Iterator[None]:
     """Launch what is launched in the block under a name."""
-    token = LABEL.set(Label(name, mesh, line))
+    token = LABEL.set(label)
     try:
         yield
     finally:
@@ -190,13 +209,17 @@ def unobserved() -> Iterator[None]:
 
 
 @contextmanager
-def backward_phase() -> Iterator[None]:
-    """Mark what runs in the block as backward."""
-    token = _PHASE.set("backward")
+def backward_phase(label: Label | None = None) -> Iterator[None]:
+    """Mark what runs in the block as backward, of what `label` says: it is checked as that was."""
+    tokens = _PHASE.set("backward"), LABEL.set(label)
+    checked = CHECKED.set(label.checked) if label is not None and label.checked else None
     try:
         yield
     finally:
-        _PHASE.reset(token)
+        _PHASE.reset(tokens[0])
+        LABEL.reset(tokens[1])
+        if checked is not None:
+            CHECKED.reset(checked)
 
 
 def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:

@@ -20,10 +20,13 @@ from fshard.run.autograd import (
     FinishAll,
     Linear,
     Run,
+    Shards,
     apply_linear,
     apply_programs,
     start_linear,
 )
+from fshard.run.fingerprint import call_line
+from fshard.run.transport import Label, labelled
 from fshard.tree import flatten, unflatten
 
 __all__ = ["PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_tensor"]
@@ -121,20 +124,32 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     progs = tuple(move.op for move in moves if isinstance(move.op, Program))
     op = Run(progs, first.keep) if isinstance(first.op, Program) else first.op
-    if not wanted:
-        return start_linear(op, xs, name)
-    if isinstance(first.op, Program) and not first.op.is_linear:
-        if ahead:
-            fail(
-                f"fs.start({name})",
-                "a tensor that requires grad",
-                "sums and movements run ahead with gradients, maxima and minima without",
-                f"{name}(x, ...) at once, or x.detach()",
-            )
-        return lambda: apply_programs(progs, first.keep, xs)
-    with torch.no_grad():
-        launched = start_linear(op, xs, name)
-    return lambda: apply_linear(op, xs, False, launched)
+    label = Label(name, op.mesh, call_line() if ahead else "")
+    with labelled(label):
+        if not wanted:
+            return start_linear(op, xs, name)
+        if not isinstance(op, Run) or progs[0].is_linear:
+            with torch.no_grad():
+                launched = start_linear(op, xs, name)
+            return _under(label, lambda: apply_linear(op, xs, False, launched))
+    if ahead:
+        fail(
+            f"fs.start({name})",
+            "a tensor that requires grad",
+            "sums and movements run ahead with gradients, maxima and minima without",
+            f"{name}(x, ...) at once, or x.detach()",
+        )
+    return _under(label, lambda: apply_programs(progs, first.keep, xs))
+
+
+def _under(label: Label, finish: FinishAll) -> FinishAll:
+    """`finish`, and what it launches, under a label."""
+
+    def run() -> Shards:
+        with labelled(label):
+            return finish()
+
+    return run
 
 
 # -- what plans check -----------------------------------------------------------------------

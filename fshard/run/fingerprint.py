@@ -1,0 +1,184 @@
+"""What a collective is known by, and the words for ranks that part ways.
+
+A fingerprint is what must be the same on every rank of a group. Simulated ranks and real ones
+compare the same fingerprints and say the same sentences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from fshard.errors import ShardingError
+from fshard.mesh import Mesh
+from fshard.run.transport import CHECKED, LABEL, Group, Label, current_transport, is_simulated
+
+__all__ = [
+    "Fingerprint", "backward_label", "blame", "call_line", "diverged", "explain_with", "place",
+    "raise_line", "said", "stranded", "unsent", "user_frame", "user_line", "words",
+]  # fmt: skip
+
+Fingerprint = tuple[object, ...]
+"""A label, the operation on the wire, and its arguments: compared as it is."""
+
+PACKAGES = frozenset(("fshard", "torch", "threading", "optree", "contextlib", "functools"))
+
+
+# -- where ----------------------------------------------------------------------------
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from `frame` on, outside of this package and what is below it."""
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _line(frame: FrameType | None) -> str:
+    """`file:line` of the user's frame, or nothing."""
+    found = user_frame(frame)
+    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package not in PACKAGES and not frame.f_code.co_filename.startswith("<")
+
+
+def user_line(thread: int, label: object) -> str:
+    """` at file:line` for where a thread stands in the user's code as it launches `label`.
+
+    In backward the line of the forward call is named too: the stack may know nothing of it.
+    """
+    line = _line(sys._current_frames().get(thread))
+    begun = label.line if isinstance(label, Label) else ""
+    at = f" at {line}" if line else ""
+    return at + (f", of the call at {begun}" if begun and begun != line else "")
+
+
+def call_line() -> str:
+    """`file:line` of the user's call, for what is launched later; nothing where nobody asks."""
+    if CHECKED.get() is None and not is_simulated():
+        return ""
+    return _line(sys._getframe())
+
+
+def backward_label() -> Label | None:
+    """The label under which the backward of what is being called is launched, if anybody asks."""
+    label, checked = LABEL.get(), CHECKED.get()
+    if label is None or (checked is None and not is_simulated()):
+        return None
+    line = label.line or _line(sys._getframe())
+    return Label(f"backward of {label.name}", label.mesh, line, checked)
+
+
+def raise_line(traceback: TracebackType | None) -> str:
+    """` at file:line` for the user's line that raised, or nothing."""
+    found = ""
+    while traceback is not None:
+        if _is_users(traceback.tb_frame):
+            found = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def place(mesh: Mesh, rank: int) -> str:
+    """`rank 3 (dp=1, tp=1)`."""
+    return f"rank {rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())})"
+
+
+def blame(error: BaseException, mesh: Mesh) -> None:
+    """Note on an error of the mapped function which rank of a real mesh it is from, once."""
+    transport = current_transport()
+    if transport is None or is_simulated() or getattr(error, "everywhere", False):
+        return
+    known = getattr(error, "__notes__", ())
+    if transport.rank in mesh and not any(note.startswith("on rank ") for note in known):
+        error.add_note(f"on {place(mesh, transport.rank)} of {mesh}")
+
+
+def explain_with(remark: Callable[[], str]) -> None:
+    """Have `remark()` said of this rank, such as "branched on ...", should ranks part ways.
+
+    It holds until the end of the simulation, or of the outermost call whose collectives are
+    checked; the last one counts.
+    """
+    transport: Any = current_transport()
+    if hasattr(transport, "remark"):
+        transport.remark = remark
+
+
+# -- what -----------------------------------------------------------------------------
+
+
+def words(fingerprint: Fingerprint, group: Group) -> str:
+    """`fs.psum over x: all_reduce(sum, torch.float32, (2,))`."""
+    label, op, *arguments = fingerprint
+    wire = f"{op}({', '.join(map(str, arguments))})"
+    if not isinstance(label, Label):
+        return wire
+    return f"{label.name} over {_axes(label.mesh, group)}: {wire}"
+
+
+def _axes(mesh: Mesh, group: Group) -> str:
+    """The axes along which a group lies, in its order; else its ranks."""
+    if all(rank in mesh for rank in group):
+        coords = [mesh.coords(rank) for rank in group]
+        axes = [axis for axis in mesh.axes if len({each[axis] for each in coords}) > 1]
+        for names in itertools.permutations(axes):
+            if mesh.group(group[0], names) == group:
+                return ", ".join(names)
+    return f"ranks {list(group)}"
+
+
+def unsent(
+    group: Group, splits: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> ShardingError | None:
+    """The error where a rank of an all-to-all expects other numbers than it is sent."""
+    for at, (_, receive) in enumerate(splits):
+        sent = tuple(send[at] for send, _ in splits)
+        if sent != tuple(receive):
+            return _error(
+                "all_to_all",
+                [f"given: rank {group[at]} expects {tuple(receive)} elements, is sent {sent}"],
+                "what is sent is what is received",
+                "give every rank the same spec",
+            )
+    return None
+
+
+# -- who ------------------------------------------------------------------------------
+
+
+def said(mesh: Mesh, rank: int, stands: str, remark: str) -> list[str]:
+    """The lines of one rank: where it stands, and what it has to say to that."""
+    return [f"{place(mesh, rank)}: {stands}", *([f"rank {rank} {remark}"] if remark else [])]
+
+
+def diverged(group: Group, lines: Iterable[str]) -> ShardingError:
+    """The error of ranks that call different collectives; a line for each of them."""
+    return _error(
+        f"ranks of the group {group} call different collectives",
+        lines,
+        "every rank of a group calls the same collective, with one shape and dtype",
+        "look at what made the ranks differ before these lines",
+    )
+
+
+BRANCH = "move the collective out of the branch that only some ranks take"
+
+
+def stranded(head: str, lines: Iterable[str], fix: str = BRANCH) -> ShardingError:
+    """The error of ranks that wait for others in vain; a line for each of them."""
+    rule = "every rank of a group calls the same collectives in the same order"
+    return _error(head, lines, rule, fix)
+
+
+def _error(head: str, lines: Iterable[str], rule: str, fix: str) -> ShardingError:
+    """An error that belongs to all ranks, not to the one that finds it."""
+    error = ShardingError("\n  ".join([head, *lines, f"rule:  {rule}", f"fix:   {fix}"]))
+    error.everywhere = True  # type: ignore[attr-defined]
+    return error
