@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.program.cost import step_axes, traffic
@@ -119,6 +120,20 @@ def test_mapped_functions_count_forward_and_backward() -> None:
     assert log.forward.counts == Counter(), "the sum's transpose needs no communication"
     # The arguments are whole on every rank, and so are their gradients.
     assert log.backward.counts == {("all_gather", "tp"): 2}
+
+
+def test_what_is_computed_again_in_the_backward_pass_counts_as_backward() -> None:
+    """Where ranks differentiate on their own, as under torchrun: no boundary tells the phase."""
+
+    def body() -> None:
+        x = torch.ones(2, requires_grad=True)
+        gather = lambda x: fs.all_gather(x, "tp", mesh=MESH).sin()  # noqa: E731
+        checkpoint(gather, x, use_reentrant=False).sum().backward()
+
+    with fs.comm_log() as log:
+        fs.simulate(MESH, body)
+    assert log.forward.counts == {("all_gather", "tp"): 1}
+    assert log.backward.counts == {("all_gather", "tp"): 1, ("reduce_scatter", "tp"): 1}
 
 
 def test_counts_are_the_busiest_ranks() -> None:

@@ -225,6 +225,8 @@ def backward_phase(label: Label | None = None) -> Iterator[None]:
 def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:
     """Tell all observers of one collective; free where there are none."""
     if _OBSERVERS:
-        event = Event(op, axes, nbytes, rank, _PHASE.get())
+        # What a checkpoint computes again is no transpose, but runs in the backward pass too.
+        again = torch._C._current_graph_task_id() != -1
+        event = Event(op, axes, nbytes, rank, "backward" if again else _PHASE.get())
         for observer in tuple(_OBSERVERS):
             observer(event)
