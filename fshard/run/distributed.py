@@ -7,6 +7,7 @@ groups are made on demand for whatever ranks a step names; only their members ta
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.run.transport import Finish, Group, current_transport, set_world
+from fshard.run.fingerprint import lost
+from fshard.run.transport import LABEL, Finish, Group, Label, current_transport, set_world
 
 __all__ = ["init"]
 
@@ -48,17 +50,20 @@ class World:
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
         flat, restore = _as_bytes(x.reshape(-1))
         name, order = self._group(group)
+        label = LABEL.get()
         out = OPS.all_gather_into_tensor(flat, len(group), name)
         shape = (len(group), *x.shape)
-        return lambda: _unpermute(restore(OPS.wait_tensor(out)).view(shape), order)
+        wait = functools.partial(_wait, out, label, "all_gather", group)
+        return lambda: _unpermute(restore(wait()).view(shape), order)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
             return lambda: gathered().prod(0)
         wire, restore = _as_number(x)
+        label = LABEL.get()
         out = OPS.all_reduce(wire.contiguous(), op, self._group(group)[0])
-        return lambda: restore(OPS.wait_tensor(out))
+        return lambda: restore(_wait(out, label, "all_reduce", group))
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if x.dtype.is_complex and op == "product":
@@ -69,9 +74,10 @@ class World:
         if order is not None:
             wire = wire[[order.index(place) for place in range(len(order))]]
         flat = wire.reshape(len(group), -1).contiguous()
+        label = LABEL.get()
         out = OPS.reduce_scatter_tensor(flat, op, len(group), name)
         shape = x.shape[1:]
-        return lambda: restore(OPS.wait_tensor(out)).reshape(shape)
+        return lambda: restore(_wait(out, label, "reduce_scatter", group)).reshape(shape)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
@@ -89,10 +95,11 @@ class World:
         wire, restore = _as_bytes(x.contiguous())
         item = wire.numel() // x.numel() if x.numel() else _wire_item(x.dtype)
         sizes = [n * item for n in theirs], [n * item for n in send]
+        label = LABEL.get()
         out = OPS.all_to_all_single(wire, *sizes, name)
 
         def finish() -> torch.Tensor:
-            got = restore(OPS.wait_tensor(out))
+            got = restore(_wait(out, label, "all_to_all", group))
             if order is None:
                 return got
             pieces = got.split(theirs)
@@ -116,6 +123,13 @@ class World:
                 name = made.group_name
             self.names[ordered] = name
         return name, None if ordered == ranks else [ordered.index(rank) for rank in ranks]
+
+
+def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torch.Tensor:
+    try:
+        return OPS.wait_tensor(out)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise lost(error, label, op, group) from error
 
 
 def _unpermute(stacked: torch.Tensor, order: list[int] | None) -> torch.Tensor:

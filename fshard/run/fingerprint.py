@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.run.transport import CHECKED, LABEL, Group, Label, current_transport, is_simulated
 
 __all__ = [
-    "Fingerprint", "backward_label", "blame", "call_line", "diverged", "explain_with", "place",
-    "raise_line", "said", "stranded", "unsent", "user_frame", "user_line", "words",
+    "Fingerprint", "backward_label", "blame", "call_line", "diverged", "explain_with",
+    "fingerprint", "lost", "one_line", "place", "raise_line", "said", "stranded", "unsent",
+    "user_frame", "user_line", "words",
 ]  # fmt: skip
 
 Fingerprint = tuple[object, ...]
@@ -48,12 +51,13 @@ def _is_users(frame: FrameType) -> bool:
     return package not in PACKAGES and not frame.f_code.co_filename.startswith("<")
 
 
-def user_line(thread: int, label: object) -> str:
-    """` at file:line` for where a thread stands in the user's code as it launches `label`.
+def user_line(thread: int | None, label: object) -> str:
+    """` at file:line` for where a thread, or this one, stands in the user's code.
 
     In backward the line of the forward call is named too: the stack may know nothing of it.
     """
-    line = _line(sys._current_frames().get(thread))
+    frame = sys._getframe() if thread is None else sys._current_frames().get(thread)
+    line = _line(frame)
     begun = label.line if isinstance(label, Label) else ""
     at = f" at {line}" if line else ""
     return at + (f", of the call at {begun}" if begun and begun != line else "")
@@ -85,6 +89,11 @@ def raise_line(traceback: TracebackType | None) -> str:
     return found
 
 
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def place(mesh: Mesh, rank: int) -> str:
     """`rank 3 (dp=1, tp=1)`."""
     return f"rank {rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())})"
@@ -114,9 +123,16 @@ def explain_with(remark: Callable[[], str]) -> None:
 # -- what -----------------------------------------------------------------------------
 
 
-def words(fingerprint: Fingerprint, group: Group) -> str:
+def fingerprint(op: str, x: torch.Tensor, *arguments: object) -> Fingerprint:
+    """That of an operation on `x`; only an all-to-all is of other shapes on other ranks."""
+    if op == "all_to_all":
+        return (LABEL.get(), op, x.dtype)
+    return (LABEL.get(), op, *arguments, x.dtype, tuple(x.shape))
+
+
+def words(call: Fingerprint, group: Group) -> str:
     """`fs.psum over x: all_reduce(sum, torch.float32, (2,))`."""
-    label, op, *arguments = fingerprint
+    label, op, *arguments = call
     wire = f"{op}({', '.join(map(str, arguments))})"
     if not isinstance(label, Label):
         return wire
@@ -175,6 +191,19 @@ def stranded(head: str, lines: Iterable[str], fix: str = BRANCH) -> ShardingErro
     """The error of ranks that wait for others in vain; a line for each of them."""
     rule = "every rank of a group calls the same collectives in the same order"
     return _error(head, lines, rule, fix)
+
+
+def lost(error: BaseException, label: Label | None, op: str, group: Group) -> ShardingError:
+    """What a backend says of a collective that did not end, in terms of the call."""
+    name = op if label is None else f"{label.name} over {_axes(label.mesh, group)}: {op}"
+    return ShardingError(
+        f"{name} among the ranks {group} did not end{user_line(None, label)}\n"
+        f"  given: {one_line(error)}\n"
+        "  rule:  a collective ends when every rank of its group has come to it, in the time that "
+        "fs.init(mesh, timeout=seconds) gives\n"
+        '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not come, and '
+        "what they do instead"
+    )
 
 
 def _error(head: str, lines: Iterable[str], rule: str, fix: str) -> ShardingError:

@@ -22,6 +22,7 @@ from fshard.mesh import Mesh
 from fshard.run.fingerprint import (
     Fingerprint,
     diverged,
+    fingerprint,
     place,
     said,
     stranded,
@@ -30,7 +31,7 @@ from fshard.run.fingerprint import (
     words,
 )
 from fshard.run.settings import ThreadSettings
-from fshard.run.transport import LABEL, REDUCE, Finish, Group, as_rank
+from fshard.run.transport import REDUCE, Finish, Group, as_rank
 from fshard.spec import Sharded
 from fshard.tree import is_pair, map_leaves
 
@@ -101,20 +102,19 @@ class _Rank:
         return True
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        return self._meet((LABEL.get(), "all_gather", x.dtype, tuple(x.shape)), group, x, None)
+        return self._meet(fingerprint("all_gather", x), group, x, None)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        return self._meet((LABEL.get(), "all_reduce", op, x.dtype, tuple(x.shape)), group, x, None)
+        return self._meet(fingerprint("all_reduce", x, op), group, x, None)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        what = (LABEL.get(), "reduce_scatter", op, x.dtype, tuple(x.shape))
-        return self._meet(what, group, x, None)
+        return self._meet(fingerprint("reduce_scatter", x, op), group, x, None)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
-        what = (LABEL.get(), "all_to_all", x.dtype)
-        return self._meet(what, group, x, (tuple(send), tuple(receive)))
+        splits = tuple(send), tuple(receive)
+        return self._meet(fingerprint("all_to_all", x), group, x, splits)
 
     def _meet(self, what: Fingerprint, group: Group, x: torch.Tensor, extra: object) -> Finish:
         meeting = self.world.arrive(self, what, group, x, extra)

@@ -1,0 +1,309 @@
+"""Collectives of real processes, compared before they are launched.
+
+Before a collective every rank posts what it is about to call in the store of
+`torch.distributed`, and reads what the others of its group have posted. Where they differ, or
+where some have returned, raised or do not come in time, the first to see it writes a verdict,
+and every rank of the group raises that. It costs some round trips to the store per collective,
+and launches wait for each other: for debugging, not for training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from fshard.errors import ShardingError
+from fshard.mesh import Mesh
+from fshard.run.distributed import World
+from fshard.run.fingerprint import (
+    Fingerprint,
+    diverged,
+    fingerprint,
+    one_line,
+    raise_line,
+    said,
+    stranded,
+    unsent,
+    user_line,
+    words,
+)
+from fshard.run.transport import Finish, Group, as_checked, current_transport
+
+__all__ = ["checked_collectives"]
+
+TIMEOUT = timedelta(minutes=10)
+PATIENCE = 1.0  # seconds in which ranks may still come to a collective that others differ in
+PAUSES = (0.0,) * 20 + (0.001,) * 100  # seconds between looks, and then the last one for good
+LAST_PAUSE = 0.02
+NOTHING = "-"
+
+Moment = tuple[int, int]
+"""Which call of a mapped function, and which collective of a group in it: the same everywhere."""
+Splits = tuple[Sequence[int], Sequence[int]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What a rank has come to a group's collective with."""
+
+    moment: Moment
+    words: str
+    line: str
+    splits: Splits
+
+
+@dataclass(slots=True)
+class _State:
+    """Where a rank stands, as it tells the others; `at` and `passed` by group."""
+
+    call: int = 0
+    ended: str = ""
+    stands: str = "has not come to a checked call yet"
+    remark: str = ""
+    at: dict[str, _Arrival] = field(default_factory=dict)
+    passed: dict[str, Moment] = field(default_factory=dict)
+
+    @staticmethod
+    def read(text: str) -> _State:
+        if text == NOTHING:
+            return _State()
+        given = json.loads(text)
+        given["at"] = {
+            group: _Arrival(tuple(moment), *rest)
+            for group, (moment, *rest) in ((g, each.values()) for g, each in given["at"].items())
+        }
+        given["passed"] = {group: tuple(moment) for group, moment in given["passed"].items()}
+        return _State(**given)
+
+
+class _Checked:
+    """This process's transport on one mesh, with the check before every collective."""
+
+    def __init__(self, world: World, mesh: Mesh) -> None:
+        self.world, self.mesh, self.rank, self.device = world, mesh, world.rank, world.device
+        self.state = _State()
+        self.inside = False
+        self.remark: Callable[[], str] = str
+        self.store = _store(mesh)
+        self.known: set[Group] = set()
+
+    def moves(self, device: torch.device) -> bool:
+        return self.world.moves(device)
+
+    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        self._meet(fingerprint("all_gather", x), group)
+        return self.world.all_gather(x, group)
+
+    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        self._meet(fingerprint("all_reduce", x, op), group)
+        return self.world.all_reduce(x, op, group)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        self._meet(fingerprint("reduce_scatter", x, op), group)
+        return self.world.reduce_scatter(x, op, group)
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> Finish:
+        self._meet(fingerprint("all_to_all", x), group, (tuple(send), tuple(receive)))
+        return self.world.all_to_all(x, send, receive, group)
+
+    # -- what is posted ---------------------------------------------------------------
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call of a mapped function: the others are told when it begins and how it ends."""
+        self.state.call += 1
+        self.remark, self.inside = str, True
+        self._post("runs")
+        try:
+            yield
+        except BaseException as error:
+            self._post(f"raised {one_line(error)}{raise_line(error.__traceback__)}", "raised")
+            raise
+        else:
+            self._post("returned", "returned")
+        finally:
+            self.inside = False
+
+    def _post(self, stands: str, ended: str | None = None) -> None:
+        self.state.stands, self.state.remark = stands, self.remark()
+        if self.inside:
+            self.state.ended = ended or ""
+        self.store.set(str(self.rank), json.dumps(asdict(self.state)))
+
+    # -- meeting ----------------------------------------------------------------------
+
+    def _meet(self, call: Fingerprint, group: Group, splits: Splits = None) -> None:
+        """Go on once the whole group has come to the same collective; else raise the verdict."""
+        if not all(rank in self.mesh for rank in group):
+            return
+        key = str(group)
+        last = self.state.at.get(key)
+        again = last is not None and last.moment[0] == self.state.call
+        moment = (self.state.call, last.moment[1] + 1 if last is not None and again else 0)
+        arrival = _Arrival(moment, words(call, group), user_line(None, call[0]), splits)
+        self.state.at[key] = arrival
+        try:
+            self._introduce(group)
+            self._post(f"waits in {arrival.words}{arrival.line}")
+            self._await(group, moment)
+            self.state.passed[key] = moment
+            self._post(f"runs, was last in {arrival.words}{arrival.line}")
+        except dist.DistError as error:
+            raise stranded(
+                "the store of torch.distributed, in which ranks find each other, does not answer",
+                said(self.mesh, self.rank, f"waits in {arrival.words}{arrival.line}", ""),
+                f"look at the rank that keeps the store: {one_line(error)}",
+            ) from error
+
+    def _introduce(self, group: Group) -> None:
+        """Make the keys of a group's ranks, so that reading them waits for nobody."""
+        if group not in self.known:
+            for name in (_verdict_of(group), *map(str, group)):
+                self.store.compare_set(name, "", NOTHING)
+            self.known.add(group)
+
+    def _await(self, group: Group, moment: Moment) -> None:
+        limit = (self.world.timeout or TIMEOUT).total_seconds()
+        begin = time.monotonic()
+        differing: float | None = None
+        for pause in itertools.chain(PAUSES, itertools.repeat(LAST_PAUSE)):
+            verdict, states = self._read(group)
+            if verdict != NOTHING and tuple(json.loads(verdict)[0]) == moment:
+                error = ShardingError(json.loads(verdict)[1])
+                error.everywhere = True  # type: ignore[attr-defined]
+                raise error
+            here = _arrived(states, str(group), moment)
+            if here is None:
+                return
+            now = time.monotonic()
+            if len({each.words for each in here.values()}) > 1:
+                differing = differing or now
+            late = now - begin > limit
+            patient = differing is None or now - differing < PATIENCE
+            found = self._judge(group, moment, states, here, limit if late else None, patient)
+            if found is not None:
+                text = json.dumps([moment, str(found)])
+                self.store.compare_set(_verdict_of(group), verdict, text)
+            elif len(here) == len(group):
+                return
+            else:
+                time.sleep(pause)
+
+    def _read(self, group: Group) -> tuple[str, dict[int, _State]]:
+        names = [_verdict_of(group), *map(str, group)]
+        extended = self.store.has_extended_api()
+        raw = self.store.multi_get(names) if extended else [self.store.get(n) for n in names]
+        verdict, *rest = (each.decode() for each in raw)
+        return verdict, dict(zip(group, map(_State.read, rest), strict=True))
+
+    # -- what is made of it -----------------------------------------------------------
+
+    def _judge(
+        self,
+        group: Group,
+        moment: Moment,
+        states: dict[int, _State],
+        here: dict[int, _Arrival],
+        waited: float | None,
+        patient: bool,
+    ) -> ShardingError | None:
+        """The error that all of the group raise, or None where all is well so far."""
+        missing = [rank for rank in group if rank not in here]
+        if len({each.words for each in here.values()}) > 1 and not (missing and patient):
+            return diverged(group, self._lines(group, states, here, "{words}"))
+        if not missing:
+            splits = [here[rank].splits for rank in group]
+            return unsent(group, [each for each in splits if each is not None])
+        waits = f"waits in {{words}} for {missing}"
+        if any(self._will_not_come(states[rank]) for rank in missing):
+            raised = [rank for rank in missing if states[rank].ended == "raised"]
+            fix = [f"look at the error of rank {rank}" for rank in raised[:1]]
+            head = "ranks wait for others that never come"
+            return stranded(head, self._lines(group, states, here, waits), *fix)
+        if waited is not None:
+            return stranded(
+                f"ranks waited {waited:g} s for others that did not come",
+                self._lines(group, states, here, waits),
+                "move the collective out of the branch that only some ranks take; for ranks that "
+                "are only late, fs.init(mesh, timeout=seconds)",
+            )
+        return None
+
+    def _will_not_come(self, state: _State) -> bool:
+        """Whether a rank has ended the call in which this one waits; of backward only errors."""
+        if state.call == self.state.call:
+            return state.ended == "raised" or (state.ended == "returned" and self.inside)
+        return state.call > self.state.call and self.inside
+
+    def _lines(
+        self,
+        group: Group,
+        states: dict[int, _State],
+        here: dict[int, _Arrival],
+        arrived: str,
+    ) -> list[str]:
+        """Everyone's lines; `arrived` is what to say of those who have come."""
+        lines: list[str] = []
+        for rank in group:
+            stands, arrival = states[rank].stands, here.get(rank)
+            if arrival is not None:
+                stands = arrived.replace("{words}", arrival.words) + arrival.line
+            lines += said(self.mesh, rank, stands, states[rank].remark)
+        return lines
+
+
+def _arrived(states: dict[int, _State], key: str, moment: Moment) -> dict[int, _Arrival] | None:
+    """Who is at the collective; None where one has seen all the others there and gone on."""
+    if any(state.passed.get(key, (0, 0)) >= moment for state in states.values()):
+        return None
+    at = {rank: state.at.get(key) for rank, state in states.items()}
+    return {rank: each for rank, each in at.items() if each is not None and each.moment == moment}
+
+
+def _verdict_of(group: Group) -> str:
+    return f"verdict {group}"
+
+
+def _store(mesh: Mesh) -> Any:
+    """Keys of this mesh, and of this start of its ranks: a store outlives process groups."""
+    whole = PrefixStore(f"fshard {mesh.ranks}", dist.distributed_c10d._get_default_store())
+    starts = whole.add("starts", 1)
+    return PrefixStore(str((starts - 1) // mesh.size), whole)
+
+
+_KNOWN: dict[Group, _Checked] = {}
+
+
+@contextmanager
+def checked_collectives(mesh: Mesh) -> Iterator[None]:
+    """Compare the collectives of a call among the ranks of `mesh` before each is launched.
+
+    Every rank of the mesh enters. Ranks that call different collectives, that return, raise or
+    do not come within the timeout of `fs.init` (10 minutes if it has none) while others wait are
+    a `ShardingError` with one text on all of the group: who is where, with the user's lines. The
+    backward of what is called in the block is compared as well. A simulation compares always,
+    and in a block that is in another the outer one does it: then nothing happens.
+    """
+    transport = current_transport()
+    if not isinstance(transport, World) or transport.rank not in mesh:
+        yield
+        return
+    ranks = tuple(mesh.ranks)
+    checked = _KNOWN.get(ranks)
+    if checked is None or checked.world is not transport:
+        checked = _KNOWN[ranks] = _Checked(transport, mesh)
+    checked.mesh = mesh
+    with as_checked(checked), checked.call():
+        yield
