@@ -6,7 +6,9 @@ empty result of the right shape. So a model can be traced without ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +17,32 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fshard.mesh import Mesh
 from fshard.run.transport import Finish, Group, current_transport
 
-__all__ = ["Shapes", "is_abstract", "shapes_of"]
+__all__ = ["Shapes", "is_abstract", "shapes_of", "standing_in"]
+
+_STANDING_IN: ContextVar[bool] = ContextVar("fshard_standing_in", default=False)
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Take tensors without numbers for real ones in the block: its operations are recorded."""
+    token = _STANDING_IN.set(True)
+    try:
+        yield
+    finally:
+        _STANDING_IN.reset(token)
 
 
 def is_abstract(x: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and a dtype but no numbers.
+    """Whether a tensor has a shape and a dtype but no numbers, and stands for nothing but them.
+
+    Where operations are recorded to run later, by `torch.compile` too, it stands for a real one.
 
     >>> is_abstract(torch.empty(2, device="meta")), is_abstract(torch.empty(2))
     (True, False)
     """
-    return x.is_meta or isinstance(x, FakeTensor)
+    if not x.is_meta and not isinstance(x, FakeTensor):
+        return False
+    return not _STANDING_IN.get() and not torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True, slots=True)

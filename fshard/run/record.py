@@ -1,0 +1,264 @@
+"""What a function of one tensor does on this rank, recorded once and replayed.
+
+Between a call and the operations of PyTorch that it comes to lie plans, specs and groups, which
+are the same for all tensors of one shape. A recording runs the function on a tensor without
+numbers, takes down the operations below autograd, and leaves out the views that cancel. So the
+general path stays the one definition of what is done, and the replay costs what the operations
+cost. After the tracing of JAX and of `torch.fx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard.run.abstract import standing_in
+from fshard.run.transport import backward_phase, direct_transport, unobserved
+
+__all__ = ["Function", "Launcher", "record", "replay"]
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+ATEN = torch.ops.aten
+# Operations that are linear in their one tensor, whatever their other arguments are.
+LINEAR = {
+    ATEN.view.default, ATEN._unsafe_view.default, ATEN.unsqueeze.default, ATEN.squeeze.dim,
+    ATEN.permute.default, ATEN.transpose.int, ATEN.slice.Tensor, ATEN.select.int,
+    ATEN.split.Tensor, ATEN.split_with_sizes.default, ATEN.unbind.int, ATEN.cat.default,
+    ATEN.clone.default, ATEN.alias.default, ATEN.detach.default, ATEN._to_copy.default,
+    ATEN.sum.dim_IntList, ATEN.repeat.default, ATEN.expand.default, ATEN.stack.default,
+    ATEN.zeros_like.default, ATEN.new_zeros.default, ATEN.new_empty.default,
+    ATEN.slice_backward.default, ATEN.select_backward.default, ATEN.index_select.default,
+}  # fmt: skip
+
+
+class _Recorder(TorchDispatchMode):
+    """Takes down every operation that runs in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _is_collective(func: Any) -> bool:
+    return func.namespace == "_c10d_functional"
+
+
+def _is_linear(func: Any, args: tuple[Any, ...]) -> bool:
+    if _is_collective(func):
+        return not {"max", "min", "product"} & {arg for arg in args if isinstance(arg, str)}
+    if func in (ATEN.mul.Tensor, ATEN.div.Tensor):
+        return not isinstance(args[1], torch.Tensor)
+    return func in LINEAR
+
+
+class _Listing:
+    """The operations of one recording as the lines of a Python function."""
+
+    def __init__(self, x: torch.Tensor, calls: Sequence[Call], y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+        self.calls = calls
+        self.names = {id(x): "x"}
+        self.values: dict[str, Any] = {}
+        self.lines: list[str] = []
+        # What each tensor is a view of, if it is one.
+        self.bases: dict[int, torch.Tensor] = {id(x): x}
+        self.made: dict[int, int] = {}
+        for at, (_, args, _, out) in enumerate(calls):
+            first = next(_tensors(args), None)
+            for each in _tensors(out):
+                if id(each) in self.bases:
+                    continue
+                shares = first is not None and _storage(first) == _storage(each)
+                self.bases[id(each)] = self.bases.get(id(first), each) if shares else each
+                self.made[id(each)] = at
+
+    def base(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor that `value` is another shape of; itself where it is a view of another kind."""
+        base = self.bases.get(id(value), value)
+        same = (
+            base.dtype == value.dtype
+            and base.numel() == value.numel()
+            and base.storage_offset() == value.storage_offset()
+            and base.is_contiguous()
+            and value.is_contiguous()
+        )
+        return base if same else value
+
+    def needed(self) -> set[int]:
+        """The places of the calls that matter: all collectives, and what leads to the result."""
+        places: set[int] = set()
+        todo = [at for at, (func, *_) in enumerate(self.calls) if _is_collective(func)]
+        base = self.base(self.y)
+        todo += [self.made[id(base)]] if id(base) in self.made else []
+        while todo:
+            at = todo.pop()
+            if at in places:
+                continue
+            places.add(at)
+            _, args, kwargs, _ = self.calls[at]
+            for each in _tensors([*args, *kwargs.values()]):
+                base = self.base(each)
+                if id(base) in self.made:
+                    todo.append(self.made[id(base)])
+        return places
+
+    def lost(self, calls: Sequence[Call]) -> bool:
+        """Whether a call takes numbers that were left behind: those of a tensor from nowhere."""
+        given = (
+            each for _, args, kwargs, _ in calls for each in _tensors([args, *kwargs.values()])
+        )
+        return any(each.is_meta and id(each) not in self.bases for each in given)
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.values)}"
+        self.values[name] = value
+        return name
+
+    def text(self, value: Any) -> str:
+        """An argument as an expression."""
+        if isinstance(value, torch.Tensor):
+            return self.reshaped(value)
+        if isinstance(value, list | tuple) and next(_tensors(value), None) is not None:
+            return f"[{', '.join(map(self.text, value))}]"
+        return repr(value) if isinstance(value, int | str) else self.constant(value)
+
+    def reshaped(self, value: torch.Tensor) -> str:
+        base = self.base(value)
+        if id(base) not in self.names:
+            self.names[id(base)] = self.constant(base)
+        name = self.names[id(base)]
+        if base.shape == value.shape:
+            return name
+        if id(value) not in self.names:
+            self.names[id(value)] = made = f"v{len(self.names)}"
+            shape = ", ".join(map(str, value.shape))
+            if value is self.y and base is not self.x:
+                # The memory is nobody else's: autograd need not know it for a view.
+                reshape = self.constant(ATEN._unsafe_view.default._op)
+                self.lines.append(f"{made} = {reshape}({name}, ({shape},))")
+            else:
+                self.lines.append(f"{made} = {name}.view(({shape},))")
+        return self.names[id(value)]
+
+    def function(self) -> Function:
+        """The recording as a function."""
+        places = self.needed()
+        for at, (func, args, kwargs, out) in enumerate(self.calls):
+            if at not in places:
+                continue
+            given = [self.text(each) for each in args]
+            given += [f"{key}={self.text(each)}" for key, each in kwargs.items() if key != "device"]
+            if "device" in kwargs:
+                given.append("device=x.device")
+            call = f"{self.constant(func._op)}({', '.join(given)})"
+            name = f"v{len(self.names)}"
+            self.lines.append(f"{name} = {call}")
+            if isinstance(out, torch.Tensor):
+                self.names.setdefault(id(out), name)
+                continue
+            for place, each in enumerate(out):
+                self.names[id(each)] = f"{name}[{place}]"
+        self.lines.append(f"return {self.reshaped(self.y)}")
+        arguments = ", ".join(["x", *(f"{name}={name}" for name in self.values)])
+        source = "\n    ".join([f"def replayed({arguments}):", *self.lines])
+        # As `dataclasses` does: a loop over the calls would cost as much as they do.
+        exec(source, self.values)
+        found: Function = self.values["replayed"]
+        return found
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@dataclass(slots=True, eq=False)
+class Launcher:
+    """A recorded function of tensors of one shape and layout: `run`; and its transpose."""
+
+    function: Function
+    transpose: Function
+    run: Function
+    is_linear: bool
+    is_identity: bool
+    out: torch.Tensor
+    _flipped: Launcher | None = None
+
+    @property
+    def T(self) -> Launcher:  # noqa: N802 - the mathematical name
+        """The transpose, recorded when it is first asked for; of a linear function."""
+        if self._flipped is None:
+            self._flipped = record(self.transpose, self.function, self.out)
+            assert self._flipped is not None
+        return self._flipped
+
+
+def record(function: Function, transpose: Function, like: torch.Tensor) -> Launcher | None:
+    """Record what `function` does to tensors like `like`, which has no numbers.
+
+    `transpose` is its transpose, if it is linear. None for a function that writes in place, or
+    that makes tensors of numbers.
+    """
+    recorder = _Recorder()
+    with torch.no_grad(), unobserved(), standing_in(), recorder:
+        y = function(like)
+    calls = recorder.calls
+    listing = _Listing(like, calls, y)
+    kept = [calls[at] for at in listing.needed()]
+    if any(func._schema.is_mutable for func, *_ in calls) or listing.lost(kept):
+        return None
+    return Launcher(
+        function,
+        transpose,
+        listing.function(),
+        is_linear=all(_is_linear(func, args) for func, args, _, _ in kept),
+        is_identity=not kept and y.shape == like.shape,
+        out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
+    )
+
+
+def replay(launcher: Launcher, x: torch.Tensor) -> torch.Tensor:
+    """The function of a linear launcher, differentiably."""
+    out: torch.Tensor = _Replay.apply(launcher, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Replay(torch.autograd.Function):
+    """Forward replays a function, backward its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, launcher: Launcher, x: torch.Tensor) -> torch.Tensor:
+        ctx.launcher = launcher
+        y = launcher.run(x)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[None, torch.Tensor]:
+        launcher = ctx.launcher.T
+        if direct_transport() is None or type(g) is not torch.Tensor:
+            with backward_phase():
+                return None, launcher.function(g)
+        if not launcher.is_identity:
+            g = g.contiguous()
+        if torch.is_grad_enabled() and g.requires_grad:
+            return None, replay(launcher, g)
+        return None, launcher.run(g)
