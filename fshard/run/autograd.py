@@ -27,7 +27,6 @@ from fshard.run.fingerprint import backward_label
 from fshard.run.interpreter import launch
 from fshard.run.simulate import run_ranks
 from fshard.run.transport import (
-    LABEL,
     Label,
     Transport,
     backward_phase,
@@ -114,8 +113,6 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
     transport = current_rank(op.mesh, where)
     if transport.rank not in op.mesh:
         return lambda: tuple(x.new_empty(0) for x in xs)
-    if LABEL.get() is not None:
-        return op.launch(transport, xs)
     with labelled(Label(where, op.mesh)):
         return op.launch(transport, xs)
 
@@ -127,7 +124,7 @@ def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | Non
         return tuple(op.launch(Shapes(rank), (x,))()[0] for rank, x in ranks)
     if everywhere:
         return tuple(run_ranks(op.mesh, lambda rank, x: op.launch(rank, (x,))()[0], xs))
-    return (launched or start_linear(op, xs, "backward of a collective"))()
+    return (launched or start_linear(op, xs, "a collective"))()
 
 
 class _Apply(torch.autograd.Function):

@@ -13,8 +13,9 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.program.program import Program
 from fshard.run.autograd import apply_program
+from fshard.run.fingerprint import call_line
 from fshard.run.interpreter import launch
-from fshard.run.transport import Transport, current_rank
+from fshard.run.transport import Label, Transport, current_rank, labelled, under
 from fshard.spec import Spec
 from fshard.tree import is_pair
 
@@ -64,14 +65,18 @@ class Pending:
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     """Run a program on a tuple of shards (a simulation) or on this rank's local."""
     if isinstance(local, torch.Tensor):
-        transport = current_rank(prog.src.mesh, f"the program to {prog.dst}")
-        check_local(local, prog.src, transport, f"the program to {prog.dst}")
-        if not async_op:
-            return apply_program(prog, (local,), everywhere=False)[0]
-        with torch.no_grad():
-            started = launch(prog, transport, local)
+        where = f"the program to {prog.dst}"
+        transport = current_rank(prog.src.mesh, where)
+        check_local(local, prog.src, transport, where)
+        label = Label(where, prog.src.mesh, call_line() if async_op else "")
+        with labelled(label):
+            if not async_op:
+                return apply_program(prog, (local,), everywhere=False)[0]
+            with torch.no_grad():
+                started = launch(prog, transport, local)
         if prog.is_linear or not local.requires_grad:
-            return Pending(lambda: apply_program(prog, (local,), False, lambda: (started(),))[0])
+            finish = lambda: apply_program(prog, (local,), False, lambda: (started(),))[0]  # noqa: E731
+            return Pending(under(label, finish))
         fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
              f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
              "with gradients", "run it without async_op, or detach() the local")  # fmt: skip

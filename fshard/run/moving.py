@@ -19,7 +19,14 @@ from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnred
 from fshard.run.execute import check_shards, check_tuple
 from fshard.run.interpreter import neutral_like
 from fshard.run.memory import own
-from fshard.run.transport import Transport, backward_phase, current_transport, notify
+from fshard.run.transport import (
+    Label,
+    Transport,
+    backward_phase,
+    current_transport,
+    labelled,
+    notify,
+)
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
@@ -225,7 +232,8 @@ def _send_shards(
         flat, send = torch.cat(parts).to(device), wanted
     sent = sum(n for at, n in enumerate(send) if at != here) * spec.dtype.itemsize
     notify("scatter", spec.mesh.axes, sent, transport.rank)
-    got = transport.all_to_all(flat, send, receive, group)()
+    with labelled(Label("fs.scatter", spec.mesh)):
+        got = transport.all_to_all(flat, send, receive, group)()
     kind = _absent(spec, transport.rank)
     if kind is not None:
         return neutral_like(got, kind, shape)
@@ -254,12 +262,13 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
     mine = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     facts = _header(mine, device)
-    told = transport.all_to_all(
-        facts.repeat(spec.mesh.size) if transport.rank == src else facts[:0],
-        [len(facts) if transport.rank == src else 0] * spec.mesh.size,
-        [len(facts) if rank == src else 0 for rank in spec.mesh.ranks],
-        tuple(spec.mesh.ranks),
-    )()
+    with labelled(Label("fs.scatter", spec.mesh)):
+        told = transport.all_to_all(
+            facts.repeat(spec.mesh.size) if transport.rank == src else facts[:0],
+            [len(facts) if transport.rank == src else 0] * spec.mesh.size,
+            [len(facts) if rank == src else 0 for rank in spec.mesh.ranks],
+            tuple(spec.mesh.ranks),
+        )()
     shape, dtype, wants_grad = _read_header(told)
     if shape != spec.shape or dtype != spec.dtype:
         given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
@@ -372,7 +381,8 @@ def _everyone(local: Any, mesh: Mesh, communicate: bool) -> tuple[Facts, torch.d
     if not communicate or mesh.size == 1:
         return {transport.rank: (tuple(local.shape), local.dtype)}, local.dtype
     header = _header(local, local.device)
-    rows = transport.all_gather(header, tuple(mesh.ranks))()
+    with labelled(Label("fs.from_local", mesh)):
+        rows = transport.all_gather(header, tuple(mesh.ranks))()
     read = [_read_header(row) for row in rows.cpu()]
     return {r: (s or (), d) for r, (s, d, _) in zip(mesh.ranks, read, strict=True)}, local.dtype
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -21,9 +21,10 @@ from fshard.mesh import Mesh
 __all__ = [
     "CHECKED", "LABEL", "REDUCE", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
     "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
-    "is_simulated", "labelled", "notify", "observe", "set_world", "unobserved",
+    "is_simulated", "labelled", "notify", "observe", "set_world", "under", "unobserved",
 ]  # fmt: skip
 
+T = TypeVar("T")
 Group = tuple[int, ...]
 Finish = Callable[[], torch.Tensor]
 
@@ -161,12 +162,22 @@ LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)
 
 @contextmanager
 def labelled(label: Label) -> Iterator[None]:
-    """Launch what is launched in the block under a name."""
-    token = LABEL.set(label)
+    """Launch what is launched in the block under a name, or under the one it has already."""
+    token = LABEL.set(LABEL.get() or label)
     try:
         yield
     finally:
         LABEL.reset(token)
+
+
+def under(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
+    """`finish`, and what it launches, under a label."""
+
+    def run() -> T:
+        with labelled(label):
+            return finish()
+
+    return run
 
 
 # -- observers ------------------------------------------------------------------------

@@ -20,13 +20,12 @@ from fshard.run.autograd import (
     FinishAll,
     Linear,
     Run,
-    Shards,
     apply_linear,
     apply_programs,
     start_linear,
 )
 from fshard.run.fingerprint import call_line
-from fshard.run.transport import Label, labelled
+from fshard.run.transport import Label, labelled, under
 from fshard.tree import flatten, unflatten
 
 __all__ = ["PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_tensor"]
@@ -131,7 +130,7 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
         if not isinstance(op, Run) or progs[0].is_linear:
             with torch.no_grad():
                 launched = start_linear(op, xs, name)
-            return _under(label, lambda: apply_linear(op, xs, False, launched))
+            return under(label, lambda: apply_linear(op, xs, False, launched))
     if ahead:
         fail(
             f"fs.start({name})",
@@ -139,17 +138,7 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
             "sums and movements run ahead with gradients, maxima and minima without",
             f"{name}(x, ...) at once, or x.detach()",
         )
-    return _under(label, lambda: apply_programs(progs, first.keep, xs))
-
-
-def _under(label: Label, finish: FinishAll) -> FinishAll:
-    """`finish`, and what it launches, under a label."""
-
-    def run() -> Shards:
-        with labelled(label):
-            return finish()
-
-    return run
+    return under(label, lambda: apply_programs(progs, first.keep, xs))
 
 
 # -- what plans check -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh
 from fshard.run.abstract import is_abstract
 from fshard.run.autograd import FinishAll, Shards, apply_linear
-from fshard.run.transport import Transport, notify
+from fshard.run.transport import Label, Transport, labelled, notify
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import all_to_all
 from fshard.spmd.wires import check_wires, sent_in
@@ -108,7 +108,8 @@ def ragged_all_to_all(
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
     op = sent_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
-    (moved,) = apply_linear(op, (packed,), everywhere=False)
+    with labelled(Label(NAME, where)):
+        (moved,) = apply_linear(op, (packed,), everywhere=False)
     return _written(output, starts, moved.split(rows.recv_sizes))
 
 
