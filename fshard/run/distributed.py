@@ -21,16 +21,12 @@ import torch.distributed as dist
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import lost
+from fshard.run.numbers import NATIVE, as_number
 from fshard.run.transport import LABEL, Finish, Group, Label, current_transport, set_world
 
 __all__ = ["init"]
 
 OPS: Any = torch.ops._c10d_functional
-# What every backend moves as it is; other dtypes travel as bytes.
-NATIVE = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int8, torch.uint8,
-}  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +56,7 @@ class World:
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
             return lambda: gathered().prod(0)
-        wire, restore = _as_number(x)
+        wire, restore = as_number(x, op)
         label = LABEL.get()
         out = OPS.all_reduce(wire.contiguous(), op, self._group(group)[0])
         return lambda: restore(_wait(out, label, "all_reduce", group))
@@ -70,7 +66,7 @@ class World:
             reduced, here = self.all_reduce(x, op, group), group.index(self.rank)
             return lambda: reduced()[here]
         name, order = self._group(group)
-        wire, restore = _as_number(x)
+        wire, restore = as_number(x, op)
         if order is not None:
             wire = wire[[order.index(place) for place in range(len(order))]]
         flat = wire.reshape(len(group), -1).contiguous()
@@ -147,16 +143,6 @@ def _as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor]
         return flat, lambda out: out
     dtype = flat.dtype
     return flat.view(torch.uint8), lambda out: out.view(dtype)
-
-
-def _as_number(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """A tensor as something every backend reduces, and the way back."""
-    dtype = x.dtype
-    if dtype in NATIVE or dtype.is_complex:
-        return x, lambda out: out
-    wider = torch.uint8 if dtype == torch.bool else (
-        torch.float32 if dtype.is_floating_point else torch.int64)  # fmt: skip
-    return x.to(wider), lambda out: out.to(dtype)
 
 
 def init(

@@ -31,7 +31,8 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.transport import REDUCE, Finish, Group, Transport, notify
+from fshard.run.numbers import REDUCE
+from fshard.run.transport import Finish, Group, Transport, notify
 from fshard.spec import Spec
 
 __all__ = ["launch", "neutral_like"]

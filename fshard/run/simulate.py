@@ -30,8 +30,9 @@ from fshard.run.fingerprint import (
     user_line,
     words,
 )
+from fshard.run.numbers import REDUCE
 from fshard.run.settings import ThreadSettings
-from fshard.run.transport import REDUCE, Finish, Group, as_rank
+from fshard.run.transport import Finish, Group, as_rank
 from fshard.spec import Sharded
 from fshard.tree import is_pair, map_leaves
 

@@ -19,7 +19,7 @@ from fshard.errors import fail
 from fshard.mesh import Mesh
 
 __all__ = [
-    "CHECKED", "LABEL", "REDUCE", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
+    "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
     "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
     "is_simulated", "labelled", "notify", "observe", "set_world", "under", "unobserved",
 ]  # fmt: skip
@@ -27,15 +27,6 @@ __all__ = [
 T = TypeVar("T")
 Group = tuple[int, ...]
 Finish = Callable[[], torch.Tensor]
-
-
-REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda x: x.sum(0, dtype=x.dtype),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "product": lambda x: x.all(0) if x.dtype == torch.bool else x.prod(0, dtype=x.dtype),
-}
-"""Reductions along dim 0 that keep the dtype."""
 
 
 class Transport(Protocol):

@@ -1,0 +1,54 @@
+"""Reductions of every dtype: what backends and kernels do not reduce is reduced as another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["NATIVE", "REDUCE", "as_number"]
+
+NATIVE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+"""What every backend moves and reduces as it is."""
+
+LEAST = torch.iinfo(torch.int64).min
+Tensors = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, Tensors]:
+    """A tensor as something every backend reduces by `op`, and the way back.
+
+    Unsigned integers of 64 bits are added as signed ones, bit by bit the same, and ordered as
+    signed ones with the first bit turned over.
+    """
+    dtype = x.dtype
+    if dtype in NATIVE or dtype.is_complex:
+        return x, lambda out: out
+    if dtype == torch.uint64:
+        signed = x.view(torch.int64)
+        if op not in ("max", "min"):
+            return signed, lambda out: out.view(dtype)
+        return signed ^ LEAST, lambda out: (out ^ LEAST).view(dtype)
+    wider = torch.uint8 if dtype == torch.bool else (
+        torch.float32 if dtype.is_floating_point else torch.int64)  # fmt: skip
+    return x.to(wider), lambda out: out.to(dtype)
+
+
+def _reducing(op: str, along: Tensors) -> Tensors:
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        number, restore = as_number(x, op)
+        return restore(along(number))
+
+    return reduce
+
+
+REDUCE: dict[str, Tensors] = {
+    "sum": _reducing("sum", lambda x: x.sum(0, dtype=x.dtype)),
+    "max": _reducing("max", lambda x: x.amax(0)),
+    "min": _reducing("min", lambda x: x.amin(0)),
+    "product": _reducing("product", lambda x: x.prod(0, dtype=x.dtype)),
+}
+"""Reductions along dim 0 that keep the dtype."""
