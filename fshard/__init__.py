@@ -38,6 +38,7 @@ from fshard.spmd.places import axis_index, axis_size, pcast
 from fshard.spmd.ragged import ragged_all_to_all
 from fshard.spmd.reductions import pargmax, pargmin, pmax, pmean, pmin, pprod, psum
 from fshard.spmd.shard_map import local_map, shard_map
+from fshard.spmd.smap import smap
 from fshard.text import parse
 
 P = PartitionSpec
@@ -96,6 +97,7 @@ __all__ = [
     "shard",
     "shard_map",
     "simulate",
+    "smap",
     "start",
     "unshard",
     "visualize",

@@ -29,7 +29,11 @@ def is_pair(value: object) -> bool:
     (False, True)
     """
     return isinstance(value, Sharded) or (
-        type(value) is tuple and len(value) == 2 and isinstance(value[1], Spec)
+        type(value) is tuple
+        and len(value) == 2
+        and isinstance(value[1], Spec)
+        # Two specs are a tree of specs.
+        and not isinstance(value[0], PartitionSpec | Spec)
     )
 
 

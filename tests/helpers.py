@@ -21,6 +21,7 @@ __all__ = [
     "all_partitions",
     "all_specs",
     "global_of",
+    "message",
     "pairing",
     "random_global",
     "random_locals",
@@ -83,6 +84,11 @@ def sample_pairs(specs: Sequence[Spec], count: int, seed: int = 0) -> list[tuple
     """`count` distinct ordered pairs, the same ones every time."""
     places = random.Random(seed).sample(range(len(specs) ** 2), min(count, len(specs) ** 2))
     return [(specs[place // len(specs)], specs[place % len(specs)]) for place in sorted(places)]
+
+
+def message(where: str, given: str, rule: str, fix: str) -> str:
+    """The text of an error with one problem."""
+    return f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
 
 
 # -- an oracle of slices -------------------------------------------------------------------

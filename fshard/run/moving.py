@@ -30,7 +30,7 @@ from fshard.run.transport import (
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
-__all__ = ["from_local", "lay_out", "reshard", "scatter", "shard", "unshard"]
+__all__ = ["from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard"]
 
 
 # -- one tensor and the tuple of all ranks' -------------------------------------------
@@ -47,6 +47,12 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, _First.apply(*grads)  # type: ignore[no-untyped-call]
+
+
+def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+    """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
+    ranks: tuple[torch.Tensor, ...] = _Spread.apply(n, x)  # type: ignore[no-untyped-call]
+    return ranks
 
 
 class _First(torch.autograd.Function):
@@ -155,7 +161,7 @@ def _check_sharding(x: torch.Tensor, spec: Spec) -> None:
 def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     """The shards of a global tensor on all ranks of a simulated mesh, in this process."""
     _check_sharding(x, spec)
-    shards = _laying_out(spec)(_Spread.apply(spec.mesh.size, x))  # type: ignore[no-untyped-call]
+    shards = _laying_out(spec)(spread(x, spec.mesh.size))
     return tuple(own(each, [x]) for each in shards)
 
 

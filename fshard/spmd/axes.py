@@ -6,41 +6,47 @@ mapped function, per rank; what was started in it has to be waited for in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from typing import Any, NoReturn
 
-from fshard.errors import fail
+import torch
+
+from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.execute import Pending
 
-__all__ = ["bind_axes", "bound_mesh", "resolve", "started"]
+__all__ = ["Bound", "bound_mesh", "innermost", "resolve", "started", "stay_bound", "tracking"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """The mesh of one call, and what the call has started."""
+class Bound:
+    """The axis names of one call, of one mesh, bound for the code of a `with` block.
 
-    mesh: Mesh
-    pendings: list[Pending] = field(default_factory=list)
-
-
-_BOUND: ContextVar[_Bound | None] = ContextVar("fshard_axes", default=None)
-
-
-@contextmanager
-def bind_axes(mesh: Mesh) -> Iterator[None]:
-    """Bind the axis names of `mesh` for the code in the block.
-
-    Raises `ShardingError` at its end for what was started in it and never waited for.
+    Raises `ShardingError` at the end of the block for what was started in it and never
+    waited for.
     """
-    bound = _Bound(mesh)
-    token = _BOUND.set(bound)
-    try:
-        yield
-        names = [each.name for each in bound.pendings if not each.waited]
-        if names:
+
+    __slots__ = ("axes", "mesh", "outer", "pendings", "task", "token", "types")
+
+    def __init__(self, mesh: Mesh, axes: frozenset[str], types: Any = None) -> None:
+        self.mesh, self.axes = mesh, axes
+        # What tracks the types of the call's tensors, if anything does.
+        self.types = types
+        self.pendings: list[Pending] = []
+        # Of a backward pass that these names are bound for again: its id, and what was bound.
+        self.task: int | None = None
+        self.outer: Bound | None = None
+
+    def __enter__(self) -> Bound:
+        self.token: Token[Bound | None] = _BOUND.set(self)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        _BOUND.reset(self.token)
+        names = [each.name for each in self.pendings if not each.waited]
+        for each in self.pendings:
+            each.abandon()
+        if names and kind is None:
             fail(
                 names[0],
                 f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
@@ -48,23 +54,58 @@ def bind_axes(mesh: Mesh) -> Iterator[None]:
                 "what a mapped function starts it waits for, once, before it returns",
                 "pending.wait()",
             )
-    finally:
-        _BOUND.reset(token)
-        for each in bound.pendings:
-            each.abandon()
+
+
+_BOUND: ContextVar[Bound | None] = ContextVar("fshard_axes", default=None)
+
+
+def innermost() -> Bound | None:
+    """What the innermost running `shard_map` has bound, or None."""
+    bound = _BOUND.get()
+    while bound is not None and bound.task is not None:
+        if bound.task == torch._C._current_graph_task_id():
+            return bound
+        bound = bound.outer  # of a backward pass that is over
+    return bound
+
+
+def stay_bound(ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str]) -> None:
+    """Bind the names again for the backward pass of `ys`: what it recomputes, calls collectives.
+
+    `torch.utils.checkpoint` runs parts of a mapped function when the call is long over. The
+    engine takes nodes in the reverse order of their making, so that from here down to the
+    inputs it is in this call, or in one that it was made in.
+    """
+
+    def bind(_: object) -> None:
+        again = Bound(mesh, axes)
+        again.outer, again.task = innermost(), torch._C._current_graph_task_id()
+        while again.outer is not None and again.outer.task == again.task:
+            again.outer = again.outer.outer
+        _BOUND.set(again)
+
+    for node in {y.grad_fn for y in ys if y.grad_fn is not None}:
+        node.register_prehook(bind)
 
 
 def started(pending: Pending) -> Pending:
     """`pending`, which the running mapped function has to wait for, if there is one."""
-    bound = _BOUND.get()
+    bound = innermost()
     if bound is not None:
         bound.pendings.append(pending)
     return pending
 
 
+def tracking() -> Any:
+    """What tracks the types of the running body's tensors, or None."""
+    bound = innermost()
+    types = None if bound is None else bound.types
+    return None if types is None or types.paused else types
+
+
 def bound_mesh() -> Mesh | None:
     """The mesh of the innermost running `shard_map`, or None."""
-    bound = _BOUND.get()
+    bound = innermost()
     return None if bound is None else bound.mesh
 
 
@@ -73,8 +114,9 @@ def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str,
 
     Raises `ShardingError` for an unbound, unknown or repeated axis.
     """
-    found = mesh or bound_mesh()
     names = as_axes(axes)
+    bound = innermost() if mesh is None else None
+    found = mesh if bound is None else bound.mesh
     if found is None:
         fail(
             where,
@@ -89,4 +131,26 @@ def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str,
             "a collective runs over at least one axis",
             "name an axis, or leave the call out: over no axis it is the identity",
         )
-    return found, found.check_axes(names, where)
+    names = found.check_axes(names, where)
+    if bound is not None and not bound.axes.issuperset(names):
+        _not_mapped(names, bound, where)
+    return found, names
+
+
+def _not_mapped(names: tuple[str, ...], bound: Bound, where: str) -> NoReturn:
+    """Raise for axes of the mesh that the running `shard_map` leaves alone."""
+    mapped = [axis for axis in bound.mesh.axes if axis in bound.axes]
+    raise_if(
+        where,
+        [
+            Problem(
+                f"an unbound axis name: {axis!r} of {bound.mesh}",
+                f"the axes that the running shard_map maps are {', '.join(mapped)}",
+                f"name it in axis_names=, or map over it in the body: "
+                f"fs.shard_map(..., axis_names={{{axis!r}}})",
+            )
+            for axis in names
+            if axis not in bound.axes
+        ],
+    )
+    raise AssertionError("unreachable")

@@ -9,56 +9,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fshard.errors import fail
-from fshard.mesh import Mesh
 from fshard.run.memory import own
+from fshard.run.moving import spread
 from fshard.run.settings import ThreadSettings
 from fshard.run.simulate import run_ranks
 from fshard.run.transport import backward_phase
-from fshard.spmd.axes import bind_axes
+from fshard.spmd.axes import Bound, stay_bound
+from fshard.spmd.closures import closures_of
+from fshard.spmd.scope import Scope
 
 __all__ = ["map_ranks", "run_body"]
 
 Locals = tuple[torch.Tensor, ...]
 Body = Callable[[Locals], Locals]
+Random = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def map_ranks(
-    mesh: Mesh,
+    scope: Scope,
     body: Body,
     values: Sequence[Locals],
-    name: str,
+    fn: Callable[..., Any],
     agree: Callable[[], None] = lambda: None,
 ) -> list[Locals]:
     """`body(values[i])` as rank i of a simulated mesh, for every rank; differentiable.
 
     `body` maps tensors to tensors, as many on every rank: `agree` raises where they were not.
+    What `fn`, which it calls, closes over is differentiated as an argument with `P()` is.
     """
-    width = len(values[0])
-    flat = [x for row in values for x in row]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
-        out = _Mapped.apply(mesh, body, width, name, agree, *flat)  # type: ignore[no-untyped-call]
-        return _rows(out, len(out) // mesh.size)
-    outs = run_ranks(mesh, lambda _, xs: _bound(mesh, body, xs), values)
+    mesh = scope.mesh
+    if not torch.is_grad_enabled():
+        outs = run_ranks(mesh, lambda _, xs: _bound(scope, body, xs), values)
+        agree()
+        return outs
+    settings, random = ThreadSettings.current(), _random_state()
+
+    def run(_: object, xs: Locals) -> tuple[Locals, Locals]:
+        # Without memory of their own: where a rank's graph begins.
+        begin = tuple(x.detach().requires_grad_() if x.requires_grad else x for x in xs)
+        return begin, _bound(scope, body, begin)
+
+    graphs: list[tuple[Locals, Locals]] = run_ranks(mesh, run, values)
     agree()
-    for xs, ys in zip(values, outs, strict=True):
-        refuse_closures(xs, ys, name)
-    return outs
+    if not any(y.requires_grad for _, ys in graphs for y in ys):
+        return [ys for _, ys in graphs]
+    closures = closures_of(fn, *([x for row in graphs for x in row[at]] for at in (0, 1)))
+    shared = list(zip(*(spread(each, mesh.size) for each in closures), strict=True))
+    rows = [(*xs, *shared[at]) if shared else xs for at, xs in enumerate(values)]
+    call = _Ran(scope, body, fn, graphs, len(values[0]), closures, settings, random)
+    out = _Mapped.apply(call, *(x for row in rows for x in row))  # type: ignore[no-untyped-call]
+    return _rows(out, len(out) // mesh.size)
 
 
-def run_body(mesh: Mesh, body: Body, xs: Locals, name: str) -> Locals:
+def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:
     """`body(xs)` as the one rank that this process, or this simulated rank, is."""
-    ys = _bound(mesh, body, xs)
-    refuse_closures(xs, ys, name)
+    ys = _bound(scope, body, xs)
+    stay_bound(ys, scope.names, scope.bound)
     return ys
 
 
-def _bound(mesh: Mesh, body: Body, xs: Locals) -> Locals:
-    with bind_axes(mesh):
+def _bound(scope: Scope, body: Body, xs: Locals) -> Locals:
+    with Bound(scope.names, scope.bound):
         return tuple(own(y, xs) for y in body(xs))
 
 
@@ -68,40 +84,35 @@ def _rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:
     return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
 
 
-def _leaves(xs: Locals) -> Locals:
-    """Copies of the inputs, without memory of their own, that begin a rank's graph."""
-    return tuple(x.detach().requires_grad_(x.requires_grad) for x in xs)
+@dataclass(slots=True)
+class _Ran:
+    """A call that has run: its ranks' inputs and results, and what it takes to run it again."""
+
+    scope: Scope
+    body: Body
+    fn: Callable[..., Any]
+    graphs: list[tuple[Locals, Locals]]
+    """Per rank; none after the last backward pass."""
+    width: int
+    """How many inputs a rank has, without what is closed over."""
+    closures: Locals
+    settings: ThreadSettings
+    random: Random
 
 
 class _Mapped(torch.autograd.Function):
-    """The ranks' graphs between the locals that go in and those that come out."""
+    """The ranks' graphs between the locals that went in and those that came out.
+
+    Its inputs are, for every rank, those of the body and then what the function closes over.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        mesh: Mesh,
-        body: Body,
-        width: int,
-        name: str,
-        agree: Callable[[], None],
-        *flat: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.settings, ctx.random = ThreadSettings.current(), _random_state()
-
-        def run(_: object, xs: Locals) -> tuple[Locals, Locals]:
-            with torch.enable_grad():
-                own = _leaves(xs)
-                return own, _bound(mesh, body, own)
-
-        graphs: list[tuple[Locals, Locals]] = run_ranks(mesh, run, _rows(flat, width))
-        for xs, ys in graphs:
-            refuse_closures(xs, ys, name)
-        agree()
-        ctx.mesh, ctx.body, ctx.width, ctx.name = mesh, body, width, name
-        ctx.graphs = graphs
+    def forward(ctx: Any, call: _Ran, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
         ctx.save_for_backward(*flat)
-        outs = [y.detach() for _, ys in graphs for y in ys]
-        wanted = [any(ys[at].requires_grad for _, ys in graphs) for at in range(len(graphs[0][1]))]
+        outs = [y.detach() for _, ys in call.graphs for y in ys]
+        rows = _rows([y for _, ys in call.graphs for y in ys], len(call.graphs[0][1]))
+        wanted = [any(y.requires_grad for y in column) for column in zip(*rows, strict=True)]
         ctx.mark_non_differentiable(
             *(y for at, y in enumerate(outs) if not wanted[at % len(wanted)])
         )
@@ -109,62 +120,64 @@ class _Mapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        flat = ctx.saved_tensors
-        rows = _rows(grads, len(grads) // ctx.mesh.size)
+        call: _Ran = ctx.call
+        rows = _rows(grads, len(grads) // call.scope.mesh.size)
         with backward_phase():
-            back = _again(ctx, flat, rows) if torch.is_grad_enabled() else _once(ctx, rows)
-        return None, None, None, None, None, *(g for row in back for g in row)
+            if torch.is_grad_enabled():
+                back = _again(call, ctx.saved_tensors, rows)
+            else:
+                back = _once(call, rows)
+        return None, *(g for row in back for g in row)
 
 
-def _once(ctx: Any, rows: list[Locals]) -> list[tuple[torch.Tensor | None, ...]]:
+def _once(call: _Ran, rows: list[Locals]) -> list[tuple[torch.Tensor | None, ...]]:
     """The gradients of every rank's graph, each by its own thread."""
-    graphs = ctx.graphs
-    if graphs is None:
+    if not call.graphs:
         raise RuntimeError(
             "Trying to backward through the graph a second time: "
             "the first backward() needs retain_graph=True"
         )
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    if not keep:
-        ctx.graphs = None
 
     def run(_: object, work: tuple[tuple[Locals, Locals], Locals]) -> Any:
         (xs, ys), grads = work
-        with bind_axes(ctx.mesh):
-            return _gradients(xs, ys, grads, retain_graph=keep, create_graph=False)
+        # Behind what is closed over there may be a history that other ranks share.
+        retain = keep or bool(call.closures)
+        with Bound(call.scope.names, call.scope.bound):
+            return _gradients(xs + call.closures, ys, grads, retain_graph=retain)
 
-    return run_ranks(ctx.mesh, run, list(zip(graphs, rows, strict=True)))
+    back = run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
+    if not keep:
+        call.graphs = []
+    return back
 
 
 def _again(
-    ctx: Any, flat: tuple[torch.Tensor, ...], rows: list[Locals]
+    call: _Ran, flat: tuple[torch.Tensor, ...], rows: list[Locals]
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """The gradients as a mapped function of inputs and cotangents, itself differentiable."""
-    body: Body = ctx.body
-    settings: ThreadSettings = ctx.settings
-    rows_in = _rows(flat, ctx.width)
+    width, closures = call.width, call.closures
+    inputs = _rows(flat, width + len(closures))
 
     def product(values: Locals) -> Locals:
-        xs, grads = values[: ctx.width], values[ctx.width :]
+        xs, grads = values[:width], values[width:]
         # Views: a rank's own inputs may be leaves of the outer graph, or no leaves at all.
-        own = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
-        with settings.casting():
-            made = body(own)
-        found = _gradients(own, made, grads, retain_graph=True, create_graph=True)
+        mine = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
+        with call.settings.casting():
+            made = call.body(mine)
+        into = mine + closures
+        found = _gradients(into, made, grads, retain_graph=True, create_graph=True)
         return tuple(
-            torch.zeros_like(x) if g is None else g for x, g in zip(own, found, strict=True)
+            torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)
         )
 
-    values = [xs + grads for xs, grads in zip(rows_in, rows, strict=True)]
-    with _random_again(ctx.random):
-        back = map_ranks(ctx.mesh, product, values, ctx.name)
+    values = [xs[:width] + grads for xs, grads in zip(inputs, rows, strict=True)]
+    with _random_again(call.random):
+        back = map_ranks(call.scope, product, values, call.fn)
     return [
         tuple(g if x.requires_grad else None for g, x in zip(row, xs, strict=True))
-        for row, xs in zip(back, rows_in, strict=True)
+        for row, xs in zip(back, inputs, strict=True)
     ]
-
-
-Random = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def _random_state() -> Random:
@@ -185,7 +198,7 @@ def _random_again(state: Random) -> Iterator[None]:
 
 
 def _gradients(
-    xs: Locals, ys: Locals, grads: Locals, *, retain_graph: bool, create_graph: bool
+    xs: Locals, ys: Locals, grads: Locals, *, retain_graph: bool, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     outs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
     wanted = [x for x in xs if x.requires_grad]
@@ -202,25 +215,3 @@ def _gradients(
         )
     )
     return tuple(next(found) if x.requires_grad else None for x in xs)
-
-
-def refuse_closures(xs: Locals, ys: Locals, name: str) -> None:
-    """Raise where a result depends on a tensor that requires grad and is no argument."""
-    known = {id(x) for x in xs}
-    seen = {x.grad_fn for x in xs if x.grad_fn is not None}
-    todo = [y.grad_fn for y in ys if y.grad_fn is not None and y.grad_fn not in seen]
-    seen.update(todo)
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
-            fail(
-                f"shard_map({name})",
-                f"a closed-over tensor of shape {tuple(variable.shape)} that requires grad",
-                "a mapped function's differentiable inputs are its arguments",
-                "pass the tensor as an argument with in_specs P(), or detach() it",
-            )
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                todo.append(after)

@@ -3,52 +3,69 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fshard.errors import Problem, ShardingError, fail, raise_if
+from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
-from fshard.plan.redistribute import redistribute
-from fshard.run.execute import check_local, check_shards
-from fshard.run.moving import lay_out, shard, unshard
-from fshard.run.transport import Transport, current_transport
+from fshard.run.transport import Transport, current_transport, is_simulated
 from fshard.spec import Sharded, Spec
-from fshard.spmd.arguments import Argument, match_specs, signature_of
+from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
+from fshard.spmd.axes import innermost
+from fshard.spmd.boundary import check_others, check_specs, place_all, read_results
 from fshard.spmd.mapped import map_ranks, run_body
+from fshard.spmd.scope import Scope, check_axis_names, check_mesh, pair_scope, scope_of
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
 
-__all__ = ["local_map", "shard_map"]
+__all__ = ["local_map", "mapped", "shard_map"]
+
+MOST_STRUCTURES = 256
+TENSOR = object()
+"""In place of a tensor, among what a rank returned."""
 
 
 def shard_map(
     fn: Callable[..., Any] | None = None,
     /,
     *,
-    mesh: Mesh,
     in_specs: Any,
     out_specs: Any,
+    mesh: Mesh | None = None,
+    axis_names: Iterable[str] = frozenset(),
+    redistribute_inputs: bool = False,
     check: bool = False,
 ) -> Any:
     """Map a per-device function over shards of global values; call or decorator form.
 
     `in_specs` is a tree prefix of the arguments by position (one `P` for all, or a tuple), or a
     mapping from parameter names; arguments may be given by keyword. `out_specs` is a prefix of
-    the result. A leaf is a `P`, a `Spec`, or `None` for what is passed through as it is. A
-    tensor argument is a global value that this process holds whole, a pair one that it holds
-    its part of; if any argument is a pair, the results are pairs. Mentioned axes cut a dim,
-    unmentioned ones promise equal values; outputs never communicate, but to become global.
+    the result. A leaf is a `P`, a `Spec`, or `None` for what is no tensor and passes through:
+    in it is the same object on every rank, out it is equal on every rank. A tensor argument is a
+    global value that this process holds whole, a pair one that it holds its part of; if any
+    argument is a pair, the results are pairs. Mentioned axes cut a dim or are unreduced or
+    reduced, unmentioned ones promise equal values; outputs never communicate, but to become
+    global. With `redistribute_inputs` a pair of another spec is first brought to the one asked
+    for; without, that is an error that prints the program. Ranks outside of the mesh get empty
+    results, in the shape of `out_specs`.
+
+    `axis_names`, a set or tuple, are the axes that are mapped, which alone specs may name and
+    the body may use; along the others every rank computes the same. None at all means all.
+    In the body of another `shard_map` further axes of the same mesh are mapped, `mesh=None`
+    takes it, and an argument is a value that this rank holds whole: it is cut and put together
+    among the ranks that differ in the further axes alone. The body may name all mapped axes.
+    A pair that is made there lies on the axes not mapped yet, or on all of the mesh and then has
+    the same on every rank along the mapped ones.
 
     An argument enters invariant along the axes its spec leaves out: to use it with values that
-    vary there, `fs.pcast(x, axis, to="varying")`, whose transpose is the sum. Nothing is
-    tracked or inserted yet, so `check` must be False.
+    vary there, `fs.pcast(x, axis, to="varying")`, whose transpose is the sum. So does a tensor
+    that the function closes over, the parameters of a module, say: gradients reach it. Nothing
+    is tracked or inserted yet, so `check` must be False.
 
     Semantics after `jax.shard_map` (JAX 0.11). Raises `ShardingError` for specs that do not fit
-    the arguments, naming each by its path.
+    the mesh, the arguments or the results, naming each by its path.
 
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=2)
@@ -59,21 +76,19 @@ def shard_map(
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
+    where = "fs.shard_map"
     if check:
         fail(
-            "fs.shard_map",
+            where,
             f"check={check!r}",
             "types are not tracked yet: casts are explicit",
             "check=False, with fs.pcast where invariant meets varying",
         )
-    if fn is None:
-        return functools.partial(
-            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check
-        )
-    _check_callable(fn, "fs.shard_map")
-    if not isinstance(mesh, Mesh):
-        fail("fs.shard_map", f"mesh={mesh!r}", "mesh is a fs.Mesh", "mesh=fs.Mesh(x=2)")
-    return _wrap(_Mapping("shard_map", fn, mesh, in_specs, out_specs))
+    check_mesh(mesh, where)
+    names = check_axis_names(axis_names, where)
+    return mapped(
+        fn, where, mesh, in_specs, out_specs, names, redistribute_inputs=redistribute_inputs
+    )
 
 
 def local_map(
@@ -86,9 +101,10 @@ def local_map(
 ) -> Any:
     """Map a function of locals over pairs: pairs in, pairs out; the mesh is the pairs' own.
 
-    As `shard_map` otherwise. With `redistribute_inputs` a pair of another spec is first brought
-    to the one that `in_specs` asks for; without, that is an error that prints the program.
-    After `torch.distributed.tensor.experimental.local_map`.
+    As `shard_map` otherwise. In the body of a `shard_map` too the mesh is that of the pairs: all
+    of it is mapped, whether the pair was made on the whole mesh (`fs.from_local` of what varies
+    makes one) or on a part of it, and if it is a part, the axes mapped around it can still be
+    named. After `torch.distributed.tensor.experimental.local_map`.
 
     >>> import fshard as fs
     >>> pair = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
@@ -96,95 +112,87 @@ def local_map(
     >>> fs.unshard(double(pair))
     tensor([0., 2., 4., 6.])
     """
+    return mapped(
+        fn, "fs.local_map", None, in_specs, out_specs, None, redistribute_inputs=redistribute_inputs
+    )
+
+
+def mapped(
+    fn: Callable[..., Any] | None,
+    where: str,
+    mesh: Mesh | None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: frozenset[str] | None,
+    **options: Any,
+) -> Any:
+    """`fn` mapped, or the decorator that does it; `axis_names` of None are all of the pairs'."""
     if fn is None:
-        return functools.partial(
-            local_map,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            redistribute_inputs=redistribute_inputs,
-        )
-    _check_callable(fn, "fs.local_map")
-    return _wrap(_Mapping("local_map", fn, None, in_specs, out_specs, redistribute_inputs))
-
-
-def _check_callable(fn: object, where: str) -> None:
+        return lambda each: mapped(each, where, mesh, in_specs, out_specs, axis_names, **options)
     if not callable(fn):
         fail(where, f"{fn!r}", "the first argument is a function", f"{where}(fn, ...)")
+    mapping = _Mapping(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 
-
-def _wrap(mapping: _Mapping) -> Callable[..., Any]:
-    @functools.wraps(mapping.fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         return mapping.call(args, kwargs)
 
-    return call
+    # A module's attributes stay its own.
+    return functools.update_wrapper(call, fn, updated=())
 
 
-@dataclass(frozen=True, slots=True)
 class _Mapping:
-    """A mapped function: what is called behind `shard_map` and `local_map`."""
+    """A mapped function, and what its calls need that depends on no values."""
 
-    word: str
-    fn: Callable[..., Any]
-    mesh: Mesh | None
-    in_specs: Any
-    out_specs: Any
-    redistribute_inputs: bool = False
-    signature: inspect.Signature | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "signature", signature_of(self.fn))
-
-    @property
-    def name(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
-
-    @property
-    def where(self) -> str:
-        return f"{self.word}({self.name})"
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        where: str,
+        mesh: Mesh | None,
+        in_specs: Any,
+        out_specs: Any,
+        axis_names: frozenset[str] | None,
+        *,
+        redistribute_inputs: bool,
+    ) -> None:
+        self.fn, self.mesh, self.axis_names = fn, mesh, axis_names
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self.redistribute_inputs = redistribute_inputs
+        name = getattr(fn, "__name__", type(fn).__name__)
+        self.where = f"{where.removeprefix('fs.')}({name})"
+        self.signature = Signature(fn)
+        # By the structures of arguments and results, and by where the call was made.
+        self.slots_in: dict[TreeDef, tuple[Slot, ...]] = {}
+        self.slots_out: dict[TreeDef, tuple[Slot, ...]] = {}
+        self.checked: set[tuple[TreeDef, Scope]] = set()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Place the arguments, run the function as every rank or as this one, read the results."""
-        arguments = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
-        mesh = self.mesh or self._mesh_of(arguments)
+        leaves, treedef = flatten((args, kwargs))
+        slots = self.slots_in.get(treedef)
+        if slots is None:
+            slots = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
+            _keep(self.slots_in, treedef, slots)
+        arguments = [Argument(*slot, leaf) for slot, leaf in zip(slots, leaves, strict=True)]
         # The values decide who executes: a tuple of shards is a simulation, inside a rank too.
-        held = [each.value[0] for each in arguments if is_pair(each.value)]
-        whole = any(not isinstance(local, torch.Tensor) for local in held)
+        pairs = [leaf for leaf in leaves if is_pair(leaf)]
+        whole = any(not isinstance(pair[0], torch.Tensor) for pair in pairs)
         transport = None if whole else current_transport()
-        if transport is not None and transport.rank not in mesh:
-            return self._nothing(mesh, bool(held))
-        self._place_all(arguments, mesh, transport)
-        call = _Call(self, mesh, arguments, flatten((args, kwargs))[1])
-        mapped = [each.local for each in arguments if each.spec is not None]
-        if transport is None:
-            rows = list(zip(*mapped, strict=True)) if mapped else [()] * mesh.size
-            outs = map_ranks(mesh, call.body, rows, self.name, call.agree)
-            columns: Sequence[Any] = list(zip(*outs, strict=True))
-        else:
-            columns = run_body(mesh, call.body, tuple(mapped), self.name)
-        return call.results(columns, transport)
+        scope = self._scope(pairs, transport)
+        if (treedef, scope) not in self.checked:
+            check_specs(self.where, scope, slots, self.out_specs)
+            self.checked.add((treedef, scope))
+        if transport is not None and transport.rank not in scope.mesh:
+            return self._nothing(scope, bool(pairs))
+        place_all(self.where, arguments, scope, transport, self.redistribute_inputs)
+        call = _Call(self, scope, arguments, treedef)
+        return call.as_all() if transport is None else call.as_one(transport)
 
-    def _nothing(self, mesh: Mesh, pairs: bool) -> Any:
-        """What a rank outside of the mesh gets: empty results in the shape of `out_specs`."""
-
-        def leaf(given: Any) -> Any:
-            if not isinstance(given, PartitionSpec | Spec):
-                return None
-            empty = torch.empty(0)
-            if not pairs:
-                return empty
-            if isinstance(given, PartitionSpec):
-                given = Spec(mesh, given, shape=(0,) * len(given))
-            return Sharded(empty, given)
-
-        return map_leaves(leaf, self.out_specs)
-
-    # -- arguments --------------------------------------------------------------------
-
-    def _mesh_of(self, arguments: Sequence[Argument]) -> Mesh:
-        meshes: list[Mesh] = list(
-            dict.fromkeys(a.value[1].mesh for a in arguments if is_pair(a.value))
-        )
+    def _scope(self, pairs: Sequence[tuple[Any, Spec]], transport: Transport | None) -> Scope:
+        outer = None if transport is None else innermost()
+        rank = None if transport is None else transport.rank
+        if self.axis_names is not None:
+            return scope_of(self.where, self.mesh, self.axis_names, outer, rank)
+        meshes = list(dict.fromkeys(spec.mesh for _, spec in pairs))
         if len(meshes) != 1:
             given = ", ".join(map(str, meshes)) or "no pair at all"
             fail(
@@ -193,207 +201,131 @@ class _Mapping:
                 "the mesh is that of the pairs, one for all",
                 "fs.shard makes a pair of a tensor and a spec",
             )
-        return meshes[0]
+        return pair_scope(meshes[0], outer, rank)
 
-    def _place_all(
-        self, arguments: Sequence[Argument], mesh: Mesh, transport: Transport | None
-    ) -> None:
-        """Give every argument its spec and its local; all failures at once."""
-        problems: list[Problem] = []
-        for argument in arguments:
-            try:
-                self._place(argument, mesh, transport)
-            except ShardingError as error:
-                if not error.problems:
-                    raise
-                problems += [
-                    Problem(
-                        f"{argument.path}: {p.given}",
-                        p.rule,
-                        p.fix.replace("uneven=", "a Spec in in_specs with uneven="),
-                    )
-                    for p in error.problems
-                ]
-        raise_if(self.where, problems)
+    def _nothing(self, scope: Scope, pairs: bool) -> Any:
+        """What a rank outside of the mesh gets: empty results in the shape of `out_specs`."""
 
-    def _place(self, argument: Argument, mesh: Mesh, transport: Transport | None) -> None:
-        value, given = argument.value, argument.given
-        if given is None:
-            return
-        if not isinstance(given, PartitionSpec | Spec):
-            fail(
-                self.where,
-                f"in_specs leaf {given!r}",
-                "a leaf of specs is a P, a Spec or None",
-                "P('x'), or P() for a value that is whole on every rank",
-            )
-        if isinstance(given, Spec) and given.mesh != mesh:
-            fail(
-                self.where,
-                f"in_specs leaf {given} on {given.mesh}",
-                f"the mesh is {mesh}",
-                "given.replace(mesh=mesh)",
-            )
-        if is_pair(value):
-            argument.spec, argument.local = self._place_pair(value, given, mesh, transport)
-        elif isinstance(value, torch.Tensor):
-            spec = (
-                given
-                if isinstance(given, Spec)
-                else Spec(mesh, given, shape=value.shape, dtype=value.dtype)
-            )
-            argument.spec = spec
-            if transport is None:
-                argument.local = lay_out(value, spec)
-            else:
-                argument.local = shard(value, spec).local
-        elif isinstance(given, Spec) or any(given.dims):
-            fail(
-                self.where,
-                f"a {type(value).__name__} with {given!r}",
-                "only tensors and pairs can be cut",
-                "None, or P() for a number",
-            )
+        def leaf(given: Any) -> Any:
+            if given is None:
+                return None
+            empty = torch.empty(0)
+            if not pairs:
+                return empty
+            if isinstance(given, Spec):
+                return Sharded(empty, given)
+            p: PartitionSpec = given.smallest if isinstance(given, AtDim) else given
+            return Sharded(empty, Spec(scope.mesh, p, shape=(0,) * len(p)))
 
-    def _place_pair(
-        self,
-        pair: tuple[Any, Spec],
-        given: PartitionSpec | Spec,
-        mesh: Mesh,
-        transport: Transport | None,
-    ) -> tuple[Spec, Any]:
-        local, spec = pair
-        if spec.mesh != mesh:
-            fail(
-                self.where,
-                f"a pair of {spec} on {spec.mesh}",
-                f"the mesh is {mesh}",
-                "unshard it, or map over its mesh",
-            )
-        target = given if isinstance(given, Spec) else spec.replace(partition=given, uneven="chunk")
-        if target != spec:
-            prog = redistribute(spec, target)
-            if not self.redistribute_inputs:
-                lines = str(prog).replace("\n", "\n           ")
-                fix = f"fs.reshard(pair, {given!r}), which runs\n           {lines}"
-                fail(self.where, f"a pair of {spec}", f"in_specs ask for {target}", fix)
-            local = prog(local)
-        if transport is None:
-            return target, check_shards(local, target, self.where)
-        check_local(local, target, transport, self.where)
-        return target, local
+        return map_leaves(leaf, self.out_specs)
+
+    def results(self, treedef: TreeDef) -> tuple[Slot, ...]:
+        """Path and out spec of every leaf of a result; raises `ShardingError` for no prefix."""
+        slots = self.slots_out.get(treedef)
+        if slots is None:
+            skeleton = unflatten(treedef, list(range(treedef.num_leaves)))
+            specs = broadcast_prefix(self.out_specs, skeleton, "out_specs", self.where)
+            slots = tuple(zip(paths(skeleton, "result"), specs, strict=True))
+            _keep(self.slots_out, treedef, slots)
+        return slots
+
+
+def _keep(cache: dict[TreeDef, tuple[Slot, ...]], key: TreeDef, slots: tuple[Slot, ...]) -> None:
+    if len(cache) >= MOST_STRUCTURES:
+        cache.clear()
+    cache[key] = slots
 
 
 class _Call:
     """One call: the function on one rank's locals, and what its results mean."""
 
     def __init__(
-        self, mapping: _Mapping, mesh: Mesh, arguments: Sequence[Argument], treedef: TreeDef
+        self, mapping: _Mapping, scope: Scope, arguments: Sequence[Argument], treedef: TreeDef
     ) -> None:
-        self.mapping, self.mesh, self.arguments, self.treedef = mapping, mesh, arguments, treedef
-        # Per rank that ran: the structure of its result, and the leaves that are no tensors.
-        self.structures: list[tuple[TreeDef, list[Any]]] = []
+        self.mapping, self.scope, self.arguments, self.treedef = mapping, scope, arguments, treedef
+        # Per rank that ran: the structure of its result, and in place of tensors `TENSOR`.
+        self.returned: list[tuple[TreeDef, list[Any]]] = []
+
+    # -- as ranks -----------------------------------------------------------------------
+
+    def as_all(self) -> Any:
+        """Run as every rank of a simulation."""
+        mapped = [each.local for each in self.arguments if each.spec is not None]
+        ranks = self.scope.mesh.size
+        rows = list(zip(*mapped, strict=True)) if mapped else [()] * ranks
+        outs = map_ranks(self.scope, self.body, rows, self.mapping.fn, self.agree)
+        return self.read(list(zip(*outs, strict=True)), None)
+
+    def as_one(self, transport: Transport) -> Any:
+        """Run as the one rank that this process, or this simulated rank, is."""
+        mine = tuple(each.local for each in self.arguments if each.spec is not None)
+        try:
+            outs = run_body(self.scope, self.body, mine)
+        except Exception as error:
+            if not is_simulated():  # which says itself on which rank it was
+                coords = self.scope.mesh.coords(transport.rank)
+                place = ", ".join(f"{axis}={at}" for axis, at in coords.items())
+                error.add_note(f"on rank {transport.rank} ({place}) of {self.scope.mesh}")
+            raise
+        return self.read(outs, transport)
 
     def body(self, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call the function as one rank; its tensors, in order."""
+        args, kwargs = unflatten(self.treedef, self.enter(locals_))
+        return self.leave(self.mapping.fn(*args, **kwargs))
+
+    def enter(self, locals_: tuple[torch.Tensor, ...]) -> list[Any]:
+        """What one rank's body gets: the local of each argument, what has no spec as it is."""
         mine = iter(locals_)
-        leaves = [each.value if each.spec is None else next(mine) for each in self.arguments]
-        args, kwargs = unflatten(self.treedef, leaves)
-        out, treedef = flatten(self.mapping.fn(*args, **kwargs))
-        self.structures.append(
-            (treedef, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in out])
-        )
+        return [each.value if each.spec is None else next(mine) for each in self.arguments]
+
+    def leave(self, result: Any) -> tuple[torch.Tensor, ...]:
+        """What one rank's body gives: its tensors; the rest is kept for all of them."""
+        out, treedef = flatten(result)
+        kept = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in out]
+        self.returned.append((treedef, kept))
         return tuple(leaf for leaf in out if isinstance(leaf, torch.Tensor))
 
+    # -- results ------------------------------------------------------------------------
+
     def agree(self) -> None:
-        """Raise `ShardingError` unless all ranks returned one structure."""
-        first = self.structures[0]
-        for rank, (treedef, rest) in zip(self.mesh.ranks, self.structures, strict=False):
-            kinds = [each is None for each in rest]
-            if treedef != first[0] or kinds != [each is None for each in first[1]]:
+        """Raise `ShardingError` unless all ranks returned one structure, with equal numbers."""
+        where, ranks = self.mapping.where, self.scope.mesh.ranks
+        first, kept = self.returned[0]
+        for rank, (treedef, others) in zip(ranks, self.returned, strict=False):
+            if treedef != first or any(
+                (a is TENSOR) != (b is TENSOR) for a, b in zip(kept, others, strict=True)
+            ):
                 fail(
-                    self.mapping.where,
-                    f"rank {self.mesh.ranks[0]} returned {first[0]}, rank {rank} {treedef}",
+                    where,
+                    f"rank {ranks[0]} returned {first}, rank {rank} {treedef}",
                     "every rank returns the same structure",
                     "return the same tree on every rank",
                 )
+            for (path, _), a, b in zip(self.mapping.results(first), kept, others, strict=True):
+                if a is not b and not _equal(a, b):
+                    fail(
+                        where,
+                        f"{path}: rank {ranks[0]} returned {a!r}, rank {rank} {b!r}",
+                        "what is no tensor passes through, equal on every rank",
+                        "torch.tensor([value]) with an out spec that puts the ranks' together",
+                    )
 
-    def results(self, columns: Sequence[Any], transport: Transport | None) -> Any:
+    def read(self, columns: Sequence[Any], transport: Transport | None) -> Any:
         """The result tree: pairs if any argument was one, else global tensors."""
-        treedef, rest = self.structures[0]
-        skeleton = unflatten(treedef, list(range(len(rest))))
-        where, name = self.mapping.where, "out_specs"
-        specs = broadcast_prefix(self.mapping.out_specs, skeleton, name, where)
-        pairs = any(is_pair(each.value) for each in self.arguments)
-        column = iter(columns)
-        leaves: list[Any] = []
-        problems: list[Problem] = []
-        for path, other, given in zip(paths(skeleton, "result"), rest, specs, strict=True):
-            if other is not None:
-                leaves.append(other[0])
-                continue
-            local = next(column)
-            try:
-                pair = Sharded(local, self._spec_of(local, given, transport))
-                leaves.append(pair if pairs else unshard(pair))
-            except ShardingError as error:
-                if not error.problems:
-                    raise
-                problems += [Problem(f"{path}: {p.given}", p.rule, p.fix) for p in error.problems]
-        raise_if(where, problems)
+        treedef, kept = self.returned[0]
+        slots = self.mapping.results(treedef)
+        places = [at for at, leaf in enumerate(kept) if leaf is TENSOR]
+        rows = [(*slots[at], local) for at, local in zip(places, columns, strict=True)]
+        others = [(*slots[at], leaf) for at, leaf in enumerate(kept) if leaf is not TENSOR]
+        check_others(self.mapping.where, others)
+        leaves = list(kept)
+        found = read_results(self.mapping.where, rows, self.arguments, self.scope, transport)
+        for at, value in zip(places, found, strict=True):
+            leaves[at] = value
         return unflatten(treedef, leaves)
 
-    def _spec_of(self, local: Any, given: Any, transport: Transport | None) -> Spec:
-        """The spec of a result, read off the locals at hand and the arguments' uneven dims."""
-        where = self.mapping.where
-        shards = (
-            {transport.rank: local}
-            if transport is not None
-            else dict(zip(self.mesh.ranks, local, strict=True))
-        )
-        rank, first = next(iter(shards.items()))
-        if not isinstance(given, PartitionSpec | Spec):
-            fail(
-                where,
-                f"a tensor with the out spec {given!r}",
-                "the out spec of a tensor is a P or a Spec",
-                "P() promises equal values",
-            )
-        if isinstance(given, Spec):
-            spec = given
-        elif len(given) > first.ndim:
-            fail(
-                where,
-                f"a local of {first.ndim} dims with {given!r}",
-                f"a tensor of {first.ndim} dims has at most {first.ndim} entries",
-                "unsqueeze a scalar, x[None], to cut it" if first.ndim == 0 else "drop entries",
-            )
-        else:
-            shape, sizes = list(first.shape), {}
-            for dim, axes in enumerate(given.dims):
-                cut = self._sizes_of(axes, rank, first.shape[dim])
-                if cut is not None:
-                    sizes[dim] = cut
-                shape[dim] = sum(cut) if cut else shape[dim] * self.mesh.axis_size(axes)
-            spec = Spec(self.mesh, given, shape=shape, dtype=first.dtype, sizes=sizes)
-        for each, shard_ in shards.items():
-            if tuple(shard_.shape) != spec.local_shape(each) or shard_.dtype != spec.dtype:
-                fail(
-                    where,
-                    f"rank {each} returned shape {tuple(shard_.shape)}, {shard_.dtype}",
-                    f"{spec} has there shape {spec.local_shape(each)}, {spec.dtype}",
-                    "give a Spec with sizes= as the out spec of an uneven result",
-                )
-        return spec
 
-    def _sizes_of(self, axes: tuple[str, ...], rank: int, here: int) -> tuple[int, ...] | None:
-        """The uneven sizes that an argument has along the same axes, if this rank's fits."""
-        found = {
-            spec.shard_sizes(dim)
-            for spec in (each.spec for each in self.arguments)
-            if spec is not None
-            for dim, cut in enumerate(spec.sizes)
-            if cut is not None and spec.partition.dims[dim] == axes
-        }
-        fitting = [cut for cut in found if cut[self.mesh.index(rank, axes)] == here]
-        return fitting[0] if len(fitting) == 1 else None
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two ranks returned the same: numbers that are not numbers are."""
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,326 @@
+"""The boundary of a mapped function: arguments become locals, results become global or pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fshard.errors import Problem, ShardingError, did_you_mean, fail, raise_if
+from fshard.mesh import Mesh
+from fshard.partition import PartitionSpec
+from fshard.plan.redistribute import redistribute
+from fshard.program.program import Program
+from fshard.run.execute import check_local, check_shards
+from fshard.run.moving import lay_out, shard, unshard
+from fshard.run.transport import Transport
+from fshard.spec import Sharded, Spec
+from fshard.spmd.arguments import Argument, AtDim, Slot
+from fshard.spmd.scope import Scope
+from fshard.tree import flatten, is_pair, paths
+
+__all__ = ["check_others", "check_specs", "place_all", "read_results"]
+
+
+@lru_cache(maxsize=4096)
+def _even(mesh: Mesh, p: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    return Spec(mesh, p, shape=shape, dtype=dtype)
+
+
+@lru_cache(maxsize=4096)
+def _target(spec: Spec, p: PartitionSpec) -> Spec:
+    return spec.replace(partition=p, uneven="chunk")
+
+
+def _each(
+    where: str, function: Callable[..., Any], rows: Iterable[tuple[str, tuple[Any, ...]]]
+) -> list[Any]:
+    """`function(*args)` of every row; one `ShardingError` with all failures, each with its path."""
+    done: list[Any] = []
+    problems: list[Problem] = []
+    for path, args in rows:
+        try:
+            done.append(function(*args))
+        except ShardingError as error:
+            if not error.problems:
+                raise
+            problems += [Problem(f"{path}: {p.given}", p.rule, p.fix) for p in error.problems]
+    raise_if(where, problems)
+    return done
+
+
+# -- specs ----------------------------------------------------------------------------
+
+
+def check_specs(where: str, scope: Scope, slots: Sequence[Slot], out_specs: Any) -> None:
+    """Raise `ShardingError` for leaves of `in_specs` and `out_specs` that the scope cannot have."""
+    leaves = list(zip(paths(out_specs, "out_specs"), flatten(out_specs)[0], strict=True))
+    problems: list[Problem] = []
+    for path, given in (*slots, *leaves):
+        problems += [
+            Problem(f"{path}: {p.given}", p.rule, p.fix) for p in _spec_problems(given, scope)
+        ]
+    raise_if(where, problems)
+
+
+def _spec_problems(given: Any, scope: Scope) -> list[Problem]:
+    if given is None or isinstance(given, AtDim):
+        return []
+    if isinstance(given, Spec):
+        if scope.adopt(given) is None:
+            return [Problem(f"the spec {given} on {given.mesh}", f"the mesh is {scope.names}",
+                            "given.replace(mesh=mesh)")]  # fmt: skip
+        p = given.partition
+    elif isinstance(given, PartitionSpec):
+        p = given
+    else:
+        return [Problem(f"the spec {given!r}", "a leaf of specs is a P, a Spec or None",
+                        "P('x'), or P() for a value that is whole on every rank")]  # fmt: skip
+    return [_axis_problem(axis, p, scope) for axis in p.axes if axis not in scope.axes]
+
+
+def _axis_problem(axis: str, p: PartitionSpec, scope: Scope) -> Problem:
+    known = scope.names.axes
+    if axis not in known:
+        return Problem(f"axis {axis!r} on {scope.names}", f"the mesh's axes are {', '.join(known)}",
+                       did_you_mean(axis, known, f"use one of {', '.join(known)}"))  # fmt: skip
+    if axis in scope.bound:
+        fix = f"leave {axis!r} out: each of its ranks maps what it holds"
+    else:
+        names = ", ".join(repr(a) for a in scope.mesh.axes if a in scope.axes or a == axis)
+        fix = f"axis_names={{{names}}}"
+    return Problem(f"axis {axis!r} in {p!r}",
+                   f"the axes that are mapped here are {scope.mapped}", fix)  # fmt: skip
+
+
+# -- arguments ------------------------------------------------------------------------
+
+
+def place_all(
+    where: str,
+    arguments: Sequence[Argument],
+    scope: Scope,
+    transport: Transport | None,
+    redistribute_inputs: bool,
+) -> None:
+    """Give every argument its spec and its local; raises `ShardingError`, all failures at once."""
+
+    def place(argument: Argument) -> None:
+        value, given = argument.value, argument.given
+        if given is None:
+            return
+        if is_pair(value):
+            argument.spec, argument.local = _place_pair(
+                where, value, given, scope, transport, redistribute_inputs
+            )
+        elif isinstance(value, torch.Tensor):
+            argument.spec, argument.local = _place_tensor(value, given, scope, transport)
+        elif not isinstance(given, PartitionSpec) or given.axes:
+            fail(
+                where,
+                f"a {type(value).__name__} with {_word(given)}",
+                "only tensors and pairs can be cut",
+                "None, or P() for a number",
+            )
+
+    _each(where, place, [(each.path, (each,)) for each in arguments])
+
+
+def _word(given: Any) -> str:
+    return f"{given.word} {given.dim}" if isinstance(given, AtDim) else repr(given)
+
+
+def _place_tensor(
+    value: torch.Tensor, given: Any, scope: Scope, transport: Transport | None
+) -> tuple[Spec, Any]:
+    """A plain tensor: a global value along the mapped axes, of which each rank takes its part."""
+    if isinstance(given, Spec):
+        spec = scope.adopt(given)
+        assert spec is not None
+    else:
+        p = given.of(value.ndim) if isinstance(given, AtDim) else given
+        try:
+            spec = _even(scope.mesh, p, value.shape, value.dtype)
+        except ShardingError as error:
+            way = "uneven=", "a Spec in in_specs with uneven="
+            raise_if("", [Problem(p.given, p.rule, p.fix.replace(*way)) for p in error.problems])
+            raise
+    return spec, lay_out(value, spec) if transport is None else shard(value, spec).local
+
+
+def _place_pair(
+    where: str,
+    pair: tuple[Any, Spec],
+    given: Any,
+    scope: Scope,
+    transport: Transport | None,
+    redistribute_inputs: bool,
+) -> tuple[Spec, Any]:
+    """A pair: its locals are the ranks' own, once they lie as `in_specs` ask."""
+    local, spec = pair[0], _on_scope(where, pair[1], scope)
+    if isinstance(given, Spec):
+        target = scope.adopt(given)
+        assert target is not None
+    else:
+        p = given.of(spec.ndim) if isinstance(given, AtDim) else given
+        target = _target(spec, p)
+    if target != spec:
+        prog = redistribute(spec, target)
+        if not redistribute_inputs:
+            fail(where, f"a pair of {spec}", f"in_specs ask for {target}", _fix(prog))
+        local = prog(local)
+    if transport is None:
+        return target, check_shards(local, target, where)
+    check_local(local, target, transport, where)
+    return target, local
+
+
+def _fix(prog: Program) -> str:
+    """The program that brings a pair to its in_spec, and what it costs."""
+    cost = prog.cost()
+    launches = "1 launch" if cost.launches == 1 else f"{cost.launches} launches"
+    lines = str(prog).replace("\n", "\n           ")
+    return (
+        "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
+        f"{cost.bytes_sent:,} B per rank in {launches}:\n           {lines}"
+    )
+
+
+def _on_scope(where: str, spec: Spec, scope: Scope) -> Spec:
+    """The spec of a pair on the mesh that is mapped over."""
+    adopted = scope.adopt(spec)
+    odd = [axis for axis in spec.partition.axes if axis not in scope.axes]
+    known = [axis for axis in odd if axis in scope.names.axes]
+    if adopted is None and not (known and scope.names == spec.mesh):
+        fail(
+            where,
+            f"a pair of {spec} on {spec.mesh}",
+            f"the mesh is {scope.mesh}",
+            "unshard it, or map over its mesh",
+        )
+    if not odd:
+        assert adopted is not None
+        return adopted
+    axes = ", ".join(map(repr, odd))
+    names = ", ".join(repr(a) for a in scope.names.axes if a in scope.axes or a in odd)
+    mapped = any(axis in scope.bound for axis in odd)
+    fail(
+        where,
+        f"a pair of {spec}, along {axes}",
+        f"a pair lies along the axes that are mapped here only: {scope.mapped}",
+        "fs.local_map, which maps all axes of a pair"
+        if mapped
+        else f"axis_names={{{names}}}, or fs.reshard(pair, spec) without {axes}",
+    )
+
+
+# -- results --------------------------------------------------------------------------
+
+
+def read_results(
+    where: str,
+    results: Sequence[tuple[str, Any, Any]],
+    arguments: Sequence[Argument],
+    scope: Scope,
+    transport: Transport | None,
+) -> list[Any]:
+    """Tensors of all ranks (or this one) as pairs if any argument was one, else made global.
+
+    `results` are paths, out specs and locals; raises `ShardingError`, all failures at once.
+    """
+    pairs = any(is_pair(each.value) for each in arguments)
+
+    def read(given: Any, local: Any) -> Sharded:
+        return Sharded(local, _result_spec(where, local, given, arguments, scope, transport))
+
+    found = _each(where, read, [(path, (given, local)) for path, given, local in results])
+    return found if pairs else [unshard(each) for each in found]
+
+
+def _result_spec(
+    where: str,
+    local: Any,
+    given: Any,
+    arguments: Sequence[Argument],
+    scope: Scope,
+    transport: Transport | None,
+) -> Spec:
+    """The spec of a result, read off the locals at hand and the arguments' uneven dims."""
+    mesh = scope.mesh
+    shards = [(transport.rank, local)] if transport else list(zip(mesh.ranks, local, strict=True))
+    rank, first = shards[0]
+    if given is None:
+        fail(
+            where,
+            f"a tensor of shape {tuple(first.shape)} with the out spec None",
+            "None is for what is no tensor",
+            "P() promises a value that is equal on every rank, P('x') puts dim 0 together",
+        )
+    if isinstance(given, Spec):
+        spec = scope.adopt(given)
+        assert spec is not None
+    else:
+        p = given.of(first.ndim) if isinstance(given, AtDim) else given
+        if len(p) > first.ndim:
+            fail(
+                where,
+                f"a local of {first.ndim} dims with {p!r}",
+                f"a tensor of {first.ndim} dims has at most {first.ndim} entries",
+                "unsqueeze a scalar, x[None], to cut it" if first.ndim == 0 else "drop entries",
+            )
+        spec = _global_spec(first, p, rank, arguments, scope)
+    for each, shard_ in shards:
+        if shard_.shape != spec.local_shape(each) or shard_.dtype != spec.dtype:
+            fail(
+                where,
+                f"rank {each} returned shape {tuple(shard_.shape)}, {shard_.dtype}",
+                f"{spec} has there shape {spec.local_shape(each)}, {spec.dtype}",
+                "give a Spec with sizes= as the out spec of an uneven result",
+            )
+    return spec
+
+
+def _global_spec(
+    local: torch.Tensor,
+    p: PartitionSpec,
+    rank: int,
+    arguments: Sequence[Argument],
+    scope: Scope,
+) -> Spec:
+    """The spec of a partition and one local: even, or with the sizes an argument has there."""
+    mesh, shape, sizes = scope.mesh, list(local.shape), {}
+    uneven = [
+        (axes, spec.shard_sizes(dim))
+        for spec in (each.spec for each in arguments)
+        if spec is not None and not spec.is_even
+        for dim, axes in enumerate(spec.partition.dims)
+        if spec.sizes[dim] is not None
+    ]
+    for dim, axes in enumerate(p.dims):
+        place = mesh.index(rank, axes) if axes and uneven else 0
+        found = {cut for names, cut in uneven if names == axes and cut[place] == shape[dim]}
+        if len(found) == 1:
+            (sizes[dim],) = found
+        if axes:
+            shape[dim] = sum(sizes[dim]) if dim in sizes else shape[dim] * mesh.axis_size(axes)
+    if sizes:
+        return Spec(mesh, p, shape=shape, dtype=local.dtype, sizes=sizes)
+    return _even(mesh, p, tuple(shape), local.dtype)
+
+
+def check_others(where: str, results: Sequence[tuple[str, Any, Any]]) -> None:
+    """Raise `ShardingError` for results that are no tensors and have a spec that cuts them."""
+    raise_if(
+        where,
+        [
+            Problem(
+                f"{path}: a {type(value).__name__} with the out spec {_word(given)}",
+                "only tensors can be cut",
+                "None, or P() for a number; torch.tensor([value]) to put the ranks' together",
+            )
+            for path, given, value in results
+            if given is not None and (not isinstance(given, PartitionSpec) or given.axes)
+        ],
+    )
