@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard.run.fingerprint import explain_with
 
 MESH = fs.Mesh(x=2)
 
 
 CUT = P("x")
+PAIR = fs.shard(torch.ones(2), fs.Spec(MESH, CUT, shape=(2,)))
 
 
 def mapped(fn: Any, *, out_specs: Any = CUT, mesh: fs.Mesh = MESH) -> Any:
@@ -167,6 +169,164 @@ def test_closures_are_refused_on_every_rank() -> None:
 
 
 # -- errors -------------------------------------------------------------------------------------
+
+
+ORDER = """
+  rule:  every rank of a group calls the same collectives in the same order
+  fix:   move the collective out of the branch that only some ranks take"""
+ALIKE = """
+  rule:  every rank of a group calls the same collective, with one shape and dtype
+  fix:   look at what made the ranks differ before these lines"""
+
+
+def line(fn: Any, after: int) -> str:
+    return f"{__file__}:{fn.__code__.co_firstlineno + after}"
+
+
+def text_of(run: Any) -> str:
+    with pytest.raises(ShardingError) as caught:
+        run()
+    assert not hasattr(caught.value, "__notes__")
+    return str(caught.value)
+
+
+def test_collectives_of_one_wire_are_told_apart_by_name() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        reduce = fs.pmean if fs.axis_index("x") == 1 else fs.psum
+        return reduce(x, "x") + 1
+
+    wire = "over x: all_reduce(sum, torch.float32, (1,)) at"
+    assert text_of(lambda: mapped(body)(torch.ones(2))) == (
+        f"""ranks of the group (0, 1) call different collectives
+  rank 0 (x=0): fs.psum {wire} {line(body, 2)}
+  rank 1 (x=1): fs.pmean {wire} {line(body, 2)}{ALIKE}"""
+    )
+
+
+def test_a_rank_may_say_why_it_went_elsewhere() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        explain_with(lambda: "branched on a varying value")
+        return fs.psum(x, ("y", "x")) if fs.axis_index(("x", "y")) else x
+
+    mesh = fs.Mesh(x=2, y=1)
+    f = fs.shard_map(body, mesh=mesh, in_specs=CUT, out_specs=CUT)
+    wait = "waits in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [0]"
+    assert text_of(lambda: f(torch.ones(2))) == (
+        f"""the simulation stands still: ranks wait for others that never come
+  rank 0 (x=0, y=0): returned
+  rank 0 branched on a varying value
+  rank 1 (x=1, y=0): {wait} at {line(body, 2)}
+  rank 1 branched on a varying value{ORDER}"""
+    )
+
+
+def test_what_is_started_has_its_line() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if fs.axis_index("x") == 1:
+            return x
+        pending = fs.start(fs.psum, x, "x")
+        return x * pending.wait()
+
+    wait = "waits in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [1]"
+    assert text_of(lambda: mapped(body)(torch.ones(2))) == (
+        f"""the simulation stands still: ranks wait for others that never come
+  rank 0 (x=0): {wait} at {line(body, 4)}, of the call at {line(body, 3)}
+  rank 1 (x=1): returned{ORDER}"""
+    )
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_backward_has_the_name_and_the_line_of_the_call(create_graph: bool) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if fs.axis_index("x") == 1:
+            return fs.all_gather(x, "x", tiled=True).detach().sum() * x
+        return fs.all_gather(x, "x", tiled=True).sum() * x
+
+    x = torch.ones(4, requires_grad=True)
+    y = mapped(body)(x)
+    wait = (
+        "waits in backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 1, 2))"
+    )
+    found = text_of(lambda: torch.autograd.grad(y.sum(), x, create_graph=create_graph))
+    assert found == (
+        f"""the simulation stands still: ranks wait for others that never come
+  rank 0 (x=0): {wait} for [1], of the call at {line(body, 3)}
+  rank 1 (x=1): returned{ORDER}"""
+    )
+
+
+def test_programs_and_movements_have_names() -> None:
+    cut = fs.Spec(MESH, P("x"), shape=(4,))
+    prog = fs.redistribute(cut, cut.replace(partition=P()))
+
+    def with_a_program() -> Any:
+        return prog(torch.ones(2)) if int(fs.axis_index("x", mesh=MESH)) else None
+
+    def with_a_start() -> Any:
+        return prog(torch.ones(2), async_op=True).wait() if with_a_rank() else None
+
+    def with_from_local() -> Any:
+        return fs.from_local(torch.ones(2), MESH, P("x")) if with_a_rank() else None
+
+    def with_scatter() -> Any:
+        return fs.scatter(None, cut) if with_a_rank() else None
+
+    def with_a_rank() -> int:
+        return int(fs.axis_index("x", mesh=MESH))
+
+    for body, name in (
+        (with_a_program, "the program to f32[4] over x: all_gather"),
+        (with_a_start, "the program to f32[4] over x: all_gather"),
+        (with_from_local, "fs.from_local over x: all_gather"),
+        (with_scatter, "fs.scatter over x: all_to_all"),
+    ):
+        text = text_of(lambda body=body: fs.simulate(MESH, body))
+        assert f"rank 1 (x=1): waits in {name}(" in text
+        assert f" at {line(body, 1)}" in text
+
+
+class Refuses(torch.autograd.Function):
+    """A function whose backward fails on the second rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
+        ctx.rank = rank
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.rank == 1:
+            raise KeyError("mine")
+        return grad, None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_an_error_in_backward_has_its_rank(create_graph: bool) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return Refuses.apply(fs.psum(x, "x"), int(fs.axis_index("x")))  # type: ignore[no-any-return, no-untyped-call]
+
+    y = mapped(body)(torch.ones(4, requires_grad=True))
+    with pytest.raises(KeyError, match="mine") as caught:
+        y.sum().backward(create_graph=create_graph)
+    assert caught.value.__notes__ == ["on rank 1 (x=1) of a simulated Mesh(x=2)"]
+    assert "backward" in [each.name for each in caught.traceback]
+
+
+def test_an_error_in_a_simulation_in_a_rank_has_both_ranks() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        fs.psum(x, "x")
+        return x if fs.axis_index("x") == 0 else fs.unshard(mapped(inner)(PAIR))
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        mapped(body)(torch.ones(4))
+    assert caught.value.__notes__ == [
+        "on rank 0 (x=0) of a simulated Mesh(x=2)",
+        "on rank 1 (x=1) of a simulated Mesh(x=2)",
+    ]
+    assert [each.name for each in caught.traceback][-1] == "inner"
 
 
 def test_an_error_in_reading_results_is_the_one_that_is_raised() -> None:
