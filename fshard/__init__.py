@@ -39,6 +39,7 @@ from fshard.spmd.ragged import ragged_all_to_all
 from fshard.spmd.reductions import pargmax, pargmin, pmax, pmean, pmin, pprod, psum
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.spmd.smap import smap
+from fshard.spmd.tracking import typeof
 from fshard.text import parse
 
 P = PartitionSpec
@@ -99,6 +100,7 @@ __all__ = [
     "simulate",
     "smap",
     "start",
+    "typeof",
     "unshard",
     "visualize",
 ]

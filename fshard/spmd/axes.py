@@ -15,8 +15,9 @@ import torch
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.execute import Pending
+from fshard.run.transport import is_simulated
 
-__all__ = ["Bound", "bound_mesh", "innermost", "resolve", "started", "stay_bound", "tracking"]
+__all__ = ["VISIBLE", "Bound", "bound_mesh", "innermost", "resolve", "started", "stay_bound", "tracking"]
 
 
 class Bound:
@@ -26,7 +27,7 @@ class Bound:
     waited for.
     """
 
-    __slots__ = ("axes", "mesh", "outer", "pendings", "task", "token", "types")
+    __slots__ = ("axes", "before", "mesh", "outer", "pendings", "task", "token", "types")
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], types: Any = None) -> None:
         self.mesh, self.axes = mesh, axes
@@ -39,10 +40,14 @@ class Bound:
 
     def __enter__(self) -> Bound:
         self.token: Token[Bound | None] = _BOUND.set(self)
+        if not is_simulated():
+            self.before, VISIBLE[0] = VISIBLE[0], self.mesh
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         _BOUND.reset(self.token)
+        if not is_simulated():
+            VISIBLE[0] = self.before
         names = [each.name for each in self.pendings if not each.waited]
         for each in self.pendings:
             each.abandon()
@@ -57,6 +62,9 @@ class Bound:
 
 
 _BOUND: ContextVar[Bound | None] = ContextVar("fshard_axes", default=None)
+
+VISIBLE: list[Mesh | None] = [None]
+"""The mesh bound in this process as a rank, where `torch.compile` sees that it is another one."""
 
 
 def innermost() -> Bound | None:

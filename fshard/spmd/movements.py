@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
-from fshard.mesh import Axes, Mesh
+from fshard.mesh import Axes, Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllToAll, ReduceScatter
 from fshard.spec import Spec
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.plans import Move, Plan, check_dim, collective, need_tensor
+from fshard.spmd.types import VARYING, Signature, State
 from fshard.spmd.wires import PLAIN, Wires, check_wires
 
 __all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes"]
@@ -137,7 +138,14 @@ def all_gather(
         check_wires("fs.all_gather", x.dtype, wires)
         return gather_move(where, axes, x, to, lambda y: _insert(y, dim, tiled), wires)
 
-    return Plan("fs.all_gather", leaf)
+    gives: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
+    one = axis_index_groups is not None and to == "invariant"
+    signature = Signature(
+        as_axes(axis_name),
+        gives.get(to) if axis_index_groups is None else VARYING,
+        within=(where, axes) if one else None,
+    )
+    return Plan("fs.all_gather", leaf, signature)
 
 
 @collective
@@ -178,7 +186,8 @@ def psum_scatter(
         prog = _scattering(where, axes, rows.shape, rows.dtype, wires)
         return Move(prog, rows, lambda y: y.squeeze(0), keep=1)
 
-    return Plan("fs.psum_scatter", leaf)
+    signature = Signature(as_axes(axis_name), VARYING, ("sum",), all_or_none=True)
+    return Plan("fs.psum_scatter", leaf, signature)
 
 
 @collective
@@ -210,7 +219,8 @@ def all_to_all(
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_to_all")
     wires = forward_dtype, backward_dtype
-    return _all_to_all("fs.all_to_all", where, axes, (split_axis, concat_axis), tiled, wires)
+    dims, signature = (split_axis, concat_axis), Signature(as_axes(axis_name))
+    return _all_to_all("fs.all_to_all", where, axes, dims, tiled, wires, signature)
 
 
 @collective
@@ -237,7 +247,8 @@ def pswapaxes(
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pswapaxes")
     wires = forward_dtype, backward_dtype
-    return _all_to_all("fs.pswapaxes", where, axes, (axis, axis), False, wires)
+    signature = Signature(as_axes(axis_name))
+    return _all_to_all("fs.pswapaxes", where, axes, (axis, axis), False, wires, signature)
 
 
 def _all_to_all(
@@ -247,6 +258,7 @@ def _all_to_all(
     dims: tuple[int, int],
     tiled: bool,
     wires: Wires,
+    signature: Signature,
 ) -> Plan:
     n = mesh.axis_size(axes)
 
@@ -262,7 +274,7 @@ def _all_to_all(
         prog = _exchanging(mesh, axes, rows.shape, rows.dtype, wires)
         return Move(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled), keep=2)
 
-    return Plan(name, leaf)
+    return Plan(name, leaf, signature)
 
 
 def _check_split(where: str, word: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:

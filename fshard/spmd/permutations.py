@@ -14,11 +14,12 @@ import torch
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
-from fshard.run.autograd import FinishAll, Linear, Shards
+from fshard.run.autograd import FinishAll, Shards
 from fshard.run.batch import join, part
 from fshard.run.transport import Transport, notify
 from fshard.spmd.axes import resolve
 from fshard.spmd.plans import Move, Plan, collective, need_tensor
+from fshard.spmd.types import Signature
 from fshard.spmd.wires import Wires, check_wires, sent_in
 
 __all__ = ["pbroadcast", "ppermute", "pshuffle"]
@@ -93,7 +94,7 @@ class _Broadcast:
         return lambda: part(moved(), shapes)
 
 
-def _plan(name: str, op: Linear, wires: Wires) -> Plan:
+def _plan(name: str, op: _Permute | _Broadcast, wires: Wires) -> Plan:
     sent = sent_in(op, wires)
 
     def leaf(value: Any) -> Any:
@@ -101,7 +102,7 @@ def _plan(name: str, op: Linear, wires: Wires) -> Plan:
         check_wires(name, x.dtype, wires)
         return Move(sent, x) if x.numel() else x.clone()
 
-    return Plan(name, leaf)
+    return Plan(name, leaf, Signature(op.axes))
 
 
 @collective

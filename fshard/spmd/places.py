@@ -12,19 +12,22 @@ from fshard.mesh import Axes, Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
-from fshard.run.transport import current_rank
+from fshard.run.autograd import Run, apply_linear
+from fshard.run.fingerprint import call_line
+from fshard.run.transport import Label, current_rank, labelled
 from fshard.spec import Spec
-from fshard.spmd.axes import resolve
+from fshard.spmd.axes import resolve, tracking
+from fshard.spmd.graphs import as_node
 from fshard.spmd.plans import Move, Plan, collective
+from fshard.spmd.types import CASTS, VARYING, Signature, State, States
 from fshard.spmd.wires import check_wires
 
-__all__ = ["axis_index", "axis_size", "pcast"]
+__all__ = ["axis_index", "axis_size", "pcast", "summed"]
 
-CASTS = {
-    ("invariant", "varying"),
-    ("invariant", "reduced"),
-    ("varying", "unreduced"),
-    ("reduced", "varying"),
+GIVES: dict[str, State] = {
+    "varying": VARYING,
+    "reduced": ("reduced", "sum"),
+    "unreduced": ("unreduced", "sum"),
 }
 
 
@@ -38,6 +41,16 @@ def _using(
 ) -> Program:
     src = Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype)
     return Program(src, (InvariantToReduced(axes),), backward_dtype=wire)
+
+
+def summed(mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
+    """`x` as it is; its cotangents are summed along the axes.
+
+    No view: it may be written in place, as any result may.
+    """
+    prog = _using(mesh, axes, x.shape, x.dtype, None)
+    with labelled(Label("fs.pcast", mesh, call_line())):
+        return apply_linear(Run((prog,)), (x,), everywhere=False)[0]
 
 
 @collective
@@ -85,9 +98,11 @@ def pcast(
             return value
         return Move(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
 
-    return Plan("fs.pcast", leaf)
+    gives = GIVES.get(to)
+    return Plan("fs.pcast", leaf, Signature(axes, gives, cast_to=to, source=src))
 
 
+@as_node
 def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
     """This rank's index along the axes, row-major in the order given, as a 0-dim int64 tensor.
 
@@ -102,9 +117,14 @@ def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
     """
     where, axes = resolve(as_axes(axis_name), mesh, "fs.axis_index")
     rank = current_rank(where, "fs.axis_index").rank
-    return torch.tensor(where.index(rank, axes))
+    index = torch.tensor(where.index(rank, axes))
+    tracker = tracking()
+    if tracker is not None:
+        tracker.record(index, States.varying(axes))
+    return index
 
 
+@as_node
 def axis_size(axis_name: Axes, *, mesh: Mesh | None = None) -> int:
     """How many ranks there are along the axes.
 

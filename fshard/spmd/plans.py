@@ -16,6 +16,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.program.program import Program
+from fshard.run.abstract import Shapes, standing_in
 from fshard.run.autograd import (
     FinishAll,
     Linear,
@@ -25,7 +26,18 @@ from fshard.run.autograd import (
     start_linear,
 )
 from fshard.run.fingerprint import call_line
-from fshard.run.transport import Label, labelled, under
+from fshard.run.record import Function, Launcher, record, replay
+from fshard.run.transport import (
+    Label,
+    Transport,
+    direct_transport,
+    labelled,
+    under,
+    unobserved,
+)
+from fshard.spmd.axes import innermost, tracking
+from fshard.spmd.graphs import as_node
+from fshard.spmd.types import Signature
 from fshard.tree import flatten, unflatten
 
 __all__ = ["PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_tensor"]
@@ -55,10 +67,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a collective does with every leaf of a tree: a `Move`, or the result at once."""
+    """What a collective does with every leaf of a tree: a `Move`, or the result at once.
+
+    `signature` says which types of leaves it takes, and what it makes of them.
+    """
 
     name: str
     leaf: Callable[[Any], Any]
+    signature: Signature
 
 
 PLANS: dict[Any, Callable[..., Plan]] = {}
@@ -72,6 +88,12 @@ def collective(
 
     @functools.wraps(plan)
     def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
+        if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+            launcher = _launcher(plan, x, args, kwargs)
+            if launcher is not None:
+                wanted = x.requires_grad and torch.is_grad_enabled()
+                done: Any = replay(launcher, x) if wanted else launcher.run(x)
+                return done  # type: ignore[no-any-return]
         return begin(plan(*args, **kwargs), x)()
 
     tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation="Tree")
@@ -80,8 +102,9 @@ def collective(
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in rest
     ]
     run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
-    PLANS[run] = plan
-    return run
+    found = as_node(run)
+    PLANS[found] = plan
+    return found
 
 
 def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
@@ -90,6 +113,11 @@ def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
     With `ahead` everything that is sent is launched now; raises `ShardingError` for what
     cannot be, a maximum or minimum with a gradient.
     """
+    tracker = tracking()
+    return _begin(plan, x, ahead) if tracker is None else tracker.begin(plan, x, ahead, _begin)
+
+
+def _begin(plan: Plan, x: Tree, ahead: bool) -> Callable[[], Tree]:
     if isinstance(x, torch.Tensor):
         move = plan.leaf(x)
         if not isinstance(move, Move):
@@ -122,7 +150,7 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     first, xs = moves[0], tuple(move.x for move in moves)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     progs = tuple(move.op for move in moves if isinstance(move.op, Program))
-    op = Run(progs, first.keep) if isinstance(first.op, Program) else first.op
+    op = _linear(moves)
     label = Label(name, op.mesh, call_line() if ahead else "")
     with labelled(label):
         if not wanted:
@@ -139,6 +167,100 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
             f"{name}(x, ...) at once, or x.detach()",
         )
     return under(label, lambda: apply_programs(progs, first.keep, xs))
+
+
+def _linear(moves: Sequence[Move]) -> Linear:
+    """What moves of one kind run, as one operation."""
+    first = moves[0]
+    if not isinstance(first.op, Program):
+        return first.op
+    return Run(tuple(move.op for move in moves if isinstance(move.op, Program)), first.keep)
+
+
+# -- recorded ---------------------------------------------------------------------------------
+
+_LAUNCHERS: dict[Hashable, Launcher | None] = {}
+_SEEN: set[Hashable] = set()
+_MOST = 4096
+
+
+def _launcher(
+    plan: Callable[..., Plan],
+    x: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frozen: bool = False,
+) -> Launcher | None:
+    """What a collective does to a tensor like `x` on this rank; None where it is not recorded.
+
+    That is under `torchrun` alone, for what communicates over this process's own transport.
+    """
+    transport, bound = direct_transport(), innermost()
+    if transport is None or (bound is not None and bound.types is not None):
+        return None
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    key = (
+        plan, args, tuple(kwargs.items()), bound and (bound.mesh, bound.axes), transport,
+        x.shape, x.stride(), x.dtype, x.device, wanted, torch.get_default_dtype(),
+    )  # fmt: skip
+    try:
+        return _LAUNCHERS[key]
+    except KeyError:
+        pass
+    except TypeError:
+        if frozen:
+            return None
+        options = {name: _frozen(value) for name, value in kwargs.items()}
+        return _launcher(plan, x, _frozen(list(args)), options, True)
+    if key not in _SEEN:  # recording costs more than a call: what comes once is not recorded
+        if len(_SEEN) >= _MOST:
+            _SEEN.clear()
+            _LAUNCHERS.clear()
+        _SEEN.add(key)
+        return None
+    _LAUNCHERS[key] = found = _record(plan(*args, **kwargs), x, transport, wanted)
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    """A list of arguments as a tuple, which a key can hold."""
+    return tuple(map(_frozen, value)) if type(value) is list else value
+
+
+def _record(plan: Plan, x: torch.Tensor, transport: Transport, wanted: bool) -> Launcher | None:
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    like.requires_grad_(wanted)
+    with standing_in():
+        move = plan.leaf(like)
+    if not isinstance(move, Move) or transport.rank not in _linear((move,)).mesh:
+        return None
+    forward: Function = lambda x: begin(plan, x)()  # noqa: E731
+    launcher = record(forward, _adjoint(plan, like, transport), like.detach())
+    return None if launcher is None or (wanted and not launcher.is_linear) else launcher
+
+
+def _adjoint(plan: Plan, like: torch.Tensor, transport: Transport) -> Function:
+    """The transpose of what a plan does to a tensor like `like`, a linear map.
+
+    That of what is moved, between those of how it is laid out and read.
+    """
+
+    def run(g: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=g.device)
+            move = plan.leaf(x.requires_grad_())
+            op, sent = _linear((move,)), move.x.detach().to("meta")
+            with torch.no_grad(), unobserved():
+                (moved,) = op.launch(Shapes(transport.rank), (sent,))()
+            y = torch.empty_like(moved, device=g.device).requires_grad_()
+            read = move.read(y)
+        again = torch.is_grad_enabled()
+        (back,) = torch.autograd.grad(read, y, g, create_graph=again)
+        (back,) = apply_linear(op.T, (back,), everywhere=False)
+        (back,) = torch.autograd.grad(move.x, x, back, create_graph=again)
+        return back
+
+    return run
 
 
 # -- what plans check -----------------------------------------------------------------------

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from fshard.mesh import Axes, Mesh
+from fshard.mesh import Axes, Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
 from fshard.spec import Spec
+from fshard.spmd.graphs import as_node
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import gather_move
 from fshard.spmd.places import axis_index
 from fshard.spmd.plans import Move, Plan, Tree, collective, need_tensor
+from fshard.spmd.types import VARYING, Signature
 from fshard.spmd.wires import check_wires
 from fshard.tree import map_leaves
 
@@ -39,6 +41,16 @@ def _reduction(
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     return Program(src, (AllReduce(axes),), forward_dtype=wire)
+
+
+def _to_one(
+    axis_name: Axes, groups: Groups, found: tuple[Mesh, tuple[str, ...]], *kinds: str
+) -> Signature:
+    """A reduction's: from group to group its result is another, so that it varies."""
+    linear = set(kinds) <= {"sum", "avg"}
+    if groups is None:
+        return Signature(as_axes(axis_name), None, kinds, all_or_none=True, linear=linear)
+    return Signature(as_axes(axis_name), VARYING, all_or_none=True, linear=linear, within=found)
 
 
 @collective
@@ -74,7 +86,7 @@ def psum(
         check_wires("fs.psum", x.dtype, wires)
         return Move(_reduction(where, axes, "sum", x.shape, x.dtype, wires[0]), x)
 
-    return Plan("fs.psum", leaf)
+    return Plan("fs.psum", leaf, _to_one(axis_name, axis_index_groups, (where, axes), "sum"))
 
 
 @collective
@@ -108,7 +120,8 @@ def pmean(
         check_wires("fs.pmean", x.dtype, wires)
         return Move(_reduction(where, axes, "avg", x.shape, x.dtype, wires[0]), x)
 
-    return Plan("fs.pmean", leaf)
+    signature = _to_one(axis_name, axis_index_groups, (where, axes), "sum", "avg")
+    return Plan("fs.pmean", leaf, signature)
 
 
 @collective
@@ -150,7 +163,7 @@ def _extreme(kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh |
             return value
         return Move(_reduction(where, axes, kind, value.shape, value.dtype), value)
 
-    return Plan(name, leaf)
+    return Plan(name, leaf, _to_one(axis_name, groups, (where, axes), kind))
 
 
 @collective
@@ -177,9 +190,11 @@ def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
             return gather_move(where, axes, value, "invariant", lambda each: each.prod(0))
         return Move(_reduction(where, axes, "product", value.shape, value.dtype), value)
 
-    return Plan("fs.pprod", leaf)
+    signature = _to_one(axis_name, axis_index_groups, (where, axes), "product")
+    return Plan("fs.pprod", leaf, signature)
 
 
+@as_node
 def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The index along the axes of the rank with the largest element, the lowest of equal ones.
 
@@ -196,6 +211,7 @@ def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     return _place_of("max", "fs.pargmax", x, axis_name, mesh)
 
 
+@as_node
 def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The index along the axes of the rank with the smallest element, the lowest of equal ones.
 

@@ -14,15 +14,18 @@ from fshard.partition import PartitionSpec
 from fshard.run.transport import Transport, current_transport, is_simulated
 from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
-from fshard.spmd.axes import innermost
+from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.boundary import check_others, check_specs, place_all, read_results
 from fshard.spmd.mapped import map_ranks, run_body
 from fshard.spmd.scope import Scope, check_axis_names, check_mesh, pair_scope, scope_of
+from fshard.spmd.tracking import Tracker
+from fshard.spmd.typed import enter_types, give_types, leave_types, new_tracker, paused, typed
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
 
 __all__ = ["local_map", "mapped", "shard_map"]
 
 MOST_STRUCTURES = 256
+CHECKS = ("strict", "values")
 TENSOR = object()
 """In place of a tensor, among what a rank returned."""
 
@@ -36,7 +39,7 @@ def shard_map(
     mesh: Mesh | None = None,
     axis_names: Iterable[str] = frozenset(),
     redistribute_inputs: bool = False,
-    check: bool = False,
+    check: bool | str = True,
 ) -> Any:
     """Map a per-device function over shards of global values; call or decorator form.
 
@@ -60,9 +63,16 @@ def shard_map(
     the same on every rank along the mapped ones.
 
     An argument enters invariant along the axes its spec leaves out: to use it with values that
-    vary there, `fs.pcast(x, axis, to="varying")`, whose transpose is the sum. So does a tensor
-    that the function closes over, the parameters of a module, say: gradients reach it. Nothing
-    is tracked or inserted yet, so `check` must be False.
+    vary there takes `fs.pcast(x, axis, to="varying")`, whose transpose is the sum. So does a
+    tensor that the function closes over, the parameters of a module, say: gradients reach it.
+    With `check=True` the types of all tensors are tracked (`fs.typeof`), that cast is inserted,
+    once for each tensor, and out specs are promises that the types must show. What the host
+    learns of values that vary (`if`, `.item()`) is allowed: what depends on it is then compared
+    by value. `check="strict"` inserts nothing that changes a gradient: it names the line and the
+    cast to write, and what it passes is the same with `check=False`, which tracks nothing and
+    costs nothing. `check="values"` also compares what is promised to be equal, of arguments and
+    results, and names the first element that differs and its ranks. Inside another `shard_map`
+    the types of that are tracked on.
 
     Semantics after `jax.shard_map` (JAX 0.11). Raises `ShardingError` for specs that do not fit
     the mesh, the arguments or the results, naming each by its path.
@@ -77,18 +87,13 @@ def shard_map(
             [4., 4., 4.]])
     """
     where = "fs.shard_map"
-    if check:
-        fail(
-            where,
-            f"check={check!r}",
-            "types are not tracked yet: casts are explicit",
-            "check=False, with fs.pcast where invariant meets varying",
-        )
+    if not (check is True or check is False or check in CHECKS):
+        fail(where, f"check={check!r}", f"check is True, False, {' or '.join(map(repr, CHECKS))}",
+             "leave it out: True")  # fmt: skip
     check_mesh(mesh, where)
     names = check_axis_names(axis_names, where)
-    return mapped(
-        fn, where, mesh, in_specs, out_specs, names, redistribute_inputs=redistribute_inputs
-    )
+    options = {"redistribute_inputs": redistribute_inputs, "check": check}
+    return mapped(fn, where, mesh, in_specs, out_specs, names, **options)
 
 
 def local_map(
@@ -112,9 +117,8 @@ def local_map(
     >>> fs.unshard(double(pair))
     tensor([0., 2., 4., 6.])
     """
-    return mapped(
-        fn, "fs.local_map", None, in_specs, out_specs, None, redistribute_inputs=redistribute_inputs
-    )
+    options = {"redistribute_inputs": redistribute_inputs, "check": False}
+    return mapped(fn, "fs.local_map", None, in_specs, out_specs, None, **options)
 
 
 def mapped(
@@ -153,8 +157,9 @@ class _Mapping:
         axis_names: frozenset[str] | None,
         *,
         redistribute_inputs: bool,
+        check: bool | str,
     ) -> None:
-        self.fn, self.mesh, self.axis_names = fn, mesh, axis_names
+        self.fn, self.mesh, self.axis_names, self.check = fn, mesh, axis_names, check
         self.in_specs, self.out_specs = in_specs, out_specs
         self.redistribute_inputs = redistribute_inputs
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -183,8 +188,10 @@ class _Mapping:
             self.checked.add((treedef, scope))
         if transport is not None and transport.rank not in scope.mesh:
             return self._nothing(scope, bool(pairs))
-        place_all(self.where, arguments, scope, transport, self.redistribute_inputs)
-        call = _Call(self, scope, arguments, treedef)
+        outer = None if transport is None else tracking()
+        with paused(outer):
+            place_all(self.where, arguments, scope, transport, self.redistribute_inputs)
+        call = _Call(self, scope, arguments, treedef, outer)
         return call.as_all() if transport is None else call.as_one(transport)
 
     def _scope(self, pairs: Sequence[tuple[Any, Spec]], transport: Transport | None) -> Scope:
@@ -240,9 +247,16 @@ class _Call:
     """One call: the function on one rank's locals, and what its results mean."""
 
     def __init__(
-        self, mapping: _Mapping, scope: Scope, arguments: Sequence[Argument], treedef: TreeDef
+        self,
+        mapping: _Mapping,
+        scope: Scope,
+        arguments: Sequence[Argument],
+        treedef: TreeDef,
+        outer: Tracker | None,
     ) -> None:
         self.mapping, self.scope, self.arguments, self.treedef = mapping, scope, arguments, treedef
+        # What tracks the types of the enclosing body, if this is a call in one.
+        self.outer = outer
         # Per rank that ran: the structure of its result, and in place of tensors `TENSOR`.
         self.returned: list[tuple[TreeDef, list[Any]]] = []
 
@@ -272,7 +286,19 @@ class _Call:
     def body(self, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call the function as one rank; its tensors, in order."""
         args, kwargs = unflatten(self.treedef, self.enter(locals_))
-        return self.leave(self.mapping.fn(*args, **kwargs))
+        tracker = self.outer or new_tracker(self.mapping.check, self.scope, self.mapping.where)
+        if tracker is None:
+            return self.leave(self.mapping.fn(*args, **kwargs))
+        enter_types(tracker, self.scope, self.arguments, locals_)
+        with typed(tracker, inner=self.outer is not None):
+            ys = self.leave(self.mapping.fn(*args, **kwargs))
+            treedef, kept = self.returned[-1]
+            slots = [
+                slot
+                for slot, leaf in zip(self.mapping.results(treedef), kept, strict=True)
+                if leaf is TENSOR
+            ]
+            return leave_types(tracker, self.scope, slots, ys)
 
     def enter(self, locals_: tuple[torch.Tensor, ...]) -> list[Any]:
         """What one rank's body gets: the local of each argument, what has no spec as it is."""
@@ -320,7 +346,10 @@ class _Call:
         others = [(*slots[at], leaf) for at, leaf in enumerate(kept) if leaf is not TENSOR]
         check_others(self.mapping.where, others)
         leaves = list(kept)
-        found = read_results(self.mapping.where, rows, self.arguments, self.scope, transport)
+        with paused(self.outer):
+            found = read_results(self.mapping.where, rows, self.arguments, self.scope, transport)
+        if self.outer is not None:
+            give_types(self.outer, self.scope, columns, found)
         for at, value in zip(places, found, strict=True):
             leaves[at] = value
         return unflatten(treedef, leaves)

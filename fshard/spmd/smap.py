@@ -24,13 +24,14 @@ def smap(
     out_axes: Any,
     axis_name: str,
     mesh: Mesh | None = None,
+    check: bool | str = True,
 ) -> Any:
     """`shard_map` along one axis: which dim it cuts, or None; call or decorator form.
 
     `in_axes` and `out_axes` are an int, None, or a tree prefix of these, as `vmap`'s; negative
     ints count from the last dim. None is `P()`: the same value on every rank. The body may name
     the axis, and in the body of another `smap` or `shard_map` what that maps too; `mesh=None`
-    takes the mesh of that.
+    takes the mesh of that. `check` is as `shard_map`'s.
 
     After `jax.smap` (JAX 0.11), whose negative ints mean dim 0. Raises `ShardingError` for ints
     that no dim has, and as `shard_map` does.
@@ -56,7 +57,8 @@ def smap(
     in_specs = _specs("in_axes", in_axes, axis_name)
     out_specs = _specs("out_axes", out_axes, axis_name)
     names = frozenset({axis_name})
-    return mapped(fn, "fs.smap", mesh, in_specs, out_specs, names, redistribute_inputs=False)
+    options = {"redistribute_inputs": False, "check": check}
+    return mapped(fn, "fs.smap", mesh, in_specs, out_specs, names, **options)
 
 
 def _specs(word: str, axes: Any, axis_name: str) -> Any:

@@ -1,0 +1,200 @@
+"""What PyTorch's functions do to types: which write, draw, tell the host, or are linear.
+
+A function is known by its name; one that is not listed computes a new value from all of its
+tensors and is linear in none. So an unknown function may be refused what it could take, and is
+never trusted with more.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fshard.spmd.types import Rule
+
+__all__ = ["Kind", "Word", "adds_a_number", "draws", "kind_of"]
+
+
+class Word(enum.Enum):
+    """What is done with the types of operands and results."""
+
+    OP = "the result is computed from the operands"
+    NOTHING = "no tensor comes out of it, or the very same one"
+    FRESH = "only the operands' shapes count"
+    RANDOM = "the process's generator decides"
+    TELLS = "as OP, and the host learns of the values"
+    WRITE = "the first operand is written"
+    LISTS = "an OP on the elements of lists, one by one"
+    WRITE_LISTS = "a WRITE on the elements of lists, one by one"
+    STATISTICS = "as OP, and running statistics are written"
+    GRAD = "the gradient that a leaf has gathered"
+    GRADIENTS = "torch.autograd.grad"
+    BACKWARD = "backward()"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A function's name, what it does, and in which operands it is linear."""
+
+    name: str
+    word: Word
+    rule: Rule
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NOTHING = _words("""
+    __dir__ __format__ __hash__ __len__ __repr__ __str__ _set_grad_enabled data_ptr dim
+    element_size get_device is_complex is_contiguous is_floating_point is_pinned is_same_size
+    is_set_to is_shared is_signed ndimension nelement numel register_hook
+    register_post_accumulate_grad_hook requires_grad_ retain_grad set_grad_enabled share_memory_
+    size storage storage_offset storage_type stride untyped_storage
+""")
+ATTRIBUTES = _words("""
+    _backward_hooks _base _version device dtype grad_dtype grad_fn is_cpu is_cuda is_leaf is_meta
+    is_sparse itemsize layout name names nbytes ndim output_nr requires_grad retains_grad shape
+    volatile
+""")
+FRESH = _words("""
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
+    zeros_like
+""")
+RANDOM = _words("""
+    alpha_dropout_ bernoulli bernoulli_ cauchy_ dirichlet exponential_ feature_alpha_dropout_
+    feature_dropout_ geometric_ gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal_
+    multinomial normal normal_ orthogonal_ poisson rand rand_like randint randint_like randn
+    randn_like random_ randperm sparse_ trunc_normal_ uniform_ xavier_normal_ xavier_uniform_
+""")
+MAYBE_RANDOM = _words("""
+    alpha_dropout dropout dropout1d dropout2d dropout3d dropout_ feature_alpha_dropout
+    feature_dropout fractional_max_pool2d fractional_max_pool3d gru lstm
+    multi_head_attention_forward native_dropout rnn_relu rnn_tanh rrelu
+    scaled_dot_product_attention
+""")
+TELLS = _words("""
+    __array__ __bool__ __complex__ __contains__ __float__ __index__ __int__ __nonzero__
+    _local_scalar_dense allclose argwhere bincount equal is_nonzero item masked_select nonzero
+    numpy tolist unique unique_consecutive
+""")
+STATISTICS = _words("batch_norm instance_norm")
+MOVE = _words("""
+    H T __get__ alias as_strided atleast_1d atleast_2d atleast_3d bfloat16 broadcast_to cat
+    channel_shuffle chunk clone concat concatenate contiguous copy cpu cuda detach diagonal double
+    dsplit dstack expand expand_as flatten flip fliplr flipud float half hsplit hstack mH mT
+    moveaxis movedim narrow permute pixel_shuffle pixel_unshuffle ravel repeat reshape reshape_as
+    roll rot90 select split split_with_sizes squeeze stack swapaxes swapdims t tensor_split tile to
+    transpose type unbind unflatten unsafe_chunk unsafe_split unsqueeze view view_as vsplit vstack
+""")
+LINEAR = _words("""
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d add avg_pool1d avg_pool2d
+    avg_pool3d conj cumsum diff fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_irfft
+    fft_rfft fft_rfftn fold imag mean neg negative real resolve_conj resolve_neg rsub sub subtract
+    sum trace tril triu unfold
+""")
+SCALED = _words("__getitem__ div divide gather index_select take take_along_dim true_divide")
+MASKED = _words("embedding where")
+PRODUCT = _words("""
+    __matmul__ bmm chain_matmul conv1d conv2d conv3d cross dot einsum ger inner kron linear matmul
+    mm mul multiply mv outer tensordot vdot
+""")
+RULES: dict[str, Rule] = {
+    name: rule
+    for rule, names in (
+        (Rule.MOVE, MOVE),
+        (Rule.LINEAR, LINEAR),
+        (Rule.SCALED, SCALED),
+        (Rule.MASKED, MASKED),
+        (Rule.PRODUCT, PRODUCT),
+    )
+    for name in names
+}
+
+_KINDS: dict[Callable[..., Any], Kind] = {}
+
+
+def kind_of(func: Callable[..., Any]) -> Kind:
+    """What is known of a function that a `TorchFunctionMode` is told of.
+
+    >>> kind_of(torch.Tensor.add_).word.name, kind_of(torch.matmul).rule.name
+    ('WRITE', 'PRODUCT')
+    """
+    kind = _KINDS.get(func)
+    if kind is None:
+        kind = _KINDS[func] = _classify(func)
+    return kind
+
+
+def _classify(func: Callable[..., Any]) -> Kind:
+    name = str(getattr(func, "__name__", func)).partition(".")[0]
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(name, owner)
+    if name == "grad" and inspect.isfunction(func):
+        return Kind(name, Word.GRADIENTS, Rule.OTHER)
+    if name == "backward" and inspect.isfunction(func):
+        return Kind(name, Word.BACKWARD, Rule.OTHER)
+    for word, names in (
+        (Word.NOTHING, NOTHING),
+        (Word.FRESH, FRESH),
+        (Word.RANDOM, RANDOM | MAYBE_RANDOM),
+        (Word.TELLS, TELLS),
+        (Word.STATISTICS, STATISTICS),
+    ):
+        if name in names:
+            return Kind(name, word, RULES.get(name, Rule.OTHER))
+    writes = name.endswith("_") and not name.startswith("__")
+    if name.startswith("__i") and name not in ("__init__", "__invert__", "__iter__"):
+        name, writes = name.removeprefix("__i").removesuffix("__"), True
+    base = name.rstrip("_") if writes else name
+    if base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return Kind(name, Word.WRITE_LISTS if writes else Word.LISTS, Rule.OTHER)
+    rule = RULES.get(base, Rule.OTHER)
+    if writes or name == "__setitem__":
+        return Kind(name, Word.WRITE, rule)
+    return Kind(name, Word.OP, rule)
+
+
+def _attribute(access: str, name: str) -> Kind:
+    if access == "__get__" and name == "grad":
+        return Kind("grad", Word.GRAD, Rule.OTHER)
+    if name in ATTRIBUTES or access == "__delete__":
+        return Kind(name, Word.NOTHING, Rule.OTHER)
+    if access == "__get__":
+        return Kind(name, Word.OP, Rule.MOVE)
+    return Kind(f"{name} =", Word.WRITE if name == "data" else Word.NOTHING, Rule.MOVE)
+
+
+# -- what depends on the arguments ---------------------------------------------------------
+
+
+def draws(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call of a random function draws numbers: dropout does while training only."""
+    if name not in MAYBE_RANDOM:
+        return True
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        at = next((i for i, each in enumerate(args) if isinstance(each, float)), None)
+        return at is not None and bool(args[at]) and bool(args[at + 1])
+    if not inspect.isfunction(func):
+        rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        training = args[2] if len(args) > 2 else kwargs.get("train", kwargs.get("training", True))
+        return bool(rate) and bool(training)
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    rate = next((given.arguments[key] for key in ("p", "dropout_p") if key in given.arguments), 1)
+    return bool(rate) and bool(given.arguments.get("training", True))
+
+
+def adds_a_number(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call of a linear function adds a Python number, which it is not linear with."""
+    return name in ("add", "add_", "sub", "sub_", "rsub", "subtract", "where") and any(
+        isinstance(each, int | float | complex) and each for each in args
+    )

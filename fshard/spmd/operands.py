@@ -1,0 +1,75 @@
+"""The tensors in the arguments of a call, and the casts that make them agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fshard.spmd.kinds import Kind, adds_a_number
+from fshard.spmd.tracking import Tracker
+from fshard.spmd.types import INVARIANT, Clash, Joined, States, join
+
+__all__ = ["agree", "replaced", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, in order; lists and tuples are looked into."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def replaced(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    """Arguments with other tensors in place of some, by id."""
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, list):
+        return [replaced(each, new) for each in value]
+    if type(value) is tuple:
+        return tuple(replaced(each, new) for each in value)
+    if isinstance(value, Mapping):
+        return {key: replaced(each, new) for key, each in value.items()}
+    return value
+
+
+def agree(
+    tracker: Tracker, kind: Kind, args: Any, kwargs: Any, *, also: tuple[States, ...] = ()
+) -> tuple[States, dict[int, torch.Tensor]]:
+    """The states of a result, and the casts of operands that it takes, by id of the operand."""
+    tensors = _listed(args, kwargs)
+    operands = tuple(map(tracker.states, tensors))
+    extra = (*also, tracker.told) if tracker.told.items else also
+    joined = join(operands + extra, kind.rule)
+    number = False
+    if isinstance(joined, Joined) and joined.result.unreduced and adds_a_number(kind.name, args):
+        joined, number = join((*operands, *extra, INVARIANT), kind.rule), True
+    if isinstance(joined, Clash):
+        listed = " and ".join(str(tracker.typeof(x)) for x in tensors)
+        others = " and a number" if number else ""
+        tracker.fail(kind.name, f"{listed}{others}", joined.rule, joined.fix)
+    new: dict[int, torch.Tensor] = {}
+    for x, states, target in zip(tensors, operands, joined.operands, strict=False):
+        if states is not target and x.requires_grad:
+            tracker.check_cast(x, states, target, kind.name)
+            cast = tracker.cast(x, states, target)
+            if cast is not x:
+                new[id(x)] = cast
+    return joined.result, new
+
+
+def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call, in order."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors_in(value)
+    return found

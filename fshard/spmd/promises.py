@@ -1,0 +1,213 @@
+"""What out specs promise: shown by types, or where those cannot tell, compared by value.
+
+A spec that leaves an axis out promises one value along it. A type shows that; JAX believes what
+the type of a branch says, and returns different values where its predicate varied. Here what
+may depend on such a predicate is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fshard.errors import Problem, ShardingError, raise_if
+from fshard.mesh import Mesh
+from fshard.partition import PartitionSpec
+from fshard.program.program import Program
+from fshard.program.steps import ReducedToInvariant
+from fshard.run.autograd import Run, apply_linear
+from fshard.run.transport import Label, labelled
+from fshard.spec import Spec
+from fshard.spmd.movements import all_gather
+from fshard.spmd.tracking import Tracker
+from fshard.spmd.types import State, States, states_of
+
+__all__ = ["Promise", "check_promises", "check_values"]
+
+
+class Promise(NamedTuple):
+    """A rank's tensor, and how it is promised to lie."""
+
+    path: str
+    x: torch.Tensor
+    p: PartitionSpec
+
+
+def check_promises(
+    tracker: Tracker, axes: Sequence[str], promises: Sequence[Promise]
+) -> list[torch.Tensor]:
+    """The tensors as promised along `axes`, cast where that is left to be done.
+
+    Raises `ShardingError` for types that do not show it, all failures at once. Where the host
+    has learnt of what varies, and with `check="values"` everywhere, what is promised to be equal
+    is also compared.
+    """
+    problems: list[Problem] = []
+    kept: list[torch.Tensor] = []
+    for path, x, p in promises:
+        states, wanted = tracker.states(x), states_of(p)
+        found = [
+            problem
+            for axis in axes
+            if (problem := _broken(tracker, path, x, axis, states.at(axis), wanted.at(axis), p))
+        ]
+        problems += found
+        if not found:
+            target = States.of({a: s for a, s in wanted.items if a in axes})
+            tracker.check_cast(x, states, target, f"returning {path}")
+            kept.append(_first(tracker.mesh, axes, tracker.cast(x, states, target), states, wanted))
+    tracker.raise_all(problems)
+    if tracker.values or tracker.told.items:
+        with tracker.pause():
+            check_values(tracker.mesh, axes, promises, tracker.name, tracker.told_at)
+    return kept
+
+
+def _broken(
+    tracker: Tracker,
+    path: str,
+    x: torch.Tensor,
+    axis: str,
+    have: State | None,
+    wanted: State | None,
+    p: PartitionSpec,
+) -> Problem | None:
+    """Why a result is not as promised along one axis, or None if it is or can be cast."""
+    if have == wanted or (have is None and wanted is not None and wanted[0] != "unreduced"):
+        return None
+    if wanted is not None and wanted[0] == "varying" and have == ("reduced", "sum"):
+        return None
+    told = axis in tracker.told.axes("varying")
+    if wanted is None and told and not tracker.strict and have is not None and have[0] == "varying":
+        return None  # compared by value
+    given = f"{path}: {tracker.typeof(x)} with the out spec {p!r}"
+    word = "invariant" if have is None else have[0]
+    if wanted is None:
+        rule = f"an out spec that leaves {axis} out promises one value along it; this is {word}"
+        if told:
+            rule += ", as the host branched on what varies: " + "; ".join(tracker.told_at)
+        fixes = {
+            "varying": f"fs.psum(y, {axis!r}), fs.all_gather(y, {axis!r}, to='invariant') or the "
+            f"like, or name {axis!r} in the out spec: each rank then gives its part",
+            "unreduced": f"fs.psum(y, {axis!r}), or P(..., unreduced={{{axis!r}}})",
+            "reduced": f"P(..., reduced={{{axis!r}}})",
+        }
+        return Problem(given, rule, fixes[word])
+    rule = f"the out spec says {wanted[0]} along {axis}, the result is {word}"
+    if (word, wanted[0]) == ("varying", "unreduced"):
+        return Problem(given, rule, f"fs.pcast(y, {axis!r}, to='unreduced')")
+    if word == "unreduced":
+        return Problem(given, rule, f"fs.psum_scatter(y, {axis!r}), or fs.psum(y, {axis!r})")
+    return Problem(given, rule, f"the out spec of what is {word} along {axis}")
+
+
+@lru_cache(maxsize=4096)
+def _picking(mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Program:
+    src = Spec(mesh, PartitionSpec(reduced=set(axes)), shape=shape, dtype=dtype)
+    return Program(src, (ReducedToInvariant(axes),))
+
+
+def _first(
+    mesh: Mesh, axes: Sequence[str], x: torch.Tensor, states: States, wanted: States
+) -> torch.Tensor:
+    """What varies by type and is promised equal: of equal values the first counts, in backward."""
+    picked = tuple(a for a in axes if wanted.at(a) is None and states.at(a) is not None)
+    if not picked or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    with torch._C.DisableTorchFunction():
+        prog = _picking(mesh, picked, x.shape, x.dtype)
+        return apply_linear(Run((prog,)), (x,), everywhere=False)[0]
+
+
+# -- values ------------------------------------------------------------------------------
+
+
+def check_values(
+    mesh: Mesh,
+    axes: Sequence[str],
+    promises: Sequence[Promise],
+    where: str,
+    told: Sequence[str] = (),
+) -> None:
+    """Raise `ShardingError`, the same on every rank, where values promised equal differ.
+
+    Every rank of the mesh takes part. Digests are compared first, in one gather of a few bytes.
+    """
+    rows = [(each, _equal_along(each.p, axes)) for each in promises]
+    rows = [(each, along) for each, along in rows if along]
+    if not rows:
+        return
+    with torch.no_grad(), labelled(Label("check of promises", mesh)):
+        mine = torch.stack([_digest(each.x) for each, _ in rows])
+        everyones = all_gather(mine, mesh.axes, mesh=mesh).tolist()
+        for at, (each, along) in enumerate(rows):
+            digests = [row[at] for row in everyones]
+            groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
+            if any(digests[i] != digests[group[0]] for group in groups for i in group):
+                problem = _difference(mesh, along, groups, each, digests, told)
+                if problem is not None:
+                    _raise_everywhere(where, problem)
+
+
+def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes along which a partition promises equal values."""
+    states = states_of(p)
+    return tuple(a for a in axes if (states.at(a) or ("reduced",))[0] == "reduced")
+
+
+def _digest(x: torch.Tensor) -> torch.Tensor:
+    """Shape and values in a few numbers: different ones are different, but for one in 2^60."""
+    flat = x.detach().reshape(-1).contiguous().cpu()
+    words = flat.view(torch.uint8)
+    words = torch.nn.functional.pad(words, (0, -len(words) % 8)).view(torch.int64)
+    place = torch.arange(len(words)) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D
+    mixed = (words ^ place) * 0x369DEA0F31A53F85
+    total = ((mixed ^ (mixed >> 29)) * 0x27BB2EE687B0B0FD).sum()
+    shape = torch.tensor([x.ndim, hash((*x.shape, str(x.dtype))) >> 1])
+    return torch.cat([total.reshape(1), shape]).to(x.device)
+
+
+def _difference(
+    mesh: Mesh,
+    along: tuple[str, ...],
+    groups: Sequence[Sequence[int]],
+    promise: Promise,
+    digests: Sequence[Sequence[int]],
+    told: Sequence[str],
+) -> Problem | None:
+    """The first element that differs in a group, and on which ranks; None for equal numbers."""
+    names = ", ".join(along)
+    rule = f"what a spec leaves {names} out of is one value along it"
+    fix = f"fs.psum or fs.pbroadcast over {names}, or name it in the spec"
+    if told:
+        fix += ". The ranks may have parted where the host learnt of what varies: "
+        fix += "; ".join(told)
+    if len({tuple(each[1:]) for each in digests}) > 1:
+        given = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
+        return Problem(given, rule, fix)
+    everyones = all_gather(promise.x.detach(), mesh.axes, mesh=mesh).cpu()
+    for group in groups:
+        for i in group[1:]:
+            a, b = everyones[group[0]], everyones[i]
+            differ = ((a != b) & ~((a != a) & (b != b))).reshape(-1)
+            if differ.any():
+                flat = int(differ.nonzero()[0])
+                place = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), a.shape))
+                one, other = a.reshape(-1)[flat].item(), b.reshape(-1)[flat].item()
+                given = (
+                    f"{promise.path}: element {place} is {one} on rank {mesh.devices[group[0]]} "
+                    f"and {other} on rank {mesh.devices[i]}"
+                )
+                return Problem(given, rule, fix)
+    return None
+
+
+def _raise_everywhere(where: str, problem: Problem) -> None:
+    try:
+        raise_if(where, [problem])
+    except ShardingError as error:
+        error.everywhere = True  # type: ignore[attr-defined]
+        raise

@@ -1,0 +1,345 @@
+"""Types of plain tensors, tracked while a mapped function runs.
+
+Nothing is hung on the tensors: a weak table knows the states of every tensor that the body has
+made or been given. What the table does not know comes from outside of the body and is invariant.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from fshard.errors import Problem, ShardingError, fail, raise_if
+from fshard.mesh import Mesh
+from fshard.run.fingerprint import user_frame
+from fshard.spmd.axes import innermost, tracking
+from fshard.spmd.places import summed
+from fshard.spmd.plans import Plan
+from fshard.spmd.types import INVARIANT, Clash, Joined, LocalType, Rule, States, join, passes
+from fshard.tree import flatten, unflatten
+
+__all__ = ["Tracker", "line_of_user", "typeof"]
+
+Launch = Callable[[Plan, Any, bool], Callable[[], Any]]
+
+
+class _Known(weakref.ref[torch.Tensor]):
+    """A tensor of the table: its states, and the casts of it that were made."""
+
+    __slots__ = ("casts", "key", "states")
+
+    key: int
+    states: States
+    casts: dict[tuple[str, ...], tuple[int, torch.Tensor]] | None
+
+
+class Tracker:
+    """The types of the tensors of one rank, in one call of a mapped function."""
+
+    def __init__(
+        self, mesh: Mesh, name: str, *, strict: bool = False, values: bool = False
+    ) -> None:
+        self.mesh, self.name, self.strict, self.values = mesh, name, strict, values
+        self.paused = False
+        # Along these axes the host knows values that vary, since these lines.
+        self.told: States = INVARIANT
+        self.told_at: list[str] = []
+        self.table: dict[int, _Known] = {}
+        self._outside: dict[int, torch.Tensor] = {}  # by id: arguments and closures
+        self._memory: set[int] = set()  # their storages
+        table = self.table
+
+        def forget(known: _Known) -> None:
+            if table.get(known.key) is known:
+                del table[known.key]
+
+        self._forget: Any = forget
+
+    # -- the table --
+
+    def states(self, x: torch.Tensor) -> States:
+        """The states of a tensor; one that is not known is from outside, and invariant."""
+        known = self.table.get(id(x))
+        return known.states if known is not None else self._meet(x)
+
+    def typeof(self, x: torch.Tensor) -> LocalType:
+        """The type of a tensor."""
+        return LocalType(x.shape, x.dtype, self.states(x))
+
+    def enter(self, x: torch.Tensor, states: States) -> None:
+        """Take an argument in."""
+        self.record(x, states)
+        self._keep_out(x)
+
+    def record(self, result: Any, states: States) -> None:
+        """Write down the states of a result: a tensor, or a tuple or list of results."""
+        if isinstance(result, torch.Tensor):
+            known = self.table.get(id(result))
+            if known is None or known.states is not states:
+                known = _Known(result, self._forget)
+                known.key, known.states, known.casts = id(result), states, None
+                self.table[known.key] = known
+            if torch._C._are_functorch_transforms_active():
+                inner = _unwrapped(result)
+                if inner is not None:
+                    self.record(inner, states)
+        elif isinstance(result, tuple | list):
+            for each in result:
+                self.record(each, states)
+
+    def _meet(self, x: torch.Tensor) -> States:
+        """The states of a tensor that no tracked call has made."""
+        inner = _unwrapped(x)
+        if inner is not None:
+            states = self.states(inner)
+            self.record(x, states)
+            return states
+        self.enter(x, INVARIANT)
+        return INVARIANT
+
+    def is_outside(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is an argument, or from outside of the body."""
+        self.states(x)
+        return id(x) in self._outside
+
+    def _keep_out(self, x: torch.Tensor) -> None:
+        self._outside[id(x)] = x
+        storage = _storage(x)
+        if storage:
+            self._memory.add(storage)
+
+    # -- casts --
+
+    def cast(self, x: torch.Tensor, states: States, target: States) -> torch.Tensor:
+        """`x` in other states; where it was invariant, its gradient becomes the sum.
+
+        A tensor is cast once, however often it is used: its gradient is summed once.
+        """
+        axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
+        if not axes or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        known = self.table[id(x)]
+        if known.casts is None:
+            known.casts = {}
+        version = x._version
+        found = known.casts.get(axes)
+        if found is not None and found[0] == version:
+            return found[1]
+        y = summed(self.mesh, axes, x)
+        known.casts[axes] = (version, y)
+        self.record(y, states.updated(axes, target.at(axes[0])))
+        return y
+
+    def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
+        """Raise, if strict, for a cast that is not written and would change gradients."""
+        axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
+        if not (self.strict and axes and x.requires_grad and torch.is_grad_enabled()):
+            return
+        state = target.at(axes[0])
+        word = "varying" if state is None else state[0]
+        names = repr(axes[0]) if len(axes) == 1 else repr(axes)
+        self.fail(
+            op,
+            f"an operand {LocalType(x.shape, x.dtype, states)} that requires grad, where the "
+            f"others are {word} along {', '.join(axes)}",
+            f"the operands agree along every axis; the gradient of this one is a sum over "
+            f"{', '.join(axes)}, which check='strict' wants to see written",
+            f"fs.pcast(operand, {names}, to={word!r}), or check=True, which inserts it",
+        )
+
+    def fail(self, op: str, given: str, rule: str, fix: str) -> NoReturn:
+        """Raise for a call in the body, with its line."""
+        self.raise_all([Problem(given, rule, fix)], f": {op}{line_of_user()}")
+        raise AssertionError("unreachable")
+
+    def raise_all(self, problems: Sequence[Problem], what: str = "") -> None:
+        """Raise for the problems, if there are any: types are the same on every rank."""
+        try:
+            raise_if(f"{self.name}{what}", problems)
+        except ShardingError as error:
+            error.everywhere = True  # type: ignore[attr-defined]
+            raise
+
+    # -- collectives --
+
+    def begin(
+        self,
+        plan: Plan,
+        tree: Any,
+        ahead: bool,
+        launch: Callable[[Plan, Any, bool], Callable[[], Any]],
+    ) -> Callable[[], Any]:
+        """Launch a collective on the leaves of a tree, cast as its signature asks."""
+        leaves, treedef = flatten(tree)
+        rows = [(leaf, self._taken(plan, leaf)) for leaf in leaves]
+        same = [one is not None and self._is_only_typed(plan, leaf) for leaf, one in rows]
+        given = [
+            None if stays else leaf if one is None else self._cast_for(plan, leaf, one)
+            for (leaf, one), stays in zip(rows, same, strict=True)
+        ]
+        with self.pause():
+            finish = launch(plan, unflatten(treedef, given), ahead)
+
+        def done() -> Any:
+            with self.pause():
+                results = flatten(finish())[0]
+                for at, (leaf, one) in enumerate(rows):
+                    if one is None or not isinstance(leaf, torch.Tensor):
+                        continue
+                    y = leaf if same[at] else results[at]
+                    if plan.signature.within is not None:
+                        y = summed(*plan.signature.within, y)
+                    results[at] = y.view_as(y) if y is leaf else y
+                    self.record(results[at], one.result)
+            return unflatten(treedef, results)
+
+        return done
+
+    def _taken(self, plan: Plan, leaf: Any) -> Joined | None:
+        """What a collective makes of a leaf; None for one that is no tensor."""
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        joined = passes(self.states(leaf), plan.signature)
+        if isinstance(joined, Clash):
+            self.fail(plan.name, f"an operand {self.typeof(leaf)}", joined.rule, joined.fix)
+        return joined
+
+    def _is_only_typed(self, plan: Plan, leaf: torch.Tensor) -> bool:
+        """Whether a leaf changes its type and nothing else happens, not in backward either."""
+        signature = plan.signature
+        return signature.cast_to is not None and self.states(leaf).at(signature.axes[0]) is not None
+
+    def _cast_for(self, plan: Plan, leaf: torch.Tensor, joined: Joined) -> torch.Tensor:
+        states, (target,) = self.states(leaf), joined.operands
+        if states is target:
+            return leaf
+        self.check_cast(leaf, states, target, plan.name)
+        return self.cast(leaf, states, target)
+
+    # -- writes and the host --
+
+    def written(self, target: torch.Tensor, states: States, op: str, *, whole: bool) -> None:
+        """Write down that `target` now is in `states`, and all that shares its memory."""
+        known = self.table.get(id(target))
+        before = INVARIANT if known is None else known.states
+        if before is states:
+            return
+        storage = _storage(target)
+        for each in list(self.table.values()):
+            other = each()
+            if other is not None and other is not target and storage and _storage(other) == storage:
+                joined = join((each.states, states), Rule.MOVE)
+                if isinstance(joined, Clash):
+                    given = f"writing {states} into memory that is read as {each.states}"
+                    self.fail(op, given, joined.rule, "write into a tensor of its own")
+                self.record(other, joined.result)
+                if not whole:
+                    states = joined.result
+        self.record(target, states)
+
+    def check_write(self, target: torch.Tensor, op: str) -> None:
+        """Raise unless `target` is a tensor that the body has made."""
+        self.states(target)
+        if _storage(target) in self._memory:
+            self.fail(
+                op,
+                f"a write into a tensor of shape {tuple(target.shape)} from outside of the body",
+                "a mapped function returns what it computes: arguments and closed-over tensors "
+                "belong to all ranks",
+                "write into its clone(), and return that",
+            )
+
+    def tell(self, states: States, op: str) -> None:
+        """Note that the host has learnt of values in `states`: all that follows may depend on it.
+
+        What is invariant or reduced is the same on every rank: so is what the host makes of it.
+        """
+        axes = [axis for axis, (word, _) in states.items if word != "reduced"]
+        if axes and not set(axes) <= set(self.told.axes("varying")):
+            self.told = States.varying({*self.told.axes("varying"), *axes})
+        if axes and len(self.told_at) < 3:
+            line = f"{op}{line_of_user()}"
+            if line not in self.told_at:
+                self.told_at.append(line)
+
+    def draw(self, op: str, kwargs: Mapping[str, Any]) -> States:
+        """The states of what is drawn from a generator of this process; warns once per line."""
+        if kwargs.get("generator") is None:
+            frame = user_frame(sys._getframe())
+            text = (
+                f"{op} draws from this process's generator: ranks draw different numbers, and "
+                "other ones on another mesh. Draw before the call and pass the numbers in; "
+                "fs.random draws what does not depend on the layout"
+            )
+            if frame is None:
+                warnings.warn(text, stacklevel=2)
+            else:
+                seen = frame.f_globals.setdefault("__warningregistry__", {})
+                file, line = frame.f_code.co_filename, frame.f_lineno
+                warnings.warn_explicit(text, UserWarning, file, line, registry=seen)
+        bound = innermost()
+        return States.varying(self.mesh.axes if bound is None else bound.axes)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Track nothing in the block: the engine runs a graph that is typed already."""
+        before, self.paused = self.paused, True
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self.paused = before
+
+
+def typeof(x: torch.Tensor, /) -> LocalType:
+    """The type of a tensor in a running `shard_map`: shape, dtype, states along the mesh axes.
+
+    `jax.typeof`. Raises `ShardingError` where no types are tracked.
+
+    >>> import fshard as fs
+    >>> @fs.shard_map(mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=fs.P())
+    ... def f(x):
+    ...     if fs.axis_size("i") == 2:
+    ...         print(typeof(x), typeof(fs.psum(x, "i")))
+    ...     return fs.psum(x, "i")
+    >>> f(torch.ones(4))
+    f32[2]{varying: i} f32[2]
+    f32[2]{varying: i} f32[2]
+    tensor([2., 2.])
+    """
+    tracker = tracking()
+    if tracker is None:
+        fail(
+            "fs.typeof",
+            "a call where no types are tracked",
+            "types are tracked in the body of a shard_map, unless with check=False",
+            "fs.shard_map(..., check=True)",
+        )
+    found: LocalType = tracker.typeof(x)
+    return found
+
+
+def line_of_user() -> str:
+    """` at file:line` of the innermost frame that is the user's, or nothing."""
+    frame = user_frame(sys._getframe())
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _storage(x: torch.Tensor) -> int:
+    """What is the same for tensors that share memory; 0 for one that has none."""
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, functorch's wrappers
+        return 0
+
+
+def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
+    """What a wrapper of `torch.func` holds, or None for another tensor."""
+    functorch = torch._C._functorch
+    return functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None

@@ -1,0 +1,102 @@
+"""A mapped function whose types are tracked: what goes in, what comes out, one in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fshard.partition import PartitionSpec
+from fshard.spec import Spec
+from fshard.spmd.arguments import Argument, AtDim, Slot
+from fshard.spmd.axes import innermost
+from fshard.spmd.mode import tracked
+from fshard.spmd.promises import Promise, check_promises, check_values
+from fshard.spmd.scope import Scope
+from fshard.spmd.tracking import Tracker
+from fshard.spmd.types import INVARIANT, States, states_of
+from fshard.tree import is_pair
+
+__all__ = ["enter_types", "give_types", "leave_types", "new_tracker", "paused", "typed"]
+
+
+def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
+    """The tracker of one rank's body; None with `check=False`."""
+    if check is False:
+        return None
+    return Tracker(scope.names, name, strict=check == "strict", values=check == "values")
+
+
+@contextmanager
+def paused(tracker: Tracker | None) -> Iterator[None]:
+    """Track nothing in the block, which is no code of the body."""
+    if tracker is None:
+        yield
+    else:
+        with tracker.pause():
+            yield
+
+
+@contextmanager
+def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
+    """Track the types of what the block, the body of the innermost call, computes."""
+    bound = innermost()
+    assert bound is not None
+    bound.types = tracker
+    if inner:  # the enclosing body is tracked already
+        yield
+    else:
+        with tracked(tracker):
+            yield
+
+
+def enter_types(
+    tracker: Tracker, scope: Scope, arguments: Sequence[Argument], locals_: Sequence[torch.Tensor]
+) -> None:
+    """Write down the types of arguments: what their specs say of the axes that are mapped.
+
+    Along axes mapped by an enclosing call they are what their values are there.
+    """
+    mine = iter(locals_)
+    promises = []
+    for each in arguments:
+        if each.spec is None:
+            continue
+        x = next(mine)
+        held = each.value[0] if is_pair(each.value) else each.value
+        outer = tracker.states(held) if isinstance(held, torch.Tensor) else INVARIANT
+        states = {axis: state for axis, state in outer.items if axis not in scope.axes}
+        tracker.enter(x, States.of(states | dict(states_of(each.spec.partition).items)))
+        promises.append(Promise(each.path, x, each.spec.partition))
+    if tracker.values:
+        with tracker.pause():
+            check_values(tracker.mesh, _mapped(scope), promises, tracker.name)
+
+
+def leave_types(
+    tracker: Tracker, scope: Scope, slots: Sequence[Slot], ys: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Results as their out specs promise them, along the axes that are mapped."""
+    promises = []
+    for (path, given), y in zip(slots, ys, strict=True):
+        p = given.of(y.ndim) if isinstance(given, AtDim) else given
+        p = p.partition if isinstance(p, Spec) else p
+        if not isinstance(p, PartitionSpec):
+            return tuple(ys)  # a tensor without an out spec: refused when results are read
+        promises.append(Promise(path, y, p))
+    return tuple(check_promises(tracker, _mapped(scope), promises))
+
+
+def give_types(
+    tracker: Tracker, scope: Scope, ys: Sequence[torch.Tensor], results: Sequence[Any]
+) -> None:
+    """Write down, for the enclosing body, the types of a call's results."""
+    for y, result in zip(ys, results, strict=True):
+        if isinstance(result, torch.Tensor):
+            tracker.record(result, tracker.states(y).updated(scope.axes, None))
+
+
+def _mapped(scope: Scope) -> list[str]:
+    return [axis for axis in scope.mesh.axes if axis in scope.axes]

@@ -1,0 +1,379 @@
+"""What a rank's tensor means along each mesh axis, and what follows for results of operations.
+
+Along an axis a tensor is invariant (one value, the same on every rank; the axis is not named),
+varying (anything), reduced (the same value, used for different work) or unreduced (an addend).
+The cotangent of a varying tensor varies, of an invariant one is invariant, of a reduced one
+unreduced and the other way round. The rules are those of JAX's varying manual axes (`jax.typeof`,
+JAX 0.11): operands of one operation agree along every axis, and a cast makes them agree whose
+transpose is the sum that gradients need; what is unreduced passes linear operations only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from fshard.mesh import Mesh
+from fshard.partition import LINEAR, PartitionSpec
+from fshard.spec import DTYPE_NAMES
+
+__all__ = [
+    "CASTS", "INVARIANT", "VARYING", "Clash", "Joined", "LocalType", "Rule", "Signature", "State",
+    "States", "join", "passes", "states_of",
+]  # fmt: skip
+
+State = tuple[str, str]
+"""One of the words varying, reduced and unreduced, and for the latter two the reduction."""
+
+VARYING: State = ("varying", "")
+
+
+CASTS = {
+    ("invariant", "varying"),
+    ("invariant", "reduced"),
+    ("varying", "unreduced"),
+    ("reduced", "varying"),
+}
+"""What `pcast` casts from, and to."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """The states of a tensor along the axes where it is not invariant; equal ones are one object.
+
+    >>> States.of({"x": VARYING}) is States.of({"x": VARYING}), States.of({}) is INVARIANT
+    (True, True)
+    """
+
+    items: tuple[tuple[str, State], ...]
+    unreduced: bool
+
+    @staticmethod
+    def of(states: dict[str, State]) -> States:
+        """The states of a mapping from axes."""
+        return _interned(tuple(sorted(states.items())))
+
+    @staticmethod
+    def varying(axes: Iterable[str]) -> States:
+        """Varying along `axes`, invariant along all others."""
+        return States.of(dict.fromkeys(axes, VARYING))
+
+    def at(self, axis: str) -> State | None:
+        """The state along one axis; None is invariant."""
+        return next((state for name, state in self.items if name == axis), None)
+
+    def axes(self, word: str) -> tuple[str, ...]:
+        """The axes along which the state is `word`."""
+        return tuple(axis for axis, state in self.items if state[0] == word)
+
+    def updated(self, axes: Iterable[str], state: State | None) -> States:
+        """The same with another state along `axes`."""
+        kept = {axis: each for axis, each in self.items if axis not in axes}
+        return States.of(kept if state is None else {**kept, **dict.fromkeys(axes, state)})
+
+    @property
+    def dual(self) -> States:
+        """The states of a cotangent."""
+        swap = {"reduced": "unreduced", "unreduced": "reduced", "varying": "varying"}
+        return States.of({axis: (swap[word], kind) for axis, (word, kind) in self.items})
+
+    def __str__(self) -> str:
+        parts = []
+        for word in ("varying", "unreduced", "reduced"):
+            named = [
+                axis if kind in ("", "sum") else f"{axis}={kind}"
+                for axis, (each, kind) in self.items
+                if each == word
+            ]
+            if named:
+                parts.append(f"{word}: {', '.join(named)}")
+        return f"{{{'; '.join(parts)}}}" if parts else ""
+
+
+@cache
+def _interned(items: tuple[tuple[str, State], ...]) -> States:
+    return States(items, any(state[0] == "unreduced" for _, state in items))
+
+
+INVARIANT = States.of({})
+
+
+@lru_cache(maxsize=4096)
+def states_of(p: PartitionSpec) -> States:
+    """The states of the locals of a global tensor that lies as `p`.
+
+    >>> str(states_of(PartitionSpec("x", None, unreduced={"y"})))
+    '{varying: x; unreduced: y}'
+    """
+    states = {axis: VARYING for dim in p.dims for axis in dim}
+    states |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
+    states |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+    return States.of(states)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalType:
+    """The type of a rank's tensor: shape, dtype, and its states along the mesh axes.
+
+    >>> x = torch.zeros(2, 16)
+    >>> print(LocalType(x.shape, x.dtype, States.varying(["dp"])))
+    f32[2,16]{varying: dp}
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    states: States
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """The axes along which it varies, sorted."""
+        return self.states.axes("varying")
+
+    @property
+    def unreduced(self) -> tuple[str, ...]:
+        """The axes along which it is an addend, sorted."""
+        return self.states.axes("unreduced")
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes along which it is one value for different work, sorted."""
+        return self.states.axes("reduced")
+
+    def __str__(self) -> str:
+        name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        return f"{name}[{','.join(map(str, self.shape))}]{self.states}"
+
+    __repr__ = __str__
+
+
+# -- operations --------------------------------------------------------------------------
+
+
+class Rule(enum.Enum):
+    """In which of its tensor operands an operation is linear: those it takes unreduced."""
+
+    OTHER = "none"
+    MOVE = "all jointly, without arithmetic"
+    LINEAR = "all jointly"
+    SCALED = "the first"
+    MASKED = "all but the first, jointly"
+    PRODUCT = "each by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """Why operands do not go together along an axis, and what helps."""
+
+    axis: str
+    rule: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The states of a result, and those that the operands are cast to for it."""
+
+    result: States
+    operands: tuple[States, ...]
+
+
+@cache
+def join(operands: tuple[States, ...], rule: Rule) -> Joined | Clash:
+    """What an operation makes of operands in given states.
+
+    Invariant goes with varying after a cast that sums its gradient, reduced with varying as it
+    is; invariant goes with reduced after a cast. Unreduced operands pass where `rule` allows.
+
+    >>> joined = join((States.varying(["x"]), INVARIANT), Rule.OTHER)
+    >>> print(joined.result, joined.operands[1])
+    {varying: x} {varying: x}
+    """
+    axes = sorted({axis for each in operands for axis, _ in each.items})
+    result: dict[str, State] = {}
+    targets: list[dict[str, State]] = [{} for _ in operands]
+    for axis in axes:
+        found = [each.at(axis) for each in operands]
+        outcome = _along(axis, found, rule)
+        if isinstance(outcome, Clash):
+            return outcome
+        result[axis], states = outcome
+        for target, state in zip(targets, states, strict=True):
+            target[axis] = state
+    return Joined(States.of(result), tuple(States.of(each) for each in targets))
+
+
+def _along(
+    axis: str, found: Sequence[State | None], rule: Rule
+) -> tuple[State, list[State]] | Clash:
+    """The result's state along one axis, and the operands' that it takes."""
+    words = {"invariant" if each is None else each[0] for each in found}
+    if "unreduced" in words:
+        return _unreduced(axis, found, rule)
+    others = {each for each in found if each is not None}
+    if others == {VARYING} or others == {VARYING, ("reduced", "sum")}:
+        return VARYING, [VARYING] * len(found)
+    if len(others) == 1 and (others == {("reduced", "sum")} or "invariant" not in words):
+        (state,) = others
+        return state, [state] * len(found)
+    return Clash(
+        axis,
+        f"a value reduced by avg along {axis} goes with others of that kind alone: its gradient "
+        "is a share of an average",
+        f"take it reduced by sum, P(reduced={{{axis!r}}})",
+    )
+
+
+def _unreduced(
+    axis: str, found: Sequence[State | None], rule: Rule
+) -> tuple[State, list[State]] | Clash:
+    reduce = f"fs.psum(operand, {axis!r}) before"
+    places = _linear_places(found, rule)
+    if not places:
+        why = (
+            "a product of two sums is not the sum of the products"
+            if rule is Rule.PRODUCT
+            else "a sum over it is still to be taken, and the operation is not linear"
+        )
+        return Clash(
+            axis, f"what is unreduced along {axis} passes linear operations: {why}", reduce
+        )
+    states = {found[at] for at in places}
+    state = found[places[0]]
+    if len(states) > 1 or state is None or state[0] != "unreduced":
+        return Clash(
+            axis,
+            f"the operands of a linear operation are all unreduced along {axis} by one reduction, "
+            "or none: another is added once on every rank",
+            reduce,
+        )
+    if state[1] not in LINEAR and rule is not Rule.MOVE:
+        why = f"a {state[1]} over {axis} is still to be taken: what is computed of it is not that"
+        return Clash(axis, why, f"fs.p{state[1]}(operand, {axis!r}) before")
+    factor: State = ("reduced", state[1])
+    factors = {each for at, each in enumerate(found) if at not in places}
+    if factors - {None, factor} or (None in factors and state[1] != "sum"):
+        why = f"a factor of what is unreduced along {axis} is the same on every rank along it"
+        return Clash(axis, why, reduce)
+    return state, [state if at in places else factor for at in range(len(found))]
+
+
+def _linear_places(found: Sequence[State | None], rule: Rule) -> list[int]:
+    """The operands in which, jointly, the operation is linear as far as they need it."""
+    everything = list(range(len(found)))
+    match rule:
+        case Rule.MOVE | Rule.LINEAR:
+            return everything
+        case Rule.SCALED:
+            return everything[:1]
+        case Rule.MASKED:
+            return everything[1:] or everything
+        case Rule.PRODUCT:
+            places = [
+                at for at, each in enumerate(found) if each is not None and each[0] == "unreduced"
+            ]
+            return places if len(places) == 1 else []
+        case Rule.OTHER:
+            return []
+
+
+# -- collectives -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a collective takes and gives along its axes.
+
+    It takes what varies, and what is unreduced by one of `reductions`. What is invariant along
+    some of the axes is cast to varying, with `all_or_none` only if it is along all of them.
+    One with `cast_to` is no collective, and takes what `CASTS` says. Off its axes one that is
+    not `linear` takes nothing unreduced. What is one value `within` groups of ranks only, the
+    axes of a mesh, varies from group to group.
+    """
+
+    axes: tuple[str, ...]
+    gives: State | None = VARYING
+    reductions: tuple[str, ...] = ()
+    all_or_none: bool = False
+    linear: bool = True
+    within: tuple[Mesh, tuple[str, ...]] | None = None
+    cast_to: str | None = None
+    source: str | None = None
+
+
+@cache
+def passes(states: States, signature: Signature) -> Joined | Clash:
+    """What a collective makes of an operand, which it is cast to first.
+
+    >>> total = passes(States.varying(["x", "y"]), Signature(("x",), None, ("sum",)))
+    >>> print(total.result)
+    {varying: y}
+    """
+    axes = signature.axes
+    words = {axis: (states.at(axis) or ("invariant", ""))[0] for axis in axes}
+    if signature.cast_to is not None:
+        return _recast(states, words, signature)
+    found = set(words.values())
+    listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+    first = axes[0] if axes else ""
+    unreduced = [axis for axis, state in states.items if state[0] == "unreduced"]
+    outside = [axis for axis in unreduced if axis not in axes]
+    if outside and not signature.linear:
+        return Clash(outside[0], f"what is unreduced along {outside[0]} passes linear collectives",
+                     f"fs.psum(x, {outside[0]!r}) before")  # fmt: skip
+    if "unreduced" in found:
+        kinds = {state[1] for axis, state in states.items if axis in axes and state[1]}
+        if found != {"unreduced"} or not kinds <= set(signature.reductions):
+            takes = " or ".join(signature.reductions)
+            rule = (
+                f"along its axes the operand varies, or is unreduced by {takes} along all"
+                if takes
+                else "along its axes the operand varies"
+            )
+            axis = unreduced[0]
+            fix = f"fs.psum(x, {axis!r}) first, then over the others"
+            return Clash(axis, f"{rule}; here it is {listed}", fix)
+        return Joined(states.updated(axes, signature.gives), (states,))
+    if "invariant" in found and signature.all_or_none and found != {"invariant"}:
+        still = tuple(axis for axis, word in words.items() if word == "invariant")
+        return Clash(still[0], f"along its axes the operand is in one state; here it is {listed}",
+                     f"leave out {', '.join(still)}, or fs.pcast(x, {still!r}, to='varying') "
+                     "first, if the equal values are to count once per rank")  # fmt: skip
+    reduced = [
+        axis for axis in axes if words[axis] == "reduced" and states.at(axis) != ("reduced", "sum")
+    ]
+    if reduced:
+        return Clash(first, f"along its axes the operand varies; here it is {listed}, by avg",
+                     f"take it reduced by sum, P(reduced={{{first!r}}})")  # fmt: skip
+    target = states.updated(axes, VARYING)
+    return Joined(target.updated(axes, signature.gives), (target,))
+
+
+def _recast(states: States, words: dict[str, str], signature: Signature) -> Joined | Clash:
+    """What `pcast` makes of an operand."""
+    to, axes = str(signature.cast_to), signature.axes
+    if len(set(words.values())) > 1:
+        listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+        return Clash(axes[0], f"along its axes the operand is in one state; here it is {listed}",
+                     "one fs.pcast for the axes of each state")  # fmt: skip
+    (word,) = set(words.values())
+    if signature.source not in (None, word):
+        rule = f"src is the state that the operand has; here it is {word} along {', '.join(axes)}"
+        return Clash(axes[0], rule, "leave src out")
+    if (word, to) not in CASTS:
+        ways = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
+        fix = (
+            "leave the cast out"
+            if word == to
+            else f"fs.psum(x, {axes[0]!r}) goes from {word} to invariant"
+            if word in ("varying", "unreduced")
+            else "use it as it is"
+        )
+        return Clash(axes[0], f"casts are {ways}; here it is {word} along {', '.join(axes)}", fix)
+    if word == "reduced" and any(states.at(axis) != ("reduced", "sum") for axis in axes):
+        return Clash(axes[0], "what is reduced by avg has the gradient of a share",
+                     f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")  # fmt: skip
+    return Joined(states.updated(axes, signature.gives), (states,))

@@ -1,0 +1,208 @@
+"""The algebra of types: what operations and collectives make of states, and its laws."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fshard import P
+from fshard.spmd.types import (
+    CASTS,
+    INVARIANT,
+    VARYING,
+    Clash,
+    Joined,
+    LocalType,
+    Rule,
+    Signature,
+    State,
+    States,
+    join,
+    passes,
+    states_of,
+)
+
+ONE: tuple[State | None, ...] = (
+    None, VARYING, ("reduced", "sum"), ("reduced", "avg"), ("unreduced", "sum"),
+    ("unreduced", "avg"), ("unreduced", "max"),
+)  # fmt: skip
+"""Every state along one axis, and two reductions that differ."""
+ALONG_X = [States.of({} if each is None else {"x": each}) for each in ONE]
+ALONG_BOTH = [
+    States.of({axis: each for axis, each in (("x", a), ("y", b)) if each is not None})
+    for a, b in itertools.product(ONE, repeat=2)
+]
+SUM: State = ("unreduced", "sum")
+
+
+def test_equal_states_are_one_object_and_print_as_specs_do() -> None:
+    assert States.of({"y": VARYING, "x": SUM}) is States.of({"x": SUM, "y": VARYING})
+    states = states_of(P("x", ("y",), unreduced={"z": "max"}, reduced={"w"}))
+    assert str(states) == "{varying: x, y; unreduced: z=max; reduced: w}"
+    assert str(INVARIANT) == "" and states_of(P(None)) is INVARIANT
+    assert str(LocalType(torch.Size([2, 3]), torch.bfloat16, states)).startswith("bf16[2,3]{")
+
+
+def test_types_tell_their_axes() -> None:
+    kind = LocalType(
+        torch.Size([]), torch.float32, states_of(P("b", unreduced={"x"}, reduced={"a"}))
+    )
+    assert (kind.varying, kind.unreduced, kind.reduced) == (("b",), ("x",), ("a",))
+
+
+@pytest.mark.parametrize("states", ALONG_BOTH, ids=str)
+def test_the_dual_of_the_dual_is_itself(states: States) -> None:
+    assert states.dual.dual is states
+    swap = {"varying": "varying", "reduced": "unreduced", "unreduced": "reduced"}
+    for axis, (word, kind) in states.items:
+        assert states.dual.at(axis) == (swap[word], kind)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_one_operand_keeps_its_states_or_is_refused(rule: Rule) -> None:
+    for states in ALONG_BOTH:
+        joined = join((states,), rule)
+        if isinstance(joined, Joined):
+            assert joined.result is states and joined.operands == (states,)
+        else:
+            assert states.unreduced
+
+
+@pytest.mark.parametrize("rule", [Rule.OTHER, Rule.MOVE, Rule.LINEAR, Rule.PRODUCT])
+def test_the_order_of_operands_does_not_matter(rule: Rule) -> None:
+    for a, b in itertools.product(ALONG_BOTH, repeat=2):
+        one, other = join((a, b), rule), join((b, a), rule)
+        if isinstance(one, Joined):
+            assert isinstance(other, Joined)
+            assert one.result is other.result and one.operands == other.operands[::-1]
+        else:
+            assert isinstance(other, Clash)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_axes_do_not_interfere(rule: Rule) -> None:
+    """Along two axes an operation does what it does along each."""
+    for a, b in itertools.product(ALONG_BOTH, repeat=2):
+        both = join((a, b), rule)
+        single = {axis: join((_only(a, axis), _only(b, axis)), rule) for axis in ("x", "y")}
+        if all(isinstance(each, Joined) for each in single.values()) and rule is not Rule.PRODUCT:
+            assert isinstance(both, Joined)
+        if isinstance(both, Joined):
+            for axis, each in single.items():
+                assert isinstance(each, Joined) and both.result.at(axis) == each.result.at(axis)
+
+
+def _only(states: States, axis: str) -> States:
+    return States.of({name: state for name, state in states.items if name == axis})
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_casting_operands_is_done_once(rule: Rule) -> None:
+    """Operands that are as an operation takes them are taken as they are, for the same result."""
+    for operands in itertools.product(ALONG_X, repeat=2):
+        joined = join(operands, rule)
+        if isinstance(joined, Joined):
+            again = join(joined.operands, rule)
+            assert again == joined
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_operands_are_cast_only_as_pcast_casts(rule: Rule) -> None:
+    for operands in itertools.product(ALONG_X, repeat=3):
+        joined = join(operands, rule)
+        if isinstance(joined, Joined):
+            for before, after in zip(operands, joined.operands, strict=True):
+                was, now = (_word(each.at("x")) for each in (before, after))
+                assert was == now or (was, now) in CASTS
+
+
+def _word(state: State | None) -> str:
+    return "invariant" if state is None else state[0]
+
+
+def test_more_operands_are_as_operands_of_results() -> None:
+    """f(a, b, c) has the type of g(f(a, b), c): types do not depend on how a sum is bracketed."""
+    for a, b, c in itertools.product(ALONG_X, repeat=3):
+        for rule in (Rule.OTHER, Rule.LINEAR, Rule.MOVE):
+            whole, first = join((a, b, c), rule), join((a, b), rule)
+            if isinstance(first, Joined):
+                second = join((first.result, c), rule)
+                assert isinstance(second, Joined) == isinstance(whole, Joined)
+                if isinstance(second, Joined) and isinstance(whole, Joined):
+                    assert second.result is whole.result
+
+
+def test_values_of_linear_rules_are_right() -> None:
+    """What is unreduced passes just where the sum of results is the result of sums."""
+    u, v = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0])  # addends on two ranks
+    c = torch.tensor(11.0)
+    states = {"u": States.of({"x": SUM}), "v": States.of({"x": SUM}), "c": INVARIANT}
+    held = {"u": u, "v": v, "c": torch.stack([c, c])}
+    whole = {"u": u.sum(), "v": v.sum(), "c": c}
+    functions = {
+        Rule.LINEAR: torch.add, Rule.PRODUCT: torch.mul, Rule.SCALED: torch.div,
+        Rule.OTHER: torch.atan2,
+    }  # fmt: skip
+    for rule, function in functions.items():
+        for a, b in itertools.product("uvc", repeat=2):
+            joined = join((states[a], states[b]), rule)
+            right = torch.allclose(function(held[a], held[b]).sum(), function(whole[a], whole[b]))
+            unreduced = isinstance(joined, Joined) and joined.result.unreduced
+            if a != b and (a, b) != ("c", "c"):
+                assert unreduced == ((right and "u" in a + b) or (right and "v" in a + b))
+
+
+# -- collectives -----------------------------------------------------------------------------
+
+
+def test_what_reductions_take_and_give() -> None:
+    total = Signature(("x", "y"), None, ("sum",), all_or_none=True)
+    for states in ALONG_BOTH:
+        joined = passes(states, total)
+        words = {_word(states.at(axis)) for axis in ("x", "y")}
+        kinds = {states.at(axis) for axis in ("x", "y")} - {None, VARYING}
+        takes = (
+            words == {"invariant"}
+            or ("invariant" not in words and not kinds)
+            or ("invariant" not in words and kinds == {("reduced", "sum")})
+            or (words == {"unreduced"} and kinds == {SUM})
+        )
+        assert isinstance(joined, Joined) == takes, states
+        if isinstance(joined, Joined):
+            assert joined.result is INVARIANT
+
+
+def test_movements_cast_axis_by_axis_and_take_nothing_unreduced_there() -> None:
+    move = Signature(("x", "y"))
+    for states in ALONG_BOTH:
+        joined = passes(states, move)
+        kinds = {states.at(axis) for axis in ("x", "y")} - {None, VARYING, ("reduced", "sum")}
+        assert isinstance(joined, Joined) == (not kinds), states
+        if isinstance(joined, Joined):
+            assert joined.result is States.varying(["x", "y"])
+
+
+def test_linear_collectives_alone_pass_what_is_unreduced_elsewhere() -> None:
+    states = States.of({"x": VARYING, "y": SUM})
+    linear, extreme = (
+        Signature(("x",), None, ("sum",)),
+        Signature(("x",), None, ("max",), linear=False),
+    )
+    joined = passes(states, linear)
+    assert isinstance(joined, Joined) and joined.result is States.of({"y": SUM})
+    assert isinstance(passes(states, extreme), Clash)
+
+
+def test_casts_are_those_of_jax() -> None:
+    words: dict[str, State | None] = {
+        "invariant": None, "varying": VARYING, "reduced": ("reduced", "sum"), "unreduced": SUM,
+    }  # fmt: skip
+    for source, to in itertools.product(words, repeat=2):
+        state = words[source]
+        states = States.of({} if state is None else {"x": state})
+        joined = passes(states, Signature(("x",), words[to], cast_to=to))
+        assert isinstance(joined, Joined) == ((source, to) in CASTS)
+        if isinstance(joined, Joined):
+            assert joined.result.at("x") == words[to]
