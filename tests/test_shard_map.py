@@ -149,7 +149,10 @@ def test_functions_without_tensors() -> None:
 
 def test_partial_sums_leave_as_they_are() -> None:
     """An unreduced out spec: addends that nobody sums until the value is read."""
-    add = fs.shard_map(lambda v: v.sum(0), mesh=MESH, in_specs=P("x"), out_specs=P(unreduced={"x"}))
+    add = fs.shard_map(
+        lambda v: fs.pcast(v.sum(0), "x", to="unreduced"), mesh=MESH, in_specs=P("x"),
+        out_specs=P(unreduced={"x"}),
+    )  # fmt: skip
     x = ints(4, 3)
     assert torch.equal(add(x), x.sum(0))
     local, spec = add(pair_of(x, P("x")))
