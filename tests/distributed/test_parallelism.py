@@ -14,6 +14,7 @@ from tests.test_parallelism import (
     ACCUMULATED,
     CASES,
     CHECKS,
+    Check,
     Found,
     accumulate,
     compare,
@@ -24,7 +25,7 @@ from tests.test_parallelism import (
 )
 
 
-def measured(size: int, check: bool) -> list[Found]:
+def measured(size: int, check: Check) -> list[Found]:
     found = []
     for case in CASES:
         if case.mesh.size == size:
@@ -35,33 +36,33 @@ def measured(size: int, check: bool) -> list[Found]:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_and_traffic(size: int, check: bool) -> None:
+def test_gradients_and_traffic(size: int, check: Check) -> None:
     by_rank = run_ranks(size, measured, size, check)
     for at, case in enumerate(case for case in CASES if case.mesh.size == size):
         for rank in case.mesh.ranks:
-            compare(case, by_rank[rank][at], [rank])
+            compare(case, check, by_rank[rank][at], [rank])
 
 
-def in_the_body(name: str, check: bool) -> Any:
+def in_the_body(name: str, check: Check) -> Any:
     fs.init(ACCUMULATED[name][0])
     return accumulate(name, check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", ACCUMULATED)
-def test_one_all_reduce_per_accumulated_step(name: str, check: bool) -> None:
+def test_one_all_reduce_per_accumulated_step(name: str, check: Check) -> None:
     for found in run_ranks(ACCUMULATED[name][0].size, in_the_body, name, check):
         compare_accumulated(name, found)
 
 
-def mixed_on_rank(check: bool) -> None:
+def mixed_on_rank(check: Check) -> None:
     """Compared here: in bf16 even the number of threads shows."""
     fs.init(Mesh(dp=2))
     compare_mixed(mixed(check))
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_parameters_travel_in_bf16_and_gradients_in_f32(check: bool) -> None:
+def test_parameters_travel_in_bf16_and_gradients_in_f32(check: Check) -> None:
     run_ranks(2, mixed_on_rank, check)
 
 
