@@ -68,6 +68,7 @@ class _State:
 
     call: int = 0
     ended: str = ""
+    waits: Group | None = None
     stands: str = "has not come to a checked call yet"
     remark: str = ""
     at: dict[str, _Arrival] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class _State:
             group: _Arrival(tuple(moment), *rest)
             for group, (moment, *rest) in ((g, each.values()) for g, each in given["at"].items())
         }
+        given["waits"] = given["waits"] and tuple(given["waits"])
         given["passed"] = {group: tuple(moment) for group, moment in given["passed"].items()}
         return _State(**given)
 
@@ -124,11 +126,13 @@ class _Checked:
     def call(self) -> Iterator[None]:
         """One call of a mapped function: the others are told when it begins and how it ends."""
         self.state.call += 1
+        self.state.waits = None
         self.remark, self.inside = str, True
         self._post("runs")
         try:
             yield
         except BaseException as error:
+            self.state.waits = None
             self._post(f"raised {one_line(error)}{raise_line(error.__traceback__)}", "raised")
             raise
         else:
@@ -156,9 +160,11 @@ class _Checked:
         self.state.at[key] = arrival
         try:
             self._introduce(group)
+            self.state.waits = group
             self._post(f"waits in {arrival.words}{arrival.line}")
             self._await(group, moment)
             self.state.passed[key] = moment
+            self.state.waits = None
             self._post(f"runs, was last in {arrival.words}{arrival.line}")
         except dist.DistError as error:
             raise stranded(
@@ -179,7 +185,7 @@ class _Checked:
         begin = time.monotonic()
         differing: float | None = None
         for pause in itertools.chain(PAUSES, itertools.repeat(LAST_PAUSE)):
-            verdict, states = self._read(group)
+            verdict, states = self._read(group, group)
             if verdict != NOTHING and tuple(json.loads(verdict)[0]) == moment:
                 error = ShardingError(json.loads(verdict)[1])
                 error.everywhere = True  # type: ignore[attr-defined]
@@ -194,19 +200,42 @@ class _Checked:
             patient = differing is None or now - differing < PATIENCE
             found = self._judge(group, moment, states, here, limit if late else None, patient)
             if found is not None:
-                text = json.dumps([moment, str(found)])
-                self.store.compare_set(_verdict_of(group), verdict, text)
+                self._tell(group, moment, verdict, found)
             elif len(here) == len(group):
                 return
-            else:
-                time.sleep(pause)
+            elif pause == LAST_PAUSE:
+                self._look_around()
+            time.sleep(pause)
 
-    def _read(self, group: Group) -> tuple[str, dict[int, _State]]:
-        names = [_verdict_of(group), *map(str, group)]
+    def _tell(self, group: Group, moment: Moment, old: str, error: ShardingError) -> None:
+        """Write a verdict, unless there is another than the old one by now."""
+        self.store.compare_set(_verdict_of(group), old, json.dumps([moment, str(error)]))
+
+    def _look_around(self) -> None:
+        """Where ranks of the whole mesh wait for each other in a ring, tell all of them."""
+        everyone = tuple(self.mesh.ranks)
+        self._introduce(everyone)
+        _, states = self._read(everyone, everyone)
+        stuck = _stuck(states)
+        if self.rank in stuck:
+            lines = [
+                line
+                for rank in stuck
+                for line in said(self.mesh, rank, states[rank].stands, states[rank].remark)
+            ]
+            error = stranded("ranks wait for each other", lines)
+            for group, moment in dict.fromkeys(stuck.values()):
+                self._introduce(group)
+                verdict, _ = self._read(group, ())
+                self._tell(group, moment, verdict, error)
+
+    def _read(self, group: Group, ranks: Group) -> tuple[str, dict[int, _State]]:
+        """The verdict of a group, and where ranks stand."""
+        names = [_verdict_of(group), *map(str, ranks)]
         extended = self.store.has_extended_api()
         raw = self.store.multi_get(names) if extended else [self.store.get(n) for n in names]
         verdict, *rest = (each.decode() for each in raw)
-        return verdict, dict(zip(group, map(_State.read, rest), strict=True))
+        return verdict, dict(zip(ranks, map(_State.read, rest), strict=True))
 
     # -- what is made of it -----------------------------------------------------------
 
@@ -270,6 +299,28 @@ def _arrived(states: dict[int, _State], key: str, moment: Moment) -> dict[int, _
         return None
     at = {rank: state.at.get(key) for rank, state in states.items()}
     return {rank: each for rank, each in at.items() if each is not None and each.moment == moment}
+
+
+def _stuck(states: dict[int, _State]) -> dict[int, tuple[Group, Moment]]:
+    """Ranks that wait for ranks that wait, in a ring: in which collective each of them is."""
+    waiting = {
+        rank: (state.waits, state.at[str(state.waits)].moment)
+        for rank, state in states.items()
+        if state.waits is not None
+    }
+    while True:
+        hopeless = {
+            rank: (group, moment)
+            for rank, (group, moment) in waiting.items()
+            if any(
+                each in waiting
+                for each in group
+                if (here := _arrived(states, str(group), moment)) is not None and each not in here
+            )
+        }
+        if len(hopeless) == len(waiting):
+            return hopeless
+        waiting = hopeless
 
 
 def _verdict_of(group: Group) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
-from fshard.run.transport import Transport, current_transport, is_simulated
+from fshard.run.checked import checked_collectives
+from fshard.run.fingerprint import blame
+from fshard.run.transport import Transport, current_transport
 from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
 from fshard.spmd.axes import innermost, tracking
@@ -25,7 +28,7 @@ from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, map_leaves,
 __all__ = ["local_map", "mapped", "shard_map"]
 
 MOST_STRUCTURES = 256
-CHECKS = ("strict", "values")
+CHECKS = ("strict", "values", "collectives")
 TENSOR = object()
 """In place of a tensor, among what a rank returned."""
 
@@ -71,8 +74,10 @@ def shard_map(
     by value. `check="strict"` inserts nothing that changes a gradient: it names the line and the
     cast to write, and what it passes is the same with `check=False`, which tracks nothing and
     costs nothing. `check="values"` also compares what is promised to be equal, of arguments and
-    results, and names the first element that differs and its ranks. Inside another `shard_map`
-    the types of that are tracked on.
+    results, and names the first element that differs and its ranks. Under torchrun
+    `check="collectives"` also compares every collective among its ranks before it is launched:
+    ranks that part ways say who is where instead of hanging, as they always do in a simulation.
+    Inside another `shard_map` the types of that are tracked on.
 
     Semantics after `jax.shard_map` (JAX 0.11). Raises `ShardingError` for specs that do not fit
     the mesh, the arguments or the results, naming each by its path.
@@ -171,6 +176,15 @@ class _Mapping:
         self.checked: set[tuple[TreeDef, Scope]] = set()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call; with `check="collectives"` its collectives are compared."""
+        if self.check != "collectives":
+            return self._call(args, kwargs)
+        outer = innermost()
+        mesh = self.mesh or (outer and outer.mesh)
+        with checked_collectives(mesh) if mesh else nullcontext():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Place the arguments, run the function as every rank or as this one, read the results."""
         leaves, treedef = flatten((args, kwargs))
         slots = self.slots_in.get(treedef)
@@ -275,11 +289,8 @@ class _Call:
         mine = tuple(each.local for each in self.arguments if each.spec is not None)
         try:
             outs = run_body(self.scope, self.body, mine)
-        except Exception as error:
-            if not is_simulated():  # which says itself on which rank it was
-                coords = self.scope.mesh.coords(transport.rank)
-                place = ", ".join(f"{axis}={at}" for axis, at in coords.items())
-                error.add_note(f"on rank {transport.rank} ({place}) of {self.scope.mesh}")
+        except BaseException as error:
+            blame(error, self.scope.mesh)
             raise
         return self.read(outs, transport)
 
