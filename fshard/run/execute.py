@@ -65,24 +65,30 @@ class Pending:
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     """Run a program on a tuple of shards (a simulation) or on this rank's local."""
     if isinstance(local, torch.Tensor):
-        where = f"the program to {prog.dst}"
-        transport = current_rank(prog.src.mesh, where)
-        check_local(local, prog.src, transport, where)
-        label = Label(where, prog.src.mesh, call_line() if async_op else "")
-        with labelled(label):
-            if not async_op:
-                return apply_program(prog, (local,), everywhere=False)[0]
-            with torch.no_grad():
-                started = launch(prog, transport, local)
-        if prog.is_linear or not local.requires_grad:
-            finish = lambda: apply_program(prog, (local,), False, lambda: (started(),))[0]  # noqa: E731
-            return Pending(under(label, finish))
-        fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
-             f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
-             "with gradients", "run it without async_op, or detach() the local")  # fmt: skip
+        run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
+        return hooks.call("typed", f"the program to {prog.dst}", local, prog.src, prog.dst, run)
     shards = check_shards(local, prog.src, f"the program to {prog.dst}")
     out = apply_program(prog, shards, everywhere=True)
     return Pending(lambda: out) if async_op else out
+
+
+def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
+    """Run a program on this rank's local."""
+    where = f"the program to {prog.dst}"
+    transport = current_rank(prog.src.mesh, where)
+    check_local(local, prog.src, transport, where)
+    label = Label(where, prog.src.mesh, call_line() if async_op else "")
+    with labelled(label):
+        if not async_op:
+            return apply_program(prog, (local,), everywhere=False)[0]
+        with torch.no_grad():
+            started = launch(prog, transport, local)
+    if prog.is_linear or not local.requires_grad:
+        finish = lambda: apply_program(prog, (local,), False, lambda: (started(),))[0]  # noqa: E731
+        return Pending(under(label, finish))
+    fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
+         f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
+         "with gradients", "run it without async_op, or detach() the local")  # fmt: skip
 
 
 def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from fshard import hooks
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.partition import LINEAR, PartitionSpec
@@ -31,6 +32,8 @@ from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
 __all__ = ["from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard"]
+
+T = TypeVar("T")
 
 
 # -- one tensor and the tuple of all ranks' -------------------------------------------
@@ -74,6 +77,14 @@ def _absent(spec: Spec, rank: int) -> str | None:
         if kind != "avg" and spec.mesh.index(rank, (axis,)) > 0:
             return kind
     return None
+
+
+def _typed(
+    where: str, x: torch.Tensor, src: Spec, dst: Spec, run: Callable[[torch.Tensor], T]
+) -> T:
+    """`run(x)`, told to whoever tracks types: the local `x` lies as `src`, the result as `dst`."""
+    made: T = hooks.call("typed", where, x, src, dst, run)
+    return made
 
 
 # -- the public functions -------------------------------------------------------------
@@ -149,7 +160,8 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     if current_transport() is None:
         return Sharded(lay_out(global_tensor, spec), spec)
     _check_sharding(global_tensor, spec)
-    return Sharded(own(_laying_out(spec)(global_tensor), [global_tensor]), spec)
+    cut = lambda x: Sharded(own(_laying_out(spec)(x), [x]), spec)  # noqa: E731
+    return _typed("fs.shard", global_tensor, replicated(spec), spec, cut)
 
 
 def _check_sharding(x: torch.Tensor, spec: Spec) -> None:
@@ -176,7 +188,8 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     local, spec = _read_pair(pair, "fs.unshard")
     prog = redistribute(spec, replicated(spec))
     if isinstance(local, torch.Tensor):
-        return own(prog(local), [local])
+        gather = lambda x: own(prog(x), [x])  # noqa: E731
+        return _typed("fs.unshard", local, spec, prog.dst, gather)
     shards = check_shards(local, spec, "fs.unshard")
     whole: torch.Tensor = _First.apply(*prog(shards))  # type: ignore[no-untyped-call]
     return own(whole, shards)
@@ -191,10 +204,11 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
     if not isinstance(to, Spec | PartitionSpec):
         fail("fs.reshard", f"{to!r}", "the target is a Spec or a P", "fs.P('x'), say")  # fmt: skip
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
-    moved = redistribute(spec, target, **options)(local)
+    prog = redistribute(spec, target, **options)
     if isinstance(local, torch.Tensor):
-        return Sharded(own(moved, [local]), target)
-    return Sharded(tuple(own(y, local) for y in moved), target)
+        move = lambda x: Sharded(own(prog(x), [x]), target)  # noqa: E731
+        return _typed("fs.reshard", local, spec, target, move)
+    return Sharded(tuple(own(y, local) for y in prog(local)), target)
 
 
 # -- scatter --------------------------------------------------------------------------
@@ -283,8 +297,13 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
     if wants_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.scatter")
     anchor = torch.zeros((), requires_grad=wants_grad and torch.is_grad_enabled())
-    local = _Scatter.apply(anchor, mine, spec, src, transport, device)  # type: ignore[no-untyped-call]
-    return Sharded(local, spec)
+    one = Spec(spec.mesh, PartitionSpec(), shape=(), dtype=anchor.dtype)
+
+    def send(anchor: torch.Tensor) -> Sharded:
+        local = _Scatter.apply(anchor, mine, spec, src, transport, device)  # type: ignore[no-untyped-call]
+        return Sharded(local, spec)
+
+    return _typed("fs.scatter", anchor, one, spec, send)
 
 
 # -- headers: shape and dtype of a local, as numbers that travel ------------------------
@@ -365,7 +384,9 @@ def from_local(
                     fix)
             for rank in ranks if shapes[rank] != spec.local_shape(rank)
         ])  # fmt: skip
-    return Sharded(local if isinstance(local, torch.Tensor) else tuple(local), spec)
+    if not isinstance(local, torch.Tensor):
+        return Sharded(tuple(local), spec)
+    return _typed("fs.from_local", local, spec, spec, lambda x: Sharded(x, spec))
 
 
 Facts = dict[int, tuple[tuple[int, ...], torch.dtype | None]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -138,18 +139,26 @@ def check_values(
     """
     rows = [(each, _equal_along(each.p, axes)) for each in promises]
     rows = [(each, along) for each, along in rows if along]
-    if not rows:
-        return
-    with torch.no_grad(), labelled(Label("check of promises", mesh)):
+    with torch.no_grad(), labelled(Label("the check of what it returned", mesh)):
+        # Ranks that parted may have returned other structures: that is seen first.
+        paths = [each.path for each, _ in rows]
+        mine = torch.tensor([crc32(repr(paths).encode())])
+        if len(set(all_gather(mine, mesh.axes, mesh=mesh).flatten().tolist())) > 1:
+            given = f"here the tensors {', '.join(paths) or '(none)'}, on another rank others"
+            fix = f"return the same tree on every rank{_parted(told)}"
+            rule = "every rank returns the same structure"
+            _raise_everywhere(where, Problem(given, rule, fix))
+        if not rows:
+            return
         mine = torch.stack([_digest(each.x) for each, _ in rows])
         everyones = all_gather(mine, mesh.axes, mesh=mesh).tolist()
         for at, (each, along) in enumerate(rows):
             digests = [row[at] for row in everyones]
             groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
             if any(digests[i] != digests[group[0]] for group in groups for i in group):
-                problem = _difference(mesh, along, groups, each, digests, told)
-                if problem is not None:
-                    _raise_everywhere(where, problem)
+                found = _difference(mesh, along, groups, each, digests, told)
+                if found is not None:
+                    _raise_everywhere(where, found)
 
 
 def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
@@ -166,7 +175,8 @@ def _digest(x: torch.Tensor) -> torch.Tensor:
     place = torch.arange(len(words)) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D
     mixed = (words ^ place) * 0x369DEA0F31A53F85
     total = ((mixed ^ (mixed >> 29)) * 0x27BB2EE687B0B0FD).sum()
-    shape = torch.tensor([x.ndim, hash((*x.shape, str(x.dtype))) >> 1])
+    # Not by hash(): that of a string is another in every process.
+    shape = torch.tensor([x.ndim, crc32(str((*x.shape, x.dtype)).encode())])
     return torch.cat([total.reshape(1), shape]).to(x.device)
 
 
@@ -181,10 +191,7 @@ def _difference(
     """The first element that differs in a group, and on which ranks; None for equal numbers."""
     names = ", ".join(along)
     rule = f"what a spec leaves {names} out of is one value along it"
-    fix = f"fs.psum or fs.pbroadcast over {names}, or name it in the spec"
-    if told:
-        fix += ". The ranks may have parted where the host learnt of what varies: "
-        fix += "; ".join(told)
+    fix = f"fs.psum or fs.pbroadcast over {names}, or name it in the spec{_parted(told)}"
     if len({tuple(each[1:]) for each in digests}) > 1:
         given = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
         return Problem(given, rule, fix)
@@ -203,6 +210,13 @@ def _difference(
                 )
                 return Problem(given, rule, fix)
     return None
+
+
+def _parted(told: Sequence[str]) -> str:
+    """Where ranks may have parted, if anywhere, as the end of a sentence."""
+    if not told:
+        return ""
+    return f"; the ranks may have parted where the host learnt of what varies: {', '.join(told)}"
 
 
 def _raise_everywhere(where: str, problem: Problem) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from fshard import hooks
 from fshard.partition import PartitionSpec
+from fshard.run.execute import Pending
 from fshard.spec import Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
-from fshard.spmd.axes import innermost
+from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.mode import tracked
 from fshard.spmd.promises import Promise, check_promises, check_values
 from fshard.spmd.scope import Scope
@@ -81,12 +83,18 @@ def leave_types(
     """Results as their out specs promise them, along the axes that are mapped."""
     promises = []
     for (path, given), y in zip(slots, ys, strict=True):
-        p = given.of(y.ndim) if isinstance(given, AtDim) else given
-        p = p.partition if isinstance(p, Spec) else p
-        if not isinstance(p, PartitionSpec):
-            return tuple(ys)  # a tensor without an out spec: refused when results are read
+        p = _partition(given, y.ndim)
+        if p is None:
+            return tuple(ys)  # refused when results are read
         promises.append(Promise(path, y, p))
     return tuple(check_promises(tracker, _mapped(scope), promises))
+
+
+def _partition(given: Any, ndim: int) -> PartitionSpec | None:
+    """What an out spec says of a tensor, if it can say anything."""
+    if isinstance(given, AtDim):
+        return given.of(ndim) if -ndim <= given.dim < ndim else None
+    return given.partition if isinstance(given, Spec) else given
 
 
 def give_types(
@@ -96,6 +104,37 @@ def give_types(
     for y, result in zip(ys, results, strict=True):
         if isinstance(result, torch.Tensor):
             tracker.record(result, tracker.states(y).updated(scope.axes, None))
+
+
+@hooks.register("typed")
+def through(
+    where: str,
+    x: torch.Tensor,
+    src: Spec,
+    dst: Spec,
+    run: Callable[[torch.Tensor], Any],
+) -> Any:
+    """`run(x)` in a body: a local that lies as `src`, and becomes one that lies as `dst`.
+
+    Raises `ShardingError` where the type of `x` does not show the first.
+    """
+    tracker: Tracker | None = tracking()
+    if tracker is None:
+        return run(x)
+    outer = tracker.states(x)
+    (x,) = check_promises(tracker, src.mesh.axes, [Promise(where, x, src.partition)])
+    states = {axis: state for axis, state in outer.items if axis not in src.mesh.axes}
+    given = States.of(states | dict(states_of(dst.partition).items))
+
+    def record(made: Any) -> Any:
+        tracker.record(made.local if is_pair(made) else made, given)
+        return made
+
+    with tracker.pause():
+        made = run(x)
+    if isinstance(made, Pending):
+        return Pending(lambda: record(made.wait()))
+    return record(made)
 
 
 def _mapped(scope: Scope) -> list[str]:
