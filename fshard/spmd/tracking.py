@@ -264,9 +264,15 @@ class Tracker:
         if axes and not set(axes) <= set(self.told.axes("varying")):
             self.told = States.varying({*self.told.axes("varying"), *axes})
         if axes and len(self.told_at) < 3:
-            line = f"{op}{line_of_user()}"
+            line = f"{op.strip('_')}(){line_of_user()}"
             if line not in self.told_at:
                 self.told_at.append(line)
+
+    @property
+    def remark(self) -> str:
+        """Where the host has learnt of values that vary, if anywhere."""
+        told = ", ".join(self.told_at)
+        return f"told the host of values that vary: {told}" if told else ""
 
     def draw(self, op: str, kwargs: Mapping[str, Any]) -> States:
         """The states of what is drawn from a generator of this process; warns once per line."""

@@ -11,6 +11,7 @@ import torch
 from fshard import hooks
 from fshard.partition import PartitionSpec
 from fshard.run.execute import Pending
+from fshard.run.fingerprint import explain_with
 from fshard.spec import Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
 from fshard.spmd.axes import innermost, tracking
@@ -50,6 +51,7 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
     if inner:  # the enclosing body is tracked already
         yield
     else:
+        explain_with(lambda: tracker.remark)
         with tracked(tracker):
             yield
 
