@@ -184,6 +184,22 @@ def test_a_wrong_local_on_one_rank() -> None:
     assert "rank 1 (x=1): raised ShardingError: shard_map(<lambda>)" in str(right.error)
 
 
+def differs_and_sleeps(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() >= 2:
+        time.sleep(2.5)
+    return (fs.pmean if dist.get_rank() == 1 else fs.psum)(x, ("dp", "tp"))
+
+
+def test_others_that_differ_do_not_wait_long_for_the_late() -> None:
+    done = outcomes(4, run, differs_and_sleeps, GRID)
+    wire = f"over dp, tp: all_reduce(sum, torch.float32, (2,)) {line(differs_and_sleeps, 3)}"
+    same(done, f"""ranks of the group (0, 1, 2, 3) call different collectives
+  rank 0 (dp=0, tp=0): fs.psum {wire}
+  rank 1 (dp=0, tp=1): fs.pmean {wire}
+  rank 2 (dp=1, tp=0): runs
+  rank 3 (dp=1, tp=1): runs{ALIKE}""", (0, 1, 2, 3))  # fmt: skip
+
+
 # -- backward ----------------------------------------------------------------------------------
 
 
