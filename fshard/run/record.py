@@ -93,7 +93,7 @@ class _Listing:
                 self.made[id(each)] = at
 
     def base(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor that `value` is another shape of; itself where it is a view of another kind."""
+        """The tensor that `value` is another shape of, itself where it is no plain view."""
         base = self.bases.get(id(value), value)
         same = (
             base.dtype == value.dtype
