@@ -36,7 +36,7 @@ from fshard.run.transport import (
     unobserved,
 )
 from fshard.spmd.axes import innermost, tracking
-from fshard.spmd.graphs import as_node
+from fshard.spmd.graphs import tree_as_node
 from fshard.spmd.types import Signature
 from fshard.tree import flatten, unflatten
 
@@ -102,7 +102,7 @@ def collective(
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in rest
     ]
     run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
-    found = as_node(run)
+    found = tree_as_node(run)
     PLANS[found] = plan
     return found
 

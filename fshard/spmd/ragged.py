@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from fshard.mesh import Axes, Mesh
 from fshard.run.abstract import is_abstract
 from fshard.run.autograd import FinishAll, Shards, apply_linear
 from fshard.run.transport import Label, Transport, labelled, notify
+from fshard.spmd.graphs import as_node
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import all_to_all
 from fshard.spmd.wires import check_wires, sent_in
@@ -59,6 +59,7 @@ class _Numbers(NamedTuple):
     recv_sizes: tuple[int, ...]
 
 
+@as_node
 def ragged_all_to_all(
     operand: torch.Tensor,
     output: torch.Tensor,
@@ -83,7 +84,8 @@ def ragged_all_to_all(
     Rows are sent in `forward_dtype`, in the transpose in `backward_dtype`; they have the dtype
     of `operand` where they arrive. Raises `ShardingError` for rows that do not exist, sizes on
     which two ranks do not agree, rows of the result that are written twice, and floating dtypes
-    of integers.
+    of integers. Under `torch.compile` the sizes and `input_offsets` are lists of numbers, and what
+    the ranks tell each other is not checked.
 
     >>> import fshard as fs
     >>> def keep_one_send_one(x):
@@ -98,19 +100,35 @@ def ragged_all_to_all(
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
     wires = forward_dtype, backward_dtype
     check_wires(NAME, operand.dtype, wires)
-    given = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    rows = _read(given, where.axis_size(axes))
+    n = where.axis_size(axes)
+    # In a graph of torch.compile the offsets that are told are no numbers yet: nobody checks them.
+    in_graph = torch.compiler.is_compiling()
+    offsets: Numbers = (0,) * n if in_graph else output_offsets
+    rows = _read((input_offsets, send_sizes, offsets, recv_sizes), n)
     _check_rows(operand, output, rows)
     if is_abstract(operand):
-        starts = list(itertools.accumulate(rows.recv_sizes, initial=0))[:-1]
+        starts = torch.zeros(n, dtype=torch.int64, device=operand.device)
     else:
-        starts = _agree(operand.device, output.shape[0], rows, where, axes)
+        given = output_offsets if in_graph else rows.output_offsets
+        mine = torch.stack([_column(given, output), _column(rows.send_sizes, output)], 1)
+        told = all_to_all(mine, axes, 0, 0, mesh=where)
+        if not in_graph:
+            _agree(told.tolist(), output.shape[0], rows.recv_sizes)
+        starts = told[:, 0]
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
     op = sent_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
     with labelled(Label(NAME, where)):
         (moved,) = apply_linear(op, (packed,), everywhere=False)
-    return _written(output, starts, moved.split(rows.recv_sizes))
+    at = [torch.arange(size, device=output.device) for size in rows.recv_sizes]
+    return output.index_copy(0, torch.cat([a + s for a, s in zip(at, starts, strict=True)]), moved)
+
+
+def _column(numbers: Numbers, like: torch.Tensor) -> torch.Tensor:
+    """Numbers, or tensors of one each, as a tensor."""
+    if not isinstance(numbers, torch.Tensor):
+        numbers = torch.stack([torch.as_tensor(number) for number in numbers])
+    return numbers.to(like.device, torch.int64)
 
 
 def _read(given: tuple[Numbers, ...], n: int) -> _Numbers:
@@ -118,7 +136,7 @@ def _read(given: tuple[Numbers, ...], n: int) -> _Numbers:
     problems = []
     found: list[tuple[int, ...]] = []
     for name, each in zip(_Numbers._fields, given, strict=True):
-        if isinstance(each, torch.Tensor) and is_abstract(each):
+        if isinstance(each, torch.Tensor) and (torch.compiler.is_compiling() or is_abstract(each)):
             fail(
                 NAME,
                 f"{name} without numbers, on {each.device}",
@@ -159,13 +177,8 @@ def _check_rows(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers) -> 
     raise_if(NAME, problems)
 
 
-def _agree(
-    device: torch.device, height: int, rows: _Numbers, mesh: Mesh, axes: tuple[str, ...]
-) -> list[int]:
-    """Where in the result everyone's rows begin, as they told; raises where that does not fit."""
-    mine = torch.tensor([rows.output_offsets, rows.send_sizes], device=device).t()
-    told: list[list[int]] = all_to_all(mine, axes, 0, 0, mesh=mesh).tolist()
-    expected = rows.recv_sizes
+def _agree(told: list[list[int]], height: int, expected: Sequence[int]) -> None:
+    """Raise where everyone's offsets and sizes, as they told, do not fit the output here."""
     problems = [
         Problem(
             f"recv_sizes[{place}]={want}, but rank {place} along the axes sends {size} rows",
@@ -186,17 +199,3 @@ def _agree(
         if size:
             end, last = max(end, at + size), who
     raise_if(NAME, problems)
-    return [at for at, _ in told]
-
-
-def _written(
-    output: torch.Tensor, starts: Sequence[int], pieces: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """`output` with pieces in place of its rows from their starts on."""
-    parts: list[torch.Tensor] = []
-    end = 0
-    for at, piece in sorted(zip(starts, pieces, strict=True), key=lambda each: each[0]):
-        if len(piece):
-            parts += [output[end:at], piece]
-            end = at + len(piece)
-    return torch.cat([*parts, output[end:]])

@@ -18,7 +18,7 @@ from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
 from fshard.spec import Spec
-from fshard.spmd.graphs import as_node
+from fshard.spmd.graphs import tree_as_node
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import gather_move
 from fshard.spmd.places import axis_index
@@ -194,7 +194,7 @@ def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
     return Plan("fs.pprod", leaf, signature)
 
 
-@as_node
+@tree_as_node
 def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The index along the axes of the rank with the largest element, the lowest of equal ones.
 
@@ -211,7 +211,7 @@ def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     return _place_of("max", "fs.pargmax", x, axis_name, mesh)
 
 
-@as_node
+@tree_as_node
 def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """The index along the axes of the rank with the smallest element, the lowest of equal ones.
 
