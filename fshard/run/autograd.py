@@ -21,11 +21,11 @@ from fshard.program.infer import unreduced_kind
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllReduce, InvariantToReduced, ReduceScatter
 from fshard.program.transpose import is_linear
-from fshard.run.abstract import Shapes, is_abstract, shapes_of
+from fshard.run.abstract import is_abstract, shapes_of
 from fshard.run.batch import join, joined, part
 from fshard.run.fingerprint import backward_label
-from fshard.run.interpreter import launch
-from fshard.run.simulate import run_ranks
+from fshard.run.interpreter import collectives, launch
+from fshard.run.simulate import run_ranks, run_together
 from fshard.run.transport import (
     LABEL,
     Label,
@@ -121,10 +121,10 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
 
 
 def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
-    if everywhere and isinstance(op, Run) and all(map(_is_local, op.progs)):
-        # Nobody waits for anybody: no threads are needed.
-        ranks = zip(op.mesh.ranks, xs, strict=True)
-        return tuple(op.launch(Shapes(rank), (x,))()[0] for rank, x in ranks)
+    if everywhere and isinstance(op, Run) and len(op.progs) == 1 and collectives(op.progs[0]) < 2:
+        # Nobody waits before the one collective is launched: no threads are needed.
+        (prog,) = op.progs
+        return tuple(run_together(op.mesh, lambda rank, x: launch(prog, rank, x), xs))
     if everywhere:
         return tuple(run_ranks(op.mesh, lambda rank, x: op.launch(rank, (x,))()[0], xs))
     return (launched or start_linear(op, xs, "a collective"))()

@@ -35,7 +35,7 @@ from fshard.run.numbers import REDUCE
 from fshard.run.transport import Finish, Group, Transport, notify
 from fshard.spec import Spec
 
-__all__ = ["launch", "neutral_like"]
+__all__ = ["collectives", "launch", "neutral_like"]
 
 
 def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
@@ -72,6 +72,13 @@ def _last_launch(prog: Program) -> int:
         (at for at, (step, src) in pairs if _communicates(step, src, prog.specs[at + 1])),
         default=-1,
     )
+
+
+@lru_cache(maxsize=8192)
+def collectives(prog: Program) -> int:
+    """How many steps of a program communicate."""
+    steps = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
+    return sum(_communicates(*each) for each in steps)
 
 
 def _communicates(step: Step, src: Spec, dst: Spec) -> bool:

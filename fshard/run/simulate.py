@@ -36,7 +36,7 @@ from fshard.run.transport import Finish, Group, as_rank
 from fshard.spec import Sharded
 from fshard.tree import is_pair, map_leaves
 
-__all__ = ["run_ranks", "simulate"]
+__all__ = ["run_ranks", "run_together", "simulate"]
 
 
 class _Stopped(BaseException):
@@ -311,6 +311,18 @@ def run_ranks(
     return world.run(
         [lambda r=r, v=v: function(r, v) for r, v in zip(ranks, values, strict=True)]  # type: ignore[misc]
     )
+
+
+def run_together(
+    mesh: Mesh, start: Callable[[_Rank, Any], Finish], values: Sequence[Any]
+) -> list[torch.Tensor]:
+    """`start(transport, value)()` as every rank, in this thread: all start, then all finish.
+
+    For what waits for others only when it finishes; then all have come, and nobody waits.
+    """
+    ranks = _World(mesh).order
+    finishes = [start(rank, value) for rank, value in zip(ranks, values, strict=True)]
+    return [finish() for finish in finishes]
 
 
 def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
