@@ -169,7 +169,8 @@ def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
 
 def _digest(x: torch.Tensor) -> torch.Tensor:
     """Shape and values in a few numbers: different ones are different, but for one in 2^60."""
-    flat = x.detach().reshape(-1).contiguous().cpu()
+    # A copy: a view of bytes needs elements side by side, `contiguous` keeps odd strides of one.
+    flat = x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).cpu()
     words = flat.view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -len(words) % 8)).view(torch.int64)
     place = torch.arange(len(words)) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D

@@ -1,0 +1,199 @@
+"""Mapped functions that JAX and this library both run, and the numbers that JAX gives for them.
+
+A body is written once against a *world*: the operations under `jax.lax`'s and `torch`'s names.
+`Torch` is ours; the one of JAX is in `test_jax_differential.py`, which compares the two and
+checks that `jax_expected.json` is what the JAX at hand gives. So these numbers are tested
+where JAX is not installed. The behaviours are those of JAX's own tests of `shard_map`.
+
+The loss of a case weighs the squares of its results by 1, 2, 3, ...; recorded are the results,
+the loss' gradient in every argument, and the gradient of the sum of its squares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import Mesh
+
+__all__ = ["Case", "Torch", "expected", "numbers", "ramp"]
+
+F64 = torch.float64
+EXPECTED = Path(__file__).with_name("jax_expected.json")
+
+
+def expected() -> dict[str, Any]:
+    """What JAX gave, by case."""
+    found: dict[str, Any] = json.loads(EXPECTED.read_text())
+    return found
+
+
+def ramp(*shape: int, start: int = 0) -> torch.Tensor:
+    """start, start + 1, ... in a shape: every element is told from every other."""
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=F64).reshape(shape)
+
+
+class Torch:
+    """The world of a body in this library, of maps over `mesh` with `check`."""
+
+    def __init__(self, mesh: Mesh, check: Any) -> None:
+        self.mesh, self.check = mesh, check
+
+    def nest(self, fn: Callable[..., Any], ins: Any, outs: Any, axes: Set[str]) -> Any:
+        """A map in a running one."""
+        return fs.shard_map(fn, in_specs=ins, out_specs=outs, axis_names=axes, check=self.check)
+
+    def smap(self, fn: Callable[..., Any], in_axes: Any, out_axes: Any, axis: str) -> Any:
+        return fs.smap(
+            fn, in_axes=in_axes, out_axes=out_axes, axis_name=axis, mesh=self.mesh,
+            check=self.check,
+        )  # fmt: skip
+
+    sin, tanh, where, concat = map(staticmethod, (torch.sin, torch.tanh, torch.where, torch.cat))
+    psum, pmean, pmax, pmin, axis_index, axis_size = map(
+        staticmethod, (fs.psum, fs.pmean, fs.pmax, fs.pmin, fs.axis_index, fs.axis_size)
+    )
+    psum_scatter, all_gather, all_to_all = map(
+        staticmethod, (fs.psum_scatter, fs.all_gather, fs.all_to_all)
+    )
+    ppermute, pshuffle, pswapaxes, pcast = map(
+        staticmethod, (fs.ppermute, fs.pshuffle, fs.pswapaxes, fs.pcast)
+    )
+
+    @staticmethod
+    def grad(fn: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """The gradients of `fn` in its arguments, differentiable where these are."""
+
+        def gradients(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            higher = any(x.requires_grad for x in xs)
+            with torch.enable_grad():
+                own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+                loss = fn(*own)
+                if not loss.requires_grad:
+                    return tuple(torch.zeros_like(x) for x in xs)
+                found = torch.autograd.grad(loss, own, create_graph=higher, allow_unused=True)
+            return tuple(
+                torch.zeros_like(x) if g is None else g for x, g in zip(xs, found, strict=True)
+            )
+
+        return gradients
+
+    @staticmethod
+    def states(x: torch.Tensor) -> tuple[set[str], ...]:
+        """The axes along which a value is varying, reduced, unreduced."""
+        kind = fs.typeof(x)
+        return set(kind.varying), set(kind.reduced), set(kind.unreduced)
+
+    @staticmethod
+    def stop(x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *xs: checkpoint(fn, *xs, use_reentrant=False)
+
+    @staticmethod
+    def vmap(fn: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+        return torch.vmap(fn, in_dims)
+
+    @staticmethod
+    def custom(
+        forward: Callable[..., Any], backward: Callable[..., Any]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function of one tensor with a gradient of its own, of that tensor and the cotangent."""
+
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(x)
+                return forward(x)  # type: ignore[no-any-return]
+
+            @staticmethod
+            def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+                return backward(*ctx.saved_tensors, g)  # type: ignore[no-any-return]
+
+        return Own.apply  # type: ignore[no-any-return]
+
+
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mapped function of float64 tensors, mapped over `axes` (all if empty).
+
+    With `axes=None` the body maps itself. The last `closed` arguments are closed over. With
+    `casts` the body casts by hand, and so gives the same with and without types tracked.
+    `grad=False`: JAX has no gradient for it. `vma=False`: JAX runs it only unchecked.
+    `explicit=False`: JAX's mesh may not have types of its own.
+    """
+
+    name: str
+    mesh: Mesh
+    in_specs: Any
+    out_specs: Any
+    args: tuple[torch.Tensor, ...]
+    body: Body
+    casts: bool = True
+    grad: bool = True
+    second: bool = True
+    vma: bool = True
+    explicit: bool = True
+    axes: Set[str] | None = frozenset()
+    closed: int = 0
+
+
+def world_loss(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The squares of all results, weighed by 1, 2, 3, ... in order."""
+    return torch.stack([(leaf**2 * ramp(*leaf.shape, start=1)).sum() for leaf in leaves]).sum()
+
+
+def mapped(case: Case, check: Any) -> Callable[..., Any]:
+    """The function of a case, of global values."""
+    world = Torch(case.mesh, check)
+    if case.axes is None:
+        return lambda *xs: case.body(world, *xs)
+
+    def run(*xs: torch.Tensor) -> Any:
+        cut = len(xs) - case.closed
+        given, closed = xs[:cut], xs[cut:]
+
+        def body(*own: torch.Tensor) -> Any:
+            return case.body(world, *own, *closed)
+
+        names = {"axis_names": case.axes} if case.axes else {}
+        return fs.shard_map(
+            body, mesh=case.mesh, in_specs=case.in_specs, out_specs=case.out_specs, check=check,
+            **names,
+        )(*given)  # fmt: skip
+
+    return run
+
+
+def numbers(case: Case, check: Any) -> dict[str, Any]:
+    """What this library gives for a case."""
+    args = tuple(x.clone().requires_grad_(case.grad) for x in case.args)
+    leaves = torch.utils._pytree.tree_leaves(mapped(case, check)(*args))
+    found: dict[str, Any] = {"out": [leaf.tolist() for leaf in leaves]}
+    if case.grad:
+        grads = gradients_of(world_loss(leaves), args, again=case.second)
+        found["grads"] = [g.tolist() for g in grads]
+    if case.grad and case.second:
+        second = gradients_of(sum((g**2).sum() for g in grads), args, again=False)
+        found["second"] = [g.tolist() for g in second]
+    return found
+
+
+def gradients_of(loss: Any, args: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
+    """The gradients of a number in `args`, zeros where it does not depend on one."""
+    if not loss.requires_grad:
+        return [torch.zeros_like(x) for x in args]
+    found = torch.autograd.grad(loss, args, create_graph=again, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(args, found, strict=True)]

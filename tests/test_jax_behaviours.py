@@ -1,0 +1,66 @@
+"""What JAX's `shard_map` gives, the cases of `jax_cases.py`, on simulated ranks; and laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.jax_bodies import expected, numbers
+from tests.jax_cases import CASES
+from tests.jax_programs import Program, case_of, one_by_one, programs
+
+EXPECTED = expected()
+CHECKS = [
+    (name, check)
+    for name, case in CASES.items()
+    for check in ((False, True, "strict", "values") if case.casts else (True, "values"))
+]
+
+
+def assert_same(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
+    """Results, gradients and second derivatives are those wanted."""
+    assert found.keys() == want.keys()
+    for key, leaves in want.items():
+        for got, each in zip(found[key], leaves, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(got, dtype=torch.float64),
+                torch.tensor(each, dtype=torch.float64),
+                msg=lambda text, key=key: f"{key} of {name}: {text}",
+            )
+
+
+@pytest.mark.parametrize(("name", "check"), CHECKS, ids=[f"{n}-{c}" for n, c in CHECKS])
+def test_numbers_are_those_of_jax(name: str, check: Any) -> None:
+    assert_same(numbers(CASES[name], check), EXPECTED[name], name)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(programs())
+def test_checks_give_what_casts_written_out_give(program: Program) -> None:
+    """What is tracked, inserted and compared changes no number; what passes "strict" needs none."""
+    want = numbers(case_of(program, casts=True), False)
+    for check, casts in ((True, False), (True, True), ("strict", True), ("values", False)):
+        assert_same(numbers(case_of(program, casts), check), want, f"check={check!r}")
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(programs())
+def test_one_axis_after_the_other_is_both_at_once(program: Program) -> None:
+    case = case_of(program, casts=False)
+    specs = (*case.in_specs, *case.out_specs)
+    major = program.mesh.axes[0]
+    assume(len(program.mesh.axes) == 2)
+    assume(all(dim[0] == major for p in specs for dim in p.dims if len(dim) == 2))
+    assert_same(numbers(one_by_one(case), True), numbers(case, True), "nested")
+
+
+@pytest.mark.parametrize("make", [lambda x: x.sum().expand(1), torch.conj, lambda x: x.conj().imag])
+def test_promised_values_are_compared_however_they_lie(make: Any) -> None:
+    x = torch.tensor([1.0 + 2.0j, 3.0 - 1.0j])
+    mapped = fs.shard_map(make, mesh=Mesh(i=2), in_specs=P(), out_specs=P(), check="values")
+    assert torch.equal(mapped(x), make(x))
