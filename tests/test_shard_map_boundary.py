@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,11 +166,12 @@ def test_what_is_no_tensor_goes_in_and_out() -> None:
 
     def body(v: torch.Tensor, config: Config, rest: dict[str, Any]) -> Any:
         return {"v": v * config.scale, "config": config, "rows": v.shape[0], "nan": float("nan"),
-                **rest}  # fmt: skip
+                "array": np.arange(3), **rest}  # fmt: skip
 
     mapped = fs.shard_map(
         body, mesh=MESH, in_specs=(P("x"), None, None),
-        out_specs={"v": P("x"), "config": None, "rows": None, "nan": P(), "name": None, "n": None},
+        out_specs={"v": P("x"), "config": None, "rows": None, "nan": P(), "name": None, "n": None,
+                   "array": None},
     )  # fmt: skip
     x = reals(4)
     out = mapped(x, config, {"name": "a", "n": [1, None]})
@@ -177,6 +179,7 @@ def test_what_is_no_tensor_goes_in_and_out() -> None:
     assert out["config"] is config
     assert (out["rows"], out["name"], out["n"]) == (2, "a", [1, None])
     assert out["nan"] != out["nan"]
+    assert out["array"].tolist() == [0, 1, 2]
 
 
 def test_pairs_out_have_no_spec_for_what_is_no_tensor() -> None:

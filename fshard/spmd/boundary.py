@@ -29,11 +29,6 @@ def _even(mesh: Mesh, p: PartitionSpec, shape: tuple[int, ...], dtype: torch.dty
     return Spec(mesh, p, shape=shape, dtype=dtype)
 
 
-@lru_cache(maxsize=4096)
-def _target(spec: Spec, p: PartitionSpec) -> Spec:
-    return spec.replace(partition=p, uneven="chunk")
-
-
 def _each(
     where: str, function: Callable[..., Any], rows: Iterable[tuple[str, tuple[Any, ...]]]
 ) -> list[Any]:
@@ -159,13 +154,8 @@ def _place_pair(
     redistribute_inputs: bool,
 ) -> tuple[Spec, Any]:
     """A pair: its locals are the ranks' own, once they lie as `in_specs` ask."""
-    local, spec = pair[0], _on_scope(where, pair[1], scope)
-    if isinstance(given, Spec):
-        target = scope.adopt(given)
-        assert target is not None
-    else:
-        p = given.of(spec.ndim) if isinstance(given, AtDim) else given
-        target = _target(spec, p)
+    local = pair[0]
+    spec, target = _agreed(where, pair[1], given, scope)
     if target != spec:
         prog = redistribute(spec, target)
         if not redistribute_inputs:
@@ -175,6 +165,18 @@ def _place_pair(
         return target, check_shards(local, target, where)
     check_local(local, target, transport, where)
     return target, local
+
+
+@lru_cache(maxsize=4096)
+def _agreed(where: str, spec: Spec, given: Any, scope: Scope) -> tuple[Spec, Spec]:
+    """The spec of a pair on the mesh that is mapped over, and the one that is asked for."""
+    spec = _on_scope(where, spec, scope)
+    if isinstance(given, Spec):
+        target = scope.adopt(given)
+        assert target is not None
+        return spec, target
+    p = given.of(spec.ndim) if isinstance(given, AtDim) else given
+    return spec, spec.replace(partition=p, uneven="chunk")
 
 
 def _fix(prog: Program) -> str:
@@ -270,7 +272,8 @@ def _result_spec(
                 f"a tensor of {first.ndim} dims has at most {first.ndim} entries",
                 "unsqueeze a scalar, x[None], to cut it" if first.ndim == 0 else "drop entries",
             )
-        spec = _global_spec(first, p, rank, arguments, scope)
+        uneven = [each.spec for each in arguments if each.spec and not each.spec.is_even]
+        spec = _global_spec(first.shape, first.dtype, p, rank, tuple(uneven), scope)
     for each, shard_ in shards:
         if shard_.shape != spec.local_shape(each) or shard_.dtype != spec.dtype:
             fail(
@@ -282,19 +285,20 @@ def _result_spec(
     return spec
 
 
+@lru_cache(maxsize=4096)
 def _global_spec(
-    local: torch.Tensor,
+    local: tuple[int, ...],
+    dtype: torch.dtype,
     p: PartitionSpec,
     rank: int,
-    arguments: Sequence[Argument],
+    arguments: tuple[Spec, ...],
     scope: Scope,
 ) -> Spec:
     """The spec of a partition and one local: even, or with the sizes an argument has there."""
-    mesh, shape, sizes = scope.mesh, list(local.shape), {}
+    mesh, shape, sizes = scope.mesh, list(local), {}
     uneven = [
         (axes, spec.shard_sizes(dim))
-        for spec in (each.spec for each in arguments)
-        if spec is not None and not spec.is_even
+        for spec in arguments
         for dim, axes in enumerate(spec.partition.dims)
         if spec.sizes[dim] is not None
     ]
@@ -305,9 +309,7 @@ def _global_spec(
             (sizes[dim],) = found
         if axes:
             shape[dim] = sum(sizes[dim]) if dim in sizes else shape[dim] * mesh.axis_size(axes)
-    if sizes:
-        return Spec(mesh, p, shape=shape, dtype=local.dtype, sizes=sizes)
-    return _even(mesh, p, tuple(shape), local.dtype)
+    return Spec(mesh, p, shape=shape, dtype=dtype, sizes=sizes)
 
 
 def check_others(where: str, results: Sequence[tuple[str, Any, Any]]) -> None:

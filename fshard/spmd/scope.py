@@ -19,9 +19,12 @@ from fshard.spmd.axes import Bound
 __all__ = ["Scope", "check_axis_names", "check_mesh", "pair_scope", "scope_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scope:
-    """What one call maps: values over `mesh` along `axes`; names of `names` are bound."""
+    """What one call maps: values over `mesh` along `axes`; names of `names` are bound.
+
+    Equal calls have one scope, which therefore is looked up by what it is.
+    """
 
     mesh: Mesh
     axes: frozenset[str]
@@ -143,10 +146,15 @@ def pair_scope(mesh: Mesh, outer: Bound | None, rank: int | None) -> Scope:
 
     In a running `shard_map` whose mesh they are part of, its names stay bound.
     """
-    axes = frozenset(mesh.axes)
     if outer is None or rank is None or not _is_part(mesh, outer.mesh, rank):
-        return Scope(mesh, axes, mesh, axes, rank)
-    return Scope(mesh, axes, outer.mesh, outer.axes | axes, rank)
+        return _whole(mesh, mesh, frozenset(), rank)
+    return _whole(mesh, outer.mesh, outer.axes, rank)
+
+
+@lru_cache(maxsize=1024)
+def _whole(mesh: Mesh, names: Mesh, outer: frozenset[str], rank: int | None) -> Scope:
+    axes = frozenset(mesh.axes)
+    return Scope(mesh, axes, names, outer | axes, rank)
 
 
 @lru_cache(maxsize=1024)

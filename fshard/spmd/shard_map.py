@@ -199,6 +199,8 @@ class _Mapping:
         scope = self._scope(pairs, transport)
         if (treedef, scope) not in self.checked:
             check_specs(self.where, scope, slots, self.out_specs)
+            if len(self.checked) >= MOST_STRUCTURES:
+                self.checked.clear()
             self.checked.add((treedef, scope))
         if transport is not None and transport.rank not in scope.mesh:
             return self._nothing(scope, bool(pairs))
@@ -290,7 +292,7 @@ class _Call:
         try:
             outs = run_body(self.scope, self.body, mine)
         except BaseException as error:
-            blame(error, self.scope.mesh)
+            blame(error, self.scope.names)
             raise
         return self.read(outs, transport)
 
@@ -367,5 +369,8 @@ class _Call:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two ranks returned the same: numbers that are not numbers are."""
-    return bool(a == b) or (a != a and b != b)
+    """Whether two ranks returned the same: arrays of equal elements are, and so is no number."""
+    if isinstance(a, float) and a != a:
+        return bool(b != b)
+    same = a == b
+    return bool(same.all() if hasattr(same, "all") else same)
