@@ -1,0 +1,247 @@
+"""What collectives and mapped functions cost beside the bare operations of PyTorch.
+
+`python -m tests.benchmarks.bench_shard_map` prints medians of one run. On the `fake` process
+group nothing is sent: what is left is the cost of the call. On two gloo ranks the other side is
+the functional collective written by hand, result in the right layout. On simulated ranks it is
+PyTorch's `LocalTensorMode`. The contenders take turns, so that a busy machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import fshard as fs
+from fshard import Mesh, P, Sharded, Spec
+from fshard.run.transport import set_world
+from tests.benchmarks.bench_transport import Run, medians
+from tests.distributed.harness import close_all, run_ranks
+
+FAKE, GLOO, SIMULATED, STEPS = 8, 2, 8, 50
+SIZES = {"8 KiB": 2048, "256 KiB": 65536, "4 MiB": 1048576}
+OPS: Any = torch.ops._c10d_functional
+Op = Callable[[torch.Tensor], torch.Tensor]
+
+
+def collectives(mesh: Mesh) -> dict[str, tuple[Op, Op]]:
+    """Hand-written and fshard's, of a tensor whose dim 0 the ranks divide."""
+    n, rank = mesh.size, dist.get_rank()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    ring = [(at, (at + 1) % n) for at in range(n)]
+    wait = OPS.wait_tensor
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        if dist.get_backend() == "gloo":  # which has no average
+            return wait(OPS.all_reduce(x, "sum", name)) / n  # type: ignore[no-any-return]
+        return wait(OPS.all_reduce(x, "avg", name))  # type: ignore[no-any-return]
+
+    def swap(x: torch.Tensor) -> torch.Tensor:
+        cut = [x.shape[0] // n] * n
+        return wait(OPS.all_to_all_single(x, cut, cut, name))  # type: ignore[no-any-return]
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        send, receive = [0] * n, [0] * n
+        send[(rank + 1) % n] = receive[(rank - 1) % n] = x.shape[0]
+        return wait(OPS.all_to_all_single(x, receive, send, name))  # type: ignore[no-any-return]
+
+    return {
+        "psum": (
+            lambda x: wait(OPS.all_reduce(x, "sum", name)), lambda x: fs.psum(x, "x", mesh=mesh)
+        ),
+        "pmean": (mean, lambda x: fs.pmean(x, "x", mesh=mesh)),
+        "all_gather": (
+            lambda x: wait(OPS.all_gather_into_tensor(x, n, name)),
+            lambda x: fs.all_gather(x, "x", mesh=mesh, tiled=True),
+        ),
+        "psum_scatter": (
+            lambda x: wait(OPS.reduce_scatter_tensor(x, "sum", n, name)),
+            lambda x: fs.psum_scatter(x, "x", mesh=mesh, tiled=True),
+        ),
+        "all_to_all": (swap, lambda x: fs.all_to_all(x, "x", 0, 0, mesh=mesh, tiled=True)),
+        "ppermute": (turn, lambda x: fs.ppermute(x, "x", ring, mesh=mesh)),
+    }  # fmt: skip
+
+
+# -- the cost of calls -------------------------------------------------------------------
+
+
+def on_fake_ranks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Microseconds of collectives and of mapped calls where nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE)
+    mesh = Mesh(x=FAKE)
+    fs.init(mesh)
+    try:
+        x = torch.zeros(64, 8)
+        leaf = x.clone().requires_grad_()
+        found = {}
+        for name, (bare, op) in collectives(mesh).items():
+            ct = torch.zeros_like(op(x))
+            runs: dict[str, Run] = {
+                "bare": lambda bare=bare: bare(x),  # type: ignore[misc]
+                "plain": lambda op=op: op(x),  # type: ignore[misc]
+                "grad": lambda op=op: op(leaf),  # type: ignore[misc]
+                "backward": lambda op=op, ct=ct: torch.autograd.grad(op(leaf), leaf, ct),  # type: ignore[misc]
+            }
+            found[name] = medians(runs, rounds=20, repeats=100)
+        return found, mapped_calls(mesh)
+    finally:
+        set_world(None)
+        dist.destroy_process_group()
+
+
+def mapped_calls(mesh: Mesh) -> dict[str, dict[str, float]]:
+    """Bare functions of locals, and mapped over pairs with nothing tracked."""
+    x = torch.zeros(8, 8)
+    pair = Sharded(x, Spec(mesh, P("x"), shape=(8 * mesh.size, 8)))
+    functions: dict[str, tuple[Callable[..., Any], int]] = {
+        "x + 1": (lambda a: a + 1, 1),
+        "a + b": (lambda a, b: a + b, 2),
+        "psum": (lambda a: a + fs.psum(a, "x", mesh=mesh), 1),
+    }
+    found = {}
+    for name, (fn, count) in functions.items():
+        call = fs.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check=False)
+        runs: dict[str, Run] = {
+            "bare": lambda fn=fn, count=count: fn(*[x] * count),  # type: ignore[misc]
+            "mapped": lambda call=call, count=count: call(*[pair] * count),  # type: ignore[misc]
+        }
+        found[name] = medians(runs, rounds=20, repeats=100)
+    return found
+
+
+# -- real ranks --------------------------------------------------------------------------
+
+
+def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Microseconds of collectives on this rank of two."""
+    warnings.simplefilter("ignore")
+    mesh = Mesh(x=GLOO)
+    fs.init(mesh)
+    x = torch.randn(numel // 64, 64)
+    found = {}
+    for name, (bare, op) in collectives(mesh).items():
+        torch.testing.assert_close(bare(x), op(x))
+        runs: dict[str, Run] = {
+            "bare": lambda bare=bare: bare(x),  # type: ignore[misc]
+            "fshard": lambda op=op: op(x),  # type: ignore[misc]
+        }
+        found[name] = medians(runs, repeats=repeats)
+    return found
+
+
+# -- simulated ranks ---------------------------------------------------------------------
+
+
+def on_simulated_ranks() -> dict[str, dict[str, float]]:
+    """Microseconds of one operation of all ranks, among many of one simulation."""
+    from torch.distributed import _local_tensor as local_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIMULATED)
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    mesh = Mesh(x=SIMULATED)
+    operations: dict[str, tuple[Op, Op]] = {
+        "x + 1": (lambda v: v + 1, lambda v: v + 1),
+        "all-reduce": (
+            lambda v: OPS.wait_tensor(OPS.all_reduce(v, "sum", name)), lambda v: fs.psum(v, "x")
+        ),
+    }  # fmt: skip
+    found = {}
+    for what, (theirs, ours) in operations.items():
+        for size in (16, 65536):
+            x = torch.zeros(SIMULATED, size)
+            mapped = fs.shard_map(
+                lambda v, op=ours: repeated(op, v),
+                mesh=mesh,
+                in_specs=P("x"),
+                out_specs=P("x"),
+                check=False,
+            )
+
+            def by_mode(op: Op = theirs, size: int = size) -> None:
+                with local_tensor.LocalTensorMode(SIMULATED):
+                    parts = {rank: torch.zeros(1, size) for rank in range(SIMULATED)}
+                    repeated(op, local_tensor.LocalTensor(parts))
+
+            runs: dict[str, Run] = {"fshard": lambda m=mapped, x=x: m(x), "theirs": by_mode}  # type: ignore[misc]
+            times = medians(runs, rounds=8, repeats=3)
+            found[f"{what}, {4 * size:,} B"] = {key: t / STEPS for key, t in times.items()}
+    dist.destroy_process_group()
+    return found
+
+
+def repeated(op: Op, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(STEPS):
+        x = op(x)
+    return x
+
+
+# -- the tables --------------------------------------------------------------------------
+
+
+def table(title: str, *heads: str) -> Table:
+    made = Table(title=title)
+    for at, head in enumerate(heads):
+        made.add_column(head, justify="right" if at else "left")
+    return made
+
+
+def main() -> None:
+    """Measure and print all tables."""
+    # By its importable name: other processes do not know this module as __main__.
+    from tests.benchmarks.bench_shard_map import on_gloo_ranks
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    console = Console(width=110)
+    costs, mapped = on_fake_ranks()
+    shown = table(
+        f"Collectives on {FAKE} fake ranks, µs (goals: +3 without grad, +15 with)",
+        "", "raw op and wait", "fshard", "adds", "requires grad", "adds", "and backward",
+    )  # fmt: skip
+    for name, found in costs.items():
+        bare, plain, grad, back = found.values()
+        numbers = (bare, plain, plain - bare, grad, grad - bare, back)
+        shown.add_row(name, *(f"{number:.1f}" for number in numbers))
+    console.print(shown)
+
+    shown = table(
+        "Mapped calls, pairs in and out, check=False, µs (goal: +15)", "", "bare", "mapped", "adds"
+    )
+    for name, found in mapped.items():
+        bare, call = found.values()
+        shown.add_row(name, f"{bare:.1f}", f"{call:.1f}", f"{call - bare:.1f}")
+    console.print(shown)
+
+    shown = table(
+        f"Collectives on {GLOO} gloo ranks, µs (goal: 1.1 of hand-written)",
+        "", "", "hand-written", "fshard", "ratio",
+    )  # fmt: skip
+    for size, numel in SIZES.items():
+        repeats = 10 if numel > 500_000 else 30
+        for name, found in run_ranks(GLOO, on_gloo_ranks, numel, repeats, timeout=600)[0].items():
+            bare, ours = found.values()
+            shown.add_row(size, name, f"{bare:,.0f}", f"{ours:,.0f}", f"{ours / bare:.2f}")
+    close_all()
+    console.print(shown)
+
+    shown = table(
+        f"{SIMULATED} simulated ranks, µs per operation of all (goals: 0.20, collectives 0.33)",
+        "", "fshard", "LocalTensorMode", "ratio",
+    )  # fmt: skip
+    for what, found in on_simulated_ranks().items():
+        ours, theirs = found.values()
+        shown.add_row(what, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}")
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    main()
