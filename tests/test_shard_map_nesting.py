@@ -323,6 +323,28 @@ def test_simulations_in_bodies() -> None:
     assert torch.equal(mapped(x), x.view(3, 2).sum(1))
 
 
+def test_ranks_outside_of_the_mesh() -> None:
+    """They get empty results, in the shape of the out specs."""
+
+    def on_rank() -> Any:
+        x = ints(4, 6)
+        mesh = Mesh(x=2)
+        spec = Spec(mesh, P("x"), shape=(4, 6), dtype=F64)
+        both = fs.shard_map(
+            lambda v: {"a": v, "b": (v, 3)}, mesh=mesh, in_specs=P("x"),
+            out_specs={"a": P("x"), "b": (P("x"), None)},
+        )  # fmt: skip
+        last = fs.smap(lambda v: v, mesh=mesh, axis_name="x", in_axes=-1, out_axes=-1)
+        return both(x), both(fs.shard(x, spec)), last(fs.reshard(fs.shard(x, spec), P(None, "x")))
+
+    *inside, (plain, pairs, last) = fs.simulate(Mesh(x=3), on_rank)
+    assert all(torch.equal(row[0]["b"][0], ints(4, 6)) for row in inside)
+    assert (plain["a"].shape, plain["b"][0].shape, plain["b"][1]) == ((0,), (0,), None)
+    assert pairs["b"][0].spec == Spec(Mesh(x=2), P("x"), shape=(0,))
+    assert last.spec == Spec(Mesh(x=2), P("x"), shape=(0,))
+    assert inside[0][2].spec == Spec(Mesh(x=2), P(None, "x"), shape=(4, 6), dtype=F64)
+
+
 # -- what is refused ---------------------------------------------------------------------
 
 
