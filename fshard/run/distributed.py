@@ -44,7 +44,7 @@ class World:
         return device.type in {each.split(":")[0] for each in backends}
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        flat, restore = _as_bytes(x.reshape(-1))
+        flat, restore = _as_bytes(_as_long(x, 0) if x.dtype in NATIVE else x.reshape(-1))
         name, order = self._group(group)
         label = LABEL.get()
         out = OPS.all_gather_into_tensor(flat, len(group), name)
@@ -68,8 +68,8 @@ class World:
         name, order = self._group(group)
         wire, restore = as_number(x, op)
         if order is not None:
-            wire = wire[[order.index(place) for place in range(len(order))]]
-        flat = wire.reshape(len(group), -1).contiguous()
+            wire = torch.stack([wire[order.index(place)] for place in range(len(order))])
+        flat = _as_long(wire, 1).contiguous()
         label = LABEL.get()
         out = OPS.reduce_scatter_tensor(flat, op, len(group), name)
         shape = x.shape[1:]
@@ -121,6 +121,15 @@ class World:
         return name, None if ordered == ranks else [ordered.index(rank) for rank in ranks]
 
 
+def _as_long(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x` with the dims up to the first from `dim` on that is not of size 1 as one dim.
+
+    Most often callers have `x` in that shape, and want the result in the one that follows.
+    """
+    last = next((at for at, size in enumerate(x.shape) if at >= dim and size != 1), x.ndim - 1)
+    return x.flatten(0, last) if x.ndim else x.reshape(1)
+
+
 def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torch.Tensor:
     try:
         return OPS.wait_tensor(out)  # type: ignore[no-any-return]
@@ -129,7 +138,7 @@ def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torc
 
 
 def _unpermute(stacked: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    return stacked if order is None else stacked[order]
+    return stacked if order is None else torch.stack([stacked[place] for place in order])
 
 
 def _wire_item(dtype: torch.dtype) -> int:
