@@ -43,7 +43,15 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def _line(frame: FrameType | None) -> str:
     """`file:line` of the user's frame, or nothing."""
     found = user_frame(frame)
-    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    return "" if found is None else _at(found, found.f_lineno)
+
+
+def _at(frame: FrameType, line: int | None) -> str:
+    """`file:line`; in a notebook, whose cells are files without telling names, as IPython says."""
+    file, ipython = frame.f_code.co_filename, sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(file)
+    return f"{file}:{line}" if cell is None else f"{' '.join(cell)}, line {line}"
 
 
 def _is_users(frame: FrameType) -> bool:
@@ -84,7 +92,7 @@ def raise_line(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         if _is_users(traceback.tb_frame):
-            found = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+            found = f" at {_at(traceback.tb_frame, traceback.tb_lineno)}"
         traceback = traceback.tb_next
     return found
 
