@@ -17,7 +17,9 @@ from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.execute import Pending
 from fshard.run.transport import is_simulated
 
-__all__ = ["VISIBLE", "Bound", "bound_mesh", "innermost", "resolve", "started", "stay_bound", "tracking"]
+__all__ = [
+    "VISIBLE", "Bound", "bound_mesh", "innermost", "resolve", "started", "stay_bound", "tracking",
+]  # fmt: skip
 
 
 class Bound:
