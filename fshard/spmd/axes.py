@@ -18,7 +18,7 @@ from fshard.run.execute import Pending
 from fshard.run.transport import is_simulated
 
 __all__ = [
-    "VISIBLE", "Bound", "bound_mesh", "innermost", "resolve", "started", "stay_bound", "tracking",
+    "VISIBLE", "Bound", "innermost", "resolve", "started", "stay_bound", "tracking",
 ]  # fmt: skip
 
 
@@ -111,12 +111,6 @@ def tracking() -> Any:
     bound = innermost()
     types = None if bound is None else bound.types
     return None if types is None or types.paused else types
-
-
-def bound_mesh() -> Mesh | None:
-    """The mesh of the innermost running `shard_map`, or None."""
-    bound = innermost()
-    return None if bound is None else bound.mesh
 
 
 def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str, ...]]:
