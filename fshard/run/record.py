@@ -9,21 +9,27 @@ cost. After the tracing of JAX and of `torch.fx`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fshard.errors import ShardingError
 from fshard.run.abstract import standing_in
-from fshard.run.transport import backward_phase, direct_transport, unobserved
+from fshard.run.fingerprint import lost
+from fshard.run.transport import LABEL, Label, backward_phase, direct_transport, unobserved
 
 __all__ = ["Function", "Launcher", "record", "replay"]
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 ATEN = torch.ops.aten
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 # Operations that are linear in their one tensor, whatever their other arguments are.
 LINEAR = {
     ATEN.view.default, ATEN._unsafe_view.default, ATEN.unsqueeze.default, ATEN.squeeze.dim,
@@ -36,18 +42,38 @@ LINEAR = {
 }  # fmt: skip
 
 
+# The same with less to parse.
+METHODS = {ATEN.div.Tensor: torch.div, ATEN.mul.Tensor: torch.mul, ATEN.clone.default: torch.clone}
+WORDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+"""The transport's names of PyTorch's collectives, where they differ."""
+
+
+class _Call(NamedTuple):
+    """One operation that ran, and under which label."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    label: Label | None
+
+
 class _Recorder(TorchDispatchMode):
     """Takes down every operation that runs in the block."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        self.calls.append(_Call(func, args, kwargs or {}, out, LABEL.get()))
         return out
 
 
@@ -60,7 +86,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_collective(func: Any) -> bool:
-    return func.namespace == "_c10d_functional"
+    return str(func.namespace) == "_c10d_functional"
 
 
 def _is_linear(func: Any, args: tuple[Any, ...]) -> bool:
@@ -71,19 +97,27 @@ def _is_linear(func: Any, args: tuple[Any, ...]) -> bool:
     return func in LINEAR
 
 
+class _Name(str):
+    """A value by its name."""
+
+    __slots__ = ()
+
+
 class _Listing:
     """The operations of one recording as the lines of a Python function."""
 
-    def __init__(self, x: torch.Tensor, calls: Sequence[Call], y: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, calls: Sequence[_Call], y: torch.Tensor) -> None:
         self.x, self.y = x, y
         self.calls = calls
         self.names = {id(x): "x"}
         self.values: dict[str, Any] = {}
         self.lines: list[str] = []
+        # The shape in which an exchange gives what was recorded as flat.
+        self.shapes: dict[int, tuple[int, ...]] = {}
         # What each tensor is a view of, if it is one.
         self.bases: dict[int, torch.Tensor] = {id(x): x}
         self.made: dict[int, int] = {}
-        for at, (_, args, _, out) in enumerate(calls):
+        for at, (_, args, _, out, _) in enumerate(calls):
             first = next(_tensors(args), None)
             for each in _tensors(out):
                 if id(each) in self.bases:
@@ -115,19 +149,17 @@ class _Listing:
             if at in places:
                 continue
             places.add(at)
-            _, args, kwargs, _ = self.calls[at]
-            for each in _tensors([*args, *kwargs.values()]):
+            call = self.calls[at]
+            for each in _tensors([*call.args, *call.kwargs.values()]):
                 base = self.base(each)
                 if id(base) in self.made:
                     todo.append(self.made[id(base)])
         return places
 
-    def lost(self, calls: Sequence[Call]) -> bool:
+    def lost(self, calls: Sequence[_Call]) -> bool:
         """Whether a call takes numbers that were left behind: those of a tensor from nowhere."""
-        given = (
-            each for _, args, kwargs, _ in calls for each in _tensors([args, *kwargs.values()])
-        )
-        return any(each.is_meta and id(each) not in self.bases for each in given)
+        given = [each for call in calls for each in (*call.args, *call.kwargs.values())]
+        return any(each.is_meta and id(each) not in self.bases for each in _tensors(given))
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.values)}"
@@ -140,6 +172,8 @@ class _Listing:
             return self.reshaped(value)
         if isinstance(value, list | tuple) and next(_tensors(value), None) is not None:
             return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, _Name):
+            return str(value)
         return repr(value) if isinstance(value, int | str) else self.constant(value)
 
     def reshaped(self, value: torch.Tensor) -> str:
@@ -147,7 +181,7 @@ class _Listing:
         if id(base) not in self.names:
             self.names[id(base)] = self.constant(base)
         name = self.names[id(base)]
-        if base.shape == value.shape:
+        if self.shapes.get(id(base), base.shape) == value.shape:
             return name
         if id(value) not in self.names:
             self.names[id(value)] = made = f"v{len(self.names)}"
@@ -160,19 +194,44 @@ class _Listing:
                 self.lines.append(f"{made} = {name}.view(({shape},))")
         return self.names[id(value)]
 
+    def explanation(self, call: _Call) -> Callable[[RuntimeError], ShardingError]:
+        """What is said of a collective that does not end."""
+        op = call.func.overloadpacket.__name__
+        name: Any = call.args[-1]
+        group = tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+        return lambda error: lost(error, call.label, WORDS.get(op, op), group)
+
+    def arguments(self, func: Any, args: tuple[Any, ...], out: Any) -> Sequence[Any]:
+        """The arguments of a call; a flat exchange is one of rows, where there are whole rows."""
+        if func is WAIT and id(args[0]) in self.shapes:
+            self.shapes[id(out)] = self.shapes[id(args[0])]
+            return [_Name(self.names[id(args[0])])]
+        if func is EXCHANGE:
+            flat, *sizes, name = args
+            x = self.base(flat)
+            row = math.prod(x.shape[1:])
+            if x.ndim > 1 and row and not any(n % row for each in sizes for n in each):
+                self.shapes[id(out)] = (sum(sizes[0]) // row, *x.shape[1:])
+                return [x, *([n // row for n in each] for each in sizes), name]
+        return args
+
     def function(self) -> Function:
         """The recording as a function."""
         places = self.needed()
-        for at, (func, args, kwargs, out) in enumerate(self.calls):
-            if at not in places:
-                continue
-            given = [self.text(each) for each in args]
+        for at in sorted(places):
+            func, args, kwargs, out, _ = self.calls[at]
+            given = [self.text(each) for each in self.arguments(func, args, out)]
             given += [f"{key}={self.text(each)}" for key, each in kwargs.items() if key != "device"]
             if "device" in kwargs:
                 given.append("device=x.device")
-            call = f"{self.constant(func._op)}({', '.join(given)})"
             name = f"v{len(self.names)}"
-            self.lines.append(f"{name} = {call}")
+            line = f"{name} = {self.constant(METHODS.get(func, func._op))}({', '.join(given)})"
+            if func is WAIT:
+                explain = self.constant(self.explanation(self.calls[self.made[id(args[0])]]))
+                self.lines += [f"try: {line}", "except RuntimeError as error:",
+                               f"    raise {explain}(error) from error"]  # fmt: skip
+            else:
+                self.lines.append(line)
             if isinstance(out, torch.Tensor):
                 self.names.setdefault(id(out), name)
                 continue
@@ -188,7 +247,7 @@ class _Listing:
 
 
 def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 @dataclass(slots=True, eq=False)
@@ -224,13 +283,13 @@ def record(function: Function, transpose: Function, like: torch.Tensor) -> Launc
     calls = recorder.calls
     listing = _Listing(like, calls, y)
     kept = [calls[at] for at in listing.needed()]
-    if any(func._schema.is_mutable for func, *_ in calls) or listing.lost(kept):
+    if any(call.func._schema.is_mutable for call in calls) or listing.lost(kept):
         return None
     return Launcher(
         function,
         transpose,
         listing.function(),
-        is_linear=all(_is_linear(func, args) for func, args, _, _ in kept),
+        is_linear=all(_is_linear(call.func, call.args) for call in kept),
         is_identity=not kept and y.shape == like.shape,
         out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
     )

@@ -19,7 +19,7 @@ from fshard.mesh import Mesh
 from fshard.run.transport import current_transport, is_simulated
 from fshard.spmd.axes import VISIBLE
 
-__all__ = ["as_node", "tree_as_node"]
+__all__ = ["as_node", "tree_as_node", "tree_node"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -42,12 +42,22 @@ def as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 def tree_as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`as_node` of a function that takes a tree first and gives one of the same structure."""
-    node = _Node(fn)
+    node = tree_node(fn)
 
     @functools.wraps(fn)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.compiler.is_compiling():
-            return fn(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return node(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def tree_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """What `tree_as_node` makes, to be called in a graph only."""
+    node = _Node(fn)
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         # A node takes no None, and gives lists and tuples alone.
         leaves, structure = tree_flatten(args[0])
         given = [leaf for leaf in leaves if leaf is not None]

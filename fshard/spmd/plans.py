@@ -36,7 +36,7 @@ from fshard.run.transport import (
     unobserved,
 )
 from fshard.spmd.axes import innermost, tracking
-from fshard.spmd.graphs import tree_as_node
+from fshard.spmd.graphs import tree_node
 from fshard.spmd.types import Signature
 from fshard.tree import flatten, unflatten
 
@@ -86,15 +86,24 @@ def collective(
 ) -> Callable[Concatenate[Tree, Options], Tree]:
     """The collective of a plan: a tree in front of the plan's own arguments; `None` stays."""
 
+    def general(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
+        return begin(plan(*args, **kwargs), x)()
+
+    general.__name__ = plan.__name__
+    node = tree_node(general)
+
     @functools.wraps(plan)
     def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
-        if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
-            launcher = _launcher(plan, x, args, kwargs)
+        if torch.compiler.is_compiling():
+            return node(x, *args, **kwargs)
+        value: Any = x
+        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+            launcher = _launcher(plan, value, args, kwargs)
             if launcher is not None:
-                wanted = x.requires_grad and torch.is_grad_enabled()
-                done: Any = replay(launcher, x) if wanted else launcher.run(x)
+                wanted = value.requires_grad and torch.is_grad_enabled()
+                done: Any = replay(launcher, value) if wanted else launcher.run(value)
                 return done  # type: ignore[no-any-return]
-        return begin(plan(*args, **kwargs), x)()
+        return general(x, *args, **kwargs)
 
     tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation="Tree")
     rest = inspect.signature(plan).parameters.values()
@@ -102,9 +111,8 @@ def collective(
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in rest
     ]
     run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
-    found = tree_as_node(run)
-    PLANS[found] = plan
-    return found
+    PLANS[run] = plan
+    return run
 
 
 def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
@@ -198,6 +206,8 @@ def _launcher(
     transport, bound = direct_transport(), innermost()
     if transport is None or (bound is not None and bound.types is not None):
         return None
+    if list in map(type, args):
+        args = tuple([tuple(each) if type(each) is list else each for each in args])
     wanted = x.requires_grad and torch.is_grad_enabled()
     key = (
         plan, args, tuple(kwargs.items()), bound and (bound.mesh, bound.axes), transport,
