@@ -20,6 +20,7 @@ def own(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if is_abstract(y) or not y.numel():
         return y
-    storage = y.untyped_storage().data_ptr()
-    shared = any(not is_abstract(x) and x.untyped_storage().data_ptr() == storage for x in xs)
+    with torch._C.DisableTorchFunction():  # a body learns nothing of it
+        storage = y.untyped_storage().data_ptr()
+        shared = any(not is_abstract(x) and x.untyped_storage().data_ptr() == storage for x in xs)
     return y.clone() if shared else y

@@ -19,7 +19,7 @@ from fshard.spmd.axes import tracking
 from fshard.spmd.kinds import Kind, Word
 from fshard.spmd.operands import agree, replaced, tensors_in
 from fshard.spmd.tracking import Tracker
-from fshard.spmd.types import INVARIANT, Rule, State, States
+from fshard.spmd.types import INVARIANT, Clash, Rule, State, States, join
 
 __all__ = ["backward", "gradients", "telling"]
 
@@ -86,8 +86,10 @@ def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[s
     outputs = list(tensors_in(names.get("self", names.get("tensors"))))
     seeds = names.get("gradient", names.get("grad_tensors"))
     _check_seeds(tracker, "backward", outputs, seeds)
-    if names.get("inputs") is None:
-        for leaf in _leaves(outputs):
+    inputs = names.get("inputs")
+    leaves = list(_leaves(outputs) if inputs is None else tensors_in(inputs))
+    if inputs is None:
+        for leaf in leaves:
             if tracker.is_outside(leaf):
                 tracker.fail(
                     "backward",
@@ -98,7 +100,26 @@ def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[s
                     "torch.autograd.grad(loss, [x, ...]), or x = x.detach().requires_grad_() first",
                 )
     with tracker.pause():
-        return func(*args, **kwargs)
+        gathered = [(x, x.grad) for x in leaves if x.is_leaf or x.retains_grad]
+        before = [
+            tracker.states(g) if g is not None and id(g) in tracker.table else None
+            for _, g in gathered
+        ]
+        func(*args, **kwargs)
+        for (x, _), was in zip(gathered, before, strict=True):
+            if was is not None:
+                _add_up(tracker, x, was)
+
+
+def _add_up(tracker: Tracker, x: torch.Tensor, was: States) -> None:
+    """Write down the states of a gradient that was added to one in the states `was`."""
+    assert x.grad is not None
+    made = tracker.states(x).dual
+    joined = join((was, made), Rule.LINEAR)
+    if isinstance(joined, Clash):
+        given = f"a gradient{made} of a tensor whose .grad is {tracker.typeof(x.grad)}"
+        tracker.fail("backward", given, joined.rule, "x.grad = None before")
+    tracker.record(x.grad, joined.result)
 
 
 def _leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -122,6 +143,7 @@ def _leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 _APPLY = Function.__dict__["apply"].__func__
 _BACKWARD = torch.autograd.backward
 _PARAMETER = torch.nn.Parameter.__new__
+_AS_SUBCLASS, _SET = torch.Tensor.as_subclass, torch.Tensor.set_
 _RUNNING: list[Tracker] = []
 
 
@@ -130,13 +152,15 @@ def telling(tracker: Tracker) -> Iterator[None]:
     """Tell `tracker` in the block of what PyTorch tells no function mode of.
 
     While any such block runs, in any thread, `torch.autograd.Function.apply`,
-    `torch.autograd.backward` and the making of an `nn.Parameter` are replaced by ones that ask
-    the running body's tracker.
+    `torch.autograd.backward`, `Tensor.as_subclass`, `Tensor.set_` and the making of an
+    `nn.Parameter` are replaced by ones that ask the running body's tracker.
     """
     if not _RUNNING:
         Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
         torch.autograd.backward = _backward_of_all
-        torch.nn.Parameter.__new__ = staticmethod(_parameter)  # type: ignore[assignment, method-assign]
+        torch.nn.Parameter.__new__ = staticmethod(_parameter)  # type: ignore[method-assign]
+        torch.Tensor.as_subclass = _as_subclass  # type: ignore[assignment, method-assign]
+        torch.Tensor.set_ = _set  # type: ignore[assignment, method-assign]
     _RUNNING.append(tracker)
     try:
         yield
@@ -146,6 +170,7 @@ def telling(tracker: Tracker) -> Iterator[None]:
             Function.apply = classmethod(_APPLY)  # type: ignore[assignment, method-assign]
             torch.autograd.backward = _BACKWARD
             torch.nn.Parameter.__new__ = staticmethod(_PARAMETER)  # type: ignore[method-assign]
+            del torch.Tensor.as_subclass, torch.Tensor.set_
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,8 +186,32 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     states, new = agree(tracker, kind, args, kwargs)
     result = _APPLY(cls, *replaced(args, new), **replaced(kwargs, new))
     for each in tensors_in(result):
-        if id(each) not in tracker.table:
+        # What no call was seen to write, a kernel that is no function of PyTorch has written.
+        if id(each) not in tracker.table or id(each) in tracker.blank:
             tracker.record(each, states)
+    return result
+
+
+def _as_subclass(x: torch.Tensor, cls: type[torch.Tensor]) -> Any:
+    """`Tensor.as_subclass`: another tensor over the same memory."""
+    result = _AS_SUBCLASS(x, cls)
+    tracker = tracking()
+    if tracker is not None:
+        tracker.record(result, tracker.states(x))
+    return result
+
+
+def _set(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.set_`: the same tensor over other memory, which tells its states."""
+    tracker = tracking()
+    if tracker is None or id(x) not in tracker.table:
+        return _SET(x, *args, **kwargs)
+    tracker.check_write(x, "set_")
+    for each in tensors_in((args, kwargs)):
+        tracker.states(each)
+    result = _SET(x, *args, **kwargs)
+    tracker.moved(x)
+    tracker.states(x)
     return result
 
 

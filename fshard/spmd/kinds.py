@@ -13,24 +13,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fshard.spmd.types import Rule
 
-__all__ = ["Kind", "Word", "adds_a_number", "draws", "kind_of"]
+__all__ = [
+    "OVERWRITES",
+    "Kind",
+    "Word",
+    "adds_a_number",
+    "draws",
+    "kind_of",
+    "stays_linear",
+    "writes_state",
+]
 
 
 class Word(enum.Enum):
     """What is done with the types of operands and results."""
 
     OP = "the result is computed from the operands"
-    NOTHING = "no tensor comes out of it, or the very same one"
-    FRESH = "only the operands' shapes count"
+    NOTHING = "no tensor comes out of it"
+    SAME = "the operand itself comes out"
+    BLANK = "memory that is still to be written"
+    LIKE = "as OP of the first operand: of others only the shapes count"
+    FRESH = "of the first operand only the shape counts"
     RANDOM = "the process's generator decides"
     TELLS = "as OP, and the host learns of the values"
     WRITE = "the first operand is written"
     LISTS = "an OP on the elements of lists, one by one"
     WRITE_LISTS = "a WRITE on the elements of lists, one by one"
-    STATISTICS = "as OP, and running statistics are written"
+    STATE = "as OP, and some arguments are written: running statistics, say"
     GRAD = "the gradient that a leaf has gathered"
+    SET_GRAD = "another gradient for a leaf"
     GRADIENTS = "torch.autograd.grad"
     BACKWARD = "backward()"
 
@@ -52,17 +67,20 @@ NOTHING = _words("""
     __dir__ __format__ __hash__ __len__ __repr__ __str__ _set_grad_enabled data_ptr dim
     element_size get_device is_complex is_contiguous is_floating_point is_pinned is_same_size
     is_set_to is_shared is_signed ndimension nelement numel register_hook
-    register_post_accumulate_grad_hook requires_grad_ retain_grad set_grad_enabled share_memory_
-    size storage storage_offset storage_type stride untyped_storage
+    register_post_accumulate_grad_hook retain_grad set_grad_enabled
+    size storage_offset storage_type stride
 """)
 ATTRIBUTES = _words("""
     _backward_hooks _base _version device dtype grad_dtype grad_fn is_cpu is_cuda is_leaf is_meta
     is_sparse itemsize layout name names nbytes ndim output_nr requires_grad retains_grad shape
     volatile
 """)
+LIKE = _words("expand_as reshape_as type_as view_as")
+SAME = _words("requires_grad_ share_memory_")
+BLANK = _words("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
 FRESH = _words("""
-    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
-    zeros_like
+    full_like new_full new_ones new_tensor new_zeros
+    ones_like zeros_like
 """)
 RANDOM = _words("""
     alpha_dropout_ bernoulli bernoulli_ cauchy_ dirichlet exponential_ feature_alpha_dropout_
@@ -77,11 +95,17 @@ MAYBE_RANDOM = _words("""
     scaled_dot_product_attention
 """)
 TELLS = _words("""
-    __array__ __bool__ __complex__ __contains__ __float__ __index__ __int__ __nonzero__
-    _local_scalar_dense allclose argwhere bincount equal is_nonzero item masked_select nonzero
-    numpy tolist unique unique_consecutive
+    __array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__
+    __nonzero__ _local_scalar_dense allclose argwhere bincount equal is_nonzero item
+    masked_select nonzero numpy storage tolist unique unique_consecutive untyped_storage
 """)
-STATISTICS = _words("batch_norm instance_norm")
+STATE = _words("batch_norm embedding embedding_bag instance_norm")
+OVERWRITES = _words("""
+    bernoulli_ cauchy_ constant_ copy_ dirac_ exponential_ eye_ fill_ geometric_ kaiming_normal_
+    kaiming_uniform_ log_normal_ normal_ ones_ orthogonal_ random_ sparse_ trunc_normal_ uniform_
+    xavier_normal_ xavier_uniform_ zero_ zeros_
+""") | {"data ="}
+"""Of these the first operand is written as a whole: what it was before does not count."""
 MOVE = _words("""
     H T __get__ alias as_strided atleast_1d atleast_2d atleast_3d bfloat16 broadcast_to cat
     channel_shuffle chunk clone concat concatenate contiguous copy cpu cuda detach diagonal double
@@ -140,10 +164,13 @@ def _classify(func: Callable[..., Any]) -> Kind:
         return Kind(name, Word.BACKWARD, Rule.OTHER)
     for word, names in (
         (Word.NOTHING, NOTHING),
+        (Word.LIKE, LIKE),
+        (Word.SAME, SAME),
+        (Word.BLANK, BLANK),
         (Word.FRESH, FRESH),
         (Word.RANDOM, RANDOM | MAYBE_RANDOM),
         (Word.TELLS, TELLS),
-        (Word.STATISTICS, STATISTICS),
+        (Word.STATE, STATE),
     ):
         if name in names:
             return Kind(name, word, RULES.get(name, Rule.OTHER))
@@ -162,6 +189,8 @@ def _classify(func: Callable[..., Any]) -> Kind:
 def _attribute(access: str, name: str) -> Kind:
     if access == "__get__" and name == "grad":
         return Kind("grad", Word.GRAD, Rule.OTHER)
+    if access == "__set__" and name == "grad":
+        return Kind("grad =", Word.SET_GRAD, Rule.OTHER)
     if name in ATTRIBUTES or access == "__delete__":
         return Kind(name, Word.NOTHING, Rule.OTHER)
     if access == "__get__":
@@ -176,6 +205,8 @@ def draws(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether a call of a random function draws numbers: dropout does while training only."""
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in (*args[:1], kwargs.get("tensor"))):
+        return False
     if name not in MAYBE_RANDOM:
         return True
     if name == "scaled_dot_product_attention":
@@ -193,8 +224,42 @@ def draws(
     return bool(rate) and bool(given.arguments.get("training", True))
 
 
-def adds_a_number(name: str, args: Sequence[Any]) -> bool:
+def adds_a_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a linear function adds a Python number, which it is not linear with."""
-    return name in ("add", "add_", "sub", "sub_", "rsub", "subtract", "where") and any(
-        isinstance(each, int | float | complex) and each for each in args
-    )
+    if name not in ("add", "add_", "sub", "sub_", "rsub", "subtract", "where"):
+        return False
+    numbers = (*args, *(kwargs.get(each) for each in ("input", "other", "self")))
+    return any(isinstance(each, int | float | complex) and each for each in numbers)
+
+
+def stays_linear(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a linear function is linear with these further arguments."""
+    if name == "linear" or name.startswith("conv"):
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        return bias is None
+    if name.startswith(("div", "true_divide")):
+        return kwargs.get("rounding_mode") is None
+    if name.startswith("embedding"):
+        return all(each is None for each in (*args[3:4], kwargs.get("max_norm")))
+    # What is read as another dtype, or cut to a whole number, is not the sum of such parts.
+    dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+    whole = [each for each in dtypes if not (each.is_floating_point or each.is_complex)]
+    return not (whole or (dtypes and name == "view"))
+
+
+def writes_state(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """The arguments that a call of one of `STATE` writes."""
+    if name.startswith("embedding"):
+        if all(each is None for each in (*args[3:4], kwargs.get("max_norm"))):
+            return []
+        return [args[1] if len(args) > 1 else kwargs["weight"]]
+    if not inspect.isfunction(func):
+        return []
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    if not given.arguments.get("training", given.arguments.get("use_input_stats", True)):
+        return []
+    named = (given.arguments.get(each) for each in ("running_mean", "running_var"))
+    return [each for each in named if each is not None]

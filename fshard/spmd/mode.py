@@ -7,7 +7,6 @@ if strict, the line where one is missing is named), and the result is written do
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard.spmd.engine import backward, gradients, telling
-from fshard.spmd.kinds import Kind, Word, draws, kind_of
+from fshard.spmd.kinds import OVERWRITES, Kind, Word, draws, kind_of, writes_state
 from fshard.spmd.operands import agree, replaced, tensors_in
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, States
@@ -64,8 +63,10 @@ class _Typed(TorchFunctionMode):
                                 if states is not None:
                                     return _computed(tracker, func, kind, args, kwargs)
                                 states = found
-                        elif isinstance(each, tuple | list):
+                        elif isinstance(each, tuple | list | slice):
                             return _computed(tracker, func, kind, args, kwargs)
+                elif type(value) is slice:
+                    return _computed(tracker, func, kind, args, kwargs)
         if states is None:
             states = INVARIANT
         elif states.unreduced:
@@ -88,9 +89,21 @@ def _special(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs
             return _computed(tracker, func, kind, args, kwargs)
         case Word.NOTHING:
             return func(*args, **kwargs)
-        case Word.FRESH:
+        case Word.SAME:
+            tracker.states(args[0])
+            return func(*args, **kwargs)
+        case Word.LIKE:
+            states, new = agree(tracker, kind, args[:1], NO_KWARGS)
+            result = func(*replaced(args, new), **kwargs)
+            tracker.record(result, states)
+            return result
+        case Word.FRESH | Word.BLANK:
+            like = args[1:] if args and isinstance(args[0], torch.Tensor) else args
+            states, _ = agree(tracker, kind, like, kwargs)
             result = func(*args, **kwargs)
-            tracker.record(result, tracker.told)
+            tracker.record(result, states)
+            if kind.word is Word.BLANK:
+                tracker.blank.add(id(result))
             return result
         case Word.RANDOM:
             return _drawn(tracker, func, kind, args, kwargs)
@@ -98,12 +111,17 @@ def _special(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs
             return _write(tracker, func, kind, args, kwargs)
         case Word.LISTS | Word.WRITE_LISTS:
             return _lists(tracker, func, kind, args, kwargs)
-        case Word.STATISTICS:
-            return _statistics(tracker, func, kind, args, kwargs)
+        case Word.STATE:
+            return _state(tracker, func, kind, args, kwargs)
         case Word.GRAD:
             result = func(*args, **kwargs)
-            tracker.record(result, tracker.states(args[0]).dual)
+            if result is not None and id(result) not in tracker.table:
+                tracker.record(result, tracker.states(args[0]).dual)
             return result
+        case Word.SET_GRAD:
+            if args[1] is not None:
+                tracker.states(args[1])
+            return func(*args, **kwargs)
         case Word.GRADIENTS:
             return gradients(tracker, func, args, kwargs)
         case Word.BACKWARD:
@@ -126,26 +144,28 @@ def _computed(
     if new:
         args, kwargs = replaced(args, new), replaced(kwargs, new)
     if kind.word is Word.TELLS:
-        tracker.tell(states, kind.name)
-    elif kind.name == "__getitem__" and _masks(args[1]):
-        tracker.tell(states, "indexing by a mask")
+        tracker.tell(states, f"{kind.name.strip('_')}()")
+    elif kind.name == "__getitem__" and (found := _sizes(args[1])):
+        tracker.tell(states, found)
     result = func(*args, **kwargs)
     tracker.record(result, states)
     return result
 
 
-def _masks(index: Any) -> bool:
-    """Whether an index decides by its values how many elements there are."""
-    return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(index))
+def _sizes(index: Any) -> str:
+    """What in an index decides by its values how many elements there are, if anything."""
+    entries = index if isinstance(index, tuple | list) else [index]
+    if any(isinstance(each, slice) and any(True for _ in tensors_in(each)) for each in entries):
+        return "a slice to a tensor"
+    masks = any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(index))
+    return "indexing by a mask" if masks else ""
 
 
 def _drawn(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) -> Any:
-    if not draws(func, kind.name, args, kwargs):
-        return _computed(tracker, func, kind, args, kwargs)
-    drawn = tracker.draw(kind.name, kwargs)
     writes = kind.name.endswith("_") or _writes(kwargs)
     act = _write if writes else _computed
-    return act(tracker, func, kind, args, kwargs, also=(drawn,))
+    also = (tracker.draw(kind.name, kwargs),) if draws(func, kind.name, args, kwargs) else ()
+    return act(tracker, func, kind, args, kwargs, also=also)
 
 
 # -- writes ------------------------------------------------------------------------------
@@ -169,10 +189,13 @@ def _write(
     )
     for target in targets:
         tracker.check_write(target, kind.name)
-    # What is overwritten as a whole does not count.
-    over = out is not None or kind.name in ("copy_", "data =")
+    over = out is not None or kind.name in OVERWRITES
     read_args = args[1:] if over and out is None else args
-    read_kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+    read_kwargs = {
+        key: value
+        for key, value in kwargs.items()
+        if key != "out" and not (over and value is targets[0])
+    }
     states, new = agree(tracker, kind, read_args, read_kwargs, also=also)
     for target in targets:
         if id(target) in new:
@@ -180,6 +203,8 @@ def _write(
     if new:
         args, kwargs = (*args[:1], *replaced(args[1:], new)), replaced(kwargs, new)
     result = func(*args, **kwargs)
+    if kind.name == "data =":
+        tracker.moved(targets[0])
     for target in targets:
         tracker.written(target, states, kind.name, whole=over and not target._is_view())
     tracker.record(result, states)
@@ -233,15 +258,9 @@ def _lists(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) 
     return out
 
 
-def _statistics(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) -> Any:
-    """Batch norm and its like: in training they write the statistics that they are given."""
-    given = inspect.signature(func).bind(*args, **kwargs) if inspect.isfunction(func) else None
-    written: list[torch.Tensor] = []
-    if given is not None:
-        given.apply_defaults()
-        if given.arguments.get("training", given.arguments.get("use_input_stats", True)):
-            named = (given.arguments.get(name) for name in ("running_mean", "running_var"))
-            written = [each for each in named if each is not None]
+def _state(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) -> Any:
+    """A call that also writes an argument: batch norm in training its statistics, say."""
+    written = writes_state(func, kind.name, args, kwargs)
     for target in written:
         tracker.check_write(target, kind.name)
     result = _computed(tracker, func, kind, args, kwargs)

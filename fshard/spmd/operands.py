@@ -7,20 +7,22 @@ from typing import Any
 
 import torch
 
-from fshard.spmd.kinds import Kind, adds_a_number
+from fshard.spmd.kinds import Kind, adds_a_number, stays_linear
 from fshard.spmd.tracking import Tracker
-from fshard.spmd.types import INVARIANT, Clash, Joined, States, join
+from fshard.spmd.types import INVARIANT, Clash, Joined, Rule, States, join
 
 __all__ = ["agree", "replaced", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, in order; lists and tuples are looked into."""
+    """The tensors in arguments, in order; lists, tuples, slices and mappings are looked into."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
             yield from tensors_in(each)
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from tensors_in(each)
@@ -48,8 +50,11 @@ def agree(
     extra = (*also, tracker.told) if tracker.told.items else also
     joined = join(operands + extra, kind.rule)
     number = False
-    if isinstance(joined, Joined) and joined.result.unreduced and adds_a_number(kind.name, args):
-        joined, number = join((*operands, *extra, INVARIANT), kind.rule), True
+    if isinstance(joined, Joined) and joined.result.unreduced:
+        if adds_a_number(kind.name, args, kwargs):
+            joined, number = join((*operands, *extra, INVARIANT), kind.rule), True
+        elif not stays_linear(kind.name, args, kwargs):
+            joined = join(operands + extra, Rule.OTHER)
     if isinstance(joined, Clash):
         listed = " and ".join(str(tracker.typeof(x)) for x in tensors)
         others = " and a number" if number else ""
@@ -70,6 +75,6 @@ def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, tuple | list | slice | Mapping):
             found += tensors_in(value)
     return found

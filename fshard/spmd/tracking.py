@@ -17,25 +17,26 @@ import torch
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.run.fingerprint import user_frame
+from fshard.run.fingerprint import user_frame, user_line
 from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.places import summed
 from fshard.spmd.plans import Plan
 from fshard.spmd.types import INVARIANT, Clash, Joined, LocalType, Rule, States, join, passes
 from fshard.tree import flatten, unflatten
 
-__all__ = ["Tracker", "line_of_user", "typeof"]
+__all__ = ["Tracker", "typeof"]
 
 Launch = Callable[[Plan, Any, bool], Callable[[], Any]]
 
 
 class _Known(weakref.ref[torch.Tensor]):
-    """A tensor of the table: its states, and the casts of it that were made."""
+    """A tensor of the table: its states, the casts of it that were made, and its memory."""
 
-    __slots__ = ("casts", "key", "states")
+    __slots__ = ("casts", "key", "states", "storage")
 
     key: int
     states: States
+    storage: int
     casts: dict[tuple[str, ...], tuple[int, torch.Tensor]] | None
 
 
@@ -51,13 +52,24 @@ class Tracker:
         self.told: States = INVARIANT
         self.told_at: list[str] = []
         self.table: dict[int, _Known] = {}
+        self._unplaced: dict[int, _Known] = {}  # whose memory was not asked for yet
+        self._by_storage: dict[int, dict[int, _Known]] = {}
+        self.blank: set[int] = set()  # by id: tensors that nothing was seen to write
         self._outside: dict[int, torch.Tensor] = {}  # by id: arguments and closures
         self._memory: set[int] = set()  # their storages
-        table = self.table
+        table, unplaced, by_storage = self.table, self._unplaced, self._by_storage
+        blank = self.blank
 
         def forget(known: _Known) -> None:
-            if table.get(known.key) is known:
-                del table[known.key]
+            key = known.key
+            if table.get(key) is known:
+                del table[key]
+                blank.discard(key)
+                if unplaced.pop(key, None) is None and known.storage:
+                    sharing = by_storage[known.storage]
+                    del sharing[key]
+                    if not sharing:
+                        del by_storage[known.storage]
 
         self._forget: Any = forget
 
@@ -81,10 +93,13 @@ class Tracker:
         """Write down the states of a result: a tensor, or a tuple or list of results."""
         if isinstance(result, torch.Tensor):
             known = self.table.get(id(result))
-            if known is None or known.states is not states:
+            if known is None:
                 known = _Known(result, self._forget)
-                known.key, known.states, known.casts = id(result), states, None
-                self.table[known.key] = known
+                known.key = key = id(result)
+                known.states, known.casts, known.storage = states, None, 0
+                self.table[key] = self._unplaced[key] = known
+            elif known.states is not states:
+                known.states, known.casts = states, None
             if torch._C._are_functorch_transforms_active():
                 inner = _unwrapped(result)
                 if inner is not None:
@@ -94,14 +109,45 @@ class Tracker:
                 self.record(each, states)
 
     def _meet(self, x: torch.Tensor) -> States:
-        """The states of a tensor that no tracked call has made."""
+        """The states of a tensor that no tracked call has made.
+
+        Memory that is known tells its own. Else it is from outside, and the same on every rank;
+        but where the host has learnt of what varies, it may have been made of that. What is
+        closed over and also cut, as an argument, needs its gradient summed: it is invariant.
+        """
         inner = _unwrapped(x)
         if inner is not None:
             states = self.states(inner)
             self.record(x, states)
             return states
-        self.enter(x, INVARIANT)
-        return INVARIANT
+        sharing = [each.states for _, each in self._sharing(x)]
+        if sharing and not (x.requires_grad and _storage(x) in self._memory):
+            joined = join(tuple(sharing), Rule.MOVE)
+            axes = {axis for each in sharing for axis, _ in each.items}
+            states = States.varying(axes) if isinstance(joined, Clash) else joined.result
+            self.record(x, states)
+            return states
+        states = INVARIANT if x.requires_grad else self.told
+        self.enter(x, states)
+        return states
+
+    def _sharing(self, x: torch.Tensor) -> list[tuple[torch.Tensor, _Known]]:
+        """The other tensors of the table that share memory with `x`."""
+        while self._unplaced:
+            key, known = self._unplaced.popitem()
+            each = known()
+            if each is not None:
+                known.storage = _storage(each)
+                if known.storage:
+                    self._by_storage.setdefault(known.storage, {})[key] = known
+        found = ((known(), known) for known in list(self._by_storage.get(_storage(x), {}).values()))
+        return [(each, known) for each, known in found if each is not None and each is not x]
+
+    def moved(self, x: torch.Tensor) -> None:
+        """Forget what is known of a tensor that was given other memory: that tells its states."""
+        known = self.table.get(id(x))
+        if known is not None:
+            self._forget(known)
 
     def is_outside(self, x: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or from outside of the body."""
@@ -155,7 +201,7 @@ class Tracker:
 
     def fail(self, op: str, given: str, rule: str, fix: str) -> NoReturn:
         """Raise for a call in the body, with its line."""
-        self.raise_all([Problem(given, rule, fix)], f": {op}{line_of_user()}")
+        self.raise_all([Problem(given, rule, fix)], f": {op}{user_line(None, None)}")
         raise AssertionError("unreachable")
 
     def raise_all(self, problems: Sequence[Problem], what: str = "") -> None:
@@ -226,22 +272,16 @@ class Tracker:
 
     def written(self, target: torch.Tensor, states: States, op: str, *, whole: bool) -> None:
         """Write down that `target` now is in `states`, and all that shares its memory."""
-        known = self.table.get(id(target))
-        before = INVARIANT if known is None else known.states
-        if before is states:
-            return
-        storage = _storage(target)
-        for each in list(self.table.values()):
-            other = each()
-            if other is not None and other is not target and storage and _storage(other) == storage:
-                joined = join((each.states, states), Rule.MOVE)
-                if isinstance(joined, Clash):
-                    given = f"writing {states} into memory that is read as {each.states}"
-                    self.fail(op, given, joined.rule, "write into a tensor of its own")
-                self.record(other, joined.result)
-                if not whole:
-                    states = joined.result
+        for other, known in self._sharing(target):
+            joined = join((known.states, states), Rule.MOVE)
+            if isinstance(joined, Clash):
+                given = f"writing {states} into memory that is read as {known.states}"
+                self.fail(op, given, joined.rule, "write into a tensor of its own")
+            self.record(other, joined.result)
+            if not whole:
+                states = joined.result
         self.record(target, states)
+        self.blank.discard(id(target))
 
     def check_write(self, target: torch.Tensor, op: str) -> None:
         """Raise unless `target` is a tensor that the body has made."""
@@ -264,7 +304,7 @@ class Tracker:
         if axes and not set(axes) <= set(self.told.axes("varying")):
             self.told = States.varying({*self.told.axes("varying"), *axes})
         if axes and len(self.told_at) < 3:
-            line = f"{op.strip('_')}(){line_of_user()}"
+            line = f"{op}{user_line(None, None)}"
             if line not in self.told_at:
                 self.told_at.append(line)
 
@@ -331,16 +371,10 @@ def typeof(x: torch.Tensor, /) -> LocalType:
     return found
 
 
-def line_of_user() -> str:
-    """` at file:line` of the innermost frame that is the user's, or nothing."""
-    frame = user_frame(sys._getframe())
-    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def _storage(x: torch.Tensor) -> int:
     """What is the same for tensors that share memory; 0 for one that has none."""
     try:
-        return int(x.untyped_storage()._cdata)
+        return int(torch._C._storage_id(x))  # type: ignore[attr-defined]
     except (NotImplementedError, RuntimeError):  # sparse tensors, functorch's wrappers
         return 0
 
