@@ -26,6 +26,7 @@ def executed(path: Path) -> Any:
     """The notebook as it comes out of a fresh kernel; raises where a cell does."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False,
+                            coalesce_streams=True,
                             resources={"metadata": {"path": str(path.parent)}})  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
     client.execute(env=environment)
@@ -50,7 +51,8 @@ def outputs(notebook: Any) -> list[dict[str, str]]:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name for path in NOTEBOOKS][:1] == ["01_layouts_and_programs.ipynb"]
+    names = [path.name for path in NOTEBOOKS]
+    assert names == ["01_layouts_and_programs.ipynb", "02_shard_map.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
