@@ -7,8 +7,9 @@
 A transformer learns to predict the next character of Python's own standard library. On the
 mesh the batch is cut over the axis dp and the sequence over sp; attention heads, hidden units
 and the vocabulary are cut over tp. `model_specs` says how every parameter lies, `lm_loss` what
-one device does with its shards: all communication is what you read there. At the end the same
-model, trained on one device in plain PyTorch, must have come to the same numbers.
+one device does with its shards: what is communicated forward is what you read there, and the
+backward pass is its transpose. At the end the same model, trained on one device in plain
+PyTorch, must have come to the same numbers.
 """
 
 from __future__ import annotations
@@ -132,11 +133,14 @@ def tensors(tree: Any) -> list[Tensor]:
 # -- the model: what one device does with its shards ----------------------------------------
 #
 # Shapes are local ones: b = batch / dp, t = length / sp, h = heads / tp, v = vocabulary / tp.
+# Types are tracked: where what is whole along tp is used with what is cut over it, its gradient
+# is a sum over tp (Megatron-LM's f), and the cast that takes it is inserted.
 
 
 def lm_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy of the whole batch, from this device's [b, t] part of it."""
-    # Every device along dp and sp uses a parameter for tokens of its own: gradients add up.
+    # Every device along dp and sp uses a parameter for tokens of its own: gradients add up. This
+    # cast would be inserted too, one by one; of all at once, it takes one sum for all gradients.
     params = fs.pcast(params, ("dp", "sp"), to="varying")
     t = tokens.shape[1]
     positions = fs.axis_index("sp") * t + torch.arange(t)
@@ -145,8 +149,7 @@ def lm_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
     for block in params["blocks"]:
         x = x + attention(block, layer_norm(block["norm1"], x), positions)
         x = x + feed_forward(block, layer_norm(block["norm2"], x))
-    x = fs.pcast(layer_norm(params["norm"], x), "tp", to="varying")
-    logits = x @ params["embed"].T  # [b, t, v]
+    logits = layer_norm(params["norm"], x) @ params["embed"].T  # [b, t, v]
     return fs.pmean(cross_entropy(logits, targets).mean(), ("dp", "sp"))
 
 
@@ -157,7 +160,6 @@ def layer_norm(norm: Tree, x: Tensor) -> Tensor:
 
 def attention(block: Tree, x: Tensor, positions: Tensor) -> Tensor:
     """Own heads and own queries; the keys and values of the whole sequence are gathered."""
-    x = fs.pcast(x, "tp", to="varying")
     qkv = torch.einsum("btd,cdhe->cbhte", x, block["qkv"])  # [3, b, h, t, d / heads]
     k, v = fs.all_gather(qkv[1:], "sp", axis=3, tiled=True)
     past = positions[:, None] >= torch.arange(k.shape[2])
@@ -167,7 +169,7 @@ def attention(block: Tree, x: Tensor, positions: Tensor) -> Tensor:
 
 def feed_forward(block: Tree, x: Tensor) -> Tensor:
     """Two matrices, the first cut by columns, the second by rows (Megatron-LM): one sum."""
-    hidden = F.gelu(fs.pcast(x, "tp", to="varying") @ block["up"])  # [b, t, 4 d / tp]
+    hidden = F.gelu(x @ block["up"])  # [b, t, 4 d / tp]
     return fs.psum(hidden @ block["down"], "tp")
 
 
