@@ -130,6 +130,16 @@ def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | Non
     return (launched or start_linear(op, xs, "a collective"))()
 
 
+def _result(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`y` as autograd takes it: not for its input, nor for a view of what is nobody else's."""
+    if y is x:
+        return y.view_as(y)
+    if not y._is_view() or y._base is x or y._base is x._base:
+        return y
+    fresh: torch.Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+    return fresh
+
+
 class _Apply(torch.autograd.Function):
     """Forward runs an operation, backward its transpose."""
 
@@ -140,8 +150,7 @@ class _Apply(torch.autograd.Function):
         ctx.op, ctx.everywhere, ctx.label = op, everywhere, backward_label()
         ctx.shapes = [(x.shape, x.dtype) for x in xs]
         out = _execute(op, xs, everywhere, launched)
-        # What an operation hands on unchanged must not be taken for an input by autograd.
-        outs = tuple(y.view_as(y) if y is x else y for x, y in zip(xs, out, strict=True))
+        outs = tuple(map(_result, xs, out))
         if not everywhere:
             # A rank's locals do not mix: what needs no gradient is not made to need one.
             needs = ctx.needs_input_grad[3:]
@@ -249,7 +258,7 @@ class _Extreme(torch.autograd.Function):
         ctx.label = backward_label()
         ys = _execute(Run((prog,)), xs, everywhere, None)
         ctx.save_for_backward(*xs, *ys)
-        return tuple(y.view_as(y) if y is x else y for x, y in zip(xs, ys, strict=True))
+        return tuple(map(_result, xs, ys))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
