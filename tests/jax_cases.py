@@ -331,6 +331,8 @@ def compositions() -> list[Case]:
              lambda w, x: (x * x).sum()[None]),
         Case("attention of heads", I4, (P("i"), P(), P()), P("i"), (ramp(4, 2), ramp(2), ramp(2)),
              lambda w, q, k, v: q * k[None] + v[None], casts=False),
+        Case("an entry at an index", I4, P(), P("i"), (ramp(4),),
+             lambda w, x: x[w.axis_index("i")][None] ** 2, casts=False),
         Case("prefix of a tree", I4, (P("i"),), P("i"), (ramp(4),),
              lambda w, x: {"a": x, "b": (2 * x, [3 * x])}),
         Case("a promise unmentioned", I4, (P("i"), P()), P(), (ramp(4), ramp(1)),

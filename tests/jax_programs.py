@@ -215,7 +215,8 @@ def result_of(
     axes: Axes = options.get("axes", ())
     shape, varying = value.shape, value.varying
     if op in ("psum", "pmean", "pmax"):
-        return Value(shape, varying - {*axes}), cast_to(args, 0, axes)
+        kept = {word: getattr(value, word) - {*axes} for word in STATES}
+        return Value(shape, **kept), cast_to(args, 0, axes)
     if op == "pcast":
         moved = {word: getattr(value, word) - {*axes} for word in STATES}
         moved[options["to"]] |= frozenset(axes)
@@ -253,7 +254,8 @@ def result_of(
     reduced = frozenset(axes) if options.get("to") == "reduced" else frozenset()
     if not axes:
         return replace(value, shape=tuple(size)), ()
-    return Value(tuple(size), after, value.reduced | reduced), cast_to(args, 0, axes)
+    left = value.unreduced - {*axes}
+    return Value(tuple(size), after, value.reduced | reduced, left), cast_to(args, 0, axes)
 
 
 STATES = ("varying", "reduced", "unreduced")
@@ -447,5 +449,7 @@ def programs(draw: Draw, legal: bool = True) -> Program:
         chosen = draw(st.lists(st.integers(0, len(inputs) - 1), min_size=1, unique=True))
         inner = (draw(st.sampled_from(plain)), tuple(sorted(chosen)))
     typed = any(value.reduced or value.unreduced for value in values)
-    closed = len(inputs) > 1 and not typed and not inputs[-1][1].axes and draw(st.booleans())
+    # JAX 0.10 fails where an inner gradient is that of what is closed over.
+    free = len(inputs) > 1 and not typed and not (inner and len(inputs) - 1 in inner[1])
+    closed = free and not inputs[-1][1].axes and draw(st.booleans())
     return Program(mesh, tuple(inputs), tuple(steps), tuple(outs), inner, not broken, closed)

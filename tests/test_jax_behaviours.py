@@ -64,3 +64,14 @@ def test_promised_values_are_compared_however_they_lie(make: Any) -> None:
     x = torch.tensor([1.0 + 2.0j, 3.0 - 1.0j])
     mapped = fs.shard_map(make, mesh=Mesh(i=2), in_specs=P(), out_specs=P(), check="values")
     assert torch.equal(mapped(x), make(x))
+
+
+def test_gradients_of_slices_at_an_index() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        at = fs.axis_index("i")
+        return x[at : at + 1] * (1 + at)
+
+    x = torch.ones(4, requires_grad=True)
+    fs.shard_map(body, mesh=Mesh(i=4), in_specs=P(), out_specs=P("i"))(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
