@@ -16,7 +16,9 @@ from fshard.errors import fail
 from fshard.partition import PartitionSpec
 from fshard.spec import Sharded, Spec
 
-__all__ = ["broadcast_prefix", "flatten", "is_pair", "map_leaves", "paths", "unflatten"]
+__all__ = [
+    "broadcast_prefix", "flatten", "is_pair", "map_leaves", "outline", "paths", "unflatten",
+]  # fmt: skip
 
 TreeDef = optree.PyTreeSpec
 Tree = TypeVar("Tree")
@@ -45,6 +47,50 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """The leaves of a tree (`None` included) and its structure."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True)
     return list(leaves), treedef
+
+
+def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
+    """Add the leaves of a tree, and what it has in common with others of its kind: a key.
+
+    Trees of one key have one structure, specs, shapes, dtypes and devices of their tensors, and
+    types of their other leaves.
+
+    >>> leaves, key = [], []
+    >>> outline({"b": 1, "a": [torch.ones(2)]}, leaves, key)
+    >>> leaves[1], key[:4]
+    (1, [<class 'dict'>, ('b', 'a'), <class 'list'>, 1])
+    """
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        leaves.append(tree)
+        key += (tree.shape, tree.dtype, tree.device)
+    elif kind is Sharded or is_pair(tree):
+        leaves.append(tree)
+        local, spec = tree
+        if isinstance(local, torch.Tensor):
+            key += (spec, local.shape, local.dtype, local.device)
+        elif isinstance(local, tuple | list):
+            key.append(spec)
+            outline(local, [], key)
+        else:  # what it is made of is not known: it is like no other
+            key.append(object())
+    elif kind is tuple or kind is list:
+        key += (kind, len(tree))
+        for each in tree:
+            outline(each, leaves, key)
+    elif kind is dict and all(type(name) is str for name in tree):
+        key += (kind, tuple(tree))
+        for name in sorted(tree):
+            outline(tree[name], leaves, key)
+    else:
+        parts, treedef = flatten(tree)
+        if len(parts) == 1 and parts[0] is tree:
+            leaves.append(tree)
+            key.append(kind)
+        else:
+            key.append(treedef)
+            for each in parts:
+                outline(each, leaves, key)
 
 
 def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:

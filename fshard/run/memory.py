@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from fshard.run.abstract import is_abstract
 
-__all__ = ["own"]
+__all__ = ["own", "own_all"]
 
 
 def own(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -18,9 +18,20 @@ def own(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:
     >>> own(x[:1], [x]).add_(1), own(x, []) is x, x
     (tensor([1.]), True, tensor([0., 0.]))
     """
-    if is_abstract(y) or not y.numel():
-        return y
+    return own_all((y,), xs)[0]
+
+
+def own_all(ys: Iterable[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Every `y` in memory that no `x` has."""
+    ys = tuple(ys)
     with torch._C.DisableTorchFunction():  # a body learns nothing of it
-        storage = y.untyped_storage().data_ptr()
-        shared = any(not is_abstract(x) and x.untyped_storage().data_ptr() == storage for x in xs)
-    return y.clone() if shared else y
+        taken = set(map(_memory, xs))
+        shared = [place for place, y in enumerate(ys) if _memory(y) in taken and y.numel()]
+    if not shared:
+        return ys
+    return tuple(y.clone() if place in shared else y for place, y in enumerate(ys))
+
+
+def _memory(x: torch.Tensor) -> object:
+    """What is equal for tensors that may share numbers."""
+    return object() if is_abstract(x) else x.untyped_storage().data_ptr()

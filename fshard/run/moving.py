@@ -31,7 +31,9 @@ from fshard.run.transport import (
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
-__all__ = ["from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard"]
+__all__ = [
+    "check_global", "from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -124,7 +126,8 @@ def _read_pair(pair: object, where: str) -> tuple[Any, Spec]:
     return local, spec
 
 
-def _check_global(x: object, spec: Spec, where: str) -> None:
+def check_global(x: object, spec: Spec, where: str) -> None:
+    """Raise `ShardingError` unless `x` is a whole tensor of `spec`."""
     if not isinstance(spec, Spec):
         fail(where, f"{spec!r} as the spec", "a spec has a mesh, a shape and a dtype too",
              "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype)")  # fmt: skip
@@ -165,7 +168,7 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
 
 
 def _check_sharding(x: torch.Tensor, spec: Spec) -> None:
-    _check_global(x, spec, "fs.shard")
+    check_global(x, spec, "fs.shard")
     if x.requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.shard")
 
@@ -275,7 +278,7 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
              f"src={spec.mesh.ranks[0]}")  # fmt: skip
     transport = current_transport()
     if transport is None:
-        _check_global(tensor, spec, "fs.scatter")
+        check_global(tensor, spec, "fs.scatter")
         return shard(tensor, spec)  # type: ignore[arg-type]
     device = getattr(transport, "device", torch.device("cpu"))
     if transport.rank not in spec.mesh:

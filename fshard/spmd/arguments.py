@@ -9,6 +9,7 @@ from typing import Any
 
 from fshard.errors import fail
 from fshard.partition import PartitionSpec
+from fshard.program.program import Program
 from fshard.spec import Spec
 from fshard.tree import broadcast_prefix, paths
 
@@ -41,15 +42,18 @@ class AtDim:
         return PartitionSpec(*(None,) * max(self.dim, 0), self.axis, *after)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Argument:
-    """One leaf of the arguments: its path, what `in_specs` say of it, its value and its local."""
+    """One leaf of the arguments, and how it becomes a local: that depends on no numbers.
+
+    Without a `spec` it passes through. A pair is brought to its spec by `prog`, if it needs to
+    be, another tensor is cut.
+    """
 
     path: str
-    given: Any
-    value: Any
-    spec: Spec | None = None
-    local: Any = None
+    spec: Spec | None
+    is_pair: bool = False
+    prog: Program | None = None
 
 
 Slot = tuple[str, Any]

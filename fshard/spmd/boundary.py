@@ -14,14 +14,14 @@ from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
-from fshard.run.moving import lay_out, shard, unshard
+from fshard.run.moving import check_global, lay_out, shard
 from fshard.run.transport import Transport
-from fshard.spec import Sharded, Spec
+from fshard.spec import Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
 from fshard.spmd.scope import Scope
 from fshard.tree import flatten, is_pair, paths
 
-__all__ = ["check_others", "check_specs", "place_all", "read_results"]
+__all__ = ["check_others", "check_specs", "locals_of", "place_all", "result_specs"]
 
 
 @lru_cache(maxsize=4096)
@@ -95,54 +95,73 @@ def _axis_problem(axis: str, p: PartitionSpec, scope: Scope) -> Problem:
 
 def place_all(
     where: str,
-    arguments: Sequence[Argument],
+    slots: Sequence[Slot],
+    values: Sequence[Any],
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
-) -> None:
-    """Give every argument its spec and its local; raises `ShardingError`, all failures at once."""
+) -> tuple[Argument, ...]:
+    """How every argument becomes a local; raises `ShardingError`, all failures at once."""
 
-    def place(argument: Argument) -> None:
-        value, given = argument.value, argument.given
+    def place(path: str, given: Any, value: Any) -> Argument:
         if given is None:
-            return
+            return Argument(path, None)
         if is_pair(value):
-            argument.spec, argument.local = _place_pair(
-                where, value, given, scope, transport, redistribute_inputs
-            )
-        elif isinstance(value, torch.Tensor):
-            argument.spec, argument.local = _place_tensor(value, given, scope, transport)
-        elif not isinstance(given, PartitionSpec) or given.axes:
+            spec, prog = _place_pair(where, value, given, scope, transport, redistribute_inputs)
+            return Argument(path, spec, True, prog)
+        if isinstance(value, torch.Tensor):
+            return Argument(path, _place_tensor(value, given, scope))
+        if not isinstance(given, PartitionSpec) or given.axes:
             fail(
                 where,
                 f"a {type(value).__name__} with {_word(given)}",
                 "only tensors and pairs can be cut",
                 "None, or P() for a number",
             )
+        return Argument(path, None)
 
-    _each(where, place, [(each.path, (each,)) for each in arguments])
+    rows = [(path, (path, given, x)) for (path, given), x in zip(slots, values, strict=True)]
+    return tuple(_each(where, place, rows))
+
+
+def locals_of(
+    where: str, arguments: Sequence[Argument], values: Sequence[Any], transport: Transport | None
+) -> list[Any]:
+    """The locals of arguments that have been placed, of all ranks or this one.
+
+    Raises `ShardingError`, all failures at once, for gradients that there are not.
+    """
+
+    def local_of(argument: Argument, value: Any) -> Any:
+        spec, prog = argument.spec, argument.prog
+        if argument.is_pair:
+            return value[0] if prog is None else prog(value[0])
+        if spec is None:
+            return value
+        return lay_out(value, spec) if transport is None else shard(value, spec).local
+
+    pairs = zip(arguments, values, strict=True)
+    return _each(where, local_of, [(each[0].path, each) for each in pairs])
 
 
 def _word(given: Any) -> str:
     return f"{given.word} {given.dim}" if isinstance(given, AtDim) else repr(given)
 
 
-def _place_tensor(
-    value: torch.Tensor, given: Any, scope: Scope, transport: Transport | None
-) -> tuple[Spec, Any]:
+def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
     """A plain tensor: a global value along the mapped axes, of which each rank takes its part."""
     if isinstance(given, Spec):
         spec = scope.adopt(given)
         assert spec is not None
-    else:
-        p = given.of(value.ndim) if isinstance(given, AtDim) else given
-        try:
-            spec = _even(scope.mesh, p, value.shape, value.dtype)
-        except ShardingError as error:
-            way = "uneven=", "a Spec in in_specs with uneven="
-            raise_if("", [Problem(p.given, p.rule, p.fix.replace(*way)) for p in error.problems])
-            raise
-    return spec, lay_out(value, spec) if transport is None else shard(value, spec).local
+        check_global(value, spec, "fs.shard")
+        return spec
+    p = given.of(value.ndim) if isinstance(given, AtDim) else given
+    try:
+        return _even(scope.mesh, p, value.shape, value.dtype)
+    except ShardingError as error:
+        way = "uneven=", "a Spec in in_specs with uneven="
+        raise_if("", [Problem(p.given, p.rule, p.fix.replace(*way)) for p in error.problems])
+        raise
 
 
 def _place_pair(
@@ -152,19 +171,18 @@ def _place_pair(
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
-) -> tuple[Spec, Any]:
+) -> tuple[Spec, Program | None]:
     """A pair: its locals are the ranks' own, once they lie as `in_specs` ask."""
     local = pair[0]
     spec, target = _agreed(where, pair[1], given, scope)
-    if target != spec:
-        prog = redistribute(spec, target)
-        if not redistribute_inputs:
-            fail(where, f"a pair of {spec}", f"in_specs ask for {target}", _fix(prog))
-        local = prog(local)
+    prog = None if target == spec else redistribute(spec, target)
+    if prog is not None and not redistribute_inputs:
+        fail(where, f"a pair of {spec}", f"in_specs ask for {target}", _fix(prog))
     if transport is None:
-        return target, check_shards(local, target, where)
-    check_local(local, target, transport, where)
-    return target, local
+        check_shards(local, spec, where)
+    else:
+        check_local(local, spec, transport, where)
+    return target, prog
 
 
 @lru_cache(maxsize=4096)
@@ -221,24 +239,22 @@ def _on_scope(where: str, spec: Spec, scope: Scope) -> Spec:
 # -- results --------------------------------------------------------------------------
 
 
-def read_results(
+def result_specs(
     where: str,
     results: Sequence[tuple[str, Any, Any]],
     arguments: Sequence[Argument],
     scope: Scope,
     transport: Transport | None,
-) -> list[Any]:
-    """Tensors of all ranks (or this one) as pairs if any argument was one, else made global.
+) -> list[Spec]:
+    """The specs of tensors of all ranks, or of this one.
 
     `results` are paths, out specs and locals; raises `ShardingError`, all failures at once.
     """
-    pairs = any(is_pair(each.value) for each in arguments)
 
-    def read(given: Any, local: Any) -> Sharded:
-        return Sharded(local, _result_spec(where, local, given, arguments, scope, transport))
+    def read(given: Any, local: Any) -> Spec:
+        return _result_spec(where, local, given, arguments, scope, transport)
 
-    found = _each(where, read, [(path, (given, local)) for path, given, local in results])
-    return found if pairs else [unshard(each) for each in found]
+    return _each(where, read, [(path, (given, local)) for path, given, local in results])
 
 
 def _result_spec(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fshard.run.memory import own
+from fshard.run.memory import own_all
 from fshard.run.moving import spread
 from fshard.run.settings import ThreadSettings
 from fshard.run.simulate import run_ranks
@@ -75,7 +75,7 @@ def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:
 
 def _bound(scope: Scope, body: Body, xs: Locals) -> Locals:
     with Bound(scope.names, scope.bound):
-        return tuple(own(y, xs) for y in body(xs))
+        return own_all(body(xs), xs)
 
 
 def _rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,20 +15,34 @@ from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
 from fshard.run.checked import checked_collectives
 from fshard.run.fingerprint import blame
-from fshard.run.transport import Transport, current_transport
+from fshard.run.moving import unshard
+from fshard.run.transport import Transport, current_transport, is_simulated
 from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
 from fshard.spmd.axes import innermost, tracking
-from fshard.spmd.boundary import check_others, check_specs, place_all, read_results
+from fshard.spmd.boundary import check_others, check_specs, locals_of, place_all, result_specs
 from fshard.spmd.mapped import map_ranks, run_body
 from fshard.spmd.scope import Scope, check_axis_names, check_mesh, pair_scope, scope_of
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.typed import enter_types, give_types, leave_types, new_tracker, paused, typed
-from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
+from fshard.tree import (
+    TreeDef,
+    broadcast_prefix,
+    flatten,
+    is_pair,
+    map_leaves,
+    outline,
+    paths,
+    unflatten,
+)
 
 __all__ = ["local_map", "mapped", "shard_map"]
 
-MOST_STRUCTURES = 256
+T = TypeVar("T")
+Key = tuple[Any, ...]
+
+MOST = 256
+"""Of what calls and results have in common, so many are kept."""
 CHECKS = ("strict", "values", "collectives")
 TENSOR = object()
 """In place of a tensor, among what a rank returned."""
@@ -149,8 +164,40 @@ def mapped(
     return functools.update_wrapper(call, fn, updated=())
 
 
+@dataclass(slots=True, eq=False)
+class _Returned:
+    """What results of one outline have in common."""
+
+    treedef: TreeDef
+    places: tuple[int, ...]
+    """Those of the tensors among the leaves."""
+    specs: dict[tuple[_Returned, ...], tuple[Spec, ...]] = field(default_factory=dict)
+    """Of the tensors, by what the other ranks returned."""
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """What calls of one outline have in common: all that depends on no numbers."""
+
+    scope: Scope
+    treedef: TreeDef
+    arguments: tuple[Argument, ...]
+    pairs: bool
+    """Whether any argument is a pair, so that results are."""
+    everywhere: bool
+    """Whether the call runs as every rank of a simulation, else as one."""
+    returned: dict[Key, _Returned] = field(default_factory=dict)
+
+
+def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+    if len(cache) >= MOST:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
 class _Mapping:
-    """A mapped function, and what its calls need that depends on no values."""
+    """A mapped function, and the plans of its calls."""
 
     def __init__(
         self,
@@ -170,10 +217,11 @@ class _Mapping:
         name = getattr(fn, "__name__", type(fn).__name__)
         self.where = f"{where.removeprefix('fs.')}({name})"
         self.signature = Signature(fn)
+        self.plans: dict[Key, _Plan] = {}
         # By the structures of arguments and results, and by where the call was made.
         self.slots_in: dict[TreeDef, tuple[Slot, ...]] = {}
         self.slots_out: dict[TreeDef, tuple[Slot, ...]] = {}
-        self.checked: set[tuple[TreeDef, Scope]] = set()
+        self.checked: dict[tuple[TreeDef, Scope], None] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call; with `check="collectives"` its collectives are compared."""
@@ -186,29 +234,45 @@ class _Mapping:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Place the arguments, run the function as every rank or as this one, read the results."""
-        leaves, treedef = flatten((args, kwargs))
+        transport, outer, tracker = current_transport(), innermost(), tracking()
+        # A simulated rank's transport lives as long as the simulation, its number comes again.
+        who = transport.rank if transport is not None and is_simulated() else transport
+        key: list[Any] = [who] if outer is None else [who, outer.mesh, outer.axes]
+        values: list[Any] = []
+        with paused(tracker):
+            outline(args, values, key)
+            outline(kwargs, values, key)
+            plan = self.plans.get(tuple(key))
+            if plan is None:
+                plan = _keep(self.plans, tuple(key), self._plan(args, kwargs, transport))
+        if plan.everywhere:
+            return _Call(self, plan, values, None, None).as_all()
+        if transport is None or transport.rank not in plan.scope.mesh:
+            return self._nothing(plan.scope, plan.pairs)
+        return _Call(self, plan, values, transport, tracker).as_one(transport)
+
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], transport: Transport | None
+    ) -> _Plan:
+        """The plan of a call; raises `ShardingError` for all that is wrong with its arguments."""
+        values, treedef = flatten((args, kwargs))
         slots = self.slots_in.get(treedef)
         if slots is None:
             slots = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
             _keep(self.slots_in, treedef, slots)
-        arguments = [Argument(*slot, leaf) for slot, leaf in zip(slots, leaves, strict=True)]
         # The values decide who executes: a tuple of shards is a simulation, inside a rank too.
-        pairs = [leaf for leaf in leaves if is_pair(leaf)]
-        whole = any(not isinstance(pair[0], torch.Tensor) for pair in pairs)
-        transport = None if whole else current_transport()
+        pairs = [value for value in values if is_pair(value)]
+        if any(not isinstance(pair[0], torch.Tensor) for pair in pairs):
+            transport = None
         scope = self._scope(pairs, transport)
         if (treedef, scope) not in self.checked:
             check_specs(self.where, scope, slots, self.out_specs)
-            if len(self.checked) >= MOST_STRUCTURES:
-                self.checked.clear()
-            self.checked.add((treedef, scope))
-        if transport is not None and transport.rank not in scope.mesh:
-            return self._nothing(scope, bool(pairs))
-        outer = None if transport is None else tracking()
-        with paused(outer):
-            place_all(self.where, arguments, scope, transport, self.redistribute_inputs)
-        call = _Call(self, scope, arguments, treedef, outer)
-        return call.as_all() if transport is None else call.as_one(transport)
+            _keep(self.checked, (treedef, scope), None)
+        arguments: tuple[Argument, ...] = ()
+        if transport is None or transport.rank in scope.mesh:
+            free = self.redistribute_inputs
+            arguments = place_all(self.where, slots, values, scope, transport, free)
+        return _Plan(scope, treedef, arguments, bool(pairs), transport is None)
 
     def _scope(self, pairs: Sequence[tuple[Any, Spec]], transport: Transport | None) -> Scope:
         outer = None if transport is None else innermost()
@@ -253,44 +317,44 @@ class _Mapping:
         return slots
 
 
-def _keep(cache: dict[TreeDef, tuple[Slot, ...]], key: TreeDef, slots: tuple[Slot, ...]) -> None:
-    if len(cache) >= MOST_STRUCTURES:
-        cache.clear()
-    cache[key] = slots
-
-
 class _Call:
     """One call: the function on one rank's locals, and what its results mean."""
 
     def __init__(
         self,
         mapping: _Mapping,
-        scope: Scope,
-        arguments: Sequence[Argument],
-        treedef: TreeDef,
+        plan: _Plan,
+        values: Sequence[Any],
+        transport: Transport | None,
         outer: Tracker | None,
     ) -> None:
-        self.mapping, self.scope, self.arguments, self.treedef = mapping, scope, arguments, treedef
+        self.mapping, self.plan, self.scope = mapping, plan, plan.scope
         # What tracks the types of the enclosing body, if this is a call in one.
         self.outer = outer
-        # Per rank that ran: the structure of its result, and in place of tensors `TENSOR`.
-        self.returned: list[tuple[TreeDef, list[Any]]] = []
+        self.values = values
+        with paused(outer):
+            self.locals = locals_of(mapping.where, plan.arguments, values, transport)
+        # By rank that ran: what its result has in common with others, and what in it is no tensor.
+        self.returned: dict[int, tuple[_Returned, list[Any]]] = {}
 
     # -- as ranks -----------------------------------------------------------------------
 
+    def mapped(self) -> tuple[Any, ...]:
+        """The locals that are one rank's own, without what passes through."""
+        arguments = zip(self.plan.arguments, self.locals, strict=True)
+        return tuple([local for each, local in arguments if each.spec is not None])
+
     def as_all(self) -> Any:
         """Run as every rank of a simulation."""
-        mapped = [each.local for each in self.arguments if each.spec is not None]
-        ranks = self.scope.mesh.size
+        mapped, ranks = self.mapped(), self.scope.mesh.size
         rows = list(zip(*mapped, strict=True)) if mapped else [()] * ranks
         outs = map_ranks(self.scope, self.body, rows, self.mapping.fn, self.agree)
         return self.read(list(zip(*outs, strict=True)), None)
 
     def as_one(self, transport: Transport) -> Any:
         """Run as the one rank that this process, or this simulated rank, is."""
-        mine = tuple(each.local for each in self.arguments if each.spec is not None)
         try:
-            outs = run_body(self.scope, self.body, mine)
+            outs = run_body(self.scope, self.body, self.mapped())
         except BaseException as error:
             blame(error, self.scope.names)
             raise
@@ -298,50 +362,62 @@ class _Call:
 
     def body(self, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call the function as one rank; its tensors, in order."""
-        args, kwargs = unflatten(self.treedef, self.enter(locals_))
+        args, kwargs = unflatten(self.plan.treedef, self.enter(locals_))
         tracker = self.outer or new_tracker(self.mapping.check, self.scope, self.mapping.where)
         if tracker is None:
             return self.leave(self.mapping.fn(*args, **kwargs))
-        enter_types(tracker, self.scope, self.arguments, locals_)
+        enter_types(tracker, self.scope, self.plan.arguments, self.values, locals_)
         with typed(tracker, inner=self.outer is not None):
-            ys = self.leave(self.mapping.fn(*args, **kwargs))
-            treedef, kept = self.returned[-1]
-            slots = [
-                slot
-                for slot, leaf in zip(self.mapping.results(treedef), kept, strict=True)
-                if leaf is TENSOR
-            ]
-            return leave_types(tracker, self.scope, slots, ys)
+            result = self.mapping.fn(*args, **kwargs)
+            with tracker.pause():
+                ys = self.leave(result)
+            return leave_types(tracker, self.scope, self.promised(), ys)
 
     def enter(self, locals_: tuple[torch.Tensor, ...]) -> list[Any]:
         """What one rank's body gets: the local of each argument, what has no spec as it is."""
         mine = iter(locals_)
-        return [each.value if each.spec is None else next(mine) for each in self.arguments]
+        arguments = zip(self.plan.arguments, self.values, strict=True)
+        return [value if each.spec is None else next(mine) for each, value in arguments]
 
     def leave(self, result: Any) -> tuple[torch.Tensor, ...]:
         """What one rank's body gives: its tensors; the rest is kept for all of them."""
-        out, treedef = flatten(result)
-        kept = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in out]
-        self.returned.append((treedef, kept))
-        return tuple(leaf for leaf in out if isinstance(leaf, torch.Tensor))
+        kept: list[Any] = []
+        key: list[Any] = []
+        outline(result, kept, key)
+        returned = self.plan.returned.get(tuple(key))
+        if returned is None:
+            places = tuple(at for at, leaf in enumerate(kept) if isinstance(leaf, torch.Tensor))
+            returned = _Returned(flatten(result)[1], places)
+            _keep(self.plan.returned, tuple(key), returned)
+        ys = tuple([kept[at] for at in returned.places])
+        for at in returned.places:
+            kept[at] = TENSOR
+        self.returned[_rank()] = returned, kept
+        return ys
+
+    def promised(self) -> list[Slot]:
+        """Path and out spec of the tensors that this rank's body has given."""
+        returned, _ = self.returned[_rank()]
+        slots = self.mapping.results(returned.treedef)
+        return [slots[at] for at in returned.places]
 
     # -- results ------------------------------------------------------------------------
 
     def agree(self) -> None:
         """Raise `ShardingError` unless all ranks returned one structure, with equal numbers."""
         where, ranks = self.mapping.where, self.scope.mesh.ranks
-        first, kept = self.returned[0]
-        for rank, (treedef, others) in zip(ranks, self.returned, strict=False):
-            if treedef != first or any(
-                (a is TENSOR) != (b is TENSOR) for a, b in zip(kept, others, strict=True)
-            ):
+        first, kept = self.returned[ranks[0]]
+        for rank in ranks:
+            each, others = self.returned[rank]
+            if each.treedef != first.treedef or each.places != first.places:
                 fail(
                     where,
-                    f"rank {ranks[0]} returned {first}, rank {rank} {treedef}",
+                    f"rank {ranks[0]} returned {first.treedef}, rank {rank} {each.treedef}",
                     "every rank returns the same structure",
                     "return the same tree on every rank",
                 )
-            for (path, _), a, b in zip(self.mapping.results(first), kept, others, strict=True):
+            slots = self.mapping.results(first.treedef)
+            for (path, _), a, b in zip(slots, kept, others, strict=True):
                 if a is not b and not _equal(a, b):
                     fail(
                         where,
@@ -352,20 +428,43 @@ class _Call:
 
     def read(self, columns: Sequence[Any], transport: Transport | None) -> Any:
         """The result tree: pairs if any argument was one, else global tensors."""
-        treedef, kept = self.returned[0]
-        slots = self.mapping.results(treedef)
-        places = [at for at, leaf in enumerate(kept) if leaf is TENSOR]
-        rows = [(*slots[at], local) for at, local in zip(places, columns, strict=True)]
-        others = [(*slots[at], leaf) for at, leaf in enumerate(kept) if leaf is not TENSOR]
-        check_others(self.mapping.where, others)
-        leaves = list(kept)
-        with paused(self.outer):
-            found = read_results(self.mapping.where, rows, self.arguments, self.scope, transport)
+        (first, kept), *others = [self.returned[rank] for rank in sorted(self.returned)]
+        rest = tuple([each for each, _ in others])
+        specs = first.specs.get(rest)
+        if specs is None:
+            specs = _keep(first.specs, rest, self.specs(first, kept, columns, transport))
+        found: list[Any] = list(map(Sharded, columns, specs))
+        if not self.plan.pairs:
+            with paused(self.outer):
+                found = list(map(unshard, found))
         if self.outer is not None:
             give_types(self.outer, self.scope, columns, found)
-        for at, value in zip(places, found, strict=True):
+        leaves = list(kept)
+        for at, value in zip(first.places, found, strict=True):
             leaves[at] = value
-        return unflatten(treedef, leaves)
+        return unflatten(first.treedef, leaves)
+
+    def specs(
+        self,
+        returned: _Returned,
+        kept: Sequence[Any],
+        columns: Sequence[Any],
+        transport: Transport | None,
+    ) -> tuple[Spec, ...]:
+        """The specs of the tensors among results; raises `ShardingError` for what has none."""
+        where, slots = self.mapping.where, self.mapping.results(returned.treedef)
+        others = [(*slots[at], leaf) for at, leaf in enumerate(kept) if leaf is not TENSOR]
+        check_others(where, others)
+        rows = [(*slots[at], x) for at, x in zip(returned.places, columns, strict=True)]
+        with paused(self.outer):
+            found = result_specs(where, rows, self.plan.arguments, self.scope, transport)
+        return tuple(found)
+
+
+def _rank() -> int:
+    transport = current_transport()
+    assert transport is not None
+    return transport.rank
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from fshard.tree import is_pair
 
 __all__ = ["enter_types", "give_types", "leave_types", "new_tracker", "paused", "typed"]
 
+NOTHING = nullcontext()
+
 
 def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
     """The tracker of one rank's body; None with `check=False`."""
@@ -32,14 +34,9 @@ def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
     return Tracker(scope.names, name, strict=check == "strict", values=check == "values")
 
 
-@contextmanager
-def paused(tracker: Tracker | None) -> Iterator[None]:
+def paused(tracker: Tracker | None) -> AbstractContextManager[None]:
     """Track nothing in the block, which is no code of the body."""
-    if tracker is None:
-        yield
-    else:
-        with tracker.pause():
-            yield
+    return NOTHING if tracker is None else tracker.pause()
 
 
 @contextmanager
@@ -57,7 +54,11 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
 
 
 def enter_types(
-    tracker: Tracker, scope: Scope, arguments: Sequence[Argument], locals_: Sequence[torch.Tensor]
+    tracker: Tracker,
+    scope: Scope,
+    arguments: Sequence[Argument],
+    values: Sequence[Any],
+    locals_: Sequence[torch.Tensor],
 ) -> None:
     """Write down the types of arguments: what their specs say of the axes that are mapped.
 
@@ -65,11 +66,11 @@ def enter_types(
     """
     mine = iter(locals_)
     promises = []
-    for each in arguments:
+    for each, value in zip(arguments, values, strict=True):
         if each.spec is None:
             continue
         x = next(mine)
-        held = each.value[0] if is_pair(each.value) else each.value
+        held = value[0] if each.is_pair else value
         outer = tracker.states(held) if isinstance(held, torch.Tensor) else INVARIANT
         states = {axis: state for axis, state in outer.items if axis not in scope.axes}
         tracker.enter(x, States.of(states | dict(states_of(each.spec.partition).items)))
