@@ -55,6 +55,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
     >>> did_you_mean("tq", ["dp", "tp"], "use one of dp, tp")
     "did you mean 'tp'?"
+    >>> did_you_mean("TP", ["dp", "tp"], "use one of dp, tp")
+    "did you mean 'tp'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else otherwise
+    words = {word.lower(): word for word in known}
+    close = difflib.get_close_matches(name.lower(), words, n=1, cutoff=0.5)
+    return f"did you mean {words[close[0]]!r}?" if close else otherwise

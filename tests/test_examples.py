@@ -21,6 +21,7 @@ import fshard as fs
 
 ROOT = Path(__file__).parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
+DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
 
@@ -51,7 +52,7 @@ def run(command: Sequence[str], timeout: float) -> tuple[str, str]:
 
 def losses(out: str) -> list[float]:
     """The losses of the steps, as printed."""
-    return [float(each) for each in re.findall(r"^step +\d+  loss (\S+)$", out, re.MULTILINE)]
+    return [float(each) for each in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
 
 
 @pytest.mark.timeout(300)
@@ -80,6 +81,23 @@ def test_torchrun_prints_the_same_losses() -> None:
     assert out.endswith("The same as on one device, to within 1e-09.\n")
     assert len(losses(out)) == 3
     assert losses(out) == pytest.approx(losses(simulated), rel=0, abs=2e-10)
+
+
+@pytest.mark.timeout(300)
+def test_a_module_is_trained_as_on_one_device() -> None:
+    script = [sys.executable, "-W", "error", str(DATA_PARALLEL), "50"]
+    simulated, err = run(script, 120)
+    assert err == ""
+    assert max(map(len, simulated.splitlines())) <= 80
+    first, last = losses(simulated)
+    assert last < 0.9 < 1.09 < first
+    assert "2 collectives, 4,664 B sent by the busiest rank" in simulated  # one each way
+    out, err = run([sys.executable, *TORCHRUN, *script], 240)
+    assert err == ""
+    assert losses(out) == pytest.approx([first, last], rel=0, abs=2e-10)
+    for text in (out, simulated):
+        (apart,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(apart) < 1e-12
 
 
 # -- in this process ------------------------------------------------------------------------
