@@ -75,3 +75,37 @@ def test_gradients_of_slices_at_an_index() -> None:
     fs.shard_map(body, mesh=Mesh(i=4), in_specs=P(), out_specs=P("i"))(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+MORE_THAN_JAX: dict[str, tuple[Any, Any, Any, list[float]]] = {
+    "reduced meets invariant": (
+        P(), P(reduced={"i"}), lambda v: fs.pcast(v, "i", to="reduced") + v * v, [3, 10, 21, 36],
+    ),
+    "reduced meets numbers": (
+        P(), P(reduced={"i"}), lambda v: fs.pcast(v, "i", to="reduced") * 3 + 1, [3, 6, 9, 12],
+    ),
+    "reduced leaves cut": (P(reduced={"i"}), P("i"), lambda v: v * v, [56, 128, 216, 320]),
+    "invariant leaves reduced": (P(), P(reduced={"i"}), lambda v: v * v, [2, 8, 18, 32]),
+    "invariant is gathered": (
+        P(), P(), lambda v: fs.all_gather(v, "i", to="invariant"), [28, 32, 36, 40],
+    ),
+    "invariant is gathered to reduced": (
+        P(), P(reduced={"i"}), lambda v: fs.all_gather(v, "i", to="reduced"), [28, 32, 36, 40],
+    ),
+    "addends times a number": (
+        P("i"), P(unreduced={"i"}), lambda v: -2 * fs.pcast(v, "i", to="unreduced"), [-2] * 4,
+    ),
+    "a maximum": (P("i"), P(), lambda v: fs.pmax(v * v, "i"), [0, 0, 0, 8]),
+    "a maximum of an invariant": (P(), P(), lambda v: fs.pmax(v * v, "i"), [2, 8, 18, 32]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE_THAN_JAX)
+def test_what_jax_refuses_and_has_a_meaning(name: str) -> None:
+    """Gradients are those of one device, results weighed by 1, 2, ..."""
+    in_specs, out_specs, body, want = MORE_THAN_JAX[name]
+    v = torch.arange(1.0, 5.0, requires_grad=True)
+    out = fs.shard_map(body, mesh=Mesh(i=4), in_specs=in_specs, out_specs=out_specs)(v)
+    (out * torch.arange(1.0, 1 + out.numel()).reshape(out.shape)).sum().backward()
+    assert v.grad is not None
+    assert v.grad.tolist() == want
