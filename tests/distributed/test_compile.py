@@ -88,8 +88,9 @@ def run_my_cases(work: list[Work], backend: str) -> list[tuple[torch.Tensor, tor
 
 
 def tree(x: torch.Tensor) -> torch.Tensor:
-    sums = fs.psum({"a": x, "b": (x[0] * 2, None), "n": 3}, "i")
-    return sums["a"] * sums["n"] + sums["b"][0]
+    sums: Any = fs.psum({"a": x, "b": (x[0] * 2, None), "n": 3}, "i")
+    total: torch.Tensor = sums["a"] * sums["n"] + sums["b"][0]
+    return total
 
 
 def places(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,7 @@ def extremes(x: torch.Tensor) -> torch.Tensor:
 
 
 def ragged(x: torch.Tensor) -> torch.Tensor:
-    i = fs.axis_index("i")
+    i: Any = fs.axis_index("i")
     out = fs.ragged_all_to_all(x, 2 * x[:2], [0, 1], [1, 1], [i, i], [1, 1], axis_name="i")
     return out * out
 
@@ -140,7 +141,7 @@ def counted(targets: list[str]) -> Any:
     def note(graph: Any, _: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         targets.extend(name.split(".")[1] for name in names if "c10d_functional" in name)
-        from functorch.compile import make_boxed_func
+        from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 
         return make_boxed_func(graph.forward)
 
