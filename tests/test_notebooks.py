@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,35 @@ def test_stored_form(path: Path) -> None:
         assert str(ROOT) not in text
         lines = (shown.get("stdout", "") + "\n" + shown.get("text/plain", "")).splitlines()
         assert all(len(line) <= 100 for line in lines)
+
+
+WRONG = """\
+import torch, fshard as fs
+w = torch.ones(2, requires_grad=True)
+def f(x):
+    return x * w
+mapped = fs.shard_map(f, mesh=fs.Mesh(x=2), in_specs=fs.P("x"), out_specs=fs.P("x"), check="strict")
+try:
+    mapped(torch.ones(4))
+except fs.ShardingError as error:
+    print(str(error).partition("\\n")[0])
+"""
+IN_IPYTHON = f"""
+from IPython.core.interactiveshell import InteractiveShell
+InteractiveShell.instance().run_cell({WRONG!r}, store_history=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [(WRONG, "<stdin>:4"), (IN_IPYTHON, "Cell In[1], line 4")],
+    ids=["-", "IPython"],
+)
+def test_errors_name_the_line_of_what_is_typed(code: str, place: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-"], input=code, env=environment, timeout=100,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout == f"shard_map(f): mul at {place}\n", done.stderr
 
 
 def store() -> None:

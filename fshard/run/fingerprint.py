@@ -28,6 +28,8 @@ Fingerprint = tuple[object, ...]
 """A label, the operation on the wire, and its arguments: compared as it is."""
 
 PACKAGES = frozenset(("fshard", "torch", "threading", "optree", "contextlib", "functools"))
+TYPED = ("<stdin>", "<python-input", "<ipython-input")
+"""What a prompt calls the code that a user types; other code without a file is generated."""
 
 
 # -- where ----------------------------------------------------------------------------
@@ -56,7 +58,8 @@ def _at(frame: FrameType, line: int | None) -> str:
 
 def _is_users(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package not in PACKAGES and not frame.f_code.co_filename.startswith("<")
+    file = frame.f_code.co_filename
+    return package not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
 
 
 def user_line(thread: int | None, label: object) -> str:
