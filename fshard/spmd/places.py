@@ -67,8 +67,9 @@ def pcast(
 
     `jax.lax.pcast`; in PyTorch an `autograd.Function` written by hand. From invariant to
     "varying" or "reduced" the transpose is a sum over the ranks, for a whole tree in one launch
-    per dtype; from varying to "unreduced" and from reduced to "varying" it is nothing. `src` is
-    the state that `x` has; it is taken to be varying for `to="unreduced"`, else invariant.
+    per dtype; from varying to "unreduced" and from reduced to "varying" it is nothing. Where
+    types are tracked, casts to varying that are missing are inserted, one for each tensor.
+    `src` is the state that `x` has; it is taken to be varying for `to="unreduced"`, else invariant.
     The transpose sends and adds in `backward_dtype`, gradients have the dtype of `x`; as nothing
     moves forward, `forward_dtype` has no effect. Raises `ShardingError` for a cast that does not
     exist, and for floating dtypes of integers.
