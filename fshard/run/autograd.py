@@ -7,7 +7,7 @@ exists. Maxima and minima are not linear: their rule is that of `torch.amax`, ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ from fshard.spec import Spec
 
 __all__ = [
     "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program", "apply_programs",
-    "start_linear",
+    "is_transformed", "start_linear",
 ]  # fmt: skip
 
 Shards = tuple[torch.Tensor, ...]
@@ -57,6 +57,10 @@ class Linear(Protocol):
     @property
     def T(self) -> Linear:  # noqa: N802 - the mathematical name
         """The transpose."""
+        ...
+
+    def wider(self, n: int) -> Linear:
+        """The same of tensors with one more dim, the last, of size n."""
         ...
 
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
@@ -85,6 +89,10 @@ class Run:
         """The transposed programs."""
         return Run(tuple(prog.T for prog in self.progs), self.keep)
 
+    def wider(self, n: int) -> Run:
+        """The programs with one more dim, which no step touches."""
+        return Run(tuple(_wider(prog, n) for prog in self.progs), self.keep)
+
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         """Start the programs on this rank's locals."""
         progs, rank = self.progs, transport.rank
@@ -94,6 +102,15 @@ class Run:
         moved = launch(joined(progs, self.keep), transport, join(xs, self.keep))
         shapes = [prog.dst.local_shape(rank) for prog in progs]
         return lambda: part(moved(), shapes, self.keep)
+
+
+@lru_cache(maxsize=1024)
+def _wider(prog: Program, n: int) -> Program:
+    src, p = prog.src, prog.src.partition
+    sides = PartitionSpec._of((*p.dims, ()), p.unreduced_kinds, p.reduced_kinds)
+    whole = Spec._of(src.mesh, sides, (*src.shape, n), src.dtype, (*src.sizes, None))
+    dtypes = prog.forward_dtype, prog.backward_dtype
+    return Program(whole, prog.steps, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
 
 
 @lru_cache(maxsize=4096)
@@ -145,27 +162,51 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Linear, everywhere: bool, launched: FinishAll | None, *xs: torch.Tensor
+        op: Linear, everywhere: bool, launched: FinishAll | None, *xs: torch.Tensor
     ) -> Shards:
+        return tuple(map(_result, xs, _execute(op, xs, everywhere, launched)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Shards) -> None:
+        op, everywhere, _, *xs = inputs
         ctx.op, ctx.everywhere, ctx.label = op, everywhere, backward_label()
-        ctx.shapes = [(x.shape, x.dtype) for x in xs]
-        out = _execute(op, xs, everywhere, launched)
-        outs = tuple(map(_result, xs, out))
-        if not everywhere:
+        ctx.shapes = [x.shape for x in xs]
+        needs = ctx.needs_input_grad[3:]
+        if not everywhere and any(needs):
             # A rank's locals do not mix: what needs no gradient is not made to need one.
-            needs = ctx.needs_input_grad[3:]
-            ctx.mark_non_differentiable(*(y for y, n in zip(outs, needs, strict=True) if not n))
-        return outs
+            ctx.mark_non_differentiable(*(y for y, n in zip(output, needs, strict=True) if not n))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
             back = apply_linear(ctx.op.T, grads, ctx.everywhere)
         kept = (
-            g if g.shape == s else g.new_zeros(s)
-            for g, (s, _) in zip(back, ctx.shapes, strict=True)
+            g if g.shape == shape else g.new_zeros(shape)
+            for g, shape in zip(back, ctx.shapes, strict=True)
         )
         return (None, None, None, *kept)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Shards:
+        return apply_linear(ctx.op, tangents[3:], ctx.everywhere)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Linear, everywhere: bool, _: None, *xs: Any) -> Any:
+        n, dims = info.batch_size, in_dims[3:]
+        return apply_linear(op.wider(n), _batched_last(xs, dims, n), everywhere), (-1,) * len(xs)
+
+
+def _batched_last(xs: Shards, dims: Sequence[int | None], n: int) -> Shards:
+    """Tensors with the dim that `vmap` maps as their last, where they have none repeated."""
+    return tuple(
+        x.unsqueeze(-1).expand(*x.shape, n) if dim is None else x.movedim(dim, -1)
+        for x, dim in zip(xs, dims, strict=True)
+    )
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` transforms the code that is running: its tensors are wrappers."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def apply_linear(
@@ -175,7 +216,7 @@ def apply_linear(
 
     `launched` is its own start.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+    if is_transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
         out: Shards = _Apply.apply(op, everywhere, launched, *xs)  # type: ignore[no-untyped-call]
         return out
     return _execute(op, xs, everywhere, launched)
@@ -186,7 +227,7 @@ def apply_program(
 ) -> Shards:
     """Run a program on one local or on all shards, differentiably."""
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if not wanted or prog.is_linear:
+    if prog.is_linear or not (wanted or is_transformed()):
         return apply_linear(Run((prog,)), xs, everywhere, launched)
     for piece in _parts(prog):
         if piece.is_linear:
@@ -253,12 +294,19 @@ class _Extreme(torch.autograd.Function):
     """One all-reduce or reduce-scatter by maximum or minimum."""
 
     @staticmethod
-    def forward(ctx: Any, prog: Program, everywhere: bool, *xs: torch.Tensor) -> Shards:
-        ctx.prog, ctx.everywhere, ctx.n = prog, everywhere, len(xs)
-        ctx.label = backward_label()
-        ys = _execute(Run((prog,)), xs, everywhere, None)
-        ctx.save_for_backward(*xs, *ys)
-        return tuple(map(_result, xs, ys))
+    def forward(prog: Program, everywhere: bool, *xs: torch.Tensor) -> Shards:
+        return tuple(map(_result, xs, _execute(Run((prog,)), xs, everywhere, None)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Shards) -> None:
+        ctx.prog, ctx.everywhere, *xs = inputs
+        ctx.n, ctx.label = len(xs), backward_label()
+        ctx.save_for_backward(*xs, *output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, prog: Program, everywhere: bool, *xs: Any) -> Any:
+        n, dims = info.batch_size, in_dims[2:]
+        return _extreme(_wider(prog, n), _batched_last(xs, dims, n), everywhere), (-1,) * len(xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -40,6 +40,7 @@ class Word(enum.Enum):
     FRESH = "of the first operand only the shape counts"
     RANDOM = "the process's generator decides"
     TELLS = "as OP, and the host learns of the values"
+    INDEX = "as OP, and where it is by a mask, the host learns how many there are"
     WRITE = "the first operand is written"
     LISTS = "an OP on the elements of lists, one by one"
     WRITE_LISTS = "a WRITE on the elements of lists, one by one"
@@ -162,6 +163,8 @@ def _classify(func: Callable[..., Any]) -> Kind:
         return Kind(name, Word.GRADIENTS, Rule.OTHER)
     if name == "backward" and inspect.isfunction(func):
         return Kind(name, Word.BACKWARD, Rule.OTHER)
+    if name == "__getitem__":
+        return Kind(name, Word.INDEX, RULES[name])
     for word, names in (
         (Word.NOTHING, NOTHING),
         (Word.LIKE, LIKE),

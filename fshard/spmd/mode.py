@@ -85,7 +85,7 @@ def _special(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs
     if _writes(kwargs) and kind.word in (Word.OP, Word.TELLS):
         return _write(tracker, func, kind, args, kwargs)
     match kind.word:
-        case Word.OP | Word.TELLS:
+        case Word.OP | Word.TELLS | Word.INDEX:
             return _computed(tracker, func, kind, args, kwargs)
         case Word.NOTHING:
             return func(*args, **kwargs)
@@ -145,7 +145,7 @@ def _computed(
         args, kwargs = replaced(args, new), replaced(kwargs, new)
     if kind.word is Word.TELLS:
         tracker.tell(states, f"{kind.name.strip('_')}()")
-    elif kind.name == "__getitem__" and (found := _sizes(args[1])):
+    elif kind.word is Word.INDEX and (found := _sizes(args[1])):
         tracker.tell(states, found)
     result = func(*args, **kwargs)
     tracker.record(result, states)

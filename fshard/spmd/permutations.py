@@ -37,6 +37,9 @@ class _Permute:
     def T(self) -> _Permute:  # noqa: N802 - the mathematical name
         return _Permute(self.mesh, self.axes, tuple((dst, src) for src, dst in self.perm))
 
+    def wider(self, n: int) -> _Permute:
+        return self
+
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         group = self.mesh.group(transport.rank, self.axes)
         here = group.index(transport.rank)
@@ -69,6 +72,9 @@ class _Broadcast:
     @property
     def T(self) -> _Broadcast:  # noqa: N802 - the mathematical name
         return _Broadcast(self.mesh, self.axes, self.source, not self.back)
+
+    def wider(self, n: int) -> _Broadcast:
+        return self
 
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         group = self.mesh.group(transport.rank, self.axes)

@@ -23,6 +23,7 @@ from fshard.run.autograd import (
     Run,
     apply_linear,
     apply_programs,
+    is_transformed,
     start_linear,
 )
 from fshard.run.fingerprint import call_line
@@ -160,10 +161,16 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     progs = tuple(move.op for move in moves if isinstance(move.op, Program))
     op = _linear(moves)
     label = Label(name, op.mesh, call_line() if ahead else "")
+    linear = not isinstance(op, Run) or progs[0].is_linear
+    if is_transformed():
+        # What was launched now would be the wrappers of `torch.func`, not what they hold.
+        if linear:
+            return under(label, lambda: apply_linear(op, xs, False))
+        return under(label, lambda: apply_programs(progs, first.keep, xs))
     with labelled(label):
         if not wanted:
             return start_linear(op, xs, name)
-        if not isinstance(op, Run) or progs[0].is_linear:
+        if linear:
             with torch.no_grad():
                 launched = start_linear(op, xs, name)
             return under(label, lambda: apply_linear(op, xs, False, launched))
@@ -204,7 +211,7 @@ def _launcher(
     That is under `torchrun` alone, for what communicates over this process's own transport.
     """
     transport, bound = direct_transport(), innermost()
-    if transport is None or (bound is not None and bound.types is not None):
+    if transport is None or is_transformed() or (bound is not None and bound.types is not None):
         return None
     if list in map(type, args):
         args = tuple([tuple(each) if type(each) is list else each for each in args])

@@ -44,13 +44,17 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
     """Track the types of what the block, the body of the innermost call, computes."""
     bound = innermost()
     assert bound is not None
-    bound.types = tracker
-    if inner:  # the enclosing body is tracked already
-        yield
-    else:
-        explain_with(lambda: tracker.remark)
-        with tracked(tracker):
+    before, bound.types = bound.types, tracker
+    try:
+        if inner:  # the enclosing body is tracked already
             yield
+        else:
+            explain_with(lambda: tracker.remark)
+            with tracked(tracker):
+                yield
+    finally:
+        # What is differentiated under the same names, once the body has run, is typed already.
+        bound.types = before
 
 
 def enter_types(
@@ -70,7 +74,7 @@ def enter_types(
         if each.spec is None:
             continue
         x = next(mine)
-        held = value[0] if each.is_pair else value
+        held = value[0] if is_pair(value) else value
         outer = tracker.states(held) if isinstance(held, torch.Tensor) else INVARIANT
         states = {axis: state for axis, state in outer.items if axis not in scope.axes}
         tracker.enter(x, States.of(states | dict(states_of(each.spec.partition).items)))

@@ -59,6 +59,9 @@ class _Sent:
     def T(self) -> _Sent:  # noqa: N802 - the mathematical name
         return _Sent(self.op.T, self.wires[::-1])
 
+    def wider(self, n: int) -> _Sent:
+        return _Sent(self.op.wider(n), self.wires)
+
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         wire = self.wires[0]
         if wire is None:
