@@ -20,6 +20,8 @@ __all__ = [
     "broadcast_prefix", "flatten", "is_pair", "map_leaves", "outline", "paths", "unflatten",
 ]  # fmt: skip
 
+STRINGS = frozenset({str})
+
 TreeDef = optree.PyTreeSpec
 Tree = TypeVar("Tree")
 
@@ -52,8 +54,8 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
 def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     """Add the leaves of a tree, and what it has in common with others of its kind: a key.
 
-    Trees of one key have one structure, specs, shapes, dtypes and devices of their tensors, and
-    types of their other leaves.
+    Trees of one key have one structure and equal specs, their tensors equal shapes, dtypes and
+    devices, outside of pairs require grad alike, and other leaves are of equal types.
 
     >>> leaves, key = [], []
     >>> outline({"b": 1, "a": [torch.ones(2)]}, leaves, key)
@@ -63,7 +65,7 @@ def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
-        key += (tree.shape, tree.dtype, tree.device)
+        key += (tree.shape, tree.dtype, tree.device, tree.requires_grad)
     elif kind is Sharded or is_pair(tree):
         leaves.append(tree)
         local, spec = tree
@@ -78,7 +80,7 @@ def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
         key += (kind, len(tree))
         for each in tree:
             outline(each, leaves, key)
-    elif kind is dict and all(type(name) is str for name in tree):
+    elif kind is dict and {*map(type, tree)} <= STRINGS:
         key += (kind, tuple(tree))
         for name in sorted(tree):
             outline(tree[name], leaves, key)
@@ -95,7 +97,7 @@ def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
 
 def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
     """The tree of a structure and its leaves."""
-    return optree.tree_unflatten(treedef, leaves)
+    return treedef.unflatten(leaves)
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:

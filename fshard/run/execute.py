@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from fshard.program.program import Program
 from fshard.run.autograd import apply_program
 from fshard.run.fingerprint import call_line
 from fshard.run.interpreter import launch
-from fshard.run.transport import Label, Transport, current_rank, labelled, under
+from fshard.run.record import Launcher, record, replay
+from fshard.run.transport import (
+    Label,
+    Transport,
+    current_rank,
+    direct_transport,
+    labelled,
+    under,
+)
 from fshard.spec import Spec
 from fshard.tree import is_pair
 
@@ -61,26 +70,35 @@ class Pending:
         return f"<Pending, {'under way' if self._finish else 'waited for'}>"
 
 
+@lru_cache(maxsize=4096)
+def _where(dst: Spec) -> str:
+    return f"the program to {dst}"
+
+
 @hooks.register("run_program")
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     """Run a program on a tuple of shards (a simulation) or on this rank's local."""
     if isinstance(local, torch.Tensor):
         run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
-        return hooks.call("typed", f"the program to {prog.dst}", local, prog.src, prog.dst, run)
-    shards = check_shards(local, prog.src, f"the program to {prog.dst}")
+        return hooks.call("typed", _where(prog.dst), local, prog.src, prog.dst, run)
+    shards = check_shards(local, prog.src, _where(prog.dst))
     out = apply_program(prog, shards, everywhere=True)
     return Pending(lambda: out) if async_op else out
 
 
 def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
     """Run a program on this rank's local."""
-    where = f"the program to {prog.dst}"
+    where = _where(prog.dst)
     transport = current_rank(prog.src.mesh, where)
+    launcher = None if async_op else _launcher(prog, local)
+    if launcher is not None:
+        wanted = local.requires_grad and torch.is_grad_enabled()
+        return replay(launcher, local) if wanted else launcher.run(local)
     check_local(local, prog.src, transport, where)
     label = Label(where, prog.src.mesh, call_line() if async_op else "")
     with labelled(label):
         if not async_op:
-            return apply_program(prog, (local,), everywhere=False)[0]
+            return _apply(prog, local)
         with torch.no_grad():
             started = launch(prog, transport, local)
     if prog.is_linear or not local.requires_grad:
@@ -89,6 +107,45 @@ def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
     fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
          f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
          "with gradients", "run it without async_op, or detach() the local")  # fmt: skip
+
+
+_LAUNCHERS: dict[Hashable, Launcher | None] = {}
+_SEEN: set[Hashable] = set()
+_MOST = 4096
+
+
+def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
+    """What a program does to a local on this rank; None where it is not recorded.
+
+    That is under `torchrun` alone, over this process's own transport.
+    """
+    transport = direct_transport()
+    plain = type(local) is torch.Tensor or type(local) is torch.nn.Parameter
+    if transport is None or not plain or local.is_meta or torch.compiler.is_compiling():
+        return None
+    wanted = local.requires_grad and torch.is_grad_enabled()
+    key = prog, transport, local.shape, local.stride(), local.dtype, local.device, wanted
+    if key in _LAUNCHERS:
+        return _LAUNCHERS[key]
+    if key not in _SEEN:  # recording costs more than a call: what comes once is not recorded
+        if len(_SEEN) >= _MOST:
+            _SEEN.clear()
+            _LAUNCHERS.clear()
+        _SEEN.add(key)
+        return None
+    where = _where(prog.dst)
+    check_local(local, prog.src, transport, where)
+    found = None
+    if transport.rank in prog.src.mesh and (prog.is_linear or not wanted):
+        like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        with labelled(Label(where, prog.src.mesh)):
+            found = record(lambda x: _apply(prog, x), lambda g: _apply(prog.T, g), like)
+    _LAUNCHERS[key] = found
+    return found
+
+
+def _apply(prog: Program, x: torch.Tensor) -> torch.Tensor:
+    return apply_program(prog, (x,), everywhere=False)[0]
 
 
 def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: str) -> None:

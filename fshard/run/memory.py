@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-
-from fshard.run.abstract import is_abstract
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["own", "own_all"]
 
@@ -21,17 +20,17 @@ def own(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return own_all((y,), xs)[0]
 
 
-def own_all(ys: Iterable[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def own_all(ys: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Every `y` in memory that no `x` has."""
-    ys = tuple(ys)
     with torch._C.DisableTorchFunction():  # a body learns nothing of it
-        taken = set(map(_memory, xs))
-        shared = [place for place, y in enumerate(ys) if _memory(y) in taken and y.numel()]
-    if not shared:
-        return ys
-    return tuple(y.clone() if place in shared else y for place, y in enumerate(ys))
+        taken = {_memory(x) for x in xs}
+        taken.discard(0)
+        shared = [_memory(y) in taken and y.numel() > 0 for y in ys]
+    if True not in shared:
+        return tuple(ys)
+    return tuple(y.clone() if each else y for y, each in zip(ys, shared, strict=True))
 
 
-def _memory(x: torch.Tensor) -> object:
-    """What is equal for tensors that may share numbers."""
-    return object() if is_abstract(x) else x.untyped_storage().data_ptr()
+def _memory(x: torch.Tensor) -> int:
+    """Where its storage begins; 0 for a tensor without numbers."""
+    return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()

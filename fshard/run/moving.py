@@ -32,7 +32,7 @@ from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
 __all__ = [
-    "check_global", "from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard",
+    "check_sharding", "from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -92,6 +92,7 @@ def _typed(
 # -- the public functions -------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def replicated(spec: Spec) -> Spec:
     """The spec of the same tensor, whole and invariant on every rank."""
     return Spec(spec.mesh, PartitionSpec(), shape=spec.shape, dtype=spec.dtype)
@@ -118,6 +119,11 @@ def _laying_out(spec: Spec) -> Program:
     return Program(replicated(spec), steps, spec)
 
 
+@lru_cache(maxsize=4096)
+def _putting_together(spec: Spec) -> Program:
+    return redistribute(spec, replicated(spec))
+
+
 def _read_pair(pair: object, where: str) -> tuple[Any, Spec]:
     if not isinstance(pair, tuple) or not is_pair(pair):
         fail(where, f"a {type(pair).__name__}", "a pair is (local, spec)",
@@ -126,8 +132,7 @@ def _read_pair(pair: object, where: str) -> tuple[Any, Spec]:
     return local, spec
 
 
-def check_global(x: object, spec: Spec, where: str) -> None:
-    """Raise `ShardingError` unless `x` is a whole tensor of `spec`."""
+def _check_global(x: object, spec: Spec, where: str) -> None:
     if not isinstance(spec, Spec):
         fail(where, f"{spec!r} as the spec", "a spec has a mesh, a shape and a dtype too",
              "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype)")  # fmt: skip
@@ -162,20 +167,21 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     """
     if current_transport() is None:
         return Sharded(lay_out(global_tensor, spec), spec)
-    _check_sharding(global_tensor, spec)
+    check_sharding(global_tensor, spec)
     cut = lambda x: Sharded(own(_laying_out(spec)(x), [x]), spec)  # noqa: E731
     return _typed("fs.shard", global_tensor, replicated(spec), spec, cut)
 
 
-def _check_sharding(x: torch.Tensor, spec: Spec) -> None:
-    check_global(x, spec, "fs.shard")
+def check_sharding(x: torch.Tensor, spec: Spec) -> None:
+    """Raise `ShardingError` unless `x` is a whole tensor of `spec`, with a gradient if it wants."""
+    _check_global(x, spec, "fs.shard")
     if x.requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.shard")
 
 
 def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     """The shards of a global tensor on all ranks of a simulated mesh, in this process."""
-    _check_sharding(x, spec)
+    check_sharding(x, spec)
     shards = _laying_out(spec)(spread(x, spec.mesh.size))
     return tuple(own(each, [x]) for each in shards)
 
@@ -189,7 +195,7 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     tensor([11., 22.])
     """
     local, spec = _read_pair(pair, "fs.unshard")
-    prog = redistribute(spec, replicated(spec))
+    prog = _putting_together(spec)
     if isinstance(local, torch.Tensor):
         gather = lambda x: own(prog(x), [x])  # noqa: E731
         return _typed("fs.unshard", local, spec, prog.dst, gather)
@@ -278,7 +284,7 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
              f"src={spec.mesh.ranks[0]}")  # fmt: skip
     transport = current_transport()
     if transport is None:
-        check_global(tensor, spec, "fs.scatter")
+        _check_global(tensor, spec, "fs.scatter")
         return shard(tensor, spec)  # type: ignore[arg-type]
     device = getattr(transport, "device", torch.device("cpu"))
     if transport.rank not in spec.mesh:

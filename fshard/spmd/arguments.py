@@ -9,7 +9,6 @@ from typing import Any
 
 from fshard.errors import fail
 from fshard.partition import PartitionSpec
-from fshard.program.program import Program
 from fshard.spec import Spec
 from fshard.tree import broadcast_prefix, paths
 
@@ -44,16 +43,14 @@ class AtDim:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One leaf of the arguments, and how it becomes a local: that depends on no numbers.
+    """One leaf of the arguments, and how it becomes a local; without a `spec` it passes through.
 
-    Without a `spec` it passes through. A pair is brought to its spec by `prog`, if it needs to
-    be, another tensor is cut.
+    Nothing here depends on numbers.
     """
 
     path: str
-    spec: Spec | None
-    is_pair: bool = False
-    prog: Program | None = None
+    spec: Spec | None = None
+    local: Callable[[Any], Any] = lambda value: value
 
 
 Slot = tuple[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,14 +15,17 @@ from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
-from fshard.run.moving import check_global, lay_out, shard
+from fshard.run.moving import check_sharding, lay_out, shard
 from fshard.run.transport import Transport
 from fshard.spec import Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
 from fshard.spmd.scope import Scope
 from fshard.tree import flatten, is_pair, paths
 
-__all__ = ["check_others", "check_specs", "locals_of", "place_all", "result_specs"]
+__all__ = ["check_others", "check_specs", "place_all", "result_specs"]
+
+FIRST = operator.itemgetter(0)
+"""The local of a pair."""
 
 
 @lru_cache(maxsize=4096)
@@ -105,12 +109,16 @@ def place_all(
 
     def place(path: str, given: Any, value: Any) -> Argument:
         if given is None:
-            return Argument(path, None)
+            return Argument(path)
         if is_pair(value):
             spec, prog = _place_pair(where, value, given, scope, transport, redistribute_inputs)
-            return Argument(path, spec, True, prog)
+            return Argument(path, spec, FIRST if prog is None else lambda pair: prog(pair[0]))
         if isinstance(value, torch.Tensor):
-            return Argument(path, _place_tensor(value, given, scope))
+            spec = _place_tensor(value, given, scope)
+            check_sharding(value, spec)
+            every = transport is None
+            cut = lambda x: lay_out(x, spec) if every else shard(x, spec).local  # noqa: E731
+            return Argument(path, spec, cut)
         if not isinstance(given, PartitionSpec) or given.axes:
             fail(
                 where,
@@ -118,30 +126,10 @@ def place_all(
                 "only tensors and pairs can be cut",
                 "None, or P() for a number",
             )
-        return Argument(path, None)
+        return Argument(path)
 
     rows = [(path, (path, given, x)) for (path, given), x in zip(slots, values, strict=True)]
     return tuple(_each(where, place, rows))
-
-
-def locals_of(
-    where: str, arguments: Sequence[Argument], values: Sequence[Any], transport: Transport | None
-) -> list[Any]:
-    """The locals of arguments that have been placed, of all ranks or this one.
-
-    Raises `ShardingError`, all failures at once, for gradients that there are not.
-    """
-
-    def local_of(argument: Argument, value: Any) -> Any:
-        spec, prog = argument.spec, argument.prog
-        if argument.is_pair:
-            return value[0] if prog is None else prog(value[0])
-        if spec is None:
-            return value
-        return lay_out(value, spec) if transport is None else shard(value, spec).local
-
-    pairs = zip(arguments, values, strict=True)
-    return _each(where, local_of, [(each[0].path, each) for each in pairs])
 
 
 def _word(given: Any) -> str:
@@ -153,7 +141,6 @@ def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
     if isinstance(given, Spec):
         spec = scope.adopt(given)
         assert spec is not None
-        check_global(value, spec, "fs.shard")
         return spec
     p = given.of(value.ndim) if isinstance(given, AtDim) else given
     try:

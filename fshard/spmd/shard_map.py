@@ -20,7 +20,7 @@ from fshard.run.transport import Transport, current_transport, is_simulated
 from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
 from fshard.spmd.axes import innermost, tracking
-from fshard.spmd.boundary import check_others, check_specs, locals_of, place_all, result_specs
+from fshard.spmd.boundary import check_others, check_specs, place_all, result_specs
 from fshard.spmd.mapped import map_ranks, run_body
 from fshard.spmd.scope import Scope, check_axis_names, check_mesh, pair_scope, scope_of
 from fshard.spmd.tracking import Tracker
@@ -181,11 +181,12 @@ class _Plan:
 
     scope: Scope
     treedef: TreeDef
-    arguments: tuple[Argument, ...]
+    transport: bool
+    """Whether the call runs as one rank, else as every rank of a simulation."""
     pairs: bool
     """Whether any argument is a pair, so that results are."""
-    everywhere: bool
-    """Whether the call runs as every rank of a simulation, else as one."""
+    arguments: tuple[Argument, ...] | None
+    """None on a rank outside of the mesh."""
     returned: dict[Key, _Returned] = field(default_factory=dict)
 
 
@@ -237,19 +238,22 @@ class _Mapping:
         transport, outer, tracker = current_transport(), innermost(), tracking()
         # A simulated rank's transport lives as long as the simulation, its number comes again.
         who = transport.rank if transport is not None and is_simulated() else transport
-        key: list[Any] = [who] if outer is None else [who, outer.mesh, outer.axes]
+        key: list[Any] = [who, torch.is_grad_enabled()]
+        if outer is not None:
+            key += (outer.mesh, outer.axes)
         values: list[Any] = []
         with paused(tracker):
             outline(args, values, key)
-            outline(kwargs, values, key)
+            if kwargs:
+                outline(kwargs, values, key)
             plan = self.plans.get(tuple(key))
             if plan is None:
                 plan = _keep(self.plans, tuple(key), self._plan(args, kwargs, transport))
-        if plan.everywhere:
-            return _Call(self, plan, values, None, None).as_all()
-        if transport is None or transport.rank not in plan.scope.mesh:
+        if plan.arguments is None:
             return self._nothing(plan.scope, plan.pairs)
-        return _Call(self, plan, values, transport, tracker).as_one(transport)
+        if transport is None or not plan.transport:
+            return _Call(self, plan, plan.arguments, values, None).as_all()
+        return _Call(self, plan, plan.arguments, values, tracker).as_one(transport)
 
     def _plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], transport: Transport | None
@@ -268,11 +272,11 @@ class _Mapping:
         if (treedef, scope) not in self.checked:
             check_specs(self.where, scope, slots, self.out_specs)
             _keep(self.checked, (treedef, scope), None)
-        arguments: tuple[Argument, ...] = ()
+        arguments = None
         if transport is None or transport.rank in scope.mesh:
             free = self.redistribute_inputs
             arguments = place_all(self.where, slots, values, scope, transport, free)
-        return _Plan(scope, treedef, arguments, bool(pairs), transport is None)
+        return _Plan(scope, treedef, transport is not None, bool(pairs), arguments)
 
     def _scope(self, pairs: Sequence[tuple[Any, Spec]], transport: Transport | None) -> Scope:
         outer = None if transport is None else innermost()
@@ -324,59 +328,64 @@ class _Call:
         self,
         mapping: _Mapping,
         plan: _Plan,
+        arguments: Sequence[Argument],
         values: Sequence[Any],
-        transport: Transport | None,
         outer: Tracker | None,
     ) -> None:
         self.mapping, self.plan, self.scope = mapping, plan, plan.scope
+        self.arguments, self.values = arguments, values
         # What tracks the types of the enclosing body, if this is a call in one.
         self.outer = outer
-        self.values = values
-        with paused(outer):
-            self.locals = locals_of(mapping.where, plan.arguments, values, transport)
         # By rank that ran: what its result has in common with others, and what in it is no tensor.
         self.returned: dict[int, tuple[_Returned, list[Any]]] = {}
 
     # -- as ranks -----------------------------------------------------------------------
 
-    def mapped(self) -> tuple[Any, ...]:
-        """The locals that are one rank's own, without what passes through."""
-        arguments = zip(self.plan.arguments, self.locals, strict=True)
-        return tuple([local for each, local in arguments if each.spec is not None])
+    def locals_(self) -> tuple[Any, ...]:
+        """The locals of all ranks or of this one, without what passes through."""
+        with paused(self.outer):
+            arguments = zip(self.arguments, self.values, strict=True)
+            return tuple([each.local(x) for each, x in arguments if each.spec is not None])
 
     def as_all(self) -> Any:
         """Run as every rank of a simulation."""
-        mapped, ranks = self.mapped(), self.scope.mesh.size
-        rows = list(zip(*mapped, strict=True)) if mapped else [()] * ranks
+        mapped, ranks = self.locals_(), self.scope.mesh.ranks
+        rows = list(zip(*mapped, strict=True)) if mapped else [()] * len(ranks)
         outs = map_ranks(self.scope, self.body, rows, self.mapping.fn, self.agree)
-        return self.read(list(zip(*outs, strict=True)), None)
+        return self.read(
+            [self.returned[rank] for rank in ranks], list(zip(*outs, strict=True)), None
+        )
 
     def as_one(self, transport: Transport) -> Any:
         """Run as the one rank that this process, or this simulated rank, is."""
+        mine = self.locals_()
         try:
-            outs = run_body(self.scope, self.body, self.mapped())
+            outs = run_body(self.scope, self.body, mine)
         except BaseException as error:
             blame(error, self.scope.names)
             raise
-        return self.read(outs, transport)
+        return self.read([self.returned[transport.rank]], outs, transport)
 
     def body(self, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call the function as one rank; its tensors, in order."""
         args, kwargs = unflatten(self.plan.treedef, self.enter(locals_))
-        tracker = self.outer or new_tracker(self.mapping.check, self.scope, self.mapping.where)
+        check = self.mapping.check
+        tracker = self.outer or new_tracker(check, self.scope, self.mapping.where)
         if tracker is None:
             return self.leave(self.mapping.fn(*args, **kwargs))
-        enter_types(tracker, self.scope, self.plan.arguments, self.values, locals_)
+        enter_types(tracker, self.scope, self.arguments, self.values, locals_)
         with typed(tracker, inner=self.outer is not None):
             result = self.mapping.fn(*args, **kwargs)
             with tracker.pause():
                 ys = self.leave(result)
             return leave_types(tracker, self.scope, self.promised(), ys)
 
-    def enter(self, locals_: tuple[torch.Tensor, ...]) -> list[Any]:
+    def enter(self, locals_: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         """What one rank's body gets: the local of each argument, what has no spec as it is."""
+        if len(locals_) == len(self.values):
+            return locals_
         mine = iter(locals_)
-        arguments = zip(self.plan.arguments, self.values, strict=True)
+        arguments = zip(self.arguments, self.values, strict=True)
         return [value if each.spec is None else next(mine) for each, value in arguments]
 
     def leave(self, result: Any) -> tuple[torch.Tensor, ...]:
@@ -426,9 +435,14 @@ class _Call:
                         "torch.tensor([value]) with an out spec that puts the ranks' together",
                     )
 
-    def read(self, columns: Sequence[Any], transport: Transport | None) -> Any:
+    def read(
+        self,
+        returned: Sequence[tuple[_Returned, list[Any]]],
+        columns: Sequence[Any],
+        transport: Transport | None,
+    ) -> Any:
         """The result tree: pairs if any argument was one, else global tensors."""
-        (first, kept), *others = [self.returned[rank] for rank in sorted(self.returned)]
+        (first, kept), *others = returned
         rest = tuple([each for each, _ in others])
         specs = first.specs.get(rest)
         if specs is None:
@@ -457,7 +471,7 @@ class _Call:
         check_others(where, others)
         rows = [(*slots[at], x) for at, x in zip(returned.places, columns, strict=True)]
         with paused(self.outer):
-            found = result_specs(where, rows, self.plan.arguments, self.scope, transport)
+            found = result_specs(where, rows, self.arguments, self.scope, transport)
         return tuple(found)
 
 
