@@ -24,7 +24,7 @@ from fshard.run.transport import Label, labelled
 from fshard.spec import Spec
 from fshard.spmd.movements import all_gather
 from fshard.spmd.tracking import Tracker
-from fshard.spmd.types import State, States, states_of
+from fshard.spmd.types import VARYING, State, States, named_axes, states_of, word_of
 
 __all__ = ["Promise", "check_promises", "check_values"]
 
@@ -50,11 +50,7 @@ def check_promises(
     kept: list[torch.Tensor] = []
     for path, x, p in promises:
         states, wanted = tracker.states(x), states_of(p)
-        found = [
-            problem
-            for axis in axes
-            if (problem := _broken(tracker, path, x, axis, states.at(axis), wanted.at(axis), p))
-        ]
+        found = _broken(tracker, path, x, axes, p)
         problems += found
         if not found:
             target = States.of({a: s for a, s in wanted.items if a in axes})
@@ -68,41 +64,51 @@ def check_promises(
 
 
 def _broken(
-    tracker: Tracker,
-    path: str,
-    x: torch.Tensor,
-    axis: str,
-    have: State | None,
-    wanted: State | None,
-    p: PartitionSpec,
-) -> Problem | None:
-    """Why a result is not as promised along one axis, or None if it is or can be cast."""
-    if have == wanted or (have is None and wanted is not None and wanted[0] != "unreduced"):
-        return None
-    if wanted is not None and wanted[0] == "varying" and have == ("reduced", "sum"):
-        return None
-    told = axis in tracker.told.axes("varying")
-    if wanted is None and told and not tracker.strict and have is not None and have[0] == "varying":
-        return None  # compared by value
+    tracker: Tracker, path: str, x: torch.Tensor, axes: Sequence[str], p: PartitionSpec
+) -> list[Problem]:
+    """Why a result is not as promised, unless it is or can be cast: the axes of a kind in one."""
+    states, wanted = tracker.states(x), states_of(p)
+    unlike: dict[tuple[str, str], list[str]] = {}
+    for axis in axes:
+        have, want = states.at(axis), wanted.at(axis)
+        told = axis in tracker.told.axes("varying") and not tracker.strict
+        if not _shown(have, want) and not (told and (have, want) == (VARYING, None)):
+            unlike.setdefault((word_of(have), word_of(want)), []).append(axis)
     given = f"{path}: {tracker.typeof(x)} with the out spec {p!r}"
-    word = "invariant" if have is None else have[0]
-    if wanted is None:
-        rule = f"an out spec that leaves {axis} out promises one value along it; this is {word}"
-        if told:
-            rule += ", as the host branched on what varies: " + "; ".join(tracker.told_at)
+    return [_unlike(tracker, given, *words, along, x.ndim) for words, along in unlike.items()]
+
+
+def _shown(have: State | None, want: State | None) -> bool:
+    """Whether a type shows what is promised, or a cast makes it."""
+    if have == want or (have is None and want is not None and want[0] != "unreduced"):
+        return True
+    return want == VARYING and have == ("reduced", "sum")
+
+
+def _unlike(
+    tracker: Tracker, given: str, have: str, want: str, along: Sequence[str], ndim: int
+) -> Problem:
+    """A result that is in one state along some axes, and promised in another."""
+    names, named = ", ".join(along), named_axes(along)
+    if want != "invariant":
+        rule = f"the out spec says {want} along {names}, the result is {have}"
         fixes = {
-            "varying": f"fs.psum(y, {axis!r}), fs.all_gather(y, {axis!r}, to='invariant') or the "
-            f"like, or name {axis!r} in the out spec: each rank then gives its part",
-            "unreduced": f"fs.psum(y, {axis!r}), or P(..., unreduced={{{axis!r}}})",
-            "reduced": f"P(..., reduced={{{axis!r}}})",
+            ("varying", "unreduced"): f"fs.pcast(result, {named}, to='unreduced')",
+            ("unreduced", "varying"): f"fs.psum_scatter(result, {named}), or fs.psum first",
         }
-        return Problem(given, rule, fixes[word])
-    rule = f"the out spec says {wanted[0]} along {axis}, the result is {word}"
-    if (word, wanted[0]) == ("varying", "unreduced"):
-        return Problem(given, rule, f"fs.pcast(y, {axis!r}, to='unreduced')")
-    if word == "unreduced":
-        return Problem(given, rule, f"fs.psum_scatter(y, {axis!r}), or fs.psum(y, {axis!r})")
-    return Problem(given, rule, f"the out spec of what is {word} along {axis}")
+        return Problem(given, rule, fixes.get((have, want), f"{have} in the out spec too"))
+    rule = f"an out spec that leaves {names} out promises one value along it; this is {have}"
+    if tracker.told_at and have == "varying":
+        rule += f", and may depend on what the host was told: {', '.join(tracker.told_at)}"
+    braces = f"{{{', '.join(map(repr, along))}}}"
+    part = f"P({named})" if ndim else f"result[None] with P({named})"
+    fixes_to_one = {
+        "varying": f"fs.psum(result, {named}), fs.all_gather(result, {named}, to='invariant') or "
+        f"the like; or {part}, each rank's part",
+        "unreduced": f"fs.psum(result, {named}), or unreduced={braces} in the out spec",
+        "reduced": f"reduced={braces} in the out spec",
+    }
+    return Problem(given, rule, fixes_to_one[have])
 
 
 @lru_cache(maxsize=4096)

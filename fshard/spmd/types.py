@@ -23,7 +23,7 @@ from fshard.spec import DTYPE_NAMES
 
 __all__ = [
     "CASTS", "INVARIANT", "VARYING", "Clash", "Joined", "LocalType", "Rule", "Signature", "State",
-    "States", "join", "passes", "states_of",
+    "States", "join", "named_axes", "passes", "states_of", "word_of",
 ]  # fmt: skip
 
 State = tuple[str, str]
@@ -210,7 +210,7 @@ def _along(
     axis: str, found: Sequence[State | None], rule: Rule
 ) -> tuple[State, list[State]] | Clash:
     """The result's state along one axis, and the operands' that it takes."""
-    words = {"invariant" if each is None else each[0] for each in found}
+    words = set(map(word_of, found))
     if "unreduced" in words:
         return _unreduced(axis, found, rule)
     others = {each for each in found if each is not None}
@@ -313,43 +313,63 @@ def passes(states: States, signature: Signature) -> Joined | Clash:
     {varying: y}
     """
     axes = signature.axes
-    words = {axis: (states.at(axis) or ("invariant", ""))[0] for axis in axes}
+    words = {axis: word_of(states.at(axis)) for axis in axes}
     if signature.cast_to is not None:
         return _recast(states, words, signature)
-    found = set(words.values())
-    listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
-    first = axes[0] if axes else ""
-    unreduced = [axis for axis, state in states.items if state[0] == "unreduced"]
-    outside = [axis for axis in unreduced if axis not in axes]
+    outside = [axis for axis in states.axes("unreduced") if axis not in axes]
     if outside and not signature.linear:
         return Clash(outside[0], f"what is unreduced along {outside[0]} passes linear collectives",
                      f"fs.psum(x, {outside[0]!r}) before")  # fmt: skip
+    found = set(words.values())
     if "unreduced" in found:
-        kinds = {state[1] for axis, state in states.items if axis in axes and state[1]}
-        if found != {"unreduced"} or not kinds <= set(signature.reductions):
-            takes = " or ".join(signature.reductions)
-            rule = (
-                f"along its axes the operand varies, or is unreduced by {takes} along all"
-                if takes
-                else "along its axes the operand varies"
-            )
-            axis = unreduced[0]
-            fix = f"fs.psum(x, {axis!r}) first, then over the others"
-            return Clash(axis, f"{rule}; here it is {listed}", fix)
-        return Joined(states.updated(axes, signature.gives), (states,))
-    if "invariant" in found and signature.all_or_none and found != {"invariant"}:
+        return _addends(states, words, signature)
+    listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+    if "invariant" in found and signature.all_or_none and len(found) > 1:
         still = tuple(axis for axis, word in words.items() if word == "invariant")
-        return Clash(still[0], f"along its axes the operand is in one state; here it is {listed}",
-                     f"leave out {', '.join(still)}, or fs.pcast(x, {still!r}, to='varying') "
-                     "first, if the equal values are to count once per rank")  # fmt: skip
-    reduced = [
-        axis for axis in axes if words[axis] == "reduced" and states.at(axis) != ("reduced", "sum")
-    ]
-    if reduced:
-        return Clash(first, f"along its axes the operand varies; here it is {listed}, by avg",
-                     f"take it reduced by sum, P(reduced={{{first!r}}})")  # fmt: skip
+        fix = f"leave out {', '.join(still)}"
+        if not {"max", "min"} & set(signature.reductions):
+            fix += (
+                f", or fs.pcast(x, {named_axes(still)}, to='varying') first, if the equal values "
+            )
+            fix += "are to count once per rank"
+        rule = f"along its axes the operand is in one state; here it is {listed}"
+        return Clash(still[0], rule, fix)
+    shares = [a for a in axes if states.at(a) == ("reduced", "avg")]
+    if shares:
+        rule = f"along its axes the operand varies; here it is {listed}, by avg"
+        return Clash(shares[0], rule, f"take it reduced by sum, P(reduced={{{shares[0]!r}}})")
     target = states.updated(axes, VARYING)
     return Joined(target.updated(axes, signature.gives), (target,))
+
+
+def _addends(states: States, words: dict[str, str], signature: Signature) -> Joined | Clash:
+    """What a collective makes of an operand that is unreduced along some of its axes."""
+    axes = signature.axes
+    unreduced = tuple(axis for axis, word in words.items() if word == "unreduced")
+    kinds = {kind for axis, (_, kind) in states.items if axis in unreduced}
+    if unreduced == axes and kinds <= set(signature.reductions):
+        return Joined(states.updated(axes, signature.gives), (states,))
+    takes = " or ".join(signature.reductions)
+    rule = "along its axes the operand varies"
+    if takes:
+        rule += f", or is unreduced by {takes} along all of them"
+    listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+    (kind, *_) = sorted(kinds)
+    reduce = {"sum": "psum", "avg": "pmean", "product": "pprod"}.get(kind, f"p{kind}")
+    fix = f"fs.{reduce}(x, {named_axes(unreduced)}) first"
+    if signature.all_or_none and unreduced != axes:
+        fix += f", then over {', '.join(a for a in axes if a not in unreduced)}"
+    return Clash(unreduced[0], f"{rule}; here it is {listed}", fix)
+
+
+def word_of(state: State | None) -> str:
+    """The word for a state."""
+    return "invariant" if state is None else state[0]
+
+
+def named_axes(axes: Sequence[str]) -> str:
+    """Axes as one writes them for a collective."""
+    return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
 def _recast(states: States, words: dict[str, str], signature: Signature) -> Joined | Clash:
@@ -365,15 +385,23 @@ def _recast(states: States, words: dict[str, str], signature: Signature) -> Join
         return Clash(axes[0], rule, "leave src out")
     if (word, to) not in CASTS:
         ways = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
-        fix = (
-            "leave the cast out"
-            if word == to
-            else f"fs.psum(x, {axes[0]!r}) goes from {word} to invariant"
-            if word in ("varying", "unreduced")
-            else "use it as it is"
-        )
-        return Clash(axes[0], f"casts are {ways}; here it is {word} along {', '.join(axes)}", fix)
+        rule = f"casts are {ways}; here it is {word} along {', '.join(axes)}"
+        return Clash(axes[0], rule, _other_than_cast(word, to, axes))
     if word == "reduced" and any(states.at(axis) != ("reduced", "sum") for axis in axes):
         return Clash(axes[0], "what is reduced by avg has the gradient of a share",
                      f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")  # fmt: skip
     return Joined(states.updated(axes, signature.gives), (states,))
+
+
+def _other_than_cast(word: str, to: str, axes: Sequence[str]) -> str:
+    """What to do in place of a cast that there is not."""
+    if word == to:
+        return "leave the cast out"
+    if to == "unreduced":
+        return (
+            f"torch.where(fs.axis_index({named_axes(axes)}) == 0, x, 0), which varies: the value "
+            "once, and zeros; then the cast"
+        )
+    if word == "reduced":
+        return f"fs.psum of what is made of it; fs.pcast(x, {named_axes(axes)}, to='varying') first"
+    return f"fs.psum(x, {named_axes(axes)}) goes from {word} to invariant"
