@@ -189,7 +189,11 @@ def _write(
     )
     for target in targets:
         tracker.check_write(target, kind.name)
-    over = out is not None or kind.name in OVERWRITES
+    whole = all(tracker.holds_all(target) for target in targets)
+    over = out is not None or (kind.name in OVERWRITES and whole)
+    if not (over and whole):
+        also += tuple(each for target in targets for each in tracker.beside(target))
+        also += tuple(map(tracker.states, targets)) if over else ()
     read_args = args[1:] if over and out is None else args
     read_kwargs = {
         key: value
@@ -206,7 +210,7 @@ def _write(
     if kind.name == "data =":
         tracker.moved(targets[0])
     for target in targets:
-        tracker.written(target, states, kind.name, whole=over and not target._is_view())
+        tracker.written(target, states)
     tracker.record(result, states)
     return result
 
@@ -223,39 +227,64 @@ def _no_cast_of_target(tracker: Tracker, kind: Kind, target: torch.Tensor, state
 
 def _lists(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) -> Any:
     """An operation on the elements of lists: the first of all, the second of all, and so on."""
-    lists = [
-        each
-        for each in (*args, *kwargs.values())
-        if isinstance(each, list | tuple) and any(True for _ in tensors_in(each))
-    ]
+    given = (*args, *kwargs.values())
+    lists = [each for each in given if isinstance(each, list | tuple) and list(tensors_in(each))]
+    rest = [each for each in given if isinstance(each, torch.Tensor)]
     height = max((len(each) for each in lists), default=0)
-    rest = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    results: list[States] = []
-    new: dict[int, torch.Tensor] = {}
-    for at in range(height):
-        row = [each[at] for each in lists if len(each) == height]
-        states, casts = agree(tracker, kind, [*row, *rest], ())
-        results.append(states)
-        new |= casts
+    rows = [[each[at] for each in lists if len(each) == height] for at in range(height)]
+    agreed = _rows(tracker, kind, rows, rest, ())
+    if any(id(each) in new for each in rest for _, new in agreed):  # then all rows use a cast of it
+        agreed = _rows(tracker, kind, rows, rest, tuple(map(tracker.states, tensors_in(lists))))
     if kind.word is Word.LISTS:
-        if new:
-            args, kwargs = replaced(args, new), replaced(kwargs, new)
-        outs = func(*args, **kwargs)
-        for out, states in zip(outs, results, strict=True):
+        outs = func(*(_with_casts(each, agreed) for each in args),
+                    **{key: _with_casts(each, agreed) for key, each in kwargs.items()})  # fmt: skip
+        for out, (states, _) in zip(outs, agreed, strict=True):
             tracker.record(out, states)
         return outs
     # Fused optimizers write all of their lists, other functions the first.
     written = lists if kind.name.startswith("_fused_") else lists[:1]
-    for target in (x for each in written for x in tensors_in(each)):
-        tracker.check_write(target, kind.name)
-        if id(target) in new:
-            _no_cast_of_target(tracker, kind, target, tracker.states(new[id(target)]))
-    out = func(*args, **kwargs)
     for each in written:
-        for target, states in zip(each, results, strict=False):
-            if isinstance(target, torch.Tensor):
-                tracker.written(target, states, kind.name, whole=False)
-    return out
+        for target, (states, new) in zip(each, agreed, strict=False):
+            tracker.check_write(target, kind.name)
+            if id(target) in new:
+                _no_cast_of_target(tracker, kind, target, states)
+    args = (*args[:1], *(_with_casts(each, agreed) for each in args[1:]))
+    result = func(*args, **{key: _with_casts(each, agreed) for key, each in kwargs.items()})
+    for each in written:
+        for target, (states, _) in zip(each, agreed, strict=False):
+            tracker.written(target, states)
+    return result
+
+
+Agreed = list[tuple[States, dict[int, torch.Tensor]]]
+"""Per row of lists: the states of what comes out of it, and the casts of its operands."""
+
+
+def _rows(
+    tracker: Tracker,
+    kind: Kind,
+    rows: list[list[Any]],
+    rest: list[torch.Tensor],
+    also: tuple[States, ...],
+) -> Agreed:
+    writes = kind.word is Word.WRITE_LISTS
+    return [
+        agree(
+            tracker,
+            kind,
+            [*row, *rest],
+            NO_KWARGS,
+            also=(*also, *tracker.beside(row[0])) if writes else also,
+        )
+        for row in rows
+    ]
+
+
+def _with_casts(value: Any, agreed: Agreed) -> Any:
+    """A list with each row's own casts; what is no list with any, as they are the same."""
+    if isinstance(value, list | tuple) and len(value) == len(agreed):
+        return [replaced(each, new) for each, (_, new) in zip(value, agreed, strict=True)]
+    return replaced(value, {key: cast for _, new in agreed for key, cast in new.items()})
 
 
 def _state(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) -> Any:
@@ -263,9 +292,10 @@ def _state(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) 
     written = writes_state(func, kind.name, args, kwargs)
     for target in written:
         tracker.check_write(target, kind.name)
-    result = _computed(tracker, func, kind, args, kwargs)
+    beside = tuple(each for target in written for each in tracker.beside(target))
+    result = _computed(tracker, func, kind, args, kwargs, also=beside)
     for target in written:
-        tracker.written(target, tracker.states(result), kind.name, whole=False)
+        tracker.written(target, tracker.states(result))
     return result
 
 

@@ -58,7 +58,10 @@ def agree(
     if isinstance(joined, Clash):
         listed = " and ".join(str(tracker.typeof(x)) for x in tensors)
         others = " and a number" if number else ""
-        tracker.fail(kind.name, f"{listed}{others}", joined.rule, joined.fix)
+        rule = joined.rule
+        if extra and isinstance(join(operands, kind.rule), Joined):
+            rule += "; what follows may depend on what varies: " + "; ".join(tracker.told_at)
+        tracker.fail(kind.name, f"{listed}{others}", rule, joined.fix)
     new: dict[int, torch.Tensor] = {}
     for x, states, target in zip(tensors, operands, joined.operands, strict=False):
         if states is not target and x.requires_grad:

@@ -254,7 +254,22 @@ class Tracker:
         joined = passes(self.states(leaf), plan.signature)
         if isinstance(joined, Clash):
             self.fail(plan.name, f"an operand {self.typeof(leaf)}", joined.rule, joined.fix)
+        if self.strict:
+            self._check_source(plan, leaf)
         return joined
+
+    def _check_source(self, plan: Plan, leaf: torch.Tensor) -> None:
+        """Raise for a cast that takes its operand for invariant where nothing is tracked."""
+        to, source, axes = plan.signature.cast_to, plan.signature.source, plan.signature.axes
+        state = self.states(leaf).at(axes[0]) if axes else None
+        if to == "varying" and source is None and state is not None:
+            self.fail(
+                plan.name,
+                f"an operand {self.typeof(leaf)} and no src",
+                "what is not tracked is taken to be invariant, and its gradient summed: "
+                "check='strict' passes what is the same with check=False",
+                f"fs.pcast(x, {axes[0]!r}, to='varying', src={state[0]!r})",
+            )
 
     def _is_only_typed(self, plan: Plan, leaf: torch.Tensor) -> bool:
         """Whether a leaf changes its type and nothing else happens, not in backward either."""
@@ -270,16 +285,20 @@ class Tracker:
 
     # -- writes and the host --
 
-    def written(self, target: torch.Tensor, states: States, op: str, *, whole: bool) -> None:
-        """Write down that `target` now is in `states`, and all that shares its memory."""
-        for other, known in self._sharing(target):
-            joined = join((known.states, states), Rule.MOVE)
-            if isinstance(joined, Clash):
-                given = f"writing {states} into memory that is read as {known.states}"
-                self.fail(op, given, joined.rule, "write into a tensor of its own")
-            self.record(other, joined.result)
-            if not whole:
-                states = joined.result
+    def beside(self, target: torch.Tensor) -> tuple[States, ...]:
+        """The states of other tensors that share memory with one that is written."""
+        return tuple(dict.fromkeys(known.states for _, known in self._sharing(target)))
+
+    def holds_all(self, target: torch.Tensor) -> bool:
+        """Whether nothing that shares memory with a tensor is left when it is overwritten."""
+        if not self._sharing(target):
+            return True
+        return target.numel() * target.element_size() == target.untyped_storage().nbytes()
+
+    def written(self, target: torch.Tensor, states: States) -> None:
+        """Write down that `target`, and all that shares its memory, now is in `states`."""
+        for other, _ in self._sharing(target):
+            self.record(other, states)
         self.record(target, states)
         self.blank.discard(id(target))
 
