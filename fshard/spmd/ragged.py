@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fshard.errors import Problem, fail, raise_if
-from fshard.mesh import Axes, Mesh
+from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.abstract import is_abstract
 from fshard.run.autograd import FinishAll, Shards, apply_linear
 from fshard.run.transport import Label, Transport, labelled, notify
+from fshard.spmd.axes import tracking
 from fshard.spmd.graphs import as_node
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import all_to_all
-from fshard.spmd.wires import check_wires, sent_in
+from fshard.spmd.types import States
+from fshard.spmd.wires import Wires, check_wires, sent_in
+from fshard.tree import flatten
 
 __all__ = ["ragged_all_to_all"]
 
@@ -56,10 +59,10 @@ class _Ragged:
 class _Numbers(NamedTuple):
     """The four rows of numbers, one number per rank in each."""
 
-    input_offsets: tuple[int, ...]
-    send_sizes: tuple[int, ...]
-    output_offsets: tuple[int, ...]
-    recv_sizes: tuple[int, ...]
+    input_offsets: Any
+    send_sizes: Any
+    output_offsets: Any
+    recv_sizes: Any
 
 
 @as_node
@@ -103,6 +106,29 @@ def ragged_all_to_all(
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
     wires = forward_dtype, backward_dtype
     check_wires(NAME, operand.dtype, wires)
+    numbers = input_offsets, send_sizes, output_offsets, recv_sizes
+
+    def exchange(operand: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return _exchange(operand, output, _Numbers(*numbers), where, axes, wires)
+
+    tracker = tracking()
+    if tracker is None:
+        return exchange(operand, output)
+    varying = States.varying(as_axes(axis_name))
+    told = [each for each in flatten(numbers)[0] if isinstance(each, torch.Tensor)]
+    made: torch.Tensor = tracker.computed(NAME, (operand, output), told, varying, exchange)
+    return made
+
+
+def _exchange(
+    operand: torch.Tensor,
+    output: torch.Tensor,
+    numbers: _Numbers,
+    where: Mesh,
+    axes: tuple[str, ...],
+    wires: Wires,
+) -> torch.Tensor:
+    input_offsets, send_sizes, output_offsets, recv_sizes = numbers
     n = where.axis_size(axes)
     # In a graph of torch.compile the offsets that are told are no numbers yet: nobody checks them.
     in_graph = torch.compiler.is_compiling()
