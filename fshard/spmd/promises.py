@@ -35,6 +35,8 @@ class Promise(NamedTuple):
     path: str
     x: torch.Tensor
     p: PartitionSpec
+    is_result: bool = True
+    """Of a mapped function; else the argument of a function that knows how it lies."""
 
 
 def check_promises(
@@ -48,13 +50,14 @@ def check_promises(
     """
     problems: list[Problem] = []
     kept: list[torch.Tensor] = []
-    for path, x, p in promises:
-        states, wanted = tracker.states(x), states_of(p)
-        found = _broken(tracker, path, x, axes, p)
+    for each in promises:
+        x, states, wanted = each.x, tracker.states(each.x), states_of(each.p)
+        found = _broken(tracker, axes, each)
         problems += found
         if not found:
             target = States.of({a: s for a, s in wanted.items if a in axes})
-            tracker.check_cast(x, states, target, f"returning {path}")
+            op = f"returning {each.path}" if each.is_result else each.path
+            tracker.check_cast(x, states, target, op)
             kept.append(_first(tracker.mesh, axes, tracker.cast(x, states, target), states, wanted))
     tracker.raise_all(problems)
     if tracker.values or tracker.told.items:
@@ -63,19 +66,16 @@ def check_promises(
     return kept
 
 
-def _broken(
-    tracker: Tracker, path: str, x: torch.Tensor, axes: Sequence[str], p: PartitionSpec
-) -> list[Problem]:
+def _broken(tracker: Tracker, axes: Sequence[str], promise: Promise) -> list[Problem]:
     """Why a result is not as promised, unless it is or can be cast: the axes of a kind in one."""
-    states, wanted = tracker.states(x), states_of(p)
+    states, wanted = tracker.states(promise.x), states_of(promise.p)
     unlike: dict[tuple[str, str], list[str]] = {}
     for axis in axes:
         have, want = states.at(axis), wanted.at(axis)
         told = axis in tracker.told.axes("varying") and not tracker.strict
         if not _shown(have, want) and not (told and (have, want) == (VARYING, None)):
             unlike.setdefault((word_of(have), word_of(want)), []).append(axis)
-    given = f"{path}: {tracker.typeof(x)} with the out spec {p!r}"
-    return [_unlike(tracker, given, *words, along, x.ndim) for words, along in unlike.items()]
+    return [_unlike(tracker, promise, *words, along) for words, along in unlike.items()]
 
 
 def _shown(have: State | None, want: State | None) -> bool:
@@ -86,27 +86,30 @@ def _shown(have: State | None, want: State | None) -> bool:
 
 
 def _unlike(
-    tracker: Tracker, given: str, have: str, want: str, along: Sequence[str], ndim: int
+    tracker: Tracker, promise: Promise, have: str, want: str, along: Sequence[str]
 ) -> Problem:
     """A result that is in one state along some axes, and promised in another."""
     names, named = ", ".join(along), named_axes(along)
+    spec, it = ("out spec", "result") if promise.is_result else ("spec", "x")
+    given = f"{promise.path}: {tracker.typeof(promise.x)} with the {spec} {promise.p!r}"
     if want != "invariant":
-        rule = f"the out spec says {want} along {names}, the result is {have}"
+        rule = f"the {spec} says {want} along {names}; this is {have}"
         fixes = {
-            ("varying", "unreduced"): f"fs.pcast(result, {named}, to='unreduced')",
-            ("unreduced", "varying"): f"fs.psum_scatter(result, {named}), or fs.psum first",
+            ("varying", "unreduced"): f"fs.pcast({it}, {named}, to='unreduced')",
+            ("unreduced", "varying"): f"fs.psum_scatter({it}, {named}), or fs.psum first",
         }
-        return Problem(given, rule, fixes.get((have, want), f"{have} in the out spec too"))
-    rule = f"an out spec that leaves {names} out promises one value along it; this is {have}"
+        return Problem(given, rule, fixes.get((have, want), f"{have} in the {spec} too"))
+    article = "an" if promise.is_result else "a"
+    rule = f"{article} {spec} that leaves {names} out promises one value along it; this is {have}"
     if tracker.told_at and have == "varying":
         rule += f", and may depend on what the host was told: {', '.join(tracker.told_at)}"
     braces = f"{{{', '.join(map(repr, along))}}}"
-    part = f"P({named})" if ndim else f"result[None] with P({named})"
+    part = f"P({named})" if promise.x.ndim else f"{it}[None] with P({named})"
     fixes_to_one = {
-        "varying": f"fs.psum(result, {named}), fs.all_gather(result, {named}, to='invariant') or "
+        "varying": f"fs.psum({it}, {named}), fs.all_gather({it}, {named}, to='invariant') or "
         f"the like; or {part}, each rank's part",
-        "unreduced": f"fs.psum(result, {named}), or unreduced={braces} in the out spec",
-        "reduced": f"reduced={braces} in the out spec",
+        "unreduced": f"fs.psum({it}, {named}), or unreduced={braces} in the {spec}",
+        "reduced": f"reduced={braces} in the {spec}",
     }
     return Problem(given, rule, fixes_to_one[have])
 

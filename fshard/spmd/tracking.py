@@ -337,7 +337,8 @@ class Tracker:
                 f"a write into a tensor of shape {tuple(target.shape)} from outside of the body",
                 "a mapped function returns what it computes: arguments and closed-over tensors "
                 "belong to all ranks",
-                "write into its clone(), and return that",
+                "write into its clone(), and return that; of a module that keeps statistics: "
+                "eval(), or track_running_stats=False",
             )
 
     def tell(self, states: States, op: str) -> None:
@@ -409,6 +410,9 @@ def typeof(x: torch.Tensor, /) -> LocalType:
             "types are tracked in the body of a shard_map, unless with check=False",
             "fs.shard_map(..., check=True)",
         )
+    if not isinstance(x, torch.Tensor):
+        fail("fs.typeof", f"a {type(x).__name__}", "tensors have types along the mesh axes",
+             "torch.as_tensor(x)")  # fmt: skip
     found: LocalType = tracker.typeof(x)
     return found
 

@@ -129,7 +129,9 @@ def through(
     if tracker is None:
         return run(x)
     outer = tracker.states(x)
-    (x,) = check_promises(tracker, src.mesh.axes, [Promise(where, x, src.partition)])
+    (x,) = check_promises(
+        tracker, src.mesh.axes, [Promise(where, x, src.partition, is_result=False)]
+    )
     states = {axis: state for axis, state in outer.items if axis not in src.mesh.axes}
     given = States.of(states | dict(states_of(dst.partition).items))
 
