@@ -210,6 +210,10 @@ OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
      "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
     ({"axis_names": ["x"]}, "axis_names=['x']",
      "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
+    ({"check": "value"}, "check='value'",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+    ({"check": 1}, "check=1",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
 ]  # fmt: skip
 
 

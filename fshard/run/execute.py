@@ -16,7 +16,7 @@ from fshard.program.program import Program
 from fshard.run.autograd import apply_program
 from fshard.run.fingerprint import call_line
 from fshard.run.interpreter import launch
-from fshard.run.record import Launcher, record, replay
+from fshard.run.record import Function, Launcher, record, replay
 from fshard.run.transport import (
     Label,
     Transport,
@@ -133,14 +133,23 @@ def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
             _LAUNCHERS.clear()
         _SEEN.add(key)
         return None
-    where = _where(prog.dst)
-    check_local(local, prog.src, transport, where)
-    found = None
-    if transport.rank in prog.src.mesh and (prog.is_linear or not wanted):
-        like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        with labelled(Label(where, prog.src.mesh)):
-            found = record(lambda x: _apply(prog, x), lambda g: _apply(prog.T, g), like)
-    _LAUNCHERS[key] = found
+    check_local(local, prog.src, transport, _where(prog.dst))
+    _LAUNCHERS[key] = found = _record(prog, local, transport, wanted)
+    return found
+
+
+def _record(
+    prog: Program, local: torch.Tensor, transport: Transport, wanted: bool
+) -> Launcher | None:
+    if transport.rank not in prog.src.mesh or (wanted and not prog.is_linear):
+        return None
+    forward: Function = lambda x: _apply(prog, x)  # noqa: E731
+    backward: Function = lambda g: _apply(prog.T, g)  # noqa: E731
+    like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    with labelled(Label(_where(prog.dst), prog.src.mesh)):
+        found = record(forward, backward, like)
+        if wanted and found is not None and record(backward, forward, found.out) is None:
+            return None
     return found
 
 

@@ -107,9 +107,6 @@ def shard_map(
             [4., 4., 4.]])
     """
     where = "fs.shard_map"
-    if not (check is True or check is False or check in CHECKS):
-        fail(where, f"check={check!r}", f"check is True, False, {' or '.join(map(repr, CHECKS))}",
-             "leave it out: True")  # fmt: skip
     check_mesh(mesh, where)
     names = check_axis_names(axis_names, where)
     options = {"redistribute_inputs": redistribute_inputs, "check": check}
@@ -148,9 +145,16 @@ def mapped(
     in_specs: Any,
     out_specs: Any,
     axis_names: frozenset[str] | None,
-    **options: Any,
+    *,
+    redistribute_inputs: bool,
+    check: bool | str,
 ) -> Any:
     """`fn` mapped, or the decorator that does it; `axis_names` of None are all of the pairs'."""
+    options: Any = {"redistribute_inputs": redistribute_inputs, "check": check}
+    if not (check is True or check is False or check in CHECKS):
+        fail(where, f"check={check!r}",
+             "check is True, False, 'strict', 'values' or 'collectives'",
+             "leave it out: True")  # fmt: skip
     if fn is None:
         return lambda each: mapped(each, where, mesh, in_specs, out_specs, axis_names, **options)
     if not callable(fn):
