@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 
-from fshard.errors import fail
+from fshard.errors import Problem, raise_if
 from fshard.partition import PartitionSpec
 from fshard.spec import Sharded, Spec
 
@@ -125,8 +125,46 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]
     try:
         return list(optree.broadcast_prefix(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True))
     except ValueError:
-        errors = optree.prefix_errors(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True)
-        message = " ".join(str(errors[0](name)).split()) if errors else "structures differ"
-        fail(where, message,
-             f"{name} is a tree prefix of the values: a leaf of it covers all below",
-             "give one spec for a subtree, or a tree of its keys and lengths")  # fmt: skip
+        raise_if(where, _no_prefix(prefix, tree, name, name))
+        raise
+
+
+def _no_prefix(prefix: Any, tree: Any, name: str, at: str) -> list[Problem]:
+    """Where, and why, `prefix` is not a prefix of the tree."""
+    mine, entries = _children(prefix)
+    if mine is None:
+        return []
+    theirs, others = _children(tree)
+    rule = f"{name} is a tree prefix of the values: a leaf of it covers all below"
+    given = ""
+    if theirs is None:
+        given = f"{at} is {_called(prefix)} where the value is {_called(tree)}"
+        fix = "one spec"
+    elif type(prefix) is not type(tree):
+        given = f"{at} is {_called(prefix)} where the value is {_called(tree)}"
+        fix = f"{_called(tree)} of specs, or one spec for all of it"
+    elif sorted(map(repr, entries)) != sorted(map(repr, others)):
+        if isinstance(prefix, dict):
+            given = f"{at} has the keys {list(entries)}, the value {list(others)}"
+        else:
+            given = f"{at} has length {len(mine)}, the value {len(theirs)}"
+        fix = "an entry for each, or one spec for all of it"
+    if given:
+        return [Problem(given, rule, fix)]
+    problems: list[Problem] = []
+    for entry, one, other in zip(entries, mine, theirs or [], strict=True):
+        problems += _no_prefix(one, other, name, f"{at}[{entry!r}]")
+    return problems
+
+
+def _children(tree: Any) -> tuple[list[Any] | None, list[Any]]:
+    """The trees right below, and the entries under which they are; None for a leaf."""
+    if _is_leaf(tree) or optree.tree_is_leaf(tree, none_is_leaf=True):
+        return None, []
+    children, _, entries, _ = optree.tree_flatten_one_level(tree, none_is_leaf=True)
+    return list(children), list(entries)
+
+
+def _called(value: Any) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

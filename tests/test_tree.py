@@ -14,6 +14,7 @@ from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec as P
 from fshard.spec import Sharded, Spec
 from fshard.tree import broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
+from tests.helpers import message
 
 SPEC = Spec(Mesh(x=2), P("x"), shape=(4,))
 TENSOR = torch.zeros(2)
@@ -98,18 +99,43 @@ def test_prefix_covers_subtrees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "message"),
+    ("prefix", "given", "fix"),
     [
-        ((P("x"),), r"in_specs"),
-        (({"w": P("x")}, P()), r"in_specs\[0\]"),
-        (([P("x"), P()], P()), r"in_specs\[0\]"),
-        (({"w": P(), "b": [P(), P(), P()]}, P()), r"in_specs\[0\]\['b'\]"),
-        ((P(), (P(), P())), r"in_specs\[1\]"),
+        ((P("x"),), "in_specs has length 1, the value 2", "an entry for each"),
+        (
+            ({"w": P("x")}, P()),
+            "in_specs[0] has the keys ['w'], the value ['b', 'w']",
+            "an entry for each",
+        ),
+        (
+            ([P("x"), P()], P()),
+            "in_specs[0] is a list where the value is a dict",
+            "a dict of specs",
+        ),
+        (
+            ({"w": P(), "b": [P(), P(), P()]}, P()),
+            "in_specs[0]['b'] has length 3, the value 2",
+            "an entry for each",
+        ),
+        ((P(), (P(), P())), "in_specs[1] is a tuple where the value is an int", "one spec"),
     ],
 )
-def test_what_is_no_prefix(prefix: Any, message: str) -> None:
-    with pytest.raises(ShardingError, match=message) as caught:
+def test_what_is_no_prefix(prefix: Any, given: str, fix: str) -> None:
+    with pytest.raises(ShardingError) as caught:
         broadcast_prefix(prefix, ({"w": 1, "b": [2, 3]}, 4), "in_specs", "shard_map(f)")
-    text = str(caught.value)
-    assert text.startswith("shard_map(f)\n  given: ")
-    assert "rule:  in_specs is a tree prefix of the values" in text
+    fix += "" if fix == "one spec" else ", or one spec for all of it"
+    assert str(caught.value) == message(
+        "shard_map(f)",
+        given,
+        "in_specs is a tree prefix of the values: a leaf of it covers all below",
+        fix,
+    )
+
+
+def test_every_place_where_it_is_no_prefix() -> None:
+    with pytest.raises(ShardingError) as caught:
+        broadcast_prefix(([P()], {"a": P()}), ([1, 2], {"b": 1}), "out_specs", "shard_map(f)")
+    assert [each.given for each in caught.value.problems] == [
+        "out_specs[0] has length 1, the value 2",
+        "out_specs[1] has the keys ['a'], the value ['b']",
+    ]
