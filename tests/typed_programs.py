@@ -206,7 +206,10 @@ class Program:
     def find(
         self, args: Sequence[torch.Tensor], specs: Sequence[Any], check: bool | str
     ) -> list[list[Typed]]:
-        """Find out what is refused; the types and values of all tensors, by rank."""
+        """Find out what is refused; the types and values of all tensors, by rank.
+
+        On a real rank its own alone.
+        """
         left_out, seen = {}, {}
 
         def body(*xs: torch.Tensor) -> None:
@@ -227,7 +230,7 @@ class Program:
         given = tuple(specs)
         fs.shard_map(body, mesh=self.mesh, in_specs=given, out_specs=None, check=check)(*args)
         (self.left_out,) = set(left_out.values())  # types are the same on every rank
-        return [seen[rank] for rank in self.mesh.ranks]
+        return [seen[rank] for rank in self.mesh.ranks if rank in seen]
 
     def _row(self, row: tuple[str, int, int, int], pool: Sequence[torch.Tensor]) -> torch.Tensor:
         name, i, j, k = row

@@ -63,10 +63,8 @@ class _Typed(TorchFunctionMode):
                                 if states is not None:
                                     return _computed(tracker, func, kind, args, kwargs)
                                 states = found
-                        elif isinstance(each, tuple | list | slice):
+                        elif isinstance(each, tuple | list):
                             return _computed(tracker, func, kind, args, kwargs)
-                elif type(value) is slice:
-                    return _computed(tracker, func, kind, args, kwargs)
         if states is None:
             states = INVARIANT
         elif states.unreduced:
@@ -85,7 +83,16 @@ def _special(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs
     if _writes(kwargs) and kind.word in (Word.OP, Word.TELLS):
         return _write(tracker, func, kind, args, kwargs)
     match kind.word:
-        case Word.OP | Word.TELLS | Word.INDEX:
+        case Word.INDEX:
+            index = args[1]
+            entries = index if type(index) is tuple else (index,)
+            if tracker.told.items or not all(map(_is_plain, entries)):
+                return _computed(tracker, func, kind, args, kwargs)
+            states = tracker.states(args[0])
+            result = func(*args)
+            tracker.record(result, states)
+            return result
+        case Word.OP | Word.TELLS:
             return _computed(tracker, func, kind, args, kwargs)
         case Word.NOTHING:
             return func(*args, **kwargs)
@@ -152,6 +159,14 @@ def _computed(
     return result
 
 
+def _is_plain(entry: Any) -> bool:
+    """Whether an entry of an index is written in numbers."""
+    if type(entry) is slice:
+        parts = (entry.start, entry.stop, entry.step)
+        return not any(isinstance(each, torch.Tensor) for each in parts)
+    return type(entry) is int or entry is None or entry is ...
+
+
 def _sizes(index: Any) -> str:
     """What in an index decides by its values how many elements there are, if anything."""
     entries = index if isinstance(index, tuple | list) else [index]
@@ -181,6 +196,12 @@ def _write(
     also: tuple[States, ...] = (),
 ) -> Any:
     """A call that writes its first operand, or what `out=` names."""
+    if not (kwargs or also or tracker.told.items or kind.name in OVERWRITES) and _is_level(
+        tracker, args
+    ):
+        tracker.check_write(args[0], kind.name)
+        tracker.blank.discard(id(args[0]))
+        return func(*args)
     out = kwargs.get("out")
     targets = (
         list(tensors_in(out))
@@ -213,6 +234,24 @@ def _write(
         tracker.written(target, states)
     tracker.record(result, states)
     return result
+
+
+def _is_level(tracker: Tracker, args: Args) -> bool:
+    """Whether all operands of a write, and what shares memory with the first, are in one state."""
+    if not isinstance(args[0], torch.Tensor):
+        return False
+    states = tracker.states(args[0])
+    if states.unreduced:
+        return False
+    for each in args[1:]:
+        if isinstance(each, torch.Tensor):
+            if tracker.states(each) is not states:
+                return False
+        elif isinstance(each, tuple | list | slice) and any(
+            tracker.states(x) is not states for x in tensors_in(each)
+        ):
+            return False
+    return all(each is states for each in tracker.beside(args[0]))
 
 
 def _no_cast_of_target(tracker: Tracker, kind: Kind, target: torch.Tensor, states: States) -> None:
