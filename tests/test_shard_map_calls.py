@@ -93,8 +93,8 @@ def doubled(tree: Any) -> Any:
 
 
 def make(**options: Any) -> Callable[[Any], Any]:
-    given = {"mesh": MESH, "in_specs": P("x"), "out_specs": (P("x"), None)} | options
-    mapped: Callable[[Any], Any] = fs.shard_map(doubled, **given)
+    given: dict[str, Any] = {"mesh": MESH, "in_specs": P("x"), "out_specs": (P("x"), None)}
+    mapped: Callable[[Any], Any] = fs.shard_map(doubled, **(given | options))
     return mapped
 
 

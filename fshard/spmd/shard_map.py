@@ -109,7 +109,7 @@ def shard_map(
     where = "fs.shard_map"
     check_mesh(mesh, where)
     names = check_axis_names(axis_names, where)
-    options = {"redistribute_inputs": redistribute_inputs, "check": check}
+    options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": check}
     return mapped(fn, where, mesh, in_specs, out_specs, names, **options)
 
 
@@ -134,7 +134,7 @@ def local_map(
     >>> fs.unshard(double(pair))
     tensor([0., 2., 4., 6.])
     """
-    options = {"redistribute_inputs": redistribute_inputs, "check": False}
+    options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": False}
     return mapped(fn, "fs.local_map", None, in_specs, out_specs, None, **options)
 
 

@@ -57,7 +57,7 @@ def smap(
     in_specs = _specs("in_axes", in_axes, axis_name)
     out_specs = _specs("out_axes", out_axes, axis_name)
     names = frozenset({axis_name})
-    options = {"redistribute_inputs": False, "check": check}
+    options: dict[str, Any] = {"redistribute_inputs": False, "check": check}
     return mapped(fn, "fs.smap", mesh, in_specs, out_specs, names, **options)
 
 
