@@ -3,6 +3,13 @@
 The operands of a call are looked up, the casts that JAX's type system inserts are inserted (or,
 if strict, the line where one is missing is named), and the result is written down. `spmd_types`
 (PyTorch's own checker) works in the same way, without inserting.
+
+Outside of what is tracked, and taken for invariant unless it shares memory with what is known:
+what user threads, `torch._C.DisableTorchFunction`, scripted functions, nested tensors, wrapper
+subclasses made in the body, dlpack capsules and kernels that are no functions of PyTorch compute
+(but not what these write into the empty results of an `autograd.Function`), and numbers read off
+printed text or raw memory. What hooks and the backward of custom functions compute is taken to be
+what a gradient is: of the dual type.
 """
 
 from __future__ import annotations

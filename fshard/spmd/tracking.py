@@ -299,8 +299,8 @@ class Tracker:
 
     def _is_only_typed(self, plan: Plan, leaf: torch.Tensor) -> bool:
         """Whether a leaf changes its type and nothing else happens, not in backward either."""
-        signature = plan.signature
-        return signature.cast_to is not None and self.states(leaf).at(signature.axes[0]) is not None
+        signature, states = plan.signature, self.states(leaf)
+        return signature.cast_to is not None and any(map(states.at, signature.axes))
 
     def _cast_for(self, plan: Plan, leaf: torch.Tensor, joined: Joined) -> torch.Tensor:
         states, (target,) = self.states(leaf), joined.operands
@@ -312,8 +312,14 @@ class Tracker:
     # -- writes and the host --
 
     def beside(self, target: torch.Tensor) -> tuple[States, ...]:
-        """The states of other tensors that share memory with one that is written."""
-        return tuple(dict.fromkeys(known.states for _, known in self._sharing(target)))
+        """The states of other tensors to which gradients of what is written into one go back.
+
+        Views of one base. A cast shares memory too, and stays of its own type.
+        """
+        if not torch.is_grad_enabled():
+            return ()
+        sharing = self._sharing(target)
+        return tuple(known.states for other, known in sharing if _base(other) is _base(target))
 
     def holds_all(self, target: torch.Tensor) -> bool:
         """Whether nothing that shares memory with a tensor is left when it is overwritten."""
@@ -323,8 +329,12 @@ class Tracker:
 
     def written(self, target: torch.Tensor, states: States) -> None:
         """Write down that `target`, and all that shares its memory, now is in `states`."""
-        for other, _ in self._sharing(target):
-            self.record(other, states)
+        for other, known in self._sharing(target):
+            joined = join((known.states, states), Rule.MOVE)
+            axes = (axis for each in (known.states, states) for axis, _ in each.items)
+            same = torch.is_grad_enabled() and _base(other) is _base(target)
+            rest = States.varying(axes) if isinstance(joined, Clash) else joined.result
+            self.record(other, states if same else rest)
         self.record(target, states)
         self.blank.discard(id(target))
 
@@ -423,6 +433,11 @@ def _storage(x: torch.Tensor) -> int:
         return int(torch._C._storage_id(x))  # type: ignore[attr-defined]
     except (NotImplementedError, RuntimeError):  # sparse tensors, functorch's wrappers
         return 0
+
+
+def _base(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view is a view of, or the tensor itself."""
+    return x if x._base is None else x._base
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:

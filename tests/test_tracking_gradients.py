@@ -1,0 +1,120 @@
+"""Gradients and optimizers in a body: types of `.grad`, steps equal to those on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.helpers import random_global
+from tests.test_tracking import I, V, run
+
+MESH = Mesh(x=2)
+F64 = torch.float64
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.1, foreach=False),
+    "adam_foreach": lambda ps: torch.optim.Adam(ps, lr=0.1, foreach=True),
+    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+}
+
+
+def train(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, make: Make, to_none: bool, total: Any
+) -> list[torch.Tensor]:
+    """Three steps of a small model; `total` sums a loss over all rows."""
+    params = [nn.Parameter(w.clone()), nn.Parameter(b.clone())]
+    optimizer = make(params)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        total(F.linear(x, *params).tanh().square().sum()).backward()
+        nn.utils.clip_grad_norm_(params, 0.5, foreach=True)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_on_one_device(name: str, to_none: bool) -> None:
+    args = [random_global(shape, F64, i) / 4 for i, shape in enumerate([(4, 3), (2, 3), (2,)])]
+    make = OPTIMIZERS[name]
+
+    def body(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        made = train(x, w, b, make, to_none, lambda loss: fs.psum(loss, "x"))
+        assert [str(fs.typeof(p).states) for p in made] == [I, I]
+        return made
+
+    f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P(), P()), out_specs=P())
+    want = train(*args, make, to_none, lambda loss: loss)  # type: ignore[call-arg]
+    for got, one in zip(f(*args), want, strict=True):
+        torch.testing.assert_close(got, one)
+
+
+def leaf(*grads: torch.Tensor) -> torch.Tensor:
+    """A parameter with a gradient that is set, and then one that is added by backward."""
+    p = nn.Parameter(torch.ones(2))
+    for each in grads[:1]:
+        p.grad = each.clone()
+    if len(grads) != 1:
+        p.sum().backward()
+    return p
+
+
+@pytest.mark.parametrize(
+    ("states", "grad"),
+    [
+        (I, lambda r: leaf().grad),
+        (V, lambda r: leaf(r).grad),
+        (V, lambda r: leaf(r, r).grad),
+        (I, lambda r: leaf(torch.ones(2), r).grad),
+        (V, lambda r: leaf().grad.mul_(1 * r)),
+        (V, lambda r: _stepped(leaf(r))),
+        (I, lambda r: _stepped(leaf())),
+    ],
+)
+def test_gradients_of_leaves_have_the_states_of_what_is_in_them(states: str, grad: Any) -> None:
+    assert [each[0] for each in run(lambda x, w: grad(x.detach()[0]))] == [states] * 2
+
+
+def _stepped(p: torch.Tensor) -> torch.Tensor:
+    torch.optim.SGD([p], lr=0.1).step()
+    return p
+
+
+class _Kernel(torch.autograd.Function):
+    """Writes its result where no function of PyTorch does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        with torch._C.DisableTorchFunction():
+            out.copy_(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
+def test_results_that_a_kernel_writes_are_as_its_operands() -> None:
+    body: Any = lambda x, w: _Kernel.apply(x)  # type: ignore[no-untyped-call]  # noqa: E731
+    assert [each[0] for each in run(body)] == [V, V]
+
+
+def test_a_gradient_that_does_not_add_up_is_refused() -> None:
+    def body(x: torch.Tensor) -> None:
+        p = nn.Parameter(torch.ones(2))
+        p.grad = fs.pcast(x[0].clone(), "x", to="unreduced")
+        p.sum().backward()
+
+    f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=None)
+    with pytest.raises(fs.ShardingError, match=r"a gradient of a tensor whose \.grad is f32\[2\]"):
+        f(torch.ones(2, 2))
