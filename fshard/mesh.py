@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -19,9 +19,23 @@ Axes = str | Sequence[str]
 """One axis name or several, major to minor."""
 
 
-def as_axes(axes: Axes | Iterable[str]) -> tuple[str, ...]:
-    """Canonical form of one axis or several: always a tuple."""
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+def as_axes(axes: Axes, where: str = "axes") -> tuple[str, ...]:
+    """Canonical form of one axis or several: always a tuple.
+
+    Raises `ShardingError` for what is neither a name nor a tuple or list of names.
+    """
+    if isinstance(axes, str):
+        return (axes,)
+    if isinstance(axes, tuple | list) and all(isinstance(name, str) for name in axes):
+        return tuple(axes)
+    if isinstance(axes, Set) and axes:
+        # The order in which a set of strings comes is another in every process.
+        names = sorted(map(str, axes))
+        fail(where, f"the set {{{', '.join(map(repr, names))}}} as axes",
+             "axes are a name, or a tuple or a list of names, the first one major",
+             f"{repr(tuple(names)) if names[1:] else repr(names[0])}, say")  # fmt: skip
+    fail(where, f"{axes!r} as axes", "axes are a name, or a tuple or a list of names",
+         "'x' or ('x', 'y'), with names of the mesh's axes")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -129,7 +143,7 @@ class Mesh:
 
     def check_axes(self, axes: Axes, where: str) -> tuple[str, ...]:
         """`axes` as a tuple; raises `ShardingError` for unknown or repeated names."""
-        names = as_axes(axes)
+        names = as_axes(axes, where)
         if len(set(names)) == len(names) and all(name in self.axes for name in names):
             return names
         problems = [

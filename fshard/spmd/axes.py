@@ -116,24 +116,17 @@ def tracking() -> Any:
 def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh that `axes` are names of, and the axes as a tuple.
 
-    Raises `ShardingError` for an unbound, unknown or repeated axis.
+    Raises `ShardingError` for an unbound, unknown or repeated axis, and for sets of names.
     """
-    names = as_axes(axes)
+    names = as_axes(axes, where)
     bound = innermost() if mesh is None else None
     found = mesh if bound is None else bound.mesh
     if found is None:
         fail(
             where,
-            f"an unbound axis name: {', '.join(map(repr, names))}",
+            f"an unbound axis name: {', '.join(map(repr, names))}" if names else "no axis, no mesh",
             "axis names are bound inside shard_map",
             f"call {where} in a function under fs.shard_map, or give mesh=",
-        )
-    if not names:
-        fail(
-            where,
-            "no axis",
-            "a collective runs over at least one axis",
-            "name an axis, or leave the call out: over no axis it is the identity",
         )
     names = found.check_axes(names, where)
     if bound is not None and not bound.axes.issuperset(names):

@@ -21,7 +21,7 @@ from fshard.program.steps import AllGather, AllToAll, ReduceScatter
 from fshard.spec import Spec
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.plans import Move, Plan, check_dim, collective, need_tensor
-from fshard.spmd.types import VARYING, Signature, State
+from fshard.spmd.types import VARYING, Signature, State, state_meant
 from fshard.spmd.wires import PLAIN, Wires, check_wires
 
 __all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes"]
@@ -130,11 +130,13 @@ def all_gather(
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_gather")
     wires = forward_dtype, backward_dtype
     if to not in ("varying", "invariant", "reduced"):
-        fail("fs.all_gather", f"to={to!r}", "to is varying, invariant or reduced", 'to="varying"')
+        fix = state_meant(to, ("varying", "invariant", "reduced"))
+        fail("fs.all_gather", f"to={to!r}", "to is varying, invariant or reduced", fix)
 
     def leaf(value: Any) -> Any:
         x = need_tensor(value, "fs.all_gather")
-        dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis")
+        of = "a tensor" if tiled else "a result"
+        dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis", of)
         check_wires("fs.all_gather", x.dtype, wires)
         return gather_move(where, axes, x, to, lambda y: _insert(y, dim, tiled), wires)
 
@@ -182,6 +184,9 @@ def psum_scatter(
         dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
         _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
         check_wires("fs.psum_scatter", x.dtype, wires)
+        if x.dtype == torch.bool:
+            fix = "x.to(torch.int64), to count them"
+            fail("fs.psum_scatter", f"a tensor of {x.dtype}", "booleans have no sum", fix)
         rows = _extract(x, dim, n, tiled)
         prog = _scattering(where, axes, rows.shape, rows.dtype, wires)
         return Move(prog, rows, lambda y: y.squeeze(0), keep=1)

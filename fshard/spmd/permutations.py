@@ -6,20 +6,21 @@ inverse permutation, and a sum that the source alone keeps. Trees go in one laun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fshard.errors import Problem, fail, raise_if
+from fshard.layout import whole_numbers
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.autograd import FinishAll, Shards
 from fshard.run.batch import join, part
 from fshard.run.transport import Transport, notify
 from fshard.spmd.axes import resolve
 from fshard.spmd.plans import Move, Plan, collective, need_tensor
-from fshard.spmd.types import Signature
+from fshard.spmd.types import Signature, named_axes
 from fshard.spmd.wires import Wires, check_wires, sent_in
 
 __all__ = ["pbroadcast", "ppermute", "pshuffle"]
@@ -111,6 +112,44 @@ def _plan(name: str, op: _Permute | _Broadcast, wires: Wires) -> Plan:
     return Plan(name, leaf, Signature(op.axes))
 
 
+def _along(axes: tuple[str, ...]) -> str:
+    return f" along {', '.join(axes)}" if axes else ""
+
+
+def _pairs(perm: Any, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Sources and destinations of n places, counted from 0; raises for all that are wrong."""
+    named, problems = named_axes(axes), []
+    found: list[tuple[int, int]] = []
+    listed = list(perm) if isinstance(perm, Iterable) else [perm]
+    pairs = [whole_numbers(each) for each in listed]
+    if any(pair is None or len(pair) != 2 for pair in pairs):
+        rule = "perm has pairs of places, (source, destination)"
+        fail("fs.ppermute", f"perm={perm!r}", rule, f"perm=[(0, {min(1, n - 1)})], say")
+    for pair in pairs:
+        (src, dst), places = pair or (), range(-n, n)
+        if src in places and dst in places:
+            found.append((src % n, dst % n))
+            continue
+        rule = f"places{_along(axes)} are {-n}..{n - 1}"
+        problems.append(Problem(f"{pair} in perm", rule, f"({src % n}, {dst % n}), say"))
+    for at, word in enumerate(("source", "destination")):
+        for place in sorted({pair[at] for pair in found}):
+            same = [pair for pair in found if pair[at] == place]
+            if len(same) < 2:
+                continue
+            given = f"{word} {place} in {', '.join(map(repr, same))} of perm"
+            rule = f"every {word} occurs at most once"
+            fix = f"fs.pbroadcast(x, {named}, {place}), or an fs.ppermute for each destination"
+            if word == "destination":
+                fix = " + ".join(f"fs.ppermute(x, {named}, [{pair}])" for pair in same)
+            if len(set(same)) == 1:
+                given, fix = f"{same[0]} {len(same)} times in perm", f"{same[0]} once"
+                rule = "every source and every destination occurs at most once"
+            problems.append(Problem(given, rule, fix))
+    raise_if("fs.ppermute", list(dict.fromkeys(problems)))
+    return tuple(found)
+
+
 @collective
 def ppermute(
     axis_name: Axes,
@@ -133,30 +172,8 @@ def ppermute(
     >>> f(torch.tensor([1.0, 2.0, 3.0]))
     tensor([0., 1., 2.])
     """
-    where, axes = resolve(as_axes(axis_name), mesh, "fs.ppermute")
-    n = where.axis_size(axes)
-    pairs = tuple((int(src), int(dst)) for src, dst in perm)
-    problems = [
-        Problem(
-            f"perm={list(perm)}",
-            f"places along {axes} are {-n}..{n - 1}",
-            f"({src % n}, {dst % n}), say",
-        )
-        for src, dst in pairs
-        if not (-n <= src < n and -n <= dst < n)
-    ]
-    pairs = tuple((src % n, dst % n) for src, dst in pairs)
-    for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
-        twice = sorted({place for place in places if places.count(place) > 1})
-        if twice and not problems:
-            problems.append(
-                Problem(
-                    f"perm={list(perm)} with {word} {twice[0]} twice",
-                    f"every {word} occurs at most once",
-                    "fs.pbroadcast sends one value to several ranks",
-                )
-            )
-    raise_if("fs.ppermute", problems)
+    where, axes = resolve(axis_name, mesh, "fs.ppermute")
+    pairs = _pairs(perm, where.axis_size(axes), as_axes(axis_name))
     return _plan("fs.ppermute", _Permute(where, axes, pairs), (forward_dtype, backward_dtype))
 
 
@@ -180,14 +197,14 @@ def pshuffle(
     >>> f(torch.tensor([1.0, 2.0, 3.0]))
     tensor([3., 1., 2.])
     """
-    where, axes = resolve(as_axes(axis_name), mesh, "fs.pshuffle")
+    where, axes = resolve(axis_name, mesh, "fs.pshuffle")
     n = where.axis_size(axes)
-    sources = [int(place) for place in perm]
-    if sorted(sources) != list(range(n)):
+    sources = whole_numbers(perm)
+    if sources is None or sorted(sources) != list(range(n)):
         fail(
             "fs.pshuffle",
-            f"perm={list(perm)}",
-            f"perm has every place 0..{n - 1} along {axes} once",
+            f"perm={perm}",
+            f"perm has every place 0..{n - 1}{_along(axes)} once",
             "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out",
         )
     pairs = tuple((src, dst) for dst, src in enumerate(sources))
@@ -216,14 +233,11 @@ def pbroadcast(
     >>> f(torch.tensor([1.0, 2.0, 3.0]))
     tensor([2., 2., 2.])
     """
-    where, axes = resolve(as_axes(axis_name), mesh, "fs.pbroadcast")
+    where, axes = resolve(axis_name, mesh, "fs.pbroadcast")
     n = where.axis_size(axes)
-    if not -n <= source < n:
-        fail(
-            "fs.pbroadcast",
-            f"source={source}",
-            f"places along {axes} are {-n}..{n - 1}",
-            f"source={source % n}, say",
-        )
+    if not isinstance(source, int) or not -n <= source < n:
+        near = source % n if isinstance(source, int) else 0
+        rule = f"places{_along(axes)} are {-n}..{n - 1}"
+        fail("fs.pbroadcast", f"source={source!r}", rule, f"source={near}, say")
     op = _Broadcast(where, axes, source % n)
     return _plan("fs.pbroadcast", op, (forward_dtype, backward_dtype))

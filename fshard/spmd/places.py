@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,8 +18,18 @@ from fshard.run.transport import Label, current_rank, labelled
 from fshard.spec import Spec
 from fshard.spmd.axes import resolve, tracking
 from fshard.spmd.graphs import as_node
+from fshard.spmd.groups import resolve_groups
 from fshard.spmd.plans import Move, Plan, collective
-from fshard.spmd.types import CASTS, VARYING, Signature, State, States
+from fshard.spmd.types import (
+    CASTS,
+    VARYING,
+    Signature,
+    State,
+    States,
+    named_axes,
+    other_than_cast,
+    state_meant,
+)
 from fshard.spmd.wires import check_wires
 
 __all__ = ["axis_index", "axis_size", "pcast", "summed"]
@@ -82,15 +92,10 @@ def pcast(
     >>> w.grad
     tensor(11.)
     """
-    where, axes = resolve(as_axes(axis_name), mesh, "fs.pcast")
+    where, axes = resolve_groups(axis_name, mesh, None, "fs.pcast")
     state = src or ("varying" if to == "unreduced" else "invariant")
     if (state, to) not in CASTS:
-        fail(
-            "fs.pcast",
-            f"a cast from {state} to {to!r}",
-            "casts are " + ", ".join(f"{a} to {b}" for a, b in sorted(CASTS)),
-            "psum goes from varying or unreduced to invariant",
-        )
+        _refuse_cast(src, to, as_axes(axis_name))
 
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -100,7 +105,21 @@ def pcast(
         return Move(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
 
     gives = GIVES.get(to)
-    return Plan("fs.pcast", leaf, Signature(axes, gives, cast_to=to, source=src))
+    return Plan("fs.pcast", leaf, Signature(as_axes(axis_name), gives, cast_to=to, source=src))
+
+
+def _refuse_cast(src: str | None, to: str, axes: tuple[str, ...]) -> NoReturn:
+    words = "invariant", "reduced", "unreduced", "varying"
+    unknown = [word for word in (to, src or to) if word not in words]
+    if unknown:
+        fix = state_meant(unknown[0], words)
+    elif src is None or to == "invariant":
+        fix = f"fs.psum(x, {named_axes(axes)}) goes from varying or unreduced to invariant"
+    else:
+        fix = other_than_cast(src, to, axes)
+    given = f"to={to!r}" if src is None else f"a cast from {src!r} to {to!r}"
+    rule = "casts are " + ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
+    fail("fs.pcast", given, rule, fix)
 
 
 @as_node
@@ -116,7 +135,7 @@ def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
     >>> f()
     tensor([0, 1, 2])
     """
-    where, axes = resolve(as_axes(axis_name), mesh, "fs.axis_index")
+    where, axes = resolve(axis_name, mesh, "fs.axis_index")
     rank = current_rank(where, "fs.axis_index").rank
     index = torch.tensor(where.index(rank, axes))
     tracker = tracking()
@@ -136,5 +155,5 @@ def axis_size(axis_name: Axes, *, mesh: Mesh | None = None) -> int:
     >>> axis_size(("x", "y"), mesh=fs.Mesh(x=2, y=3))
     6
     """
-    where, axes = resolve(as_axes(axis_name), mesh, "fs.axis_size")
+    where, axes = resolve(axis_name, mesh, "fs.axis_size")
     return where.axis_size(axes)

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -41,7 +42,9 @@ from fshard.spmd.graphs import tree_node
 from fshard.spmd.types import Signature
 from fshard.tree import flatten, unflatten
 
-__all__ = ["PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_tensor"]
+__all__ = [
+    "PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_number", "need_tensor",
+]  # fmt: skip
 
 Tree = TypeVar("Tree")
 Options = ParamSpec("Options")
@@ -204,20 +207,22 @@ def _launcher(
     x: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    frozen: bool = False,
+    frozen: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
 ) -> Launcher | None:
     """What a collective does to a tensor like `x` on this rank; None where it is not recorded.
 
     That is under `torchrun` alone, for what communicates over this process's own transport.
+    `frozen` are the arguments as a key can hold them.
     """
     transport, bound = direct_transport(), innermost()
     if transport is None or is_transformed() or (bound is not None and bound.types is not None):
         return None
-    if list in map(type, args):
-        args = tuple([tuple(each) if type(each) is list else each for each in args])
+    places, options = frozen or (args, kwargs)
+    if list in map(type, places):
+        places = tuple([tuple(each) if type(each) is list else each for each in places])
     wanted = x.requires_grad and torch.is_grad_enabled()
     key = (
-        plan, args, tuple(kwargs.items()), bound and (bound.mesh, bound.axes), transport,
+        plan, places, tuple(options.items()), bound and (bound.mesh, bound.axes), transport,
         x.shape, x.stride(), x.dtype, x.device, wanted, torch.get_default_dtype(),
     )  # fmt: skip
     try:
@@ -225,10 +230,10 @@ def _launcher(
     except KeyError:
         pass
     except TypeError:
-        if frozen:
+        if frozen is not None:
             return None
         options = {name: _frozen(value) for name, value in kwargs.items()}
-        return _launcher(plan, x, _frozen(list(args)), options, True)
+        return _launcher(plan, x, args, kwargs, (_frozen(list(args)), options))
     if key not in _SEEN:  # recording costs more than a call: what comes once is not recorded
         if len(_SEEN) >= _MOST:
             _SEEN.clear()
@@ -295,13 +300,25 @@ def need_tensor(value: Any, where: str) -> torch.Tensor:
     return value
 
 
-def check_dim(dim: int, ndim: int, where: str, word: str) -> int:
-    """`dim` counted from 0; raises `ShardingError` for one that a tensor of `ndim` has not."""
-    if not -ndim <= dim < ndim:
+def need_number(value: Any, where: str) -> Any:
+    """`value`, a leaf that is a number of Python's; raises `ShardingError` if it is none."""
+    if not isinstance(value, complex | Real | torch.SymInt | torch.SymFloat):
         fail(
             where,
-            f"{word}={dim} of a tensor of {ndim} dims",
+            f"a leaf of type {type(value).__name__}",
+            "the leaves of the tree are tensors, numbers, or None",
+            "torch.as_tensor(x) of an array; leave other things out of the tree",
+        )
+    return value
+
+
+def check_dim(dim: int, ndim: int, where: str, word: str, of: str = "a tensor") -> int:
+    """`dim` counted from 0; raises `ShardingError` for one that `of`, with `ndim`, has not."""
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        fail(
+            where,
+            f"{word}={dim!r} of {of} of {ndim} dims",
             f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
-            "name a dim it has",
+            "name a dim it has" if ndim else "x[None] has one",
         )
     return dim % ndim

@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
+from fshard.errors import fail
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
 from fshard.spec import Spec
+from fshard.spmd.axes import resolve
 from fshard.spmd.graphs import tree_as_node
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import gather_move
 from fshard.spmd.places import axis_index
-from fshard.spmd.plans import Move, Plan, Tree, collective, need_tensor
+from fshard.spmd.plans import Move, Plan, Tree, collective, need_number, need_tensor
 from fshard.spmd.types import VARYING, Signature
 from fshard.spmd.wires import check_wires
 from fshard.tree import map_leaves
@@ -81,7 +83,7 @@ def psum(
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value * where.axis_size(axes)
+            return need_number(value, "fs.psum") * where.axis_size(axes)
         x = value.to(torch.int64) if value.dtype == torch.bool else value
         check_wires("fs.psum", x.dtype, wires)
         return Move(_reduction(where, axes, "sum", x.shape, x.dtype, wires[0]), x)
@@ -114,7 +116,7 @@ def pmean(
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value
+            return need_number(value, "fs.pmean")
         inexact = value.dtype.is_floating_point or value.dtype.is_complex
         x = value if inexact else value.to(torch.get_default_dtype())
         check_wires("fs.pmean", x.dtype, wires)
@@ -160,10 +162,17 @@ def _extreme(kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh |
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value
+            return need_number(value, name)
+        _need_order(value, name)
         return Move(_reduction(where, axes, kind, value.shape, value.dtype), value)
 
     return Plan(name, leaf, _to_one(axis_name, groups, (where, axes), kind))
+
+
+def _need_order(x: torch.Tensor, where: str) -> None:
+    if x.dtype.is_complex:
+        rule, fix = "complex numbers have no order", "x.abs(), or x.real and x.imag one by one"
+        fail(where, f"a tensor of {x.dtype}", rule, fix)
 
 
 @collective
@@ -185,7 +194,7 @@ def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value ** where.axis_size(axes)
+            return need_number(value, "fs.pprod") ** where.axis_size(axes)
         if value.requires_grad and torch.is_grad_enabled():
             return gather_move(where, axes, value, "invariant", lambda each: each.prod(0))
         return Move(_reduction(where, axes, "product", value.shape, value.dtype), value)
@@ -227,7 +236,7 @@ def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
 
 
 def _place_of(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None) -> Tree:
-    where, axes = resolve_groups(axis_name, mesh, None, name)
+    where, axes = resolve(axis_name, mesh, name)
     n = where.axis_size(axes)
 
     def candidate(value: Any) -> Any:
@@ -235,6 +244,7 @@ def _place_of(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None)
         if value is None:
             return None
         plain = need_tensor(value, name).detach()
+        _need_order(plain, name)
         limit = torch.inf if kind == "max" else -torch.inf
         plain = plain.to(torch.uint8) if plain.dtype == torch.bool else plain
         return (

@@ -17,13 +17,15 @@ from functools import cache, lru_cache
 
 import torch
 
+from fshard.errors import did_you_mean
 from fshard.mesh import Mesh
 from fshard.partition import LINEAR, PartitionSpec
 from fshard.spec import DTYPE_NAMES
 
 __all__ = [
     "CASTS", "INVARIANT", "VARYING", "Clash", "Joined", "LocalType", "Rule", "Signature", "State",
-    "States", "join", "named_axes", "passes", "states_of", "word_of",
+    "States", "join", "named_axes", "other_than_cast", "passes", "state_meant", "states_of",
+    "word_of",
 ]  # fmt: skip
 
 State = tuple[str, str]
@@ -313,6 +315,8 @@ def passes(states: States, signature: Signature) -> Joined | Clash:
     {varying: y}
     """
     axes = signature.axes
+    if not axes:
+        return Joined(states, (states,))
     words = {axis: word_of(states.at(axis)) for axis in axes}
     if signature.cast_to is not None:
         return _recast(states, words, signature)
@@ -386,14 +390,20 @@ def _recast(states: States, words: dict[str, str], signature: Signature) -> Join
     if (word, to) not in CASTS:
         ways = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
         rule = f"casts are {ways}; here it is {word} along {', '.join(axes)}"
-        return Clash(axes[0], rule, _other_than_cast(word, to, axes))
+        return Clash(axes[0], rule, other_than_cast(word, to, axes))
     if word == "reduced" and any(states.at(axis) != ("reduced", "sum") for axis in axes):
         return Clash(axes[0], "what is reduced by avg has the gradient of a share",
                      f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")  # fmt: skip
     return Joined(states.updated(axes, signature.gives), (states,))
 
 
-def _other_than_cast(word: str, to: str, axes: Sequence[str]) -> str:
+def state_meant(word: object, known: Sequence[str]) -> str:
+    """The fix for a word that is none of the `known` states; JAX's word is invarying for one."""
+    word = {"invarying": "invariant"}.get(str(word), str(word))
+    return did_you_mean(word, known, f"use one of {', '.join(known)}")
+
+
+def other_than_cast(word: str, to: str, axes: Sequence[str]) -> str:
     """What to do in place of a cast that there is not."""
     if word == to:
         return "leave the cast out"
