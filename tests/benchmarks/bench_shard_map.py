@@ -23,7 +23,7 @@ from fshard.run.transport import set_world
 from tests.benchmarks.bench_transport import Run, medians
 from tests.distributed.harness import close_all, run_ranks
 
-FAKE, GLOO, SIMULATED, STEPS = 8, 2, 8, 50
+FAKE, GLOO, SIMULATED, STEPS = 8, 2, 8, (20, 120)
 SIZES = {"8 KiB": 2048, "256 KiB": 65536, "4 MiB": 1048576}
 OPS: Any = torch.ops._c10d_functional
 Op = Callable[[torch.Tensor], torch.Tensor]
@@ -141,7 +141,10 @@ def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def on_simulated_ranks() -> dict[str, dict[str, float]]:
-    """Microseconds of one operation of all ranks, among many of one simulation."""
+    """Microseconds of one operation of all ranks: of many in a simulation, without its start.
+
+    `LocalTensorMode` is faster, and is measured, with parts that were made outside of it.
+    """
     from torch.distributed import _local_tensor as local_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -158,28 +161,33 @@ def on_simulated_ranks() -> dict[str, dict[str, float]]:
     for what, (theirs, ours) in operations.items():
         for size in (16, 65536):
             x = torch.zeros(SIMULATED, size)
-            mapped = fs.shard_map(
-                lambda v, op=ours: repeated(op, v),
-                mesh=mesh,
-                in_specs=P("x"),
-                out_specs=P("x"),
-                check=False,
-            )
+            parts = {rank: torch.zeros(1, size) for rank in range(SIMULATED)}
+            held: Any = local_tensor.LocalTensor(parts)
+            runs: dict[str, Run] = {}
+            for steps in STEPS:
+                mapped = fs.shard_map(
+                    lambda v, op=ours, steps=steps: repeated(op, v, steps),
+                    mesh=mesh, in_specs=P("x"), out_specs=P("x"), check=False,
+                )  # fmt: skip
 
-            def by_mode(op: Op = theirs, size: int = size) -> None:
-                with local_tensor.LocalTensorMode(SIMULATED):
-                    parts = {rank: torch.zeros(1, size) for rank in range(SIMULATED)}
-                    repeated(op, local_tensor.LocalTensor(parts))
+                def by_mode(op: Op = theirs, held: Any = held, steps: int = steps) -> None:
+                    with local_tensor.LocalTensorMode(SIMULATED):
+                        repeated(op, held, steps)
 
-            runs: dict[str, Run] = {"fshard": lambda m=mapped, x=x: m(x), "theirs": by_mode}  # type: ignore[misc]
+                runs[f"fshard {steps}"] = lambda m=mapped, x=x: m(x)  # type: ignore[misc]
+                runs[f"theirs {steps}"] = by_mode
             times = medians(runs, rounds=8, repeats=3)
-            found[f"{what}, {4 * size:,} B"] = {key: t / STEPS for key, t in times.items()}
+            few, many = STEPS
+            found[f"{what}, {4 * size:,} B"] = {
+                who: (times[f"{who} {many}"] - times[f"{who} {few}"]) / (many - few)
+                for who in ("fshard", "theirs")
+            }
     dist.destroy_process_group()
     return found
 
 
-def repeated(op: Op, x: torch.Tensor) -> torch.Tensor:
-    for _ in range(STEPS):
+def repeated(op: Op, x: torch.Tensor, steps: int) -> torch.Tensor:
+    for _ in range(steps):
         x = op(x)
     return x
 

@@ -1,4 +1,4 @@
-"""Running times on two real gloo ranks and on eight simulated ones, beside PyTorch's own.
+"""Running times on two real gloo ranks, beside PyTorch's own.
 
 `python -m tests.benchmarks.bench_transport` prints medians of one run: an fshard program
 called with and without gradients, DTensor's `redistribute`, and the bare functional
@@ -24,7 +24,7 @@ import fshard as fs
 from fshard import Mesh, P, Spec
 from tests.distributed.harness import close_all, run_ranks
 
-RANKS, SIMULATED, ROUNDS, REPEATS = 2, 8, 20, 20
+RANKS, ROUNDS, REPEATS = 2, 20, 20
 SIZES = {"8 KiB": (64, 32), "4 MiB": (1024, 1024)}
 LAYOUTS: dict[str, tuple[fs.PartitionSpec, Any]] = {
     "S(0)": (P("x"), Shard(0)),
@@ -103,67 +103,6 @@ def _waited(x: DTensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
-# -- simulated ranks -------------------------------------------------------------------
-
-STEPS = 50
-
-
-def simulated() -> dict[str, dict[str, float]]:
-    """Microseconds of one operation of all ranks, among many of one simulation."""
-    from torch.distributed import _local_tensor as local_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    warnings.simplefilter("ignore")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIMULATED)
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    mesh = Mesh(x=SIMULATED)
-    found = {}
-    ours: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "all-reduce": lambda v: fs.psum(v, "x"),
-        "x + 1": lambda v: v + 1,
-    }
-    theirs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "all-reduce": lambda v: OPS.wait_tensor(OPS.all_reduce(v, "sum", name)),
-        "x + 1": lambda v: v + 1,
-    }
-    for what in ours:
-        for size in (16, 65536):
-            mapped = fs.shard_map(
-                lambda v, op=ours[what]: _repeat(op, v),
-                mesh=mesh,
-                in_specs=P("x"),
-                out_specs=P("x"),
-            )
-            x = torch.zeros(SIMULATED, size)
-
-            def by_mode(op: Any = theirs[what], size: int = size) -> None:
-                with local_tensor.LocalTensorMode(SIMULATED):
-                    parts = {rank: torch.zeros(1, size) for rank in range(SIMULATED)}
-                    _repeat(op, local_tensor.LocalTensor(parts))
-
-            runs: dict[str, Run] = {
-                "plain": lambda size=size: _repeat(_add_each, torch.zeros(1, size)),  # type: ignore[misc]
-                "fshard": lambda m=mapped, x=x: m(x),  # type: ignore[misc]
-                "LocalTensorMode": by_mode,
-            }
-            times = medians(runs, rounds=8, repeats=3)
-            found[f"{what}, {4 * size:,} B"] = {key: t / STEPS for key, t in times.items()}
-    dist.destroy_process_group()
-    return found
-
-
-def _add_each(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(SIMULATED):
-        y = x + 1
-    return y
-
-
-def _repeat(op: Callable[[Any], Any], x: Any) -> Any:
-    for _ in range(STEPS):
-        x = op(x)
-    return x
-
-
 # -- the tables ------------------------------------------------------------------------
 
 
@@ -172,7 +111,7 @@ def ratio(part: float, whole: float) -> str:
 
 
 def main() -> None:
-    """Measure and print both tables."""
+    """Measure and print the table."""
     # By its importable name: other processes do not know this module as __main__.
     from tests.benchmarks.bench_transport import real
 
@@ -186,17 +125,6 @@ def main() -> None:
             table.add_row(size, f"{a} -> {b}", f"{first:,.0f}", *(ratio(t, first) for t in rest))
     close_all()
     console = Console(width=110)
-    console.print(table)
-
-    torch.set_num_threads(1)
-    table = Table(title=f"{SIMULATED} simulated ranks, µs per operation of all of them")
-    for head in ("operation", "8 plain adds", "fshard", "LocalTensorMode", "ratio"):
-        table.add_column(head, justify="left" if head == "operation" else "right")
-    for what, times in simulated().items():
-        plain, mine, theirs = times.values()
-        table.add_row(
-            what, f"{plain:,.1f}", f"{mine:,.1f}", f"{theirs:,.1f}", f"{mine / theirs:.2f}"
-        )
     console.print(table)
 
 
