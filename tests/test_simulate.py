@@ -214,13 +214,49 @@ def test_a_rank_may_say_why_it_went_elsewhere() -> None:
 
     mesh = fs.Mesh(x=2, y=1)
     f = mapped(body, mesh=mesh)
-    wait = "waits in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [0]"
+    wait = "waiting in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [0]"
     assert text_of(lambda: f(torch.ones(2))) == (
         f"""the simulation stands still: ranks wait for others that never come
   rank 0 (x=0, y=0): returned
-  rank 0 branched on a varying value
+    branched on a varying value
   rank 1 (x=1, y=0): {wait} at {line(body, 2)}
-  rank 1 branched on a varying value{ORDER}"""
+    branched on a varying value{ORDER}"""
+    )
+
+
+def test_ranks_of_whom_the_same_is_said_are_one_line() -> None:
+    mesh = fs.Mesh(dp=4, tp=2)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if fs.axis_index("dp") == 3:
+            explain_with(lambda: "branched on a varying value")
+            return x
+        if fs.axis_index("tp") == 1:
+            return x
+        return fs.psum(x, "tp")
+
+    f = fs.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check=False)
+    wait = "waiting in fs.psum over tp: all_reduce(sum, torch.float32, (1,)) for [1, 3, 5]"
+    assert text_of(lambda: f(torch.ones(4))) == (
+        f"""the simulation stands still: ranks wait for others that never come
+  ranks 0 (dp=0, tp=0), 2 (dp=1, tp=0), 4 (dp=2, tp=0): {wait} at {line(body, 6)}
+  ranks 1 (dp=0, tp=1), 3 (dp=1, tp=1), 5 (dp=2, tp=1): returned
+  ranks 6 (dp=3, tp=0), 7 (dp=3, tp=1): returned
+    branched on a varying value{ORDER}"""
+    )
+
+
+def test_of_many_ranks_the_coordinates_are_left_out() -> None:
+    mesh = fs.Mesh({"x": 8}, devices=(0, 2, 1, 3, 4, 5, 6, 7))
+    wait = "waiting in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [3]"
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x if fs.axis_index("x") == 3 else fs.psum(x, "x")
+
+    assert text_of(lambda: mapped(body, mesh=mesh)(torch.ones(8))) == (
+        f"""the simulation stands still: ranks wait for others that never come
+  ranks 0, 1, 2, 4, 5, 6, 7: {wait} at {line(body, 1)}
+  rank 3 (x=3): returned{ORDER}"""
     )
 
 
@@ -232,7 +268,7 @@ def test_what_is_started_has_its_line() -> None:
         total: torch.Tensor = pending.wait()
         return total
 
-    wait = "waits in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [1]"
+    wait = "waiting in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [1]"
     assert text_of(lambda: mapped(body)(torch.ones(2))) == (
         f"""the simulation stands still: ranks wait for others that never come
   rank 0 (x=0): {wait} at {line(body, 4)}, of the call at {line(body, 3)}
@@ -250,7 +286,7 @@ def test_backward_has_the_name_and_the_line_of_the_call(create_graph: bool) -> N
     x = torch.ones(4, requires_grad=True)
     y = mapped(body)(x)
     wait = (
-        "waits in backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 1, 2))"
+        "waiting in backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 1, 2))"
     )
     found = text_of(lambda: torch.autograd.grad(y.sum(), x, create_graph=create_graph))
     assert found == (
@@ -286,7 +322,7 @@ def test_programs_and_movements_have_names() -> None:
         (with_scatter, "fs.scatter over x: all_to_all"),
     ):
         text = text_of(lambda body=body: fs.simulate(MESH, body))
-        assert f"rank 1 (x=1): waits in {name}(" in text
+        assert f"rank 1 (x=1): waiting in {name}(" in text
         assert f" at {line(body, 1)}" in text
 
 

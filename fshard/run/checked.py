@@ -27,11 +27,11 @@ from fshard.mesh import Mesh
 from fshard.run.distributed import World
 from fshard.run.fingerprint import (
     Fingerprint,
+    Stand,
     diverged,
     fingerprint,
     one_line,
     raise_line,
-    said,
     stranded,
     unsent,
     user_line,
@@ -69,7 +69,7 @@ class _State:
     call: int = 0
     ended: str = ""
     waits: Group | None = None
-    stands: str = "has not come to a checked call yet"
+    stands: str = "not yet in a checked call"
     remark: str = ""
     at: dict[str, _Arrival] = field(default_factory=dict)
     passed: dict[str, Moment] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class _Checked:
         self.state.call += 1
         self.state.waits = None
         self.remark, self.inside = str, True
-        self._post("runs")
+        self._post("running")
         try:
             yield
         except BaseException as error:
@@ -161,15 +161,16 @@ class _Checked:
         try:
             self._introduce(group)
             self.state.waits = group
-            self._post(f"waits in {arrival.words}{arrival.line}")
+            self._post(f"waiting in {arrival.words}{arrival.line}")
             self._await(group, moment)
             self.state.passed[key] = moment
             self.state.waits = None
-            self._post(f"runs, was last in {arrival.words}{arrival.line}")
+            self._post(f"running, last in {arrival.words}{arrival.line}")
         except dist.DistError as error:
             raise stranded(
                 "the store of torch.distributed, in which ranks find each other, does not answer",
-                said(self.mesh, self.rank, f"waits in {arrival.words}{arrival.line}", ""),
+                self.mesh,
+                {self.rank: Stand(f"waiting in {arrival.words}", arrival.line)},
                 f"look at the rank that keeps the store: {one_line(error)}",
             ) from error
 
@@ -186,8 +187,11 @@ class _Checked:
         differing: float | None = None
         for pause in itertools.chain(PAUSES, itertools.repeat(LAST_PAUSE)):
             verdict, states = self._read(group, group)
-            if verdict != NOTHING and tuple(json.loads(verdict)[0]) == moment:
-                error = ShardingError(json.loads(verdict)[1])
+            if _is_of(verdict, moment):
+                _, text, meetings = json.loads(verdict)
+                # Who raises is waited for no more: first let all know why.
+                self._tell_all([(tuple(group), tuple(at)) for group, at in meetings], text)
+                error = ShardingError(text)
                 error.everywhere = True  # type: ignore[attr-defined]
                 raise error
             here = _arrived(states, str(group), moment)
@@ -200,16 +204,32 @@ class _Checked:
             patient = differing is None or now - differing < PATIENCE
             found = self._judge(group, moment, states, here, limit if late else None, patient)
             if found is not None:
-                self._tell(group, moment, verdict, found)
+                self._tell(group, moment, verdict, str(found))
             elif len(here) == len(group):
                 return
             elif pause == LAST_PAUSE:
                 self._look_around()
             time.sleep(pause)
 
-    def _tell(self, group: Group, moment: Moment, old: str, error: ShardingError) -> None:
+    def _tell(
+        self,
+        group: Group,
+        moment: Moment,
+        old: str,
+        text: str,
+        meetings: Sequence[tuple[Group, Moment]] = (),
+    ) -> None:
         """Write a verdict, unless there is another than the old one by now."""
-        self.store.compare_set(_verdict_of(group), old, json.dumps([moment, str(error)]))
+        verdict = json.dumps([moment, text, meetings])
+        self.store.compare_set(_verdict_of(group), old, verdict)
+
+    def _tell_all(self, meetings: Sequence[tuple[Group, Moment]], text: str) -> None:
+        """Write one verdict on the meetings of several groups, those that have none."""
+        for group, moment in meetings:
+            self._introduce(group)
+            old, _ = self._read(group, ())
+            if not _is_of(old, moment):
+                self._tell(group, moment, old, text, meetings)
 
     def _look_around(self) -> None:
         """Where ranks of the whole mesh wait for each other in a ring, tell all of them."""
@@ -218,16 +238,11 @@ class _Checked:
         _, states = self._read(everyone, everyone)
         stuck = _stuck(states)
         if self.rank in stuck:
-            lines = [
-                line
-                for rank in stuck
-                for line in said(self.mesh, rank, states[rank].stands, states[rank].remark)
-            ]
-            error = stranded("ranks wait for each other", lines)
-            for group, moment in dict.fromkeys(stuck.values()):
-                self._introduce(group)
-                verdict, _ = self._read(group, ())
-                self._tell(group, moment, verdict, error)
+            stands = {
+                rank: Stand(states[rank].stands, remark=states[rank].remark) for rank in stuck
+            }
+            error = stranded("ranks wait for each other", self.mesh, stands)
+            self._tell_all(list(dict.fromkeys(stuck.values())), str(error))
 
     def _read(self, group: Group, ranks: Group) -> tuple[str, dict[int, _State]]:
         """The verdict of a group, and where ranks stand."""
@@ -251,20 +266,21 @@ class _Checked:
         """The error that all of the group raise, or None where all is well so far."""
         missing = [rank for rank in group if rank not in here]
         if len({each.words for each in here.values()}) > 1 and not (missing and patient):
-            return diverged(group, self._lines(group, states, here, "{words}"))
+            return diverged(self.mesh, group, _stands(group, states, here))
         if not missing:
             splits = [here[rank].splits for rank in group]
             return unsent(group, [each for each in splits if each is not None])
-        waits = f"waits in {{words}} for {missing}"
+        stands = _stands(group, states, here, tuple(missing))
         if any(self._will_not_come(states[rank]) for rank in missing):
             raised = [rank for rank in missing if states[rank].ended == "raised"]
             fix = [f"look at the error of rank {rank}" for rank in raised[:1]]
             head = "ranks wait for others that never come"
-            return stranded(head, self._lines(group, states, here, waits), *fix)
+            return stranded(head, self.mesh, stands, *fix)
         if waited is not None:
             return stranded(
                 f"ranks waited {waited:g} s for others that did not come",
-                self._lines(group, states, here, waits),
+                self.mesh,
+                stands,
                 "move the collective out of the branch that only some ranks take; for ranks that "
                 "are only late, fs.init(mesh, timeout=seconds)",
             )
@@ -276,21 +292,20 @@ class _Checked:
             return state.ended == "raised" or (state.ended == "returned" and self.inside)
         return state.call > self.state.call and self.inside
 
-    def _lines(
-        self,
-        group: Group,
-        states: dict[int, _State],
-        here: dict[int, _Arrival],
-        arrived: str,
-    ) -> list[str]:
-        """Everyone's lines; `arrived` is what to say of those who have come."""
-        lines: list[str] = []
-        for rank in group:
-            stands, arrival = states[rank].stands, here.get(rank)
-            if arrival is not None:
-                stands = arrived.replace("{words}", arrival.words) + arrival.line
-            lines += said(self.mesh, rank, stands, states[rank].remark)
-        return lines
+
+def _stands(
+    group: Group, states: dict[int, _State], here: dict[int, _Arrival], missing: Group = ()
+) -> dict[int, Stand]:
+    """Where everyone stands; those who have come wait for the `missing`, if there are any."""
+    stands: dict[int, Stand] = {}
+    for rank in group:
+        arrival, remark = here.get(rank), states[rank].remark
+        if arrival is None:
+            stands[rank] = Stand(states[rank].stands, remark=remark)
+        else:
+            what = f"waiting in {arrival.words}" if missing else arrival.words
+            stands[rank] = Stand(what, arrival.line, missing, remark)
+    return stands
 
 
 def _arrived(states: dict[int, _State], key: str, moment: Moment) -> dict[int, _Arrival] | None:
@@ -325,6 +340,10 @@ def _stuck(states: dict[int, _State]) -> dict[int, tuple[Group, Moment]]:
 
 def _verdict_of(group: Group) -> str:
     return f"verdict {group}"
+
+
+def _is_of(verdict: str, moment: Moment) -> bool:
+    return verdict != NOTHING and tuple(json.loads(verdict)[0]) == moment
 
 
 def _store(mesh: Mesh) -> Any:

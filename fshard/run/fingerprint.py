@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,9 @@ from fshard.mesh import Mesh
 from fshard.run.transport import CHECKED, LABEL, Group, Label, current_transport, is_simulated
 
 __all__ = [
-    "Fingerprint", "backward_label", "blame", "call_line", "diverged", "explain_with",
-    "fingerprint", "lost", "one_line", "place", "raise_line", "said", "stranded", "unsent",
-    "user_frame", "user_line", "words",
+    "Fingerprint", "Stand", "backward_label", "blame", "call_line", "diverged", "explain_with",
+    "fingerprint", "lost", "one_line", "place", "raise_line", "stranded", "unsent", "user_frame",
+    "user_line", "words",
 ]  # fmt: skip
 
 Fingerprint = tuple[object, ...]
@@ -107,7 +107,11 @@ def one_line(error: BaseException) -> str:
 
 def place(mesh: Mesh, rank: int) -> str:
     """`rank 3 (dp=1, tp=1)`."""
-    return f"rank {rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())})"
+    return f"rank {_named(mesh, rank)}"
+
+
+def _named(mesh: Mesh, rank: int) -> str:
+    return f"{rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())})"
 
 
 def blame(error: BaseException, mesh: Mesh) -> None:
@@ -180,16 +184,49 @@ def unsent(
 # -- who ------------------------------------------------------------------------------
 
 
-def said(mesh: Mesh, rank: int, stands: str, remark: str) -> list[str]:
-    """The lines of one rank: where it stands, and what it has to say to that."""
-    return [f"{place(mesh, rank)}: {stands}", *([f"rank {rank} {remark}"] if remark else [])]
+class Stand(NamedTuple):
+    """Where a rank stands: in what, in which line, for whom it waits; and what it has to say."""
+
+    what: str
+    line: str = ""
+    awaits: Group = ()
+    remark: str = ""
 
 
-def diverged(group: Group, lines: Iterable[str]) -> ShardingError:
-    """The error of ranks that call different collectives; a line for each of them."""
+NAMED = 4
+"""Of up to so many ranks in one line the coordinates are told too."""
+
+
+def _said(mesh: Mesh, stands: Mapping[int, Stand]) -> list[str]:
+    """The lines of ranks, those of whom the same is to be said together.
+
+    Ranks that stand in one line wait each for those of their own group.
+    """
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for rank, stand in stands.items():
+        alike.setdefault((stand.what, stand.line, stand.remark), []).append(rank)
+    lines: list[str] = []
+    for (what, line, remark), ranks in alike.items():
+        awaited = sorted({each for rank in ranks for each in stands[rank].awaits})
+        wait = f" for {awaited}" if awaited else ""
+        lines.append(f"{_places(mesh, ranks)}: {what}{wait}{line}")
+        lines += [f"  {remark}"] if remark else []
+    return lines
+
+
+def _places(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """`rank 0 (x=0)`, `ranks 1 (x=1), 2 (x=2)`, and of many `ranks 1, 2, 3, 5, 6`."""
+    if len(ranks) == 1:
+        return place(mesh, ranks[0])
+    names = [str(r) if len(ranks) > NAMED else _named(mesh, r) for r in sorted(ranks)]
+    return f"ranks {', '.join(names)}"
+
+
+def diverged(mesh: Mesh, group: Group, stands: Mapping[int, Stand]) -> ShardingError:
+    """The error of ranks that call different collectives, and where each of them stands."""
     return _error(
         f"ranks of the group {group} call different collectives",
-        lines,
+        _said(mesh, stands),
         "every rank of a group calls the same collective, with one shape and dtype",
         "look at what made the ranks differ before these lines",
     )
@@ -198,10 +235,12 @@ def diverged(group: Group, lines: Iterable[str]) -> ShardingError:
 BRANCH = "move the collective out of the branch that only some ranks take"
 
 
-def stranded(head: str, lines: Iterable[str], fix: str = BRANCH) -> ShardingError:
-    """The error of ranks that wait for others in vain; a line for each of them."""
+def stranded(
+    head: str, mesh: Mesh, stands: Mapping[int, Stand], fix: str = BRANCH
+) -> ShardingError:
+    """The error of ranks that wait for others in vain, and where each of them stands."""
     rule = "every rank of a group calls the same collectives in the same order"
-    return _error(head, lines, rule, fix)
+    return _error(head, _said(mesh, stands), rule, fix)
 
 
 def lost(error: BaseException, label: Label | None, op: str, group: Group) -> ShardingError:

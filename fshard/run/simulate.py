@@ -21,10 +21,10 @@ from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import (
     Fingerprint,
+    Stand,
     diverged,
     fingerprint,
     place,
-    said,
     stranded,
     unsent,
     user_line,
@@ -248,31 +248,32 @@ class _World:
 
     def _standstill(self) -> ShardingError:
         head = "the simulation stands still: ranks wait for others that never come"
-        return stranded(head, [line for each in self.order for line in self._where(each)])
+        return stranded(head, self.mesh, {each.rank: _stand(each) for each in self.order})
 
     def _diverged(self, rank: _Rank, what: Fingerprint, meeting: _Meeting) -> ShardingError:
         calls = {each: call for each, (_, _, call) in meeting.brought.items()}
         calls[rank.rank] = what
-        lines = [
-            line
-            for each in sorted(calls, key=meeting.group.index)
-            for line in self._said(self.ranks[each], calls[each], meeting.group)
-        ]
-        return diverged(meeting.group, lines)
+        stands = {
+            each: _stand_in(self.ranks[each], calls[each], meeting.group)
+            for each in meeting.group
+            if each in calls
+        }
+        return diverged(self.mesh, meeting.group, stands)
 
-    def _said(self, rank: _Rank, call: Fingerprint, group: Group) -> list[str]:
-        line = f"{words(call, group)}{user_line(rank.thread, call[0])}"
-        return said(self.mesh, rank.rank, line, rank.remark())
 
-    def _where(self, rank: _Rank) -> list[str]:
-        stands = "returned" if rank.state == "done" else "runs"
-        if rank.waits is not None:
-            brought, group = rank.waits.brought, rank.waits.group
-            call = brought[rank.rank][2]
-            missing = [each for each in group if each not in brought]
-            line = user_line(rank.thread, call[0])
-            stands = f"waits in {words(call, group)} for {missing}{line}"
-        return said(self.mesh, rank.rank, stands, rank.remark())
+def _stand(rank: _Rank) -> Stand:
+    """Where a rank stands that waits for others in vain, or that is waited for."""
+    if rank.waits is None:
+        return Stand("returned" if rank.state == "done" else "running", remark=rank.remark())
+    brought, group = rank.waits.brought, rank.waits.group
+    stand = _stand_in(rank, brought[rank.rank][2], group)
+    missing = tuple(each for each in group if each not in brought)
+    return stand._replace(what=f"waiting in {stand.what}", awaits=missing)
+
+
+def _stand_in(rank: _Rank, call: Fingerprint, group: Group) -> Stand:
+    line = user_line(rank.thread, call[0])
+    return Stand(words(call, group), line, remark=rank.remark())
 
 
 def _meet(meeting: _Meeting) -> dict[int, torch.Tensor]:

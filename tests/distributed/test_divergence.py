@@ -81,9 +81,9 @@ def test_another_collective() -> None:
     told = f"told the host of values that vary: bool() {line(other_collective, 1)}"
     same(done, f"""ranks of the group (0, 1) call different collectives
   rank 0 (x=0): fs.psum over x: {wire} {line(other_collective, 3)}
-  rank 0 {told}
+    {told}
   rank 1 (x=1): fs.pmean over x: {wire} {line(other_collective, 2)}
-  rank 1 {told}{ALIKE}""", (0, 1))  # fmt: skip
+    {told}{ALIKE}""", (0, 1))  # fmt: skip
 
 
 def test_another_shape() -> None:
@@ -99,10 +99,9 @@ def test_a_ring_of_ranks_that_wait() -> None:
     done = outcomes(4, run, other_axis_first, GRID)
     wire = f"all_reduce(sum, torch.float32, (2,)) {line(other_axis_first, 2)}"
     same(done, f"""ranks wait for each other
-  rank 0 (dp=0, tp=0): waits in fs.psum over dp: {wire}
-  rank 1 (dp=0, tp=1): waits in fs.psum over tp: {wire}
-  rank 2 (dp=1, tp=0): waits in fs.psum over tp: {wire}
-  rank 3 (dp=1, tp=1): waits in fs.psum over dp: {wire}{ORDER}""", (0, 1, 2, 3))  # fmt: skip
+  ranks 0 (dp=0, tp=0), 3 (dp=1, tp=1): waiting in fs.psum over dp: {wire}
+  ranks 1 (dp=0, tp=1), 2 (dp=1, tp=0): waiting in fs.psum over tp: {wire}{ORDER}""",
+        (0, 1, 2, 3))  # fmt: skip
 
 
 # -- who does not come -------------------------------------------------------------------------
@@ -131,12 +130,12 @@ def sleeps(x: torch.Tensor) -> torch.Tensor:
 
 def test_one_that_returns_while_others_wait() -> None:
     done = outcomes(4, run, returns_early, GRID)
-    wait = "waits in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for"
+    wait = "waiting in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for"
     for dp, (here, away) in enumerate([(0, 1), (2, 3)]):
         same(done, f"""ranks wait for others that never come
   rank {here} (dp={dp}, tp=0): {wait} [{away}] {line(returns_early, 4)}
   rank {away} (dp={dp}, tp=1): returned
-  rank {away} branched on a varying value{ORDER}""", (here,))  # fmt: skip
+    branched on a varying value{ORDER}""", (here,))  # fmt: skip
         assert done[away].error is None
 
 
@@ -149,7 +148,7 @@ def test_one_that_raises_while_others_wait() -> None:
     assert "on rank 3 (dp=1, tp=1)" in done[3].traceback
     assert f"line {raises.__code__.co_firstlineno + 3}, in raises" in done[3].traceback
     raised = f"rank 3 (dp=1, tp=1): raised ValueError: boom {line(raises, 3)}"
-    wait = "waits in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for [3]"
+    wait = "waiting in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for [3]"
     same(done, f"""ranks wait for others that never come
   rank 2 (dp=1, tp=0): {wait} {line(raises, 4)}
   {raised}
@@ -165,9 +164,9 @@ def test_one_that_raises_while_others_wait() -> None:
 def test_one_that_is_late() -> None:
     done = outcomes(2, run, sleeps, PAIR, 1)
     same(done, f"""ranks waited 1 s for others that did not come
-  rank 0 (x=0): waits in fs.pmax over x: all_reduce(max, torch.float32, (2,)) for [1] \
+  rank 0 (x=0): waiting in fs.pmax over x: all_reduce(max, torch.float32, (2,)) for [1] \
 {line(sleeps, 4)}
-  rank 1 (x=1): runs, was last in fs.psum over x: all_reduce(sum, torch.float32, (2,)) \
+  rank 1 (x=1): running, last in fs.psum over x: all_reduce(sum, torch.float32, (2,)) \
 {line(sleeps, 1)}
   rule:  every rank of a group calls the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take; for ranks that are \
@@ -199,8 +198,7 @@ def test_others_that_differ_do_not_wait_long_for_the_late() -> None:
     same(done, f"""ranks of the group (0, 1, 2, 3) call different collectives
   rank 0 (dp=0, tp=0): fs.psum {wire}
   rank 1 (dp=0, tp=1): fs.pmean {wire}
-  rank 2 (dp=1, tp=0): runs
-  rank 3 (dp=1, tp=1): runs{ALIKE}""", (0, 1, 2, 3))  # fmt: skip
+  ranks 2 (dp=1, tp=0), 3 (dp=1, tp=1): running{ALIKE}""", (0, 1, 2, 3))  # fmt: skip
 
 
 # -- backward ----------------------------------------------------------------------------------
