@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
@@ -32,6 +33,7 @@ from fshard.run.transport import (
     Transport,
     backward_phase,
     current_rank,
+    is_simulated,
     labelled,
     unobserved,
 )
@@ -39,7 +41,7 @@ from fshard.spec import Spec
 
 __all__ = [
     "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program", "apply_programs",
-    "is_transformed", "start_linear",
+    "is_differentiated", "is_transformed", "start_linear",
 ]  # fmt: skip
 
 Shards = tuple[torch.Tensor, ...]
@@ -129,6 +131,14 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
         with unobserved():
             return op.launch(shapes_of(op.mesh), xs)
     transport = current_rank(op.mesh, where)
+    if forward_ad._current_level >= 0 and is_simulated():
+        label = LABEL.get()
+        fail(
+            where if label is None else label.name,
+            "a simulated rank in forward mode: torch.func.jvp, jacfwd, or a dual_level",
+            "PyTorch has one level of forward mode for the process; ranks in turn would share it",
+            "torch.func.vjp or jacrev; forward mode is for ranks that are processes, by torchrun",
+        )
     if transport.rank not in op.mesh:
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
@@ -209,6 +219,14 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_differentiated(x: torch.Tensor) -> bool:
+    """Whether a gradient may be taken of what is computed from `x` now.
+
+    A wrapper of `torch.vmap` does not know whether what it holds requires grad.
+    """
+    return (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
+
+
 def apply_linear(
     op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None = None
 ) -> Shards:
@@ -216,7 +234,7 @@ def apply_linear(
 
     `launched` is its own start.
     """
-    if is_transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
+    if any(map(is_differentiated, xs)):
         out: Shards = _Apply.apply(op, everywhere, launched, *xs)  # type: ignore[no-untyped-call]
         return out
     return _execute(op, xs, everywhere, launched)
@@ -226,8 +244,7 @@ def apply_program(
     prog: Program, xs: Shards, everywhere: bool, launched: FinishAll | None = None
 ) -> Shards:
     """Run a program on one local or on all shards, differentiably."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if prog.is_linear or not (wanted or is_transformed()):
+    if prog.is_linear or not any(map(is_differentiated, xs)):
         return apply_linear(Run((prog,)), xs, everywhere, launched)
     for piece in _parts(prog):
         if piece.is_linear:
@@ -244,7 +261,7 @@ def apply_programs(progs: tuple[Program, ...], keep: int, xs: Shards) -> Shards:
     (whole,) = apply_program(joined(progs, keep), (join(xs, keep),), everywhere=False)
     rank = shapes_of(progs[0].src.mesh).rank
     outs = part(whole, [prog.dst.local_shape(rank) for prog in progs], keep)
-    return tuple(y if x.requires_grad else y.detach() for x, y in zip(xs, outs, strict=True))
+    return tuple(y if is_differentiated(x) else y.detach() for x, y in zip(xs, outs, strict=True))
 
 
 @lru_cache(maxsize=1024)

@@ -32,5 +32,7 @@ def own_all(ys: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[tor
 
 
 def _memory(x: torch.Tensor) -> int:
-    """Where its storage begins; 0 for a tensor without numbers."""
+    """Where its storage begins, that of what `torch.func` wraps; 0 for one without numbers."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
     return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()

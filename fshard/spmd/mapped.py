@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fshard.errors import fail
+from fshard.run.autograd import is_transformed
 from fshard.run.memory import own_all
 from fshard.run.moving import spread
 from fshard.run.settings import ThreadSettings
@@ -23,7 +25,7 @@ from fshard.spmd.axes import Bound, stay_bound
 from fshard.spmd.closures import closures_of
 from fshard.spmd.scope import Scope
 
-__all__ = ["map_ranks", "run_body"]
+__all__ = ["check_untransformed", "map_ranks", "run_body"]
 
 Locals = tuple[torch.Tensor, ...]
 Body = Callable[[Locals], Locals]
@@ -64,6 +66,18 @@ def map_ranks(
     call = _Ran(scope, body, fn, graphs, len(values[0]), closures, settings, random)
     out = _Mapped.apply(call, *(x for row in rows for x in row))  # type: ignore[no-untyped-call]
     return _rows(out, len(out) // mesh.size)
+
+
+def check_untransformed(where: str) -> None:
+    """Raise `ShardingError` in a transform of `torch.func`, whose levels are of one thread."""
+    if is_transformed():
+        fail(
+            where,
+            "a call that torch.func transforms, by grad, vmap, jacrev or the like",
+            "simulated ranks are threads, and what torch.func does is done in one",
+            "take the transform in the body; or outside torch.autograd.grad, or "
+            "torch.autograd.functional.jacobian",
+        )
 
 
 def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:

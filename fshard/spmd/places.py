@@ -12,7 +12,7 @@ from fshard.mesh import Axes, Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
-from fshard.run.autograd import Run, apply_linear
+from fshard.run.autograd import Run, apply_linear, is_differentiated
 from fshard.run.fingerprint import call_line
 from fshard.run.transport import Label, current_rank, labelled
 from fshard.spec import Spec
@@ -98,9 +98,10 @@ def pcast(
         _refuse_cast(src, to, as_axes(axis_name))
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            check_wires("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
-        if state != "invariant" or not isinstance(value, torch.Tensor) or not value.requires_grad:
+        if not isinstance(value, torch.Tensor):
+            return value
+        check_wires("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
+        if state != "invariant" or not is_differentiated(value):
             return value
         return Move(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
 

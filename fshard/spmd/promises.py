@@ -90,20 +90,27 @@ def _unlike(
 ) -> Problem:
     """A result that is in one state along some axes, and promised in another."""
     names, named = ", ".join(along), named_axes(along)
+    braces = f"{{{', '.join(map(repr, along))}}}"
     spec, it = ("out spec", "result") if promise.is_result else ("spec", "x")
     given = f"{promise.path}: {tracker.typeof(promise.x)} with the {spec} {promise.p!r}"
     if want != "invariant":
         rule = f"the {spec} says {want} along {names}; this is {have}"
+        total = f"fs.psum({it}, {named})"
         fixes = {
             ("varying", "unreduced"): f"fs.pcast({it}, {named}, to='unreduced')",
-            ("unreduced", "varying"): f"fs.psum_scatter({it}, {named}), or fs.psum first",
+            ("varying", "reduced"): f"{total}, or fs.all_gather({it}, {named}, to='reduced')",
+            ("unreduced", "reduced"): total,
+            ("unreduced", "varying"): f"fs.psum_scatter({it}, {named}, tiled=True), or {total}",
+            ("invariant", "unreduced"): f"leave unreduced={braces} out of the {spec}",
+            ("reduced", "unreduced"): f"reduced={braces} in the {spec}",
         }
-        return Problem(given, rule, fixes.get((have, want), f"{have} in the {spec} too"))
+        if have == want:
+            rule += " by another reduction"
+        return Problem(given, rule, fixes.get((have, want), f"the {spec} with its own reduction"))
     article = "an" if promise.is_result else "a"
     rule = f"{article} {spec} that leaves {names} out promises one value along it; this is {have}"
     if tracker.told_at and have == "varying":
         rule += f", and may depend on what the host was told: {', '.join(tracker.told_at)}"
-    braces = f"{{{', '.join(map(repr, along))}}}"
     part = f"P({named})" if promise.x.ndim else f"{it}[None] with P({named})"
     fixes_to_one = {
         "varying": f"fs.psum({it}, {named}), fs.all_gather({it}, {named}, to='invariant') or "

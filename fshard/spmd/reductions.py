@@ -18,6 +18,7 @@ from fshard.mesh import Axes, Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
+from fshard.run.autograd import is_differentiated
 from fshard.spec import Spec
 from fshard.spmd.axes import resolve
 from fshard.spmd.graphs import tree_as_node
@@ -195,7 +196,7 @@ def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return need_number(value, "fs.pprod") ** where.axis_size(axes)
-        if value.requires_grad and torch.is_grad_enabled():
+        if is_differentiated(value):
             return gather_move(where, axes, value, "invariant", lambda each: each.prod(0))
         return Move(_reduction(where, axes, "product", value.shape, value.dtype), value)
 

@@ -322,8 +322,9 @@ def passes(states: States, signature: Signature) -> Joined | Clash:
         return _recast(states, words, signature)
     outside = [axis for axis in states.axes("unreduced") if axis not in axes]
     if outside and not signature.linear:
-        return Clash(outside[0], f"what is unreduced along {outside[0]} passes linear collectives",
-                     f"fs.psum(x, {outside[0]!r}) before")  # fmt: skip
+        (axis, *_) = outside
+        rule = f"what is unreduced along {axis} passes linear collectives only"
+        return Clash(axis, rule, f"fs.psum(x, {axis!r}) before")
     found = set(words.values())
     if "unreduced" in found:
         return _addends(states, words, signature)
@@ -381,8 +382,10 @@ def _recast(states: States, words: dict[str, str], signature: Signature) -> Join
     to, axes = str(signature.cast_to), signature.axes
     if len(set(words.values())) > 1:
         listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+        groups = [[a for a in axes if words[a] == word] for word, to_ in CASTS if to_ == to]
+        fixes = [f"fs.pcast(x, {named_axes(each)}, to={to!r})" for each in sorted(groups) if each]
         return Clash(axes[0], f"along its axes the operand is in one state; here it is {listed}",
-                     "one fs.pcast for the axes of each state")  # fmt: skip
+                     ", and then ".join(fixes) or "leave the cast out")  # fmt: skip
     (word,) = set(words.values())
     if signature.source not in (None, word):
         rule = f"src is the state that the operand has; here it is {word} along {', '.join(axes)}"
@@ -414,4 +417,4 @@ def other_than_cast(word: str, to: str, axes: Sequence[str]) -> str:
         )
     if word == "reduced":
         return f"fs.psum of what is made of it; fs.pcast(x, {named_axes(axes)}, to='varying') first"
-    return f"fs.psum(x, {named_axes(axes)}) goes from {word} to invariant"
+    return f"fs.psum(x, {named_axes(axes)}) goes from {word} to invariant; then the cast"
