@@ -1,12 +1,13 @@
 """The one interpreter: what a rank does for each step, over any transport.
 
-`begin` starts a step and returns the call that finishes it; local steps finish at once.
+What of a step depends on no numbers (groups, shapes, bytes) is worked out once for each rank. A
+step that is begun returns the call that finishes it; local steps finish at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import assert_never
 
@@ -37,6 +38,9 @@ from fshard.spec import Spec
 
 __all__ = ["collectives", "launch", "neutral_like"]
 
+Begin = Callable[[torch.Tensor, Transport], Finish]
+"""Begins one step as one rank."""
+
 
 def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
     """Start a program on this rank's local: it runs up to its last collective.
@@ -46,32 +50,32 @@ def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
     if transport.rank not in prog.src.mesh:
         empty = x.new_empty((0,), dtype=prog.dst.dtype)
         return lambda: empty
+    before, last, after = _ready(prog, transport.rank)
     wire = prog.forward_dtype
     if wire is not None:
         x = x.to(wire)
-    specs = prog.specs
-    last = _last_launch(prog)
-    finish: Finish = lambda x=x: x  # type: ignore[misc]  # noqa: E731
-    for at, step in enumerate(prog.steps[: last + 1]):
-        finish = _begin(step, specs[at], specs[at + 1], finish(), transport, wire)
+    for begin in before:
+        x = begin(x, transport)()
+    finish: Finish = (lambda x=x: x) if last is None else last(x, transport)  # type: ignore[misc]
+    if not after and wire is None:
+        return finish
 
     def rest() -> torch.Tensor:
         y = finish()
-        for at in range(last + 1, len(prog.steps)):
-            y = _begin(prog.steps[at], specs[at], specs[at + 1], y, transport, wire)()
+        for begin in after:
+            y = begin(y, transport)()
         return y if wire is None else y.to(prog.dst.dtype)
 
     return rest
 
 
 @lru_cache(maxsize=8192)
-def _last_launch(prog: Program) -> int:
-    """The place of the last step that communicates, or -1."""
-    pairs = enumerate(zip(prog.steps, prog.specs, strict=False))
-    return max(
-        (at for at, (step, src) in pairs if _communicates(step, src, prog.specs[at + 1])),
-        default=-1,
-    )
+def _ready(prog: Program, rank: int) -> tuple[tuple[Begin, ...], Begin | None, tuple[Begin, ...]]:
+    """A program's steps as one rank: those before the last that communicates, it, the others."""
+    rows = list(zip(prog.steps, prog.specs, prog.specs[1:], strict=False))
+    begins = tuple(_begin(*row, rank, prog.forward_dtype) for row in rows)
+    last = max((at for at, row in enumerate(rows) if _communicates(*row)), default=-1)
+    return begins[: max(last, 0)], begins[last] if last >= 0 else None, begins[last + 1 :]
 
 
 @lru_cache(maxsize=8192)
@@ -85,7 +89,6 @@ def _communicates(step: Step, src: Spec, dst: Spec) -> bool:
     return 0 not in src.shape and bool(_wire_axes(step, src, dst))
 
 
-@lru_cache(maxsize=16384)
 def _wire_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
     """The axes with more than one device that a collective step runs over; else none."""
     match step:
@@ -95,23 +98,20 @@ def _wire_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
             return ()
 
 
-def _begin(
-    step: Step,
-    src: Spec,
-    dst: Spec,
-    x: torch.Tensor,
-    transport: Transport,
-    wire: torch.dtype | None,
-) -> Finish:
-    """Start one step; `wire` is the dtype that replaces the casts, if any."""
+def _begin(step: Step, src: Spec, dst: Spec, rank: int, wire: torch.dtype | None) -> Begin:
+    """One step; `wire` is the dtype that replaces the casts, if any."""
+    shape, dtype = dst.local_shape(rank), wire or dst.dtype
     if 0 in src.shape:
-        shape, dtype = dst.local_shape(transport.rank), wire or dst.dtype
-        return lambda: x.new_empty(shape, dtype=dtype)
+        return lambda x, _: lambda: x.new_empty(shape, dtype=dtype)
     axes = _wire_axes(step, src, dst)
     if axes:
-        return _collective(step, src, dst, x, transport, axes)
-    y = _local(step, src, dst, x, transport.rank, wire)
-    return lambda: y
+        return _collective(step, src, dst, rank, axes)
+
+    def begin(x: torch.Tensor, _: Transport) -> Finish:
+        y = _local(step, src, dst, x, rank, wire)
+        return lambda: y
+
+    return begin
 
 
 # -- local steps ----------------------------------------------------------------------
@@ -184,134 +184,161 @@ def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = Non
 # -- collectives ----------------------------------------------------------------------
 
 
-def _collective(
-    step: Step, src: Spec, dst: Spec, x: torch.Tensor, transport: Transport, axes: tuple[str, ...]
-) -> Finish:
-    """Start one collective over `axes`, and put the local work around it."""
-    group = src.mesh.group(transport.rank, axes)
+def _collective(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) -> Begin:
+    """One collective over `axes`, with the local work around it."""
+    group = src.mesh.group(rank, axes)
     n = len(group)
     match step:
         case AllGather(_, dim, to, kind):
-            gathered = _gather(src, x, dim, transport, axes, group)
-            if to == "reduced" and kind == "avg":
-                return lambda: gathered() / n
-            return gathered
+            gather = _gather(src, rank, dim, axes, group)
+            return _divided(gather, n if to == "reduced" and kind == "avg" else 1)
         case AllReduce(all_axes, to, kind):
             op = unreduced_kind(step, src, all_axes)
-            sent = share(2 * (n - 1), x.numel(), n) * x.element_size()
-            notify(step.name, axes, sent, transport.rank)
-            reduced = transport.all_reduce(x, "sum" if op == "avg" else op, group)
-            divisor = (n if op == "avg" else 1) * (n if to == "reduced" and kind == "avg" else 1)
-            return reduced if divisor == 1 else lambda: reduced() / divisor
+            reduce = _reduce("sum" if op == "avg" else op, src, rank, axes, group)
+            both = n if to == "reduced" and kind == "avg" else 1
+            return _divided(reduce, both * (n if op == "avg" else 1))
         case ReduceScatter(all_axes, dim):
-            return _scatter(
-                unreduced_kind(step, src, all_axes), dst, x, dim, transport, axes, group
-            )
+            op = unreduced_kind(step, src, all_axes)
+            scatter = _scatter("sum" if op == "avg" else op, dst, rank, dim, axes, group)
+            return _divided(scatter, n if op == "avg" else 1)
         case AllToAll(_, src_dim, dst_dim):
-            rows = [src.local_shape(rank)[src_dim] for rank in group]
-            cuts = [dst.local_shape(rank)[dst_dim] for rank in group]
-            shape = list(dst.local_shape(transport.rank))
+            rows = [src.local_shape(each)[src_dim] for each in group]
+            cuts = [dst.local_shape(each)[dst_dim] for each in group]
             if len({*rows}) == len({*cuts}) == 1:
-                return _exchange_evenly(step, x, transport, axes, group)
-            pieces = x.split(cuts, dst_dim)
+                return _exchange_evenly(step, rank, axes, group)
+            shape = list(dst.local_shape(rank))
             shapes = [[*shape[:src_dim], row, *shape[src_dim + 1 :]] for row in rows]
-            return _exchange(step.name, pieces, shapes, src_dim, transport, axes, group)
+            exchange = _exchange(step.name, shapes, src_dim, rank, axes, group)
+            return lambda x, transport: exchange(x.split(cuts, dst_dim), transport)
         case CollectivePermute():
-            to_rank = _permutation(src.mesh, src.partition, dst.partition, axes, group)
-            here = group.index(transport.rank)
-            origin = to_rank.index(here)
-            send = [x.numel() if at == to_rank[here] else 0 for at in range(n)]
-            receive = [0] * n
-            receive[origin] = math.prod(src.local_shape(group[origin]))
-            sent = 0 if origin == here else x.nbytes
-            notify(step.name, axes, sent, transport.rank)
-            moved = transport.all_to_all(x.reshape(-1), send, receive, group)
-            shape_here = dst.local_shape(transport.rank)
-            return lambda: moved().reshape(shape_here)
+            return _permute(step, src, dst, rank, axes, group)
         case _:
             raise AssertionError(f"{step} is no collective")
 
 
-def _gather(
-    src: Spec, x: torch.Tensor, dim: int, transport: Transport, axes: tuple[str, ...], group: Group
-) -> Finish:
+def _divided(begin: Begin, divisor: int) -> Begin:
+    if divisor == 1:
+        return begin
+
+    def divided(x: torch.Tensor, transport: Transport) -> Finish:
+        finish = begin(x, transport)
+        return lambda: finish() / divisor
+
+    return divided
+
+
+def _reduce(op: str, src: Spec, rank: int, axes: tuple[str, ...], group: Group) -> Begin:
+    elements = share(2 * (len(group) - 1), math.prod(src.local_shape(rank)), len(group))
+
+    def begin(x: torch.Tensor, transport: Transport) -> Finish:
+        notify("all_reduce", axes, elements * x.element_size(), rank)
+        return transport.all_reduce(x, op, group)
+
+    return begin
+
+
+def _gather(src: Spec, rank: int, dim: int, axes: tuple[str, ...], group: Group) -> Begin:
     """All-gather along `dim`; uneven shards travel without padding."""
-    shapes = [src.local_shape(rank) for rank in group]
-    if len(set(shapes)) > 1:
-        return _exchange("all_gather", [x] * len(group), shapes, dim, transport, axes, group)
-    notify("all_gather", axes, (len(group) - 1) * x.nbytes, transport.rank)
-    stacked = transport.all_gather(x, group)
-    if dim == 0:
-        return lambda: stacked().flatten(0, 1)
-    return lambda: torch.cat(stacked().unbind(0), dim)
+    shapes = [src.local_shape(each) for each in group]
+    n = len(group)
+    if len({*shapes}) > 1:
+        exchange = _exchange("all_gather", shapes, dim, rank, axes, group)
+        return lambda x, transport: exchange([x] * n, transport)
+
+    def begin(x: torch.Tensor, transport: Transport) -> Finish:
+        notify("all_gather", axes, (n - 1) * x.nbytes, rank)
+        stacked = transport.all_gather(x, group)
+        if dim == 0:
+            return lambda: stacked().flatten(0, 1)
+        return lambda: torch.cat(stacked().unbind(0), dim)
+
+    return begin
 
 
-def _scatter(
-    op: str,
-    dst: Spec,
-    x: torch.Tensor,
-    dim: int,
-    transport: Transport,
-    axes: tuple[str, ...],
-    group: Group,
-) -> Finish:
+def _scatter(op: str, dst: Spec, rank: int, dim: int, axes: tuple[str, ...], group: Group) -> Begin:
     """Reduce-scatter along `dim`; uneven shards travel directly to the rank that adds them."""
     n = len(group)
-    kind = "sum" if op == "avg" else op
-    share = n if op == "avg" else 1
-    cuts = [dst.local_shape(rank)[dim] for rank in group]
-    blocks = x.split(cuts, dim)
-    if len(set(cuts)) == 1:
-        stacked = x.reshape(n, cuts[0], *x.shape[1:]) if dim == 0 else torch.stack(blocks)
-        notify("reduce_scatter", axes, (n - 1) * x.nbytes // n, transport.rank)
-        reduced = transport.reduce_scatter(stacked, kind, group)
-        return reduced if share == 1 else lambda: reduced() / share
-    shape = (1, *dst.local_shape(transport.rank))
-    exchanged = _exchange("reduce_scatter", blocks, [shape] * n, 0, transport, axes, group)
-    if share == 1:
-        return lambda: REDUCE[kind](exchanged())
-    return lambda: REDUCE[kind](exchanged()) / share
+    cuts = [dst.local_shape(each)[dim] for each in group]
+    if len({*cuts}) > 1:
+        shape = (1, *dst.local_shape(rank))
+        exchange = _exchange("reduce_scatter", [shape] * n, 0, rank, axes, group)
+
+        def send(x: torch.Tensor, transport: Transport) -> Finish:
+            exchanged = exchange(x.split(cuts, dim), transport)
+            return lambda: REDUCE[op](exchanged())
+
+        return send
+
+    def begin(x: torch.Tensor, transport: Transport) -> Finish:
+        rows = (n, cuts[0], *x.shape[1:])
+        stacked = x.reshape(rows) if dim == 0 else torch.stack(x.split(cuts, dim))
+        notify("reduce_scatter", axes, (n - 1) * x.nbytes // n, rank)
+        return transport.reduce_scatter(stacked, op, group)
+
+    return begin
+
+
+def _permute(
+    step: CollectivePermute, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...], group: Group
+) -> Begin:
+    to_rank = _permutation(src.mesh, src.partition, dst.partition, axes, group)
+    here = group.index(rank)
+    origin = to_rank.index(here)
+    mine, theirs = (math.prod(src.local_shape(each)) for each in (rank, group[origin]))
+    send = [mine if at == to_rank[here] else 0 for at in range(len(group))]
+    receive = [theirs if at == origin else 0 for at in range(len(group))]
+    shape = dst.local_shape(rank)
+
+    def begin(x: torch.Tensor, transport: Transport) -> Finish:
+        notify(step.name, axes, 0 if origin == here else x.nbytes, rank)
+        moved = transport.all_to_all(x.reshape(-1), send, receive, group)
+        return lambda: moved().reshape(shape)
+
+    return begin
 
 
 def _exchange(
     name: str,
-    pieces: Sequence[torch.Tensor],
     shapes: Sequence[Sequence[int]],
     dim: int,
-    transport: Transport,
+    rank: int,
     axes: tuple[str, ...],
     group: Group,
-) -> Finish:
+) -> Callable[[Sequence[torch.Tensor], Transport], Finish]:
     """Send a piece to every rank, receive pieces of `shapes`, concatenated along `dim`."""
-    send = [piece.numel() for piece in pieces]
     receive = [math.prod(shape) for shape in shapes]
-    here = group.index(transport.rank)
-    nbytes = sum(p.nbytes for at, p in enumerate(pieces) if at != here)
-    notify(name, axes, nbytes, transport.rank)
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    moved = transport.all_to_all(flat, send, receive, group)
+    here = group.index(rank)
 
-    def finish() -> torch.Tensor:
-        parts = moved().split(receive)
-        return torch.cat([p.view(*s) for p, s in zip(parts, shapes, strict=True)], dim)
+    def begin(pieces: Sequence[torch.Tensor], transport: Transport) -> Finish:
+        send = [piece.numel() for piece in pieces]
+        notify(name, axes, sum(p.nbytes for at, p in enumerate(pieces) if at != here), rank)
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        moved = transport.all_to_all(flat, send, receive, group)
 
-    return finish
+        def finish() -> torch.Tensor:
+            parts = moved().split(receive)
+            return torch.cat([p.view(*s) for p, s in zip(parts, shapes, strict=True)], dim)
+
+        return finish
+
+    return begin
 
 
-def _exchange_evenly(
-    step: AllToAll, x: torch.Tensor, transport: Transport, axes: tuple[str, ...], group: Group
-) -> Finish:
+def _exchange_evenly(step: AllToAll, rank: int, axes: tuple[str, ...], group: Group) -> Begin:
     """An exchange of pieces of one shape: where they lie one after the other, nothing is copied."""
     n, (src_dim, dst_dim) = len(group), (step.src_dim, step.dst_dim)
-    pieces = x.unflatten(dst_dim, (n, x.shape[dst_dim] // n)).movedim(dst_dim, 0)
-    notify(step.name, axes, (n - 1) * x.nbytes // n, transport.rank)
-    each = [x.numel() // n] * n
-    moved = transport.all_to_all(pieces.reshape(-1), each, each, group)
-    shape = pieces.shape
-    return lambda: moved().view(shape).movedim(0, src_dim).flatten(src_dim, src_dim + 1)
+
+    def begin(x: torch.Tensor, transport: Transport) -> Finish:
+        pieces = x.unflatten(dst_dim, (n, x.shape[dst_dim] // n)).movedim(dst_dim, 0)
+        notify(step.name, axes, (n - 1) * x.nbytes // n, rank)
+        each = [x.numel() // n] * n
+        moved = transport.all_to_all(pieces.reshape(-1), each, each, group)
+        shape = pieces.shape
+        return lambda: moved().view(shape).movedim(0, src_dim).flatten(src_dim, src_dim + 1)
+
+    return begin
 
 
-@lru_cache(maxsize=8192)
 def _permutation(
     mesh: Mesh, before: PartitionSpec, after: PartitionSpec, axes: tuple[str, ...], group: Group
 ) -> tuple[int, ...]:
