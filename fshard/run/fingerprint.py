@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -57,8 +58,12 @@ def _at(frame: FrameType, line: int | None) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    file = frame.f_code.co_filename
+    return _is_users_file(frame.f_globals.get("__name__", ""), frame.f_code.co_filename)
+
+
+@lru_cache(maxsize=4096)
+def _is_users_file(module: str, file: str) -> bool:
+    package = module.partition(".")[0]
     return package not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from fshard.mesh import Mesh
 __all__ = [
     "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
     "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
-    "is_simulated", "labelled", "notify", "observe", "set_world", "under", "unobserved",
+    "is_simulated", "label_of", "labelled", "notify", "observe", "set_world", "under", "unobserved",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -145,6 +146,12 @@ class Label:
     mesh: Mesh = field(compare=False)
     line: str = field(default="", compare=False)
     checked: Transport | None = field(default=None, compare=False)
+
+
+@lru_cache(maxsize=4096)
+def label_of(name: str, mesh: Mesh) -> Label:
+    """The label of what is launched at once: one object, which costs less than making another."""
+    return Label(name, mesh)
 
 
 LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)

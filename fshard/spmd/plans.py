@@ -33,6 +33,7 @@ from fshard.run.transport import (
     Label,
     Transport,
     direct_transport,
+    label_of,
     labelled,
     under,
     unobserved,
@@ -163,7 +164,7 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     progs = tuple(move.op for move in moves if isinstance(move.op, Program))
     op = _linear(moves)
-    label = Label(name, op.mesh, call_line() if ahead else "")
+    label = Label(name, op.mesh, call_line()) if ahead else label_of(name, op.mesh)
     linear = not isinstance(op, Run) or progs[0].is_linear
     if is_transformed():
         # What was launched now would be the wrappers of `torch.func`, not what they hold.
