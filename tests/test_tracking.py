@@ -129,8 +129,8 @@ each_gives(
     lambda x, w: x[None, ..., x[0] > 2],
     lambda x, w: torch.unique(x.detach()),
     lambda x, w: torch.Tensor([x.detach()[0, 0]]),
-    lambda x, w: torch.from_dlpack(x.detach()),
-    lambda x, w: torch.from_dlpack(x.detach().__dlpack__()),
+    lambda x, w: torch.from_dlpack(x.detach()),  # type: ignore[attr-defined]
+    lambda x, w: torch.from_dlpack(x.detach().__dlpack__()),  # type: ignore[attr-defined]
     lambda x, w: pickle.loads(pickle.dumps(x.detach())),
     lambda x, w: copy.copy(x.detach()),
     lambda x, w: _saved(x.detach()),
@@ -163,14 +163,14 @@ each_gives(
 )
 each_gives(
     V,
-    lambda x, w: torch.full((2,), x[0, 0].detach()),
-    lambda x, w: torch.full_like(w, x[0, 0].detach()),
-    lambda x, w: w.new_full((2,), x[0, 0].detach()),
+    lambda x, w: torch.full((2,), x[0, 0].detach()),  # type: ignore[call-overload]
+    lambda x, w: torch.full_like(w, x[0, 0].detach()),  # type: ignore[arg-type]
+    lambda x, w: w.new_full((2,), x[0, 0].detach()),  # type: ignore[arg-type]
     lambda x, w: torch.tensor([x[0, 0].detach(), 1.0]),
     lambda x, w: torch.as_tensor(x),
     lambda x, w: torch.linspace(0, x[0, 1].detach(), 3),
-    lambda x, w: torch.scalar_tensor(x[0, 0].detach()),
-    lambda x, w: torch.zeros(x[0, 0].detach().long()),
+    lambda x, w: torch.scalar_tensor(x[0, 0].detach()),  # type: ignore[arg-type]
+    lambda x, w: torch.zeros(x[0, 0].detach().long()),  # type: ignore[call-overload]
     lambda x, w: nn.Parameter(x.detach()),
     lambda x, w: nn.Buffer(x.detach()),
     lambda x, w: copy.deepcopy(x.detach()),
@@ -192,7 +192,8 @@ def under(name: Callable[[torch.Tensor], torch.Tensor]) -> Body:
     def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         made = x.detach() * 1
         named = name(made)
-        return named if fs.typeof(named) else made
+        fs.typeof(named)  # while the other name is known
+        return named
 
     return body
 
@@ -216,7 +217,7 @@ each_gives(
     lambda x, w: x.detach(),
     lambda x, w: x.expand(3, 2)[1:],
     lambda x, w: x.as_subclass(Named),
-    lambda x, w: torch.zeros(2).set_(x.detach() * 1),
+    lambda x, w: torch.zeros(2).set_(x.detach() * 1),  # type: ignore[call-overload]
     lambda x, w: _given_data(x.detach() * 1),
     under(lambda y: torch.Tensor._make_subclass(Named, y)),
     under(torch.Tensor),
@@ -389,7 +390,8 @@ def embeddings_with_a_norm_write_their_weight(x: torch.Tensor, w: torch.Tensor) 
 def a_module_called_with_other_parameters(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     given = {"weight": x.expand(2, 2) * 1, "bias": w}
     module = nn.Linear(2, 2, device="meta")
-    return torch.func.functional_call(module, given, torch.ones(1, 2))
+    made: torch.Tensor = torch.func.functional_call(module, given, torch.ones(1, 2))
+    return made
 
 
 @pytest.mark.parametrize("assign", [False, True])

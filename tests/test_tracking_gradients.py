@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.spmd.axes import innermost
 from tests.helpers import random_global
 from tests.test_tracking import I, V, run
 
@@ -31,7 +32,7 @@ def train(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, make: Make, to_none: bool, total: Any
 ) -> list[torch.Tensor]:
     """Three steps of a small model; `total` sums a loss over all rows."""
-    params = [nn.Parameter(w.clone()), nn.Parameter(b.clone())]
+    params: list[torch.Tensor] = [nn.Parameter(w.clone()), nn.Parameter(b.clone())]
     optimizer = make(params)
     for _ in range(3):
         optimizer.zero_grad(set_to_none=to_none)
@@ -53,7 +54,8 @@ def test_optimizers_step_as_on_one_device(name: str, to_none: bool) -> None:
         return made
 
     f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P(), P()), out_specs=P())
-    want = train(*args, make, to_none, lambda loss: loss)  # type: ignore[call-arg]
+    x, w, b = args
+    want = train(x, w, b, make, to_none, lambda loss: loss)
     for got, one in zip(f(*args), want, strict=True):
         torch.testing.assert_close(got, one)
 
@@ -75,7 +77,7 @@ def leaf(*grads: torch.Tensor) -> torch.Tensor:
         (V, lambda r: leaf(r).grad),
         (V, lambda r: leaf(r, r).grad),
         (I, lambda r: leaf(torch.ones(2), r).grad),
-        (V, lambda r: leaf().grad.mul_(1 * r)),
+        (V, lambda r: leaf().grad.mul_(1 * r)),  # type: ignore[union-attr]
         (V, lambda r: _stepped(leaf(r))),
         (I, lambda r: _stepped(leaf())),
     ],
@@ -118,3 +120,47 @@ def test_a_gradient_that_does_not_add_up_is_refused() -> None:
     f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=None)
     with pytest.raises(fs.ShardingError, match=r"a gradient of a tensor whose \.grad is f32\[2\]"):
         f(torch.ones(2, 2))
+
+
+# -- torch.func ----------------------------------------------------------------------------------
+
+VMAP, INNER = torch.vmap, torch.func.grad
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, w: VMAP(lambda a: x[0] * a)(w),
+        lambda x, w: VMAP(lambda a: VMAP(lambda b: x[0] * a * b)(w))(w),
+        lambda x, w: VMAP(lambda r: r * w)(x),
+        lambda x, w: VMAP(lambda a, b: a * b)(x[0], w)[None],
+        # What is cast in a transform is not what it is cast to after it.
+        lambda x, w: VMAP(lambda a: a * (w * x))(torch.ones(2))[0] + w * x,
+        lambda x, w: INNER(lambda p: (p * (w * x)).sum())(fs_varying(torch.ones(2))) + w * x,
+    ],
+)
+def test_casts_in_transforms_have_their_gradients(body: Any) -> None:
+    """The gradient that one device has of the ranks' results, one after the other."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    w = torch.tensor([7.0, 8.0], requires_grad=True)
+    f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
+    y, want = f(x, w), torch.cat([body(row[None], w) for row in x])
+    assert torch.equal(y, want)
+    (got,), (one,) = (torch.autograd.grad(each.square().sum(), w) for each in (y, want))
+    torch.testing.assert_close(got, one)
+
+
+def fs_varying(x: torch.Tensor) -> torch.Tensor:
+    """Varying in a mapped function, else as it is."""
+    return x if innermost() is None else fs.pcast(x, "x", to="varying")
+
+
+def test_strict_asks_in_transforms_for_casts_of_what_has_a_gradient() -> None:
+    def call(body: Any) -> None:
+        f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check="strict")
+        f(torch.ones(2, 2), torch.ones(2, requires_grad=True))
+
+    call(lambda x, w: VMAP(lambda a: x[0] * a)(w.detach()))
+    call(lambda x, w: VMAP(lambda a: x[0] * a)(fs.pcast(w, "x", to="varying")))
+    with pytest.raises(fs.ShardingError, match=r"an operand .* that requires grad"):
+        call(lambda x, w: VMAP(lambda a: x[0] * a)(w))

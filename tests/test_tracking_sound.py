@@ -114,7 +114,8 @@ def slope(f: Any, xs: list[torch.Tensor], along: list[torch.Tensor], step: float
         f([(x.detach() + sign * step * v).requires_grad_() for x, v in zip(xs, along, strict=True)])
         for sign in (1, -1)
     ]
-    return (ends[0].detach() - ends[1].detach()) / (2 * step)
+    rise: torch.Tensor = ends[0].detach() - ends[1].detach()
+    return rise / (2 * step)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

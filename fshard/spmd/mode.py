@@ -245,7 +245,7 @@ def _write(
 
 def _is_level(tracker: Tracker, args: Args) -> bool:
     """Whether all operands of a write, and what shares memory with the first, are in one state."""
-    if not isinstance(args[0], torch.Tensor):
+    if not isinstance(args[0], torch.Tensor) or args[0].layout is not torch.strided:
         return False
     states = tracker.states(args[0])
     if states.unreduced:

@@ -17,14 +17,26 @@ import torch
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
+from fshard.run.autograd import is_transformed
 from fshard.run.fingerprint import user_frame, user_line
 from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.places import summed
 from fshard.spmd.plans import Plan
-from fshard.spmd.types import INVARIANT, Clash, Joined, LocalType, Rule, States, join, passes
+from fshard.spmd.types import (
+    INVARIANT,
+    Clash,
+    Joined,
+    LocalType,
+    Rule,
+    States,
+    join,
+    named_axes,
+    passes,
+    word_of,
+)
 from fshard.tree import flatten, unflatten
 
-__all__ = ["Tracker", "typeof"]
+__all__ = ["Tracker", "has_gradient", "typeof"]
 
 Launch = Callable[[Plan, Any, bool], Callable[[], Any]]
 
@@ -168,7 +180,7 @@ class Tracker:
         A tensor is cast once, however often it is used: its gradient is summed once.
         """
         axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
-        if not axes or not (x.requires_grad and torch.is_grad_enabled()):
+        if not axes or not has_gradient(x):
             return x
         known = self.table[id(x)]
         if known.casts is None:
@@ -178,25 +190,26 @@ class Tracker:
         if found is not None and found[0] == version:
             return found[1]
         y = summed(self.mesh, axes, x)
-        known.casts[axes] = (version, y)
+        if not is_transformed():  # what torch.func wraps ends with the transform
+            known.casts[axes] = (version, y)
         self.record(y, states.updated(axes, target.at(axes[0])))
         return y
 
     def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
         """Raise, if strict, for a cast that is not written and would change gradients."""
-        axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
-        if not (self.strict and axes and x.requires_grad and torch.is_grad_enabled()):
+        if not (self.strict and has_gradient(x)):
             return
-        state = target.at(axes[0])
-        word = "varying" if state is None else state[0]
-        names = repr(axes[0]) if len(axes) == 1 else repr(axes)
+        axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
+        if not axes:
+            return
+        word = word_of(target.at(axes[0]))
         self.fail(
             op,
             f"an operand {LocalType(x.shape, x.dtype, states)} that requires grad, where the "
             f"others are {word} along {', '.join(axes)}",
             f"the operands agree along every axis; the gradient of this one is a sum over "
             f"{', '.join(axes)}, which check='strict' wants to see written",
-            f"fs.pcast(operand, {names}, to={word!r}), or check=True, which inserts it",
+            f"fs.pcast(operand, {named_axes(axes)}, to={word!r}), or check=True, which inserts it",
         )
 
     def fail(self, op: str, given: str, rule: str, fix: str) -> NoReturn:
@@ -214,13 +227,7 @@ class Tracker:
 
     # -- collectives --
 
-    def begin(
-        self,
-        plan: Plan,
-        tree: Any,
-        ahead: bool,
-        launch: Callable[[Plan, Any, bool], Callable[[], Any]],
-    ) -> Callable[[], Any]:
+    def begin(self, plan: Plan, tree: Any, ahead: bool, launch: Launch) -> Callable[[], Any]:
         """Launch a collective on the leaves of a tree, cast as its signature asks."""
         leaves, treedef = flatten(tree)
         rows = [(leaf, self._taken(plan, leaf)) for leaf in leaves]
@@ -325,7 +332,10 @@ class Tracker:
         """Whether nothing that shares memory with a tensor is left when it is overwritten."""
         if not self._sharing(target):
             return True
-        return target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        return (
+            target.layout is torch.strided
+            and target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        )
 
     def written(self, target: torch.Tensor, states: States) -> None:
         """Write down that `target`, and all that shares its memory, now is in `states`."""
@@ -335,6 +345,8 @@ class Tracker:
             same = torch.is_grad_enabled() and _base(other) is _base(target)
             rest = States.varying(axes) if isinstance(joined, Clash) else joined.result
             self.record(other, states if same else rest)
+        if target.layout is not torch.strided:  # it may hold other values now
+            self.moved(target)
         self.record(target, states)
         self.blank.discard(id(target))
 
@@ -427,17 +439,44 @@ def typeof(x: torch.Tensor, /) -> LocalType:
     return found
 
 
+_VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.sparse_coo: torch.Tensor._values,
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),
+        torch.Tensor.values,
+    ),
+}
+
+
 def _storage(x: torch.Tensor) -> int:
-    """What is the same for tensors that share memory; 0 for one that has none."""
+    """What is the same for tensors that share memory; 0 for one that has none.
+
+    That of a sparse tensor is the memory of its values.
+    """
     try:
         return int(torch._C._storage_id(x))  # type: ignore[attr-defined]
     except (NotImplementedError, RuntimeError):  # sparse tensors, functorch's wrappers
-        return 0
+        with torch._C.DisableTorchFunction():
+            values = _VALUES.get(x.layout)
+            return 0 if values is None else _storage(values(x))
 
 
 def _base(x: torch.Tensor) -> torch.Tensor:
     """The tensor that a view is a view of, or the tensor itself."""
     return x if x._base is None else x._base
+
+
+def has_gradient(x: torch.Tensor) -> bool:
+    """Whether what is computed from `x` now has a gradient with respect to it.
+
+    A wrapper of `torch.vmap` does not know; what it holds does.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    held: torch.Tensor | None = x
+    while held is not None and not held.requires_grad:
+        held = _unwrapped(held)
+    return held is not None
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
