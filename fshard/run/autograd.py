@@ -98,7 +98,10 @@ class Run:
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         """Start the programs on this rank's locals."""
         progs, rank = self.progs, transport.rank
-        if len(progs) == 1 or rank not in self.mesh or _is_local(progs[0]):
+        if len(progs) == 1:
+            only = launch(progs[0], transport, xs[0])
+            return lambda: (only(),)
+        if rank not in self.mesh or _is_local(progs[0]):
             each = [launch(prog, transport, x) for prog, x in zip(progs, xs, strict=True)]
             return lambda: tuple(finish() for finish in each)
         moved = launch(joined(progs, self.keep), transport, join(xs, self.keep))

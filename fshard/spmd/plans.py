@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -92,7 +93,7 @@ def collective(
     """The collective of a plan: a tree in front of the plan's own arguments; `None` stays."""
 
     def general(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
-        return begin(plan(*args, **kwargs), x)()
+        return begin(_planned(plan, args, kwargs), x)()
 
     general.__name__ = plan.__name__
     node = tree_node(general)
@@ -118,6 +119,25 @@ def collective(
     run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
     PLANS[run] = plan
     return run
+
+
+_PLANNED: dict[Hashable, Plan] = {}
+_MOST = 4096
+
+
+def _planned(plan: Callable[..., Plan], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan of a collective with its arguments, where the names are bound that are now."""
+    bound = innermost()
+    key = (plan, args, tuple(kwargs.items()), bound and (bound.mesh, bound.axes))
+    try:
+        found = _PLANNED.get(key)
+    except TypeError:  # lists among the arguments
+        return plan(*args, **kwargs)
+    if found is None:
+        if len(_PLANNED) >= _MOST:
+            _PLANNED.clear()
+        found = _PLANNED[key] = plan(*args, **kwargs)
+    return found
 
 
 def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
@@ -160,24 +180,20 @@ def _begin(plan: Plan, x: Tree, ahead: bool) -> Callable[[], Tree]:
 
 def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     """Launch moves of one kind."""
-    first, xs = moves[0], tuple(move.x for move in moves)
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    progs = tuple(move.op for move in moves if isinstance(move.op, Program))
-    op = _linear(moves)
+    xs = tuple([move.x for move in moves])
+    op = _together(tuple([move.op for move in moves]), moves[0].keep)
     label = Label(name, op.mesh, call_line()) if ahead else label_of(name, op.mesh)
-    linear = not isinstance(op, Run) or progs[0].is_linear
-    if is_transformed():
-        # What was launched now would be the wrappers of `torch.func`, not what they hold.
-        if linear:
-            return under(label, lambda: apply_linear(op, xs, False))
-        return under(label, lambda: apply_programs(progs, first.keep, xs))
-    with labelled(label):
-        if not wanted:
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if not wanted and not is_transformed():
+        with labelled(label):
             return start_linear(op, xs, name)
-        if linear:
-            with torch.no_grad():
-                launched = start_linear(op, xs, name)
-            return under(label, lambda: apply_linear(op, xs, False, launched))
+    if not isinstance(op, Run) or op.progs[0].is_linear:
+        # What was launched now would be the wrappers of `torch.func`, not what they hold.
+        if is_transformed():
+            return under(label, lambda: apply_linear(op, xs, False))
+        with labelled(label), torch.no_grad():
+            launched = start_linear(op, xs, name)
+        return under(label, lambda: apply_linear(op, xs, False, launched))
     if ahead:
         fail(
             f"fs.start({name})",
@@ -185,22 +201,22 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
             "sums and movements run ahead with gradients, maxima and minima without",
             f"{name}(x, ...) at once, or x.detach()",
         )
-    return under(label, lambda: apply_programs(progs, first.keep, xs))
+    progs, keep = op.progs, op.keep
+    return under(label, lambda: apply_programs(progs, keep, xs))
 
 
-def _linear(moves: Sequence[Move]) -> Linear:
+@lru_cache(maxsize=4096)
+def _together(ops: tuple[Program | Linear, ...], keep: int) -> Linear:
     """What moves of one kind run, as one operation."""
-    first = moves[0]
-    if not isinstance(first.op, Program):
-        return first.op
-    return Run(tuple(move.op for move in moves if isinstance(move.op, Program)), first.keep)
+    if not isinstance(ops[0], Program):
+        return ops[0]
+    return Run(tuple(op for op in ops if isinstance(op, Program)), keep)
 
 
 # -- recorded ---------------------------------------------------------------------------------
 
 _LAUNCHERS: dict[Hashable, Launcher | None] = {}
 _SEEN: set[Hashable] = set()
-_MOST = 4096
 
 
 def _launcher(
@@ -241,7 +257,7 @@ def _launcher(
             _LAUNCHERS.clear()
         _SEEN.add(key)
         return None
-    _LAUNCHERS[key] = found = _record(plan(*args, **kwargs), x, transport, wanted)
+    _LAUNCHERS[key] = found = _record(_planned(plan, args, kwargs), x, transport, wanted)
     return found
 
 
@@ -255,7 +271,7 @@ def _record(plan: Plan, x: torch.Tensor, transport: Transport, wanted: bool) -> 
     like.requires_grad_(wanted)
     with standing_in():
         move = plan.leaf(like)
-    if not isinstance(move, Move) or transport.rank not in _linear((move,)).mesh:
+    if not isinstance(move, Move) or transport.rank not in _together((move.op,), move.keep).mesh:
         return None
     forward: Function = lambda x: begin(plan, x)()  # noqa: E731
     launcher = record(forward, _adjoint(plan, like, transport), like.detach())
@@ -272,7 +288,7 @@ def _adjoint(plan: Plan, like: torch.Tensor, transport: Transport) -> Function:
         with torch.enable_grad():
             x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=g.device)
             move = plan.leaf(x.requires_grad_())
-            op, sent = _linear((move,)), move.x.detach().to("meta")
+            op, sent = _together((move.op,), move.keep), move.x.detach().to("meta")
             with torch.no_grad(), unobserved():
                 (moved,) = op.launch(Shapes(transport.rank), (sent,))()
             y = torch.empty_like(moved, device=g.device).requires_grad_()
