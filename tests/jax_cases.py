@@ -320,7 +320,7 @@ def compositions() -> list[Case]:
         Case("a gradient of one's own", I4, P("i"), P(), (ramp(4),),
              lambda w, x: w.psum(doubled(w)(x), "i")),
         Case("a sum in one's own gradient", I4, P("i"), P("i"), (ramp(4),),
-             lambda w, x: summed(w)(x) * (1 + w.axis_index("i")), second=False),
+             lambda w, x: summed(w)(x) * (1 + w.axis_index("i"))),
         Case("a batch of squares", I4, P("i"), P(), (ramp(8, 2),),
              lambda w, x: w.psum(w.vmap(lambda row: row * row.sum())(x), "i")),
         Case("invariant beside varying", I4, (P(), P("i")), (P(), P("i")), (ramp(3), ramp(4)),

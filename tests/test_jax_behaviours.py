@@ -77,6 +77,46 @@ def test_gradients_of_slices_at_an_index() -> None:
     assert x.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+OVER_NO_AXIS: dict[str, Any] = {
+    "psum": fs.psum,
+    "pmean": fs.pmean,
+    "pmax": fs.pmax,
+    "pmin": lambda v, axes: fs.pmin([v], axes)[0],
+    "pprod": fs.pprod,
+    "all_gather": lambda v, axes: fs.all_gather(v, axes, tiled=True),
+    "all_gather, stacked": lambda v, axes: fs.all_gather(v, axes, axis=1)[:, 0],
+    "all_gather to invariant": lambda v, axes: fs.all_gather(v, axes, tiled=True, to="invariant"),
+    "psum_scatter": lambda v, axes: fs.psum_scatter(v, axes, tiled=True),
+    "all_to_all": lambda v, axes: fs.all_to_all(v, axes, 0, 0, tiled=True),
+    "ppermute": lambda v, axes: fs.ppermute(v, axes, [(0, 0)]),
+    "pshuffle": lambda v, axes: fs.pshuffle(v, axes, [0]),
+    "pbroadcast": lambda v, axes: fs.pbroadcast(v, axes, 0),
+    "pcast": lambda v, axes: fs.pcast(v, axes, to="varying"),
+    "axis_index": lambda v, axes: v * fs.axis_size(axes) + fs.axis_index(axes),
+    "pargmax": lambda v, axes: v + fs.pargmax(v, axes),
+}
+
+
+@pytest.mark.parametrize("check", [False, True, "strict", "values"])
+@pytest.mark.parametrize("name", OVER_NO_AXIS)
+def test_over_no_axis_nothing_happens(name: str, check: Any) -> None:
+    """Each rank is alone: values, types and gradients stay, for what varies and what does not."""
+    for p in (P("i"), P()):
+        v = torch.arange(1.0, 5.0, requires_grad=True)
+        body = lambda v: OVER_NO_AXIS[name](v, ()) * v  # noqa: E731
+        out = fs.shard_map(body, mesh=Mesh(i=2, j=2), in_specs=p, out_specs=p, check=check)(v)
+        assert torch.equal(out, v * v)
+        assert torch.equal(torch.autograd.grad(out.sum(), v)[0], 2 * v)
+
+
+def test_numbers_over_no_axis() -> None:
+    def body(v: torch.Tensor) -> list[Any]:
+        return [fs.psum(3, ()), fs.pprod(3, []), fs.pmean(3, ()), fs.psum(v > 0, ()).dtype]
+
+    mapped = fs.shard_map(body, mesh=Mesh(i=2), in_specs=P("i"), out_specs=None)
+    assert mapped(torch.ones(2)) == [3, 3, 3, torch.int64]
+
+
 MORE_THAN_JAX: dict[str, tuple[Any, Any, Any, list[float]]] = {
     "reduced meets invariant": (
         P(), P(reduced={"i"}), lambda v: fs.pcast(v, "i", to="reduced") + v * v, [3, 10, 21, 36],

@@ -13,7 +13,7 @@ from fshard import hooks
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.program.program import Program
-from fshard.run.autograd import apply_program
+from fshard.run.autograd import apply_program, is_transformed
 from fshard.run.fingerprint import call_line
 from fshard.run.interpreter import launch
 from fshard.run.record import Function, Launcher, record, replay
@@ -122,6 +122,8 @@ def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
     transport = direct_transport()
     plain = type(local) is torch.Tensor or type(local) is torch.nn.Parameter
     if transport is None or not plain or local.is_meta or torch.compiler.is_compiling():
+        return None
+    if is_transformed():
         return None
     wanted = local.requires_grad and torch.is_grad_enabled()
     key = prog, transport, local.shape, local.stride(), local.dtype, local.device, wanted

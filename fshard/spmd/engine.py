@@ -33,6 +33,9 @@ def gradients(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[
     _check_seeds(tracker, "torch.autograd.grad", outputs, seeds)
     with tracker.pause():
         result = func(*args, **kwargs)
+        # A cotangent may come out as it went in: as a gradient it has a type of its own.
+        seen = {id(seed) for seed in tensors_in(seeds)} if seeds is not None else set()
+        result = tuple(g.view_as(g) if id(g) in seen else g for g in result)
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     for x, gradient in zip(wanted, result, strict=True):
         if gradient is not None:

@@ -1,0 +1,304 @@
+"""Collectives under `torch.func` in a mapped function; the oracle are loops and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError
+
+I4 = Mesh(i=4)
+GROUPS = [[0, 1], [2, 3]]
+F32 = torch.float32
+
+Body = Callable[[torch.Tensor], Any]
+
+
+def weighed(y: torch.Tensor) -> torch.Tensor:
+    """What is reduced, used for different work on every rank."""
+    return y * (1 + fs.axis_index("i"))
+
+
+def of_tree(v: torch.Tensor) -> torch.Tensor:
+    total, rest = fs.psum((v, {"a": 2 * v.sum()[None], "b": v * v}), "i")
+    return total * rest["a"] + rest["b"]
+
+
+def of_extremes(v: torch.Tensor) -> torch.Tensor:
+    first, other = fs.pmax((v, v[:1] * v[1:2]), "i")
+    return first * other
+
+
+def ragged(v: torch.Tensor) -> torch.Tensor:
+    """Row j to rank j, where it is row i."""
+    at, ones = fs.axis_index("i").expand(4), [1] * 4
+    return fs.ragged_all_to_all(v, 0 * v, [0, 1, 2, 3], ones, at, ones, axis_name="i")
+
+
+CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "psum": lambda v: fs.psum(v, "i"),
+    "psum in groups": lambda v: fs.psum(v, "i", axis_index_groups=GROUPS),
+    "psum in float32": lambda v: fs.psum(v, "i", forward_dtype=F32, backward_dtype=F32),
+    "psum of a tree": of_tree,
+    "psum over no axis": lambda v: fs.psum(v, ()),
+    "psum, started": lambda v: fs.start(fs.psum, v, "i").wait(),
+    "pmean": lambda v: fs.pmean(v, "i"),
+    "pmax": lambda v: fs.pmax(v, "i"),
+    "pmax of a tree": of_extremes,
+    "pmin in groups": lambda v: fs.pmin(v, "i", axis_index_groups=GROUPS),
+    "pprod": lambda v: fs.pprod(v, "i"),
+    "pprod in groups": lambda v: fs.pprod(v, "i", axis_index_groups=GROUPS),
+    "all_gather": lambda v: fs.all_gather(v, "i", axis=1),
+    "all_gather to invariant": lambda v: fs.all_gather(v, "i", to="invariant", tiled=True),
+    "all_gather to reduced": lambda v: weighed(fs.all_gather(v, "i", to="reduced")),
+    "all_gather in float32": lambda v: fs.all_gather(v, "i", axis=-1, forward_dtype=F32),
+    "all_gather in groups": lambda v: fs.all_gather(v, "i", axis_index_groups=GROUPS),
+    "psum_scatter": lambda v: fs.psum_scatter(v, "i", scatter_dimension=1),
+    "psum_scatter, tiled": lambda v: fs.psum_scatter(v, "i", scatter_dimension=-1, tiled=True),
+    "all_to_all": lambda v: fs.all_to_all(v, "i", 0, 1),
+    "all_to_all, tiled": lambda v: fs.all_to_all(v, "i", 1, 0, tiled=True, backward_dtype=F32),
+    "pswapaxes": lambda v: fs.pswapaxes(v, "i", 1),
+    "ppermute": lambda v: fs.ppermute(v, "i", [(0, 1), (1, 2), (3, 0)]),
+    "ppermute in float32": lambda v: fs.ppermute(v, "i", [(0, 1)], forward_dtype=F32),
+    "pshuffle": lambda v: fs.pshuffle(v, "i", [2, 0, 3, 1]),
+    "pbroadcast": lambda v: fs.pbroadcast(v, "i", 1),
+    "ragged_all_to_all": ragged,
+    "axis_index": weighed,
+    "pcast of one value": lambda v: weighed(fs.pcast(v, "i", to="varying")),
+    "pcast to reduced": lambda v: weighed(fs.pcast(v, "i", to="reduced")),
+    "pcast of a tree": lambda v: weighed(fs.pcast([v, v.sum()], "i", to="varying")[0]),
+    "pcast to addends": lambda v: fs.psum(fs.pcast(weighed(v), "i", to="unreduced"), "i"),
+}  # fmt: skip
+
+
+def squared(op: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A number of what an operation makes of a polynomial, every element weighed by its place."""
+
+    def number(v: torch.Tensor) -> torch.Tensor:
+        y = op(v * v / 2 + v)
+        return (y * torch.arange(1, 1 + y.numel(), dtype=y.dtype).reshape(y.shape)).sum()
+
+    return number
+
+
+def by_autograd(f: Callable[[torch.Tensor], torch.Tensor], v: torch.Tensor) -> torch.Tensor:
+    q = v.detach().requires_grad_()
+    return torch.autograd.grad(f(q), q)[0]
+
+
+def batch(v: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.stack([v, v * 2 + 1, 1 - v], dim)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def of_grad(op: Any, v: torch.Tensor) -> Pair:
+    return grad(squared(op))(v), by_autograd(squared(op), v)
+
+
+def of_vjp(op: Any, v: torch.Tensor) -> Pair:
+    ct = torch.ones_like(op(v).detach()).cumsum(0)
+    q = v.detach().requires_grad_()
+    return vjp(op, v)[1](ct)[0], torch.autograd.grad(op(q), q, ct)[0]
+
+
+def of_jacrev(op: Any, v: torch.Tensor) -> Pair:
+    q = v.detach().requires_grad_()
+    y = op(q)
+    basis = torch.eye(y.numel(), dtype=y.dtype).reshape(-1, *y.shape)
+    rows = [torch.autograd.grad(y, q, each, retain_graph=True)[0] for each in basis]
+    return jacrev(op)(v), torch.stack(rows).reshape(y.shape + v.shape)
+
+
+def of_vmap(at: int, to: int) -> Callable[[Any, torch.Tensor], Pair]:
+    def run(op: Any, v: torch.Tensor) -> Pair:
+        found = vmap(op, in_dims=at, out_dims=to)(batch(v, at))
+        return found, torch.stack([op(each) for each in batch(v, at).unbind(at)], to)
+
+    return run
+
+
+def of_vmap_of_grad(op: Any, v: torch.Tensor) -> Pair:
+    want = [by_autograd(squared(op), each) for each in batch(v, 1).unbind(1)]
+    return vmap(grad(squared(op)), in_dims=1)(batch(v, 1)), torch.stack(want)
+
+
+def of_grad_of_vmap(op: Any, v: torch.Tensor) -> Pair:
+    want = [by_autograd(squared(op), each) for each in batch(v, 0)]
+    return grad(lambda b: vmap(squared(op))(b).sum())(batch(v, 0)), torch.stack(want)
+
+
+def of_vmap_of_vmap(op: Any, v: torch.Tensor) -> Pair:
+    whole = torch.stack([batch(v, 0), batch(-v, 0)], 1)
+    want = [torch.stack([op(each) for each in row]) for row in whole.unbind(1)]
+    return vmap(vmap(op), in_dims=1)(whole), torch.stack(want)
+
+
+def of_grad_of_grad(op: Any, v: torch.Tensor) -> Pair:
+    q = v.detach().requires_grad_()
+    (first,) = torch.autograd.grad(squared(op)(q), q, create_graph=True)
+    return grad(lambda v: (grad(squared(op))(v) ** 2).sum())(v), by_autograd_of(first, q)
+
+
+def by_autograd_of(y: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad((y**2).sum(), q)[0]
+
+
+def of_autograd_of_vmap(op: Any, v: torch.Tensor) -> Pair:
+    want = by_autograd(lambda q: sum((op(e) ** 2).sum() for e in batch(q, 0)), v)
+    return by_autograd(lambda q: (vmap(op)(batch(q, 0)) ** 2).sum(), v), want
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Pair]] = {
+    "grad": of_grad,
+    "vjp": of_vjp,
+    "jacrev": of_jacrev,
+    "vmap": of_vmap(0, 0),
+    "vmap from inside": of_vmap(1, -1),
+    "vmap from the end": of_vmap(-1, 1),
+    "vmap of grad": of_vmap_of_grad,
+    "grad of vmap": of_grad_of_vmap,
+    "vmap of vmap": of_vmap_of_vmap,
+    "grad of grad": of_grad_of_grad,
+    "autograd of vmap": of_autograd_of_vmap,
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_transforms_of_collectives(name: str, check: bool) -> None:
+    x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    op, one = CASES[name], name.startswith("pcast") and "addends" not in name
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if "32" in name or "tiled" in name else {}
+    for transform, run in TRANSFORMS.items():
+        found: list[Pair] = []
+
+        def body(v: torch.Tensor) -> None:
+            found.append(run(op, v))  # noqa: B023 - called at once
+
+        given = P() if one else P("i")
+        fs.shard_map(body, mesh=I4, in_specs=given, out_specs=None, check=check)(
+            x[:4] if one else x
+        )
+        assert len(found) == I4.size
+        for got, want in found:
+            torch.testing.assert_close(got, want, msg=lambda t: f"{transform}: {t}", **close)  # noqa: B023
+
+
+def test_places_of_extremes_under_vmap() -> None:
+    found = []
+
+    def body(v: torch.Tensor) -> None:
+        op = lambda v: fs.pargmax(v, "i") - fs.pargmin(v, "i")  # noqa: E731
+        found.append(of_vmap(-1, 0)(op, v))
+
+    x = torch.arange(16.0).roll(5).reshape(4, 4)
+    fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=None)(x)
+    assert len(found) == I4.size
+    assert all(torch.equal(*each) for each in found)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_mapped_function_in_a_transform_of_the_body(check: bool) -> None:
+    mesh = Mesh(x=2, y=2)
+    inner = fs.shard_map(
+        lambda v: fs.psum(v**3, "y"), in_specs=P("y"), out_specs=P(), axis_names={"y"}, check=check
+    )  # fmt: skip
+
+    def of_inner(v: torch.Tensor) -> torch.Tensor:
+        return torch.sum(inner(v))
+
+    outer = fs.shard_map(
+        grad(of_inner), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+        axis_names={"x"}, check=check,
+    )  # fmt: skip
+    x = torch.arange(8.0)
+    assert torch.equal(outer(x), 3 * x**2)
+
+
+@pytest.mark.parametrize("check", [True, "strict", "values"])
+def test_casts_that_are_inserted_in_a_transform(check: Any) -> None:
+    def body(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        if check == "strict":
+            return grad(lambda q: (fs.pcast(q, "i", to="varying") * x[0]).sum())(a)  # type: ignore[no-any-return]
+        return grad(lambda q: (q * x[0]).sum())(a)  # type: ignore[no-any-return]
+
+    x, a = torch.arange(1.0, 9.0).reshape(4, 2), torch.tensor([5.0, 7.0])
+    mapped = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P()), out_specs=P(), check=check)
+    assert torch.equal(mapped(x, a), x.sum(0))
+
+
+def test_a_cotangent_keeps_its_type_where_it_comes_out_as_the_gradient() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        ct = torch.ones_like(v)
+        (transposed,) = vjp(lambda v: fs.psum(v, "i"), v)[1](ct)
+        q = v.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(fs.psum(q, "i"), q, ct)
+        assert fs.typeof(transposed).varying == fs.typeof(gradient).varying == ("i",)
+        return ct
+
+    mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P())
+    assert mapped(torch.arange(4.0)).tolist() == [1.0]
+
+
+def refused(run: Callable[[], Any], where: str, *lines: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        run()
+    given, rule, fix = lines
+    assert str(caught.value) == f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
+
+
+OVER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "vjp": vjp,
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, x])),
+    "vmap without gradients": lambda f, x: torch.no_grad()(vmap(f))(torch.stack([x, x])),
+    "jvp": lambda f, x: jvp(f, (x,), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("name", OVER)
+def test_transforms_over_simulated_ranks_are_refused(name: str) -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return fs.psum(v * v, "i")
+
+    mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P())
+    x = torch.arange(4.0)
+    refused(
+        lambda: OVER[name](mapped, x), "shard_map(body)",
+        "a call that torch.func transforms, by grad, vmap, jacrev or the like",
+        "simulated ranks are threads, and what torch.func does is done in one",
+        "take the transform in the body; or outside torch.autograd.grad, or "
+        "torch.autograd.functional.jacobian",
+    )  # fmt: skip
+    jacobian = torch.autograd.functional.jacobian(mapped, x)
+    assert torch.equal(jacobian, 2 * x[None])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    "transform", [lambda f, v: jvp(f, (v,), (v,))[1], lambda f, v: jacfwd(f)(v)]
+)
+def test_forward_mode_is_not_for_simulated_ranks(transform: Any) -> None:
+    def mapped(f: Body) -> Any:
+        body = lambda v: transform(f, v)  # noqa: E731
+        return fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"))(torch.arange(4.0))
+
+    refused(
+        lambda: mapped(lambda v: fs.psum(v * v, "i")), "fs.psum",
+        "a simulated rank in forward mode: torch.func.jvp, jacfwd, or a dual_level",
+        "PyTorch has one level of forward mode for the process; ranks in turn would share it",
+        "torch.func.vjp or jacrev; forward mode is for ranks that are processes, by torchrun",
+    )  # fmt: skip
+    assert mapped(lambda v: v * v).flatten().tolist() in (
+        [0.0, 2.0, 8.0, 18.0],
+        [0.0, 2.0, 4.0, 6.0],
+    )
