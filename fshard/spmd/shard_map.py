@@ -21,7 +21,7 @@ from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
 from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.boundary import check_others, check_specs, place_all, result_specs
-from fshard.spmd.mapped import map_ranks, run_body
+from fshard.spmd.mapped import check_untransformed, map_ranks, run_body
 from fshard.spmd.scope import Scope, check_axis_names, check_mesh, pair_scope, scope_of
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.typed import enter_types, give_types, leave_types, new_tracker, paused, typed
@@ -353,6 +353,7 @@ class _Call:
 
     def as_all(self) -> Any:
         """Run as every rank of a simulation."""
+        check_untransformed(self.mapping.where)
         mapped, ranks = self.locals_(), self.scope.mesh.ranks
         rows = list(zip(*mapped, strict=True)) if mapped else [()] * len(ranks)
         outs = map_ranks(self.scope, self.body, rows, self.mapping.fn, self.agree)
