@@ -449,7 +449,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.axis_index(("x", "y")), "an unbound axis name: 'x', 'y'"),
     (lambda: fs.psum(X, "q", mesh=MESH), "axis 'q' on Mesh(x=2, y=3)"),
     (lambda: fs.psum(X, ("x", "x"), mesh=MESH), "axis 'x' 2 times"),
-    (lambda: fs.all_gather(X, "x", axis=3, mesh=MESH), "axis=3 of a tensor of 3 dims"),
+    (lambda: fs.all_gather(X, "x", axis=3, mesh=MESH), "axis=3 of a result of 3 dims"),
     (lambda: fs.all_gather(X, "x", axis=2, tiled=True, mesh=MESH), "axis=2 of a tensor of 2 dims"),
     (lambda: fs.all_gather(X, "x", to="sharded", mesh=MESH), "to is varying, invariant or reduced"),
     (
@@ -464,11 +464,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.pswapaxes(X, "y", 1, mesh=MESH), "axis=1 of size 4"),
     (lambda: fs.all_gather([X, 3], "x", mesh=MESH), "a leaf of type int"),
     (lambda: fs.pargmax(3, "x", mesh=MESH), "the leaves of the tree are tensors, or None"),
-    (lambda: fs.pshuffle(X, "y", [0, 1, 1], mesh=MESH), "every place 0..2 along ('y',) once"),
-    (lambda: fs.pbroadcast(X, "y", 3, mesh=MESH), "places along ('y',) are -3..2"),
+    (lambda: fs.pshuffle(X, "y", [0, 1, 1], mesh=MESH), "every place 0..2 along y once"),
+    (lambda: fs.pbroadcast(X, "y", 3, mesh=MESH), "places along y are -3..2"),
     (
         lambda: fs.psum(X, "y", axis_index_groups=[[0, 1], [2]], mesh=MESH),
-        "the groups are of one size and have every index 0..2 once",
+        "the groups are lists of one size and have every index 0..2 once",
     ),
     (
         lambda: fs.all_gather(X, ("x", "y"), axis_index_groups=[[0, 1, 2], [3, 4, 4]], mesh=MESH),
@@ -480,14 +480,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: fs.start(fs.pmax, X.clone().requires_grad_(), "x", mesh=MESH),
         "sums and movements run ahead with gradients",
     ),
-    (lambda: fs.ppermute(X, "y", [(0, 3)], mesh=MESH), "places along ('y',) are -3..2"),
-    (lambda: fs.ppermute(X, "y", [(0, 1), (0, 2)], mesh=MESH), "with source 0 twice"),
-    (lambda: fs.ppermute(X, "y", [(0, 1), (-1, 1)], mesh=MESH), "with destination 1 twice"),
+    (lambda: fs.ppermute(X, "y", [(0, 3)], mesh=MESH), "places along y are -3..2"),
+    (lambda: fs.ppermute(X, "y", [(0, 1), (0, 2)], mesh=MESH), "source 0 in (0, 1), (0, 2) of perm"),
+    (lambda: fs.ppermute(X, "y", [(0, 1), (-1, 1)], mesh=MESH), "destination 1 in (0, 1), (2, 1) of perm"),
     (
         lambda: fs.pcast(X, "x", to="varying", src="unreduced", mesh=MESH),
-        "a cast from unreduced to 'varying'",
+        "a cast from 'unreduced' to 'varying'",
     ),
-    (lambda: fs.pcast(X, "x", to="invariant", mesh=MESH), "psum goes from varying or unreduced"),
+    (lambda: fs.pcast(X, "x", to="invariant", mesh=MESH), "to='invariant'"),
 ]  # fmt: skip
 
 
