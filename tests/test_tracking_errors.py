@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -30,6 +32,16 @@ def call(body: Body, check: bool | str = True, out: Any = None) -> Any:
 
     specs = (P("x"), P(), P(unreduced={"x"}))
     return fs.shard_map(mapped, mesh=MESH, in_specs=specs, out_specs=out, check=check)(x, w, u)
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    SCRIPT = torch.jit.script(sine)
+    MODULE = torch.jit.script(torch.nn.Tanh())
 
 
 def here(body: Body) -> str:
@@ -96,6 +108,18 @@ REFUSED: list[tuple[Body, str, str, str, str]] = [
         "torch.utils.checkpoint", "use_reentrant=True",
         "what is computed again in backward is part of the graph that is typed",
         "use_reentrant=False",
+    ),
+    (
+        lambda x, w, u: SCRIPT(x),
+        "sine", "a function that TorchScript runs",
+        "what runs in Python is typed; what a script computes is not seen",
+        "the Python function that was scripted, or check=False",
+    ),
+    (
+        lambda x, w, u: MODULE(x),
+        "forward", "a function that TorchScript runs",
+        "what runs in Python is typed; what a script computes is not seen",
+        "the Python function that was scripted, or check=False",
     ),
 ]  # fmt: skip
 
@@ -190,3 +214,21 @@ def test_what_the_host_learns_is_compared() -> None:
     # Where the ranks agree, the promise holds.
     same = call(lambda x, w, u: w * 1 if x[0, 0] > 0 else w, True, P())
     assert torch.equal(same, torch.tensor([7.0, 8.0]))
+
+
+# -- PyTorch -----------------------------------------------------------------------------------
+
+
+def test_what_is_replaced_in_a_body_is_put_back() -> None:
+    owners = [Function, torch.autograd, torch.nn.Parameter, torch.Tensor, torch.jit.ScriptFunction]
+    before = [dict(vars(each)) for each in owners]
+    inside: list[bool] = []
+
+    def body(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> None:
+        inside.extend(dict(vars(each)) != one for each, one in zip(owners, before, strict=True))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        call(body)
+    assert inside == [True] * len(owners)
+    assert [dict(vars(each)) for each in owners] == before

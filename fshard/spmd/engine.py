@@ -154,26 +154,23 @@ _RUNNING: list[Tracker] = []
 def telling(tracker: Tracker) -> Iterator[None]:
     """Tell `tracker` in the block of what PyTorch tells no function mode of.
 
-    While any such block runs, in any thread, `torch.autograd.Function.apply`,
-    `torch.autograd.backward`, `Tensor.as_subclass`, `Tensor.set_` and the making of an
-    `nn.Parameter` are replaced by ones that ask the running body's tracker.
+    While any such block runs, in any thread, what `_INSTEAD` lists is replaced by what asks the
+    running body's tracker.
     """
     if not _RUNNING:
-        Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-        torch.autograd.backward = _backward_of_all
-        torch.nn.Parameter.__new__ = staticmethod(_parameter)  # type: ignore[method-assign]
-        torch.Tensor.as_subclass = _as_subclass  # type: ignore[assignment, method-assign]
-        torch.Tensor.set_ = _set  # type: ignore[assignment, method-assign]
+        for owner, name, _, instead in _INSTEAD:
+            setattr(owner, name, instead)
     _RUNNING.append(tracker)
     try:
         yield
     finally:
         _RUNNING.remove(tracker)
         if not _RUNNING:
-            Function.apply = classmethod(_APPLY)  # type: ignore[assignment, method-assign]
-            torch.autograd.backward = _BACKWARD
-            torch.nn.Parameter.__new__ = staticmethod(_PARAMETER)  # type: ignore[method-assign]
-            del torch.Tensor.as_subclass, torch.Tensor.set_
+            for owner, name, before, _ in _INSTEAD:
+                if before is None:  # inherited
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,3 +231,35 @@ def _parameter(cls: Any, data: torch.Tensor | None = None, requires_grad: bool =
     if tracker is not None:
         tracker.record(made, INVARIANT if data is None else tracker.states(data))
     return made
+
+
+def _refusing(call: Any) -> Any:
+    """The call of a function that TorchScript runs, which is told to nobody."""
+
+    def refuse(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+        tracker = tracking()
+        if tracker is None:
+            return call(scripted, *args, **kwargs)
+        tracker.fail(scripted.name, "a function that TorchScript runs",
+                     "what runs in Python is typed; what a script computes is not seen",
+                     "the Python function that was scripted, or check=False")  # fmt: skip
+
+    return refuse
+
+
+def _before(owner: Any, name: str, instead: Any) -> tuple[Any, str, Any, Any]:
+    return owner, name, vars(owner).get(name), instead
+
+
+_INSTEAD = (
+    _before(Function, "apply", classmethod(_apply)),
+    _before(torch.autograd, "backward", _backward_of_all),
+    _before(torch.nn.Parameter, "__new__", staticmethod(_parameter)),
+    _before(torch.Tensor, "as_subclass", _as_subclass),
+    _before(torch.Tensor, "set_", _set),
+    *(
+        _before(each, "__call__", _refusing(each.__call__))
+        for each in (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+    ),
+)
+"""What is replaced: whose it is, its name, what it was, and what it is in a body."""

@@ -79,10 +79,7 @@ ATTRIBUTES = _words("""
 LIKE = _words("expand_as reshape_as type_as view_as")
 SAME = _words("requires_grad_ share_memory_")
 BLANK = _words("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
-FRESH = _words("""
-    full_like new_full new_ones new_tensor new_zeros
-    ones_like zeros_like
-""")
+FRESH = _words("full_like new_full new_ones new_tensor new_zeros ones_like zeros_like")
 RANDOM = _words("""
     alpha_dropout_ bernoulli bernoulli_ cauchy_ dirichlet exponential_ feature_alpha_dropout_
     feature_dropout_ geometric_ gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal_

@@ -5,11 +5,11 @@ if strict, the line where one is missing is named), and the result is written do
 (PyTorch's own checker) works in the same way, without inserting.
 
 Outside of what is tracked, and taken for invariant unless it shares memory with what is known:
-what user threads, `torch._C.DisableTorchFunction`, scripted functions, nested tensors, wrapper
-subclasses made in the body, dlpack capsules and kernels that are no functions of PyTorch compute
-(but not what these write into the empty results of an `autograd.Function`), and numbers read off
-printed text or raw memory. What hooks and the backward of custom functions compute is taken to be
-what a gradient is: of the dual type.
+what user threads, `torch._C.DisableTorchFunction`, nested tensors, wrapper subclasses made in the
+body, dlpack capsules and kernels that are no functions of PyTorch compute (but not what these
+write into the empty results of an `autograd.Function`), numbers read off printed text or raw
+memory, and indices of a sparse tensor that are written in place. What hooks and the backward of
+custom functions compute is taken to be what a gradient is: of the dual type.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class Tracker:
         self.told: States = INVARIANT
         self.told_at: list[str] = []
         self.table: dict[int, _Known] = {}
-        self._unplaced: dict[int, _Known] = {}  # whose memory was not asked for yet
+        # Where a tensor lies is asked for when one is written: most are gone by then.
+        self._unplaced: dict[int, _Known] = {}
         self._by_storage: dict[int, dict[int, _Known]] = {}
         self.blank: set[int] = set()  # by id: tensors that nothing was seen to write
         self._outside: dict[int, torch.Tensor] = {}  # by id: arguments and closures
@@ -97,9 +98,12 @@ class Tracker:
         return LocalType(x.shape, x.dtype, self.states(x))
 
     def enter(self, x: torch.Tensor, states: States) -> None:
-        """Take an argument in."""
+        """Take in what comes from outside: an argument, or what the body closes over."""
         self.record(x, states)
-        self._keep_out(x)
+        self._outside[id(x)] = x
+        storage = _storage(x)
+        if storage:
+            self._memory.add(storage)
 
     def record(self, result: Any, states: States) -> None:
         """Write down the states of a result: a tensor, or a tuple or list of results."""
@@ -112,7 +116,7 @@ class Tracker:
                 self.table[key] = self._unplaced[key] = known
             elif known.states is not states:
                 known.states, known.casts = states, None
-            if torch._C._are_functorch_transforms_active():
+            if is_transformed():
                 inner = _unwrapped(result)
                 if inner is not None:
                     self.record(inner, states)
@@ -165,12 +169,6 @@ class Tracker:
         """Whether a tensor is an argument, or from outside of the body."""
         self.states(x)
         return id(x) in self._outside
-
-    def _keep_out(self, x: torch.Tensor) -> None:
-        self._outside[id(x)] = x
-        storage = _storage(x)
-        if storage:
-            self._memory.add(storage)
 
     # -- casts --
 
@@ -332,10 +330,9 @@ class Tracker:
         """Whether nothing that shares memory with a tensor is left when it is overwritten."""
         if not self._sharing(target):
             return True
-        return (
-            target.layout is torch.strided
-            and target.numel() * target.element_size() == target.untyped_storage().nbytes()
-        )
+        if target.layout is not torch.strided:  # others may hold its indices too
+            return False
+        return target.numel() * target.element_size() == target.untyped_storage().nbytes()
 
     def written(self, target: torch.Tensor, states: States) -> None:
         """Write down that `target`, and all that shares its memory, now is in `states`."""
@@ -471,12 +468,11 @@ def has_gradient(x: torch.Tensor) -> bool:
 
     A wrapper of `torch.vmap` does not know; what it holds does.
     """
-    if not torch.is_grad_enabled():
-        return False
-    held: torch.Tensor | None = x
-    while held is not None and not held.requires_grad:
-        held = _unwrapped(held)
-    return held is not None
+    if is_transformed():
+        held = _unwrapped(x)
+        if held is not None and has_gradient(held):
+            return True
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
