@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fshard.spmd.kinds import Kind, adds_a_number, stays_linear
+from fshard.spmd.kinds import Kind, Word, adds_a_number, stays_linear
 from fshard.spmd.tracking import Tracker, has_gradient
 from fshard.spmd.types import INVARIANT, Clash, Joined, Rule, States, join
 
-__all__ = ["agree", "replaced", "tensors_in"]
+__all__ = ["agree", "computed", "replaced", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -70,6 +70,26 @@ def agree(
             if cast is not x:
                 new[id(x)] = cast
     return joined.result, new
+
+
+def computed(
+    tracker: Tracker,
+    name: str,
+    operands: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+    also: States,
+    run: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """`run(*operands)`, cast to agree with each other, with `others` and with `also`.
+
+    So is the result, which depends on all of them.
+    """
+    kind = Kind(name, Word.OP, Rule.OTHER)
+    states, new = agree(tracker, kind, (*operands, *others), {}, also=(also,))
+    with tracker.pause():
+        made = run(*replaced(tuple(operands), new))
+    tracker.record(made, states)
+    return made
 
 
 def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

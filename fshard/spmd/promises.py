@@ -23,7 +23,7 @@ from fshard.run.autograd import Run, apply_linear
 from fshard.run.transport import Label, labelled
 from fshard.spec import Spec
 from fshard.spmd.movements import all_gather
-from fshard.spmd.tracking import Tracker
+from fshard.spmd.tracking import Tracker, has_gradient
 from fshard.spmd.types import VARYING, State, States, named_axes, states_of, word_of
 
 __all__ = ["Promise", "check_promises", "check_values"]
@@ -132,7 +132,7 @@ def _first(
 ) -> torch.Tensor:
     """What varies by type and is promised equal: of equal values the first counts, in backward."""
     picked = tuple(a for a in axes if wanted.at(a) is None and states.at(a) is not None)
-    if not picked or not (x.requires_grad and torch.is_grad_enabled()):
+    if not picked or not has_gradient(x):
         return x
     with torch._C.DisableTorchFunction():
         prog = _picking(mesh, picked, x.shape, x.dtype)

@@ -18,6 +18,7 @@ from fshard.spmd.axes import tracking
 from fshard.spmd.graphs import as_node
 from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import all_to_all
+from fshard.spmd.operands import computed
 from fshard.spmd.types import States
 from fshard.spmd.wires import Wires, check_wires, sent_in
 from fshard.tree import flatten
@@ -116,8 +117,7 @@ def ragged_all_to_all(
         return exchange(operand, output)
     varying = States.varying(as_axes(axis_name))
     told = [each for each in flatten(numbers)[0] if isinstance(each, torch.Tensor)]
-    made: torch.Tensor = tracker.computed(NAME, (operand, output), told, varying, exchange)
-    return made
+    return computed(tracker, NAME, (operand, output), told, varying, exchange)
 
 
 def _exchange(

@@ -252,32 +252,6 @@ class Tracker:
 
         return done
 
-    def computed(
-        self,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        others: Sequence[torch.Tensor],
-        also: States,
-        run: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        """`run(*operands)`, cast to agree with each other and with `also`, as its result does.
-
-        It also depends on `others`, which are no operands of any gradient.
-        """
-        states = [self.states(x) for x in (*operands, *others)]
-        joined = join((*states, also, self.told), Rule.OTHER)
-        if isinstance(joined, Clash):
-            listed = " and ".join(str(self.typeof(x)) for x in operands)
-            self.fail(name, listed, joined.rule, joined.fix)
-        given = []
-        for x, before, after in zip(operands, states, joined.operands, strict=False):
-            self.check_cast(x, before, after, name)
-            given.append(self.cast(x, before, after))
-        with self.pause():
-            made = run(*given)
-        self.record(made, joined.result)
-        return made
-
     def _taken(self, plan: Plan, leaf: Any) -> Joined | None:
         """What a collective makes of a leaf; None for one that is no tensor."""
         if not isinstance(leaf, torch.Tensor):
