@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard.spmd.kinds import Kind, Word, adds_a_number, stays_linear
-from fshard.spmd.tracking import Tracker, has_gradient
+from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, Clash, Joined, Rule, States, join
 
 __all__ = ["agree", "computed", "replaced", "tensors_in"]
@@ -64,7 +64,7 @@ def agree(
         tracker.fail(kind.name, f"{listed}{others}", rule, joined.fix)
     new: dict[int, torch.Tensor] = {}
     for x, states, target in zip(tensors, operands, joined.operands, strict=False):
-        if states is not target and has_gradient(x):
+        if states is not target:
             tracker.check_cast(x, states, target, kind.name)
             cast = tracker.cast(x, states, target)
             if cast is not x:

@@ -177,8 +177,10 @@ class Tracker:
 
         A tensor is cast once, however often it is used: its gradient is summed once.
         """
+        if not has_gradient(x):
+            return x
         axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
-        if not axes or not has_gradient(x):
+        if not axes:
             return x
         known = self.table[id(x)]
         if known.casts is None:
