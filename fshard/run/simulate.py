@@ -9,9 +9,12 @@ go on it is known who stands where: the error says so instead of hanging.
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +52,13 @@ class _Stopped(BaseException):
 class _Worker:
     """A thread that is kept for the next simulation: starting one costs more than a collective."""
 
-    __slots__ = ("gate", "job")
+    __slots__ = ("core", "gate", "job")
 
     def __init__(self) -> None:
         self.gate = threading.Lock()
         self.gate.acquire()
         self.job: Callable[[], None] | None = None
+        self.core: int | None = None
         threading.Thread(target=self._loop, daemon=True, name="fshard-rank").start()
 
     def _loop(self) -> None:
@@ -66,9 +70,28 @@ class _Worker:
             job = None  # what it holds, tensors too, must not wait for the next one
             _IDLE.append(self)
 
+    def stay(self, core: int | None) -> None:
+        """Stay on one core, or go back to those of the process."""
+        if core != self.core:
+            with suppress(OSError):  # where that is not allowed, it is slower
+                all_cores = os.sched_getaffinity(os.getpid())
+                os.sched_setaffinity(0, all_cores if core is None else {core})
+            self.core = core
+
 
 _IDLE: list[_Worker] = []
 os.register_at_fork(after_in_child=_IDLE.clear)
+
+
+def _core() -> int | None:
+    """The core on which ranks stay: the caller's, who waits for them. None for any.
+
+    They take turns: on one core a hand-over costs half, and what a rank reads is in its cache.
+    But where operations have threads of their own, these would stay there too.
+    """
+    if torch.get_num_threads() > 1 or not sys.platform.startswith("linux"):
+        return None
+    return int(ctypes.CDLL(None).sched_getcpu())
 
 
 # -- meetings -------------------------------------------------------------------------
@@ -91,7 +114,9 @@ class _Rank:
 
     rank: int
     world: _World
-    gate: Any = field(default_factory=threading.Lock)
+    place: int
+    gate: Any = None
+    stay: Any = None
     state: str = "ready"
     waits: _Meeting | None = None
     thread: int = 0
@@ -132,24 +157,24 @@ class _World:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.ranks = {rank: _Rank(rank, self) for rank in mesh.ranks}
+        self.ranks = {rank: _Rank(rank, self, at) for at, rank in enumerate(mesh.ranks)}
         self.order = list(self.ranks.values())
         self.meetings: dict[tuple[Group, int], _Meeting] = {}
         self.error: tuple[int | None, BaseException] | None = None
         self.over = threading.Lock()
+        self.core: int | None = None
 
     # -- the baton --
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank; their results, or the first error."""
         self.over.acquire()
-        settings = ThreadSettings.current()
+        settings, self.core = ThreadSettings.current(), _core()
         for rank, function in zip(self.order, functions, strict=True):
-            rank.gate.acquire()
             worker = _IDLE.pop() if _IDLE else _Worker()
             context = contextvars.copy_context()
             worker.job = lambda r=rank, f=function, c=context: c.run(self._live, r, f, settings)
-            worker.gate.release()
+            rank.gate, rank.stay = worker.gate, worker.stay
         self.order[0].gate.release()
         try:
             self.over.acquire()
@@ -172,8 +197,8 @@ class _World:
         return results
 
     def _live(self, rank: _Rank, function: Callable[[], Any], settings: ThreadSettings) -> None:
-        rank.gate.acquire()
         rank.thread = threading.get_ident()
+        rank.stay(self.core)
         try:
             if self.error is None:
                 with as_rank(rank), settings.entered():
@@ -196,8 +221,9 @@ class _World:
         (self.over if following is None else following.gate).release()
 
     def _next(self, rank: _Rank) -> _Rank | None:
-        at = self.order.index(rank) + 1
-        for each in (*self.order[at:], *self.order[:at]):
+        order, n = self.order, len(self.order)
+        for at in range(rank.place + 1 - n, rank.place + 1):
+            each = order[at]
             if each.state == "ready" or (
                 each.state == "waiting"
                 and (self.error is not None or (each.waits is not None and each.waits.complete))
