@@ -62,6 +62,10 @@ class _Worker:
         threading.Thread(target=self._loop, daemon=True, name="fshard-rank").start()
 
     def _loop(self) -> None:
+        if hasattr(os, "SCHED_BATCH"):
+            with suppress(OSError):
+                # Who is woken must not take the core from who wakes it and has Python's lock.
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while True:
             self.gate.acquire()
             job, self.job = self.job, None
