@@ -138,16 +138,13 @@ def all_gather(
         of = "a tensor" if tiled else "a result"
         dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis", of)
         check_wires("fs.all_gather", x.dtype, wires)
-        return gather_move(where, axes, x, to, lambda y: _insert(y, dim, tiled), wires)
+        # One value for a group only has cotangents that vary in it, as it does itself.
+        gathered = to if axis_index_groups is None else "varying"
+        return gather_move(where, axes, x, gathered, lambda y: _insert(y, dim, tiled), wires)
 
     gives: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
-    one = axis_index_groups is not None and to == "invariant"
-    signature = Signature(
-        as_axes(axis_name),
-        gives.get(to) if axis_index_groups is None else VARYING,
-        within=(where, axes) if one else None,
-    )
-    return Plan("fs.all_gather", leaf, signature)
+    state = gives.get(to) if axis_index_groups is None else VARYING
+    return Plan("fs.all_gather", leaf, Signature(as_axes(axis_name), state))
 
 
 @collective

@@ -3,13 +3,13 @@
 Names and values are `jax.lax`'s. A tree of tensors is reduced in one launch per dtype, forward
 and backward: PyTorch's `all_reduce_coalesced`. With `axis_index_groups` ranks reduce within
 their group only; the result then still varies along the axes, from group to group, and is no
-value for an out spec that leaves them out.
+value for an out spec that leaves them out. Its cotangents are summed in the group.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,10 +27,13 @@ from fshard.spmd.movements import gather_move
 from fshard.spmd.places import axis_index
 from fshard.spmd.plans import Move, Plan, Tree, collective, need_number, need_tensor
 from fshard.spmd.types import VARYING, Signature
-from fshard.spmd.wires import check_wires
+from fshard.spmd.wires import PLAIN, Wires, check_wires
 from fshard.tree import map_leaves
 
 __all__ = ["pargmax", "pargmin", "pmax", "pmean", "pmin", "pprod", "psum"]
+
+
+One = Literal["invariant", "reduced"]
 
 
 @lru_cache(maxsize=4096)
@@ -40,20 +43,29 @@ def _reduction(
     kind: str,
     shape: torch.Size,
     dtype: torch.dtype,
-    wire: torch.dtype | None = None,
+    to: One,
+    wires: Wires = PLAIN,
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
-    return Program(src, (AllReduce(axes),), forward_dtype=wire)
+    back = wires[1] if to == "reduced" else None
+    return Program(src, (AllReduce(axes, to),), forward_dtype=wires[0], backward_dtype=back)
 
 
-def _to_one(
-    axis_name: Axes, groups: Groups, found: tuple[Mesh, tuple[str, ...]], *kinds: str
-) -> Signature:
+def _one(groups: Groups) -> One:
+    """The state of what is one value for all ranks, or in groups only.
+
+    From group to group it is another, and so are its cotangents: they vary in a group as well,
+    and are summed in it.
+    """
+    return "invariant" if groups is None else "reduced"
+
+
+def _to_one(axis_name: Axes, groups: Groups, *kinds: str) -> Signature:
     """A reduction's: from group to group its result is another, so that it varies."""
     linear = set(kinds) <= {"sum", "avg"}
     if groups is None:
         return Signature(as_axes(axis_name), None, kinds, all_or_none=True, linear=linear)
-    return Signature(as_axes(axis_name), VARYING, all_or_none=True, linear=linear, within=found)
+    return Signature(as_axes(axis_name), VARYING, all_or_none=True, linear=linear)
 
 
 @collective
@@ -80,16 +92,16 @@ def psum(
     tensor([3.])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum")
-    wires = forward_dtype, backward_dtype
+    wires, to = (forward_dtype, backward_dtype), _one(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return need_number(value, "fs.psum") * where.axis_size(axes)
         x = value.to(torch.int64) if value.dtype == torch.bool else value
         check_wires("fs.psum", x.dtype, wires)
-        return Move(_reduction(where, axes, "sum", x.shape, x.dtype, wires[0]), x)
+        return Move(_reduction(where, axes, "sum", x.shape, x.dtype, to, wires), x)
 
-    return Plan("fs.psum", leaf, _to_one(axis_name, axis_index_groups, (where, axes), "sum"))
+    return Plan("fs.psum", leaf, _to_one(axis_name, axis_index_groups, "sum"))
 
 
 @collective
@@ -113,7 +125,7 @@ def pmean(
     tensor([1.5000])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pmean")
-    wires = forward_dtype, backward_dtype
+    wires, to = (forward_dtype, backward_dtype), _one(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -121,9 +133,9 @@ def pmean(
         inexact = value.dtype.is_floating_point or value.dtype.is_complex
         x = value if inexact else value.to(torch.get_default_dtype())
         check_wires("fs.pmean", x.dtype, wires)
-        return Move(_reduction(where, axes, "avg", x.shape, x.dtype, wires[0]), x)
+        return Move(_reduction(where, axes, "avg", x.shape, x.dtype, to, wires), x)
 
-    signature = _to_one(axis_name, axis_index_groups, (where, axes), "sum", "avg")
+    signature = _to_one(axis_name, axis_index_groups, "sum", "avg")
     return Plan("fs.pmean", leaf, signature)
 
 
@@ -165,9 +177,9 @@ def _extreme(kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh |
         if not isinstance(value, torch.Tensor):
             return need_number(value, name)
         _need_order(value, name)
-        return Move(_reduction(where, axes, kind, value.shape, value.dtype), value)
+        return Move(_reduction(where, axes, kind, value.shape, value.dtype, _one(groups)), value)
 
-    return Plan(name, leaf, _to_one(axis_name, groups, (where, axes), kind))
+    return Plan(name, leaf, _to_one(axis_name, groups, kind))
 
 
 def _need_order(x: torch.Tensor, where: str) -> None:
@@ -192,15 +204,16 @@ def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
     tensor([6.])
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pprod")
+    to = _one(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return need_number(value, "fs.pprod") ** where.axis_size(axes)
         if is_differentiated(value):
-            return gather_move(where, axes, value, "invariant", lambda each: each.prod(0))
-        return Move(_reduction(where, axes, "product", value.shape, value.dtype), value)
+            return gather_move(where, axes, value, to, lambda each: each.prod(0))
+        return Move(_reduction(where, axes, "product", value.shape, value.dtype, to), value)
 
-    signature = _to_one(axis_name, axis_index_groups, (where, axes), "product")
+    signature = _to_one(axis_name, axis_index_groups, "product")
     return Plan("fs.pprod", leaf, signature)
 
 

@@ -246,8 +246,6 @@ class Tracker:
                     if one is None or not isinstance(leaf, torch.Tensor):
                         continue
                     y = leaf if same[at] else results[at]
-                    if plan.signature.within is not None:
-                        y = summed(*plan.signature.within, y)
                     results[at] = y.view_as(y) if y is leaf else y
                     self.record(results[at], one.result)
             return unflatten(treedef, results)

@@ -18,7 +18,6 @@ from functools import cache, lru_cache
 import torch
 
 from fshard.errors import did_you_mean
-from fshard.mesh import Mesh
 from fshard.partition import LINEAR, PartitionSpec
 from fshard.spec import DTYPE_NAMES
 
@@ -292,8 +291,7 @@ class Signature:
     It takes what varies, and what is unreduced by one of `reductions`. What is invariant along
     some of the axes is cast to varying, with `all_or_none` only if it is along all of them.
     One with `cast_to` is no collective, and takes what `CASTS` says. Off its axes one that is
-    not `linear` takes nothing unreduced. What is one value `within` groups of ranks only, the
-    axes of a mesh, varies from group to group.
+    not `linear` takes nothing unreduced.
     """
 
     axes: tuple[str, ...]
@@ -301,7 +299,6 @@ class Signature:
     reductions: tuple[str, ...] = ()
     all_or_none: bool = False
     linear: bool = True
-    within: tuple[Mesh, tuple[str, ...]] | None = None
     cast_to: str | None = None
     source: str | None = None
 
