@@ -20,7 +20,7 @@ from fshard.partition import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import ReducedToInvariant
 from fshard.run.autograd import Run, apply_linear
-from fshard.run.transport import Label, labelled
+from fshard.run.transport import Label, current_transport, labelled
 from fshard.spec import Spec
 from fshard.spmd.movements import all_gather
 from fshard.spmd.tracking import Tracker, has_gradient
@@ -158,7 +158,8 @@ def check_values(
     with torch.no_grad(), labelled(Label("the check of what it returned", mesh)):
         # Ranks that parted may have returned other structures: that is seen first.
         paths = [each.path for each, _ in rows]
-        mine = torch.tensor([crc32(repr(paths).encode())])
+        device = getattr(current_transport(), "device", torch.device("cpu"))  # what it moves
+        mine = torch.tensor([crc32(repr(paths).encode())], device=device)
         if len(set(all_gather(mine, mesh.axes, mesh=mesh).flatten().tolist())) > 1:
             given = f"here the tensors {', '.join(paths) or '(none)'}, on another rank others"
             fix = f"return the same tree on every rank{_parted(told)}"
@@ -166,7 +167,7 @@ def check_values(
             _raise_everywhere(where, Problem(given, rule, fix))
         if not rows:
             return
-        mine = torch.stack([_digest(each.x) for each, _ in rows])
+        mine = torch.stack([_digest(each.x).to(device) for each, _ in rows])
         everyones = all_gather(mine, mesh.axes, mesh=mesh).tolist()
         for at, (each, along) in enumerate(rows):
             digests = [row[at] for row in everyones]
@@ -212,7 +213,8 @@ def _difference(
     if len({tuple(each[1:]) for each in digests}) > 1:
         given = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
         return Problem(given, rule, fix)
-    everyones = all_gather(promise.x.detach(), mesh.axes, mesh=mesh).cpu()
+    device = getattr(current_transport(), "device", torch.device("cpu"))
+    everyones = all_gather(promise.x.detach().to(device), mesh.axes, mesh=mesh).cpu()
     for group in groups:
         for i in group[1:]:
             a, b = everyones[group[0]], everyones[i]

@@ -182,7 +182,7 @@ class Joined:
     operands: tuple[States, ...]
 
 
-@cache
+@lru_cache(maxsize=4096)
 def join(operands: tuple[States, ...], rule: Rule) -> Joined | Clash:
     """What an operation makes of operands in given states.
 
@@ -303,7 +303,7 @@ class Signature:
     source: str | None = None
 
 
-@cache
+@lru_cache(maxsize=4096)
 def passes(states: States, signature: Signature) -> Joined | Clash:
     """What a collective makes of an operand, which it is cast to first.
 
