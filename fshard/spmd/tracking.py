@@ -31,6 +31,7 @@ from fshard.spmd.types import (
     States,
     join,
     named_axes,
+    newly,
     passes,
     word_of,
 )
@@ -177,10 +178,8 @@ class Tracker:
 
         A tensor is cast once, however often it is used: its gradient is summed once.
         """
-        if not has_gradient(x):
-            return x
-        axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
-        if not axes:
+        axes = newly(states, target)
+        if not axes or not has_gradient(x):
             return x
         known = self.table[id(x)]
         if known.casts is None:
@@ -197,10 +196,8 @@ class Tracker:
 
     def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
         """Raise, if strict, for a cast that is not written and would change gradients."""
-        if not (self.strict and has_gradient(x)):
-            return
-        axes = tuple(axis for axis, _ in target.items if states.at(axis) is None)
-        if not axes:
+        axes = newly(states, target) if self.strict else ()
+        if not axes or not has_gradient(x):
             return
         word = word_of(target.at(axes[0]))
         self.fail(
@@ -442,11 +439,10 @@ def has_gradient(x: torch.Tensor) -> bool:
 
     A wrapper of `torch.vmap` does not know; what it holds does.
     """
-    if is_transformed():
-        held = _unwrapped(x)
-        if held is not None and has_gradient(held):
-            return True
-    return x.requires_grad and torch.is_grad_enabled()
+    if x.requires_grad:
+        return torch.is_grad_enabled()
+    held = _unwrapped(x) if is_transformed() else None
+    return held is not None and has_gradient(held)
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:

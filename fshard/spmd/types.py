@@ -23,8 +23,8 @@ from fshard.spec import DTYPE_NAMES
 
 __all__ = [
     "CASTS", "INVARIANT", "VARYING", "Clash", "Joined", "LocalType", "Rule", "Signature", "State",
-    "States", "join", "named_axes", "other_than_cast", "passes", "state_meant", "states_of",
-    "word_of",
+    "States", "join", "named_axes", "newly", "other_than_cast", "passes", "state_meant",
+    "states_of", "word_of",
 ]  # fmt: skip
 
 State = tuple[str, str]
@@ -279,6 +279,16 @@ def _linear_places(found: Sequence[State | None], rule: Rule) -> list[int]:
             return places if len(places) == 1 else []
         case Rule.OTHER:
             return []
+
+
+@lru_cache(maxsize=4096)
+def newly(states: States, target: States) -> tuple[str, ...]:
+    """The axes along which a tensor is invariant, and is something else where it is cast to.
+
+    >>> newly(INVARIANT, States.varying(["x"]))
+    ('x',)
+    """
+    return tuple(axis for axis, _ in target.items if states.at(axis) is None)
 
 
 # -- collectives -------------------------------------------------------------------------
