@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -52,6 +53,66 @@ def test_nothing_is_kept_after_an_error() -> None:
         fs.simulate(MESH, body)
     gc.collect()
     assert [each() for each in kept] == [None]
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("end", ["returns", "raises", "parts"])
+def test_nothing_is_kept_of_a_call(check: bool, grad: bool, end: str) -> None:
+    """Neither arguments nor what was brought to a collective, without a garbage collection."""
+    kept: list[weakref.ref[Any]] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        kept.append(weakref.ref(x))
+        is_last = len(kept) % 2 == 0
+        if end == "parts" and is_last:
+            return x * 2
+        y = fs.psum(x * x, "x") + x
+        if end == "raises" and is_last:
+            raise Stop
+        return y
+
+    mesh = fs.Mesh(x=2)
+    call = fs.shard_map(body, mesh=mesh, in_specs=CUT, out_specs=CUT, check=check)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            x = torch.ones(4, requires_grad=grad)
+            kept.append(weakref.ref(x))
+            kept.append(weakref.ref(x))
+            if end == "returns":
+                y = call(x)
+                if grad:
+                    y.sum().backward()
+                del y
+            else:
+                with suppress(Stop, ShardingError):
+                    call(x)
+            del x
+        assert [each() for each in kept] == [None] * 12
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_result_holds_no_arguments_after_backward(create_graph: bool) -> None:
+    """As on one device, where a graph that has run backward has nothing saved any more."""
+    x = torch.ones(4, requires_grad=True)
+    held = x * 2
+    alive = weakref.ref(held)
+    y = mapped(lambda v: v * v)(held)
+    del held
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=False)
+    del grad
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        y.sum().backward()
 
 
 def test_threads_are_kept_and_not_multiplied() -> None:

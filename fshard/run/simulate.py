@@ -186,19 +186,25 @@ class _World:
             # Ctrl-C: the ranks unwind at their next collective.
             self.error = (None, interrupt)
             raise
-        if self.error is not None:
+        try:
+            if self.error is None:
+                return [rank.result for rank in self.order]
             rank_id, error = self.error
-            self.error = None
             if rank_id is not None:
                 error.add_note(f"on {place(self.mesh, rank_id)} of a simulated {self.mesh}")
             try:
                 raise error
             finally:
                 del error
-        results = [rank.result for rank in self.order]
-        for rank in self.order:  # ranks and world hold each other: let go of the tensors now
-            rank.result = rank.waits = None
-        return results
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold no tensors any more: ranks and world hold each other until they are collected."""
+        self.error = None
+        self.meetings.clear()
+        for rank in self.order:
+            rank.result, rank.waits, rank.remark = None, None, str
 
     def _live(self, rank: _Rank, function: Callable[[], Any], settings: ThreadSettings) -> None:
         rank.thread = threading.get_ident()

@@ -106,7 +106,7 @@ class _Ran:
     body: Body
     fn: Callable[..., Any]
     graphs: list[tuple[Locals, Locals]]
-    """Per rank; none after the last backward pass."""
+    """Per rank."""
     width: int
     """How many inputs a rank has, without what is closed over."""
     closures: Locals
@@ -134,24 +134,26 @@ class _Mapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        call: _Ran = ctx.call
+        call: _Ran | None = ctx.call
+        if call is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: "
+                "the first backward() needs retain_graph=True"
+            )
         rows = _rows(grads, len(grads) // call.scope.mesh.size)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         with backward_phase():
             if torch.is_grad_enabled():
                 back = _again(call, ctx.saved_tensors, rows)
             else:
-                back = _once(call, rows)
+                back = _once(call, rows, keep)
+        if not keep:  # nor the arguments, which the results would hold as long as they live
+            ctx.call = None
         return None, *(g for row in back for g in row)
 
 
-def _once(call: _Ran, rows: list[Locals]) -> list[tuple[torch.Tensor | None, ...]]:
+def _once(call: _Ran, rows: list[Locals], keep: bool) -> list[tuple[torch.Tensor | None, ...]]:
     """The gradients of every rank's graph, each by its own thread."""
-    if not call.graphs:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: "
-            "the first backward() needs retain_graph=True"
-        )
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()
 
     def run(_: object, work: tuple[tuple[Locals, Locals], Locals]) -> Any:
         (xs, ys), grads = work
@@ -160,25 +162,22 @@ def _once(call: _Ran, rows: list[Locals]) -> list[tuple[torch.Tensor | None, ...
         with Bound(call.scope.names, call.scope.bound):
             return _gradients(xs + call.closures, ys, grads, retain_graph=retain)
 
-    back = run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
-    if not keep:
-        call.graphs = []
-    return back
+    return run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
 
 
 def _again(
     call: _Ran, flat: tuple[torch.Tensor, ...], rows: list[Locals]
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """The gradients as a mapped function of inputs and cotangents, itself differentiable."""
-    width, closures = call.width, call.closures
+    width, closures, body, settings = call.width, call.closures, call.body, call.settings
     inputs = _rows(flat, width + len(closures))
 
     def product(values: Locals) -> Locals:
         xs, grads = values[:width], values[width:]
         # Views: a rank's own inputs may be leaves of the outer graph, or no leaves at all.
         mine = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
-        with call.settings.casting():
-            made = call.body(mine)
+        with settings.casting():
+            made = body(mine)
         into = mine + closures
         found = _gradients(into, made, grads, retain_graph=True, create_graph=True)
         return tuple(

@@ -50,8 +50,13 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
             yield
         else:
             explain_with(lambda: tracker.remark)
-            with tracked(tracker):
-                yield
+            try:
+                with tracked(tracker):
+                    yield
+            finally:
+                # A cast holds its graph, and that what it is a cast of: neither would be let go.
+                for known in list(tracker.table.values()):
+                    known.casts = None
     finally:
         # What is differentiated under the same names, once the body has run, is typed already.
         bound.types = before
