@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -232,3 +234,45 @@ def test_what_is_replaced_in_a_body_is_put_back() -> None:
         call(body)
     assert inside == [True] * len(owners)
     assert [dict(vars(each)) for each in owners] == before
+
+
+class _Twice(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach() * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * 2
+
+
+def test_threads_that_map_at_once_share_what_is_replaced() -> None:
+    before, wrong = Function.__dict__["apply"], []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if Function.__dict__["apply"] is before:
+            wrong.append("a body that is not told of custom functions")
+        made: torch.Tensor = _Twice.apply(x)  # type: ignore[no-untyped-call]
+        return made
+
+    f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+
+    def work() -> None:
+        try:
+            for _ in range(60):
+                f(torch.ones(2))
+        except AttributeError as error:
+            wrong.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert Function.__dict__["apply"] is before

@@ -164,3 +164,42 @@ def test_strict_asks_in_transforms_for_casts_of_what_has_a_gradient() -> None:
     call(lambda x, w: VMAP(lambda a: x[0] * a)(fs.pcast(w, "x", to="varying")))
     with pytest.raises(fs.ShardingError, match=r"an operand .* that requires grad"):
         call(lambda x, w: VMAP(lambda a: x[0] * a)(w))
+
+
+def test_seeds_belong_to_their_outputs() -> None:
+    """A seed of ones, for which None stands, moves no other."""
+
+    def sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        a = x.detach().clone().requires_grad_()
+        return a, fs.psum(a.sum(), "x"), (a * a).sum()
+
+    def right(x: torch.Tensor) -> Any:
+        a, whole, own = sums(x)
+        return torch.autograd.grad([whole, own], a, [None, x.sum()])[0]
+
+    def wrong(x: torch.Tensor) -> Any:
+        a, whole, own = sums(x)
+        return torch.autograd.grad([own, whole], a, [None, x.sum()])[0]
+
+    def wrong_backward(x: torch.Tensor) -> None:
+        _, whole, own = sums(x)
+        torch.autograd.backward([own, whole], [None, x.sum()])
+
+    x = torch.arange(4.0)
+    got = fs.shard_map(right, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(x)
+    assert torch.equal(got, 1 + 2 * x * torch.tensor([1.0, 1.0, 5.0, 5.0]))
+    for body in (wrong, wrong_backward):
+        with pytest.raises(fs.ShardingError, match="the cotangent of what is invariant along x is"):
+            fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=None)(x)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_tensor_is_a_gradient_of_two_types(order: tuple[int, int]) -> None:
+    def body(r: torch.Tensor, v: torch.Tensor) -> None:
+        given = [each.detach().requires_grad_() for each in (r, v)]
+        inputs = [given[at] for at in order]
+        for x, g in zip(inputs, torch.autograd.grad(sum(given).sum(), inputs), strict=True):  # type: ignore[union-attr]
+            assert fs.typeof(g).states is fs.typeof(x).states.dual
+
+    specs = (P(reduced={"x"}), P("x"))
+    fs.shard_map(body, mesh=MESH, in_specs=specs, out_specs=None)(torch.ones(2), torch.ones(4))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -28,14 +30,17 @@ def gradients(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[
     """`torch.autograd.grad`: gradients are in the dual states of what they are gradients of."""
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
-    outputs, inputs = list(tensors_in(given.arguments["outputs"])), given.arguments["inputs"]
-    seeds = given.arguments["grad_outputs"]
-    _check_seeds(tracker, "torch.autograd.grad", outputs, seeds)
+    inputs, seeds = given.arguments["inputs"], given.arguments["grad_outputs"]
+    _check_seeds(tracker, "torch.autograd.grad", given.arguments["outputs"], seeds)
     with tracker.pause():
         result = func(*args, **kwargs)
-        # A cotangent may come out as it went in: as a gradient it has a type of its own.
-        seen = {id(seed) for seed in tensors_in(seeds)} if seeds is not None else set()
-        result = tuple(g.view_as(g) if id(g) in seen else g for g in result)
+        # A cotangent may come out as it went in, and one tensor as the gradient of two: every
+        # gradient has a type of its own.
+        seen, own = set(map(id, _each(seeds))), []
+        for g in result:
+            own.append(g.view_as(g) if g is not None and id(g) in seen else g)
+            seen.add(id(g))
+        result = tuple(own)
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     for x, gradient in zip(wanted, result, strict=True):
         if gradient is not None:
@@ -43,10 +48,16 @@ def gradients(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[
     return result
 
 
-def _check_seeds(tracker: Tracker, op: str, outputs: Sequence[torch.Tensor], seeds: Any) -> None:
+def _each(given: Any) -> list[Any]:
+    """One tensor, or a sequence of them with None for some, as a list; None as an empty one."""
+    return [] if given is None else [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _check_seeds(tracker: Tracker, op: str, outputs: Any, seeds: Any) -> None:
     """Raise where what backward starts from is not of the dual type of an output."""
-    given = list(tensors_in(seeds)) if seeds is not None else [None] * len(outputs)
-    for y, seed in zip(outputs, given, strict=False):
+    for y, seed in itertools.zip_longest(_each(outputs), _each(seeds)):
+        if not isinstance(y, torch.Tensor):
+            continue  # an edge of a graph, or a seed too many, which PyTorch refuses
         wanted = tracker.states(y).dual
         have = (
             wanted.updated(wanted.axes("unreduced"), None) if seed is None else tracker.states(seed)
@@ -86,9 +97,10 @@ def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[s
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
     names = given.arguments
-    outputs = list(tensors_in(names.get("self", names.get("tensors"))))
+    given_outputs = names.get("self", names.get("tensors"))
+    outputs = list(tensors_in(given_outputs))
     seeds = names.get("gradient", names.get("grad_tensors"))
-    _check_seeds(tracker, "backward", outputs, seeds)
+    _check_seeds(tracker, "backward", given_outputs, seeds)
     inputs = names.get("inputs")
     leaves = list(_leaves(outputs) if inputs is None else tensors_in(inputs))
     if inputs is None:
@@ -148,6 +160,7 @@ _BACKWARD = torch.autograd.backward
 _PARAMETER = torch.nn.Parameter.__new__
 _AS_SUBCLASS, _SET = torch.Tensor.as_subclass, torch.Tensor.set_
 _RUNNING: list[Tracker] = []
+_REPLACING = threading.Lock()
 
 
 @contextmanager
@@ -157,20 +170,22 @@ def telling(tracker: Tracker) -> Iterator[None]:
     While any such block runs, in any thread, what `_INSTEAD` lists is replaced by what asks the
     running body's tracker.
     """
-    if not _RUNNING:
-        for owner, name, _, instead in _INSTEAD:
-            setattr(owner, name, instead)
-    _RUNNING.append(tracker)
+    with _REPLACING:
+        if not _RUNNING:
+            for owner, name, _, instead in _INSTEAD:
+                setattr(owner, name, instead)
+        _RUNNING.append(tracker)
     try:
         yield
     finally:
-        _RUNNING.remove(tracker)
-        if not _RUNNING:
-            for owner, name, before, _ in _INSTEAD:
-                if before is None:  # inherited
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+        with _REPLACING:
+            _RUNNING.remove(tracker)
+            if not _RUNNING:
+                for owner, name, before, _ in _INSTEAD:
+                    if before is None:  # inherited
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, before)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
