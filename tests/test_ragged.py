@@ -34,7 +34,7 @@ def test_values_of_jax() -> None:
 
     with fs.comm_log() as log:
         assert fs.simulate(mesh, body) == [[1, 3, 0, 0], [2, 2, 4, 0]]
-    assert dict(log.counts) == {("all_to_all", "i"): 1, ("ragged_all_to_all", "i"): 1}
+    assert dict(log.counts) == {("all_gather", "i"): 1, ("ragged_all_to_all", "i"): 1}
     assert log.bytes["ragged_all_to_all", "i"] == 2 * 8
 
 
@@ -132,9 +132,12 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda i: (X, X, [0, 0], [1, 1], [0, 0], [1, -1]), "recv_sizes has a number of at least 0"),
     (lambda i: (X, X.long(), [0, 0], [1, 1], [0, 0], [1, 1]), "both are rows of one shape"),
     (lambda i: (X, X, [0, 2], [1, 2], [0, 0], [1, 2]), "2 rows from row 2 on, for rank 1"),
-    (lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 2]), "recv_sizes[1]=2, but rank 1"),
-    (lambda i: (X, X, [0, 1], [1, 1], [0, 0], [1, 1]), "rows 0..0 for those of rank 1"),
-    (lambda i: (X, X, [0, 1], [1, 1], [i, 3 + i], [1, 1]), "rows 0..2 of the output are written"),
+    (
+        lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 2]),
+        "recv_sizes[1]=2 on rank 0 along the axes, to",
+    ),
+    (lambda i: (X, X, [0, 1], [1, 1], [0, 0], [1, 1]), "rank 0 along the axes rows 0..0 for"),
+    (lambda i: (X, X, [0, 1], [1, 1], [i, 3 + i], [1, 1]), "rows 0..2 of that output are written"),
 ]
 
 

@@ -1,10 +1,11 @@
 """Collectives of real processes, compared before they are launched.
 
 Before a collective every rank posts what it is about to call in the store of
-`torch.distributed`, and reads what the others of its group have posted. Where they differ, or
-where some have returned, raised or do not come in time, the first to see it writes a verdict,
-and every rank of the group raises that. It costs some round trips to the store per collective,
-and launches wait for each other: for debugging, not for training.
+`torch.distributed`, and reads what the others of its group have posted. Where all have come, or
+where they differ, or some have returned, raised or do not come in time, the first to see it
+writes a verdict, and every rank of the group goes on or raises as the first verdict says: none
+is in the backend while another has given up. It costs some round trips to the store per
+collective, and launches wait for each other: for debugging, not for training.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ PATIENCE = 1.0  # seconds in which ranks may still come to a collective that oth
 PAUSES = (0.0,) * 20 + (0.001,) * 100  # seconds between looks, and then the last one for good
 LAST_PAUSE = 0.02
 NOTHING = "-"
+GO = ""  # the text of the verdict that all have come
 
 Moment = tuple[int, int]
 """Which call of a mapped function, and which collective of a group in it: the same everywhere."""
@@ -96,7 +98,9 @@ class _Checked:
         self.state = _State()
         self.inside = False
         self.remark: Callable[[], str] = str
-        self.store = _store(mesh)
+        self.store = PrefixStore(
+            f"fshard {mesh.ranks} {world.life}", dist.distributed_c10d._get_default_store()
+        )
         self.known: set[Group] = set()
 
     def moves(self, device: torch.device) -> bool:
@@ -162,10 +166,12 @@ class _Checked:
             self._introduce(group)
             self.state.waits = group
             self._post(f"waiting in {arrival.words}{arrival.line}")
-            self._await(group, moment)
-            self.state.passed[key] = moment
-            self.state.waits = None
-            self._post(f"running, last in {arrival.words}{arrival.line}")
+            try:
+                self._await(group, moment)
+                self.state.passed[key] = moment
+            finally:
+                self.state.waits = None
+                self._post(f"running, last in {arrival.words}{arrival.line}")
         except dist.DistError as error:
             raise stranded(
                 "the store of torch.distributed, in which ranks find each other, does not answer",
@@ -187,13 +193,8 @@ class _Checked:
         differing: float | None = None
         for pause in itertools.chain(PAUSES, itertools.repeat(LAST_PAUSE)):
             verdict, states = self._read(group, group)
-            if _is_of(verdict, moment):
-                _, text, meetings = json.loads(verdict)
-                # Who raises is waited for no more: first let all know why.
-                self._tell_all([(tuple(group), tuple(at)) for group, at in meetings], text)
-                error = ShardingError(text)
-                error.everywhere = True  # type: ignore[attr-defined]
-                raise error
+            if self._decided(verdict, group, moment):
+                return
             here = _arrived(states, str(group), moment)
             if here is None:
                 return
@@ -203,13 +204,26 @@ class _Checked:
             late = now - begin > limit
             patient = differing is None or now - differing < PATIENCE
             found = self._judge(group, moment, states, here, limit if late else None, patient)
-            if found is not None:
-                self._tell(group, moment, verdict, str(found))
-            elif len(here) == len(group):
-                return
+            if found is not None or len(here) == len(group):
+                verdict = self._tell(group, moment, verdict, GO if found is None else str(found))
+                if self._decided(verdict, group, moment):
+                    return
             elif pause == LAST_PAUSE:
                 self._look_around()
             time.sleep(pause)
+
+    def _decided(self, verdict: str, group: Group, moment: Moment) -> bool:
+        """Whether the verdict is that all go on; raises where it is another on this meeting."""
+        if not _is_of(verdict, moment):
+            return False
+        _, text, meetings = json.loads(verdict)
+        if text == GO:
+            return True
+        # Who raises is waited for no more: first let all know why.
+        self._tell_all([(tuple(group), tuple(at)) for group, at in meetings], text)
+        error = ShardingError(text)
+        error.everywhere = True  # type: ignore[attr-defined]
+        raise error
 
     def _tell(
         self,
@@ -218,10 +232,11 @@ class _Checked:
         old: str,
         text: str,
         meetings: Sequence[tuple[Group, Moment]] = (),
-    ) -> None:
-        """Write a verdict, unless there is another than the old one by now."""
+    ) -> str:
+        """Write a verdict, unless there is another than the old one by now; what there is."""
         verdict = json.dumps([moment, text, meetings])
-        self.store.compare_set(_verdict_of(group), old, verdict)
+        stored: bytes = self.store.compare_set(_verdict_of(group), old, verdict)
+        return stored.decode()
 
     def _tell_all(self, meetings: Sequence[tuple[Group, Moment]], text: str) -> None:
         """Write one verdict on the meetings of several groups, those that have none."""
@@ -346,13 +361,6 @@ def _is_of(verdict: str, moment: Moment) -> bool:
     return verdict != NOTHING and tuple(json.loads(verdict)[0]) == moment
 
 
-def _store(mesh: Mesh) -> Any:
-    """Keys of this mesh, and of this start of its ranks: a store outlives process groups."""
-    whole = PrefixStore(f"fshard {mesh.ranks}", dist.distributed_c10d._get_default_store())
-    starts = whole.add("starts", 1)
-    return PrefixStore(str((starts - 1) // mesh.size), whole)
-
-
 _KNOWN: dict[Group, _Checked] = {}
 
 
@@ -373,6 +381,8 @@ def checked_collectives(mesh: Mesh) -> Iterator[None]:
     ranks = tuple(mesh.ranks)
     checked = _KNOWN.get(ranks)
     if checked is None or checked.world is not transport:
+        if any(each.world is not transport for each in _KNOWN.values()):
+            _KNOWN.clear()  # of process groups that are no more
         checked = _KNOWN[ranks] = _Checked(transport, mesh)
     checked.mesh = mesh
     with as_checked(checked), checked.call():

@@ -31,13 +31,27 @@ OPS: Any = torch.ops._c10d_functional
 
 @dataclass(slots=True, eq=False)
 class World:
-    """This process as a rank of `torch.distributed`."""
+    """This process as a rank of `torch.distributed`, as long as it has the group `main`.
 
-    rank: int
+    `life` counts the starts of process groups on one store: the same number on every rank, since
+    every rank calls `fs.init` after each. A store outlives process groups, and so do its keys.
+    """
+
+    place: int
     device: torch.device
     timeout: timedelta | None
     main: object
+    life: int
     names: dict[Group, str] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; raises `ShardingError` where its process groups were replaced."""
+        if self.main is not dist.group.WORLD:
+            fail("fshard", "other process groups than those of fs.init",
+                 "ranks are those of the process groups that were there at fs.init",
+                 "call fs.init(mesh) again after dist.init_process_group")  # fmt: skip
+        return self.place
 
     def moves(self, device: torch.device) -> bool:
         backends = dist.get_backend_config().split(",")
@@ -63,7 +77,7 @@ class World:
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if x.dtype.is_complex and op == "product":
-            reduced, here = self.all_reduce(x, op, group), group.index(self.rank)
+            reduced, here = self.all_reduce(x, op, group), group.index(self.place)
             return lambda: reduced()[here]
         name, order = self._group(group)
         wire, restore = as_number(x, op)
@@ -147,7 +161,7 @@ def _wire_item(dtype: torch.dtype) -> int:
 
 def _as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """A flat tensor as something every backend moves, and the way back."""
-    flat = flat.contiguous()
+    flat = flat.resolve_conj().resolve_neg().contiguous()
     if flat.dtype in NATIVE:
         return flat, lambda out: out
     dtype = flat.dtype
@@ -159,10 +173,12 @@ def init(
 ) -> None:
     """Make this process a rank under `torchrun`: from here on, locals are single tensors.
 
+    Every process calls it, and again after it has ended and started the process groups anew.
     Starts `torch.distributed` where it is not started (NCCL where there is CUDA, else gloo).
-    `timeout` is in seconds. A rank outside of `mesh` gets empty results and takes part in
-    nothing. Raises `ShardingError` where the environment of `torchrun` is missing or the mesh
-    names ranks that do not exist.
+    `timeout` is in seconds and stays where a later call gives none; process groups that are made
+    already, that of all ranks among them, keep the one that they were made with. A rank outside
+    of `mesh` gets empty results and takes part in nothing. Raises `ShardingError` where the
+    environment of `torchrun` is missing or the mesh names ranks that do not exist.
     """
     if not dist.is_initialized():
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -191,7 +207,9 @@ def init(
     if isinstance(known, World) and known.main is dist.group.WORLD:
         known.timeout = limit or known.timeout
     else:
-        set_world(World(dist.get_rank(), device, limit, dist.group.WORLD))
+        rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        life = store.add(f"fshard starts of {rank}", 1)
+        set_world(World(rank, device, limit, dist.group.WORLD, life))
 
 
 def _finish() -> None:

@@ -13,11 +13,11 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.abstract import is_abstract
 from fshard.run.autograd import FinishAll, Shards, apply_linear
-from fshard.run.transport import Label, Transport, labelled, notify
+from fshard.run.transport import Label, Transport, current_rank, labelled, notify
 from fshard.spmd.axes import tracking
 from fshard.spmd.graphs import as_node
 from fshard.spmd.groups import Groups, resolve_groups
-from fshard.spmd.movements import all_to_all
+from fshard.spmd.movements import all_gather
 from fshard.spmd.operands import computed
 from fshard.spmd.types import States
 from fshard.spmd.wires import Wires, check_wires, sent_in
@@ -86,7 +86,7 @@ def ragged_all_to_all(
     `jax.lax.ragged_all_to_all`, PyTorch's `all_to_all_single` with split sizes. Rank j gets
     `send_sizes[j]` rows of `operand` from `input_offsets[j]` on, and has them in its result from
     `output_offsets[j]` on: that is a row of the receiver's. `recv_sizes[j]` rows come from rank
-    j. The ranks first tell each other their offsets and sizes, in a small `all_to_all`.
+    j. The ranks first tell each other their offsets and sizes, in a small `all_gather`.
     Transpose: the reverse exchange for `operand`; for `output` zeros where rows were written.
     Rows are sent in `forward_dtype`, in the transpose in `backward_dtype`; they have the dtype
     of `operand` where they arrive. Raises `ShardingError` for rows that do not exist, sizes on
@@ -139,11 +139,14 @@ def _exchange(
         starts = torch.zeros(n, dtype=torch.int64, device=operand.device)
     else:
         given = output_offsets if in_graph else rows.output_offsets
-        mine = torch.stack([_column(given, output), _column(rows.send_sizes, output)], 1)
-        told = all_to_all(mine, axes, 0, 0, mesh=where)
+        heights = (output.shape[0],) * n
+        columns = given, rows.send_sizes, rows.recv_sizes, heights
+        mine = torch.stack([_column(each, output) for each in columns], 1)
+        told = all_gather(mine, axes, mesh=where)  # [from, to]
         if not in_graph:
-            _agree(told.tolist(), output.shape[0], rows.recv_sizes)
-        starts = told[:, 0]
+            _agree([[_Told(*each) for each in row] for row in told.tolist()])
+        rank = current_rank(where, NAME).rank
+        starts = told[:, where.group(rank, axes).index(rank), 0]
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
     op = sent_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
@@ -206,25 +209,45 @@ def _check_rows(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers) -> 
     raise_if(NAME, problems)
 
 
-def _agree(told: list[list[int]], height: int, expected: Sequence[int]) -> None:
-    """Raise where everyone's offsets and sizes, as they told, do not fit the output here."""
+class _Told(NamedTuple):
+    """What one rank says of its exchange with another: rows, and how many its output has."""
+
+    output_offset: int
+    send_size: int
+    recv_size: int
+    height: int
+
+
+def _agree(told: list[list[_Told]]) -> None:
+    """Raise where what the ranks told does not fit, on all of them: `told[from][to]`."""
     problems = [
         Problem(
-            f"recv_sizes[{place}]={want}, but rank {place} along the axes sends {size} rows",
-            "recv_sizes[j] here is send_sizes[i] of rank j, i being this rank's place",
+            f"recv_sizes[{sender}]={row[sender].recv_size} on rank {place} along the axes, to which "
+            f"rank {sender} sends {told[sender][place].send_size} rows",
+            "recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j",
             "recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)",
         )
-        for place, ((_, size), want) in enumerate(zip(told, expected, strict=True))
-        if size != want
+        for place, row in enumerate(told)
+        for sender in range(len(told))
+        if row[sender].recv_size != told[sender][place].send_size
     ]
+    for place, row in enumerate(told):
+        problems += _overlaps(place, row[place].height, [each[place] for each in told])
+    raise_if(NAME, problems)
+
+
+def _overlaps(place: int, height: int, incoming: list[_Told]) -> list[Problem]:
+    """The rows that one rank is sent which its output does not have, or has from another."""
+    problems = []
     end, last = 0, ""
-    for place in sorted(range(len(told)), key=lambda each: told[each]):
-        (at, size), who = told[place], f"those of rank {place} along the axes"
+    for sender in sorted(range(len(incoming)), key=lambda each: incoming[each]):
+        at, size = incoming[sender][:2]
+        who = f"those of rank {sender} along the axes"
         if size and (at < end or at + size > height):
-            rule = f"rows 0..{height - 1} of the output are written at most once"
+            rule = f"rows 0..{height - 1} of that output are written at most once"
             also = f", after {last} up to row {end - 1}" if at < end else ""
-            given = f"rows {at}..{at + size - 1} for {who}{also}"
+            given = f"on rank {place} along the axes rows {at}..{at + size - 1} for {who}{also}"
             problems.append(Problem(given, rule, "output_offsets count in the receiver's output"))
         if size:
             end, last = max(end, at + size), who
-    raise_if(NAME, problems)
+    return problems
