@@ -255,6 +255,14 @@ def _mask(y: torch.Tensor, r: torch.Tensor) -> None:
     y[r > 2] = 1
 
 
+def _real(y: torch.Tensor, r: torch.Tensor) -> None:
+    torch.view_as_complex(y.view(1, 2)).real = r[:1]
+
+
+def _imag(y: torch.Tensor, r: torch.Tensor) -> None:
+    torch.view_as_complex(y.view(1, 2)).imag = r[:1]
+
+
 def _two_outs(y: torch.Tensor, r: torch.Tensor) -> None:
     torch.sort(r, out=(y, torch.zeros(2, dtype=torch.long)))
 
@@ -280,7 +288,7 @@ each_gives(
     into(lambda y, r: fs.pcast(y, "x", to="varying").add_(r)),
     into(lambda y, r: torch.Tensor(y).add_(r)),
     into(lambda y, r: nn.utils.vector_to_parameters(r, [y])),
-    into(_add), into(_item), into(_index), into(_mask), into(_two_outs),
+    into(_real), into(_imag), into(_add), into(_item), into(_index), into(_mask), into(_two_outs),
 )  # fmt: skip
 each_gives(
     I,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import Function
@@ -81,6 +82,35 @@ REFUSED: list[tuple[Body, str, str, str, str]] = [
     (lambda x, w, u: u + w, "add", f"{U} and f32[2]", JOINTLY, SUM_FIRST),
     (lambda x, w, u: u + 1.0, "add", f"{U} and a number", JOINTLY, SUM_FIRST),
     (lambda x, w, u: torch.add(u, other=1.0), "add", f"{U} and a number", JOINTLY, SUM_FIRST),
+    (lambda x, w, u: u.clone().subtract_(1), "subtract_", f"{U} and a number", JOINTLY, SUM_FIRST),
+    (
+        lambda x, w, u: u + np.float32(1),  # type: ignore[operator]
+        "add", f"{U} and a number", JOINTLY, SUM_FIRST,
+    ),
+    (lambda x, w, u: torch.div(2.0, u), "div", U, NOT_LINEAR, SUM_FIRST),
+    (
+        lambda x, w, u: torch.divide(1.0, u),  # type: ignore[call-overload]
+        "divide", U, NOT_LINEAR, SUM_FIRST,
+    ),
+    (lambda x, w, u: torch.true_divide(1.0, u), "true_divide", U, NOT_LINEAR, SUM_FIRST),
+    (
+        lambda x, w, u: torch.div(other=u, input=w),
+        "div", f"f32[2] and {U}", JOINTLY, SUM_FIRST,
+    ),
+    (
+        lambda x, w, u: torch.where(input=u, condition=w > 7, other=w),
+        "where", f"bool[2] and {U} and f32[2]", JOINTLY, SUM_FIRST,
+    ),
+    (
+        lambda x, w, u: u.type(torch.LongTensor),  # type: ignore[call-overload]
+        "type", U, NOT_LINEAR, SUM_FIRST,
+    ),
+    (lambda x, w, u: u.type("torch.LongTensor"), "type", U, NOT_LINEAR, SUM_FIRST),
+    (lambda x, w, u: u.type(torch.int64), "type", U, NOT_LINEAR, SUM_FIRST),
+    (
+        lambda x, w, u: torch.zeros(2, dtype=torch.int64).copy_(u),
+        "copy_", U, NOT_LINEAR, SUM_FIRST,
+    ),
     (lambda x, w, u: u * u, "mul", f"{U} and {U}", PRODUCT, SUM_FIRST),
     (lambda x, w, u: torch.div(u, 2.0, rounding_mode="floor"), "div", U, NOT_LINEAR, SUM_FIRST),
     (
@@ -153,7 +183,9 @@ def test_types_of_unreduced_pass_what_is_linear() -> None:
         for y in (
             u + u, 2 * u, u @ w, -u, u.sum(), u[0], u.view(2, 1), torch.cat([u, u]), u / w,
             torch.nn.functional.linear(u, w.expand(2, 2)), u.to(torch.float64), u[[0, 0]],
-            torch.where(w > 7, u, 0.0),
+            torch.where(w > 7, u, 0.0), u.type(torch.DoubleTensor),  # type: ignore[call-overload]
+             torch.div(other=w, input=u),
+            u.type("torch.DoubleTensor"), torch.zeros(2).copy_(u), u.clone().div_(2.0),
         ):  # fmt: skip
             assert fs.typeof(y).unreduced == ("x",)
 

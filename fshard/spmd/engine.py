@@ -248,6 +248,19 @@ def _parameter(cls: Any, data: torch.Tensor | None = None, requires_grad: bool =
     return made
 
 
+def _part(name: str) -> property:
+    """`Tensor.real` or `Tensor.imag`: to set it is to write it."""
+    part = getattr(torch._C.TensorBase, name)
+
+    def written(x: torch.Tensor, value: torch.Tensor) -> None:
+        if tracking() is None:
+            part.__set__(x, value)
+        else:
+            part.__get__(x).copy_(value)
+
+    return property(part.__get__, written)
+
+
 def _refusing(call: Any) -> Any:
     """The call of a function that TorchScript runs, which is told to nobody."""
 
@@ -272,6 +285,7 @@ _INSTEAD = (
     _before(torch.nn.Parameter, "__new__", staticmethod(_parameter)),
     _before(torch.Tensor, "as_subclass", _as_subclass),
     _before(torch.Tensor, "set_", _set),
+    *(_before(torch.Tensor, each, _part(each)) for each in ("real", "imag")),
     *(
         _before(each, "__call__", _refusing(each.__call__))
         for each in (torch.jit.ScriptFunction, torch._C.ScriptMethod)

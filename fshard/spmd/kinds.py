@@ -11,6 +11,7 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -226,10 +227,10 @@ def draws(
 
 def adds_a_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a linear function adds a Python number, which it is not linear with."""
-    if name not in ("add", "add_", "sub", "sub_", "rsub", "subtract", "where"):
+    if name.rstrip("_") not in ("add", "sub", "rsub", "subtract", "where"):
         return False
-    numbers = (*args, *(kwargs.get(each) for each in ("input", "other", "self")))
-    return any(isinstance(each, int | float | complex) and each for each in numbers)
+    given = (*args, *(kwargs.get(each) for each in ("input", "other", "self")))
+    return any(isinstance(each, Number) and each for each in given)
 
 
 def stays_linear(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -237,14 +238,25 @@ def stays_linear(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     if name == "linear" or name.startswith("conv"):
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
         return bias is None
-    if name.startswith(("div", "true_divide")):
-        return kwargs.get("rounding_mode") is None
+    if name.rstrip("_") in ("div", "divide", "true_divide"):
+        divided = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        return isinstance(divided, torch.Tensor) and kwargs.get("rounding_mode") is None
     if name.startswith("embedding"):
         return all(each is None for each in (*args[3:4], kwargs.get("max_norm")))
     # What is read as another dtype, or cut to a whole number, is not the sum of such parts.
-    dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+    given = (*args, *kwargs.values())
+    if name == "type":
+        given = tuple(map(_dtype_of, given))
+    dtypes = [each for each in given if isinstance(each, torch.dtype)]
     whole = [each for each in dtypes if not (each.is_floating_point or each.is_complex)]
     return not (whole or (dtypes and name == "view"))
+
+
+def _dtype_of(given: Any) -> Any:
+    """The dtype that `Tensor.type` is given: itself, a class of tensors, or the name of one."""
+    if isinstance(given, str):
+        given = getattr(torch, given.rpartition(".")[2], None)
+    return getattr(given, "dtype", given)
 
 
 def writes_state(

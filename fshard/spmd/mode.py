@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fshard.spmd.engine import backward, gradients, telling
 from fshard.spmd.kinds import OVERWRITES, Kind, Word, draws, kind_of, writes_state
 from fshard.spmd.operands import agree, replaced, tensors_in
 from fshard.spmd.tracking import Tracker
-from fshard.spmd.types import INVARIANT, States
+from fshard.spmd.types import INVARIANT, Rule, States
 
 __all__ = ["tracked"]
 
@@ -228,6 +229,8 @@ def _write(
         for key, value in kwargs.items()
         if key != "out" and not (over and value is targets[0])
     }
+    if not all(map(_has_fractions, targets)) and any(map(_has_fractions, tensors_in(read_args))):
+        kind = replace(kind, rule=Rule.OTHER)  # each part of a sum is cut to a whole number
     states, new = agree(tracker, kind, read_args, read_kwargs, also=also)
     for target in targets:
         if id(target) in new:
@@ -259,6 +262,10 @@ def _is_level(tracker: Tracker, args: Args) -> bool:
         ):
             return False
     return all(each is states for each in tracker.beside(args[0]))
+
+
+def _has_fractions(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _no_cast_of_target(tracker: Tracker, kind: Kind, target: torch.Tensor, states: States) -> None:

@@ -93,9 +93,13 @@ def computed(
 
 
 def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call, in order."""
+    """The tensors of a call, in order: those that `Rule` tells by their place come first."""
     found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    if kwargs:
+        first = [kwargs[each] for each in ("condition", "self", "input") if each in kwargs]
+        rest = (kwargs[each] for each in kwargs if each not in ("condition", "self", "input"))
+        args = (*args, *first, *rest)
+    for value in args:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, tuple | list | slice | Mapping):
