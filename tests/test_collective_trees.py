@@ -261,7 +261,7 @@ def test_outside_of_shard_map_it_is_a_warning() -> None:
         fs.start(fs.psum, torch.ones(1), "x", mesh=mesh)
         gc.collect()
 
-    with pytest.warns(ResourceWarning, match="fs.psum was never waited for"):
+    with pytest.warns(RuntimeWarning, match="fs.psum was never waited for"):
         fs.simulate(mesh, body)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.program.cost import step_axes, traffic
-from fshard.run.transport import Event, notify
+from fshard.run.transport import Event, notify, observe, unobserved
 from tests.helpers import random_global
 from tests.strategies import meshes, spec_pairs
 
@@ -164,6 +165,30 @@ def test_log_ends_with_its_block_on_errors() -> None:
         raise RuntimeError
     notify("b", ("x",), 1, 0)
     assert log.counts == {("a", "x"): 1}
+
+
+def test_what_one_thread_only_pretends_others_still_log() -> None:
+    """What is observed is the process's, who is not told is the thread's."""
+    pretends, goes_on = threading.Event(), threading.Event()
+
+    def pretend() -> None:
+        with unobserved():
+            notify("a", ("x",), 1, 0)
+            pretends.set()
+            goes_on.wait()
+
+    thread = threading.Thread(target=pretend)
+    late: list[Event] = []
+    with fs.comm_log() as log:
+        with observe(late.append):
+            thread.start()
+            pretends.wait()
+            notify("b", ("x",), 2, 0)
+        goes_on.set()
+        thread.join()
+        notify("c", ("x",), 4, 0)
+    assert log.counts == {("b", "x"): 1, ("c", "x"): 1}
+    assert [event.op for event in late] == ["b"], "its block is over"
 
 
 def example() -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,11 +22,12 @@ ROOT = Path(__file__).parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
 DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
+GRACE_SECONDS = 40
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
 
 
 def run(command: Sequence[str], timeout: float) -> tuple[str, str]:
-    """What a command prints, in a process group that is ended with it; it must succeed."""
+    """What a command prints; it must succeed, and is ended if it takes longer."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "FORCE_COLOR")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     process = subprocess.Popen(
@@ -38,16 +38,24 @@ def run(command: Sequence[str], timeout: float) -> tuple[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            end(process)
     assert process.returncode == 0, f"{out}\n{err}"
     return out, err
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process: torchrun ends its ranks, in sessions of their own, only if it is asked."""
+    process.terminate()
+    try:
+        process.communicate(timeout=GRACE_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def losses(out: str) -> list[float]:

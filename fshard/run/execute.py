@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +25,7 @@ from fshard.run.transport import (
     Transport,
     current_rank,
     direct_transport,
+    is_simulated,
     labelled,
     under,
 )
@@ -38,10 +42,12 @@ class Pending:
     that `fs.start` has launched, warns if it is dropped without a wait.
     """
 
-    __slots__ = ("_finish", "name")
+    __slots__ = ("_finish", "_launched", "name")
 
     def __init__(self, finish: Callable[[], Any], name: str = "") -> None:
         self._finish: Callable[[], Any] | None = finish
+        # Simulated ranks leave nothing behind, and under `torch.func` it is `wait()` that launches.
+        self._launched = not (torch.compiler.is_compiling() or is_simulated() or is_transformed())
         self.name = name
 
     @property
@@ -50,13 +56,24 @@ class Pending:
         return self._finish is None
 
     def abandon(self) -> None:
-        """Give the result up: nobody will wait for it any more."""
-        self._finish = None
+        """Give the result up: nobody will wait for it any more.
+
+        PyTorch holds what was launched until somebody waits: a thread does, for the other ranks
+        may never come.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None and self._launched:
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=(_end, finish), daemon=True).start()
 
     def __del__(self) -> None:
-        if self.name and not self.waited:
-            warnings.warn(f"{self.name} was never waited for: pending.wait()", ResourceWarning,
+        # The tracer of `torch.compile` makes some that never come to `__init__`.
+        if getattr(self, "_finish", None) is None:
+            return
+        if self.name:
+            warnings.warn(f"{self.name} was never waited for: pending.wait()", RuntimeWarning,
                           stacklevel=1)  # fmt: skip
+        self.abandon()
 
     def wait(self) -> Any:
         """Wait for the result and return it."""
@@ -68,6 +85,12 @@ class Pending:
 
     def __repr__(self) -> str:
         return f"<Pending, {'under way' if self._finish else 'waited for'}>"
+
+
+def _end(finish: Callable[[], Any]) -> None:
+    """Wait for what nobody wants; nor does anybody want to know why it failed."""
+    with suppress(Exception), torch.no_grad():
+        finish()
 
 
 @lru_cache(maxsize=4096)
@@ -84,6 +107,14 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     shards = check_shards(local, prog.src, _where(prog.dst))
     out = apply_program(prog, shards, everywhere=True)
     return Pending(lambda: out) if async_op else out
+
+
+# What `torch.compiler.disable` sets: to import that takes a second.
+run_program._torchdynamo_disable = True  # type: ignore[attr-defined]
+run_program._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "a program's call is no node of a graph: call it outside of what torch.compile traces, "
+    "or in its place fs.psum, fs.all_gather and the other collectives"
+)
 
 
 def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:

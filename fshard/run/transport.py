@@ -86,7 +86,9 @@ def direct_transport() -> Transport | None:
 
     What was recorded of the operations below it can then be replayed without asking it.
     """
-    if _OBSERVERS or not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
+    if _OBSERVERS and _TOLD.get():
+        return None
+    if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None
     return _WORLD[0]
 
@@ -198,6 +200,7 @@ class Event:
 
 
 _OBSERVERS: list[Callable[[Event], None]] = []
+_TOLD: ContextVar[bool] = ContextVar("fshard_told", default=True)
 _PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
 
 
@@ -214,12 +217,11 @@ def observe(observer: Callable[[Event], None]) -> Iterator[None]:
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Tell nobody of what only pretends to run in the block."""
-    observers = _OBSERVERS[:]
-    _OBSERVERS.clear()
+    token = _TOLD.set(False)
     try:
         yield
     finally:
-        _OBSERVERS[:] = observers
+        _TOLD.reset(token)
 
 
 @contextmanager
@@ -238,7 +240,7 @@ def backward_phase(label: Label | None = None) -> Iterator[None]:
 
 def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:
     """Tell all observers of one collective; free where there are none."""
-    if _OBSERVERS:
+    if _OBSERVERS and _TOLD.get():
         # What a checkpoint computes again is no transpose, but runs in the backward pass too.
         again = torch._C._current_graph_task_id() != -1
         event = Event(op, axes, nbytes, rank, "backward" if again else _PHASE.get())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
+import torch
+
 from fshard.errors import fail
 from fshard.run.execute import Pending
 from fshard.spmd.axes import started
@@ -26,9 +28,12 @@ def start(
 
     JAX's `psum_start` and its like, PyTorch's `async_op=True`: what is computed between the two
     overlaps with the communication. The result is differentiable, its transpose is not
-    asynchronous. Raises `ShardingError` for a function that is no collective, for a maximum or
-    minimum of what requires grad, and, when the mapped function returns, for a result that was
-    never waited for; outside of `shard_map` that is a `ResourceWarning`.
+    asynchronous. In a graph of `torch.compile` it is one node, finished when the compiler says so.
+
+    Raises `ShardingError` for a function that is no collective, for those that take several
+    steps (`ragged_all_to_all`, `pargmax`, `pargmin`), for a maximum or minimum of what requires
+    grad, and, when the mapped function returns, for a result that was never waited for; outside
+    of `shard_map` that is a `RuntimeWarning`.
 
     >>> import torch
     >>> import fshard as fs
@@ -40,13 +45,24 @@ def start(
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([8.])
     """
-    plan = PLANS.get(op)
-    if plan is None:
+    _check(op)
+    if torch.compiler.is_compiling():
+        done = op(x, *args, **kwargs)
+        return Pending(lambda: done)
+    made = PLANS[op](*args, **kwargs)
+    return started(Pending(begin(made, x, ahead=True), made.name))
+
+
+def _check(op: Callable[..., Any]) -> None:
+    """Raise `ShardingError` for a function that is no collective."""
+    if op not in PLANS:
         fail(
             "fs.start",
             f"{getattr(op, '__name__', op)!r}",
             "what starts is a collective: " + ", ".join(sorted(p.__name__ for p in PLANS.values())),
             "fs.start(fs.psum, x, axis)",
         )
-    made = plan(*args, **kwargs)
-    return started(Pending(begin(made, x, ahead=True), made.name))
+
+
+# The tracer of `torch.compile` calls it: to follow it, it would have to know every collective.
+_check._dynamo_marked_constant = True  # type: ignore[attr-defined]

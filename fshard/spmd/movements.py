@@ -110,8 +110,9 @@ def all_gather(
 ) -> Plan:
     """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
 
-    `jax.lax.all_gather`, PyTorch's `all_gather_into_tensor`. Several axes are gathered in the
-    order given, the first one major. `to` is the state of the result: "varying" or "reduced"
+    `jax.lax.all_gather`, PyTorch's `all_gather_into_tensor`, of a tree
+    `all_gather_into_tensor_coalesced`. Several axes are gathered in the order given, the first one
+    major. `to` is the state of the result: "varying" or "reduced"
     (transpose: `psum_scatter`), or "invariant" (transpose: a slice).
 
     `forward_dtype` is what is gathered, `backward_dtype` that in which the transpose sends and
@@ -160,8 +161,9 @@ def psum_scatter(
 ) -> Plan:
     """The sum over the ranks along the axes, each rank keeping one slice of it.
 
-    `jax.lax.psum_scatter`, PyTorch's `reduce_scatter_tensor`. With `tiled` the dim is divided by
-    the number of ranks; without, it has that size and is removed. Transpose: `all_gather`.
+    `jax.lax.psum_scatter`, PyTorch's `reduce_scatter_tensor`, of a tree
+    `reduce_scatter_tensor_coalesced`. With `tiled` the dim is divided by the number of ranks;
+    without, it has that size and is removed. Transpose: `all_gather`.
     `forward_dtype` is what is sent and added, `backward_dtype` what the transpose gathers; the
     result has the dtype of `x`. Raises `ShardingError` for an unknown axis, a dim that does not
     divide, wrong groups, and floating dtypes of integers.
@@ -206,7 +208,8 @@ def all_to_all(
 ) -> Plan:
     """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
 
-    `jax.lax.all_to_all`, PyTorch's `all_to_all_single`. With `tiled` one dim is divided and the
+    `jax.lax.all_to_all`, PyTorch's `all_to_all_single`, which has no coalesced form: here a tree
+    is one exchange per dtype. With `tiled` one dim is divided and the
     other multiplied by the number of ranks; without, the split dim has that size and moves to
     `concat_axis`. Transpose: itself, dims swapped. `forward_dtype` and `backward_dtype` are what
     the two send; results have the dtype of `x`. Raises `ShardingError` for an unknown axis, a

@@ -56,7 +56,8 @@ def _using(
 def summed(mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
     """`x` as it is; its cotangents are summed along the axes.
 
-    No view: it may be written in place, as any result may.
+    It shares the memory of `x`, and is a view of it: PyTorch refuses to write it in place, which
+    would change `x` behind the back of its gradient. A clone of it may be written.
     """
     prog = _using(mesh, axes, x.shape, x.dtype, None)
     with labelled(Label("fs.pcast", mesh, call_line())):

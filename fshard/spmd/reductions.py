@@ -79,11 +79,11 @@ def psum(
 ) -> Plan:
     """The sum over the ranks along the axes: varying (or unreduced) to invariant.
 
-    `jax.lax.psum`, PyTorch's `all_reduce`. Booleans are summed as int64, Python numbers are
-    multiplied by the number of ranks. With `forward_dtype` addends are sent and added in that
-    dtype. Transpose: `pcast(..., to="varying")`, which moves nothing, whatever the
-    `backward_dtype`. Raises `ShardingError` for an unbound or unknown axis, for groups that do
-    not have every index once or differ in size, and for floating dtypes of integers.
+    `jax.lax.psum`, PyTorch's `all_reduce`, of a tree `all_reduce_coalesced`. Booleans are summed
+    as int64, Python numbers are multiplied by the number of ranks. With `forward_dtype` addends
+    are sent and added in that dtype. Transpose: `pcast(..., to="varying")`, which moves nothing,
+    whatever the `backward_dtype`. Raises `ShardingError` for an unbound or unknown axis, for
+    groups that do not have every index once or differ in size, and for floating dtypes of integers.
 
     >>> import fshard as fs
     >>> f = fs.shard_map(lambda x: psum(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),

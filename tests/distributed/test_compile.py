@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, Spec
+from fshard.spmd.plans import PLANS
 from tests.distributed.harness import run_ranks
 from tests.helpers import random_global
 from tests.test_collectives import CASES, by_oracle
@@ -55,11 +57,26 @@ def run_cases(work: Work, backend: str) -> list[tuple[torch.Tensor, torch.Tensor
     ]
 
 
-# Compiling takes seconds: all reductions, and of the others some of every kind.
-CHOSEN = [*range(6), *range(6, len(CASES), 3)]
+def words(name: str) -> tuple[str, ...]:
+    """What of a case's name is not a number: the collective and how, not along which dims."""
+    return tuple(re.findall(r"[A-Za-z_]+", name))
+
+
+KINDS: dict[tuple[str, ...], list[int]] = {}
+for place, each in enumerate(CASES):
+    KINDS.setdefault(words(each.name), []).append(place)
+# Compiling takes seconds: one of every kind, not the first, which is often the simplest.
+CHOSEN = [places[len(places) // 2] for places in KINDS.values()]
 PARTS = [("aot_eager", CHOSEN[at::5]) for at in range(5)] + [
-    (each, CHOSEN[::12]) for each in BACKENDS[1:]
+    (backend, CHOSEN[::12]) for backend in BACKENDS[1:]
 ]
+
+
+def test_every_collective_is_chosen() -> None:
+    chosen = {words(CASES[at].name) for at in CHOSEN}
+    assert {kind[0] for kind in chosen} == {plan.__name__ for plan in PLANS.values()}
+    states = {kind[-1] for kind in chosen if kind[0] == "all_gather"}
+    assert states > {"varying", "invariant", "reduced"}
 
 
 @pytest.mark.parametrize(("backend", "chosen"), PARTS)
@@ -112,7 +129,16 @@ def several(x: torch.Tensor) -> torch.Tensor:
     return fs.pmean((w * fs.all_gather(x, "i", tiled=True)).sin(), ("i",))
 
 
-BODIES = [tree, places, extremes, ragged, several]
+def started(x: torch.Tensor) -> torch.Tensor:
+    total = fs.start(fs.psum, (x, None, x.sum()), "i")
+    everyone = fs.start(fs.all_gather, x, "i", tiled=True)
+    square = x * x
+    first, _, second = total.wait()
+    out: torch.Tensor = square * second + first + everyone.wait().sum()
+    return out
+
+
+BODIES = [tree, places, extremes, ragged, several, started]
 
 
 def run_bodies(at: int) -> list[Any]:
@@ -178,6 +204,35 @@ def run_two_meshes() -> list[torch.Tensor]:
 def test_another_mesh_is_another_graph() -> None:
     for found in run_ranks(2, run_two_meshes):
         assert [each.tolist() for each in found] == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+
+
+def run_refused() -> list[str]:
+    fs.init(MESH)
+    src = Spec(MESH, P("i"), shape=(4,))
+    prog, x = fs.redistribute(src, src.replace(partition=P())), torch.ones(2)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        total = fs.start(fs.psum, x, "i", mesh=MESH)
+        out: torch.Tensor = total.wait() + total.wait()
+        return out
+
+    texts = []
+    for body in (prog, twice, lambda x: fs.start(torch.sin, x).wait()):
+        with pytest.raises(Exception, match=r"Explanation|given") as caught:
+            compiled(body)(x)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_is_no_node_of_a_graph_says_so() -> None:
+    for a_program, twice, no_collective in run_ranks(2, run_refused, timeout=100):
+        assert (
+            "(reason: a program's call is no node of a graph: call it outside of what "
+            "torch.compile traces, or in its place fs.psum, fs.all_gather and the other "
+            "collectives)"
+        ) in a_program
+        assert "a pending result is waited for once" in twice
+        assert "what starts is a collective: all_gather, " in no_collective
 
 
 def test_simulated_ranks_have_no_graph() -> None:

@@ -8,6 +8,7 @@ gradients and what each rank sent.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -399,6 +400,38 @@ def test_pending_results() -> None:
             assert (grad is None) == (len(want) == 1)
             if grad is not None:
                 assert_same(grad, want[1][rank])
+
+
+def run_abandoned(mesh: Mesh) -> str:
+    """Launch what nobody waits for, in every way; over only when PyTorch holds none of it."""
+    fs.init(mesh)
+    x = torch.ones(4, requires_grad=True)
+
+    def forget(x: torch.Tensor) -> torch.Tensor:
+        fs.start(fs.all_gather, x, "x")
+        return x
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        fs.start(fs.psum, x, "x")
+        raise KeyError
+
+    for body, error in ((forget, fs.ShardingError), (fail, KeyError)):
+        for check in (True, False):
+            f = fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check=check)
+            with pytest.raises(error):
+                f(x)
+    src = Spec(mesh, P("x"), shape=(8,))
+    fs.redistribute(src, src.replace(partition=P()))(x, async_op=True)
+    with pytest.warns(RuntimeWarning, match="fs.psum was never waited for") as caught:
+        fs.start(fs.psum, x, "x", mesh=mesh)
+    while torch._C._distributed_c10d._get_work_registry_size():
+        time.sleep(0.01)
+    return str(caught[0].message)
+
+
+def test_what_is_abandoned_does_not_stay() -> None:
+    found = run_ranks(2, run_abandoned, Mesh(x=2))
+    assert found == ["fs.psum was never waited for: pending.wait()"] * 2
 
 
 def refuse_async_maximum(mesh: Mesh) -> str:
