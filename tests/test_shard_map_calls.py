@@ -12,6 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, ShardingError, Spec
+from fshard.spmd.shard_map import _Mapping
 from tests.helpers import message, random_global
 
 MESH = Mesh(x=2, y=2)
@@ -195,3 +196,25 @@ def test_arguments_and_results_share_no_memory() -> None:
             for y in out.local:
                 y.zero_()
         assert torch.equal(fs.unshard(pair), ints(4, 3))
+
+
+def test_what_is_kept_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many shapes of arguments, and of results for each: one bound for either, not for both."""
+    monkeypatch.setattr("fshard.spmd.shard_map.MOST", 4)
+    sizes: list[int] = []
+
+    def body(x: torch.Tensor) -> Any:
+        return [x[:1].expand(sizes[-1] + at) for at in range(sizes[-1])]
+
+    mapping = _Mapping(
+        body, "fs.shard_map", MESH, P("x"), P("x"), frozenset(),
+        redistribute_inputs=False, check=False,
+    )  # fmt: skip
+    for length in (2, 4, 6, 8, 10, 12):
+        for size in range(1, 7):
+            sizes.append(size)
+            found = mapping.call((torch.arange(float(length)),), {})
+            assert [len(each) for each in found] == [2 * (size + at) for at in range(size)]
+    kept = [each for each in vars(mapping).values() if isinstance(each, dict)]
+    assert len(kept) == 6
+    assert all(len(each) <= 4 for each in kept)

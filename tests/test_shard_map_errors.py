@@ -203,6 +203,7 @@ def test_all_results_that_fail_are_named() -> None:
     assert re.findall(r"given: (.*?): a", str(caught.value)) == ["result['a']", "result['c']"]
 
 
+KNOWN = "the options are in_specs=, out_specs=, mesh=, axis_names=, redistribute_inputs=, check="
 OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"mesh": {"x": 2}}, "mesh={'x': 2}", "mesh is a fs.Mesh", "mesh=fs.Mesh(x=2)"),
     ({"mesh": Mesh()}, "mesh=Mesh()", "there is at least one axis to map", "mesh=fs.Mesh(x=1)"),
@@ -210,6 +211,26 @@ OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
      "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
     ({"axis_names": ["x"]}, "axis_names=['x']",
      "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
+    ({"axis_names": ["y", "x"]}, "axis_names=['y', 'x']",
+     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'y', 'x'}"),
+    ({"axis_names": [1], "mesh": Mesh(data=2, model=3)}, "axis_names=[1]",
+     "axis_names is a set, frozenset or tuple of axis names",
+     "axis_names={'data'}, or leave it out: all of Mesh(data=2, model=3)"),
+    ({"axis_names": 1, "mesh": None}, "axis_names=1",
+     "axis_names is a set, frozenset or tuple of axis names",
+     "leave it out: all that are not mapped yet"),
+    ({"check": [True]}, "check=[True]",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+    ({"check": torch.ones(2)}, "check=tensor([1., 1.])",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+    ({"check_vma": True}, "check_vma=True", KNOWN,
+     "check=True, which tracks the types of tensors, or check=False"),
+    ({"check_rep": False}, "check_rep=False", KNOWN,
+     "check=True, which tracks the types of tensors, or check=False"),
+    ({"auto": ("y",)}, "auto=('y',)", KNOWN,
+     "axis_names=, the axes that are mapped: all but those of auto"),
+    ({"axis_name": "x"}, "axis_name='x'", KNOWN, "did you mean 'axis_names'?"),
+    ({"device": "cpu"}, "device='cpu'", KNOWN, "leave device out"),
     ({"check": "value"}, "check='value'",
      "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
     ({"check": 1}, "check=1",

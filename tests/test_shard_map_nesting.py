@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, ShardingError, Spec
@@ -218,7 +219,6 @@ def test_gradients_in_the_outer_body() -> None:
 
 def test_checkpoints_in_bodies() -> None:
     """What is recomputed in the backward pass still knows its axes."""
-    from torch.utils.checkpoint import checkpoint
 
     def block(v: torch.Tensor) -> torch.Tensor:
         return v * fs.pcast(fs.psum(v.sin(), ("x", "y")), ("x", "y"), to="varying")
@@ -333,14 +333,17 @@ def test_ranks_outside_of_the_mesh() -> None:
             lambda v: {"a": v, "b": (v, 3)}, mesh=mesh, in_specs=P("x"),
             out_specs={"a": P("x"), "b": (P("x"), None)},
         )  # fmt: skip
+        wide = fs.shard_map(lambda v: v, mesh=mesh, in_specs=P(), out_specs=P(None, "x"))
         last = fs.smap(lambda v: v, mesh=mesh, axis_name="x", in_axes=-1, out_axes=-1)
-        return both(x), both(fs.shard(x, spec)), last(fs.reshard(fs.shard(x, spec), P(None, "x")))
+        cols = fs.reshard(fs.shard(x, spec), P(None, "x"))
+        return both(x), both(fs.shard(x, spec)), last(cols), wide(x)
 
-    *inside, (plain, pairs, last) = fs.simulate(Mesh(x=3), on_rank)
+    *inside, (plain, pairs, last, empty) = fs.simulate(Mesh(x=3), on_rank)
     assert all(torch.equal(row[0]["b"][0], ints(4, 6)) for row in inside)
     assert (plain["a"].shape, plain["b"][0].shape, plain["b"][1]) == ((0,), (0,), None)
     assert pairs["b"][0].spec == Spec(Mesh(x=2), P("x"), shape=(0,))
     assert last.spec == Spec(Mesh(x=2), P("x"), shape=(0,))
+    assert (empty.shape, inside[0][3].shape) == ((0, 0), (4, 12))
     assert inside[0][2].spec == Spec(Mesh(x=2), P(None, "x"), shape=(4, 6), dtype=F64)
 
 
@@ -424,3 +427,71 @@ def test_what_is_refused(at: int) -> None:
     with pytest.raises(ShardingError) as caught:
         call()
     assert str(caught.value) == text
+
+
+# -- checks ------------------------------------------------------------------------------
+
+CHECKS: list[Any] = [True, False, "strict", "values", "collectives"]
+
+
+def both_checked(outer: Any, inner: Any) -> Callable[..., torch.Tensor]:
+    """A map in a body, of an argument and a closure that vary along the outer axis."""
+
+    def body(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        w = fs.pcast(w, "x", to="varying")
+
+        def part(u: torch.Tensor) -> torch.Tensor:
+            held = fs.pcast(w, "y", to="varying", src="invariant")
+            return fs.psum(u * u * fs.axis_index("x") * held, "y")
+
+        inside = fs.shard_map(part, axis_names={"y"}, in_specs=P("y"), out_specs=P(), check=inner)
+        return inside(a)
+
+    return fs.shard_map(  # type: ignore[no-any-return]
+        body, mesh=MESH, axis_names={"x"}, in_specs=(P("x"), P()), out_specs=P("x"), check=outer
+    )
+
+
+@pytest.mark.parametrize("outer", CHECKS, ids=str)
+@pytest.mark.parametrize("inner", CHECKS, ids=str)
+def test_the_check_of_the_outermost_holds(outer: Any, inner: Any) -> None:
+    """Gradients are those of one device, whatever is checked where."""
+    a, w = weights((6,), ())
+    mapped = both_checked(outer, inner)
+    if inner in ("strict", "values") and inner != outer:
+        with pytest.raises(ShardingError) as caught:
+            mapped(a, w)
+        assert str(caught.value) == message(
+            "shard_map(part)",
+            f"check={inner!r} in the body of a call without it",
+            "the check of the outermost shard_map holds in all of its body",
+            f"check={inner!r} there, or leave it out here",
+        )
+        return
+    out = mapped(a, w)
+    expected = torch.stack([0 * a[:3].sum(), (a[3:] ** 2).sum() * w])
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(y.sum(), (a, w)) for y in (out, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("check", [True, "strict", "values"])
+def test_a_checkpoint_of_a_checked_map_in_a_body(check: Any) -> None:
+    """Its backward pass runs it again, where no types are tracked."""
+
+    def body(v: torch.Tensor) -> torch.Tensor:
+        inside = fs.shard_map(
+            lambda u: fs.psum(torch.sin(u), "y"),
+            axis_names={"y"}, in_specs=P("y"), out_specs=P(), check=check,
+        )  # fmt: skip
+        block = lambda v: torch.sin(inside(v))  # noqa: E731
+        return checkpoint(block, v, use_reentrant=False)  # type: ignore[no-any-return]
+
+    (a,) = weights((6,))
+    mapped = fs.shard_map(
+        body, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"), check=check
+    )
+    (grad,) = torch.autograd.grad(mapped(a).sum(), a)
+    sums = torch.sin(a.detach()).view(2, 3).sum(1)
+    expected = torch.cos(a.detach()) * torch.cos(sums).repeat_interleave(3)
+    torch.testing.assert_close(grad, expected)

@@ -17,12 +17,12 @@ from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
 from fshard.run.moving import check_sharding, lay_out, shard
 from fshard.run.transport import Transport
-from fshard.spec import Spec
+from fshard.spec import Sharded, Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
 from fshard.spmd.scope import Scope
-from fshard.tree import flatten, is_pair, paths
+from fshard.tree import flatten, is_pair, map_leaves, paths
 
-__all__ = ["check_others", "check_specs", "place_all", "result_specs"]
+__all__ = ["check_others", "check_specs", "nothing", "place_all", "result_specs"]
 
 FIRST = operator.itemgetter(0)
 """The local of a pair."""
@@ -329,3 +329,19 @@ def check_others(where: str, results: Sequence[tuple[str, Any, Any]]) -> None:
             if given is not None and (not isinstance(given, PartitionSpec) or given.axes)
         ],
     )
+
+
+def nothing(scope: Scope, out_specs: Any, pairs: bool) -> Any:
+    """What a rank outside of the mesh gets: empty results, of the dims that `out_specs` tell."""
+
+    def leaf(given: Any) -> Any:
+        if given is None:
+            return None
+        if isinstance(given, Spec):
+            empty = torch.empty((0,) * max(1, given.ndim), dtype=given.dtype)
+            return Sharded(empty, given) if pairs else empty
+        p: PartitionSpec = given.smallest if isinstance(given, AtDim) else given
+        empty = torch.empty((0,) * max(1, len(p)))
+        return Sharded(empty, Spec(scope.mesh, p, shape=empty.shape)) if pairs else empty
+
+    return map_leaves(leaf, out_specs)

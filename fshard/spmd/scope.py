@@ -7,16 +7,21 @@ of the others; collectives may name all that are mapped. After nested `jax.shard
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fshard.errors import Problem, fail, raise_if
+from fshard.errors import Problem, did_you_mean, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.spec import Spec
 from fshard.spmd.axes import Bound
 
-__all__ = ["Scope", "check_axis_names", "check_mesh", "pair_scope", "scope_of"]
+__all__ = [
+    "Scope", "check_axis_names", "check_check", "check_mesh", "pair_scope", "refuse", "scope_of",
+]  # fmt: skip
+
+OPTIONS = ("in_specs", "out_specs", "mesh", "axis_names", "redistribute_inputs", "check")
+CHECKS = ("strict", "values", "collectives")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +57,37 @@ class Scope:
         return Spec._of(self.mesh, spec.partition, spec.shape, spec.dtype, spec.sizes)
 
 
-def check_axis_names(axis_names: object, where: str) -> frozenset[str]:
+def refuse(unknown: Mapping[str, object], where: str) -> None:
+    """Raise `ShardingError` for options that there are not: those of JAX are others here."""
+    known = ", ".join(f"{name}=" for name in OPTIONS)
+    check = "check=True, which tracks the types of tensors, or check=False"
+    fixes = {
+        "check_vma": check,
+        "check_rep": check,
+        "auto": "axis_names=, the axes that are mapped: all but those of auto",
+    }
+    raise_if(
+        where,
+        [
+            Problem(
+                f"{name}={value!r}",
+                f"the options are {known}",
+                fixes.get(name, did_you_mean(name, OPTIONS, f"leave {name} out")),
+            )
+            for name, value in unknown.items()
+        ],
+    )
+
+
+def check_check(check: object, where: str) -> None:
+    """Raise `ShardingError` unless `check` is one of those there are."""
+    if not isinstance(check, bool) and not (isinstance(check, str) and check in CHECKS):
+        fail(where, f"check={check!r}",
+             "check is True, False, 'strict', 'values' or 'collectives'",
+             "leave it out: True")  # fmt: skip
+
+
+def check_axis_names(axis_names: object, mesh: object, where: str) -> frozenset[str]:
     """`axis_names` as a set; raises `ShardingError` for anything but a set or tuple of names."""
     if isinstance(axis_names, set | frozenset | tuple) and all(
         isinstance(name, str) for name in axis_names
@@ -60,12 +95,18 @@ def check_axis_names(axis_names: object, where: str) -> frozenset[str]:
         return frozenset(axis_names)
     if axis_names is None:
         return frozenset()
-    name = axis_names if isinstance(axis_names, str) else "x"
+    given = [axis_names] if isinstance(axis_names, str) else axis_names
+    if isinstance(given, list) and given and all(isinstance(name, str) for name in given):
+        fix = f"axis_names={{{_names(given)}}}"
+    elif isinstance(mesh, Mesh) and mesh.axes:
+        fix = f"axis_names={{{mesh.axes[0]!r}}}, or leave it out: all of {mesh}"
+    else:
+        fix = "leave it out: all that are not mapped yet"
     fail(
         where,
         f"axis_names={axis_names!r}",
         "axis_names is a set, frozenset or tuple of axis names",
-        f"axis_names={{{name!r}}}",
+        fix,
     )
 
 

@@ -5,32 +5,46 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
 from fshard.run.checked import checked_collectives
 from fshard.run.fingerprint import blame
 from fshard.run.moving import unshard
 from fshard.run.transport import Transport, current_transport, is_simulated
 from fshard.spec import Sharded, Spec
-from fshard.spmd.arguments import Argument, AtDim, Signature, Slot, match_specs
+from fshard.spmd.arguments import Argument, Signature, Slot, match_specs
 from fshard.spmd.axes import innermost, tracking
-from fshard.spmd.boundary import check_others, check_specs, place_all, result_specs
+from fshard.spmd.boundary import check_others, check_specs, nothing, place_all, result_specs
 from fshard.spmd.mapped import check_untransformed, map_ranks, run_body
-from fshard.spmd.scope import Scope, check_axis_names, check_mesh, pair_scope, scope_of
+from fshard.spmd.scope import (
+    Scope,
+    check_axis_names,
+    check_check,
+    check_mesh,
+    pair_scope,
+    refuse,
+    scope_of,
+)
 from fshard.spmd.tracking import Tracker
-from fshard.spmd.typed import enter_types, give_types, leave_types, new_tracker, paused, typed
+from fshard.spmd.typed import (
+    check_inner,
+    enter_types,
+    give_types,
+    leave_types,
+    new_tracker,
+    paused,
+    typed,
+)
 from fshard.tree import (
     TreeDef,
     broadcast_prefix,
     flatten,
     is_pair,
-    map_leaves,
     outline,
     paths,
     unflatten,
@@ -43,7 +57,6 @@ Key = tuple[Any, ...]
 
 MOST = 256
 """Of what calls and results have in common, so many are kept."""
-CHECKS = ("strict", "values", "collectives")
 TENSOR = object()
 """In place of a tensor, among what a rank returned."""
 
@@ -58,6 +71,7 @@ def shard_map(
     axis_names: Iterable[str] = frozenset(),
     redistribute_inputs: bool = False,
     check: bool | str = True,
+    **unknown: Any,
 ) -> Any:
     """Map a per-device function over shards of global values; call or decorator form.
 
@@ -92,7 +106,9 @@ def shard_map(
     results, and names the first element that differs and its ranks. Under torchrun
     `check="collectives"` also compares every collective among its ranks before it is launched:
     ranks that part ways say who is where instead of hanging, as they always do in a simulation.
-    Inside another `shard_map` the types of that are tracked on.
+    Inside another `shard_map` the check of that holds, and one of "strict" or "values" that it has
+    not is refused. With a check the body may not write into its arguments; with `check=False` it
+    may, and writes into the caller's own memory where a local shares it, as that of a pair does.
 
     Semantics after `jax.shard_map` (JAX 0.11). Raises `ShardingError` for specs that do not fit
     the mesh, the arguments or the results, naming each by its path.
@@ -107,8 +123,9 @@ def shard_map(
             [4., 4., 4.]])
     """
     where = "fs.shard_map"
+    refuse(unknown, where)
     check_mesh(mesh, where)
-    names = check_axis_names(axis_names, where)
+    names = check_axis_names(axis_names, mesh, where)
     options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": check}
     return mapped(fn, where, mesh, in_specs, out_specs, names, **options)
 
@@ -123,7 +140,7 @@ def local_map(
 ) -> Any:
     """Map a function of locals over pairs: pairs in, pairs out; the mesh is the pairs' own.
 
-    As `shard_map` otherwise. In the body of a `shard_map` too the mesh is that of the pairs: all
+    As `shard_map` with `check=False` otherwise. In the body of a `shard_map` too the mesh is that of the pairs: all
     of it is mapped, whether the pair was made on the whole mesh (`fs.from_local` of what varies
     makes one) or on a part of it, and if it is a part, the axes mapped around it can still be
     named. After `torch.distributed.tensor.experimental.local_map`.
@@ -151,10 +168,7 @@ def mapped(
 ) -> Any:
     """`fn` mapped, or the decorator that does it; `axis_names` of None are all of the pairs'."""
     options: Any = {"redistribute_inputs": redistribute_inputs, "check": check}
-    if not (check is True or check is False or check in CHECKS):
-        fail(where, f"check={check!r}",
-             "check is True, False, 'strict', 'values' or 'collectives'",
-             "leave it out: True")  # fmt: skip
+    check_check(check, where)
     if fn is None:
         return lambda each: mapped(each, where, mesh, in_specs, out_specs, axis_names, **options)
     if not callable(fn):
@@ -175,8 +189,6 @@ class _Returned:
     treedef: TreeDef
     places: tuple[int, ...]
     """Those of the tensors among the leaves."""
-    specs: dict[tuple[_Returned, ...], tuple[Spec, ...]] = field(default_factory=dict)
-    """Of the tensors, by what the other ranks returned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +203,6 @@ class _Plan:
     """Whether any argument is a pair, so that results are."""
     arguments: tuple[Argument, ...] | None
     """None on a rank outside of the mesh."""
-    returned: dict[Key, _Returned] = field(default_factory=dict)
 
 
 def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
@@ -223,6 +234,9 @@ class _Mapping:
         self.where = f"{where.removeprefix('fs.')}({name})"
         self.signature = Signature(fn)
         self.plans: dict[Key, _Plan] = {}
+        self.returned: dict[Key, _Returned] = {}
+        # Of the tensors that were returned, by plan and by what every rank returned.
+        self.specs: dict[tuple[_Plan, tuple[_Returned, ...]], tuple[Spec, ...]] = {}
         # By the structures of arguments and results, and by where the call was made.
         self.slots_in: dict[TreeDef, tuple[Slot, ...]] = {}
         self.slots_out: dict[TreeDef, tuple[Slot, ...]] = {}
@@ -254,9 +268,10 @@ class _Mapping:
             if plan is None:
                 plan = _keep(self.plans, tuple(key), self._plan(args, kwargs, transport))
         if plan.arguments is None:
-            return self._nothing(plan.scope, plan.pairs)
+            return nothing(plan.scope, self.out_specs, plan.pairs)
         if transport is None or not plan.transport:
             return _Call(self, plan, plan.arguments, values, None).as_all()
+        check_inner(self.check, plan.scope, tracker, self.where)
         return _Call(self, plan, plan.arguments, values, tracker).as_one(transport)
 
     def _plan(
@@ -297,22 +312,6 @@ class _Mapping:
                 "fs.shard makes a pair of a tensor and a spec",
             )
         return pair_scope(meshes[0], outer, rank)
-
-    def _nothing(self, scope: Scope, pairs: bool) -> Any:
-        """What a rank outside of the mesh gets: empty results in the shape of `out_specs`."""
-
-        def leaf(given: Any) -> Any:
-            if given is None:
-                return None
-            empty = torch.empty(0)
-            if not pairs:
-                return empty
-            if isinstance(given, Spec):
-                return Sharded(empty, given)
-            p: PartitionSpec = given.smallest if isinstance(given, AtDim) else given
-            return Sharded(empty, Spec(scope.mesh, p, shape=(0,) * len(p)))
-
-        return map_leaves(leaf, self.out_specs)
 
     def results(self, treedef: TreeDef) -> tuple[Slot, ...]:
         """Path and out spec of every leaf of a result; raises `ShardingError` for no prefix."""
@@ -398,11 +397,12 @@ class _Call:
         kept: list[Any] = []
         key: list[Any] = []
         outline(result, kept, key)
-        returned = self.plan.returned.get(tuple(key))
+        cache = self.mapping.returned
+        returned = cache.get(tuple(key))
         if returned is None:
             places = tuple(at for at, leaf in enumerate(kept) if isinstance(leaf, torch.Tensor))
             returned = _Returned(flatten(result)[1], places)
-            _keep(self.plan.returned, tuple(key), returned)
+            _keep(cache, tuple(key), returned)
         ys = tuple([kept[at] for at in returned.places])
         for at in returned.places:
             kept[at] = TENSOR
@@ -447,11 +447,12 @@ class _Call:
         transport: Transport | None,
     ) -> Any:
         """The result tree: pairs if any argument was one, else global tensors."""
-        (first, kept), *others = returned
-        rest = tuple([each for each, _ in others])
-        specs = first.specs.get(rest)
+        first, kept = returned[0]
+        key = self.plan, tuple([each for each, _ in returned])
+        specs = self.mapping.specs.get(key)
         if specs is None:
-            specs = _keep(first.specs, rest, self.specs(first, kept, columns, transport))
+            specs = self.specs(first, kept, columns, transport)
+            _keep(self.mapping.specs, key, specs)
         found: list[Any] = list(map(Sharded, columns, specs))
         if not self.plan.pairs:
             with paused(self.outer):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fshard import hooks
+from fshard.errors import fail
 from fshard.partition import PartitionSpec
 from fshard.run.execute import Pending
 from fshard.run.fingerprint import explain_with
@@ -22,16 +23,40 @@ from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, States, states_of
 from fshard.tree import is_pair
 
-__all__ = ["enter_types", "give_types", "leave_types", "new_tracker", "paused", "typed"]
+__all__ = [
+    "check_inner", "enter_types", "give_types", "leave_types", "new_tracker", "paused", "typed",
+]  # fmt: skip
 
 NOTHING = nullcontext()
 
 
 def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
-    """The tracker of one rank's body; None with `check=False`."""
-    if check is False:
+    """The tracker of one rank's body; None with `check=False`, and in a body that has none.
+
+    What varies there is not known. Taken for invariant, its gradient would be summed.
+    """
+    if check is False or is_inner(scope):
         return None
     return Tracker(scope.names, name, strict=check == "strict", values=check == "values")
+
+
+def is_inner(scope: Scope) -> bool:
+    """Whether a call maps further axes in the body of another."""
+    return scope.bound != scope.axes
+
+
+def check_inner(check: bool | str, scope: Scope, outer: Tracker | None, where: str) -> None:
+    """Raise `ShardingError` for a check that the enclosing call, whose check holds, does not do."""
+    # In backward a body is run again without types: it has been checked.
+    if check not in ("strict", "values") or torch._C._current_graph_task_id() != -1:
+        return
+    if is_inner(scope) and not getattr(outer, check, False):
+        fail(
+            where,
+            f"check={check!r} in the body of a call without it",
+            "the check of the outermost shard_map holds in all of its body",
+            f"check={check!r} there, or leave it out here",
+        )
 
 
 def paused(tracker: Tracker | None) -> AbstractContextManager[None]:
