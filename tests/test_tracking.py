@@ -10,7 +10,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.spmd import kinds
 from fshard.spmd.axes import tracking
 
 MESH = Mesh(x=2)
@@ -364,6 +365,11 @@ each_gives(
     inits(lambda x, w: filled(nn.Linear(2, 2)).weight),
     inits(lambda x, w: filled(nn.Linear(2, 2))(w)),
     inits(lambda x, w: copy.deepcopy(filled(nn.Linear(2, 2)))(w)),
+    lambda x, w: torch.dropout(w, 0.5, False),
+    lambda x, w: torch.dropout(w, 0.0, True),
+    lambda x, w: F.rrelu(-w, 0.1, 0.3, False),
+    lambda x, w: torch.rrelu(-w, 0.1, 0.3),
+    lambda x, w: attended(w),
     lambda x, w: nn.init.ones_(torch.empty(2)),
     lambda x, w: nn.init.constant_(nn.Parameter(torch.empty(2)), 3.0),
     lambda x, w: F.dropout(w, 0.5, training=False),
@@ -437,6 +443,11 @@ DRAWS = (
 )
 
 
+def attended(w: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
+    x = w.expand(1, 2, 2)
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p)
+
+
 def drawn(body: Body) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -454,6 +465,18 @@ def drawn(body: Body) -> list[str]:
         ("bernoulli", lambda x, w: torch.bernoulli(w * 0)),
         ("kaiming_uniform_", lambda x, w: nn.init.kaiming_uniform_(torch.empty(2, 2))),
         ("multinomial", lambda x, w: torch.multinomial(w, 1)),
+        ("binomial", lambda x, w: torch.binomial(w.detach(), w.detach() / 16)),
+        ("_standard_gamma", lambda x, w: torch.distributions.Gamma(w.detach(), 1.0).sample()),
+        ("_sample_dirichlet", lambda x, w: torch.distributions.Dirichlet(w.detach()).sample()),
+        ("rrelu", lambda x, w: F.rrelu(-w, training=True)),
+        ("rrelu", lambda x, w: torch.rrelu(-w, 0.0, 0.3, True)),
+        ("rrelu_", lambda x, w: F.rrelu_(-w.detach(), 0.1, 0.3, True)),
+        ("dropout", lambda x, w: torch.dropout(w, 0.5, True)),
+        ("dropout", lambda x, w: torch.ops.aten.dropout(w, p=0.5, train=True)),
+        (
+            "scaled_dot_product_attention",
+            lambda x, w: attended(w, 0.5),
+        ),
     ],
 )
 def test_draws_vary_and_warn_once_for_a_line(name: str, body: Body) -> None:
@@ -469,3 +492,26 @@ def test_draws_of_an_own_generator_vary_without_a_warning() -> None:
 
     assert drawn(body) == []
     assert [each[0] for each in run(body)] == [V, V]
+
+
+DRAWN_BEFORE = """
+    _cudnn_attention_backward _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_
+    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward
+"""
+"""They are given the seed of the numbers, and draw none themselves."""
+DRAWS_NOTHING = "_fused_sdp_choice _nested_tensor_softmax_with_shape"
+
+
+def overloads() -> Iterator[tuple[str, Any]]:
+    """PyTorch's own operations: their names, with one overload each."""
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix("aten::").partition(".")[0]
+        if full.startswith("aten::") and hasattr(torch.ops.aten, name):
+            packet = getattr(torch.ops.aten, name)
+            yield from ((name, getattr(packet, each)) for each in packet.overloads())
+
+
+def test_what_draws_in_pytorch_is_known_to() -> None:
+    listed = {*DRAWN_BEFORE.split(), *DRAWS_NOTHING.split()}
+    drawing = {name for name, op in overloads() if torch.Tag.nondeterministic_seeded in op.tags}
+    assert drawing - kinds.RANDOM - kinds.MAYBE_RANDOM == listed

@@ -15,6 +15,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.spmd.types import Rule
 
@@ -82,15 +83,24 @@ SAME = _words("requires_grad_ share_memory_")
 BLANK = _words("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
 FRESH = _words("full_like new_full new_ones new_tensor new_zeros ones_like zeros_like")
 RANDOM = _words("""
-    alpha_dropout_ bernoulli bernoulli_ cauchy_ dirichlet exponential_ feature_alpha_dropout_
-    feature_dropout_ geometric_ gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal_
-    multinomial normal normal_ orthogonal_ poisson rand rand_like randint randint_like randn
-    randn_like random_ randperm sparse_ trunc_normal_ uniform_ xavier_normal_ xavier_uniform_
+    _fused_dropout _sample_dirichlet _standard_gamma alpha_dropout_ bernoulli bernoulli_ binomial
+    cauchy cauchy_ exponential exponential_ feature_alpha_dropout_ feature_dropout_ geometric
+    geometric_ gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal log_normal_ multinomial
+    normal normal_ normal_functional orthogonal_ poisson rand rand_like randint randint_like randn
+    randn_like random random_ randperm sparse_ trunc_normal_ uniform uniform_ xavier_normal_
+    xavier_uniform_
 """)
 MAYBE_RANDOM = _words("""
+    _cudnn_attention_forward _cudnn_rnn _efficient_attention_forward _flash_attention_forward
+    _flash_attention_forward_no_dropout_inplace _lstm_mps _scaled_dot_product_attention_math
+    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+    _triton_scaled_dot_attention miopen_rnn
     alpha_dropout dropout dropout1d dropout2d dropout3d dropout_ feature_alpha_dropout
     feature_dropout fractional_max_pool2d fractional_max_pool3d gru lstm
-    multi_head_attention_forward native_dropout rnn_relu rnn_tanh rrelu
+    multi_head_attention_forward native_dropout rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise
+    rrelu_with_noise_ rrelu_with_noise_functional
     scaled_dot_product_attention
 """)
 TELLS = _words("""
@@ -202,6 +212,34 @@ def _attribute(access: str, name: str) -> Kind:
 # -- what depends on the arguments ---------------------------------------------------------
 
 
+def _schemas(func: Callable[..., Any], name: str) -> list[Any]:
+    """The signatures of an operation of PyTorch, or of one that is registered with it."""
+    if isinstance(func, OpOverload):
+        return [func._schema]
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, each)._schema for each in func.overloads()]
+    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    # Others are what scripts do with numbers and lists.
+    return [each for each in found if torch._C._dispatch_has_kernel(_full_name(each))]
+
+
+def _full_name(schema: Any) -> str:
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def _given(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults; of overloads the first counts."""
+    if inspect.isfunction(func):
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+    taken: list[Any] = next((each.arguments for each in _schemas(func, name)), [])
+    defaults = {each.name: each.default_value for each in taken if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in taken), args, strict=False)) | dict(kwargs)
+
+
 def draws(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
@@ -210,19 +248,12 @@ def draws(
         return False
     if name not in MAYBE_RANDOM:
         return True
-    if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         at = next((i for i, each in enumerate(args) if isinstance(each, float)), None)
         return at is not None and bool(args[at]) and bool(args[at + 1])
-    if not inspect.isfunction(func):
-        rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        training = args[2] if len(args) > 2 else kwargs.get("train", kwargs.get("training", True))
-        return bool(rate) and bool(training)
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    rate = next((given.arguments[key] for key in ("p", "dropout_p") if key in given.arguments), 1)
-    return bool(rate) and bool(given.arguments.get("training", True))
+    given = _given(func, name, args, kwargs)
+    rate = next((given[key] for key in ("p", "dropout_p", "dropout") if key in given), 1)
+    return bool(rate) and bool(given.get("training", given.get("train", True)))
 
 
 def adds_a_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
