@@ -7,10 +7,12 @@ is written beside it, and what is invariant by type is one value on both ranks.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,6 +266,31 @@ def _imag(y: torch.Tensor, r: torch.Tensor) -> None:
     torch.view_as_complex(y.view(1, 2)).imag = r[:1]
 
 
+@torch.library.custom_op("fshard_test::fill", mutates_args={"out"})
+def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+@torch.library.custom_op("fshard_test::fills", mutates_args={"outs"})
+def fills(outs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+    for out in outs:
+        out.copy_(x)
+
+
+@torch.library.custom_op("fshard_test::add", mutates_args=())
+def add(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """It has the name of a linear operation, and is none."""
+    return x * w
+
+
+def _amp(y: torch.Tensor, r: torch.Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(2), r * 1.0], y[0], torch.ones(()))
+
+
+def _statistics(y: torch.Tensor, r: torch.Tensor) -> None:
+    torch.batch_norm(r.expand(3, 2), None, None, y, torch.ones(2), True, 0.1, 1e-5, False)
+
+
 def _two_outs(y: torch.Tensor, r: torch.Tensor) -> None:
     torch.sort(r, out=(y, torch.zeros(2, dtype=torch.long)))
 
@@ -289,7 +316,13 @@ each_gives(
     into(lambda y, r: fs.pcast(y, "x", to="varying").add_(r)),
     into(lambda y, r: torch.Tensor(y).add_(r)),
     into(lambda y, r: nn.utils.vector_to_parameters(r, [y])),
-    into(_real), into(_imag), into(_add), into(_item), into(_index), into(_mask), into(_two_outs),
+    into(lambda y, r: fill(r, y)),
+    into(lambda y, r: fill(out=y, x=r)),
+    into(lambda y, r: torch.ops.fshard_test.fill(r, y)),
+    into(lambda y, r: fills([torch.zeros(2), y], r)),
+    into(lambda y, r: torch._cummax_helper(r, y, torch.zeros(2, dtype=torch.long), 0)),
+    into(_amp), into(_statistics), into(_real), into(_imag),
+    into(_add), into(_item), into(_index), into(_mask), into(_two_outs),
 )  # fmt: skip
 each_gives(
     I,
@@ -366,6 +399,8 @@ each_gives(
     inits(lambda x, w: filled(nn.Linear(2, 2))(w)),
     inits(lambda x, w: copy.deepcopy(filled(nn.Linear(2, 2)))(w)),
     lambda x, w: torch.dropout(w, 0.5, False),
+    lambda x, w: add(w.detach(), w.detach()),
+    lambda x, w: torch._fused_rms_norm(w, [2], None, None)[0],
     lambda x, w: torch.dropout(w, 0.0, True),
     lambda x, w: F.rrelu(-w, 0.1, 0.3, False),
     lambda x, w: torch.rrelu(-w, 0.1, 0.3),
@@ -509,6 +544,22 @@ def overloads() -> Iterator[tuple[str, Any]]:
         if full.startswith("aten::") and hasattr(torch.ops.aten, name):
             packet = getattr(torch.ops.aten, name)
             yield from ((name, getattr(packet, each)) for each in packet.overloads())
+
+
+def test_functions_of_one_call_are_forgotten() -> None:
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def own(y: torch.Tensor) -> torch.Tensor:
+            if torch.overrides.has_torch_function((y,)):
+                return torch.overrides.handle_torch_function(own, (y,), y)
+            return y * 2
+
+        made.append(weakref.ref(own))
+        return own(x)
+
+    made: list[weakref.ref[Any]] = []
+    run(body)
+    gc.collect()
+    assert [each() for each in made] == [None, None]
 
 
 def test_what_draws_in_pytorch_is_known_to() -> None:

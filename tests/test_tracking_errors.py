@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import Mesh, P, ShardingError
 from tests.helpers import message
+from tests.test_tracking import add, fill
 
 MESH = Mesh(x=2)
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
@@ -110,6 +111,11 @@ REFUSED: list[tuple[Body, str, str, str, str]] = [
     (
         lambda x, w, u: torch.zeros(2, dtype=torch.int64).copy_(u),
         "copy_", U, NOT_LINEAR, SUM_FIRST,
+    ),
+    (lambda x, w, u: add(u, u), "add", f"{U} and {U}", NOT_LINEAR, SUM_FIRST),
+    (
+        lambda x, w, u: fill(x.detach()[0], w.detach()),
+        "fill", "a write into a tensor of shape (2,) from outside of the body", OUTSIDE, CLONE,
     ),
     (lambda x, w, u: u * u, "mul", f"{U} and {U}", PRODUCT, SUM_FIRST),
     (lambda x, w, u: torch.div(u, 2.0, rounding_mode="floor"), "div", U, NOT_LINEAR, SUM_FIRST),

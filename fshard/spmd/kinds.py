@@ -12,7 +12,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from types import (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -71,7 +78,7 @@ NOTHING = _words("""
     element_size get_device is_complex is_contiguous is_floating_point is_pinned is_same_size
     is_set_to is_shared is_signed ndimension nelement numel register_hook
     register_post_accumulate_grad_hook retain_grad set_grad_enabled
-    size storage_offset storage_type stride
+    record_stream size storage_offset storage_type stride
 """)
 ATTRIBUTES = _words("""
     _backward_hooks _base _version device dtype grad_dtype grad_fn is_cpu is_cuda is_leaf is_meta
@@ -108,7 +115,10 @@ TELLS = _words("""
     __nonzero__ _local_scalar_dense allclose argwhere bincount equal is_nonzero item
     masked_select nonzero numpy storage tolist unique unique_consecutive untyped_storage
 """)
-STATE = _words("batch_norm embedding embedding_bag instance_norm")
+STATE = _words("""
+    batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
+    cudnn_batch_norm embedding embedding_bag instance_norm miopen_batch_norm native_batch_norm
+""")
 OVERWRITES = _words("""
     bernoulli_ cauchy_ constant_ copy_ dirac_ exponential_ eye_ fill_ geometric_ kaiming_normal_
     kaiming_uniform_ log_normal_ normal_ ones_ orthogonal_ random_ sparse_ trunc_normal_ uniform_
@@ -148,6 +158,16 @@ RULES: dict[str, Rule] = {
 }
 
 _KINDS: dict[Callable[..., Any], Kind] = {}
+_PASSING: WeakKeyDictionary[Callable[..., Any], Kind] = WeakKeyDictionary()
+_LASTING = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+    OpOverload,
+    OpOverloadPacket,
+)
+"""PyTorch's own; a function written in Python may be made for one call."""
 
 
 def kind_of(func: Callable[..., Any]) -> Kind:
@@ -158,7 +178,10 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     """
     kind = _KINDS.get(func)
     if kind is None:
-        kind = _KINDS[func] = _classify(func)
+        kinds = _KINDS if isinstance(func, _LASTING) else _PASSING
+        kind = kinds.get(func)
+        if kind is None:
+            kind = kinds[func] = _classify(func)
     return kind
 
 
@@ -171,6 +194,9 @@ def _classify(func: Callable[..., Any]) -> Kind:
         return Kind(name, Word.GRADIENTS, Rule.OTHER)
     if name == "backward" and inspect.isfunction(func):
         return Kind(name, Word.BACKWARD, Rule.OTHER)
+    written = _written(func, name)
+    if isinstance(func, OpOverload | OpOverloadPacket) and not _is_aten(func):
+        return Kind(name, Word.STATE if written else Word.OP, Rule.OTHER)
     if name == "__getitem__":
         return Kind(name, Word.INDEX, RULES[name])
     for word, names in (
@@ -189,8 +215,12 @@ def _classify(func: Callable[..., Any]) -> Kind:
     if name.startswith("__i") and name not in ("__init__", "__invert__", "__iter__"):
         name, writes = name.removeprefix("__i").removesuffix("__"), True
     base = name.rstrip("_") if writes else name
-    if base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return Kind(name, Word.WRITE_LISTS if writes else Word.LISTS, Rule.OTHER)
+    if writes and base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return Kind(name, Word.WRITE_LISTS, Rule.OTHER)
+    if base.startswith("_foreach_"):
+        return Kind(name, Word.LISTS, Rule.OTHER)
+    if written and not (writes and len(written) == 1):
+        return Kind(name, Word.STATE, Rule.OTHER)
     rule = RULES.get(base, Rule.OTHER)
     if writes or name == "__setitem__":
         return Kind(name, Word.WRITE, rule)
@@ -216,15 +246,31 @@ def _schemas(func: Callable[..., Any], name: str) -> list[Any]:
     """The signatures of an operation of PyTorch, or of one that is registered with it."""
     if isinstance(func, OpOverload):
         return [func._schema]
-    if isinstance(func, OpOverloadPacket):
-        return [getattr(func, each)._schema for each in func.overloads()]
-    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    full = func._qualified_op_name if isinstance(func, OpOverloadPacket) else f"aten::{name}"
+    found = torch._C._jit_get_schemas_for_operator(full)
     # Others are what scripts do with numbers and lists.
     return [each for each in found if torch._C._dispatch_has_kernel(_full_name(each))]
 
 
 def _full_name(schema: Any) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def _is_aten(func: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> bool:
+    packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
+    return packet._qualified_op_name.startswith("aten::")
+
+
+def _written(func: Callable[..., Any], name: str) -> frozenset[str]:
+    """The arguments that an operation writes, as it is registered; without `out=`."""
+    if inspect.isfunction(func):
+        return frozenset()
+    return frozenset(
+        each.name
+        for schema in _schemas(func, name)
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write and not each.is_out
+    )
 
 
 def _given(
@@ -293,16 +339,15 @@ def _dtype_of(given: Any) -> Any:
 def writes_state(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """The arguments that a call of one of `STATE` writes."""
+    """The arguments that a call of one of `Word.STATE` writes."""
     if name.startswith("embedding"):
         if all(each is None for each in (*args[3:4], kwargs.get("max_norm"))):
             return []
         return [args[1] if len(args) > 1 else kwargs["weight"]]
-    if not inspect.isfunction(func):
-        return []
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    if not given.arguments.get("training", given.arguments.get("use_input_stats", True)):
-        return []
-    named = (given.arguments.get(each) for each in ("running_mean", "running_var"))
-    return [each for each in named if each is not None]
+    given = _given(func, name, args, kwargs)
+    written = _written(func, name)
+    if name in STATE and not written:
+        if not given.get("training", given.get("use_input_stats", True)):
+            return []
+        written = frozenset(("running_mean", "running_var"))
+    return [each for key, each in given.items() if key in written and each is not None]

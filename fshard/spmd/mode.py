@@ -296,6 +296,10 @@ def _lists(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) 
         return outs
     # Fused optimizers write all of their lists, other functions the first.
     written = lists if kind.name.startswith("_fused_") else lists[:1]
+    # The amp kernel also writes whether any of all elements was not finite.
+    found = rest[:1] if kind.name.startswith("_amp_foreach_") else []
+    for flag in found:
+        tracker.check_write(flag, kind.name)
     for each in written:
         for target, (states, new) in zip(each, agreed, strict=False):
             tracker.check_write(target, kind.name)
@@ -306,6 +310,9 @@ def _lists(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) 
     for each in written:
         for target, (states, _) in zip(each, agreed, strict=False):
             tracker.written(target, states)
+    for flag in found:
+        states, _ = agree(tracker, kind, written, NO_KWARGS)
+        tracker.written(flag, states)
     return result
 
 
@@ -342,13 +349,15 @@ def _with_casts(value: Any, agreed: Agreed) -> Any:
 
 def _state(tracker: Tracker, func: Any, kind: Kind, args: Args, kwargs: Kwargs) -> Any:
     """A call that also writes an argument: batch norm in training its statistics, say."""
-    written = writes_state(func, kind.name, args, kwargs)
+    written = list(tensors_in(writes_state(func, kind.name, args, kwargs)))
     for target in written:
         tracker.check_write(target, kind.name)
     beside = tuple(each for target in written for each in tracker.beside(target))
-    result = _computed(tracker, func, kind, args, kwargs, also=beside)
+    states, new = agree(tracker, kind, args, kwargs, also=beside)
+    result = func(*replaced(args, new), **replaced(kwargs, new))
     for target in written:
-        tracker.written(target, tracker.states(result))
+        tracker.written(target, states)
+    tracker.record(result, states)
     return result
 
 
