@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fshard as fs
@@ -254,6 +255,11 @@ def refused(run: Callable[[], Any], where: str, *lines: str) -> None:
     assert str(caught.value) == f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
 
 
+def in_dual_level(f: Any, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
 OVER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
     "vjp": vjp,
@@ -261,6 +267,7 @@ OVER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "vmap": lambda f, x: vmap(f)(torch.stack([x, x])),
     "vmap without gradients": lambda f, x: torch.no_grad()(vmap(f))(torch.stack([x, x])),
     "jvp": lambda f, x: jvp(f, (x,), (x,)),
+    "dual_level": in_dual_level,
 }
 
 
@@ -274,8 +281,8 @@ def test_transforms_over_simulated_ranks_are_refused(name: str) -> None:
     x = torch.arange(4.0)
     refused(
         lambda: OVER[name](mapped, x), "shard_map(body)",
-        "a call that torch.func transforms, by grad, vmap, jacrev or the like",
-        "simulated ranks are threads, and what torch.func does is done in one",
+        "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a dual_level",
+        "simulated ranks are threads, and what these do is done in one",
         "take the transform in the body; or outside torch.autograd.grad, or "
         "torch.autograd.functional.jacobian",
     )  # fmt: skip
@@ -285,7 +292,8 @@ def test_transforms_over_simulated_ranks_are_refused(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
-    "transform", [lambda f, v: jvp(f, (v,), (v,))[1], lambda f, v: jacfwd(f)(v)]
+    "transform",
+    [lambda f, v: jvp(f, (v,), (v,))[1], lambda f, v: jacfwd(f)(v), in_dual_level],
 )
 def test_forward_mode_is_not_for_simulated_ranks(transform: Any) -> None:
     def mapped(f: Body) -> Any:

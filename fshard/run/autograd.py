@@ -39,6 +39,8 @@ from fshard.run.transport import (
 )
 from fshard.spec import Spec
 
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+
 __all__ = [
     "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program", "apply_programs",
     "is_differentiated", "is_transformed", "start_linear",
@@ -185,7 +187,7 @@ class _Apply(torch.autograd.Function):
         ctx.op, ctx.everywhere, ctx.label = op, everywhere, backward_label()
         ctx.shapes = [x.shape for x in xs]
         needs = ctx.needs_input_grad[3:]
-        if not everywhere and any(needs):
+        if not everywhere and any(needs) and not is_transformed():
             # A rank's locals do not mix: what needs no gradient is not made to need one.
             ctx.mark_non_differentiable(*(y for y, n in zip(output, needs, strict=True) if not n))
 
@@ -218,14 +220,15 @@ def _batched_last(xs: Shards, dims: Sequence[int | None], n: int) -> Shards:
 
 
 def is_transformed() -> bool:
-    """Whether `torch.func` transforms the code that is running: its tensors are wrappers."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether tensors may be wrappers of `torch.func` now, or have tangents of a `dual_level`."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_differentiated(x: torch.Tensor) -> bool:
     """Whether a gradient may be taken of what is computed from `x` now.
 
-    A wrapper of `torch.vmap` does not know whether what it holds requires grad.
+    A wrapper of `torch.vmap` does not know whether what it holds requires grad, and a tangent
+    needs no tensor that does.
     """
     return (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
 
@@ -237,10 +240,35 @@ def apply_linear(
 
     `launched` is its own start.
     """
+    if any(map(is_legacy_batchedtensor, xs)):
+        return _apply_batched(op, xs, everywhere, _legacy_level())
     if any(map(is_differentiated, xs)):
         out: Shards = _Apply.apply(op, everywhere, launched, *xs)  # type: ignore[no-untyped-call]
         return out
     return _execute(op, xs, everywhere, launched)
+
+
+def _apply_batched(op: Linear, xs: Shards, everywhere: bool, level: int) -> Shards:
+    """Run `op` on what `torch.autograd.grad(is_grads_batched=True)` gives to a backward pass.
+
+    Its wrappers, of levels from 1 on, are older than those of `torch.func` and know few
+    operations: the batch goes through as one more dim.
+    """
+    if level == 0:
+        return apply_linear(op, xs, everywhere)
+    n = max(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in xs)
+    wide = tuple(torch._remove_batch_dim(x, level, n, x.ndim) for x in xs)
+    if n == 1:  # or of no batch at this level
+        return _apply_batched(op, tuple(x.squeeze(-1) for x in wide), everywhere, level - 1)
+    out = _apply_batched(op.wider(n), wide, everywhere, level - 1)
+    return tuple(torch._add_batch_dim(y, y.ndim - 1, level) for y in out)
+
+
+def _legacy_level() -> int:
+    """How many of those batches there are around what is running."""
+    level: int = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
 
 
 def apply_program(
@@ -322,6 +350,16 @@ class _Extreme(torch.autograd.Function):
         ctx.prog, ctx.everywhere, *xs = inputs
         ctx.n, ctx.label = len(xs), backward_label()
         ctx.save_for_backward(*xs, *output)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        label = LABEL.get()
+        fail(
+            "a collective" if label is None else label.name,
+            "a maximum or minimum of a tensor with a tangent",
+            "in forward mode sums and movements have a derivative, maxima and minima in reverse",
+            "torch.func.vjp, or torch.autograd.grad without a dual_level",
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, prog: Program, everywhere: bool, *xs: Any) -> Any:

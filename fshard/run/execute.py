@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from fshard.program.program import Program
 from fshard.run.autograd import apply_program, is_transformed
 from fshard.run.fingerprint import call_line
 from fshard.run.interpreter import launch
-from fshard.run.record import Function, Launcher, record, replay
+from fshard.run.record import Function, Launcher, Launchers, record, replay
 from fshard.run.transport import (
     Label,
     Transport,
@@ -140,9 +140,7 @@ def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
          "with gradients", "run it without async_op, or detach() the local")  # fmt: skip
 
 
-_LAUNCHERS: dict[Hashable, Launcher | None] = {}
-_SEEN: set[Hashable] = set()
-_MOST = 4096
+_LAUNCHERS = Launchers()
 
 
 def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
@@ -158,22 +156,13 @@ def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
         return None
     wanted = local.requires_grad and torch.is_grad_enabled()
     key = prog, transport, local.shape, local.stride(), local.dtype, local.device, wanted
-    if key in _LAUNCHERS:
-        return _LAUNCHERS[key]
-    if key not in _SEEN:  # recording costs more than a call: what comes once is not recorded
-        if len(_SEEN) >= _MOST:
-            _SEEN.clear()
-            _LAUNCHERS.clear()
-        _SEEN.add(key)
-        return None
-    check_local(local, prog.src, transport, _where(prog.dst))
-    _LAUNCHERS[key] = found = _record(prog, local, transport, wanted)
-    return found
+    return _LAUNCHERS.of(key, _record, prog, local, transport, wanted)
 
 
 def _record(
     prog: Program, local: torch.Tensor, transport: Transport, wanted: bool
 ) -> Launcher | None:
+    check_local(local, prog.src, transport, _where(prog.dst))
     if transport.rank not in prog.src.mesh or (wanted and not prog.is_linear):
         return None
     forward: Function = lambda x: _apply(prog, x)  # noqa: E731

@@ -10,21 +10,25 @@ cost. After the tracing of JAX and of `torch.fx`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fshard.errors import ShardingError
+from fshard.mesh import Mesh
 from fshard.run.abstract import standing_in
 from fshard.run.fingerprint import lost
 from fshard.run.transport import LABEL, Label, backward_phase, direct_transport, unobserved
 
-__all__ = ["Function", "Launcher", "record", "replay"]
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+
+__all__ = ["MOST", "Function", "Launcher", "Launchers", "plain_key", "record", "replay"]
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 ATEN = torch.ops.aten
@@ -266,9 +270,89 @@ class Launcher:
     def T(self) -> Launcher:  # noqa: N802 - the mathematical name
         """The transpose, recorded when it is first asked for; of a linear function."""
         if self._flipped is None:
-            self._flipped = record(self.transpose, self.function, self.out)
+            with _disable_current_modes():
+                self._flipped = record(self.transpose, self.function, self.out)
             assert self._flipped is not None
         return self._flipped
+
+
+MOST = 4096
+"""How many plans or recordings are kept."""
+_NEVER, _ONCE = object(), object()
+
+
+class Launchers:
+    """Recordings by what they depend on, made when it comes for the second time; `MOST` at most.
+
+    Recording costs more than a call: what comes once is not recorded.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def of(
+        self, key: Hashable, make: Callable[..., Launcher | None], *args: Any
+    ) -> Launcher | None:
+        """The recording for `key`, which is `make(*args)`; None where there is none."""
+        found = self._known.get(key, _NEVER)  # once: other threads clear it
+        if found is _NEVER:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            self._known[key] = _ONCE
+            return None
+        if found is _ONCE:
+            # What is recorded only pretends to run: the caller's modes are told of the replay.
+            with _disable_current_modes():
+                found = self._known[key] = make(*args)
+        return found  # type: ignore[no-any-return]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()
+
+    def __len__(self) -> int:
+        """How many functions are recorded."""
+        return sum(type(each) is Launcher for each in self._known.values())
+
+
+_LISTS = frozenset((list, tuple))
+_UNEQUAL = frozenset((int, str, type(None), torch.dtype, Mesh))
+"""Types of plain values none of which equals one of another type."""
+_ATOMS = _UNEQUAL | {bool}
+
+
+def plain_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """What is equal for equal arguments of equal types; None where one is no plain value.
+
+    What can change is no key by its identity, a tensor is not. Numbers that are equal need not
+    mean the same, 0 and 0.0 do not.
+    """
+    values = (*args, *kwargs.values())
+    types = tuple(map(type, values))
+    if not _ATOMS.issuperset(types):
+        each = list(values)
+        for at, kind in enumerate(types):
+            if kind not in _ATOMS:
+                each[at] = found = _listed(each[at]) if kind in _LISTS else None
+                if found is None:
+                    return None
+        values = tuple(each)
+    return (values, types, *kwargs)
+
+
+def _listed(values: Sequence[Any]) -> Hashable | None:
+    """The same of what is in a list or a tuple."""
+    types = set(map(type, values))
+    if _UNEQUAL.issuperset(types) or (
+        types == {tuple} and _UNEQUAL.issuperset(map(type, chain.from_iterable(values)))
+    ):
+        return tuple(values)
+    if not types <= _LISTS:
+        return None
+    each = tuple(map(_listed, values))
+    return None if None in each else (tuple(map(type, values)), each)
 
 
 def record(function: Function, transpose: Function, like: torch.Tensor) -> Launcher | None:
@@ -313,7 +397,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[None, torch.Tensor]:
         launcher = ctx.launcher.T
-        if direct_transport() is None or type(g) is not torch.Tensor:
+        if direct_transport() is None or type(g) is not torch.Tensor or is_legacy_batchedtensor(g):
             with backward_phase():
                 return None, launcher.function(g)
         if not launcher.is_identity:

@@ -73,8 +73,9 @@ def check_untransformed(where: str) -> None:
     if is_transformed():
         fail(
             where,
-            "a call that torch.func transforms, by grad, vmap, jacrev or the like",
-            "simulated ranks are threads, and what torch.func does is done in one",
+            "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a "
+            "dual_level",
+            "simulated ranks are threads, and what these do is done in one",
             "take the transform in the body; or outside torch.autograd.grad, or "
             "torch.autograd.functional.jacobian",
         )

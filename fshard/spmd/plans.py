@@ -29,7 +29,7 @@ from fshard.run.autograd import (
     start_linear,
 )
 from fshard.run.fingerprint import call_line
-from fshard.run.record import Function, Launcher, record, replay
+from fshard.run.record import MOST, Function, Launcher, Launchers, plain_key, record, replay
 from fshard.run.transport import (
     Label,
     Transport,
@@ -39,7 +39,7 @@ from fshard.run.transport import (
     under,
     unobserved,
 )
-from fshard.spmd.axes import innermost, tracking
+from fshard.spmd.axes import Bound, innermost, tracking
 from fshard.spmd.graphs import tree_node
 from fshard.spmd.types import Signature
 from fshard.tree import flatten, unflatten
@@ -93,7 +93,7 @@ def collective(
     """The collective of a plan: a tree in front of the plan's own arguments; `None` stays."""
 
     def general(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
-        return begin(_planned(plan, args, kwargs), x)()
+        return begin(_planned(_key(plan, args, kwargs, innermost()), plan, args, kwargs), x)()
 
     general.__name__ = plan.__name__
     node = tree_node(general)
@@ -122,22 +122,36 @@ def collective(
 
 
 _PLANNED: dict[Hashable, Plan] = {}
-_MOST = 4096
 
 
-def _planned(plan: Callable[..., Plan], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _key(
+    plan: Callable[..., Plan], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound | None
+) -> Hashable | None:
+    """What a plan depends on; None for arguments that a key cannot hold."""
+    arguments = plain_key(args, kwargs)
+    if arguments is None:
+        return None
+    return plan, arguments, bound and (bound.mesh, bound.axes)
+
+
+def _planned(
+    key: Hashable, plan: Callable[..., Plan], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Plan:
     """The plan of a collective with its arguments, where the names are bound that are now."""
-    bound = innermost()
-    key = (plan, args, tuple(kwargs.items()), bound and (bound.mesh, bound.axes))
-    try:
-        found = _PLANNED.get(key)
-    except TypeError:  # lists among the arguments
+    if key is None:
         return plan(*args, **kwargs)
+    found = _PLANNED.get(key)
     if found is None:
-        if len(_PLANNED) >= _MOST:
+        if len(_PLANNED) >= MOST:
             _PLANNED.clear()
-        found = _PLANNED[key] = plan(*args, **kwargs)
+        # The caller's lists may change.
+        kept = {name: _copied(value) for name, value in kwargs.items()}
+        found = _PLANNED[key] = plan(*map(_copied, args), **kept)
     return found
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
@@ -215,58 +229,40 @@ def _together(ops: tuple[Program | Linear, ...], keep: int) -> Linear:
 
 # -- recorded ---------------------------------------------------------------------------------
 
-_LAUNCHERS: dict[Hashable, Launcher | None] = {}
-_SEEN: set[Hashable] = set()
+_LAUNCHERS = Launchers()
 
 
 def _launcher(
-    plan: Callable[..., Plan],
-    x: torch.Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    frozen: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    plan: Callable[..., Plan], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Launcher | None:
     """What a collective does to a tensor like `x` on this rank; None where it is not recorded.
 
     That is under `torchrun` alone, for what communicates over this process's own transport.
-    `frozen` are the arguments as a key can hold them.
     """
     transport, bound = direct_transport(), innermost()
     if transport is None or is_transformed() or (bound is not None and bound.types is not None):
         return None
-    places, options = frozen or (args, kwargs)
-    if list in map(type, places):
-        places = tuple([tuple(each) if type(each) is list else each for each in places])
+    of_plan = _key(plan, args, kwargs, bound)
+    if of_plan is None:
+        return None
     wanted = x.requires_grad and torch.is_grad_enabled()
     key = (
-        plan, places, tuple(options.items()), bound and (bound.mesh, bound.axes), transport,
-        x.shape, x.stride(), x.dtype, x.device, wanted, torch.get_default_dtype(),
+        of_plan, transport, x.shape, x.stride(), x.dtype, x.device, wanted,
+        torch.get_default_dtype(),
     )  # fmt: skip
-    try:
-        return _LAUNCHERS[key]
-    except KeyError:
-        pass
-    except TypeError:
-        if frozen is not None:
-            return None
-        options = {name: _frozen(value) for name, value in kwargs.items()}
-        return _launcher(plan, x, args, kwargs, (_frozen(list(args)), options))
-    if key not in _SEEN:  # recording costs more than a call: what comes once is not recorded
-        if len(_SEEN) >= _MOST:
-            _SEEN.clear()
-            _LAUNCHERS.clear()
-        _SEEN.add(key)
-        return None
-    _LAUNCHERS[key] = found = _record(_planned(plan, args, kwargs), x, transport, wanted)
-    return found
+    return _LAUNCHERS.of(key, _record, of_plan, plan, args, kwargs, x, transport, wanted)
 
 
-def _frozen(value: Any) -> Any:
-    """A list of arguments as a tuple, which a key can hold."""
-    return tuple(map(_frozen, value)) if type(value) is list else value
-
-
-def _record(plan: Plan, x: torch.Tensor, transport: Transport, wanted: bool) -> Launcher | None:
+def _record(
+    key: Hashable,
+    planned: Callable[..., Plan],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    x: torch.Tensor,
+    transport: Transport,
+    wanted: bool,
+) -> Launcher | None:
+    plan = _planned(key, planned, args, kwargs)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     like.requires_grad_(wanted)
     with standing_in():
