@@ -134,7 +134,7 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda i: (X, X, [0, 2], [1, 2], [0, 0], [1, 2]), "2 rows from row 2 on, for rank 1"),
     (
         lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 2]),
-        "recv_sizes[1]=2 on rank 0 along the axes, to",
+        "recv_sizes[1]=2 on rank 0 along the axes",
     ),
     (lambda i: (X, X, [0, 1], [1, 1], [0, 0], [1, 1]), "rank 0 along the axes rows 0..0 for"),
     (lambda i: (X, X, [0, 1], [1, 1], [i, 3 + i], [1, 1]), "rows 0..2 of that output are written"),

@@ -22,7 +22,7 @@ from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import lost
 from fshard.run.numbers import NATIVE, as_number
-from fshard.run.transport import LABEL, Finish, Group, Label, current_transport, set_world
+from fshard.run.transport import LABEL, Finish, Group, Label, own_transport, set_world
 
 __all__ = ["init"]
 
@@ -203,7 +203,7 @@ def init(
         atexit.register(_finish)  # what is started here is ended here
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    known = current_transport()
+    known = own_transport()
     if isinstance(known, World) and known.main is dist.group.WORLD:
         known.timeout = limit or known.timeout
     else:

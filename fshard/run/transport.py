@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
+from torch.distributed.distributed_c10d import _world  # type: ignore[attr-defined]
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
@@ -22,7 +23,8 @@ from fshard.mesh import Mesh
 __all__ = [
     "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
     "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
-    "is_simulated", "label_of", "labelled", "notify", "observe", "set_world", "under", "unobserved",
+    "is_simulated", "label_of", "labelled", "notify", "observe", "own_transport", "set_world",
+    "under", "unobserved",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class Transport(Protocol):
 
 _RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)
 _WORLD: list[Transport] = []
+_MAIN: list[object] = []  # the process group of all ranks that it was made with
 
 CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=None)
 """This process's own transport with a check before every collective, where one is on, else None.
@@ -74,6 +77,7 @@ CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=Non
 def set_world(transport: Transport | None) -> None:
     """Make `transport` this process's own: what `fs.init` does under `torchrun`."""
     _WORLD[:] = [] if transport is None else [transport]
+    _MAIN[:] = [_world.default_pg]
 
 
 def current_transport() -> Transport | None:
@@ -81,14 +85,22 @@ def current_transport() -> Transport | None:
     return _RANK.get() or CHECKED.get() or (_WORLD[0] if _WORLD else None)
 
 
+def own_transport() -> Transport | None:
+    """This process's own, whatever code is running; else None."""
+    return _WORLD[0] if _WORLD else None
+
+
 def direct_transport() -> Transport | None:
     """This process's own, if nobody checks or observes what goes over it; else None.
 
-    What was recorded of the operations below it can then be replayed without asking it.
+    What was recorded of the operations below it can then be replayed without asking it. None as
+    well where its process groups were replaced: then it has to be asked, and raises.
     """
     if _OBSERVERS and _TOLD.get():
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
+        return None
+    if _MAIN[0] is not _world._default_pg:  # dist.group.WORLD costs ten times as much
         return None
     return _WORLD[0]
 

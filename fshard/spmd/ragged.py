@@ -222,8 +222,8 @@ def _agree(told: list[list[_Told]]) -> None:
     """Raise where what the ranks told does not fit, on all of them: `told[from][to]`."""
     problems = [
         Problem(
-            f"recv_sizes[{sender}]={row[sender].recv_size} on rank {place} along the axes, to which "
-            f"rank {sender} sends {told[sender][place].send_size} rows",
+            f"recv_sizes[{sender}]={row[sender].recv_size} on rank {place} along the axes, to "
+            f"which rank {sender} sends {told[sender][place].send_size} rows",
             "recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j",
             "recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)",
         )

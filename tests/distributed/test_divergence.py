@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import closing
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.run.fingerprint import explain_with
+from fshard.run.checked import _Checked
+from fshard.run.distributed import World
+from fshard.run.fingerprint import explain_with, fingerprint
 from tests.distributed.harness import Outcome, Ranks, outcomes, run_ranks
 
 PAIR = fs.Mesh(x=2)
@@ -42,10 +46,6 @@ def run(
 
 def line(fn: Callable[..., Any], after: int) -> str:
     return f"at {__file__}:{fn.__code__.co_firstlineno + after}"
-
-
-def texts(done: list[Outcome]) -> list[str]:
-    return [f"{type(each.error).__name__}: {each.error}" for each in done]
 
 
 def same(done: list[Outcome], text: str, ranks: tuple[int, ...]) -> None:
@@ -121,11 +121,19 @@ def raises(x: torch.Tensor) -> torch.Tensor:
     return fs.psum(x, "tp") + fs.psum(x, "dp")
 
 
-def sleeps(x: torch.Tensor) -> torch.Tensor:
+def is_late(x: torch.Tensor) -> torch.Tensor:
     x = fs.psum(x, "x")
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(2.5)
-    return fs.pmax(x, "x")
+        store.set("rank 1 is past the first", "")
+        store.wait(["rank 0 has waited"])
+        return fs.pmax(x, "x")
+    store.wait(["rank 1 is past the first"])
+    fs.init(PAIR, timeout=0.5)
+    try:
+        return fs.pmax(x, "x")
+    finally:
+        store.set("rank 0 has waited", "")
 
 
 def test_one_that_returns_while_others_wait() -> None:
@@ -162,12 +170,13 @@ def test_one_that_raises_while_others_wait() -> None:
 
 
 def test_one_that_is_late() -> None:
-    done = outcomes(2, run, sleeps, PAIR, 1)
-    same(done, f"""ranks waited 1 s for others that did not come
+    with closing(Ranks(2)) as ranks:
+        done = ranks.outcomes(run, is_late)
+    same(done, f"""ranks waited 0.5 s for others that did not come
   rank 0 (x=0): waiting in fs.pmax over x: all_reduce(max, torch.float32, (2,)) for [1] \
-{line(sleeps, 4)}
+{line(is_late, 10)}
   rank 1 (x=1): running, last in fs.psum over x: all_reduce(sum, torch.float32, (2,)) \
-{line(sleeps, 1)}
+{line(is_late, 1)}
   rule:  every rank of a group calls the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take; for ranks that are \
 only late, fs.init(mesh, timeout=seconds)""", (0, 1))  # fmt: skip
@@ -261,6 +270,110 @@ def values_and_keys() -> Any:
 
 def test_values_and_gradients_are_the_same_and_no_key_is_left() -> None:
     assert run_ranks(4, values_and_keys) == [([True, True], 0)] * 4
+
+
+# -- verdicts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> list[_Checked]:
+    """Both ranks of a pair in this process, over one store; neither waits long for the other."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
+    return [_Checked(World(rank, cpu, limit, dist.group.WORLD, 1), PAIR) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("slow", ["waited", ""])
+def test_the_first_verdict_counts(
+    pair: list[_Checked], monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """A rank that has seen the other missing, and sleeps before it says so, goes on with it."""
+    call = fingerprint("all_reduce", torch.ones(2), "sum")
+    first, second = pair
+    tell = first._tell
+
+    def sleeps(group: Any, moment: Any, old: str, text: str, *rest: Any) -> str:
+        monkeypatch.undo()
+        if slow:
+            assert text.startswith("ranks waited 0.001 s")
+            second._meet(call, (0, 1))
+        else:
+            store: Any = second.store
+            store.compare_set("verdict (0, 1)", old, json.dumps([moment, "given up", []]))
+        return tell(group, moment, old, text, *rest)
+
+    with first.call(), second.call():
+        monkeypatch.setattr(first, "_tell", sleeps)
+        if slow:
+            first._meet(call, (0, 1))
+            assert first.state.passed == second.state.passed == {"(0, 1)": (1, 0)}
+        else:
+            with pytest.raises(ShardingError, match="given up"):
+                first._meet(call, (0, 1))
+            with pytest.raises(ShardingError, match="given up"):
+                second._meet(call, (0, 1))
+
+
+def test_who_has_raised_waits_no_more(pair: list[_Checked]) -> None:
+    """As in a backward pass, which is outside of the call."""
+    first, second = pair
+    with first.call(), second.call():
+        pass
+    with pytest.raises(ShardingError, match="ranks waited 0.001 s"):
+        first._meet(fingerprint("all_reduce", torch.ones(2), "sum"), (0, 1))
+    assert first.state.waits is None
+    _, states = second._read((0, 1), (0, 1))
+    assert states[0].waits is None
+    assert states[0].stands.startswith("running, last in all_reduce")
+
+
+# -- process groups that are made anew ---------------------------------------------------------
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    return fs.psum(x, "x")
+
+
+def lives() -> list[Any]:
+    """Rank 0 alone comes to a checked call in the first life; and one life without fs.init."""
+    fs.init(PAIR, timeout=60)
+    spec = fs.Spec(PAIR, P("x"), shape=(4,))
+    once = checked(added, check="collectives")
+    plain = [fs.psum(torch.ones(2), "x", mesh=PAIR) for _ in range(4)]
+    if dist.get_rank() == 0:
+        fs.init(PAIR, timeout=0.1)
+        with pytest.raises(ShardingError, match="ranks waited"):
+            once((torch.ones(2), spec))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    found: list[Any] = []
+    for use in (
+        lambda: fs.axis_index("x", mesh=PAIR),
+        lambda: fs.psum(torch.ones(2), "x", mesh=PAIR),
+        lambda: once((torch.ones(2), spec)),
+    ):
+        with pytest.raises(ShardingError) as caught:
+            use()
+        found.append(str(caught.value))
+    fs.init(PAIR, timeout=20)
+    found.append(once((torch.ones(2), spec)).local.tolist())
+    found.append([int(each.sum()) for each in plain])
+    dist.destroy_process_group()
+    return found
+
+
+REPLACED = """fshard
+  given: other process groups than those of fs.init
+  rule:  ranks are those of the process groups that were there at fs.init
+  fix:   call fs.init(mesh) again after dist.init_process_group"""
+
+
+def test_process_groups_that_are_made_anew() -> None:
+    with closing(Ranks(2, init=False)) as ranks:
+        found = ranks.run(lives)
+    assert found == [[REPLACED, REPLACED, REPLACED, [2.0, 2.0], [4] * 4]] * 2
 
 
 # -- without the check -------------------------------------------------------------------------
