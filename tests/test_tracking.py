@@ -81,6 +81,13 @@ each_gives(
     lambda x, w: torch.view_as_real(torch.complex(w, x[0])),
     lambda x, w: torch.max(x, 0).values,
     lambda x, w: x.topk(1).indices,
+    lambda x, w: w.narrow(0, place(x) - 1, 1),
+    lambda x, w: w.select(0, place(x) - 1),
+    lambda x, w: w.roll(place(x)),
+    lambda x, w: F.one_hot((x[0].detach() > 1).long(), 2),
+    lambda x, w: torch.repeat_interleave(x, 2),
+    lambda x, w: torch.repeat_interleave(x, torch.tensor([2, 1]), 1),
+    lambda x, w: torch.ops.aten.index(w, [(x[0] > 1).long()]),
     lambda x, w: torch.broadcast_tensors(w, x)[0],
     lambda x, w: next(iter(x)),
     lambda x, w: w[(x[0] > 2).long()],
@@ -112,6 +119,10 @@ each_gives(
     lambda x, w: torch._foreach_mul([w, w], [2.0, 3.0])[1],
     lambda x, w: torch.tensor(x.shape),
     lambda x, w: torch.tensor(float(x.requires_grad) + x.ndim),
+    lambda x, w: torch.tensor(
+        [x.is_quantized, x.is_inference(), x.is_conj(), x.to_sparse().sparse_dim()]
+    ),
+    lambda x, w: torch.zeros(w.detach()[0].long()),  # type: ignore[call-overload]
     lambda x, w: fs.psum(x, "x"),
     lambda x, w: torch.linalg.norm(fs.psum(x * w, "x")),
 )
@@ -137,8 +148,48 @@ each_gives(
     lambda x, w: pickle.loads(pickle.dumps(x.detach())),
     lambda x, w: copy.copy(x.detach()),
     lambda x, w: _saved(x.detach()),
+    lambda x, w: torch.zeros(place(x)),
+    lambda x, w: torch.zeros((2, place(x))),
+    lambda x, w: torch.zeros(size=(2, place(x))),
+    lambda x, w: w.new_zeros(2, place(x)),
+    lambda x, w: torch.empty(2, place(x)).fill_(1.0),
+    lambda x, w: torch.arange(place(x)),
+    lambda x, w: torch.linspace(0, 1, place(x)),
+    lambda x, w: w.narrow(0, 0, place(x)),
+    lambda x, w: w.repeat(place(x)),
+    lambda x, w: w.repeat(1, place(x)),
+    lambda x, w: w.expand(place(x), 2),
+    lambda x, w: w.split(place(x))[0],
+    lambda x, w: torch.split(w, place(x))[0],
+    lambda x, w: w.tensor_split(place(x))[0],
+    lambda x, w: torch.tensor_split(w, tensor_indices_or_sections=place(x)[None])[0],
+    lambda x, w: torch.repeat_interleave(w, (x[0].detach() > 1).long()),
+    lambda x, w: torch.repeat_interleave((x[0].detach() > 1).long()),
+    lambda x, w: F.interpolate(w[None, None], size=place(x)),
+    lambda x, w: F.one_hot((x[0].detach() > 1).long()),
+    lambda x, w: torch.where(x[0] > 1)[0],
+    lambda x, w: torch.nonzero(x, out=torch.zeros(2, 2, dtype=torch.long)),
+    lambda x, w: torch.ops.aten.index(w, [x[0] > 1]),
+    lambda x, w: torch.zeros(x.detach().to_sparse()._nnz()),
+    lambda x, w: torch._unique2(x.detach())[0],
+    lambda x, w: (
+        nn.utils.rnn.pack_padded_sequence(
+            w.expand(2, 3, 2), x[0].detach().long().clamp(1, 2), True, enforce_sorted=False
+        ).data
+    ),
+    lambda x, w: torch.full((2,), torch.ops.fshard_test.counted(x)),
     told=True,
 )
+
+
+def place(x: torch.Tensor) -> Any:
+    """A whole number from one to two that varies."""
+    return (x[0, 0].detach() > 1).long() + 1
+
+
+@torch.library.custom_op("fshard_test::counted", mutates_args=())
+def counted(x: torch.Tensor) -> int:
+    return int(x.sum())
 
 
 def _saved(x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +224,6 @@ each_gives(
     lambda x, w: torch.as_tensor(x),
     lambda x, w: torch.linspace(0, x[0, 1].detach(), 3),
     lambda x, w: torch.scalar_tensor(x[0, 0].detach()),  # type: ignore[arg-type]
-    lambda x, w: torch.zeros(x[0, 0].detach().long()),  # type: ignore[call-overload]
     lambda x, w: nn.Parameter(x.detach()),
     lambda x, w: nn.Buffer(x.detach()),
     lambda x, w: copy.deepcopy(x.detach()),
@@ -566,3 +616,8 @@ def test_what_draws_in_pytorch_is_known_to() -> None:
     listed = {*DRAWN_BEFORE.split(), *DRAWS_NOTHING.split()}
     drawing = {name for name, op in overloads() if torch.Tag.nondeterministic_seeded in op.tags}
     assert drawing - kinds.RANDOM - kinds.MAYBE_RANDOM == listed
+
+
+def test_whose_shapes_depend_on_values_in_pytorch_is_known_to() -> None:
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    assert {name for name, op in overloads() if tags & {*op.tags}} <= kinds.TELLS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from types import (
     BuiltinFunctionType,
@@ -34,6 +34,7 @@ __all__ = [
     "draws",
     "kind_of",
     "stays_linear",
+    "tells",
     "writes_state",
 ]
 
@@ -62,11 +63,15 @@ class Word(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A function's name, what it does, and in which operands it is linear."""
+    """A function's name, what it does, in which operands it is linear, and what are sizes.
+
+    These are the places and names of arguments.
+    """
 
     name: str
     word: Word
     rule: Rule
+    sizes: frozenset[int | str] = frozenset()
 
 
 def _words(text: str) -> frozenset[str]:
@@ -74,15 +79,22 @@ def _words(text: str) -> frozenset[str]:
 
 
 NOTHING = _words("""
-    __dir__ __format__ __hash__ __len__ __repr__ __str__ _set_grad_enabled data_ptr dim
-    element_size get_device is_complex is_contiguous is_floating_point is_pinned is_same_size
-    is_set_to is_shared is_signed ndimension nelement numel register_hook
-    register_post_accumulate_grad_hook retain_grad set_grad_enabled
-    record_stream size storage_offset storage_type stride
+    __dir__ __format__ __hash__ __len__ __repr__ __str__ _debug_has_internal_overlap _dimI _dimV
+    _fused_sdp_choice _has_compatible_shallow_copy_type _has_same_storage_numel _is_view
+    _is_zerotensor _nested_get_ragged_idx _set_grad_enabled _use_cudnn_ctc_loss
+    _use_miopen_ctc_loss cudnn_is_acceptable data_ptr dense_dim dim dim_order element_size
+    get_device has_names is_coalesced is_complex is_conj is_contiguous is_distributed
+    is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed
+    ndimension nelement numel q_per_channel_axis record_stream register_hook
+    register_post_accumulate_grad_hook result_type retain_grad set_grad_enabled size sparse_dim
+    storage_offset storage_type stride sym_is_contiguous sym_numel sym_size sym_storage_offset
+    sym_stride
 """)
 ATTRIBUTES = _words("""
-    _backward_hooks _base _version device dtype grad_dtype grad_fn is_cpu is_cuda is_leaf is_meta
-    is_sparse itemsize layout name names nbytes ndim output_nr requires_grad retains_grad shape
+    _backward_hooks _base _cdata _grad_fn _has_symbolic_sizes_strides _post_accumulate_grad_hooks
+    _python_dispatch _version device dtype grad_dtype grad_fn is_cpu is_cuda is_ipu is_leaf is_maia
+    is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla
+    is_xpu itemsize layout name names nbytes ndim output_nr requires_grad retains_grad shape
     volatile
 """)
 LIKE = _words("expand_as reshape_as type_as view_as")
@@ -112,9 +124,34 @@ MAYBE_RANDOM = _words("""
 """)
 TELLS = _words("""
     __array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__
-    __nonzero__ _local_scalar_dense allclose argwhere bincount equal is_nonzero item
-    masked_select nonzero numpy storage tolist unique unique_consecutive untyped_storage
+    __nonzero__ _choose_qparams_per_tensor _ctc_loss _local_scalar_dense _typed_storage _unique
+    _unique2 allclose argwhere bincount equal index is_nonzero item linalg_lstsq masked_select
+    nonzero numpy one_hot repeat_interleave storage tolist unique unique_consecutive unique_dim
+    unique_dim_consecutive untyped_storage where
 """)
+SIZES: dict[str, tuple[int | str, ...]] = {
+    "_pack_padded_sequence": (1, "lengths"),
+    "_pad_packed_sequence": (1, "batch_sizes"),
+    "arange": (0, 1, 2, "start", "end", "step"),
+    "interpolate": (2, "scale_factor"),
+    "range": (0, 1, 2, "start", "end", "step"),
+    "repeat_interleave": (1, "repeats"),
+    "split": (1, "split_size"),
+    "tensor_split": (1, "indices_or_sections", "tensor_indices_or_sections"),
+    "unflatten": (2, "sizes"),
+}
+"""Arguments whose values decide on shapes, beside whole numbers: their places and names."""
+MOST_DIMS = 64
+ONLY_VALUES = {
+    "narrow": "start",
+    "narrow_copy": "start",
+    "roll": "shifts",
+    "select": "index",
+    "select_scatter": "index",
+    "tril": "diagonal",
+    "triu": "diagonal",
+}
+"""Whole numbers that decide on values and not on shapes."""
 STATE = _words("""
     batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     cudnn_batch_norm embedding embedding_bag instance_norm miopen_batch_norm native_batch_norm
@@ -181,7 +218,8 @@ def kind_of(func: Callable[..., Any]) -> Kind:
         kinds = _KINDS if isinstance(func, _LASTING) else _PASSING
         kind = kinds.get(func)
         if kind is None:
-            kind = kinds[func] = _classify(func)
+            kind = _classify(func)
+            kind = kinds[func] = replace(kind, sizes=_sizes(func, kind.name))
     return kind
 
 
@@ -256,6 +294,30 @@ def _full_name(schema: Any) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
 
 
+def _sizes(func: Callable[..., Any], name: str) -> frozenset[int | str]:
+    """The places and names of arguments that are whole numbers and no tensors.
+
+    A tensor in such a place is read by the host. Sizes may also be written one by one.
+    """
+    numbers, tensors = set(SIZES.get(name, ())), set[int | str]()
+    if inspect.isfunction(func):
+        for at, (key, each) in enumerate(inspect.signature(func).parameters.items()):
+            if "int" in str(each.annotation) and "Tensor" not in str(each.annotation):
+                numbers |= {at, key}
+        return frozenset(numbers)
+    for schema in _schemas(func, name):
+        in_place = sum(not each.kwarg_only for each in schema.arguments)
+        for at, each in enumerate(schema.arguments):
+            places = {each.name} if each.kwarg_only else {at, each.name}
+            if "Tensor" in str(each.type):
+                tensors |= places
+            elif "int" in str(each.type) and each.name != ONLY_VALUES.get(name):
+                numbers |= places
+                if "List" in str(each.type) and at == in_place - 1:
+                    numbers |= {*range(at, at + MOST_DIMS)}
+    return frozenset(numbers - tensors | set(SIZES.get(name, ())))
+
+
 def _is_aten(func: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> bool:
     packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
     return packet._qualified_op_name.startswith("aten::")
@@ -300,6 +362,21 @@ def draws(
     given = _given(func, name, args, kwargs)
     rate = next((given[key] for key in ("p", "dropout_p", "dropout") if key in given), 1)
     return bool(rate) and bool(given.get("training", given.get("train", True)))
+
+
+def tells(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of one of `TELLS` tells the host of values: some do for their shapes only."""
+    match name:
+        case "where":
+            return len(args) + len(kwargs) == 1
+        case "repeat_interleave":
+            return len(args) + ("repeats" in kwargs) + ("self" in kwargs or "input" in kwargs) == 1
+        case "one_hot":
+            return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) == -1
+        case "index":
+            places = args[1] if len(args) > 1 else kwargs.get("indices", ())
+            return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in places)
+    return True
 
 
 def adds_a_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

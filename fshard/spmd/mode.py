@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard.spmd.engine import backward, gradients, telling
-from fshard.spmd.kinds import OVERWRITES, Kind, Word, draws, kind_of, writes_state
+from fshard.spmd.kinds import OVERWRITES, Kind, Word, draws, kind_of, tells, writes_state
 from fshard.spmd.operands import agree, replaced, tensors_in
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, Rule, States
@@ -33,6 +33,7 @@ __all__ = ["tracked"]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 NO_KWARGS: Kwargs = {}
+NUMBERS = (bool, int, float, complex)
 
 
 class _Typed(TorchFunctionMode):
@@ -50,6 +51,8 @@ class _Typed(TorchFunctionMode):
         if kind.word is Word.NOTHING:
             return func(*args, **kwargs)
         tracker = self.tracker
+        if kind.sizes and (len(args) > 1 or kwargs or 0 in kind.sizes):
+            _tell_sizes(tracker, kind, args, kwargs)
         if kind.word is not Word.OP or tracker.told.items or (kwargs and _writes(kwargs)):
             return _special(tracker, func, kind, args, kwargs)
         # The common case: all operands in one state, nothing to cast.
@@ -79,7 +82,21 @@ class _Typed(TorchFunctionMode):
             return _computed(tracker, func, kind, args, kwargs)
         result = func(*args, **kwargs)
         tracker.record(result, states)
+        if isinstance(result, NUMBERS):
+            tracker.tell(states, _called(kind))
         return result
+
+
+def _called(kind: Kind) -> str:
+    return f"{kind.name.strip('_')}()"
+
+
+def _tell_sizes(tracker: Tracker, kind: Kind, args: Args, kwargs: Kwargs) -> None:
+    """Tell of the tensors that are given for sizes, which the host reads."""
+    given = [each for at, each in enumerate(args) if at in kind.sizes]
+    given += [each for key, each in kwargs.items() if key in kind.sizes]
+    for x in tensors_in(given):
+        tracker.tell(tracker.states(x), f"a tensor for a size in {_called(kind)}")
 
 
 def _writes(kwargs: Kwargs) -> bool:
@@ -158,12 +175,14 @@ def _computed(
     states, new = agree(tracker, kind, args, kwargs, also=also)
     if new:
         args, kwargs = replaced(args, new), replaced(kwargs, new)
-    if kind.word is Word.TELLS:
-        tracker.tell(states, f"{kind.name.strip('_')}()")
+    if kind.word is Word.TELLS and tells(kind.name, args, kwargs):
+        tracker.tell(states, _called(kind))
     elif kind.word is Word.INDEX and (found := _sizes(args[1])):
         tracker.tell(states, found)
     result = func(*args, **kwargs)
     tracker.record(result, states)
+    if isinstance(result, NUMBERS):
+        tracker.tell(states, _called(kind))
     return result
 
 
@@ -237,6 +256,8 @@ def _write(
             _no_cast_of_target(tracker, kind, target, states)
     if new:
         args, kwargs = (*args[:1], *replaced(args[1:], new)), replaced(kwargs, new)
+    if kind.word is Word.TELLS and tells(kind.name, args, kwargs):
+        tracker.tell(states, _called(kind))
     result = func(*args, **kwargs)
     if kind.name == "data =":
         tracker.moved(targets[0])
