@@ -85,7 +85,7 @@ def test_replayed_programs(mesh: Mesh) -> None:
         ys = prog(tuple(xs))
         grads = prog.T(tuple(cts)) if prog.is_linear else None
         wanted.append((ys, grads))
-    by_rank = run_ranks(mesh.size, run_often, progs, work, timeout=200)
+    by_rank = run_ranks(mesh.size, run_often, progs, work, timeout=100)
     for at, (ys, grads) in enumerate(wanted):
         for rank in mesh.ranks:
             for plain, *rest in by_rank[rank][at]:
