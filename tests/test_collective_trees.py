@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -254,15 +253,26 @@ def test_what_is_started_is_waited_for_once() -> None:
         call(break_off)
 
 
-def test_outside_of_shard_map_it_is_a_warning() -> None:
-    mesh = Mesh(x=1)
+def test_simulated_ranks_wait_for_what_they_start() -> None:
+    mesh = Mesh(x=2)
 
-    def body() -> None:
+    def forget() -> None:
         fs.start(fs.psum, torch.ones(1), "x", mesh=mesh)
-        gc.collect()
 
-    with pytest.warns(RuntimeWarning, match="fs.psum was never waited for"):
-        fs.simulate(mesh, body)
+    def break_off() -> None:
+        forget()
+        raise KeyError("another error")
+
+    with pytest.raises(ShardingError) as caught:
+        fs.simulate(mesh, forget)
+    assert str(caught.value) == (
+        "fs.psum\n"
+        "  given: 1 pending result never waited for: fs.psum\n"
+        "  rule:  what a simulated rank starts it waits for, once, before it returns\n"
+        "  fix:   pending.wait()"
+    )
+    with pytest.raises(KeyError, match="another error"):
+        fs.simulate(mesh, break_off)
 
 
 # -- without numbers ---------------------------------------------------------------------------

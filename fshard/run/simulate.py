@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fshard import hooks
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import (
@@ -367,7 +368,7 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
 
     Every rank gets the arguments; of a pair, its own part. An error in one rank is raised once,
     with a note that says which; ranks that reach different collectives are an error that says
-    where each stands.
+    where each stands, and so is what `fs.start` launched and no rank has waited for.
 
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=2)
@@ -383,4 +384,4 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
     values = [
         map_leaves(lambda leaf, place=place: part(leaf, place), args) for place in range(mesh.size)
     ]
-    return run_ranks(mesh, lambda _, own: fn(*own), values)
+    return run_ranks(mesh, lambda _, own: hooks.call("rank_code", fn, own), values)

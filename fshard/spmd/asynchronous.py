@@ -32,8 +32,8 @@ def start(
 
     Raises `ShardingError` for a function that is no collective, for those that take several
     steps (`ragged_all_to_all`, `pargmax`, `pargmin`), for a maximum or minimum of what requires
-    grad, and, when the mapped function returns, for a result that was never waited for; outside
-    of `shard_map` that is a `RuntimeWarning`.
+    grad, and, when the mapped function or the simulated rank returns, for a result that was never
+    waited for; elsewhere that is a `RuntimeWarning`.
 
     >>> import torch
     >>> import fshard as fs

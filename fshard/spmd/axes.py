@@ -1,17 +1,19 @@
 """The axis environment: which mesh the axis names of a running `shard_map` belong to.
 
 The one piece of ambient state in the library. It lives exactly as long as the call of the
-mapped function, per rank; what was started in it has to be waited for in it.
+mapped function, per rank; what was started in it, or by a simulated rank outside of one, has to
+be waited for in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
 import torch
 
+from fshard import hooks
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.execute import Pending
@@ -50,17 +52,40 @@ class Bound:
         _BOUND.reset(self.token)
         if not is_simulated():
             VISIBLE[0] = self.before
-        names = [each.name for each in self.pendings if not each.waited]
-        for each in self.pendings:
-            each.abandon()
-        if names and kind is None:
-            fail(
-                names[0],
-                f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
-                f"for: {', '.join(names)}",
-                "what a mapped function starts it waits for, once, before it returns",
-                "pending.wait()",
-            )
+        _give_up(self.pendings, None if kind else "a mapped function")
+
+
+def _give_up(pendings: Sequence[Pending], who: str | None) -> None:
+    """Abandon what was never waited for; raise for it where it is known who started it."""
+    names = [each.name for each in pendings if not each.waited]
+    for each in pendings:
+        each.abandon()
+    if names and who is not None:
+        fail(
+            names[0],
+            f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
+            f"for: {', '.join(names)}",
+            f"what {who} starts it waits for, once, before it returns",
+            "pending.wait()",
+        )
+
+
+_STARTED: ContextVar[list[Pending] | None] = ContextVar("fshard_started", default=None)
+"""What a simulated rank has started outside of mapped functions."""
+
+
+@hooks.register("rank_code")
+def run_rank_code(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`fn(*args)` as a simulated rank, which waits for what it starts."""
+    pendings: list[Pending] = []
+    token, who = _STARTED.set(pendings), None
+    try:
+        result = fn(*args)
+        who = "a simulated rank"
+    finally:
+        _STARTED.reset(token)
+        _give_up(pendings, who)
+    return result
 
 
 _BOUND: ContextVar[Bound | None] = ContextVar("fshard_axes", default=None)
@@ -99,10 +124,11 @@ def stay_bound(ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str]) -> 
 
 
 def started(pending: Pending) -> Pending:
-    """`pending`, which the running mapped function has to wait for, if there is one."""
+    """`pending`, which the running mapped function or simulated rank has to wait for."""
     bound = innermost()
-    if bound is not None:
-        bound.pendings.append(pending)
+    pendings = _STARTED.get() if bound is None else bound.pendings
+    if pendings is not None:
+        pendings.append(pending)
     return pending
 
 
