@@ -248,6 +248,23 @@ def test_a_cotangent_keeps_its_type_where_it_comes_out_as_the_gradient() -> None
     assert mapped(torch.arange(4.0)).tolist() == [1.0]
 
 
+def test_batches_of_gradients_of_a_simulated_program() -> None:
+    mesh = Mesh(i=2)
+    prog = fs.redistribute(fs.Spec(mesh, P("i"), shape=(4, 3)), fs.Spec(mesh, P(), shape=(4, 3)))
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    first, second = prog((x * x, 3 * x))
+    cts = torch.arange(60.0).reshape(5, 4, 3)
+    for outputs in ((first,), (second,), (first, second)):
+        (found,) = torch.autograd.grad(
+            outputs, x, (cts,) * len(outputs), is_grads_batched=True, retain_graph=True
+        )
+        want = [
+            torch.autograd.grad(outputs, x, (ct,) * len(outputs), retain_graph=True)[0]
+            for ct in cts
+        ]
+        assert torch.equal(found, torch.stack(want))
+
+
 def refused(run: Callable[[], Any], where: str, *lines: str) -> None:
     with pytest.raises(ShardingError) as caught:
         run()

@@ -257,7 +257,7 @@ def _apply_batched(op: Linear, xs: Shards, everywhere: bool, level: int) -> Shar
     if level == 0:
         return apply_linear(op, xs, everywhere)
     n = max(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in xs)
-    wide = tuple(torch._remove_batch_dim(x, level, n, x.ndim) for x in xs)
+    wide = tuple(torch._remove_batch_dim(x, level, n, 0).movedim(0, -1) for x in xs)
     if n == 1:  # or of no batch at this level
         return _apply_batched(op, tuple(x.squeeze(-1) for x in wide), everywhere, level - 1)
     out = _apply_batched(op.wider(n), wide, everywhere, level - 1)
