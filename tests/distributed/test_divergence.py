@@ -320,12 +320,33 @@ def test_who_has_raised_waits_no_more(pair: list[_Checked]) -> None:
     first, second = pair
     with first.call(), second.call():
         pass
-    with pytest.raises(ShardingError, match="ranks waited 0.001 s"):
+    with pytest.raises(ShardingError, match=r"ranks waited 0\.001 s"):
         first._meet(fingerprint("all_reduce", torch.ones(2), "sum"), (0, 1))
     assert first.state.waits is None
     _, states = second._read((0, 1), (0, 1))
     assert states[0].waits is None
     assert states[0].stands.startswith("running, last in all_reduce")
+
+
+# -- ragged exchanges --------------------------------------------------------------------------
+
+
+def ragged() -> torch.Tensor:
+    """Rank 0 alone expects another number of rows than it is sent."""
+    fs.init(PAIR)
+    rows, i = torch.ones(2), dist.get_rank()
+    receive = [1, 2 - i]
+    return fs.ragged_all_to_all(
+        rows, torch.zeros(3), [0, 1], [1, 1], [i, i], receive, axis_name="x", mesh=PAIR
+    )
+
+
+def test_rows_on_which_two_ranks_do_not_agree() -> None:
+    """An error on both, before any is in the exchange that the other does not come to."""
+    same(outcomes(2, ragged), """fs.ragged_all_to_all
+  given: recv_sizes[1]=2 on rank 0 along the axes, to which rank 1 sends 1 rows
+  rule:  recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j
+  fix:   recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)""", (0, 1))  # fmt: skip
 
 
 # -- process groups that are made anew ---------------------------------------------------------
