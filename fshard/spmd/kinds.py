@@ -301,7 +301,9 @@ def _sizes(func: Callable[..., Any], name: str) -> frozenset[int | str]:
     """
     numbers, tensors = set(SIZES.get(name, ())), set[int | str]()
     if inspect.isfunction(func):
-        for at, (key, each) in enumerate(inspect.signature(func).parameters.items()):
+        # What wraps a builtin would be asked for the builtin's signature, which has none.
+        own = inspect.signature(func, follow_wrapped=False)
+        for at, (key, each) in enumerate(own.parameters.items()):
             if "int" in str(each.annotation) and "Tensor" not in str(each.annotation):
                 numbers |= {at, key}
         return frozenset(numbers)
