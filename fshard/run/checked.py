@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ class _Checked:
         self.state = _State()
         self.inside = False
         self.remark: Callable[[], str] = str
-        self.store = PrefixStore(
+        self.store: Any = PrefixStore(
             f"fshard {mesh.ranks} {world.life}", dist.distributed_c10d._get_default_store()
         )
         self.known: set[Group] = set()

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import _world  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _world
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
