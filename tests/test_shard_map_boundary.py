@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -229,3 +230,40 @@ def test_the_boundary_moves_what_the_specs_say() -> None:
     assert log.to_dict()["backward"] == [
         {"op": "all_gather", "axes": ["x"], "count": 1, "bytes": 3 * 6 * 8}
     ], "a gradient is put together as a result is; cotangents are at hand"
+
+
+OTHERS: list[tuple[Any, Any]] = [
+    (lambda at: at, ("0", "1")),
+    (lambda at: {"loss": at / 2, "n": 3}, ("0.0", "0.5")),
+    (lambda at: "a" if at else "b", ("'b'", "'a'")),
+    (lambda at: None if at else 1.0, ("1.0", "None")),
+    (lambda at: float("nan"), None),
+    (lambda at: ("same", 3), None),
+    (lambda at: object(), None),
+]
+
+
+@pytest.mark.parametrize("at", range(len(OTHERS)))
+@pytest.mark.parametrize("check", [True, "values"])
+def test_what_is_no_tensor_is_compared_by_each_rank(at: int, check: Any) -> None:
+    """As in a simulation of all ranks: one rank alone compares where values are compared."""
+    make, differ = OTHERS[at]
+
+    def body(x: torch.Tensor) -> Any:
+        return x, make(int(fs.axis_index("x")))  # of which the host is told
+
+    mesh = Mesh(x=2)
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), None), check=check)
+    if differ is None:
+        assert len(fs.simulate(mesh, mapped, torch.ones(4))) == 2
+        return
+    with pytest.raises(ShardingError) as caught:
+        fs.simulate(mesh, mapped, torch.ones(4))
+    path = "result[1]['loss']" if at == 1 else "result[1]"
+    text = re.sub(r"; the ranks may have parted.*", "", str(caught.value))
+    assert text == message(
+        "shard_map(body)",
+        f"{path}: rank 0 returned {differ[0]}, rank 1 {differ[1]}",
+        "what is no tensor passes through, equal on every rank",
+        "torch.tensor([value]) with an out spec that puts the ranks' together",
+    )

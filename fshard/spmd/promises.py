@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -26,7 +26,7 @@ from fshard.spmd.movements import all_gather
 from fshard.spmd.tracking import Tracker, has_gradient
 from fshard.spmd.types import VARYING, State, States, named_axes, states_of, word_of
 
-__all__ = ["Promise", "check_promises", "check_values"]
+__all__ = ["Other", "Promise", "check_promises", "check_values", "other_problem"]
 
 
 class Promise(NamedTuple):
@@ -39,14 +39,24 @@ class Promise(NamedTuple):
     """Of a mapped function; else the argument of a function that knows how it lies."""
 
 
+Other = tuple[str, Any]
+"""The path of a result that is no tensor, and the result."""
+
+SHOWN = 48
+"""So many bytes of what ranks returned are compared as they are, and told of."""
+
+
 def check_promises(
-    tracker: Tracker, axes: Sequence[str], promises: Sequence[Promise]
+    tracker: Tracker,
+    axes: Sequence[str],
+    promises: Sequence[Promise],
+    others: Sequence[Other] = (),
 ) -> list[torch.Tensor]:
     """The tensors as promised along `axes`, cast where that is left to be done.
 
     Raises `ShardingError` for types that do not show it, all failures at once. Where the host
     has learnt of what varies, and with `check="values"` everywhere, what is promised to be equal
-    is also compared.
+    is also compared; so are the others, which always are.
     """
     problems: list[Problem] = []
     kept: list[torch.Tensor] = []
@@ -62,7 +72,8 @@ def check_promises(
     tracker.raise_all(problems)
     if tracker.values or tracker.told.items:
         with tracker.pause():
-            check_values(tracker.mesh, axes, promises, tracker.name, tracker.told_at)
+            told = tracker.told_at
+            check_values(tracker.mesh, axes, promises, tracker.name, told, others)
     return kept
 
 
@@ -148,6 +159,7 @@ def check_values(
     promises: Sequence[Promise],
     where: str,
     told: Sequence[str] = (),
+    others: Sequence[Other] = (),
 ) -> None:
     """Raise `ShardingError`, the same on every rank, where values promised equal differ.
 
@@ -157,14 +169,19 @@ def check_values(
     rows = [(each, along) for each, along in rows if along]
     with torch.no_grad(), labelled(Label("the check of what it returned", mesh)):
         # Ranks that parted may have returned other structures: that is seen first.
-        paths = [each.path for each, _ in rows]
+        tensors, rest = [each.path for each, _ in rows], [path for path, _ in others]
         device = getattr(current_transport(), "device", torch.device("cpu"))  # what it moves
-        mine = torch.tensor([crc32(repr(paths).encode())], device=device)
+        mine = torch.tensor([crc32(repr((tensors, rest)).encode())], device=device)
         if len(set(all_gather(mine, mesh.axes, mesh=mesh).flatten().tolist())) > 1:
-            given = f"here the tensors {', '.join(paths) or '(none)'}, on another rank others"
+            given = f"here the tensors {', '.join(tensors) or '(none)'}"
+            given += f" and the values {', '.join(rest)}" if rest else ""
+            given += ", on another rank others"
             fix = f"return the same tree on every rank{_parted(told)}"
             rule = "every rank returns the same structure"
             _raise_everywhere(where, Problem(given, rule, fix))
+        found = _unlike_others(mesh, axes, others, device, told)
+        if found is not None:
+            _raise_everywhere(where, found)
         if not rows:
             return
         mine = torch.stack([_digest(each.x).to(device) for each, _ in rows])
@@ -176,6 +193,47 @@ def check_values(
                 found = _difference(mesh, along, groups, each, digests, told)
                 if found is not None:
                     _raise_everywhere(where, found)
+
+
+def _unlike_others(
+    mesh: Mesh,
+    axes: Sequence[str],
+    others: Sequence[Other],
+    device: torch.device,
+    told: Sequence[str],
+) -> Problem | None:
+    """The first result that is no tensor and differs along `axes`, and on which ranks."""
+    if not others:
+        return None
+    texts = [_text(value).encode() for _, value in others]
+    table = [[crc32(text), *text[:SHOWN].ljust(SHOWN)] for text in texts]
+    mine = torch.tensor(table, device=device)
+    everyones = all_gather(mine, mesh.axes, mesh=mesh).tolist()
+    for group in mesh.groups(tuple(axes)):
+        rows = [everyones[mesh.devices.index(rank)] for rank in group]
+        for at, (path, _) in enumerate(others):
+            for rank, row in zip(group, rows, strict=True):
+                if row[at] != rows[0][at]:
+                    a, b = (bytes(each[at][1:]).decode(errors="replace") for each in (rows[0], row))
+                    return other_problem(path, (group[0], a.rstrip()), (rank, b.rstrip()), told)
+    return None
+
+
+def other_problem(
+    path: str, one: tuple[int, str], another: tuple[int, str], told: Sequence[str] = ()
+) -> Problem:
+    """Two ranks, and what they returned that is no tensor."""
+    return Problem(
+        f"{path}: rank {one[0]} returned {one[1]}, rank {another[0]} {another[1]}",
+        "what is no tensor passes through, equal on every rank",
+        f"torch.tensor([value]) with an out spec that puts the ranks' together{_parted(told)}",
+    )
+
+
+def _text(value: object) -> str:
+    """What processes can compare of a value: a number or text itself, of what else the type."""
+    plain = bool | int | float | complex | str | bytes | None
+    return repr(value) if isinstance(value, plain) else f"a {type(value).__name__}"
 
 
 def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:

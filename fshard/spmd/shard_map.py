@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fshard.errors import fail
+from fshard.errors import fail, raise_if
 from fshard.mesh import Mesh
 from fshard.run.checked import checked_collectives
 from fshard.run.fingerprint import blame
@@ -21,6 +21,7 @@ from fshard.spmd.arguments import Argument, Signature, Slot, match_specs
 from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.boundary import check_others, check_specs, nothing, place_all, result_specs
 from fshard.spmd.mapped import check_untransformed, map_ranks, run_body
+from fshard.spmd.promises import Other, other_problem
 from fshard.spmd.scope import (
     Scope,
     check_axis_names,
@@ -98,17 +99,18 @@ def shard_map(
     vary there takes `fs.pcast(x, axis, to="varying")`, whose transpose is the sum. So does a
     tensor that the function closes over, the parameters of a module, say: gradients reach it.
     With `check=True` the types of all tensors are tracked (`fs.typeof`), that cast is inserted,
-    once for each tensor, and out specs are promises that the types must show. What the host
-    learns of values that vary (`if`, `.item()`) is allowed: what depends on it is then compared
-    by value. `check="strict"` inserts nothing that changes a gradient: it names the line and the
-    cast to write, and what it passes is the same with `check=False`, which tracks nothing and
-    costs nothing. `check="values"` also compares what is promised to be equal, of arguments and
-    results, and names the first element that differs and its ranks. Under torchrun
-    `check="collectives"` also compares every collective among its ranks before it is launched:
-    ranks that part ways say who is where instead of hanging, as they always do in a simulation.
-    Inside another `shard_map` the check of that holds, and one of "strict" or "values" that it has
-    not is refused. With a check the body may not write into its arguments; with `check=False` it
-    may, and writes into the caller's own memory where a local shares it, as that of a pair does.
+    once for each tensor, and out specs are promises that the types must show. What the host learns
+    of values that vary (`if`, `.item()`) is allowed: results that may depend on it are then
+    compared by value, numbers and strings too. `check="strict"` inserts nothing that changes a
+    gradient: it names the line and the cast to write, and what it passes is the same with
+    `check=False`, which tracks nothing and costs nothing. `check="values"` also compares what is
+    promised to be equal, of arguments and results, and names the first element that differs and its
+    ranks. Under torchrun `check="collectives"` also compares every collective among its ranks
+    before it is launched: ranks that part ways say who is where instead of hanging, as they always
+    do in a simulation. Inside another `shard_map` the check of that holds, and one of "strict" or
+    "values" that it has not is refused. With a check the body may not write into its arguments;
+    with `check=False` it may, and writes into the caller's own memory where a local shares it, as
+    that of a pair does.
 
     Semantics after `jax.shard_map` (JAX 0.11). Raises `ShardingError` for specs that do not fit
     the mesh, the arguments or the results, naming each by its path.
@@ -140,10 +142,10 @@ def local_map(
 ) -> Any:
     """Map a function of locals over pairs: pairs in, pairs out; the mesh is the pairs' own.
 
-    As `shard_map` with `check=False` otherwise. In the body of a `shard_map` too the mesh is that of the pairs: all
-    of it is mapped, whether the pair was made on the whole mesh (`fs.from_local` of what varies
-    makes one) or on a part of it, and if it is a part, the axes mapped around it can still be
-    named. After `torch.distributed.tensor.experimental.local_map`.
+    As `shard_map` with `check=False` otherwise. In the body of a `shard_map` too the mesh is that
+    of the pairs: all of it is mapped, whether the pair was made on the whole mesh (`fs.from_local`
+    of what varies makes one) or on a part of it, and if it is a part, the axes mapped around it
+    can still be named. After `torch.distributed.tensor.experimental.local_map`.
 
     >>> import fshard as fs
     >>> pair = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
@@ -382,7 +384,7 @@ class _Call:
             result = self.mapping.fn(*args, **kwargs)
             with tracker.pause():
                 ys = self.leave(result)
-            return leave_types(tracker, self.scope, self.promised(), ys)
+            return leave_types(tracker, self.scope, self.promised(), ys, self.others())
 
     def enter(self, locals_: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         """What one rank's body gets: the local of each argument, what has no spec as it is."""
@@ -415,6 +417,14 @@ class _Call:
         slots = self.mapping.results(returned.treedef)
         return [slots[at] for at in returned.places]
 
+    def others(self) -> list[Other]:
+        """Path and value of what this rank's body has given that is no tensor."""
+        returned, kept = self.returned[_rank()]
+        if len(kept) == len(returned.places):
+            return []
+        slots = self.mapping.results(returned.treedef)
+        return [(slots[at][0], x) for at, x in enumerate(kept) if x is not TENSOR]
+
     # -- results ------------------------------------------------------------------------
 
     def agree(self) -> None:
@@ -433,12 +443,7 @@ class _Call:
             slots = self.mapping.results(first.treedef)
             for (path, _), a, b in zip(slots, kept, others, strict=True):
                 if a is not b and not _equal(a, b):
-                    fail(
-                        where,
-                        f"{path}: rank {ranks[0]} returned {a!r}, rank {rank} {b!r}",
-                        "what is no tensor passes through, equal on every rank",
-                        "torch.tensor([value]) with an out spec that puts the ranks' together",
-                    )
+                    raise_if(where, [other_problem(path, (ranks[0], repr(a)), (rank, repr(b)))])
 
     def read(
         self,

@@ -17,7 +17,7 @@ from fshard.spec import Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
 from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.mode import tracked
-from fshard.spmd.promises import Promise, check_promises, check_values
+from fshard.spmd.promises import Other, Promise, check_promises, check_values
 from fshard.spmd.scope import Scope
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, States, states_of
@@ -115,7 +115,11 @@ def enter_types(
 
 
 def leave_types(
-    tracker: Tracker, scope: Scope, slots: Sequence[Slot], ys: Sequence[torch.Tensor]
+    tracker: Tracker,
+    scope: Scope,
+    slots: Sequence[Slot],
+    ys: Sequence[torch.Tensor],
+    others: Sequence[Other],
 ) -> tuple[torch.Tensor, ...]:
     """Results as their out specs promise them, along the axes that are mapped."""
     promises = []
@@ -124,7 +128,7 @@ def leave_types(
         if p is None:
             return tuple(ys)  # refused when results are read
         promises.append(Promise(path, y, p))
-    return tuple(check_promises(tracker, _mapped(scope), promises))
+    return tuple(check_promises(tracker, _mapped(scope), promises, others))
 
 
 def _partition(given: Any, ndim: int) -> PartitionSpec | None:
