@@ -152,7 +152,7 @@ def test_bytes(each: Sender) -> None:
         if each.name == "ragged_all_to_all":
             for phase in (log.forward, log.backward):
                 for launches in phase._ranks.values():
-                    launches[1].pop(("all_to_all", "i"), None)
+                    launches[1].pop(("all_gather", "i"), None)
         return log
 
     plain, wired = run(), run(forward_dtype=BF16, backward_dtype=F64)

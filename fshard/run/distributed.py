@@ -207,9 +207,17 @@ def init(
     if isinstance(known, World) and known.main is dist.group.WORLD:
         known.timeout = limit or known.timeout
     else:
-        rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-        life = store.add(f"fshard starts of {rank}", 1)
-        set_world(World(rank, device, limit, dist.group.WORLD, life))
+        rank = dist.get_rank()
+        set_world(World(rank, device, limit, dist.group.WORLD, _life(rank)))
+
+
+def _life(rank: int) -> int:
+    """How often this rank has begun with the store that there is."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return int(store.add(f"fshard starts of {rank}", 1))
+    except RuntimeError:  # the store of the fake backend, which keeps nothing
+        return 0
 
 
 def _finish() -> None:
