@@ -495,3 +495,24 @@ def test_a_checkpoint_of_a_checked_map_in_a_body(check: Any) -> None:
     sums = torch.sin(a.detach()).view(2, 3).sum(1)
     expected = torch.cos(a.detach()) * torch.cos(sums).repeat_interleave(3)
     torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("check", [False, True, "strict"])
+def test_a_checkpoint_around_an_inner_map(check: Any) -> None:
+    """What is computed again in backward is the inner call itself, in the names around it."""
+
+    def outer(v: torch.Tensor) -> torch.Tensor:
+        inner = fs.shard_map(lambda u: fs.psum(u.sin(), "y"), in_specs=P("y"), out_specs=P())
+        out = checkpoint(inner, v, use_reentrant=False)
+        return out * fs.pcast(fs.psum(out, "x"), "x", to="varying")
+
+    mapped = fs.shard_map(
+        outer, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"), check=check
+    )
+    x = ints(12).requires_grad_()
+    rows = x.sin().reshape(2, 3, 2).sum(1)
+    want = (rows * rows.sum(0)).sum()
+    got = mapped(x).sum()
+    torch.testing.assert_close(got, want)
+    first = [torch.autograd.grad(each, x, create_graph=True)[0] for each in (got, want)]
+    torch.testing.assert_close(*first)

@@ -31,7 +31,7 @@ class Bound:
     waited for.
     """
 
-    __slots__ = ("axes", "before", "mesh", "outer", "pendings", "task", "token", "types")
+    __slots__ = ("around", "axes", "before", "mesh", "outer", "pendings", "task", "token", "types")
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], types: Any = None) -> None:
         self.mesh, self.axes = mesh, axes
@@ -41,6 +41,8 @@ class Bound:
         # Of a backward pass that these names are bound for again: its id, and what was bound.
         self.task: int | None = None
         self.outer: Bound | None = None
+        # And which were bound around the call whose backward it is.
+        self.around: frozenset[str] = frozenset()
 
     def __enter__(self) -> Bound:
         self.token: Token[Bound | None] = _BOUND.set(self)
@@ -104,7 +106,9 @@ def innermost() -> Bound | None:
     return bound
 
 
-def stay_bound(ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str]) -> None:
+def stay_bound(
+    ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str], around: frozenset[str]
+) -> None:
     """Bind the names again for the backward pass of `ys`: what it recomputes, calls collectives.
 
     `torch.utils.checkpoint` runs parts of a mapped function when the call is long over. The
@@ -114,6 +118,7 @@ def stay_bound(ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str]) -> 
 
     def bind(_: object) -> None:
         again = Bound(mesh, axes)
+        again.around = around
         again.outer, again.task = innermost(), torch._C._current_graph_task_id()
         while again.outer is not None and again.outer.task == again.task:
             again.outer = again.outer.outer

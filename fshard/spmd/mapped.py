@@ -84,7 +84,7 @@ def check_untransformed(where: str) -> None:
 def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:
     """`body(xs)` as the one rank that this process, or this simulated rank, is."""
     ys = _bound(scope, body, xs)
-    stay_bound(ys, scope.names, scope.bound)
+    stay_bound(ys, scope.names, scope.bound, scope.bound - scope.axes)
     return ys
 
 

@@ -134,7 +134,10 @@ def scope_of(
                 "a shard_map in the body of another maps axes of the same mesh",
                 "mesh=None, which takes the enclosing mesh",
             )
-        return _inner(where, outer.mesh, axis_names, outer.axes, rank)
+        bound = outer.axes
+        if outer.task is not None and (axis_names & bound or bound.issuperset(outer.mesh.axes)):
+            bound = outer.around  # in backward, what is computed again may be the call itself
+        return _inner(where, outer.mesh, axis_names, bound, rank)
     if mesh is None:
         fail(
             where,
