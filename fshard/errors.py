@@ -17,10 +17,12 @@ __all__ = ["Problem", "ShardingError", "did_you_mean", "fail", "raise_if"]
 class ShardingError(ValueError):
     """A request that the rules of fshard forbid; the text names the rule and a fix.
 
-    `problems` are its single failures, where the text is a list of them.
+    `problems` are its single failures, where the text is a list of them. One that is `everywhere`
+    is the same on every rank, and of none in particular.
     """
 
     problems: tuple[Problem, ...] = ()
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,12 @@ class Problem:
         return f"  given: {self.given}\n  rule:  {self.rule}\n  fix:   {self.fix}"
 
 
-def raise_if(where: str, problems: Sequence[Problem]) -> None:
+def raise_if(where: str, problems: Sequence[Problem], *, everywhere: bool = False) -> None:
     """Raise one `ShardingError` that lists all `problems`, or return if there are none."""
     if problems:
         body = "\n\n".join(str(problem) for problem in problems)
         error = ShardingError(f"{where}\n{body}")
-        error.problems = tuple(problems)
+        error.problems, error.everywhere = tuple(problems), everywhere
         raise error
 
 

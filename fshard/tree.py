@@ -6,7 +6,7 @@ argument that has no spec) and dict keys are walked in sorted order, as JAX does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import optree
@@ -17,7 +17,8 @@ from fshard.partition import PartitionSpec
 from fshard.spec import Sharded, Spec
 
 __all__ = [
-    "broadcast_prefix", "flatten", "is_pair", "map_leaves", "outline", "paths", "unflatten",
+    "broadcast_prefix", "flatten", "is_pair", "map_leaves", "outline", "paths", "tensors_in",
+    "unflatten",
 ]  # fmt: skip
 
 STRINGS = frozenset({str})
@@ -115,6 +116,20 @@ def paths(tree: Any, name: str) -> list[str]:
     """
     found, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_is_leaf, none_is_leaf=True)
     return [accessor.codify(name) for accessor in found]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, in order; lists, tuples, slices and mappings are looked into."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
 
 
 def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]:

@@ -222,7 +222,7 @@ class _Checked:
         # Who raises is waited for no more: first let all know why.
         self._tell_all([(tuple(group), tuple(at)) for group, at in meetings], text)
         error = ShardingError(text)
-        error.everywhere = True  # type: ignore[attr-defined]
+        error.everywhere = True
         raise error
 
     def _tell(

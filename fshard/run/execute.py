@@ -17,7 +17,7 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.program.program import Program
 from fshard.run.autograd import apply_program, is_transformed
-from fshard.run.fingerprint import call_line
+from fshard.run.fingerprint import call_line, place
 from fshard.run.interpreter import launch
 from fshard.run.record import Function, Launcher, Launchers, record, replay
 from fshard.run.transport import (
@@ -230,12 +230,10 @@ def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
 
 def _mismatch(shape: torch.Size, dtype: torch.dtype, spec: Spec, ranks: Sequence[int]) -> Problem:
     """Ranks whose local is not of the spec, all in the same way."""
-    coords = spec.mesh.coords(ranks[0])
-    place = f"rank {ranks[0]} ({', '.join(f'{axis}={at}' for axis, at in coords.items())})"
-    if len(ranks) > 1:
-        place = f"ranks {', '.join(map(str, ranks))}"
+    several = f"ranks {', '.join(map(str, ranks))}"
+    named = several if len(ranks) > 1 else place(spec.mesh, ranks[0])
     return Problem(
-        f"on {place} a local of shape {tuple(shape)} and {dtype}",
+        f"on {named} a local of shape {tuple(shape)} and {dtype}",
         f"{spec} on {spec.mesh} has there shape {spec.local_shape(ranks[0])} and {spec.dtype}",
         "fs.from_local makes a spec from locals, fs.reshard changes one",
     )

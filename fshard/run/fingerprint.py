@@ -264,5 +264,5 @@ def lost(error: BaseException, label: Label | None, op: str, group: Group) -> Sh
 def _error(head: str, lines: Iterable[str], rule: str, fix: str) -> ShardingError:
     """An error that belongs to all ranks, not to the one that finds it."""
     error = ShardingError("\n  ".join([head, *lines, f"rule:  {rule}", f"fix:   {fix}"]))
-    error.everywhere = True  # type: ignore[attr-defined]
+    error.everywhere = True
     return error

@@ -18,6 +18,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.execute import check_shards, check_tuple
+from fshard.run.fingerprint import place
 from fshard.run.interpreter import neutral_like
 from fshard.run.memory import own
 from fshard.run.transport import (
@@ -387,8 +388,7 @@ def from_local(
         fix = ("the ranks of one shard hold one shape: check the mesh, or the partition"
                if sizes == "infer" else 'sizes="infer" reads the sizes off the locals')  # fmt: skip
         raise_if("fs.from_local", [
-            Problem(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())}) "
-                    f"holds shape {shapes[rank]}",
+            Problem(f"{place(mesh, rank)} holds shape {shapes[rank]}",
                     f"{spec} has there shape {spec.local_shape(rank)}",
                     fix)
             for rank in ranks if shapes[rank] != spec.local_shape(rank)

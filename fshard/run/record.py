@@ -10,7 +10,7 @@ cost. After the tracing of JAX and of `torch.fx`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from fshard.mesh import Mesh
 from fshard.run.abstract import standing_in
 from fshard.run.fingerprint import lost
 from fshard.run.transport import LABEL, Label, backward_phase, direct_transport, unobserved
+from fshard.tree import tensors_in
 
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
@@ -81,14 +82,6 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _is_collective(func: Any) -> bool:
     return str(func.namespace) == "_c10d_functional"
 
@@ -122,8 +115,8 @@ class _Listing:
         self.bases: dict[int, torch.Tensor] = {id(x): x}
         self.made: dict[int, int] = {}
         for at, (_, args, _, out, _) in enumerate(calls):
-            first = next(_tensors(args), None)
-            for each in _tensors(out):
+            first = next(tensors_in(args), None)
+            for each in tensors_in(out):
                 if id(each) in self.bases:
                     continue
                 shares = first is not None and _storage(first) == _storage(each)
@@ -154,7 +147,7 @@ class _Listing:
                 continue
             places.add(at)
             call = self.calls[at]
-            for each in _tensors([*call.args, *call.kwargs.values()]):
+            for each in tensors_in([*call.args, *call.kwargs.values()]):
                 base = self.base(each)
                 if id(base) in self.made:
                     todo.append(self.made[id(base)])
@@ -163,7 +156,7 @@ class _Listing:
     def lost(self, calls: Sequence[_Call]) -> bool:
         """Whether a call takes numbers that were left behind: those of a tensor from nowhere."""
         given = [each for call in calls for each in (*call.args, *call.kwargs.values())]
-        return any(each.is_meta and id(each) not in self.bases for each in _tensors(given))
+        return any(each.is_meta and id(each) not in self.bases for each in tensors_in(given))
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.values)}"
@@ -174,7 +167,7 @@ class _Listing:
         """An argument as an expression."""
         if isinstance(value, torch.Tensor):
             return self.reshaped(value)
-        if isinstance(value, list | tuple) and next(_tensors(value), None) is not None:
+        if isinstance(value, list | tuple) and next(tensors_in(value), None) is not None:
             return f"[{', '.join(map(self.text, value))}]"
         if isinstance(value, _Name):
             return str(value)

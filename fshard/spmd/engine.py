@@ -19,9 +19,10 @@ from torch.autograd import Function
 
 from fshard.spmd.axes import tracking
 from fshard.spmd.kinds import Kind, Word
-from fshard.spmd.operands import agree, replaced, tensors_in
+from fshard.spmd.operands import agree, replaced
 from fshard.spmd.tracking import Tracker
-from fshard.spmd.types import INVARIANT, Clash, Rule, State, States, join
+from fshard.spmd.types import INVARIANT, Clash, Rule, State, States, join, word_of
+from fshard.tree import tensors_in
 
 __all__ = ["backward", "gradients", "telling"]
 
@@ -78,11 +79,7 @@ def _refuse_seed(
     tracker: Tracker, op: str, y: torch.Tensor, seed: torch.Tensor | None, axis: str, wanted: States
 ) -> NoReturn:
     given = "ones" if seed is None else str(tracker.typeof(seed))
-    state = wanted.at(axis)
-    word = "invariant" if state is None else state[0]
-    was = {"invariant": "invariant", "varying": "varying", "reduced": "unreduced"}.get(
-        word, "reduced"
-    )
+    word, was = word_of(wanted.at(axis)), word_of(tracker.states(y).at(axis))
     fix = {
         "invariant": f"fs.psum(g, {axis!r})",
         "unreduced": f"grad_outputs=fs.pcast(g, {axis!r}, to='unreduced') of a g that varies, or "

@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from fshard.spmd.engine import backward, gradients, telling
 from fshard.spmd.kinds import OVERWRITES, Kind, Word, draws, kind_of, tells, writes_state
-from fshard.spmd.operands import agree, replaced, tensors_in
+from fshard.spmd.operands import agree, replaced
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, Rule, States
+from fshard.tree import tensors_in
 
 __all__ = ["tracked"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,22 +10,9 @@ import torch
 from fshard.spmd.kinds import Kind, Word, adds_a_number, stays_linear
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, Clash, Joined, Rule, States, join
+from fshard.tree import tensors_in
 
-__all__ = ["agree", "computed", "replaced", "tensors_in"]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, in order; lists, tuples, slices and mappings are looked into."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, slice):
-        yield from tensors_in((value.start, value.stop, value.step))
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+__all__ = ["agree", "computed", "replaced"]
 
 
 def replaced(value: Any, new: Mapping[int, torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch
 
-from fshard.errors import Problem, ShardingError, raise_if
+from fshard.errors import Problem, raise_if
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
 from fshard.program.program import Program
@@ -178,10 +178,10 @@ def check_values(
             given += ", on another rank others"
             fix = f"return the same tree on every rank{_parted(told)}"
             rule = "every rank returns the same structure"
-            _raise_everywhere(where, Problem(given, rule, fix))
+            raise_if(where, [Problem(given, rule, fix)], everywhere=True)
         found = _unlike_others(mesh, axes, others, device, told)
         if found is not None:
-            _raise_everywhere(where, found)
+            raise_if(where, [found], everywhere=True)
         if not rows:
             return
         mine = torch.stack([_digest(each.x).to(device) for each, _ in rows])
@@ -190,9 +190,9 @@ def check_values(
             digests = [row[at] for row in everyones]
             groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
             if any(digests[i] != digests[group[0]] for group in groups for i in group):
-                found = _difference(mesh, along, groups, each, digests, told)
+                found = _difference(mesh, along, groups, each, digests, device, told)
                 if found is not None:
-                    _raise_everywhere(where, found)
+                    raise_if(where, [found], everywhere=True)
 
 
 def _unlike_others(
@@ -262,6 +262,7 @@ def _difference(
     groups: Sequence[Sequence[int]],
     promise: Promise,
     digests: Sequence[Sequence[int]],
+    device: torch.device,
     told: Sequence[str],
 ) -> Problem | None:
     """The first element that differs in a group, and on which ranks; None for equal numbers."""
@@ -271,7 +272,6 @@ def _difference(
     if len({tuple(each[1:]) for each in digests}) > 1:
         given = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
         return Problem(given, rule, fix)
-    device = getattr(current_transport(), "device", torch.device("cpu"))
     everyones = all_gather(promise.x.detach().to(device), mesh.axes, mesh=mesh).cpu()
     for group in groups:
         for i in group[1:]:
@@ -294,11 +294,3 @@ def _parted(told: Sequence[str]) -> str:
     if not told:
         return ""
     return f"; the ranks may have parted where the host learnt of what varies: {', '.join(told)}"
-
-
-def _raise_everywhere(where: str, problem: Problem) -> None:
-    try:
-        raise_if(where, [problem])
-    except ShardingError as error:
-        error.everywhere = True  # type: ignore[attr-defined]
-        raise

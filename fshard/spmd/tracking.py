@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard.errors import Problem, ShardingError, fail, raise_if
+from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.run.autograd import is_transformed
 from fshard.run.fingerprint import user_frame, user_line
@@ -216,11 +216,7 @@ class Tracker:
 
     def raise_all(self, problems: Sequence[Problem], what: str = "") -> None:
         """Raise for the problems, if there are any: types are the same on every rank."""
-        try:
-            raise_if(f"{self.name}{what}", problems)
-        except ShardingError as error:
-            error.everywhere = True  # type: ignore[attr-defined]
-            raise
+        raise_if(f"{self.name}{what}", problems, everywhere=True)
 
     # -- collectives --
 
