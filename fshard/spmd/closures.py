@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fshard.tree import flatten, is_pair
 
-__all__ = ["closures_of"]
+__all__ = ["closures_of", "leaves_of"]
 
 Edge = tuple[Any, int]
 """A node of an autograd graph and which of its outputs: what identifies a tensor there."""
@@ -47,6 +47,12 @@ def closures_of(
             return tuple(held[edge] if edge in held else edge[0].variable for edge in found)
         for edge in through:
             del held[edge]
+
+
+def leaves_of(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The leaves that a graph goes back to from `ys`."""
+    ends = _reached([_edge(y) for y in ys if y.requires_grad], frozenset())
+    return tuple(edge[0].variable for edge in ends)
 
 
 def _edge(x: torch.Tensor) -> Edge:

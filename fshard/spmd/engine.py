@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 
 from fshard.spmd.axes import tracking
+from fshard.spmd.closures import leaves_of
 from fshard.spmd.kinds import Kind, Word
 from fshard.spmd.operands import agree, replaced
 from fshard.spmd.tracking import Tracker
@@ -99,7 +100,7 @@ def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[s
     seeds = names.get("gradient", names.get("grad_tensors"))
     _check_seeds(tracker, "backward", given_outputs, seeds)
     inputs = names.get("inputs")
-    leaves = list(_leaves(outputs) if inputs is None else tensors_in(inputs))
+    leaves = list(leaves_of(outputs) if inputs is None else tensors_in(inputs))
     if inputs is None:
         for leaf in leaves:
             if tracker.is_outside(leaf):
@@ -132,22 +133,6 @@ def _add_up(tracker: Tracker, x: torch.Tensor, was: States) -> None:
         given = f"a gradient{made} of a tensor whose .grad is {tracker.typeof(x.grad)}"
         tracker.fail("backward", given, joined.rule, "x.grad = None before")
     tracker.record(x.grad, joined.result)
-
-
-def _leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The leaves that a graph hangs on."""
-    todo = [y.grad_fn for y in outputs if y.grad_fn is not None]
-    yield from (y for y in outputs if y.grad_fn is None and y.requires_grad)
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            yield variable
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                todo.append(after)
 
 
 # -- what PyTorch does not tell a mode of --------------------------------------------------
