@@ -9,10 +9,11 @@ cost. After the tracing of JAX and of `torch.fx`.
 
 from __future__ import annotations
 
+import marshal
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -311,9 +312,9 @@ class Launchers:
 
 
 _LISTS = frozenset((list, tuple))
-_UNEQUAL = frozenset((int, str, type(None), torch.dtype, Mesh))
-"""Types of plain values none of which equals one of another type."""
-_ATOMS = _UNEQUAL | {bool}
+_PLAIN = frozenset((int, bool, str, type(None), torch.dtype, Mesh))
+_WRITTEN = object()
+"""What stands before a list that is written down, as bytes."""
 
 
 def plain_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
@@ -322,30 +323,48 @@ def plain_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | No
     What can change is no key by its identity, a tensor is not. Numbers that are equal need not
     mean the same, 0 and 0.0 do not.
     """
-    values = (*args, *kwargs.values())
-    types = tuple(map(type, values))
-    if not _ATOMS.issuperset(types):
-        each = list(values)
-        for at, kind in enumerate(types):
-            if kind not in _ATOMS:
-                each[at] = found = _listed(each[at]) if kind in _LISTS else None
-                if found is None:
-                    return None
-        values = tuple(each)
-    return (values, types, *kwargs)
-
-
-def _listed(values: Sequence[Any]) -> Hashable | None:
-    """The same of what is in a list or a tuple."""
-    types = set(map(type, values))
-    if _UNEQUAL.issuperset(types) or (
-        types == {tuple} and _UNEQUAL.issuperset(map(type, chain.from_iterable(values)))
-    ):
-        return tuple(values)
-    if not types <= _LISTS:
+    try:
+        return _token(*(_written(args) if list in map(type, args) else args), **kwargs)
+    except (TypeError, ValueError):  # a list by name, or a tuple of more than names
+        pass
+    try:
+        return (_token(*_written((*args, *kwargs.values()))), *kwargs)
+    except (TypeError, ValueError):
         return None
-    each = tuple(map(_listed, values))
-    return None if None in each else (tuple(map(type, values)), each)
+
+
+def _written(values: tuple[Any, ...]) -> list[Any]:
+    """Values with the lists and tuples among them written down; raises where it cannot be."""
+    written: list[Any] = []
+    for each in values:
+        if type(each) in _LISTS:
+            written += _WRITTEN, marshal.dumps(each, 0)
+        else:
+            written.append(each)
+    return written
+
+
+@lru_cache(maxsize=MOST, typed=True)
+def _token(*args: Any, **kwargs: Any) -> object:
+    """One object for equal values of equal types; `TypeError` for what is no plain value.
+
+    The cache compares the types of what it is given, not of what is in a tuple.
+    """
+    values = iter((*args, *kwargs.values()))
+    for each in values:
+        if each is _WRITTEN:  # an array is written as bytes, and as bytes it is read
+            plain = _is_plain(marshal.loads(next(values)))
+        elif type(each) is tuple:
+            plain = {str}.issuperset(map(type, each))
+        else:
+            plain = type(each) in _PLAIN
+        if not plain:
+            raise TypeError
+    return object()
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) in _LISTS else type(value) in _PLAIN
 
 
 def record(function: Function, transpose: Function, like: torch.Tensor) -> Launcher | None:

@@ -131,7 +131,7 @@ def _key(
     arguments = plain_key(args, kwargs)
     if arguments is None:
         return None
-    return plan, arguments, bound and (bound.mesh, bound.axes)
+    return (plan, arguments) if bound is None else (plan, arguments, bound.mesh, bound.axes)
 
 
 def _planned(
