@@ -16,9 +16,11 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     CollectivePermute,
+    Exchange,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
+    Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
@@ -83,8 +85,12 @@ def _widest(spec: Spec, dim: int) -> int:
 def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
     """The axes a step acts along that have more than one device; a permutation's in mesh order."""
     shape = src.mesh.shape
-    if isinstance(step, Cast):
+    if isinstance(step, Cast | Remesh):
         return ()
+    if isinstance(step, Exchange):
+        return tuple(axis for axis, size in shape.items() if size > 1)
+    if isinstance(step, AllToAll):
+        return tuple(axis for pair in step.pairs for axis in pair.axes if shape[axis] > 1)
     if isinstance(step, CollectivePermute):
         before, after = (axis_roles(shape, spec.partition) for spec in (src, dst))
         return tuple(axis for axis, role in before.items() if role != after[axis])
@@ -139,7 +145,7 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
             ]
             sent, received = (max(each) * rest for each in zip(*pairs, strict=True))
             return Traffic(sent, received, hops(n))
-        case CollectivePermute():
+        case CollectivePermute() | Exchange():
             moved = max_local_nbytes(src)
             return Traffic(moved, moved, 1)
         case (
@@ -149,6 +155,7 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
             | ReplicatedToUnreduced()
             | ShardedToUnreduced()
             | Cast()
+            | Remesh()
         ):
             return NOTHING
         case _:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import NoReturn, assert_never
+from dataclasses import replace
+from typing import assert_never
 
-from fshard.errors import fail, raise_if
+from fshard.errors import raise_if
 from fshard.layout import state_problems
 from fshard.partition import Kinds, PartitionSpec, chunk_sizes
+from fshard.program.relayout import exchanged, padded, refuse, remeshed
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -17,16 +19,26 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     CollectivePermute,
+    Exchange,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
+    Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
 )
 from fshard.spec import Spec
 
-__all__ = ["cut_sizes", "infer", "join_sizes", "replicated_kind", "unreduced_kind"]
+__all__ = [
+    "cut_sizes",
+    "infer",
+    "join_sizes",
+    "permute_signature",
+    "replicated_kind",
+    "unreduced_kind",
+    "way_back",
+]
 
 DimSizes = tuple[int, ...] | None
 
@@ -41,11 +53,13 @@ def infer(step: Step, spec: Spec, /) -> Spec:
     >>> infer(AllGather("x", 0, to="reduced"), spec)
     f32[4]{reduced: x}
     """
-    if not isinstance(step, Cast | CollectivePermute):
+    if isinstance(step, AllToAll):
+        _check_moves(step, spec)
+    elif not isinstance(step, Cast | CollectivePermute | Exchange | Remesh):
         spec.mesh.check_axes(step.axes, f"{step} on {spec}")
     match step:
         case AllGather() | AllReduce() if step.to not in ("invariant", "reduced"):
-            _refuse(step, spec, f"to is 'invariant' or 'reduced', not {step.to!r}", "leave it out")
+            refuse(step, spec, f"to is 'invariant' or 'reduced', not {step.to!r}", "leave it out")
         case AllGather():
             joined = _take(step, spec, step.dim)
             return _state(step, joined, "reduced" if step.to == "reduced" else "", step.kind)
@@ -60,18 +74,25 @@ def infer(step: Step, spec: Spec, /) -> Spec:
             unreduced_kind(step, spec, step.axes)
             return _put(step, _drop_states(spec, step.axes), step.dim, step.sizes)
         case AllToAll():
-            if step.src_dim == step.dst_dim:
-                _refuse(step, spec, "the two dims differ", "collective_permute reorders one dim")
-            return _put(step, _take(step, spec, step.src_dim), step.dst_dim, step.sizes)
+            taken = spec
+            for pair in reversed(step.pairs):
+                taken = _take(pair, taken, pair.src_dim)
+            for pair in step.pairs:
+                taken = _put(pair, taken, pair.dst_dim, pair.sizes)
+            return taken
         case CollectivePermute():
             return _permuted(step, spec)
+        case Exchange():
+            return exchanged(step, spec)
+        case Remesh():
+            return remeshed(step, spec)
         case InvariantToReduced():
             if replicated_kind(step, spec, step.axes) is not None:
-                _refuse(step, spec, "the axes are invariant", "name axes that are not reduced")
+                refuse(step, spec, "the axes are invariant", "name axes that are not reduced")
             return _state(step, spec, "reduced", step.kind)
         case ReducedToInvariant():
             if replicated_kind(step, spec, step.axes) is None:
-                _refuse(step, spec, "the axes are reduced", "invariant axes need no step")
+                refuse(step, spec, "the axes are reduced", "invariant axes need no step")
             return _drop_states(spec, step.axes)
         case ReplicatedToUnreduced():
             replicated_kind(step, spec, step.axes)
@@ -95,7 +116,7 @@ def unreduced_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str:
     kinds = dict(spec.partition.unreduced_kinds)
     found = {kinds.get(axis) for axis in axes}
     if len(found) != 1 or None in found:
-        _refuse(
+        refuse(
             step,
             spec,
             f"the spec is unreduced by one reduction on all of {axes}",
@@ -111,7 +132,7 @@ def replicated_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str | None
     kinds = dict(p.reduced_kinds)
     found = {kinds.get(axis) for axis in axes}
     if len(found) != 1 or not busy.isdisjoint(axes):
-        _refuse(
+        refuse(
             step,
             spec,
             f"the axes {axes} are all invariant, or all reduced",
@@ -145,13 +166,28 @@ def cut_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) -> D
     return f"each shard divides by {n}: {odd} % {n} = {odd % n}"
 
 
-def _refuse(step: Step, spec: Spec, rule: str, fix: str) -> NoReturn:
-    fail(f"{step}", f"{spec} on {spec.mesh}", rule, fix)
+def way_back(step: AllToAll, spec: Spec) -> AllToAll:
+    """The all-to-all that undoes one of `spec`: the same axes in the same order, dims swapped."""
+    moves = []
+    for pair in reversed(step.pairs):
+        dims = pair.dst_dim, pair.src_dim
+        moves.append(AllToAll(pair.axes, *dims, spec.sizes[pair.src_dim]))
+        spec = _take(pair, spec, pair.src_dim)
+    first, *rest = moves[::-1]
+    return replace(first, also=tuple(rest))
+
+
+def _check_moves(step: AllToAll, spec: Spec) -> None:
+    axes = tuple(axis for pair in step.pairs for axis in pair.axes)
+    spec.mesh.check_axes(axes, f"{step} on {spec}")
+    for pair in step.pairs:
+        if pair.src_dim == pair.dst_dim:
+            refuse(step, spec, "the two dims differ", "collective_permute reorders one dim")
 
 
 def _check_dim(step: Step, spec: Spec, dim: int) -> None:
     if not 0 <= dim < spec.ndim:
-        _refuse(
+        refuse(
             step,
             spec,
             f"dim {dim} is one of the spec's {spec.ndim}",
@@ -161,11 +197,11 @@ def _check_dim(step: Step, spec: Spec, dim: int) -> None:
 
 def _take(step: Step, spec: Spec, dim: int) -> Spec:
     """`spec` without the step's axes, which are the most minor ones of `dim`."""
-    assert not isinstance(step, Cast | CollectivePermute)
+    assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
     _check_dim(step, spec, dim)
     axes, mine = step.axes, spec.partition.dims[dim]
     if not axes or mine[-len(axes) :] != axes:
-        _refuse(
+        refuse(
             step,
             spec,
             f"the axes are the most minor of dim {dim}, which has {mine}",
@@ -178,14 +214,14 @@ def _take(step: Step, spec: Spec, dim: int) -> Spec:
 
 def _put(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
     """`spec` with the step's axes at the minor end of `dim`."""
-    assert not isinstance(step, Cast | CollectivePermute)
+    assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
     _check_dim(step, spec, dim)
     shards, n = spec.dim_shards(dim), spec.mesh.axis_size(step.axes)
     if sizes is not None:
         whole = spec.shard_sizes(dim)
         cut = [sum(sizes[at * n : (at + 1) * n]) for at in range(shards)]
         if len(sizes) != shards * n or tuple(cut) != whole or min(sizes) < 0:
-            _refuse(
+            refuse(
                 step,
                 spec,
                 f"the {shards * n} sizes {sizes} cut shards of {whole}, not {cut}",
@@ -195,7 +231,7 @@ def _put(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
     else:
         new = cut_sizes(spec.shape[dim], shards, spec.sizes[dim], n, chunk=False)
     if isinstance(new, str):
-        _refuse(step, spec, new, "give sizes=, one per shard of the result")
+        refuse(step, spec, new, "give sizes=, one per shard of the result")
     return _with_dim(spec, dim, (*spec.partition.dims[dim], *step.axes), new)
 
 
@@ -222,7 +258,7 @@ def _drop_states(spec: Spec, axes: tuple[str, ...]) -> Spec:
 
 def _state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
     """`spec` with the step's axes put into a state; the empty word is invariant."""
-    assert not isinstance(step, Cast | CollectivePermute)
+    assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
     if not word:
         return spec
     p = spec.partition
@@ -242,16 +278,16 @@ def _stand_in(step: ShardedToUnreduced, spec: Spec) -> Spec:
     mine, n = spec.partition.dims[step.dim], len(step.axes)
     at = next((at for at in range(len(mine)) if mine[at : at + n] == step.axes), None)
     if at is None:
-        _refuse(
+        refuse(
             step,
             spec,
             f"the axes stand in a row in dim {step.dim}, which has {mine}",
             "name axes that shard the dim, major to minor",
         )
     if replicated_kind(step, spec, step.by) is None:
-        _refuse(step, spec, f"{step.by} are reduced", "invariant_to_reduced makes them so")
+        refuse(step, spec, f"{step.by} are reduced", "invariant_to_reduced makes them so")
     if spec.mesh.axis_size(step.axes) != spec.mesh.axis_size(step.by):
-        _refuse(
+        refuse(
             step,
             spec,
             f"{step.by} has as many ranks as {step.axes}: "
@@ -274,17 +310,10 @@ def permute_signature(size: Mapping[str, int], p: PartitionSpec) -> tuple[object
 
 
 def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
-    to, size = step.partition, spec.mesh.shape
-    spec.mesh.check_axes(to.axes, f"{step} on {spec}")
-    if len(to) != spec.ndim:
-        _refuse(
-            step,
-            spec,
-            f"the partition has {spec.ndim} entries, one per dim",
-            "write every dim, None too",
-        )
+    spec.mesh.check_axes(step.partition.axes, f"{step} on {spec}")
+    to, size = padded(step, spec, step.partition), spec.mesh.shape
     if permute_signature(size, spec.partition) != permute_signature(size, to):
-        _refuse(
+        refuse(
             step,
             spec,
             "source and target have as many shards on every dim, and as many addends",

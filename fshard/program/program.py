@@ -11,14 +11,16 @@ import torch
 
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
+from fshard.mesh import Mesh
 from fshard.partition import LINEAR
 from fshard.program.cost import Cost, held, max_local_nbytes, step_time, traffic
-from fshard.program.infer import infer
+from fshard.program.infer import infer, way_back
 from fshard.program.steps import (
     AllGather,
     AllReduce,
     AllSlice,
     AllToAll,
+    Exchange,
     ReduceScatter,
     Step,
 )
@@ -26,7 +28,10 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
-__all__ = ["Program", "carries", "check", "endpoint_problems", "wire_problems"]
+__all__ = [
+    "Program", "as_topology", "carries", "check", "endpoint_problems", "wire_problems",
+    "wire_specs",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -75,7 +80,7 @@ class Program:
         canonical: list[Step] = []
         for step in steps:
             specs.append(infer(step, specs[-1]))
-            canonical.append(_canonical(step, specs[-1]))
+            canonical.append(_canonical(step, *specs[-2:]))
         if dst is not None and specs[-1] != dst:
             fail(
                 "Program",
@@ -155,7 +160,7 @@ class Program:
 
     def cost(self, topology: Topology | None = None, /) -> Cost:
         """Time, bytes and memory on a topology; the default is a single node."""
-        return _cost(self, _topology("Program.cost", topology))
+        return _cost(self, as_topology("Program.cost", topology))
 
     # -- running ----------------------------------------------------------------------
 
@@ -175,8 +180,9 @@ class Program:
             for word, dtype in (("sends", self.forward_dtype), ("backward", self.backward_dtype))
             if dtype is not None
         ]
-        mesh = self.src.mesh
-        lines = [f"{self.src} -> {self.dst} on {mesh}{''.join(', ' + each for each in sends)}"]
+        old, new = self.src.mesh, self.dst.mesh
+        ends = f"{self.src}{'' if old == new else f' on {old}'} -> {self.dst} on {new}"
+        lines = [f"{ends}{''.join(', ' + each for each in sends)}"]
         rows = [
             (str(step), str(after), f"{sent:,} B")
             for step, after, sent in zip(self.steps, self.specs[1:], self.step_bytes, strict=True)
@@ -190,19 +196,20 @@ class Program:
     @property
     def step_bytes(self) -> tuple[int, ...]:
         """Bytes that the busiest rank sends in each step."""
-        wire = _wire(self)
+        wire = wire_specs(self)
         return tuple(map(_sent, self.steps, wire, wire[1:]))
 
     def explain(self, topology: Topology | None = None) -> Any:
         """A table of the steps with specs, bytes, time and peak memory; prints anywhere."""
-        return hooks.call("explain", self, _topology("Program.explain", topology))
+        return hooks.call("explain", self, as_topology("Program.explain", topology))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         bundle: dict[str, str] = hooks.call("mimebundle", self)
         return bundle
 
 
-def _topology(where: str, topology: Topology | None) -> Topology:
+def as_topology(where: str, topology: Topology | None) -> Topology:
+    """The topology, a single node where none is given; raises `ShardingError` for others."""
     if topology is not None and not isinstance(topology, Topology):
         fail(
             where,
@@ -311,18 +318,24 @@ def _rebuild(
     return Program(src, steps, forward_dtype=forward, backward_dtype=backward)
 
 
-def _canonical(step: Step, after: Spec) -> Step:
+def _canonical(step: Step, before: Spec, after: Spec) -> Step:
     """The step with the sizes its result has, so that equal steps are equal values."""
     match step:
         case AllSlice() | ReduceScatter():
             sizes = after.sizes[step.dim]
+            return step if step.sizes == sizes else replace(step, sizes=sizes)
         case AllToAll():
-            sizes = after.sizes[step.dst_dim]
+            return way_back(way_back(step, before), after)
+        case Exchange():
+            return Exchange(after.partition, after.sizes, _other(after.mesh, before.mesh))
         case AllGather() | AllReduce() if step.to == "invariant" and step.kind != "sum":
             return replace(step, kind="sum")
         case _:
             return step
-    return step if step.sizes == sizes else replace(step, sizes=sizes)
+
+
+def _other(mesh: Mesh, old: Mesh) -> Mesh | None:
+    return None if mesh == old else mesh
 
 
 @lru_cache(maxsize=4096)
@@ -349,8 +362,8 @@ def _sent(step: Step, src: Spec, dst: Spec) -> int:
     return traffic(step, src, dst).sent
 
 
-def _wire(prog: Program) -> tuple[Spec, ...]:
-    """The specs with the dtype that is sent."""
+def wire_specs(prog: Program) -> tuple[Spec, ...]:
+    """A program's specs with the dtype that is sent."""
     if prog.forward_dtype is None:
         return prog.specs
     return tuple(spec._with(dtype=prog.forward_dtype) for spec in prog.specs)
@@ -358,7 +371,7 @@ def _wire(prog: Program) -> tuple[Spec, ...]:
 
 @lru_cache(maxsize=4096)
 def _cost(prog: Program, topology: Topology) -> Cost:
-    wire = _wire(prog)
+    wire = wire_specs(prog)
     triples = list(zip(prog.steps, wire[:-1], wire[1:], strict=True))
     moved = [traffic(*each) for each in triples]
     return Cost(

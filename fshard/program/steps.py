@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from fshard.mesh import as_axes
+from fshard.errors import fail
+from fshard.mesh import Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.spec import DTYPE_NAMES
 
@@ -23,9 +24,11 @@ __all__ = [
     "AllToAll",
     "Cast",
     "CollectivePermute",
+    "Exchange",
     "InvariantToReduced",
     "ReduceScatter",
     "ReducedToInvariant",
+    "Remesh",
     "ReplicatedToUnreduced",
     "ShardedToUnreduced",
     "Step",
@@ -41,6 +44,38 @@ def _axes(step: object, axes: str | Sequence[str]) -> None:
 
 def _names(axes: tuple[str, ...]) -> str:
     return axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+
+
+def _partition(step: object, partition: PartitionSpec) -> None:
+    """Without the unsharded dims at the end: a step is then one value on any number of them."""
+    if not isinstance(partition, PartitionSpec):
+        fail(f"fs.{type(step).__name__}", f"partition {partition!r}", "a partition is a P",
+             "P('x', None), say: one entry per dim")  # fmt: skip
+    kept = len(partition) - next(
+        (at for at, axes in enumerate(reversed(partition.dims)) if axes), len(partition)
+    )
+    short = PartitionSpec._of(
+        partition.dims[:kept], partition.unreduced_kinds, partition.reduced_kinds
+    )
+    object.__setattr__(step, "partition", short)
+
+
+def _some_sizes(step: object, sizes: object) -> None:
+    """Sizes by dim: None for equal ones, and nothing where no dim has others."""
+    if sizes is None:
+        return
+    if not isinstance(sizes, list | tuple) or not all(
+        each is None
+        or (isinstance(each, list | tuple) and all(isinstance(size, int) for size in each))
+        for each in sizes
+    ):
+        fail(f"fs.{type(step).__name__}", f"sizes={sizes!r}",
+             "sizes are by dim, each None or one whole number per shard",
+             "sizes=((3, 5), None), say, or None where all are equal")  # fmt: skip
+    kept = [None if each is None or len(set(each)) <= 1 else tuple(each) for each in sizes]
+    while kept and kept[-1] is None:
+        kept.pop()
+    object.__setattr__(step, "sizes", tuple(kept) or None)
 
 
 def _to(to: str, kind: str) -> str:
@@ -126,28 +161,47 @@ class ReduceScatter:
 class AllToAll:
     """Sharded to sharded: `axes` leave the minor end of `src_dim` for that of `dst_dim`.
 
-    `sizes` are those of all shards of `dst_dim` afterwards. Transpose: itself, dims swapped.
+    `sizes` are those of all shards of `dst_dim` afterwards. `also` are further ones, done in the
+    same launch: all axes are first taken from their dims, the last listed ones first, and then
+    put where they go, the first listed ones first. Transpose: itself, dims swapped.
+
+    >>> print(AllToAll("x", 0, 1, also=(AllToAll("y", 2, 1),)))
+    all_to_all(x, dim 0 -> 1; y, dim 2 -> 1)
     """
 
     axes: tuple[str, ...]
     src_dim: int
     dst_dim: int
     sizes: Sizes = None
+    also: tuple[AllToAll, ...] = ()
     name: ClassVar[str] = "all_to_all"
 
     def __post_init__(self) -> None:
         _axes(self, self.axes)
+        also = tuple(self.also) if isinstance(self.also, list | tuple) else (self.also,)
+        if not all(isinstance(each, AllToAll) and not each.also for each in also):
+            fail("fs.AllToAll", f"also={self.also!r}", "also are all-to-alls without `also`",
+                 "also=(fs.AllToAll('y', 0, 1), fs.AllToAll('z', 0, 1)), side by side")  # fmt: skip
+        object.__setattr__(self, "also", also)
+
+    @property
+    def pairs(self) -> tuple[AllToAll, ...]:
+        """Each by itself, in the order of the listing."""
+        first = AllToAll(self.axes, self.src_dim, self.dst_dim, self.sizes) if self.also else self
+        return (first, *self.also)
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}, dim {self.src_dim} -> {self.dst_dim})"
+        moves = (f"{_names(p.axes)}, dim {p.src_dim} -> {p.dst_dim}" for p in self.pairs)
+        return f"{self.name}({'; '.join(moves)})"
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePermute:
     """Sharded to sharded of the same local shapes: shards move between devices whole.
 
-    `partition` is the result's. Covers reordered axes, exchanged dims and shards that move
-    from one axis to another of the same size, unreduced ones too. Transpose: the inverse.
+    `partition` is the result's; dims at its end that are left out are not sharded. Covers
+    reordered axes, exchanged dims and shards that move from one axis to another of the same
+    size, unreduced ones too. Transpose: the inverse.
     After AllPermute of Rink et al., arXiv 2112.01075.
 
     Which rank sends to which: an axis that keeps its role (the dim it cuts and the stride, or
@@ -161,8 +215,67 @@ class CollectivePermute:
     partition: PartitionSpec
     name: ClassVar[str] = "collective_permute"
 
+    def __post_init__(self) -> None:
+        _partition(self, self.partition)
+
     def __str__(self) -> str:
         return f"{self.name}({self.partition!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Any layout to any other: each rank receives what it lacks and no more, in one all-to-all-v.
+
+    `partition` is the result's (dims left out at its end are not sharded), `sizes` the shard
+    sizes of its dims that are not cut equally, by dim, and `mesh` its mesh where that is another
+    one: with the same devices, some of them, or none.
+
+    The global value stays. Axes that are unreduced in the result are so in the source; all
+    others that the source is unreduced on are reduced on arrival. Axes that are reduced in the
+    source stay reduced, and further ones may become it. Nothing stays where the mesh changes.
+    Transpose: the exchange back, on the duals. Each piece is sent once, by one of its holders:
+    Zhuang et al., "On optimizing the communication of model parallelism" (arXiv 2211.05322).
+
+    >>> print(Exchange(PartitionSpec(None, "x")))
+    exchange(P(None, 'x'))
+    >>> print(Exchange(PartitionSpec("y"), mesh=Mesh(y=3)))
+    exchange(P('y'), Mesh(y=3))
+    """
+
+    partition: PartitionSpec
+    sizes: tuple[Sizes, ...] | None = None
+    mesh: Mesh | None = None
+    name: ClassVar[str] = "exchange"
+
+    def __post_init__(self) -> None:
+        _partition(self, self.partition)
+        _some_sizes(self, self.sizes)
+
+    def __str__(self) -> str:
+        to = "" if self.mesh is None else f", {self.mesh}"
+        return f"{self.name}({self.partition!r}{to})"
+
+
+@dataclass(frozen=True, slots=True)
+class Remesh:
+    """The same shards on the same devices, read on another mesh; no traffic, no copy.
+
+    An axis becomes several or several one, or axes have other names; `partition` is the
+    result's (dims left out at its end are not sharded). Transpose: the way back.
+
+    >>> print(Remesh(Mesh(a=2, b=2), PartitionSpec(("a", "b"))))
+    remesh(Mesh(a=2, b=2))
+    """
+
+    mesh: Mesh
+    partition: PartitionSpec
+    name: ClassVar[str] = "remesh"
+
+    def __post_init__(self) -> None:
+        _partition(self, self.partition)
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.mesh})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +372,8 @@ Step = (
     | ReduceScatter
     | AllToAll
     | CollectivePermute
+    | Exchange
+    | Remesh
     | InvariantToReduced
     | ReducedToInvariant
     | ReplicatedToUnreduced

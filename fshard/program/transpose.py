@@ -13,7 +13,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.partition import LINEAR
-from fshard.program.infer import replicated_kind, unreduced_kind
+from fshard.program.infer import replicated_kind, unreduced_kind, way_back
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -21,9 +21,11 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     CollectivePermute,
+    Exchange,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
+    Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
@@ -38,6 +40,10 @@ def is_linear(step: Step, src: Spec) -> bool:
     match step:
         case AllReduce() | ReduceScatter():
             return unreduced_kind(step, src, step.axes) in LINEAR
+        case Exchange():
+            stay = dict(step.partition.unreduced_kinds) if step.mesh in (None, src.mesh) else {}
+            kinds = src.partition.unreduced_kinds
+            return all(kind in LINEAR for axis, kind in kinds if axis not in stay)
         case ReplicatedToUnreduced() | ShardedToUnreduced():
             return step.kind in LINEAR
         case Cast():
@@ -88,10 +94,14 @@ def transpose(step: Step, src: Spec, /) -> Step:
             return InvariantToReduced(axes, unreduced_kind(step, src, axes))
         case ReduceScatter(axes, dim):
             return AllGather(axes, dim, "reduced", unreduced_kind(step, src, axes))
-        case AllToAll(axes, src_dim, dst_dim):
-            return AllToAll(axes, dst_dim, src_dim, src.sizes[src_dim])
+        case AllToAll():
+            return way_back(step, src)
         case CollectivePermute():
             return CollectivePermute(src.dual.partition)
+        case Exchange():
+            return Exchange(src.dual.partition, src.sizes, src.mesh)
+        case Remesh():
+            return Remesh(src.mesh, src.dual.partition)
         case InvariantToReduced(axes):
             return AllReduce(axes)
         case ReducedToInvariant(axes):

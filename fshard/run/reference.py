@@ -23,9 +23,11 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     CollectivePermute,
+    Exchange,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
+    Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
@@ -160,6 +162,12 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
     held = _by_rank(shards, spec)
     if isinstance(step, CollectivePermute):
         made = _permute(spec, after, held)
+    elif isinstance(step, Exchange):
+        made = _exchange(spec, after, held)
+    elif isinstance(step, Remesh):
+        made = held
+    elif isinstance(step, AllToAll):
+        made = _all_to_all(step, spec, held)
     elif isinstance(step, ShardedToUnreduced) and step.by:
         made = _substitute(step, spec, after, held)
     elif isinstance(step, Cast):
@@ -170,7 +178,7 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
             parts = [held[rank] for rank in group]
             shapes = [after.local_shape(rank) for rank in group]
             made |= zip(group, _in_group(step, spec, parts, shapes), strict=True)
-    result = tuple(made[rank] for rank in spec.mesh.ranks)
+    result = tuple(made[rank] for rank in after.mesh.ranks)
     _by_rank(result, after)
     return result
 
@@ -179,7 +187,7 @@ def _in_group(
     step: Step, spec: Spec, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]
 ) -> Iterable[torch.Tensor]:
     """What the ranks of one group hold after a step, major to minor; `shapes` are the results'."""
-    assert not isinstance(step, CollectivePermute | Cast)
+    assert not isinstance(step, AllToAll | CollectivePermute | Exchange | Remesh | Cast)
     n, unreduced = len(parts), dict(spec.partition.unreduced_kinds)
     scale = _averaged(spec, step.axes)
     match step:
@@ -195,8 +203,6 @@ def _in_group(
             return [_share(total, n if (to, kind) == ("reduced", "avg") else 1)] * n
         case ReduceScatter(axes, dim):
             return _cut(_reduce(parts, unreduced[axes[0]]), dim, shapes)
-        case AllToAll(_, src_dim, dst_dim):
-            return _cut(torch.cat(parts, src_dim), dst_dim, shapes)
         case InvariantToReduced(_, kind):
             return [_share(part, n if kind == "avg" else 1) for part in parts]
         case ReducedToInvariant():
@@ -212,6 +218,50 @@ def _in_group(
             return [torch.cat(row, dim) for row in rows]
         case _:
             assert_never(step)
+
+
+def _all_to_all(step: AllToAll, spec: Spec, held: ByRank) -> ByRank:
+    """First the shards become whole along the pairs' axes, the last pair's first, then cut."""
+    for gather in (AllGather(pair.axes, pair.src_dim) for pair in reversed(step.pairs)):
+        held, spec = _one(gather, spec, held), infer(gather, spec)
+    for cut in (AllSlice(pair.axes, pair.dst_dim, pair.sizes) for pair in step.pairs):
+        held, spec = _one(cut, spec, held), infer(cut, spec)
+    return held
+
+
+def _one(step: AllGather | AllSlice, spec: Spec, held: ByRank) -> ByRank:
+    shards = simulate_step(step, spec, [held[rank] for rank in spec.mesh.ranks])
+    return dict(zip(spec.mesh.ranks, shards, strict=True))
+
+
+def _exchange(before: Spec, after: Spec, held: ByRank) -> ByRank:
+    """Every rank's slice of the global value, of all addends that do not stay addends.
+
+    Where the reductions are averages and sums, what all addends make is their sum, over the
+    number of those that are averaged. What becomes reduced by avg is a share of it.
+    """
+    old, new = before.partition, after.partition
+    stay = [axis for axis in old.unreduced if axis in new.unreduced]
+    gone = {axis: kind for axis, kind in old.unreduced_kinds if axis not in stay}
+    kind = next((kind for kind in gone.values() if kind not in ("sum", "avg")), "sum")
+    sizes = before.mesh.shape
+    shares = math.prod(sizes[axis] for axis, each in gone.items() if each == "avg")
+    shares *= math.prod(
+        after.mesh.shape[axis]
+        for axis, each in new.reduced_kinds
+        if each == "avg" and axis not in old.reduced
+    )
+    wholes: dict[tuple[int, int], torch.Tensor] = {}
+    for rank, shard in held.items():
+        place = before.mesh.index(rank, stay), before.mesh.index(rank, tuple(gone))
+        whole = wholes.setdefault(place, shard.new_empty(before.shape))
+        whole[before.index(rank)] = shard
+    made = {}
+    for rank in after.mesh.ranks:
+        here, n = after.mesh.index(rank, stay), before.mesh.axis_size(tuple(gone))
+        total = _reduce([wholes[here, each][after.index(rank)] for each in range(n)], kind)
+        made[rank] = _share(total, shares).clone()
+    return made
 
 
 def _substitute(step: ShardedToUnreduced, before: Spec, after: Spec, held: ByRank) -> ByRank:
