@@ -1,0 +1,378 @@
+"""How good plans are: bytes over the lower bound, memory, and modelled time beside DTensor's.
+
+`python -m tests.benchmarks.bench_quality` prints the tables in some minutes, with `--quick` of a
+sample of the pairs in less than one. DTensor's two planners give their own plans, which
+`tests.dtensor_plans` reads as fshard programs: one model costs all of them. Received bytes are
+those of the busiest rank; ratios are geometric means and worst cases over all ordered pairs whose
+lower bound is above 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import fshard as fs
+from fshard import Mesh, P, Program, ShardingError, Spec, Topology
+from fshard.program.cost import max_local_nbytes
+from tests.dtensor_plans import PLANNERS, plan
+from tests.helpers import all_specs
+
+SEED, QUICK, SAMPLE = 0, 200, 3000
+MESHES = (Mesh(x=2, y=4), Mesh(x=4, y=4), Mesh(x=8, y=8), Mesh(x=2, y=2, z=2), Mesh(x=4, y=2, z=4))
+SHAPES = {2: (256, 256), 3: (64, 64, 64)}
+TIMED_SHAPES = {2: ((64, 64), (1024, 1024), (16384, 16384)), 3: ((32, 32, 32), (512, 512, 512))}
+T = TypeVar("T")
+PRESETS = {"node": Topology.node(), "cluster": Topology.cluster()}
+Pair = tuple[Spec, Spec]
+Planner = Callable[[Spec, Spec], Program | None]
+
+
+def by_bytes(src: Spec, dst: Spec) -> Program:
+    return fs.redistribute(src, dst, cost="bytes")
+
+
+def collectives_only(src: Spec, dst: Spec) -> Program:
+    return fs.redistribute(src, dst, cost="bytes", exclude=(fs.Exchange,))
+
+
+def capped(src: Spec, dst: Spec) -> Program | None:
+    """The plan that never holds more than the larger end."""
+    try:
+        return fs.redistribute(src, dst, cost="bytes", max_memory=larger_end(src, dst))
+    except ShardingError:
+        return None
+
+
+def theirs(planner: str, src: Spec, dst: Spec, *, flattened: bool = False) -> Program | None:
+    return plan(src, dst, planner, flattened=flattened).program
+
+
+OURS: dict[str, Planner] = {
+    "fshard": by_bytes,
+    "fshard, collectives": collectives_only,
+    "fshard, max_memory": capped,
+}
+DTENSOR: dict[str, Planner] = {f"DTensor {name}": partial(theirs, name) for name in PLANNERS}
+
+
+# -- bytes -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one plan of one pair: received bytes over the bound, and the largest local."""
+
+    ratio: float
+    peak: float
+
+
+def larger_end(src: Spec, dst: Spec) -> int:
+    return max(max_local_nbytes(src), max_local_nbytes(dst))
+
+
+def score(prog: Program | None) -> Score | None:
+    """Of a bound of 0 the ratio is `inf` where bytes move all the same, `nan` where none do."""
+    if prog is None:
+        return None
+    bound, moved = fs.lower_bound(prog.src, prog.dst).bytes_received, prog.cost().bytes_received
+    ratio = moved / bound if bound else math.inf if moved else math.nan
+    peak = max(map(max_local_nbytes, prog.specs)) / larger_end(prog.src, prog.dst)
+    return Score(ratio, peak)
+
+
+def scores(planners: dict[str, Planner], pair: Pair) -> dict[str, Score | None]:
+    return {name: score(planner(*pair)) for name, planner in planners.items()}
+
+
+def quality(run: Run, title: str, states: Sequence[str], every_order: bool) -> Table:
+    """The table of all pairs, of one order of axes (where DTensor has plans) or of all."""
+    planners = OURS if every_order else {**OURS, **DTENSOR}
+    shown = table(
+        title, "mesh", "planner", "pairs", "no plan", "mean", "worst",
+        "bytes for nothing", "peak above both ends", "largest peak",
+    )  # fmt: skip
+    for mesh in MESHES:
+        specs = layouts(mesh, SHAPES[len(mesh.axes)], states, every_order)
+        pairs = run.pairs(specs, states)
+        found = run.map(partial(scores, planners), pairs)
+        for name in planners:
+            known = [each for row in found if (each := row[name]) is not None]
+            shown.add_row(shape_of(mesh), name, f"{len(pairs):,}", f"{len(pairs) - len(known):,}",
+                          *summary(known))  # fmt: skip
+        shown.add_section()
+    return shown
+
+
+def summary(known: Sequence[Score]) -> list[str]:
+    if not known:
+        return ["-"] * 5
+    ratios = [each.ratio for each in known if math.isfinite(each.ratio)]
+    above = sum(each.peak > 1 for each in known)
+    return [
+        f"{geometric(ratios):.3f}",
+        f"{max(ratios):.2f}",
+        f"{sum(math.isinf(each.ratio) for each in known):,}",
+        f"{above / len(known):.1%}",
+        f"{max(each.peak for each in known):.2f}",
+    ]
+
+
+def worst(run: Run, count: int = 10) -> list[str]:
+    """The pairs with addends that are farthest from the bound, and fshard's programs."""
+    found: list[tuple[float, Pair]] = []
+    for mesh in MESHES:
+        pairs = run.pairs(layouts(mesh, SHAPES[len(mesh.axes)], BOTH, True), BOTH)
+        rows = run.map(partial(scores, {"fshard": by_bytes}), pairs)
+        ratios = [row["fshard"] for row in rows]
+        found += [
+            (each.ratio, pair)
+            for each, pair in zip(ratios, pairs, strict=True)
+            if each and not math.isnan(each.ratio)
+        ]
+    found.sort(key=lambda each: -each[0])
+    return [explained(ratio, pair) for ratio, pair in found[:count]]
+
+
+def explained(ratio: float, pair: Pair) -> str:
+    bound = fs.lower_bound(*pair).bytes_received
+    return f"{ratio:.3f} of {bound:,} B received: {by_bytes(*pair)}"
+
+
+# -- modelled time ---------------------------------------------------------------------
+
+TIMED: dict[str, Planner] = {
+    **DTENSOR,
+    **{
+        f"DTensor {name}, meshes flattened": partial(theirs, name, flattened=True)
+        for name in PLANNERS
+    },
+}
+
+
+def times(pair: Pair) -> dict[tuple[str, str], float | None]:
+    """By preset and DTensor's planner, the modelled time of fshard's plan over theirs."""
+    plans = {name: planner(*pair) for name, planner in TIMED.items()}
+    found: dict[tuple[str, str], float | None] = {}
+    for preset, topology in PRESETS.items():
+        mine = fs.redistribute(*pair, cost=topology).cost(topology).time
+        for name, prog in plans.items():
+            other = None if prog is None else prog.cost(topology).time
+            found[preset, name] = None if other is None else over(mine, other)
+    return found
+
+
+def over(mine: float, other: float) -> float:
+    return mine / other if other else math.inf if mine else 1.0
+
+
+def modelled(run: Run, losses: list[str]) -> Table:
+    """Where fshard's plan is slower than DTensor's by the model; should be nowhere."""
+    shown = table(
+        "Modelled time of fshard's plans over DTensor's, all layouts that both have",
+        "mesh, float32 shape", "preset", "over", "pairs", "fshard slower", "geometric mean",
+        "best", "worst",
+    )  # fmt: skip
+    for mesh in MESHES:
+        for shape in TIMED_SHAPES[len(mesh.axes)]:
+            few = len(mesh.axes) == 2
+            pairs = run.pairs(layouts(mesh, shape, BOTH, few), BOTH + ONE)
+            found = run.map(times, pairs)
+            for preset, name in itertools.product(PRESETS, TIMED):
+                known = [
+                    (ratio, pair)
+                    for row, pair in zip(found, pairs, strict=True)
+                    if (ratio := row[preset, name]) is not None
+                ]
+                slower = [each for each in known if each[0] > 1 + 1e-9]
+                losses += [lost(preset, name, *each) for each in sorted(slower, key=first)[-2:]]
+                ratios = [ratio for ratio, _ in known if 0 < ratio < math.inf]
+                shown.add_row(
+                    f"{shape_of(mesh)}, {'x'.join(map(str, shape))}", preset, name,
+                    f"{len(known):,}", f"{len(slower):,}", f"{geometric(ratios):.3f}",
+                    f"{min(ratios):.3f}", f"{max(ratio for ratio, _ in known):.3f}",
+                )  # fmt: skip
+            shown.add_section()
+    return shown
+
+
+def first(each: tuple[float, Pair]) -> float:
+    return each[0]
+
+
+def lost(preset: str, name: str, ratio: float, pair: Pair) -> str:
+    topology = PRESETS[preset]
+    mine, other = fs.redistribute(*pair, cost=topology), TIMED[name](*pair)
+    return f"{ratio:.4f} of {name} on {preset}: {mine}\n  where DTensor's is\n{other}"
+
+
+# -- named cases -----------------------------------------------------------------------
+
+NAMED = {
+    "S0 S0 -> R S0": 1024, "S0 S1 -> S1 S0": 256, "S0 R -> R S0": 1024, "P P -> R R": 7680,
+    "P S0 -> S0 S1": 1024, "S0 S0 -> S1 S1": 240, "yx -> xy": 256, "P S0 -> S0 S0": 1024,
+    "P S0 -> S0 R": 1792, "S0 S1 -> S1 S1": 448, "P R -> R S0": 1536, "P P -> R S0": 4608,
+}  # fmt: skip
+"""Transitions on (4, 4), by DTensor's placements on x and y: the most KiB to receive."""
+
+
+def named(name: str) -> Pair:
+    mesh, shape = Mesh(x=4, y=4), (1024, 1024)
+    src, dst = name.split(" -> ")
+    if src == "yx":
+        return tuple(Spec(mesh, P(tuple(axes)), shape=shape) for axes in (src, dst))  # type: ignore[return-value]
+    words = {"P": Partial(), "R": Replicate(), "S0": Shard(0), "S1": Shard(1)}
+    return tuple(  # type: ignore[return-value]
+        Spec.from_placements(mesh, [words[each] for each in end.split()], shape)
+        for end in (src, dst)
+    )
+
+
+def transitions() -> Table:
+    """KiB that the busiest rank receives in the named transitions."""
+    shown = table(
+        "KiB received per rank, 4x4, float32 1024x1024", "x y", "target", "lower bound",
+        "fshard by bytes", "fshard, collectives", "fshard by time", *DTENSOR,
+    )  # fmt: skip
+    planners: list[Planner] = [by_bytes, collectives_only, fs.redistribute, *DTENSOR.values()]
+    for name, target in NAMED.items():
+        pair = named(name)
+        bound = fs.lower_bound(*pair).bytes_received
+        moved = [prog and prog.cost().bytes_received for prog in (p(*pair) for p in planners)]
+        shown.add_row(name, f"{target:,}", *map(kib, (bound, *moved)))
+    return shown
+
+
+def kib(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1024:,.0f}"
+
+
+def rematerialisations() -> list[str]:
+    """XLA's two known full rematerialisations."""
+    grid = Mesh(x=4, y=2)
+    src = Spec(grid, P("y", None, "x"), shape=(64, 64, 64))
+    four = Mesh(x=2, y=2)
+    tile = Spec(four, P(("x", "y")), shape=(64, 8, 8, 64))
+    pairs = [
+        (src, src.replace(partition=P(None, ("x", "y"), None))),
+        (tile, tile.replace(partition=P("x", None, None, "y"))),
+    ]
+    found = []
+    for pair in pairs:
+        for prog in (by_bytes(*pair), fs.redistribute(*pair)):
+            bound = fs.lower_bound(*pair)
+            peak = max(map(max_local_nbytes, prog.specs))
+            found.append(
+                f"received {prog.cost().bytes_received:,} B of at least {bound.bytes_received:,} B,"
+                f" largest local {peak:,} B of {prog.src.nbytes:,} B: {prog}"
+            )
+    return found
+
+
+# -- pairs and tables ------------------------------------------------------------------
+
+ONE, BOTH = ("invariant",), ("invariant", "unreduced")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How many pairs are looked at, and who does it."""
+
+    executor: Executor
+    quick: bool
+    most: int
+
+    def pairs(self, specs: Sequence[Spec], states: Sequence[str]) -> list[Pair]:
+        """All ordered pairs; with addends (`states` of BOTH alone) those that have some."""
+        found: Iterable[Pair] = itertools.permutations(specs, 2)
+        if tuple(states) == BOTH:
+            found = (pair for pair in found if any(spec.partition.unreduced for spec in pair))
+        pairs = list(found)
+        most = QUICK if self.quick else self.most if BOTH[1] in states else len(pairs)
+        return random.Random(SEED).sample(pairs, most) if most < len(pairs) else pairs
+
+    def map(self, function: Callable[[Pair], T], pairs: Sequence[Pair]) -> list[T]:
+        return list(self.executor.map(function, pairs, chunksize=16))
+
+
+def layouts(mesh: Mesh, shape: Sequence[int], states: Sequence[str], every: bool) -> list[Spec]:
+    """The specs, without other orders of axes than the mesh's unless `every`."""
+    return [
+        spec
+        for spec in all_specs(mesh, shape, states, dtype=torch.float32)
+        if every or all(list(axes) == sorted(axes) for axes in spec.partition.dims)
+    ]
+
+
+def geometric(ratios: Sequence[float]) -> float:
+    return statistics.geometric_mean(ratios) if ratios else math.nan
+
+
+def shape_of(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh.sizes))
+
+
+def table(title: str, *heads: str) -> Table:
+    made = Table(title=title)
+    for head in heads:
+        made.add_column(head, justify="left" if head in LEFT else "right")
+    return made
+
+
+LEFT = ("mesh", "planner", "mesh, float32 shape", "preset", "over", "x y")
+
+
+def quiet() -> None:
+    """DTensor warns of flattened meshes that would help."""
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Measure and print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} pairs of each mesh")
+    parser.add_argument("--most", type=int, default=SAMPLE, help="most pairs with addends, a mesh")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    quiet()
+    console = Console(width=132)
+    start = time.perf_counter()
+    console.print(transitions())
+    for text in rematerialisations():
+        console.print(text, highlight=False, markup=False)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, initializer=quiet) as executor:
+        run = Run(executor, options.quick, options.most)
+        over_bound = "Received bytes over the bound"
+        console.print(quality(run, f"{over_bound}, the mesh's order of axes", ONE, False))
+        console.print(quality(run, f"{over_bound}, every order of axes", ONE, True))
+        console.print(quality(run, f"{over_bound}, with addends", BOTH, False))
+        for text in worst(run):
+            console.print(text, highlight=False, markup=False)
+        losses: list[str] = []
+        console.print(modelled(run, losses))
+        for text in losses[:10]:
+            console.print(text, highlight=False, markup=False)
+    console.print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
