@@ -17,8 +17,8 @@ from fshard.partition import PartitionSpec
 from fshard.spec import Sharded, Spec
 
 __all__ = [
-    "broadcast_prefix", "flatten", "is_pair", "map_leaves", "outline", "paths", "tensors_in",
-    "unflatten",
+    "TreeDef", "broadcast_prefix", "flatten", "is_pair", "map_leaves", "matching", "outline",
+    "paths", "tensors_in", "unflatten",
 ]  # fmt: skip
 
 STRINGS = frozenset({str})
@@ -142,6 +142,49 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]
     except ValueError:
         raise_if(where, _no_prefix(prefix, tree, name, name))
         raise
+
+
+def matching(tree: Any, other: Any, names: tuple[str, str], where: str) -> list[Any]:
+    """What `other` has where `tree` has its leaves, in order of the leaves.
+
+    Raises `ShardingError` with every place where `other` is no tree like `tree`.
+
+    >>> matching({"w": 1, "b": [2]}, {"b": [(5, 6)], "w": 7}, ("a", "b"), "here")
+    [(5, 6), 7]
+    """
+    try:
+        return list(flatten(tree)[1].flatten_up_to(other))
+    except ValueError:
+        raise_if(where, _unlike(tree, other, names, ""))
+        raise
+
+
+def _unlike(tree: Any, other: Any, names: tuple[str, str], at: str) -> list[Problem]:
+    """Where, and how, `other` is another tree than `tree`."""
+    mine, entries = _children(tree)
+    if mine is None:
+        return []
+    theirs, others = _children(other)
+    ours, its = (f"{name}{at}" for name in names)
+    rule = f"{names[1]} is a tree like {names[0]}: the same containers, keys and lengths"
+    if theirs is None or type(tree) is not type(other):
+        given = f"{its} is {_called(other)} where {ours} is {_called(tree)}"
+        return [Problem(given, rule, f"{_called(tree)} there")]
+    missing = [each for each in entries if each not in others]
+    further = [each for each in others if each not in entries]
+    if missing or further:
+        if isinstance(tree, Mapping):
+            given = f"{its} has the keys {list(others)}, {ours} {list(entries)}"
+        else:
+            given = f"{its} has length {len(theirs)}, {ours} {len(mine)}"
+        fixes = [f"give {its}[{each!r}]" for each in missing]
+        fixes += [f"leave {its}[{each!r}] out" for each in further]
+        return [Problem(given, rule, ", ".join(fixes))]
+    found = dict(zip(others, theirs, strict=True))
+    problems: list[Problem] = []
+    for entry, one in zip(entries, mine, strict=True):
+        problems += _unlike(one, found[entry], names, f"{at}[{entry!r}]")
+    return problems
 
 
 def _no_prefix(prefix: Any, tree: Any, name: str, at: str) -> list[Problem]:

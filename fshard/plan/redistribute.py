@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import get_args
+from typing import Any, get_args, overload
 
 import torch
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
+from fshard.plan.batch import BUCKET, Batch, plan_batch
 from fshard.plan.search import search
 from fshard.program.program import Program, endpoint_problems, wire_problems
 from fshard.program.steps import Cast, Step
@@ -24,6 +25,7 @@ Steps = tuple[type, ...]
 STEPS = get_args(Step)
 
 
+@overload
 def redistribute(
     src: Spec,
     dst: Spec,
@@ -34,7 +36,33 @@ def redistribute(
     exclude: type | Iterable[type] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-) -> Program:
+    bucket_bytes: int | None = BUCKET,
+) -> Program: ...
+@overload
+def redistribute(
+    src: Any,
+    dst: Any,
+    /,
+    *,
+    cost: Topology | str | None = None,
+    max_memory: int | None = None,
+    exclude: type | Iterable[type] = (),
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = BUCKET,
+) -> Batch: ...
+def redistribute(
+    src: Any,
+    dst: Any,
+    /,
+    *,
+    cost: Topology | str | None = None,
+    max_memory: int | None = None,
+    exclude: type | Iterable[type] = (),
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = BUCKET,
+) -> Program | Batch:
     """The cheapest program of collectives from `src` to `dst`, planned without communicating.
 
     `cost` is a `Topology` (the default is a single node) or "bytes"; `max_memory` bounds the
@@ -42,8 +70,13 @@ def redistribute(
     use; `forward_dtype` and `backward_dtype` are what the program and its transpose send.
     The search follows Rink et al., arXiv 2112.01075; a plan is cached by its arguments.
 
+    Of two trees of specs it is a `Batch`: all leaves are planned together, collectives of one
+    kind are one launch, of at most `bucket_bytes` unless a leaf has more. Options are then
+    those of every leaf.
+
     Raises `ShardingError` where the global shapes or the meshes differ, where a reduction
-    would turn into another, and where no program keeps to the restrictions.
+    would turn into another, and where no program keeps to the restrictions; of trees with the
+    path of each leaf, and where they are of different structures.
 
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
@@ -53,15 +86,16 @@ def redistribute(
     f32[1024@dp,512@tp] -> f32[1024@(dp,tp),512] on Mesh(dp=2, tp=4)
       all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B
     """
-    return _plan(
-        src,
-        dst,
-        NODE if cost is None else cost,
+    options = (
         max_memory,
         (exclude,) if isinstance(exclude, type) else tuple(exclude),
         forward_dtype,
         backward_dtype,
     )
+    known = NODE if cost is None else cost
+    if isinstance(src, Spec) and isinstance(dst, Spec):
+        return _plan(src, dst, known, *options)
+    return plan_batch(src, dst, lambda a, b, cost: _plan(a, b, cost, *options), known, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)
