@@ -1,0 +1,180 @@
+"""Boxes of tensors laid one after the other to travel, and put in their places where they come.
+
+A box is (start, stop) per dim. What lies already as it travels is a view; whatever has to be
+copied is copied once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fshard.run.numbers import REDUCE
+
+__all__ = [
+    "Box",
+    "Source",
+    "Tensors",
+    "Unpack",
+    "cut",
+    "lands",
+    "lengths",
+    "meet",
+    "over",
+    "packer",
+    "relative",
+    "unpacker",
+]
+
+Box = tuple[tuple[int, int], ...]
+Tensors = Callable[[torch.Tensor], torch.Tensor]
+Unpack = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What has come, flat, and the local that was packed, to the local afterwards."""
+
+
+class Source(NamedTuple):
+    """Where a `box` of the result comes from: a place of the group, or `own` of the local before.
+
+    Of several addends of one box the reduction is taken, in their order.
+    """
+
+    place: int
+    box: Box
+    addend: int = 0
+    own: Box | None = None
+
+
+def meet(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None where that is nothing."""
+    box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
+    return box if all(i < j for i, j in box) else None
+
+
+def relative(box: Box, whole: Box) -> Box:
+    """A box in coordinates that begin where `whole` does."""
+    return tuple((i - k, j - k) for (i, j), (k, _) in zip(box, whole, strict=True))
+
+
+def lengths(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(j - i for i, j in box)
+
+
+def _begins(shape: Sequence[int], box: Box) -> int | None:
+    """Where a box begins in a contiguous tensor, if its elements lie there in one row."""
+    start, stride, cut = 0, 1, False
+    for size, (i, j) in zip(reversed(shape), reversed(box), strict=True):
+        if cut and j - i > 1:
+            return None
+        start, stride, cut = start + i * stride, stride * size, cut or j - i < size
+    return start
+
+
+def _in_a_row(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
+    """Where boxes begin in a contiguous tensor, if they lie there one after the other."""
+    first = end = _begins(shape, boxes[0])
+    for box in boxes:
+        if end is None or _begins(shape, box) != end:
+            return None
+        end += math.prod(lengths(box))
+    return first
+
+
+def cut(x: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (i, j) in enumerate(box):
+        if j - i < x.shape[dim]:
+            x = x.narrow(dim, i, j - i)
+    return x
+
+
+def packer(shape: Sequence[int], boxes: Sequence[Box]) -> Tensors:
+    """What lays boxes of a tensor of `shape` one after the other in one flat tensor."""
+    if not boxes:
+        return lambda x: x.new_empty(0)
+    sizes = [math.prod(lengths(box)) for box in boxes]
+    total, start = sum(sizes), _in_a_row(shape, boxes)
+    if start is not None:
+        if total == math.prod(shape):
+            return lambda x: x.reshape(-1)
+        return lambda x: x.reshape(-1).narrow(0, start, total)
+    if len({lengths(box)[1:] for box in boxes}) == 1:
+        return lambda x: torch.cat([cut(x, box) for box in boxes]).view(-1)
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        flat = x.new_empty(total)
+        for part, box in zip(flat.split(sizes), boxes, strict=True):
+            part.view(lengths(box)).copy_(cut(x, box))
+        return flat
+
+    return pack
+
+
+def lands(shape: Sequence[int], sources: Sequence[Source]) -> bool:
+    """Whether the sources lie in their order as the result does, addend after addend.
+
+    What comes is then the result, or a stack of its addends.
+    """
+    order = [source.addend for source in sources]
+    rows = [[each.box for each in sources if each.addend == a] for a in dict.fromkeys(order)]
+    return bool(rows) and order == sorted(order) and all(_in_a_row(shape, r) == 0 for r in rows)
+
+
+def unpacker(
+    shape: Sequence[int], sources: Sequence[Source], op: str = "sum", divisor: int = 1
+) -> Unpack:
+    """What makes a tensor of `shape` of the sources of its boxes, which together are all of it."""
+    if lands(shape, sources) and all(source.own is None for source in sources):
+        n = len({source.addend for source in sources})
+        if n == 1:
+            return lambda moved, _: over(moved.view(shape), divisor)
+        return lambda moved, _: over(REDUCE[op](moved.view(n, *shape)), divisor)
+    boxes: dict[Box, list[tuple[int, int, Box | None]]] = {}
+    start = 0
+    for _, box, addend, own in sources:
+        boxes.setdefault(box, []).append((addend, start, own))
+        start += math.prod(lengths(box)) if own is None else 0
+    rows = sorted((box, sorted(each)) for box, each in boxes.items())
+    place = _placing(shape, [box for box, _ in rows])
+    if len(rows) == 1 and len(sources) == 1:
+        place = lambda parts, _: parts[0].clone(memory_format=torch.contiguous_format)  # noqa: E731
+
+    def unpack(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for box, addends in rows:
+            size, n = lengths(box), math.prod(lengths(box))
+            each = [
+                moved.narrow(0, start, n).view(size) if own is None else cut(x, own)
+                for _, start, own in addends
+            ]
+            parts.append(each[0] if len(each) == 1 else REDUCE[op](torch.stack(each)))
+        return over(place(parts, moved), divisor)
+
+    return unpack
+
+
+def over(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """A tensor divided by a number, itself where that is 1."""
+    return x if divisor == 1 else x / divisor
+
+
+def _placing(
+    shape: Sequence[int], boxes: Sequence[Box]
+) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """What puts tensors in the places of their boxes, in memory like that of another tensor."""
+    if len(boxes) == 1:
+        return lambda parts, _: parts[0]
+    cuts = [dim for dim in range(len(shape)) if len({box[dim] for box in boxes}) > 1]
+    if len(cuts) == 1:
+        return lambda parts, _: torch.cat(list(parts), cuts[0])
+
+    def place(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        whole = like.new_empty(shape)
+        for part, box in zip(parts, boxes, strict=True):
+            cut(whole, box).copy_(part)
+        return whole
+
+    return place
