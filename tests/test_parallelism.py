@@ -388,7 +388,7 @@ CASES = [
         {("all_to_all", "ep"): 2, ("all_reduce", "ep"): 1},
         {("all_to_all", "ep"): 2, ("all_reduce", "ep"): 1},
     ),
-    # The ragged exchange tells its own offsets in a small all_to_all each time.
+    # The ragged exchange tells its own offsets in a small all_gather each time.
     Case(
         "experts, dropless", Mesh(ep=2), experts_parallel(to_experts_dropless),
         lambda p, b: experts_loss(p, b, capacity=99),

@@ -42,7 +42,7 @@ def test_keys_are_equal_where_values_and_types_are(call: Any, other: Any) -> Non
     assert (again, hash(again)) == (keys[0], hash(keys[0]))
 
 
-SIMILAR = [
+SIMILAR: list[list[Any]] = [
     [[(0, 1)], [(0, True)], [[0, 1]], ((0, 1),), [(0, 1), ()], [0, 1], [(0,), (1,)], "01"],
     [0, False, None, "", [], (), [0], (0,), [False], [[]], ["0"]],
     [("x", "y"), ["x", "y"], ("x", ("y",)), "xy", ("xy",), ("y", "x")],
@@ -51,7 +51,9 @@ SIMILAR = [
 
 def test_what_is_similar_has_keys_of_its_own() -> None:
     for values in SIMILAR:
-        calls = [((each,), {}) for each in values] + [((), {"a": each}) for each in values]
+        calls: list[Any] = [((each,), {}) for each in values] + [
+            ((), {"a": each}) for each in values
+        ]
         calls += [((each, [1]), {}) for each in values] + [((each, "a"), {}) for each in values]
         calls += [((each,), {"a": [1]}) for each in values] + [((each, 1), {}) for each in values]
         assert len({plain_key(*call) for call in calls}) == len(calls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -127,27 +127,168 @@ def test_meta_tensors() -> None:
 
 
 X = torch.zeros(3)
-REFUSED: list[tuple[Callable[[int], Any], str]] = [
-    (lambda i: (X, X, [0], [1, 1], [0, 0], [1, -1]), "input_offsets=[0]"),
-    (lambda i: (X, X, [0, 0], [1, 1], [0, 0], [1, -1]), "recv_sizes has a number of at least 0"),
-    (lambda i: (X, X.long(), [0, 0], [1, 1], [0, 0], [1, 1]), "both are rows of one shape"),
-    (lambda i: (X, X, [0, 2], [1, 2], [0, 0], [1, 2]), "2 rows from row 2 on, for rank 1"),
-    (
-        lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 2]),
-        "recv_sizes[1]=2 on rank 0 along the axes",
+ROWS = "both are rows of one shape and dtype"
+SENT = "the operands of all ranks are rows of one shape and dtype"
+ONCE = "rows 0..2 of that output are written at most once"
+HOLDS = "what is sent holds the values: floating for floating, integers for integers"
+
+
+def count(name: str) -> str:
+    return f"{name} has a number of at least 0 for each of the 2 ranks along the axes"
+
+
+class Refused(NamedTuple):
+    """Arguments of rank i that are refused: lines of what is given, the rule and the fix."""
+
+    name: str
+    make: Callable[[int], tuple[Any, ...]]
+    lines: list[tuple[str, str, str]]
+    wire: torch.dtype | None = None
+
+
+REFUSED = [
+    Refused(
+        "one number for two ranks", lambda i: (X, X, [0], [1, 1], [i, i], [1, 1]),
+        [("input_offsets=[0]", count("input_offsets"), "input_offsets=[0, 0], say")],
     ),
-    (lambda i: (X, X, [0, 1], [1, 1], [0, 0], [1, 1]), "rank 0 along the axes rows 0..0 for"),
-    (lambda i: (X, X, [0, 1], [1, 1], [i, 3 + i], [1, 1]), "rows 0..2 of that output are written"),
-]
+    Refused(
+        "a negative number on one rank",
+        lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 1 - 2 * i]),
+        [("on rank 1 along the axes recv_sizes=[1, -1]", count("recv_sizes"),
+          "recv_sizes=[0, 0], say")],
+    ),
+    Refused(
+        "no numbers on one rank", lambda i: (X, X, [0, 1], None if i else [1, 1], [i, i], [1, 1]),
+        [("on rank 1 along the axes send_sizes=None", count("send_sizes"),
+          "send_sizes=[0, 0], say")],
+    ),
+    Refused(
+        "another thing on every rank",
+        lambda i: (X, X, [0, 1], [1, 1], [i, i], [[1, 2.5], [1]][i]),
+        [("on rank 0 along the axes recv_sizes=[1, 2.5]", count("recv_sizes"),
+          "recv_sizes=[0, 0], say"),
+         ("on rank 1 along the axes recv_sizes=[1]", count("recv_sizes"),
+          "recv_sizes=[0, 0], say")],
+    ),
+    Refused(
+        "sizes without numbers on one rank",
+        lambda i: (X, X, [0, 1], torch.ones(2, device="cpu" if i else "meta").long(), [i, i],
+                   [1, 1]),
+        [("on rank 0 along the axes send_sizes without numbers, on meta",
+          "offsets and sizes decide who sends what",
+          "give them as lists, or as tensors with numbers")],
+    ),
+    Refused(
+        "another dtype", lambda i: (X, X.long(), [0, 1], [1, 1], [i, i], [1, 1]),
+        [("an operand torch.float32 of shape (3,), an output torch.int64 of shape (3,)", ROWS,
+          "operand.new_zeros(rows, *operand.shape[1:]) as the output")],
+    ),
+    Refused(
+        "another shape on one rank, and more rows than there are on the other",
+        lambda i: (X, torch.zeros(()) if i else X, [0, 2], [1, 2], [i, i], [1, 1]),
+        [("on rank 0 along the axes 2 rows from row 2 on, for rank 1 along the axes",
+          "the operand has 3 rows", "check input_offsets and send_sizes"),
+         (("on rank 1 along the axes an operand torch.float32 of shape (3,), an output "
+          "torch.float32 of shape ()"), ROWS,
+          "operand.new_zeros(rows, *operand.shape[1:]) as the output")],
+    ),
+    Refused(
+        "integers on one rank, sent as floating numbers",
+        lambda i: (X.long(), X.long(), [0, 1], [1, 1], [i, i], [1, 1]) if i else
+        (X, X, [0, 1], [1, 1], [i, i], [1, 1]),
+        [("on rank 1 along the axes forward_dtype=torch.bfloat16 of a tensor of torch.int64",
+          HOLDS, "leave forward_dtype out, or cast the tensor first")],
+        torch.bfloat16,
+    ),
+    Refused(
+        "rows of another dtype on one rank",
+        lambda i: (X.to([torch.int32, torch.float32][i]),) * 2 + ([0, 1], [1, 1], [i, i], [1, 1]),
+        [(("rows of 1 elements of torch.int32 sent by rank 0 along the axes, of 1 elements of "
+          "torch.float32 by rank 1"), SENT, "reshape or cast the operand before")],
+    ),
+    Refused(
+        "wider rows on one rank",
+        lambda i: (torch.zeros(3, 2 + i),) * 2 + ([0, 1], [1, 1], [i, i], [1, 1]),
+        [(("rows of 2 elements of torch.float32 sent by rank 0 along the axes, of 3 elements of "
+          "torch.float32 by rank 1"), SENT, "reshape or cast the operand before")],
+    ),
+    Refused(
+        "more rows awaited than are sent", lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 2 - i]),
+        [("recv_sizes[1]=2 on rank 0 along the axes, to which rank 1 sends 1 rows",
+          "recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j",
+          "recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)")],
+    ),
+    Refused(
+        "rows written twice on one rank", lambda i: (X, X, [0, 1], [1, 1], [0, i], [1, 1]),
+        [(("on rank 0 along the axes rows 0..0 for those of rank 1 along the axes, after those of "
+          "rank 0 along the axes up to row 0"), ONCE,
+          "output_offsets count in the receiver's output")],
+    ),
+    Refused(
+        "rows after the last on one rank",
+        lambda i: (X, X, [0, 1], [1, 1], [i, 3 * i], [1, 1]),
+        [("on rank 1 along the axes rows 3..3 for those of rank 1 along the axes", ONCE,
+          "output_offsets count in the receiver's output")],
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "text"), REFUSED, ids=[text for _, text in REFUSED])
-def test_what_is_refused(make: Callable[[int], Any], text: str) -> None:
+def text(lines: list[tuple[str, str, str]]) -> str:
+    problems = [f"  given: {given}\n  rule:  {rule}\n  fix:   {fix}" for given, rule, fix in lines]
+    return "fs.ragged_all_to_all\n" + "\n\n".join(problems)
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    """What this rank of two is told of all that is refused; after each error an exchange runs."""
+    found, i = [], here(mesh)
+    for _, make, _, wire in REFUSED:
+        with pytest.raises(ShardingError) as caught:
+            fs.ragged_all_to_all(*make(i), axis_name="i", mesh=mesh, forward_dtype=wire)
+        assert caught.value.everywhere
+        found.append(str(caught.value))
+        rows = torch.tensor([1.0, 2.0]) + 2 * i
+        moved = fs.ragged_all_to_all(
+            rows, X[:2], [0, 1], [1, 1], [i, i], [1, 1], axis_name="i", mesh=mesh
+        )
+        assert moved.tolist() == [1 + i, 3 + i]
+    return found
+
+
+def test_all_ranks_are_told_what_is_refused() -> None:
+    mesh = Mesh(i=2)
+    for found in fs.simulate(mesh, refusals, mesh):
+        for each, got in zip(REFUSED, found, strict=True):
+            assert got == text(each.lines), each.name
+
+
+def test_what_is_refused_is_of_no_rank_in_particular() -> None:
     mesh = Mesh(i=2)
 
-    def body() -> Any:
-        return fs.ragged_all_to_all(*make(here(mesh)), axis_name="i", mesh=mesh)
+    def body(x: torch.Tensor) -> torch.Tensor:
+        i = int(fs.axis_index("i"))
+        return fs.ragged_all_to_all(x, x, [0, 1], [1, 1 + i], [i, i], [1, 1], axis_name="i")
 
+    f = fs.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     with pytest.raises(ShardingError) as caught:
-        fs.simulate(mesh, body)
-    assert text in str(caught.value)
+        f(torch.zeros(4))
+    line = "on rank 1 along the axes 2 rows from row 1 on, for rank 1 along the axes"
+    rows = (line, "the operand has 2 rows", "check input_offsets and send_sizes")
+    assert str(caught.value) == text([rows])
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_refused_in_one_group_of_the_mesh() -> None:
+    """The ranks of the other groups go on."""
+    mesh = Mesh(j=2, i=2)
+
+    def body() -> str:
+        i, j = int(fs.axis_index("i", mesh=mesh)), int(fs.axis_index("j", mesh=mesh))
+        numbers = [0, 1 + i * j], [1, 1], [i, i], [1, 1]
+        try:
+            return str(fs.ragged_all_to_all(X[:2], X, *numbers, axis_name="i", mesh=mesh).tolist())
+        except ShardingError as error:
+            return str(error)
+
+    line = "on rank 1 along the axes 1 rows from row 2 on, for rank 1 along the axes"
+    rows = text([(line, "the operand has 2 rows", "check input_offsets and send_sizes")])
+    assert fs.simulate(mesh, body) == ["[0.0, 0.0, 0.0]"] * 2 + [rows] * 2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.errors import Problem, fail, raise_if
+from fshard.errors import Problem, raise_if
+from fshard.layout import whole_numbers
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.abstract import is_abstract
 from fshard.run.autograd import FinishAll, Shards, apply_linear
@@ -20,13 +22,14 @@ from fshard.spmd.groups import Groups, resolve_groups
 from fshard.spmd.movements import all_gather
 from fshard.spmd.operands import computed
 from fshard.spmd.types import States
-from fshard.spmd.wires import Wires, check_wires, sent_in
+from fshard.spmd.wires import Wires, sent_in, wire_problems
 from fshard.tree import flatten
 
 __all__ = ["ragged_all_to_all"]
 
 NAME = "fs.ragged_all_to_all"
 Numbers = Sequence[int] | torch.Tensor
+DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,14 @@ def ragged_all_to_all(
     `jax.lax.ragged_all_to_all`, PyTorch's `all_to_all_single` with split sizes. Rank j gets
     `send_sizes[j]` rows of `operand` from `input_offsets[j]` on, and has them in its result from
     `output_offsets[j]` on: that is a row of the receiver's. `recv_sizes[j]` rows come from rank
-    j. The ranks first tell each other their offsets and sizes, in a small `all_gather`.
-    Transpose: the reverse exchange for `operand`; for `output` zeros where rows were written.
-    Rows are sent in `forward_dtype`, in the transpose in `backward_dtype`; they have the dtype
-    of `operand` where they arrive. Raises `ShardingError` for rows that do not exist, sizes on
-    which two ranks do not agree, rows of the result that are written twice, and floating dtypes
-    of integers. Under `torch.compile` the sizes and `input_offsets` are lists of numbers, and what
-    the ranks tell each other is not checked.
+    j. The ranks first tell each other their offsets and sizes, in a small `all_gather`, and what
+    is wrong with them. Transpose: the reverse exchange for `operand`; for `output` zeros where
+    rows were written. Rows are sent in `forward_dtype`, in the transpose in `backward_dtype`; they
+    have the dtype of `operand` where they arrive. Raises `ShardingError`, the same on all ranks
+    along the axes, for rows that do not exist or are not alike, sizes on which two ranks do not
+    agree, rows of the result that are written twice, and floating dtypes of integers. Under
+    `torch.compile` the sizes and `input_offsets` are lists of numbers, and what the ranks tell each
+    other is not checked.
 
     >>> import fshard as fs
     >>> def keep_one_send_one(x):
@@ -106,7 +110,6 @@ def ragged_all_to_all(
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
     wires = forward_dtype, backward_dtype
-    check_wires(NAME, operand.dtype, wires)
     numbers = input_offsets, send_sizes, output_offsets, recv_sizes
 
     def exchange(operand: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -128,25 +131,23 @@ def _exchange(
     axes: tuple[str, ...],
     wires: Wires,
 ) -> torch.Tensor:
-    input_offsets, send_sizes, output_offsets, recv_sizes = numbers
     n = where.axis_size(axes)
     # In a graph of torch.compile the offsets that are told are no numbers yet: nobody checks them.
     in_graph = torch.compiler.is_compiling()
-    offsets: Numbers = (0,) * n if in_graph else output_offsets
-    rows = _read((input_offsets, send_sizes, offsets, recv_sizes), n)
-    _check_rows(operand, output, rows)
-    if is_abstract(operand):
-        starts = torch.zeros(n, dtype=torch.int64, device=operand.device)
-    else:
-        given = output_offsets if in_graph else rows.output_offsets
-        heights = (output.shape[0],) * n
-        columns = given, rows.send_sizes, rows.recv_sizes, heights
-        mine = torch.stack([_column(each, output) for each in columns], 1)
-        told = all_gather(mine, axes, mesh=where)  # [from, to]
-        if not in_graph:
-            _agree([[_Told(*each) for each in row] for row in told.tolist()])
+    rows, problems = _read(numbers._replace(output_offsets=(0,) * n) if in_graph else numbers, n)
+    problems += _unfit(operand, output, rows) + wire_problems(operand.dtype, wires)
+    if in_graph or is_abstract(operand):
+        raise_if(NAME, problems)
+    starts: Numbers = (0,) * n
+    if not is_abstract(operand):
         rank = current_rank(where, NAME).rank
-        starts = told[:, where.group(rank, axes).index(rank), 0]
+        here = where.group(rank, axes).index(rank)
+        if in_graph:
+            offsets = _column(numbers.output_offsets, output.device)
+            starts = all_gather(offsets, axes, mesh=where)[:, here]
+        else:
+            told = _tell(_mine(operand, output, rows, wires), problems, output, where, axes)
+            starts = [row[here].output_offset for row in told]
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
     op = sent_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
@@ -156,71 +157,139 @@ def _exchange(
     return output.index_copy(0, torch.cat([a + s for a, s in zip(at, starts, strict=True)]), moved)
 
 
-def _column(numbers: Numbers, like: torch.Tensor) -> torch.Tensor:
+def _column(numbers: Numbers, device: torch.device) -> torch.Tensor:
     """Numbers, or tensors of one each, as a tensor."""
     if not isinstance(numbers, torch.Tensor):
         numbers = torch.stack([torch.as_tensor(number) for number in numbers])
-    return numbers.to(like.device, torch.int64)
+    return numbers.to(device, torch.int64)
 
 
-def _read(given: tuple[Numbers, ...], n: int) -> _Numbers:
-    """The numbers as Python's; raises unless there is one for each of the n ranks."""
-    problems = []
+def _read(given: _Numbers, n: int) -> tuple[_Numbers, list[Problem]]:
+    """The numbers as Python's, one for each of the n ranks; zeros for what is something else."""
+    problems: list[Problem] = []
     found: list[tuple[int, ...]] = []
-    for name, each in zip(_Numbers._fields, given, strict=True):
+    for name, each in given._asdict().items():
         if isinstance(each, torch.Tensor) and (torch.compiler.is_compiling() or is_abstract(each)):
-            fail(
-                NAME,
+            words, rule = (
                 f"{name} without numbers, on {each.device}",
-                "offsets and sizes decide who sends what",
-                "give them as lists, or as tensors with numbers",
+                "offsets and sizes decide who",
             )
-        numbers = tuple(int(number) for number in each)
-        found.append(numbers)
-        if len(numbers) != n or min(numbers) < 0:
+            fix = "give them as lists, or as tensors with numbers"
+            problems.append(Problem(words, f"{rule} sends what", fix))
+            found.append((0,) * n)
+            continue
+        numbers = whole_numbers(each)
+        if numbers is None or len(numbers) != n or min(numbers) < 0:
             rule = f"{name} has a number of at least 0 for each of the {n} ranks along the axes"
-            problems.append(Problem(f"{name}={list(numbers)}", rule, f"{name}={[0] * n}, say"))
-    raise_if(NAME, problems)
-    return _Numbers(*found)
+            words = f"{name}={each if numbers is None else list(numbers)}"
+            problems.append(Problem(words, rule, f"{name}={[0] * n}, say"))
+            numbers = (0,) * n
+        found.append(numbers)
+    return _Numbers(*found), problems
 
 
-def _check_rows(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers) -> None:
-    problems = []
-    if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:] or not operand.ndim:
-        problems.append(
+def _unfit(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers) -> list[Problem]:
+    """What of the operand is sent that it has not, or that the output does not take."""
+    alike = operand.dtype == output.dtype and operand.shape[1:] == output.shape[1:]
+    if not alike or not operand.ndim or not output.ndim:
+        given = f"an operand {operand.dtype} of shape {tuple(operand.shape)}, an output "
+        return [
             Problem(
-                f"an operand {operand.dtype} of shape {tuple(operand.shape)}, an output "
-                f"{output.dtype} of shape {tuple(output.shape)}",
+                f"{given}{output.dtype} of shape {tuple(output.shape)}",
                 "both are rows of one shape and dtype",
                 "operand.new_zeros(rows, *operand.shape[1:]) as the output",
             )
-        )
-    else:
-        outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
-        problems += [
-            Problem(
-                f"{size} rows from row {at} on, for rank {place} along the axes",
-                f"the operand has {operand.shape[0]} rows",
-                "check input_offsets and send_sizes",
-            )
-            for place, (at, size) in enumerate(outgoing)
-            if at + size > operand.shape[0]
         ]
-    raise_if(NAME, problems)
+    outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
+    return [
+        Problem(
+            f"{size} rows from row {at} on, for rank {place} along the axes",
+            f"the operand has {operand.shape[0]} rows",
+            "check input_offsets and send_sizes",
+        )
+        for place, (at, size) in enumerate(outgoing)
+        if at + size > operand.shape[0]
+    ]
 
 
 class _Told(NamedTuple):
-    """What one rank says of its exchange with another: rows, and how many its output has."""
+    """What one rank says of its exchange with another, and of itself.
+
+    Rows, how many its output has, the elements and the dtype of a row that it sends, and how
+    many bytes it has to say of what is wrong with its arguments.
+    """
 
     output_offset: int
     send_size: int
     recv_size: int
     height: int
+    width: int
+    dtype: int
+    said: int
 
 
-def _agree(told: list[list[_Told]]) -> None:
-    """Raise where what the ranks told does not fit, on all of them: `told[from][to]`."""
+def _mine(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers, wires: Wires) -> list[_Told]:
+    height = output.shape[0] if output.ndim else 0
+    width, dtype = math.prod(operand.shape[1:]), DTYPES.index(wires[0] or operand.dtype)
+    numbers = zip(rows.output_offsets, rows.send_sizes, rows.recv_sizes, strict=True)
+    return [_Told(*each, height, width, dtype, 0) for each in numbers]
+
+
+def _tell(
+    mine: list[_Told],
+    problems: list[Problem],
+    like: torch.Tensor,
+    where: Mesh,
+    axes: tuple[str, ...],
+) -> list[list[_Told]]:
+    """What everyone told, `[from, to]`; raises the same on all of them where one has problems.
+
+    Who has some tells how long they are, so that all go on to hear them before anyone raises.
+    """
+    words = json.dumps([(each.given, each.rule, each.fix) for each in problems]).encode()
+    said = len(words) if problems else 0
+    numbers = torch.tensor([each._replace(said=said) for each in mine], device=like.device)
+    told = [
+        [_Told(*each) for each in row] for row in all_gather(numbers, axes, mesh=where).tolist()
+    ]
+    longest = max(row[0].said for row in told)
+    if longest:
+        text = torch.tensor(list(words.ljust(longest)), dtype=torch.uint8, device=like.device)
+        raise_if(NAME, _heard(all_gather(text, axes, mesh=where).tolist()), everywhere=True)
+    raise_if(NAME, _disagreements(told), everywhere=True)
+    return told
+
+
+def _heard(texts: list[list[int]]) -> list[Problem]:
+    """The problems that ranks told, and whose they are where they are not everyone's."""
+    whose: dict[Problem, list[int]] = {}
+    for place, text in enumerate(texts):
+        for problem in json.loads(bytes(text)):
+            whose.setdefault(Problem(*problem), []).append(place)
+    return [
+        problem if len(places) == len(texts) else replace(
+            problem,
+            given=f"on rank{'s' if len(places) > 1 else ''} {', '.join(map(str, places))} along "
+            f"the axes {problem.given}",
+        )
+        for problem, places in whose.items()
+    ]  # fmt: skip
+
+
+def _disagreements(told: list[list[_Told]]) -> list[Problem]:
+    """What in the words of two ranks does not fit: `told[from][to]`."""
+    sent = [(row[0].width, DTYPES[row[0].dtype]) for row in told]
     problems = [
+        Problem(
+            f"rows of {sent[0][0]} elements of {sent[0][1]} sent by rank 0 along the axes, of "
+            f"{width} elements of {dtype} by rank {place}",
+            "the operands of all ranks are rows of one shape and dtype",
+            "reshape or cast the operand before",
+        )
+        for place, (width, dtype) in enumerate(sent)
+        if (width, dtype) != sent[0]
+    ]
+    problems += [
         Problem(
             f"recv_sizes[{sender}]={row[sender].recv_size} on rank {place} along the axes, to "
             f"which rank {sender} sends {told[sender][place].send_size} rows",
@@ -233,7 +302,7 @@ def _agree(told: list[list[_Told]]) -> None:
     ]
     for place, row in enumerate(told):
         problems += _overlaps(place, row[place].height, [each[place] for each in told])
-    raise_if(NAME, problems)
+    return problems
 
 
 def _overlaps(place: int, height: int, incoming: list[_Told]) -> list[Problem]:

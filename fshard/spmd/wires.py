@@ -17,7 +17,7 @@ from fshard.program.program import carries
 from fshard.run.autograd import FinishAll, Linear, Shards
 from fshard.run.transport import Transport
 
-__all__ = ["PLAIN", "Wires", "check_wires", "sent_in"]
+__all__ = ["PLAIN", "Wires", "check_wires", "sent_in", "wire_problems"]
 
 Wires = tuple[torch.dtype | None, torch.dtype | None]
 """What is sent forward and in the transpose; `None` is the tensor's own dtype."""
@@ -25,23 +25,24 @@ Wires = tuple[torch.dtype | None, torch.dtype | None]
 PLAIN: Wires = (None, None)
 
 
+def wire_problems(dtype: torch.dtype, wires: Wires) -> list[Problem]:
+    """What is wrong with dtypes that do not hold the values of one of `dtype`."""
+    words = zip(("forward_dtype", "backward_dtype"), wires, strict=True)
+    return [
+        Problem(
+            f"{word}={wire!r} of a tensor of {dtype}",
+            "what is sent holds the values: floating for floating, integers for integers",
+            f"leave {word} out, or cast the tensor first",
+        )
+        for word, wire in words
+        if wire is not None and not carries(wire, dtype)
+    ]
+
+
 def check_wires(where: str, dtype: torch.dtype, wires: Wires) -> None:
     """Raise `ShardingError` for dtypes that do not hold the values of one of `dtype`."""
-    if wires == PLAIN:
-        return
-    words = zip(("forward_dtype", "backward_dtype"), wires, strict=True)
-    raise_if(
-        where,
-        [
-            Problem(
-                f"{word}={wire!r} of a tensor of {dtype}",
-                "what is sent holds the values: floating for floating, integers for integers",
-                f"leave {word} out, or cast the tensor first",
-            )
-            for word, wire in words
-            if wire is not None and not carries(wire, dtype)
-        ],
-    )
+    if wires != PLAIN:
+        raise_if(where, wire_problems(dtype, wires))
 
 
 @dataclass(frozen=True, slots=True)
