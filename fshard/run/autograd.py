@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -42,8 +42,8 @@ from fshard.spec import Spec
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
 __all__ = [
-    "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program", "apply_programs",
-    "is_differentiated", "is_transformed", "start_linear",
+    "Everywhere", "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program",
+    "apply_programs", "is_differentiated", "is_transformed", "start_linear",
 ]  # fmt: skip
 
 Shards = tuple[torch.Tensor, ...]
@@ -69,6 +69,14 @@ class Linear(Protocol):
 
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         """Start it on locals of this rank, as many as come out."""
+        ...
+
+
+class Everywhere(Linear, Protocol):
+    """One that also runs on all shards of a simulation, from outside of its ranks."""
+
+    def everywhere(self, xs: Shards) -> Shards:
+        """Run it on the locals of all ranks: of each in turn the shards in rank order."""
         ...
 
 
@@ -109,6 +117,14 @@ class Run:
         moved = launch(joined(progs, self.keep), transport, join(xs, self.keep))
         shapes = [prog.dst.local_shape(rank) for prog in progs]
         return lambda: part(moved(), shapes, self.keep)
+
+    def everywhere(self, xs: Shards) -> Shards:
+        """Run the program, one, on all shards of a simulation."""
+        (prog,) = self.progs
+        if collectives(prog) < 2:
+            # Nobody waits before the one collective is launched: no threads are needed.
+            return tuple(run_together(self.mesh, lambda rank, x: launch(prog, rank, x), xs))
+        return tuple(run_ranks(self.mesh, lambda rank, x: launch(prog, rank, x)(), xs))
 
 
 @lru_cache(maxsize=1024)
@@ -153,13 +169,11 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
 
 
 def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
-    if everywhere and isinstance(op, Run) and len(op.progs) == 1 and collectives(op.progs[0]) < 2:
-        # Nobody waits before the one collective is launched: no threads are needed.
-        (prog,) = op.progs
-        return tuple(run_together(op.mesh, lambda rank, x: launch(prog, rank, x), xs))
+    if launched is not None:
+        return launched()
     if everywhere:
-        return tuple(run_ranks(op.mesh, lambda rank, x: op.launch(rank, (x,))()[0], xs))
-    return (launched or start_linear(op, xs, "a collective"))()
+        return cast(Everywhere, op).everywhere(xs)
+    return start_linear(op, xs, "a collective")()
 
 
 def _result(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
