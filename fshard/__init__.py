@@ -6,7 +6,9 @@ from fshard import interop as _interop  # noqa: F401 - registers what Spec.place
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
+from fshard.plan.batch import Batch
 from fshard.plan.redistribute import redistribute
+from fshard.program import rewrite as _rewrite  # noqa: F401 - registers Program.simplify
 from fshard.program.bounds import Bound, lower_bound
 from fshard.program.cost import Cost
 from fshard.program.program import Program
@@ -30,6 +32,7 @@ from fshard.run.distributed import init
 from fshard.run.execute import Pending
 from fshard.run.moving import from_local, reshard, scatter, shard, unshard
 from fshard.run.simulate import simulate
+from fshard.run.trees import run_batch as _run_batch  # noqa: F401 - registers what a Batch's call needs
 from fshard.show.comm_log import comm_log
 from fshard.show.layout import visualize
 from fshard.spec import Sharded, Spec
@@ -51,6 +54,7 @@ __all__ = [
     "AllReduce",
     "AllSlice",
     "AllToAll",
+    "Batch",
     "Bound",
     "Cast",
     "CollectivePermute",

@@ -156,6 +156,35 @@ class Program:
     def __rshift__(self, other: Program) -> Program:
         return self.then(other)
 
+    def simplify(
+        self, topology: Topology | None = None, /, *, exclude: type | Iterable[type] = ()
+    ) -> Program:
+        """An equal or cheaper program of the same ends and values, by local rewrites.
+
+        Inverse steps cancel, neighbours fuse, slices go ahead and gathers behind, casts to the
+        side where fewer bytes move; by the laws in `program/rewrite.py`. Neither the time on the
+        topology (the default is a single node) nor the peak memory rises, and what is sent keeps
+        `forward_dtype` and `backward_dtype`. `exclude` names step types not to bring in. Where
+        floating numbers are added, their order may change, and averages may round less often;
+        addends of an unreduced target may be others of the same sum.
+
+        Rewrites start from what the program does; `fs.redistribute(prog.src, prog.dst)` plans
+        anew. After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
+
+        >>> from fshard.mesh import Mesh
+        >>> from fshard.partition import PartitionSpec as P
+        >>> src = Spec(Mesh(x=2, y=2), P("y", unreduced={"x"}), shape=(4096, 4096))
+        >>> prog = Program(src, (AllReduce("x"), AllGather("y", 0), AllSlice("x", 1)))
+        >>> print(prog.simplify())
+        f32[4096@y,4096]{unreduced: x} -> f32[4096,4096@x] on Mesh(x=2, y=2)
+          reduce_scatter(x, dim 1)  f32[4096@y,4096@x]  16,777,216 B
+          all_gather(y, dim 0)      f32[4096,4096@x]    16,777,216 B
+        """
+        kinds = (exclude,) if isinstance(exclude, type) else tuple(exclude)
+        topology = as_topology("Program.simplify", topology)
+        simple: Program = hooks.call("simplify", self, topology, kinds)
+        return simple
+
     # -- cost -------------------------------------------------------------------------
 
     def cost(self, topology: Topology | None = None, /) -> Cost:

@@ -1,0 +1,345 @@
+"""`prog.simplify(topology)`: rewrites that keep source, target and value and lower the cost.
+
+Every step but a cast keeps the global value. So all steps between the same two layouts mean the
+same, and a rule needs no proof of its own: it names other layouts to go through, the steps
+between them are the cheapest single ones that type-check, and the cost decides. Only casts have
+laws of their own, `passes` and `_holds`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import get_args
+
+import torch
+
+from fshard import hooks
+from fshard.errors import Problem, ShardingError, raise_if
+from fshard.program.cost import max_local_nbytes, step_time
+from fshard.program.infer import infer
+from fshard.program.program import Program
+from fshard.program.single import single_steps
+from fshard.program.steps import (
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    Exchange,
+    InvariantToReduced,
+    ReduceScatter,
+    Remesh,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
+from fshard.program.topology import Topology
+from fshard.program.transpose import transpose
+from fshard.spec import Spec
+
+__all__ = ["RULES", "Rule", "passes", "simplify"]
+
+Path = tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One law: other paths with the same ends as a stretch of a program's layouts."""
+
+    name: str
+    law: str
+    paths: Callable[[Path, tuple[Step, ...]], Iterator[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Steps that take the place of those from `start` to `stop`, and the seconds they save."""
+
+    saved: float
+    start: int
+    stop: int
+    steps: tuple[Step, ...]
+
+    def rank(self) -> tuple[float, int]:
+        return self.saved, self.stop - self.start - len(self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Market:
+    """What steps cost: on a topology, in the dtype that is sent, some kinds of them not at all."""
+
+    topology: Topology
+    wire: torch.dtype | None
+    exclude: tuple[type, ...]
+
+    def sent(self, spec: Spec) -> Spec:
+        """The spec in the dtype that is sent."""
+        return spec if self.wire is None else spec._with(dtype=self.wire)
+
+    def nbytes(self, spec: Spec) -> int:
+        """Bytes of the largest local."""
+        return max_local_nbytes(self.sent(spec))
+
+    def time(self, step: Step, src: Spec, dst: Spec) -> float:
+        """Seconds of a step."""
+        return step_time(self.topology, step, self.sent(src), self.sent(dst))
+
+
+@hooks.register("simplify")
+@lru_cache(maxsize=4096)
+def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) -> Program:
+    """The program after all rewrites that pay; `Program.simplify` documents it."""
+    raise_if("Program.simplify", exclude_problems(exclude))
+    market = Market(topology, prog.forward_dtype, exclude)
+    most = max(map(market.nbytes, prog.specs))
+    while found := list(_rewrites(prog, market, most)):
+        best = max(found, key=Found.rank)  # the first of equals
+        prog = Program(
+            prog.src,
+            prog.steps[: best.start] + best.steps + prog.steps[best.stop :],
+            prog.dst,
+            forward_dtype=prog.forward_dtype,
+            backward_dtype=prog.backward_dtype,
+        )
+    return prog
+
+
+def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
+    """What of `exclude` is no step type."""
+    unknown = [each for each in exclude if each not in get_args(Step)]
+    fix = "exclude=(fs.AllGather, fs.AllToAll), say"
+    return [Problem(f"exclude={unknown}", "exclude names step types", fix)] if unknown else []
+
+
+def _rewrites(prog: Program, market: Market, most: int) -> Iterator[Found]:
+    """Every rewrite of a stretch of the program that is cheaper, or as cheap in fewer steps.
+
+    `most` are the bytes that the largest layout on the way may have.
+    """
+    triples = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
+    times = [market.time(*each) for each in triples]
+    for start, stop in itertools.combinations(range(len(times) + 1), 2):
+        now = math.fsum(times[start:stop])
+        path, steps = prog.specs[start : stop + 1], prog.steps[start:stop]
+        for other in (other for rule in RULES for other in rule.paths(path, steps)):
+            legs = _legs(other, now, market)
+            if legs is None or any(market.nbytes(spec) > most for spec in other):
+                continue
+            saved = now - math.fsum(time for time, _ in legs)
+            if (saved, stop - start) > (0.0, len(legs)):
+                yield Found(saved, start, stop, tuple(step for _, step in legs))
+
+
+def _legs(path: Path, most: float, market: Market) -> list[tuple[float, Step]] | None:
+    """The cheapest single step of each leg and its seconds; None where one takes over `most`."""
+    legs = []
+    for src, dst in itertools.pairwise(path):
+        leg = _cheapest(src, dst, market)
+        if leg is None or leg[0] > most:
+            return None
+        legs.append(leg)
+    return legs
+
+
+@lru_cache(maxsize=65536)
+def _cheapest(src: Spec, dst: Spec, market: Market) -> tuple[float, Step] | None:
+    """The single step from one spec to another that takes the least time, and the time."""
+    timed = [
+        (market.time(step, src, dst), step)
+        for step in single_steps(src, dst)
+        if not isinstance(step, market.exclude)
+    ]
+    return min(timed, key=lambda each: each[0], default=None)
+
+
+# -- laws of casts --------------------------------------------------------------------
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of the second dtype is one of the first.
+
+    >>> holds(torch.float32, torch.bfloat16), holds(torch.float32, torch.int32)
+    (True, False)
+    """
+    if torch.promote_types(wide, narrow) != wide:
+        return False
+    inexact = wide.is_floating_point or wide.is_complex
+    if not inexact or narrow == torch.bool or narrow.is_floating_point or narrow.is_complex:
+        return True
+    return torch.iinfo(narrow).max <= 2 / torch.finfo(wide).eps
+
+
+def passes(step: Step, src: Spec, dst: Spec) -> bool:
+    """Whether a cast may trade places with a step from `src` to `dst`.
+
+    It may where numbers are only moved: a sum of rounded numbers is not the rounded sum. Nor may
+    the transpose of the step sum, since gradients pass the casts too. What neutral elements or
+    shares of an average become is known of sums and products alone.
+    """
+    if isinstance(step, CollectivePermute | Remesh):
+        return True
+    p, q = src.partition, dst.partition
+    summed = {*p.unreduced_kinds} - {*q.unreduced_kinds}
+    spread = {*q.reduced_kinds} - {*p.reduced_kinds}
+    changed = {*p.reduced_kinds, *q.unreduced_kinds} - {*q.reduced_kinds, *p.unreduced_kinds}
+    return not summed and not spread and all(kind in ("sum", "product") for _, kind in changed)
+
+
+# -- rules ----------------------------------------------------------------------------
+
+
+def _straight(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+    """Straight from the first layout to the last, or nothing where they are the same."""
+    if _are_one(path, steps):
+        yield path[:1] if path[0] == path[-1] else (path[0], path[-1])
+
+
+def _are_one(path: Path, steps: tuple[Step, ...]) -> bool:
+    """Whether steps may become one: no cast among them, or two that lose nothing between them."""
+    before, between, *after = (spec.dtype for spec in path)
+    if {before, between, *after} == {before}:
+        return True
+    casts = len(steps) == 2 and all(isinstance(step, Cast) for step in steps)
+    return casts and holds(between, before) and holds(between, after[0])
+
+
+def _last_first(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+    """The last step done before all others, or joined with the first on its way there."""
+    return _moved(path, steps, range(len(steps) - 1, 0, -1))
+
+
+def _first_last(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+    """The first step done after all others, or joined with the last on its way there."""
+    return _moved(path, steps, range(1, len(steps)))
+
+
+def _moved(path: Path, steps: tuple[Step, ...], places: range) -> Iterator[Path]:
+    for at in places:
+        pair = steps[at - 1 : at + 1]
+        if at == places[-1] and len(steps) > 2 and _are_one(path[at - 1 : at + 2], pair):
+            yield path[:at] + path[at + 1 :]
+        swapped = _swap(path[at - 1], pair[0], pair[1], path[at + 1])
+        if swapped is None:
+            return
+        first, middle, second = swapped
+        path = (*path[:at], middle, *path[at + 1 :])
+        steps = (*steps[: at - 1], first, second, *steps[at + 1 :])
+    if places:
+        yield path
+
+
+@lru_cache(maxsize=65536)
+def _swap(src: Spec, first: Step, second: Step, dst: Spec) -> tuple[Step, Spec, Step] | None:
+    """The second step, the layout after it, then the first: where they are independent."""
+    if not _casts_pass(src, first, second, dst):
+        return None
+    for middle in (_after(second, src), _before(first, src, dst)):
+        if middle is None:
+            continue
+        new = _of_type(type(second), src, middle), _of_type(type(first), middle, dst)
+        if new[0] is not None and new[1] is not None:
+            return new[0], middle, new[1]
+    return None
+
+
+def _of_type(kind: type, src: Spec, dst: Spec) -> Step | None:
+    return next((step for step in single_steps(src, dst) if isinstance(step, kind)), None)
+
+
+def _after(step: Step, spec: Spec) -> Spec | None:
+    try:
+        return infer(step, spec)
+    except ShardingError:
+        return None
+
+
+def _before(step: Step, src: Spec, dst: Spec) -> Spec | None:
+    """The layout that a step of `src` would make `dst` of: what its transpose makes of the dual."""
+    try:
+        return infer(transpose(step, src), dst.dual).dual
+    except ShardingError:
+        return None
+
+
+def _casts_pass(src: Spec, first: Step, second: Step, dst: Spec) -> bool:
+    """Whether no cast among two steps keeps them from trading places."""
+    between = infer(first, src)
+    if isinstance(first, Cast):
+        return passes(second, between, dst)
+    return not isinstance(second, Cast) or passes(first, src, between)
+
+
+def _around(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+    """Through what one of the steps, done first, would make of the source, or last the target."""
+    src, dst = path[0], path[-1]
+    if len({spec.dtype for spec in path}) > 1:
+        return
+    early = dict.fromkeys(spec for step in steps for spec in _made(step, src))
+    late = dict.fromkeys(
+        spec.dual for each in zip(steps, path, strict=False) for spec in _made_back(*each, dst)
+    )
+    yield from ((src, way, dst) for way in early | late)
+    yield from ((src, first, last, dst) for first, last in itertools.product(early, late))
+
+
+def _made_back(step: Step, src: Spec, dst: Spec) -> tuple[Spec, ...]:
+    try:
+        return _made(transpose(step, src), dst.dual)
+    except ShardingError:
+        return ()
+
+
+@lru_cache(maxsize=65536)
+def _made(step: Step, spec: Spec) -> tuple[Spec, ...]:
+    """What a step, or a part of it, into this dim or another, makes of a layout."""
+    made = (_after(each, spec) for each in _alike(step, spec.ndim))
+    return tuple(dict.fromkeys(each for each in made if each is not None))
+
+
+def _alike(step: Step, ndim: int) -> Iterator[Step]:
+    """Steps that do the same to some of the axes."""
+    if isinstance(step, Cast | CollectivePermute | Exchange | Remesh):
+        return
+    if isinstance(step, AllToAll):
+        for pair, dim in itertools.product(step.pairs, range(ndim)):
+            for axes in _runs(pair.axes):
+                yield AllToAll(axes, pair.src_dim, dim)
+        return
+    for axes in _runs(step.axes):
+        match step:
+            case AllSlice():
+                yield from (AllSlice(axes, dim) for dim in range(ndim))
+                yield InvariantToReduced(axes)
+                yield ReplicatedToUnreduced(axes)
+            case AllReduce() | ReduceScatter():
+                yield from (ReduceScatter(axes, dim) for dim in range(ndim))
+                yield AllReduce(axes)
+            case AllGather() | ShardedToUnreduced():
+                yield from (AllGather(axes, dim) for dim in range(ndim))
+                yield from (ShardedToUnreduced(axes, dim) for dim in range(ndim))
+            case _:
+                yield replace(step, axes=axes)
+
+
+def _runs(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every stretch of neighbours."""
+    for start, stop in itertools.combinations(range(len(axes) + 1), 2):
+        yield axes[start:stop]
+
+
+RULES = (
+    Rule(
+        "straight",
+        "steps between the same layouts mean the same: inverse steps cancel, neighbours fuse",
+        _straight,
+    ),
+    Rule("last first", "independent steps commute, so the later one may go first", _last_first),
+    Rule("first last", "independent steps commute, so the earlier one may go last", _first_last),
+    Rule("around", "slices first, gathers last: arXiv 2112.01075, section 4", _around),
+)
+"""In the order in which equals are preferred."""
