@@ -153,7 +153,7 @@ class Search:
         moved = share(rounds * (n - 1), nbytes // item, n) * item
         if self.topology is None:
             return moved + LAUNCH
-        return seconds(self.topology, link, Traffic(moved, moved, rounds * hops(n)))
+        return seconds(self.topology, link, Traffic(moved, moved, rounds * hops(n)), 0)
 
     # -- moves ------------------------------------------------------------------------
 
@@ -319,7 +319,8 @@ class Search:
             return UNIT
         if self.topology is None:
             return moved + LAUNCH
-        return seconds(self.topology, self.topology.link(self.mesh, axes), Traffic(moved, moved, 1))
+        link = self.topology.link(self.mesh, axes)
+        return seconds(self.topology, link, Traffic(moved, moved, 1), 0)
 
     def find_permute_targets(self) -> dict[object, list[State]]:
         """The goal and its sources under one gather or slice, by what a permutation keeps."""

@@ -1,14 +1,21 @@
-"""What a step moves, and what a program costs: bytes, launches, time, memory."""
+"""What a step moves, and what a program costs: bytes, launches, messages, time, memory.
+
+`step_time` is the one measure of time: of a program, of planning and of whatever weighs layouts.
+Its parts for even layouts are functions of a few numbers, for searches to call on light values.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from functools import lru_cache
+from typing import NamedTuple, assert_never
 
 from fshard.partition import PartitionSpec
+from fshard.program.boxes import moving_axes
+from fshard.program.overlap import even_boxes, overlaps, pieces, pieces_even
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -28,14 +35,21 @@ from fshard.program.steps import (
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
-__all__ = ["Cost", "Traffic", "max_local_nbytes", "seconds", "step_time", "traffic"]
+__all__ = [
+    "Cost", "Traffic", "all_reduced", "copies", "exchanged", "gathered", "hops", "max_local_nbytes",
+    "seconds", "share", "step_axes", "step_link", "step_time", "swapped", "traffic",
+]  # fmt: skip
+
+Dims = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one program: `time` in seconds, bytes of the busiest rank, and collective launches.
+    """Of one program: `time` in seconds, bytes of the busiest rank, launches and messages.
 
-    `peak_memory` is what the busiest rank holds at once: the input and the output of a step.
+    `peak_memory` is the largest local on the way, the measure of Rink et al. (arXiv 2112.01075):
+    while a step runs, its input and its output are both there. `messages` are those of the
+    busiest rank that wait for each other.
     """
 
     time: float
@@ -43,27 +57,30 @@ class Cost:
     bytes_received: int
     peak_memory: int
     launches: int
+    messages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Of one step: bytes that the busiest rank sends and receives, and hops in a row."""
+class Traffic(NamedTuple):
+    """Of one step: bytes that the busiest rank sends and receives, and its messages in a row."""
 
     sent: int = 0
     received: int = 0
-    hops: int = 0
+    messages: int = 0
 
     @property
     def launches(self) -> int:
         """1 where the step is a collective that runs, else 0."""
-        return int(self.hops > 0)
+        return int(self.messages > 0)
 
 
 NOTHING = Traffic()
 
 
+# -- of numbers: equal shards --------------------------------------------------------------
+
+
 def hops(n: int) -> int:
-    """Rounds in a row that a collective of `n` ranks needs: halving and doubling, or a tree."""
+    """Messages in a row of a collective of `n` ranks: halving and doubling, or a tree."""
     return (n - 1).bit_length()
 
 
@@ -72,6 +89,78 @@ def share(parts: int, numel: int, n: int) -> int:
     return -(-parts * numel // n)
 
 
+def gathered(n: int, shard: int) -> Traffic:
+    """An all-gather of `n` shards of `shard` bytes each, or a reduce-scatter to such."""
+    return Traffic((n - 1) * shard, (n - 1) * shard, hops(n))
+
+
+def all_reduced(n: int, local: int, item: int) -> Traffic:
+    """An all-reduce of `n` locals of `local` bytes each, whose elements have `item` bytes."""
+    moved = share(2 * (n - 1), local // item, n) * item
+    return Traffic(moved, moved, 2 * hops(n))
+
+
+def swapped(n: int, local: int) -> Traffic:
+    """An all-to-all of `n` locals of `local` bytes each, of which each rank keeps an n-th."""
+    return Traffic(local - local // n, local - local // n, n - 1)
+
+
+def exchanged(
+    shape: Sequence[int],
+    item: int,
+    size: Mapping[str, int],
+    have: Dims,
+    need: Dims,
+    addends: int = 1,
+) -> Traffic:
+    """An exchange of a tensor of equal shards before and after.
+
+    `item` are the bytes of an element, `size` the devices along each axis, `have` and `need` the
+    axes of each dim; `addends` of every element are reduced where they arrive.
+
+    >>> exchanged((8, 8), 4, {"x": 4}, [("x",), ()], [(), ("x",)])
+    Traffic(sent=48, received=48, messages=3)
+    """
+    boxes = even_boxes(shape, size, have, need)
+    assert boxes is not None
+    whole, held = boxes
+    moved = (addends * whole - held) * item
+    if moved == 0:
+        return NOTHING
+    counts = [[math.prod(size[axis] for axis in axes) for axes in dims] for dims in (have, need)]
+    return Traffic(moved, moved, max(1, addends * pieces_even(*counts) - (held > 0)))
+
+
+def seconds(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
+    """Alpha-beta time of a collective: a launch, messages in a row, bytes, and local copies."""
+    return (
+        topology.launch
+        + moved.messages * link.latency
+        + max(moved.sent, moved.received) / link.bandwidth
+        + copied / topology.memory
+    )
+
+
+# -- of steps ------------------------------------------------------------------------------
+
+
+def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
+    """Seconds of one step: its collective with the copies around it, or a local copy."""
+    moved = traffic(step, src, dst)
+    copied = copies(step, src, dst, moved.launches)
+    if not moved.launches:
+        return copied / topology.memory
+    return seconds(topology, step_link(topology, step, src, dst), moved, copied)
+
+
+def step_link(topology: Topology, step: Step, src: Spec, dst: Spec) -> Link:
+    """The link that a collective step is as slow as."""
+    if src.mesh == dst.mesh:
+        return topology.link(src.mesh, step_axes(step, src, dst))
+    return topology.between(src.mesh, dst.mesh)
+
+
+@lru_cache(maxsize=65536)
 def max_local_nbytes(spec: Spec) -> int:
     """Bytes of the largest local: dims are cut independently, so the largest parts meet."""
     return math.prod(_widest(spec, dim) for dim in range(spec.ndim)) * spec.dtype.itemsize
@@ -83,18 +172,24 @@ def _widest(spec: Spec, dim: int) -> int:
 
 
 def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
-    """The axes a step acts along that have more than one device; a permutation's in mesh order."""
+    """The axes of several devices along which ranks talk to each other.
+
+    Those of a permutation and of an exchange are in mesh order. An exchange between two meshes
+    has none: who talks there is no group of an axis.
+    """
     shape = src.mesh.shape
-    if isinstance(step, Cast | Remesh):
-        return ()
-    if isinstance(step, Exchange):
-        return tuple(axis for axis, size in shape.items() if size > 1)
-    if isinstance(step, AllToAll):
-        return tuple(axis for pair in step.pairs for axis in pair.axes if shape[axis] > 1)
-    if isinstance(step, CollectivePermute):
-        before, after = (axis_roles(shape, spec.partition) for spec in (src, dst))
-        return tuple(axis for axis, role in before.items() if role != after[axis])
-    return tuple(axis for axis in step.axes if shape[axis] > 1)
+    match step:
+        case Cast() | Remesh():
+            return ()
+        case CollectivePermute():
+            before, after = (axis_roles(shape, spec.partition) for spec in (src, dst))
+            return tuple(axis for axis, role in before.items() if role != after[axis])
+        case Exchange():
+            return moving_axes(src, dst) if src.mesh == dst.mesh else ()
+        case AllToAll():
+            return tuple(axis for pair in step.pairs for axis in pair.axes if shape[axis] > 1)
+        case _:
+            return tuple(axis for axis in step.axes if shape[axis] > 1)
 
 
 def axis_roles(sizes: Mapping[str, int], p: PartitionSpec) -> dict[str, object]:
@@ -111,41 +206,32 @@ def axis_roles(sizes: Mapping[str, int], p: PartitionSpec) -> dict[str, object]:
 
 
 def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
-    """Bytes per rank of a step from `src` to `dst`, exact for uneven shards.
+    """What the busiest rank moves in a step from `src` to `dst`, exact for uneven shards.
 
     All-gather and reduce-scatter move (n-1)/n of the whole, all-reduce twice that
-    (Patarasu and Yuan 2009), all-to-all (n-1)/n of the local; in log2(n) rounds, as halving
-    and doubling (Thakur, Rabenseifner and Gropp 2005) and double trees (NCCL) do.
+    (Patarasu and Yuan 2009), in log2(n) messages in a row, as halving and doubling (Thakur,
+    Rabenseifner and Gropp 2005) and double trees (NCCL) do. All-to-all moves (n-1)/n of the
+    local in n-1 messages, as do gathers and scatters of unequal shards, which run as one. An
+    exchange receives what is missing, of each addend; holders of one shard send alike.
     """
-    n = math.prod(src.mesh.shape[axis] for axis in step_axes(step, src, dst))
-    if n == 1 or 0 in src.shape:
+    if 0 in src.shape:
         return NOTHING
-    item = src.dtype.itemsize
+    if isinstance(step, Exchange):
+        return _of_exchange(src, dst)
+    n = math.prod(src.mesh.shape[axis] for axis in step_axes(step, src, dst))
+    if n == 1:
+        return NOTHING
     match step:
         case AllGather():
-            rest = _others(src, [step.dim])
-            got = max(whole - min(parts) for whole, parts in _groups(src, step.dim, n))
-            most = _widest(src, step.dim)
-            return Traffic((n - 1) * most * rest * item, got * rest * item, hops(n))
+            return _of_gather(src, step.dim, n)
         case AllReduce():
-            moved = share(2 * (n - 1), max_local_nbytes(src) // item, n) * item
-            return Traffic(moved, moved, 2 * hops(n))
+            return all_reduced(n, max_local_nbytes(src), src.dtype.itemsize)
         case ReduceScatter():
-            rest = _others(dst, [step.dim])
-            sent = max(whole - min(parts) for whole, parts in _groups(dst, step.dim, n))
-            most = _widest(dst, step.dim)
-            return Traffic(sent * rest * item, (n - 1) * most * rest * item, hops(n))
+            back = _of_gather(dst, step.dim, n)
+            return Traffic(back.received, back.sent, back.messages)
         case AllToAll():
-            rest = _others(src, [step.src_dim, step.dst_dim]) * item
-            pairs = [
-                (mine * (width - cut), cut * (whole - mine))
-                for whole, rows in _groups(src, step.src_dim, n)
-                for width, cuts in _groups(dst, step.dst_dim, n)
-                for mine, cut in _zip(rows, cuts)
-            ]
-            sent, received = (max(each) * rest for each in zip(*pairs, strict=True))
-            return Traffic(sent, received, hops(n))
-        case CollectivePermute() | Exchange():
+            return _of_all_to_all(step, src, dst, n)
+        case CollectivePermute():
             moved = max_local_nbytes(src)
             return Traffic(moved, moved, 1)
         case (
@@ -162,11 +248,39 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
             assert_never(step)
 
 
-def _others(spec: Spec, dims: list[int]) -> int:
-    return math.prod(_widest(spec, dim) for dim in range(spec.ndim) if dim not in dims)
+def _of_gather(src: Spec, dim: int, n: int) -> Traffic:
+    """An all-gather of shards of `src`: sent to all others, received from all others."""
+    if src.sizes[dim] is None:
+        return gathered(n, max_local_nbytes(src))
+    rest = math.prod(_widest(src, each) for each in range(src.ndim) if each != dim)
+    groups = _groups(src, dim, n)
+    got = max(whole - min(parts) for whole, parts in groups)
+    alike = all(len(set(parts)) == 1 for _, parts in groups)
+    item = rest * src.dtype.itemsize
+    return Traffic((n - 1) * _widest(src, dim) * item, got * item, hops(n) if alike else n - 1)
 
 
-def _groups(spec: Spec, dim: int, n: int) -> Iterable[tuple[int, tuple[int, ...]]]:
+def _of_all_to_all(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic:
+    if step.also:
+        # Several dims at once: what is kept of one may depend on what is kept of another.
+        sent = max(total - held for total, held in overlaps(dst, src))
+        received = max(total - held for total, held in overlaps(src, dst))
+        return Traffic(sent * src.dtype.itemsize, received * src.dtype.itemsize, n - 1)
+    if src.sizes[step.src_dim] is dst.sizes[step.dst_dim] is None:
+        return swapped(n, max_local_nbytes(src))
+    dims = (step.src_dim, step.dst_dim)
+    rest = math.prod(_widest(src, dim) for dim in range(src.ndim) if dim not in dims)
+    pairs = [
+        (mine * (width - cut), cut * (whole - mine))
+        for whole, rows in _groups(src, step.src_dim, n)
+        for width, cuts in _groups(dst, step.dst_dim, n)
+        for mine, cut in _zip(rows, cuts)
+    ]
+    sent, received = (max(each) * rest for each in zip(*pairs, strict=True))
+    return Traffic(sent * src.dtype.itemsize, received * src.dtype.itemsize, n - 1)
+
+
+def _groups(spec: Spec, dim: int, n: int) -> list[tuple[int, tuple[int, ...]]]:
     """The distinct groups of `n` neighbouring shards of a dim: their total and their sizes.
 
     Equal shards are given once, so that the work does not grow with the devices of an axis.
@@ -185,40 +299,61 @@ def _zip(rows: tuple[int, ...], cuts: tuple[int, ...]) -> Iterable[tuple[int, in
     return zip(rows, cuts, strict=True)
 
 
-def seconds(topology: Topology, link: Link, moved: Traffic) -> float:
-    """Alpha-beta time of one collective: a launch, hops in a row, and bytes on the wire."""
-    return (
-        topology.launch
-        + moved.hops * link.latency
-        + max(moved.sent, moved.received) / link.bandwidth
-    )
+@lru_cache(maxsize=8192)
+def _of_exchange(src: Spec, dst: Spec) -> Traffic:
+    p, q = src.partition, dst.partition
+    size = src.mesh.shape
+    kept = math.prod(size[axis] for axis, _ in q.unreduced_kinds)
+    addends = math.prod(size[axis] for axis, _ in p.unreduced_kinds) // kept
+    item = src.dtype.itemsize
+    if src.mesh == dst.mesh and not any(src.sizes) and not any(dst.sizes):
+        return exchanged(src.shape, item, size, p.dims, q.dims, addends)
+    targets = overlaps(src, dst)
+    received = max(addends * total - held for total, held in targets)
+    if received == 0:
+        return NOTHING
+    # What all ranks together need is sent by the holders in equal parts.
+    needers = dst.mesh.size // (dst.num_shards * kept)
+    holders = src.mesh.size // (src.num_shards * addends * kept)
+    sent = max(share(needers, total, holders) - held for total, held in overlaps(dst, src))
+    some = min(held for _, held in targets) > 0
+    return Traffic(sent * item, received * item, max(1, addends * pieces(src, dst) - some))
 
 
-def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
-    """Seconds of one step: its collective, or the local copy."""
-    moved = traffic(step, src, dst)
-    if moved.launches:
-        return seconds(topology, topology.link(src.mesh, step_axes(step, src, dst)), moved)
-    if shares_memory(step, src):
-        return 0.0
-    return (max_local_nbytes(src) + max_local_nbytes(dst)) / topology.memory
+# -- local copies --------------------------------------------------------------------------
 
 
-def shares_memory(step: Step, src: Spec) -> bool:
-    """Whether the step hands its input on as it is."""
+def copies(step: Step, src: Spec, dst: Spec, launches: int) -> int:
+    """Bytes that the busiest rank reads and writes in its own memory around a step.
+
+    Along dim 0 pieces lie in memory as they travel. A collective that is none, of one device or
+    where nothing is missing, copies its result.
+    """
+    before, after = max_local_nbytes(src), max_local_nbytes(dst)
     match step:
-        case InvariantToReduced():
-            return step.kind == "sum"
-        case ReducedToInvariant(axes):
-            return all(kind == "sum" for axis, kind in src.partition.reduced_kinds if axis in axes)
+        case Remesh():
+            return 0
+        case InvariantToReduced() | ReducedToInvariant():
+            return 0 if _only_sums(step, src) else 2 * after
         case Cast():
-            return step.dtype == src.dtype
+            return 0 if step.dtype == src.dtype else before + after
+        case _ if not launches:
+            return 2 * after
+        case AllGather():
+            return 2 * after if step.dim else 0
+        case ReduceScatter():
+            return 2 * before if step.dim else 0
+        case AllToAll():
+            packs, unpacks = bool(step.also or step.dst_dim), bool(step.also or step.src_dim)
+            return 2 * before * packs + 2 * after * unpacks
+        case Exchange():
+            return 2 * before + 2 * after
         case _:
-            return False
+            return 0
 
 
-def held(step: Step, src: Spec, dst: Spec) -> int:
-    """Bytes of the busiest rank's input and output of one step."""
-    if shares_memory(step, src):
-        return max_local_nbytes(src)
-    return max_local_nbytes(src) + max_local_nbytes(dst)
+def _only_sums(step: InvariantToReduced | ReducedToInvariant, src: Spec) -> bool:
+    """Whether the step multiplies nothing: shares of an average are other numbers."""
+    if isinstance(step, InvariantToReduced):
+        return step.kind == "sum"
+    return all(kind == "sum" for axis, kind in src.partition.reduced_kinds if axis in step.axes)

@@ -13,7 +13,7 @@ from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.partition import LINEAR
-from fshard.program.cost import Cost, held, max_local_nbytes, step_time, traffic
+from fshard.program.cost import Cost, max_local_nbytes, step_time, traffic
 from fshard.program.infer import infer, way_back
 from fshard.program.steps import (
     AllGather,
@@ -29,7 +29,8 @@ from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
 __all__ = [
-    "Program", "as_topology", "carries", "check", "endpoint_problems", "wire_problems",
+    "Program", "as_topology", "carries", "check", "endpoint_problems", "mesh_problems",
+    "wire_problems",
     "wire_specs",
 ]  # fmt: skip
 
@@ -295,7 +296,7 @@ def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Proble
 
 
 def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
-    """What keeps two values from being the ends of a change of layout: types, meshes, shapes."""
+    """What keeps two values from being the ends of a change of layout: types, shapes."""
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return [
             Problem(
@@ -305,16 +306,6 @@ def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
             )
         ]
     problems = []
-    if src.mesh != dst.mesh:
-        works = _works(lambda: dst.replace(mesh=src.mesh))
-        problems.append(
-            Problem(
-                f"{src} on {src.mesh}, {dst} on {dst.mesh}",
-                "both specs are of one mesh",
-                f"{'dst.replace(mesh=src.mesh), or ' if works else ''}"
-                "fs.unshard the tensor, then fs.shard it as dst",
-            )
-        )
     if src.shape != dst.shape:
         works = _works(lambda: dst.replace(shape=src.shape))
         problems.append(
@@ -326,6 +317,21 @@ def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
             )
         )
     return problems
+
+
+def mesh_problems(src: Spec, dst: Spec) -> list[Problem]:
+    """What keeps two specs from being planned: that they are of two meshes."""
+    if src.mesh == dst.mesh:
+        return []
+    works = _works(lambda: dst.replace(mesh=src.mesh))
+    return [
+        Problem(
+            f"{src} on {src.mesh}, {dst} on {dst.mesh}",
+            "both specs are of one mesh",
+            f"{'dst.replace(mesh=src.mesh), or ' if works else ''}"
+            "fs.unshard the tensor, then fs.shard it as dst",
+        )
+    ]
 
 
 def _works(make: Callable[[], Spec]) -> bool:
@@ -407,6 +413,7 @@ def _cost(prog: Program, topology: Topology) -> Cost:
         time=sum(step_time(topology, *each) for each in triples),
         bytes_sent=sum(each.sent for each in moved),
         bytes_received=sum(each.received for each in moved),
-        peak_memory=max((held(*each) for each in triples), default=max_local_nbytes(prog.src)),
+        peak_memory=max(map(max_local_nbytes, (prog.src, *wire, prog.dst))),
         launches=sum(each.launches for each in moved),
+        messages=sum(each.messages for each in moved),
     )

@@ -1,11 +1,21 @@
-"""An alpha-beta model of the wires between devices: latency and bandwidth per mesh axis."""
+"""An alpha-beta model of the wires between devices: latency and bandwidth per mesh axis.
+
+Of what vendors promise collectives get about 80 % on NVLink and of memory, 90 % on networks, which
+have less protocol of their own. Latencies and the launch of the presets are those that NCCL
+plans with (`src/graph/tuning.cc`, ring, LL: 0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at
+the start). `fs.calibrate` measures the machine at hand instead.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
@@ -32,7 +42,7 @@ class Link:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
@@ -111,18 +121,172 @@ class Topology:
             )
         return Topology("custom", links=tuple(sorted(links.items())), launch=launch, memory=memory)
 
+    # -- public machines --------------------------------------------------------------
+
+    @staticmethod
+    def dgx_a100() -> Topology:
+        """DGX A100s: nodes of 8 A100 SXM (80 GB), InfiniBand HDR between them.
+
+        NVIDIA's data sheet: NVLink 3 of 600 GB/s per GPU (300 each way), a ConnectX-6 of 200 Gb/s
+        per GPU, 2,039 GB/s of HBM2e.
+        """
+        return _machine("DGX A100", 8, nvlink=300, network=200, memory=2039)
+
+    @staticmethod
+    def dgx_h100() -> Topology:
+        """DGX H100s: nodes of 8 H100 SXM, InfiniBand NDR between them.
+
+        NVIDIA's data sheet: NVLink 4 of 900 GB/s per GPU (450 each way), a ConnectX-7 of 400 Gb/s
+        per GPU, 3.35 TB/s of HBM3.
+
+        >>> Topology.dgx_h100().link(Mesh(dp=4, tp=8), "tp")
+        Link(latency=6e-07, bandwidth=360000000000.0)
+        """
+        return _machine("DGX H100", 8, nvlink=450, network=400, memory=3350)
+
+    @staticmethod
+    def gb200_nvl72() -> Topology:
+        """GB200 NVL72 racks: 72 GPUs on one NVLink fabric, InfiniBand NDR between racks.
+
+        NVIDIA's data sheet: NVLink 5 of 1.8 TB/s per GPU (900 GB/s each way), a ConnectX-7 of
+        400 Gb/s per GPU, 576 TB/s of HBM3e per rack (8 per GPU).
+        """
+        return _machine("GB200 NVL72", 72, nvlink=900, network=400, memory=8000)
+
+    @staticmethod
+    def cpu_host(processes: int = 8) -> Topology:
+        """Hosts of so many processes, gloo over loopback inside and 25 Gb Ethernet between.
+
+        Ethernet after IEEE 802.3by, and a process's part of memory is one channel of DDR4-3200
+        (JEDEC JESD79-4: 25.6 GB/s). Loopback and latencies are what TCP gives two processes on
+        a server, in orders of magnitude: measure with `fs.calibrate` where they matter.
+        """
+        return Topology(
+            "CPU host",
+            inner=Link(latency=20e-6, bandwidth=2e9),
+            outer=Link(latency=50e-6, bandwidth=0.9 * 25e9 / 8),
+            node_size=processes,
+            launch=50e-6,
+            memory=0.8 * 25.6e9,
+        )
+
+    # -- links ------------------------------------------------------------------------
+
     def link(self, mesh: Mesh, axes: Axes) -> Link:
-        """The link that a collective over `axes` is as slow as."""
+        """The link that a collective over `axes` is as slow as.
+
+        The parts of an axis that was split, `x_0`, `x_1`, have the link of `x` unless named.
+        """
         return _link(self, mesh, as_axes(axes))
+
+    def between(self, mesh: Mesh, other: Mesh) -> Link:
+        """The link that an exchange between the ranks of two meshes is as slow as.
+
+        >>> cluster = Topology.cluster()
+        >>> cluster.between(Mesh(x=4), Mesh(y=4, devices=range(4, 8))) == cluster.inner
+        True
+        >>> cluster.between(Mesh(x=8), Mesh(y=8, devices=range(8, 16))) == cluster.outer
+        True
+        """
+        return _between(self, mesh, other)
+
+    # -- files ------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; `load` reads it."""
+        text = json.dumps(
+            {**asdict(self), "links": {a: asdict(k) for a, k in self.links}}, indent=2
+        )
+        Path(path).write_text(text + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Topology:
+        """The topology that `save` has written.
+
+        Raises `ShardingError` where the file is not there or holds something else.
+
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     Topology.cluster().save(file.name)
+        ...     Topology.load(file.name) == Topology.cluster()
+        True
+        """
+        where = "fs.Topology.load"
+        try:
+            read = json.loads(Path(path).read_text())
+        except OSError as error:
+            fail(where, f"{os.fspath(path)!r}: {error.strerror}", "the file can be read",
+                 "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
+        except ValueError:
+            fail(where, f"{os.fspath(path)!r}", "the file holds JSON, as Topology.save writes it",
+                 "write it anew with topology.save(path)")  # fmt: skip
+        raise_if(where, problems := _problems_of(read, os.fspath(path)))
+        assert not problems
+        links = {axis: Link(**each) for axis, each in read["links"].items()}
+        inner, outer = Link(**read["inner"]), Link(**read["outer"])
+        return Topology(**{**read, "inner": inner, "outer": outer, "links": tuple(links.items())})
+
+
+def _machine(name: str, size: int, *, nvlink: float, network: float, memory: float) -> Topology:
+    """A preset of what is promised: GB/s each way, Gb/s, and GB/s of memory."""
+    return Topology(
+        name,
+        inner=Link(NVLINK.latency, 0.8e9 * nvlink),
+        outer=Link(INFINIBAND.latency, 0.9e9 * network / 8),
+        node_size=size,
+        launch=6.6e-6,
+        memory=0.8e9 * memory,
+    )
+
+
+def _problems_of(read: Any, path: str) -> list[Problem]:
+    """What is wrong with the keys of a file; what its numbers may be the values check."""
+    fix = "write it anew with topology.save(path)"
+    names = {each.name for each in fields(Topology)}
+    if not isinstance(read, dict) or set(read) != names:
+        has = f"the keys {', '.join(sorted(read))}" if isinstance(read, dict) else "no mapping"
+        return [Problem(f"{path!r} with {has}", f"the keys are {', '.join(sorted(names))}", fix)]
+    links = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
+    keys = {each.name for each in fields(Link)}
+    return [
+        Problem(f"{path!r} with {name} {link!r}", "a link is a latency and a bandwidth", fix)
+        for name, link in {"inner": read["inner"], "outer": read["outer"], **links}.items()
+        if not isinstance(link, dict) or set(link) != keys
+    ]
 
 
 @lru_cache(maxsize=4096)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> Link:
     own = dict(topology.links)
-    each = [own.get(axis) or _default(topology, mesh, axis) for axis in axes]
-    if not each:
-        return topology.inner
-    return Link(max(link.latency for link in each), min(link.bandwidth for link in each))
+    each = [_own(own, axis) or _default(topology, mesh, axis) for axis in axes]
+    return _slowest(each) if each else topology.inner
+
+
+def _slowest(links: list[Link]) -> Link:
+    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+
+
+def _own(links: Mapping[str, Link], axis: str) -> Link | None:
+    """The link of an axis, or of the one that it is a part of."""
+    while axis not in links:
+        axis, mark, number = axis.rpartition("_")
+        if not mark or not number.isdigit():
+            return None
+    return links[axis]
+
+
+@lru_cache(maxsize=1024)
+def _between(topology: Topology, mesh: Mesh, other: Mesh) -> Link:
+    each = [
+        _link(topology, side, tuple(axis for axis, size in side.shape.items() if size > 1))
+        for side in (mesh, other)
+    ]
+    if topology.node_size is not None:
+        ends = [
+            end // topology.node_size for m in (mesh, other) for end in (m.ranks[0], m.ranks[-1])
+        ]
+        each.append(topology.inner if len(set(ends)) == 1 else topology.outer)
+    return _slowest(each)
 
 
 def _default(topology: Topology, mesh: Mesh, axis: str) -> Link:
