@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -285,8 +286,11 @@ class Spec:
         """Whether both lay the same numbers on the same ranks: axes of size 1 do not count."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
-        if self.mesh == other.mesh and _essence(self) == _essence(other):
-            return True
+        if self.mesh.devices == other.mesh.devices:
+            if _grid(self) == _grid(other):
+                return True
+            if not (_has_twins(self) and _has_twins(other)):
+                return False
         return self.mesh.ranks == other.mesh.ranks and all(
             self.index(rank) == other.index(rank) and _states(self, rank) == _states(other, rank)
             for rank in self.mesh.ranks
@@ -366,15 +370,50 @@ def _place(spec: Spec, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(shape)
 
 
-def _essence(spec: Spec) -> tuple[object, ...]:
-    """The partition without the axes of size 1."""
-    mesh = spec.mesh.shape
-    p = spec.partition
-    return (
-        tuple(tuple(axis for axis in dim if mesh[axis] > 1) for dim in p.dims),
-        tuple(each for each in p.unreduced_kinds if mesh[each[0]] > 1),
-        tuple(each for each in p.reduced_kinds if mesh[each[0]] > 1),
-        spec.sizes,
+def _grid(spec: Spec) -> tuple[object, ...]:
+    """The coarsest grid of the devices that tells what the axes do, and the sizes.
+
+    Axes that stand side by side in the mesh and in a dim are one axis, as are neighbours of one
+    state; axes of size 1, and those of a dim without elements, do nothing. Two layouts of one
+    sequence of devices are the same exactly where this is, but for twins: `_has_twins`.
+    """
+    p, counts = spec.partition, spec.mesh.shape
+    roles: dict[str, tuple[object, ...]] = {}
+    for dim, axes in enumerate(p.dims):
+        major = 1
+        for axis in axes if spec.shape[dim] else ():
+            roles[axis] = dim, major
+            major *= counts[axis]
+    roles |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
+    roles |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+    grid: list[tuple[int, tuple[object, ...]]] = []
+    for axis, size in counts.items():
+        if size == 1:
+            continue
+        role = roles.get(axis, ())
+        if grid and role == _next_role(*grid[-1]):
+            grid[-1] = grid[-1][0] * size, grid[-1][1]
+        else:
+            grid.append((size, role))
+    return (*grid, spec.sizes)
+
+
+def _next_role(size: int, role: tuple[object, ...]) -> tuple[object, ...]:
+    """What the next axis does if it is one with an axis of `size` and `role`."""
+    match role:
+        case (int(dim), int(major)):
+            return dim, major * size
+        case _:
+            return role
+
+
+def _has_twins(spec: Spec) -> bool:
+    """Whether shards lie at one place: empty ones that follow each other in a dim."""
+    return any(
+        not one and not other
+        for sizes in spec.sizes
+        if sizes is not None
+        for one, other in itertools.pairwise(sizes)
     )
 
 
