@@ -25,7 +25,7 @@ from fshard.program.transpose import is_linear
 from fshard.run.abstract import is_abstract, shapes_of
 from fshard.run.batch import join, joined, part
 from fshard.run.fingerprint import backward_label
-from fshard.run.interpreter import collectives, launch
+from fshard.run.interpreter import collectives, launch, ranks_of
 from fshard.run.simulate import run_ranks, run_together
 from fshard.run.transport import (
     LABEL,
@@ -93,8 +93,8 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the programs."""
-        return self.progs[0].src.mesh
+        """The mesh of the programs' ranks."""
+        return ranks_of(self.progs[0])
 
     @property
     def T(self) -> Run:  # noqa: N802

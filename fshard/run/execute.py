@@ -18,12 +18,13 @@ from fshard.mesh import Mesh
 from fshard.program.program import Program
 from fshard.run.autograd import apply_program, is_transformed
 from fshard.run.fingerprint import call_line, place
-from fshard.run.interpreter import launch
+from fshard.run.interpreter import launch, ranks_of
 from fshard.run.record import Function, Launcher, Launchers, record, replay
 from fshard.run.transport import (
     Label,
     Transport,
     current_rank,
+    current_transport,
     direct_transport,
     is_simulated,
     labelled,
@@ -100,13 +101,42 @@ def _where(dst: Spec) -> str:
 
 @hooks.register("run_program")
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
-    """Run a program on a tuple of shards (a simulation) or on this rank's local."""
+    """Run a program on a tuple of shards (a simulation) or on this rank's local.
+
+    Where the meshes of source and target differ, there is a shard for each rank of the source's
+    and one for each of the target's. A rank outside of the source's gives None or an empty
+    tensor (one that requires grad if gradients are to come back from it), one outside of the
+    target's gets an empty tensor.
+    """
+    if local is None:
+        local = _nothing(prog)
     if isinstance(local, torch.Tensor):
         run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
         return hooks.call("typed", _where(prog.dst), local, prog.src, prog.dst, run)
     shards = check_shards(local, prog.src, _where(prog.dst))
-    out = apply_program(prog, shards, everywhere=True)
+    out = _apply_everywhere(prog, shards)
     return Pending(lambda: out) if async_op else out
+
+
+def _nothing(prog: Program) -> torch.Tensor | None:
+    """What a rank outside of the source's mesh holds; None in other code."""
+    transport = current_transport()
+    if transport is None or transport.rank in prog.src.mesh:
+        return None
+    device = getattr(transport, "device", torch.device("cpu"))
+    return torch.empty(0, dtype=prog.src.dtype, device=device)
+
+
+def _apply_everywhere(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run a program on the shards of the source's ranks; those of the target's."""
+    before, ranks, after = prog.src.mesh.ranks, ranks_of(prog).ranks, prog.dst.mesh.ranks
+    if len(before) == len(ranks) == len(after):
+        return apply_program(prog, tuple(shards), everywhere=True)
+    held = dict(zip(before, shards, strict=True))
+    empty = shards[0].new_empty(0)
+    out = apply_program(prog, tuple(held.get(rank, empty) for rank in ranks), everywhere=True)
+    made = dict(zip(ranks, out, strict=True))
+    return tuple(made[rank] for rank in after)
 
 
 # What `torch.compiler.disable` sets: to import that takes a second.
@@ -120,13 +150,13 @@ run_program._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
     """Run a program on this rank's local."""
     where = _where(prog.dst)
-    transport = current_rank(prog.src.mesh, where)
+    transport = current_rank(ranks_of(prog), where)
     launcher = None if async_op else _launcher(prog, local)
     if launcher is not None:
         wanted = local.requires_grad and torch.is_grad_enabled()
         return replay(launcher, local) if wanted else launcher.run(local)
-    check_local(local, prog.src, transport, where)
-    label = Label(where, prog.src.mesh, call_line() if async_op else "")
+    _check(prog, local, transport, where)
+    label = Label(where, ranks_of(prog), call_line() if async_op else "")
     with labelled(label):
         if not async_op:
             return _apply(prog, local)
@@ -162,13 +192,13 @@ def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
 def _record(
     prog: Program, local: torch.Tensor, transport: Transport, wanted: bool
 ) -> Launcher | None:
-    check_local(local, prog.src, transport, _where(prog.dst))
+    _check(prog, local, transport, _where(prog.dst))
     if transport.rank not in prog.src.mesh or (wanted and not prog.is_linear):
         return None
     forward: Function = lambda x: _apply(prog, x)  # noqa: E731
     backward: Function = lambda g: _apply(prog.T, g)  # noqa: E731
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    with labelled(Label(_where(prog.dst), prog.src.mesh)):
+    with labelled(Label(_where(prog.dst), ranks_of(prog))):
         found = record(forward, backward, like)
         if wanted and found is not None and record(backward, forward, found.out) is None:
             return None
@@ -177,6 +207,19 @@ def _record(
 
 def _apply(prog: Program, x: torch.Tensor) -> torch.Tensor:
     return apply_program(prog, (x,), everywhere=False)[0]
+
+
+def _check(prog: Program, local: torch.Tensor, transport: Transport, where: str) -> None:
+    """Raise `ShardingError` unless `local` is what this rank gives to a program."""
+    src, rank = prog.src, transport.rank
+    check_local(local, src, transport, where)
+    if rank in src.mesh or rank not in ranks_of(prog):
+        return
+    if local.shape != (0,) or local.dtype != src.dtype:
+        fail(where, f"on rank {rank}, which is not of {src.mesh}, a local of shape "
+             f"{tuple(local.shape)} and {local.dtype}",
+             "a rank that holds nothing of the source gives None or an empty tensor of its dtype",
+             f"None, or torch.empty(0, dtype={src.dtype})")  # fmt: skip
 
 
 def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: str) -> None:

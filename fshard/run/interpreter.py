@@ -14,6 +14,7 @@ from typing import assert_never
 
 import torch
 
+from fshard.mesh import Mesh
 from fshard.program.cost import step_axes
 from fshard.program.program import Program
 from fshard.program.steps import (
@@ -34,13 +35,21 @@ from fshard.program.steps import (
 )
 from fshard.run.packing import Tensors
 from fshard.run.transport import Finish, Transport
-from fshard.run.wire import Wire, begin, wire_of
+from fshard.run.wire import Wire, begin, exchange, wire_of
 from fshard.spec import Spec
 
-__all__ = ["collectives", "launch", "neutral_like", "stages"]
+__all__ = ["collectives", "launch", "neutral_like", "ranks_of", "stages"]
 
 Local = Tensors
 """A step that moves nothing: the local before to the local afterwards."""
+LocalStep = (
+    AllSlice
+    | InvariantToReduced
+    | Remesh
+    | ReducedToInvariant
+    | ReplicatedToUnreduced
+    | ShardedToUnreduced
+)
 
 
 def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
@@ -71,16 +80,28 @@ def stages(prog: Program, rank: int) -> tuple[Local | Wire, ...]:
     Casts to the dtype that is sent and back are among them. For a rank outside of the program it
     is one function, which gives an empty tensor.
     """
-    if rank not in prog.src.mesh:
-        dtype = prog.dst.dtype
-        return (lambda x: x.new_empty((0,), dtype=dtype),)
-    wire = prog.forward_dtype
+    wire, dtype = prog.forward_dtype, prog.dst.dtype
     rows = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
-    steps = tuple(_stage(*row, rank, wire) for row in rows)
-    if wire is None:
-        return steps
-    back = prog.dst.dtype
-    return (lambda x: x.to(wire), *steps, lambda x: x.to(back))
+    every: list[Local | Wire] = [] if wire is None else [lambda x: x.to(wire)]
+    every += [
+        _stage(*row, rank, wire)
+        for row in rows
+        if rank in row[1].mesh or rank in row[2].mesh or isinstance(row[0], Cast)
+    ]
+    if rank not in prog.dst.mesh:
+        return (*every, lambda x: x.new_empty((0,), dtype=dtype))
+    return tuple(every) if wire is None else (*every, lambda x: x.to(dtype))
+
+
+@lru_cache(maxsize=4096)
+def ranks_of(prog: Program) -> Mesh:
+    """The mesh of a program's ranks: of several that which has all, or else one in their order."""
+    meshes = dict.fromkeys(spec.mesh for spec in prog.specs)
+    if len(meshes) == 1:
+        return prog.src.mesh
+    ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
+    whole = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
+    return whole or Mesh({"rank": len(ranks)}, devices=ranks)
 
 
 @lru_cache(maxsize=8192)
@@ -99,42 +120,40 @@ def _ready(
 
 @lru_cache(maxsize=8192)
 def collectives(prog: Program) -> int:
-    """How many steps of a program communicate."""
-    steps = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
-    return sum(bool(0 not in src.shape and _wire_axes(step, src, dst)) for step, src, dst in steps)
-
-
-def _wire_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
-    """The axes with more than one device that a collective step runs over; else none."""
-    match step:
-        case AllGather() | AllReduce() | ReduceScatter() | AllToAll() | CollectivePermute():
-            return step_axes(step, src, dst)
-        case _:
-            return ()
+    """How many collectives a rank takes part in, at most."""
+    return max(
+        sum(isinstance(stage, Wire) for stage in stages(prog, rank))
+        for rank in ranks_of(prog).ranks
+    )
 
 
 def _stage(step: Step, src: Spec, dst: Spec, rank: int, wire: torch.dtype | None) -> Local | Wire:
     """One step of one rank; `wire` is the dtype that replaces the casts, if any."""
-    shape, dtype = dst.local_shape(rank), wire or dst.dtype
-    if 0 in src.shape:
-        return lambda x: x.new_empty(shape, dtype=dtype)
-    axes = _wire_axes(step, src, dst)
-    if axes:
-        return wire_of(step, src, dst, rank, axes)
-    return functools.partial(_local, step, src, dst, rank=rank, wire=wire)
+    match step:
+        case Cast(dtype):
+            return lambda x: x if wire is not None else x.to(dtype)
+        case _ if 0 in src.shape:
+            shape = dst.local_shape(rank) if rank in dst.mesh else (0,)
+            return lambda x: x.new_empty(shape)
+        case Exchange():
+            return exchange(step, src, dst, rank)
+        case AllGather() | AllReduce() | ReduceScatter() | AllToAll() | CollectivePermute():
+            axes = step_axes(step, src, dst)
+            # A collective's result is memory of its own, of one device too.
+            return wire_of(step, src, dst, rank, axes) if axes else torch.clone
+        case _:
+            return functools.partial(_local, step, src, dst, rank)
 
 
 # -- local steps ----------------------------------------------------------------------
 
 
-def _local(
-    step: Step, src: Spec, dst: Spec, x: torch.Tensor, /, rank: int, wire: torch.dtype | None
-) -> torch.Tensor:
-    """A step that moves nothing; a collective over axes of one device is its share of one."""
+def _local(step: LocalStep, src: Spec, dst: Spec, rank: int, x: torch.Tensor) -> torch.Tensor:
+    """A step that moves nothing."""
     mesh = src.mesh
     match step:
-        case AllGather() | AllReduce() | ReduceScatter() | AllToAll() | CollectivePermute():
-            return x.clone()  # a collective's result is memory of its own, of one device too
+        case Remesh():
+            return x
         case AllSlice(axes, dim):
             offset = dst.offsets(rank)[dim] - src.offsets(rank)[dim]
             mine = x.narrow(dim, offset, dst.local_shape(rank)[dim])
@@ -162,8 +181,6 @@ def _local(
             return x
         case Exchange():
             raise NotImplementedError
-        case Cast(dtype):
-            return x if wire is not None else x.to(dtype)
         case _:
             assert_never(step)
 

@@ -208,13 +208,16 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
 def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
     """A pair in another layout: plans with `fs.redistribute` (its options) and runs.
 
-    A dim that the new partition does not divide is chunked; give a `Spec` for other sizes.
+    A dim that the new partition does not divide is chunked; give a `Spec` for other sizes, or
+    on another mesh: what ranks outside of one of the two give and get is what programs say.
     """
     local, spec = _read_pair(pair, "fs.reshard")
     if not isinstance(to, Spec | PartitionSpec):
         fail("fs.reshard", f"{to!r}", "the target is a Spec or a P", "fs.P('x'), say")  # fmt: skip
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
     prog = redistribute(spec, target, **options)
+    if local is None:
+        return Sharded(prog(local), target)
     if isinstance(local, torch.Tensor):
         move = lambda x: Sharded(own(prog(x), [x]), target)  # noqa: E731
         return _typed("fs.reshard", local, spec, target, move)

@@ -8,13 +8,15 @@ lies already as it travels is not copied.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
+from fshard.program.boxes import exchange_group, kept, moving_axes, receives, reduced_axes, sends
 from fshard.program.cost import share
 from fshard.program.infer import unreduced_kind
 from fshard.program.steps import (
@@ -22,6 +24,7 @@ from fshard.program.steps import (
     AllReduce,
     AllToAll,
     CollectivePermute,
+    Exchange,
     ReduceScatter,
     Step,
 )
@@ -41,7 +44,7 @@ from fshard.run.packing import (
 from fshard.run.transport import Finish, Group, Transport, notify
 from fshard.spec import Spec
 
-__all__ = ["Wire", "begin", "wire_of"]
+__all__ = ["Wire", "begin", "exchange", "wire_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,211 +94,269 @@ def begin(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
     return lambda: unpack(moved(), x)
 
 
+class _Place(NamedTuple):
+    """A rank in a collective."""
+
+    name: str
+    axes: tuple[str, ...]
+    group: Group
+    rank: int
+
+
 def wire_of(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) -> Wire:
     """The wire of a collective step over `axes`, those that have several devices."""
     group = src.mesh.group(rank, axes)
-    n = len(group)
+    at, n = _Place(step.name, axes, group, rank), len(group)
     match step:
         case AllGather(_, dim, to, kind):
             divisor = n if (to, kind) == ("reduced", "avg") else 1
             if _alike(src, group, [dim]):
-                return _gather(step, src, rank, dim, axes, group, divisor)
-            return _all_to_all(step, src, dst, rank, axes, group, "sum", divisor)
+                return _gather(at, src, dim, divisor)
+            return _all_to_all(at, src, dst, "", divisor)
         case AllReduce(all_axes, to, kind):
             op = unreduced_kind(step, src, all_axes)
             both = n if (to, kind) == ("reduced", "avg") else 1
-            return _reduce(step, src, rank, axes, group, op, both * (n if op == "avg" else 1))
+            return _reduce(at, src, op, both * (n if op == "avg" else 1))
         case ReduceScatter(all_axes, dim):
             op = unreduced_kind(step, src, all_axes)
             op, divisor = ("sum", n) if op == "avg" else (op, 1)
             if _alike(dst, group, [dim]):
-                return _scatter(step, dst, rank, dim, axes, group, op, divisor)
-            return _all_to_all(step, src, dst, rank, axes, group, op, divisor)
-        case AllToAll(_, src_dim, dst_dim):
-            if _alike(src, group, [src_dim]) and _alike(dst, group, [dst_dim]):
-                return _all_to_all_evenly(step, src, rank, axes, group)
-            return _all_to_all(step, src, dst, rank, axes, group)
+                return _scatter(at, dst, dim, op, divisor)
+            return _all_to_all(at, src, dst, op, divisor)
+        case AllToAll():
+            if _evenly(step, src, dst, group):
+                return _all_to_all_evenly(at, step, src)
+            return _all_to_all(at, src, dst)
         case CollectivePermute():
-            return _permute(step, src, dst, rank, axes, group)
+            return _permute(at, src, dst)
         case _:
-            raise AssertionError(f"{step} is no collective")
+            raise AssertionError(f"{step} is no collective over axes")
 
 
-def _alike(spec: Spec, group: Group, dims: list[int]) -> bool:
+def _alike(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
     """Whether all ranks of a group hold equally much of each of `dims`."""
     return len({tuple(spec.local_shape(each)[dim] for dim in dims) for each in group}) == 1
 
 
-def _gather(
-    step: Step, src: Spec, rank: int, dim: int, axes: tuple[str, ...], group: Group, divisor: int
-) -> Wire:
+def _gather(at: _Place, src: Spec, dim: int, divisor: int) -> Wire:
     """All-gather of equal shards; along dim 0 they come as they lie."""
-    shape = (len(group), *src.local_shape(rank))
+    n = len(at.group)
+    shape = (n, *src.local_shape(at.rank))
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         stacked = moved.view(shape)
-        return over(stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(0), dim),
-                    divisor)  # fmt: skip
+        y = stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(0), dim)
+        return over(y, divisor)
 
-    sent = math.prod(shape[1:]) * (len(group) - 1)
-    return Wire("all_gather", step.name, axes, group, sent, lambda x: x, unpack)
-
-
-def _reduce(
-    step: Step, src: Spec, rank: int, axes: tuple[str, ...], group: Group, op: str, divisor: int
-) -> Wire:
-    shape = src.local_shape(rank)
-    sent = share(2 * (len(group) - 1), math.prod(shape), len(group))
-    unpack: Unpack = lambda moved, _: over(moved.view(shape), divisor)  # noqa: E731
-    return Wire("all_reduce", step.name, axes, group, sent, lambda x: x, unpack,
-                "sum" if op == "avg" else op)  # fmt: skip
+    sent = (n - 1) * math.prod(shape[1:])
+    return Wire("all_gather", at.name, at.axes, at.group, sent, _itself, unpack)
 
 
-def _scatter(
-    step: Step,
-    dst: Spec,
-    rank: int,
-    dim: int,
-    axes: tuple[str, ...],
-    group: Group,
-    op: str,
-    divisor: int,
-) -> Wire:
+def _reduce(at: _Place, src: Spec, op: str, divisor: int) -> Wire:
+    shape, n = src.local_shape(at.rank), len(at.group)
+
+    def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return over(moved.view(shape), divisor)
+
+    sent = share(2 * (n - 1), math.prod(shape), n)
+    reduction = "sum" if op == "avg" else op
+    return Wire("all_reduce", at.name, at.axes, at.group, sent, _itself, unpack, reduction)
+
+
+def _scatter(at: _Place, dst: Spec, dim: int, op: str, divisor: int) -> Wire:
     """Reduce-scatter into equal shards; along dim 0 they travel as they lie."""
-    n, shape = len(group), dst.local_shape(rank)
+    n, shape = len(at.group), dst.local_shape(at.rank)
     rows = (n, *shape)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(rows) if dim == 0 else torch.stack(x.chunk(n, dim))
 
-    unpack: Unpack = lambda moved, _: over(moved.view(shape), divisor)  # noqa: E731
+    def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return over(moved.view(shape), divisor)
+
     sent = (n - 1) * math.prod(shape)
-    return Wire("reduce_scatter", step.name, axes, group, sent, pack, unpack, op)
+    return Wire("reduce_scatter", at.name, at.axes, at.group, sent, pack, unpack, op)
 
 
-def _permute(
-    step: CollectivePermute, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...], group: Group
-) -> Wire:
-    to_rank = _permutation(src.mesh, src.partition, dst.partition, axes, group)
-    here = group.index(rank)
+def _permute(at: _Place, src: Spec, dst: Spec) -> Wire:
+    group = at.group
+    to_rank = _permutation(src.mesh, src.partition, dst.partition, at.axes, group)
+    here = group.index(at.rank)
     origin = to_rank.index(here)
-    mine, theirs = (math.prod(src.local_shape(each)) for each in (rank, group[origin]))
-    send = tuple(mine if at == to_rank[here] else 0 for at in range(len(group)))
-    receive = tuple(theirs if at == origin else 0 for at in range(len(group)))
-    shape = dst.local_shape(rank)
-    return Wire(
-        "all_to_all",
-        step.name,
-        axes,
-        group,
-        0 if origin == here else mine,
-        lambda x: x.reshape(-1),
-        lambda moved, _: moved.view(shape),
-        send=send,
-        receive=receive,
-    )
-
-
-def _all_to_all_evenly(
-    step: AllToAll, src: Spec, rank: int, axes: tuple[str, ...], group: Group
-) -> Wire:
-    """An exchange of pieces of one shape: where they lie one after the other, nothing is copied."""
-    n, (src_dim, dst_dim) = len(group), (step.src_dim, step.dst_dim)
-    shape = list(src.local_shape(rank))
-    shape[dst_dim] //= n
-    each = math.prod(shape)
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        pieces: torch.Tensor = x.unflatten(dst_dim, (n, shape[dst_dim]))
-        return pieces.movedim(dst_dim, 0).reshape(-1)
+    mine, theirs = (math.prod(src.local_shape(each)) for each in (at.rank, group[origin]))
+    send = tuple(mine if each == to_rank[here] else 0 for each in range(len(group)))
+    receive = tuple(theirs if each == origin else 0 for each in range(len(group)))
+    shape, sent = dst.local_shape(at.rank), 0 if origin == here else mine
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        stacked = moved.view(n, *shape).movedim(0, src_dim)
-        return stacked.flatten(src_dim, src_dim + 1)
+        return moved.view(shape)
 
-    return Wire("all_to_all", step.name, axes, group, (n - 1) * each, pack, unpack,
+    return Wire("all_to_all", at.name, at.axes, group, sent, _flat, unpack,
+                send=send, receive=receive)  # fmt: skip
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1)
+
+
+# -- all to all -----------------------------------------------------------------------
+
+
+def _evenly(step: AllToAll, src: Spec, dst: Spec, group: Group) -> bool:
+    """Whether all pieces are of one shape, and each cut along dims that nothing is joined along."""
+    taken = {pair.src_dim for pair in step.pairs}
+    put = {pair.dst_dim for pair in step.pairs}
+    return taken.isdisjoint(put) and _alike(src, group, taken) and _alike(dst, group, put)
+
+
+def _all_to_all_evenly(at: _Place, step: AllToAll, src: Spec) -> Wire:
+    """Pieces of one shape: where they lie one after the other, nothing is copied.
+
+    The group is in the order of the pairs, so that each pair's pieces are one dim of the payload.
+    """
+    counts = [src.mesh.axis_size(pair.axes) for pair in step.pairs]
+    shape = list(src.local_shape(at.rank))
+    cuts, order = _unfolded(shape, [pair.dst_dim for pair in step.pairs], counts)
+    for pair, count in zip(step.pairs, counts, strict=True):
+        shape[pair.dst_dim] //= count
+    joins = [pair.src_dim for pair in step.pairs]
+    _, places = _unfolded(shape, joins, [1] * len(joins))
+    back = sorted(range(len(places)), key=places.__getitem__)
+    joined = list(shape)
+    for dim, count in zip(joins, counts, strict=True):
+        joined[dim] *= count
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(cuts).permute(order).reshape(-1)
+
+    def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return moved.view(*counts, *shape).permute(back).reshape(joined)
+
+    n, each = len(at.group), math.prod(shape)
+    return Wire("all_to_all", at.name, at.axes, at.group, (n - 1) * each, pack, unpack,
                 send=(each,) * n, receive=(each,) * n)  # fmt: skip
 
 
-def _all_to_all(
-    step: Step,
-    src: Spec,
-    dst: Spec,
-    rank: int,
-    axes: tuple[str, ...],
-    group: Group,
-    op: str = "sum",
-    divisor: int = 1,
-) -> Wire:
+def _unfolded(
+    shape: Sequence[int], dims: Sequence[int], counts: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """A shape with each of `dims` cut in `counts`, those of one dim major to minor.
+
+    And the permutation that brings these cuts to the front, in the order of `dims`.
+    """
+    unfolded: list[int] = []
+    front, rest = [0] * len(dims), []
+    for dim, size in enumerate(shape):
+        mine = [each for each, its in enumerate(dims) if its == dim]
+        for each in mine:
+            front[each] = len(unfolded)
+            unfolded.append(counts[each])
+        rest.append(len(unfolded))
+        unfolded.append(size // math.prod(counts[each] for each in mine))
+    return unfolded, front + rest
+
+
+def _all_to_all(at: _Place, src: Spec, dst: Spec, op: str = "", divisor: int = 1) -> Wire:
     """A collective of unequal shards: each rank of the group sends what each other one needs.
 
-    Where they hold addends, each sends its own.
+    With a reduction they hold addends, and each sends its own.
     """
-    whole, target = _box(src, rank), _box(dst, rank)
-    addends = isinstance(step, ReduceScatter)
-    sends = [(at, meet(whole, _box(dst, each))) for at, each in enumerate(group)]
-    sources = [(at, meet(_box(src, each), target)) for at, each in enumerate(group)]
-    return boxed(
-        step,
-        axes,
-        group,
-        rank,
+    whole, target = _box(src, at.rank), _box(dst, at.rank)
+    out = [(place, meet(whole, _box(dst, each))) for place, each in enumerate(at.group)]
+    come = [(place, meet(_box(src, each), target)) for place, each in enumerate(at.group)]
+    return _boxed(
+        at,
         whole,
         target,
-        [(at, box) for at, box in sends if box is not None],
-        [(at, box, at if addends else 0) for at, box in sources if box is not None],
-        op,
+        [(place, box) for place, box in out if box is not None],
+        [Source(place, box, place if op else 0) for place, box in come if box is not None],
+        op or "sum",
         divisor,
     )
 
 
-def boxed(
-    step: Step,
-    axes: tuple[str, ...],
-    group: Group,
-    rank: int,
+def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | Tensors:
+    """What makes `dst` of `src` for a rank of one of them, by the tables of what each one lacks.
+
+    A function where nobody in the rank's group lacks anything.
+    """
+    whole = _box(src, rank) if rank in src.mesh else ((0, 0),)
+    target = _box(dst, rank) if rank in dst.mesh else ((0, 0),)
+    added, held = reduced_axes(src, dst), kept(src, dst, rank)
+    kinds = src.partition.unreduced
+    op = next((kinds[axis] for axis in added if kinds[axis] != "avg"), "sum")
+    divisor = _averaged(src, dst, added)
+    group = exchange_group(src, dst, rank)
+    if not any(receives(src, dst, each) for each in group):
+        own = [] if held is None else [Source(0, relative(held, target), 0, relative(held, whole))]
+        unpack = unpacker(lengths(target), own, op, divisor)
+        return lambda x: unpack(x.new_empty(0), x)
+    axes = moving_axes(src, dst) if src.mesh == dst.mesh else ()
+    places = {each: place for place, each in enumerate(group)}
+    here = [] if held is None else [(rank, held)]
+    come = [
+        Source(places[peer], box, src.mesh.index(peer, added))
+        for peer, box in (*receives(src, dst, rank), *here)
+    ]
+    out = sorted((places[peer], box) for peer, box in (*sends(src, dst, rank), *here))
+    at = _Place(step.name, axes, group, rank)
+    return _boxed(at, whole, target, out, sorted(come), op, divisor)
+
+
+def _averaged(src: Spec, dst: Spec, added: tuple[str, ...]) -> int:
+    """What an exchange divides by: addends of averages, and ranks that each get a share of one."""
+    kinds, before = src.partition.unreduced, src.partition.reduced
+    shares = [
+        axis for axis, kind in dst.partition.reduced_kinds if kind == "avg" and axis not in before
+    ]
+    addends = [axis for axis in added if kinds[axis] == "avg"]
+    return src.mesh.axis_size(tuple(addends)) * dst.mesh.axis_size(tuple(shares))
+
+
+def _boxed(
+    at: _Place,
     whole: Box,
     target: Box,
-    sends: list[tuple[int, Box]],
-    sources: list[tuple[int, Box, int]],
+    out: list[tuple[int, Box]],
+    come: list[Source],
     op: str,
     divisor: int,
 ) -> Wire:
     """An all-to-all of boxes: of the box `whole` that a rank holds to the `target` it needs.
 
-    `sends` are places of the group and boxes, `sources` with the addend that they are too, both
-    in the group's order. This rank is among both with what it keeps: that goes through the
+    Both lists are in the group's order, with what this rank keeps: that goes through the
     collective only where what comes is then the result as it lies.
     """
-    here = group.index(rank)
-    came = [Source(at, relative(box, target), addend) for at, box, addend in sources]
-    if not lands(lengths(target), came):
-        sends = [each for each in sends if each[0] != here]
-        came = [
-            each._replace(own=relative(box, whole)) if each.place == here else each
-            for each, (_, box, _) in zip(came, sources, strict=True)
+    here = at.group.index(at.rank)
+    sources = [each._replace(box=relative(each.box, target)) for each in come]
+    if not lands(lengths(target), sources):
+        out = [each for each in out if each[0] != here]
+        sources = [
+            each._replace(own=relative(box, whole)) if place == here else each
+            for each, (place, box, *_) in zip(sources, come, strict=True)
         ]
-    send, receive = [0] * len(group), [0] * len(group)
-    for at, box in sends:
-        send[at] += math.prod(lengths(box))
-    for each in came:
-        receive[each.place] += math.prod(lengths(each.box)) if each.own is None else 0
-    return Wire(
-        "all_to_all",
-        step.name,
-        axes,
-        group,
-        sum(send) - send[here],
-        packer(lengths(whole), [relative(box, whole) for _, box in sends]),
-        unpacker(lengths(target), came, op, divisor),
-        send=tuple(send),
-        receive=tuple(receive),
-    )
+    send, receive = [0] * len(at.group), [0] * len(at.group)
+    for place, box in out:
+        send[place] += math.prod(lengths(box))
+    for place, box, _, own in sources:
+        receive[place] += math.prod(lengths(box)) if own is None else 0
+    sent = sum(send) - send[here]
+    pack = packer(lengths(whole), [relative(box, whole) for _, box in out])
+    unpack = unpacker(lengths(target), sources, op, divisor)
+    return Wire("all_to_all", at.name, at.axes, at.group, sent, pack, unpack,
+                send=tuple(send), receive=tuple(receive))  # fmt: skip
 
 
 def _box(spec: Spec, rank: int) -> Box:
     """What a rank holds, in global coordinates."""
     return tuple((each.start, each.stop) for each in spec.index(rank))
+
+
+# -- permutations ---------------------------------------------------------------------
 
 
 def _permutation(
