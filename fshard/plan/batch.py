@@ -1,31 +1,27 @@
-"""`Batch`: the programs of a whole tree as one value, and when which of them communicate.
+"""`Batch`: the programs of a whole tree as one value.
 
-Leaves go in rounds: whoever comes to a collective waits until those that will come to the same
-one have come as well, and they are launched as one. Which leaves that are follows from specs
-alone, so that every rank finds the same. After the bucketing of gradients in PyTorch's DDP
-(Li et al., arXiv 2006.15704), for every kind of collective instead of the all-reduce.
+After the bucketing of gradients in PyTorch's DDP (Li et al., arXiv 2006.15704), for every kind of
+collective and not the all-reduce alone; see `rounds` for which of them go out as one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, raise_if
-from fshard.mesh import Mesh
-from fshard.program.cost import Cost, max_local_nbytes, step_axes, traffic
-from fshard.program.infer import unreduced_kind
+from fshard.plan.rounds import Launch, Leaves, Steps, buckets, launches, rounds
+from fshard.program.cost import Cost, max_local_nbytes, step_link, traffic
 from fshard.program.program import Program, as_topology, endpoint_problems, wire_specs
-from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 from fshard.tree import TreeDef, flatten, matching, paths, unflatten
 
-__all__ = ["BUCKET", "Batch", "Launch", "plan_batch"]
+__all__ = ["BUCKET", "Batch", "of_leaves", "plan_batch"]
 
 BUCKET = 2**25
 """Most bytes of one launch, if nothing else is said: 32 MiB.
@@ -34,21 +30,8 @@ They take 0.1 ms over NVLink and 0.7 ms over InfiniBand, a launch some microseco
 save next to nothing, and costs memory and a copy.
 """
 
-Plan = Callable[[Spec, Spec, Topology | str], Program]
-Steps = tuple[tuple[int, int], ...]
-"""Steps of several leaves: the leaf, and the place of the step in its program."""
-
-
-class Launch(NamedTuple):
-    """Collectives of several leaves that go out as one.
-
-    `op` is what runs on the wire: all that is uneven or moves from rank to rank is one
-    "all_to_all", else all-gathers, all-reduces and reduce-scatters.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    steps: Steps
+T = TypeVar("T")
+Plan = Callable[[Topology | str, Spec, Spec], Program]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -82,7 +65,7 @@ class Batch:
     (tensor([1., 1., 1., 1.]), tensor([1., 1., 1., 1.]))
     """
 
-    leaves: tuple[Program | None, ...]
+    leaves: Leaves
     structure: TreeDef
     bucket_bytes: int | None
     _hash: int = field(compare=False)
@@ -148,16 +131,16 @@ class Batch:
     @property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
         """The leaves that are under way together, by number, in the order in which they start."""
-        return _buckets(self)
+        return buckets(self.leaves, self.bucket_bytes)
 
     def rounds(self, bucket: tuple[int, ...]) -> tuple[Steps, ...]:
         """In each round the collectives of a bucket that are launched in it."""
-        return _rounds(tuple(_kinds(self.leaves[at]) for at in bucket), bucket)
+        return rounds(self.leaves, bucket)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """Everything that is launched, in order."""
-        return _launches(self)
+        return launches(self.leaves, self.bucket_bytes)
 
     def cost(self, topology: Topology | None = None, /) -> Cost:
         """Time, bytes and memory on a topology, a single node by default.
@@ -223,9 +206,7 @@ def _count(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {one if n == 1 else many or one + 'es'}"
 
 
-def _fill(
-    batch: Batch, leaves: tuple[Program | None, ...], structure: TreeDef, bucket_bytes: int | None
-) -> None:
+def _fill(batch: Batch, leaves: Leaves, structure: TreeDef, bucket_bytes: int | None) -> None:
     set_ = object.__setattr__
     set_(batch, "leaves", leaves)
     set_(batch, "structure", structure)
@@ -278,9 +259,10 @@ def plan_batch(
     moving = sum(a != b for a, b in pairs)
 
     def planned(cost: Topology | str) -> Batch:
-        leaves = _plan_leaves(pairs, names, lambda a, b: plan(a, b, cost))
+        one = partial(plan, cost)
+        leaves = of_leaves(where, names, [partial(_plan_leaf, a, b, one) for a, b in pairs])
         made = object.__new__(Batch)
-        _fill(made, leaves, structure, bucket_bytes)
+        _fill(made, tuple(leaves), structure, bucket_bytes)
         return made
 
     alone = planned(cost)
@@ -290,27 +272,31 @@ def plan_batch(
     return min(alone, shared, key=lambda batch: batch.cost(cost).time)
 
 
-def _plan_leaves(
-    pairs: Sequence[tuple[Any, Any]], names: Sequence[str], plan: Callable[[Any, Any], Program]
-) -> tuple[Program | None, ...]:
-    """The programs of all leaves; every leaf that has none is named."""
-    leaves: list[Program | None] = []
+def _plan_leaf(a: Any, b: Any, plan: Callable[[Spec, Spec], Program]) -> Program | None:
+    if a is None and b is None:
+        return None
+    if not isinstance(a, Spec) or not isinstance(b, Spec):
+        raise_if("fs.redistribute", endpoint_problems("redistribute", a, b))
+    return plan(a, b)
+
+
+def of_leaves(where: str, names: Sequence[str], make: Sequence[Callable[[], T]]) -> list[T]:
+    """What each `make()` returns; raises one `ShardingError` with all their problems.
+
+    `names` are the paths of the leaves that they are about.
+    """
+    made: list[T] = []
     problems: dict[Problem, list[str]] = {}
-    for (a, b), name in zip(pairs, names, strict=True):
-        found: Sequence[Problem] = ()
-        if a is None and b is None:
-            leaves.append(None)
-        elif not isinstance(a, Spec) or not isinstance(b, Spec):
-            found = endpoint_problems("redistribute", a, b)
-        else:
-            try:
-                leaves.append(plan(a, b))
-            except ShardingError as error:
-                found = error.problems
-        for each in found:
-            problems.setdefault(each, []).append(name)
-    raise_if("fs.redistribute", [_at(names, each) for each, names in problems.items()])
-    return tuple(leaves)
+    for each, name in zip(make, names, strict=True):
+        try:
+            made.append(each())
+        except ShardingError as error:
+            if not error.problems:
+                raise
+            for problem in error.problems:
+                problems.setdefault(problem, []).append(name)
+    raise_if(where, [_at(at, problem) for problem, at in problems.items()])
+    return made
 
 
 def _at(names: Sequence[str], problem: Problem) -> Problem:
@@ -337,146 +323,6 @@ def _bucket_problems(bucket_bytes: object) -> list[Problem]:
     ]
 
 
-# -- kinds, buckets, rounds -----------------------------------------------------------
-
-
-class Kind(NamedTuple):
-    """What collectives have in common that can go out as one.
-
-    `among` are the groups of ranks: the devices, and size and stride of each axis. `name` and
-    `axes` are only told.
-    """
-
-    op: str
-    among: Hashable
-    reduction: str
-    dtype: Hashable
-
-
-@lru_cache(maxsize=16384)
-def _kinds(prog: Program | None) -> tuple[tuple[int, Kind], ...]:
-    """The steps of a program that communicate, by their place, and their kinds."""
-    if prog is None:
-        return ()
-    specs = wire_specs(prog)
-    rows = zip(prog.steps, specs, specs[1:], strict=False)
-    return tuple((at, _kind(*row)) for at, row in enumerate(rows) if traffic(*row).launches)
-
-
-def _kind(step: Step, src: Spec, dst: Spec) -> Kind:
-    op, reduction = "all_to_all", ""
-    match step:
-        case AllGather(axes, dim) if _is_even(src, dim, src.mesh.axis_size(axes)):
-            op = "all_gather"
-        case AllReduce(axes):
-            op, reduction = "all_reduce", unreduced_kind(step, src, axes)
-        case ReduceScatter(axes, dim) if _is_even(dst, dim, src.mesh.axis_size(axes)):
-            op, reduction = "reduce_scatter", unreduced_kind(step, src, axes)
-        case _:
-            pass
-    among: Hashable = (src.mesh.devices, dst.mesh.devices)
-    if src.mesh == dst.mesh:
-        among = _among(src.mesh, step_axes(step, src, dst))
-    return Kind(op, among, "sum" if reduction == "avg" else reduction, src.dtype)
-
-
-def _is_even(spec: Spec, dim: int, n: int) -> bool:
-    """Whether the shards of a dim are of one size in every group of `n`, those of minor axes."""
-    sizes = spec.sizes[dim] or ()
-    return all(len({*sizes[at : at + n]}) == 1 for at in range(0, len(sizes), n))
-
-
-@lru_cache(maxsize=4096)
-def _among(mesh: Mesh, axes: tuple[str, ...]) -> Hashable:
-    """The groups of ranks along axes, whatever the axes are called."""
-    grid: list[tuple[int, int]] = []
-    stride = dict(zip(mesh.axes, _strides(mesh.sizes), strict=True))
-    for axis in axes:
-        size, step = mesh.shape[axis], stride[axis]
-        if grid and grid[-1][1] == size * step:
-            grid[-1] = grid[-1][0] * size, step
-        else:
-            grid.append((size, step))
-    return mesh.devices, tuple(grid)
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    strides = [1]
-    for size in reversed(sizes[1:]):
-        strides.append(strides[-1] * size)
-    return strides[::-1]
-
-
-@lru_cache(maxsize=16384)
-def _weight(prog: Program) -> int:
-    """Most bytes that the busiest rank gives to a launch of this program, or gets from one."""
-    specs = wire_specs(prog)
-    return max(
-        (max(map(max_local_nbytes, specs[at : at + 2])) for at, _ in _kinds(prog)), default=0
-    )
-
-
-@lru_cache(maxsize=256)
-def _buckets(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    """Leaves of the same kinds side by side, filled in order."""
-    alike: dict[Hashable, list[int]] = {}
-    for at, leaf in enumerate(batch.leaves):
-        if leaf is not None:
-            alike.setdefault(tuple(kind for _, kind in _kinds(leaf)), []).append(at)
-    limit = batch.bucket_bytes
-    buckets: list[list[int]] = []
-    room = 0
-    for at in (at for places in alike.values() for at in places):
-        leaf = batch.leaves[at]
-        assert leaf is not None
-        weight = _weight(leaf)
-        if not buckets or (limit is not None and weight > room):
-            buckets.append([])
-            room = limit or 0
-        buckets[-1].append(at)
-        room = max(0, room - weight)
-    return tuple(map(tuple, buckets))
-
-
-@lru_cache(maxsize=1024)
-def _rounds(
-    kinds: tuple[tuple[tuple[int, Kind], ...], ...], bucket: tuple[int, ...]
-) -> tuple[Steps, ...]:
-    """Each round, the leaves whose next collective no other leaf will come to later.
-
-    Where every one is waited for by another, the one that most leaves have come to goes.
-    """
-    todo = {at: list(own) for at, own in zip(bucket, kinds, strict=True) if own}
-    rounds: list[Steps] = []
-    while todo:
-        first = Counter(own[0][1] for own in todo.values())
-        later = {kind for own in todo.values() for _, kind in own[1:]}
-        ready = first.keys() - later or {first.most_common(1)[0][0]}
-        going = [at for at, own in todo.items() if own[0][1] in ready]
-        rounds.append(tuple((at, todo[at].pop(0)[0]) for at in going))
-        todo = {at: own for at, own in todo.items() if own}
-    return tuple(rounds)
-
-
-@lru_cache(maxsize=256)
-def _launches(batch: Batch) -> tuple[Launch, ...]:
-    launches: list[Launch] = []
-    for bucket in batch.buckets:
-        for going in batch.rounds(bucket):
-            by_kind: dict[Kind, list[tuple[int, int]]] = {}
-            for at, place in going:
-                by_kind.setdefault(dict(_kinds(batch.leaves[at]))[place], []).append((at, place))
-            for kind, steps in by_kind.items():
-                leaf = batch.leaves[steps[0][0]]
-                assert leaf is not None
-                launches.append(Launch(kind.op, _axes(leaf, steps[0][1]), tuple(steps)))
-    return tuple(launches)
-
-
-def _axes(prog: Program, place: int) -> tuple[str, ...]:
-    return step_axes(prog.steps[place], prog.specs[place], prog.specs[place + 1])
-
-
 # -- cost -----------------------------------------------------------------------------
 
 
@@ -484,32 +330,27 @@ def _axes(prog: Program, place: int) -> tuple[str, ...]:
 def _cost(batch: Batch, topology: Topology) -> Cost:
     leaves = [leaf for leaf in batch.leaves if leaf is not None]
     each = [leaf.cost(topology) for leaf in leaves]
+    waits = [[_wait(batch, *step, topology) for step in each.steps] for each in batch.launches]
+    shared = sum(topology.launch * (len(of) - 1) for of in waits)
+    shared += sum(sum(seconds) - max(seconds) for seconds in ([s for _, s in of] for of in waits))
     return Cost(
-        time=sum(cost.time for cost in each) - _shared(batch, topology),
+        time=sum(cost.time for cost in each) - shared,
         bytes_sent=sum(cost.bytes_sent for cost in each),
         bytes_received=sum(cost.bytes_received for cost in each),
         peak_memory=_peak(batch, topology),
-        launches=len(batch.launches),
+        launches=len(waits),
+        messages=sum(max(messages for messages, _ in of) for of in waits),
     )
 
 
-def _shared(batch: Batch, topology: Topology) -> float:
-    """Seconds that all but one of a launch do not pay: the launch and its latency."""
-    saved = 0.0
-    for launch in batch.launches:
-        waits = []
-        for leaf, place in launch.steps:
-            prog = batch.leaves[leaf]
-            assert prog is not None
-            specs = wire_specs(prog)
-            waits.append(_wait(topology, prog.steps[place], specs[place], specs[place + 1]))
-        saved += topology.launch * (len(waits) - 1) + sum(waits) - max(waits)
-    return saved
-
-
-def _wait(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
-    """Seconds that the messages of one step take in a row, without their bytes."""
-    return traffic(step, src, dst).hops * topology.link(src.mesh, step_axes(step, src, dst)).latency
+def _wait(batch: Batch, leaf: int, place: int, topology: Topology) -> tuple[int, float]:
+    """Messages in a row of one step, and the seconds that they take without their bytes."""
+    prog = batch.leaves[leaf]
+    assert prog is not None
+    specs = wire_specs(prog)
+    row = prog.steps[place], specs[place], specs[place + 1]
+    messages = traffic(*row).messages
+    return messages, messages * step_link(topology, *row).latency
 
 
 def _peak(batch: Batch, topology: Topology) -> int:

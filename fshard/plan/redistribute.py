@@ -13,7 +13,7 @@ from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
 from fshard.plan.batch import BUCKET, Batch, plan_batch
 from fshard.plan.search import search
-from fshard.program.program import Program, endpoint_problems, wire_problems
+from fshard.program.program import Program, endpoint_problems, mesh_problems, wire_problems
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -95,7 +95,7 @@ def redistribute(
     known = NODE if cost is None else cost
     if isinstance(src, Spec) and isinstance(dst, Spec):
         return _plan(src, dst, known, *options)
-    return plan_batch(src, dst, lambda a, b, cost: _plan(a, b, cost, *options), known, bucket_bytes)
+    return plan_batch(src, dst, lambda cost, a, b: _plan(a, b, cost, *options), known, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)
@@ -168,6 +168,7 @@ def _problems(
     problems = endpoint_problems("redistribute", src, dst)
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return problems
+    problems += mesh_problems(src, dst)
     problems += _option_problems(src, cost, max_memory, exclude, wires)
     if src.dtype.is_complex and not dst.dtype.is_complex:
         problems.append(
