@@ -77,17 +77,13 @@ def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
 def stages(prog: Program, rank: int) -> tuple[Local | Wire, ...]:
     """What a program is for one rank: functions of its local, and collectives, one by one.
 
-    Casts to the dtype that is sent and back are among them. For a rank outside of the program it
-    is one function, which gives an empty tensor.
+    One for each step; before them a cast where the program has a `forward_dtype`, and after them
+    the one back. For a rank outside of the target's mesh the last one gives an empty tensor.
     """
     wire, dtype = prog.forward_dtype, prog.dst.dtype
     rows = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
     every: list[Local | Wire] = [] if wire is None else [lambda x: x.to(wire)]
-    every += [
-        _stage(*row, rank, wire)
-        for row in rows
-        if rank in row[1].mesh or rank in row[2].mesh or isinstance(row[0], Cast)
-    ]
+    every += [_stage(*row, rank, wire) for row in rows]
     if rank not in prog.dst.mesh:
         return (*every, lambda x: x.new_empty((0,), dtype=dtype))
     return tuple(every) if wire is None else (*every, lambda x: x.to(dtype))
@@ -132,6 +128,8 @@ def _stage(step: Step, src: Spec, dst: Spec, rank: int, wire: torch.dtype | None
     match step:
         case Cast(dtype):
             return lambda x: x if wire is not None else x.to(dtype)
+        case _ if rank not in src.mesh and rank not in dst.mesh:
+            return lambda x: x
         case _ if 0 in src.shape:
             shape = dst.local_shape(rank) if rank in dst.mesh else (0,)
             return lambda x: x.new_empty(shape)
