@@ -14,6 +14,7 @@ LAYERS = (
     {"errors", "hooks"},
     {"mesh"},
     {"partition"},
+    {"subaxes"},
     {"layout"},
     {"spec"},
     {"text"},
