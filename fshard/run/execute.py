@@ -33,7 +33,10 @@ from fshard.run.transport import (
 from fshard.spec import Spec
 from fshard.tree import is_pair
 
-__all__ = ["Pending", "check_local", "check_shards", "check_tuple"]
+__all__ = [
+    "Pending", "apply_everywhere", "check_given", "check_local", "check_shards", "check_tuple",
+    "nothing_of",
+]  # fmt: skip
 
 
 class Pending:
@@ -109,16 +112,16 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     target's gets an empty tensor.
     """
     if local is None:
-        local = _nothing(prog)
+        local = nothing_of(prog)
     if isinstance(local, torch.Tensor):
         run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
         return hooks.call("typed", _where(prog.dst), local, prog.src, prog.dst, run)
     shards = check_shards(local, prog.src, _where(prog.dst))
-    out = _apply_everywhere(prog, shards)
+    out = apply_everywhere(prog, shards)
     return Pending(lambda: out) if async_op else out
 
 
-def _nothing(prog: Program) -> torch.Tensor | None:
+def nothing_of(prog: Program) -> torch.Tensor | None:
     """What a rank outside of the source's mesh holds; None in other code."""
     transport = current_transport()
     if transport is None or transport.rank in prog.src.mesh:
@@ -127,7 +130,7 @@ def _nothing(prog: Program) -> torch.Tensor | None:
     return torch.empty(0, dtype=prog.src.dtype, device=device)
 
 
-def _apply_everywhere(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def apply_everywhere(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a program on the shards of the source's ranks; those of the target's."""
     before, ranks, after = prog.src.mesh.ranks, ranks_of(prog).ranks, prog.dst.mesh.ranks
     if len(before) == len(ranks) == len(after):
@@ -155,7 +158,7 @@ def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
     if launcher is not None:
         wanted = local.requires_grad and torch.is_grad_enabled()
         return replay(launcher, local) if wanted else launcher.run(local)
-    _check(prog, local, transport, where)
+    check_given(prog, local, transport, where)
     label = Label(where, ranks_of(prog), call_line() if async_op else "")
     with labelled(label):
         if not async_op:
@@ -192,7 +195,7 @@ def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
 def _record(
     prog: Program, local: torch.Tensor, transport: Transport, wanted: bool
 ) -> Launcher | None:
-    _check(prog, local, transport, _where(prog.dst))
+    check_given(prog, local, transport, _where(prog.dst))
     if transport.rank not in prog.src.mesh or (wanted and not prog.is_linear):
         return None
     forward: Function = lambda x: _apply(prog, x)  # noqa: E731
@@ -209,7 +212,7 @@ def _apply(prog: Program, x: torch.Tensor) -> torch.Tensor:
     return apply_program(prog, (x,), everywhere=False)[0]
 
 
-def _check(prog: Program, local: torch.Tensor, transport: Transport, where: str) -> None:
+def check_given(prog: Program, local: torch.Tensor, transport: Transport, where: str) -> None:
     """Raise `ShardingError` unless `local` is what this rank gives to a program."""
     src, rank = prog.src, transport.rank
     check_local(local, src, transport, where)
