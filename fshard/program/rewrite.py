@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ from fshard import hooks
 from fshard.errors import Problem, ShardingError, raise_if
 from fshard.program.cost import max_local_nbytes, step_time
 from fshard.program.infer import infer
-from fshard.program.program import Program
+from fshard.program.program import Program, wire_specs
 from fshard.program.single import single_steps
 from fshard.program.steps import (
     AllGather,
@@ -56,38 +56,51 @@ class Rule:
     paths: Callable[[Path, tuple[Step, ...]], Iterator[Path]]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Steps that take the place of those from `start` to `stop`, and the seconds they save."""
+class Price(NamedTuple):
+    """Of steps: seconds, seconds with those of the transpose, and how many steps there are."""
 
-    saved: float
+    time: float
+    both: float
+    steps: int
+
+    def less(self, other: Price) -> Price:
+        """The difference."""
+        times = self.time - other.time, self.both - other.both
+        return Price(*times, self.steps - other.steps)
+
+
+class Found(NamedTuple):
+    """Steps that take the place of those from `start` to `stop`, and what that saves."""
+
+    saved: Price
     start: int
     stop: int
     steps: tuple[Step, ...]
 
-    def rank(self) -> tuple[float, int]:
-        return self.saved, self.stop - self.start - len(self.steps)
-
 
 @dataclass(frozen=True, slots=True)
 class Market:
-    """What steps cost: on a topology, in the dtype that is sent, some kinds of them not at all."""
+    """What sets prices: a topology, the dtypes that are sent, step types that are not for sale."""
 
     topology: Topology
-    wire: torch.dtype | None
+    forward: torch.dtype | None
+    backward: torch.dtype | None
+    linear: bool
     exclude: tuple[type, ...]
 
-    def sent(self, spec: Spec) -> Spec:
-        """The spec in the dtype that is sent."""
-        return spec if self.wire is None else spec._with(dtype=self.wire)
+    def price(self, step: Step, src: Spec, dst: Spec) -> Price:
+        """Of one step, with its transpose where the program has one."""
+        ends = _sent(src, self.forward), _sent(dst, self.forward)
+        time = step_time(self.topology, step, *ends)
+        if not self.linear:
+            return Price(time, time, 1)
+        back = _sent(dst.dual, self.backward), _sent(src.dual, self.backward)
+        return Price(time, time + step_time(self.topology, transpose(step, src), *back), 1)
 
-    def nbytes(self, spec: Spec) -> int:
-        """Bytes of the largest local."""
-        return max_local_nbytes(self.sent(spec))
 
-    def time(self, step: Step, src: Spec, dst: Spec) -> float:
-        """Seconds of a step."""
-        return step_time(self.topology, step, self.sent(src), self.sent(dst))
+def _sent(spec: Spec, dtype: torch.dtype | None) -> Spec:
+    """The spec in the dtype that is sent, where that is another one."""
+    return spec if dtype is None else spec._with(dtype=dtype)
 
 
 @hooks.register("simplify")
@@ -95,17 +108,13 @@ class Market:
 def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) -> Program:
     """The program after all rewrites that pay; `Program.simplify` documents it."""
     raise_if("Program.simplify", exclude_problems(exclude))
-    market = Market(topology, prog.forward_dtype, exclude)
-    most = max(map(market.nbytes, prog.specs))
+    wires = prog.forward_dtype, prog.backward_dtype
+    market = Market(topology, *wires, prog.is_linear, exclude)
+    most = max(map(max_local_nbytes, wire_specs(prog)))
     while found := list(_rewrites(prog, market, most)):
-        best = max(found, key=Found.rank)  # the first of equals
-        prog = Program(
-            prog.src,
-            prog.steps[: best.start] + best.steps + prog.steps[best.stop :],
-            prog.dst,
-            forward_dtype=prog.forward_dtype,
-            backward_dtype=prog.backward_dtype,
-        )
+        best = max(found, key=lambda each: each.saved)  # the first of equals
+        steps = prog.steps[: best.start] + best.steps + prog.steps[best.stop :]
+        prog = Program(prog.src, steps, prog.dst, forward_dtype=wires[0], backward_dtype=wires[1])
     return prog
 
 
@@ -117,44 +126,54 @@ def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
 
 
 def _rewrites(prog: Program, market: Market, most: int) -> Iterator[Found]:
-    """Every rewrite of a stretch of the program that is cheaper, or as cheap in fewer steps.
+    """Every rewrite of a stretch of the program that saves something and costs nothing.
 
     `most` are the bytes that the largest layout on the way may have.
     """
     triples = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
-    times = [market.time(*each) for each in triples]
-    for start, stop in itertools.combinations(range(len(times) + 1), 2):
-        now = math.fsum(times[start:stop])
+    prices = [market.price(*each) for each in triples]
+    for start, stop in itertools.combinations(range(len(prices) + 1), 2):
+        now = _sum(prices[start:stop])
         path, steps = prog.specs[start : stop + 1], prog.steps[start:stop]
         for other in (other for rule in RULES for other in rule.paths(path, steps)):
             legs = _legs(other, now, market)
-            if legs is None or any(market.nbytes(spec) > most for spec in other):
+            if legs is None or any(_over(spec, market, most) for spec in other[1:-1]):
                 continue
-            saved = now - math.fsum(time for time, _ in legs)
-            if (saved, stop - start) > (0.0, len(legs)):
+            saved = now.less(_sum([price for price, _ in legs]))
+            if min(saved.time, saved.both) >= 0 and saved > (0.0, 0.0, 0):
                 yield Found(saved, start, stop, tuple(step for _, step in legs))
 
 
-def _legs(path: Path, most: float, market: Market) -> list[tuple[float, Step]] | None:
-    """The cheapest single step of each leg and its seconds; None where one takes over `most`."""
+def _sum(prices: list[Price]) -> Price:
+    """Exact, so that the same steps in another order cost the same."""
+    time, both = (math.fsum(each[kind] for each in prices) for kind in (0, 1))
+    return Price(time, both, len(prices))
+
+
+def _over(spec: Spec, market: Market, most: int) -> bool:
+    return max_local_nbytes(_sent(spec, market.forward)) > most
+
+
+def _legs(path: Path, now: Price, market: Market) -> list[tuple[Price, Step]] | None:
+    """The cheapest single steps along a path; None where one alone costs more than now all."""
     legs = []
     for src, dst in itertools.pairwise(path):
         leg = _cheapest(src, dst, market)
-        if leg is None or leg[0] > most:
+        if leg is None or leg[0].time > now.time:
             return None
         legs.append(leg)
     return legs
 
 
 @lru_cache(maxsize=65536)
-def _cheapest(src: Spec, dst: Spec, market: Market) -> tuple[float, Step] | None:
-    """The single step from one spec to another that takes the least time, and the time."""
-    timed = [
-        (market.time(step, src, dst), step)
+def _cheapest(src: Spec, dst: Spec, market: Market) -> tuple[Price, Step] | None:
+    """The single step from one spec to another that takes the least time, and its price."""
+    offers = [
+        (market.price(step, src, dst), step)
         for step in single_steps(src, dst)
         if not isinstance(step, market.exclude)
     ]
-    return min(timed, key=lambda each: each[0], default=None)
+    return min(offers, key=lambda each: each[0], default=None)
 
 
 # -- laws of casts --------------------------------------------------------------------
