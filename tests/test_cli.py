@@ -29,7 +29,7 @@ def test_prints_layouts_program_cost_and_bound(capsys: pytest.CaptureFixture[str
     assert out == "".join(f"{value}\n\n" for value in values)
     assert max(map(len, out.splitlines())) <= 80
     assert "bytes received     196,608 B    196,608 B  1.00x" in out
-    assert "peak memory        524,288 B    262,144 B  2.00x" in out
+    assert "peak memory        262,144 B    262,144 B  1.00x" in out
     assert "all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B" in out
     assert "\x1b" not in out
 

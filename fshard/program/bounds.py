@@ -10,7 +10,7 @@ import torch
 
 from fshard.errors import raise_if
 from fshard.program.cost import max_local_nbytes
-from fshard.program.overlap import overlaps
+from fshard.program.overlap import on_one_mesh, overlaps
 from fshard.program.program import endpoint_problems, wire_problems
 from fshard.spec import Spec
 
@@ -30,15 +30,17 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
 
     A group of ranks that hold one tensor between them (the addends of an unreduced target, or
     a single rank) must receive every element it does not hold complete; and an element with c
-    addends on other ranks that ends on t ranks takes (c-1) + (t-1) messages. Both are bounds,
-    the result is the larger. With `forward_dtype` they are those of a program that sends it.
+    addends on other ranks that ends on t ranks takes (c-1) + (t-1) messages, one more where the
+    target has other devices. Both are bounds, the result is the larger. With `forward_dtype`
+    they are those of a program that sends it.
     Boxes after Rink et al. (arXiv 2112.01075), reductions after Patarasu and Yuan (2009).
 
-    For even shards it is 0 exactly where a program without communication exists. Uneven sizes
+    The specs may be of two meshes; then the ranks are those of both. On one mesh and even
+    shards it is 0 exactly where a program without communication exists. Uneven sizes
     can make it 0 by coincidence (each rank happens to hold what it needs) where the steps,
     which know axes only, still move something.
 
-    Raises `ShardingError` where the global shapes or the meshes differ.
+    Raises `ShardingError` where the global shapes differ.
 
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
@@ -56,21 +58,24 @@ def _lower_bound(src: Spec, dst: Spec, wire: torch.dtype | None) -> Bound:
     if wire is not None:
         src, dst = src._with(dtype=wire), dst._with(dtype=wire)
     item = min(src.dtype.itemsize, dst.dtype.itemsize)
-    mesh, shape = src.mesh, src.mesh.shape
-    kept = {
-        axis for axis, _ in set(src.partition.unreduced_kinds) & set(dst.partition.unreduced_kinds)
-    }
-    addends = math.prod(shape[a] for a, _ in src.partition.unreduced_kinds if a not in kept)
-    group = tuple(a for a, _ in dst.partition.unreduced_kinds if shape[a] > 1)
-    members = math.prod(shape[axis] for axis in group)
-    if addends > 1:
-        missing = max_local_nbytes(dst) // dst.dtype.itemsize
-    else:
-        missing = max(total - held for total, held in overlaps(src, dst, group))
-    received = -(-missing // members)
-    if addends > 1:
-        copies = mesh.size // members // dst.num_shards
-        messages = (addends - 1) + (copies - 1)
-        received = max(received, -(-math.prod(src.shape) * messages // mesh.size))
     peak = max(max_local_nbytes(src), max_local_nbytes(dst))
+    src, dst = on_one_mesh(src, dst)
+    p, q = src.partition, dst.partition
+    one = src.mesh == dst.mesh
+    kept = set(p.unreduced_kinds) & set(q.unreduced_kinds) if one else set()
+    group = tuple(axis for axis, _ in q.unreduced_kinds)
+    addends = math.prod(src.mesh.shape[each[0]] for each in p.unreduced_kinds if each not in kept)
+    members = math.prod(dst.mesh.shape[axis] for axis in group)
+    if addends == 1:
+        missing = max(total - held for total, held in overlaps(src, dst, group))
+        return Bound(-(-missing // members) * item, peak)
+    if group and not one:
+        return Bound(0, peak)  # which addends may stay is not known where grids cross
+    missing = -(-max_local_nbytes(dst) // dst.dtype.itemsize // members)
+    copies = dst.mesh.size // members // dst.num_shards
+    ranks = {*src.mesh.ranks, *dst.mesh.ranks} if not one else src.mesh.devices
+    # Between meshes of other devices the first copy takes a message too.
+    apart = len(ranks) == src.mesh.size + dst.mesh.size
+    messages = (addends - 1) + (copies - 1) + apart
+    received = max(missing, -(-math.prod(src.shape) * messages // len(ranks)))
     return Bound(received * item, peak)

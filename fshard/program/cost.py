@@ -15,7 +15,7 @@ from typing import NamedTuple, assert_never
 
 from fshard.partition import PartitionSpec
 from fshard.program.boxes import moving_axes
-from fshard.program.overlap import even_boxes, overlaps, pieces, pieces_even
+from fshard.program.overlap import even_boxes, on_one_mesh, overlaps, pieces, pieces_even
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -301,6 +301,7 @@ def _zip(rows: tuple[int, ...], cuts: tuple[int, ...]) -> Iterable[tuple[int, in
 
 @lru_cache(maxsize=8192)
 def _of_exchange(src: Spec, dst: Spec) -> Traffic:
+    src, dst = on_one_mesh(src, dst)
     p, q = src.partition, dst.partition
     size = src.mesh.shape
     kept = math.prod(size[axis] for axis, _ in q.unreduced_kinds)

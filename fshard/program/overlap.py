@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fshard.mesh import Mesh
 from fshard.spec import Spec
+from fshard.subaxes import common_refinement
 
-__all__ = ["even_boxes", "missing_even", "overlaps", "pieces", "pieces_even"]
+__all__ = ["even_boxes", "missing_even", "on_one_mesh", "overlaps", "pieces", "pieces_even"]
 
 Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
@@ -127,6 +128,25 @@ def pieces(src: Spec, dst: Spec) -> int:
             if start < stop
         )
     return count
+
+
+def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
+    """Both specs on a mesh that both of their meshes are coarser than; as they are if none is.
+
+    >>> from fshard.partition import PartitionSpec as P
+    >>> src, dst = (Spec(mesh, P(mesh.axes), shape=(8,)) for mesh in (Mesh(x=4), Mesh(a=2, b=2)))
+    >>> on_one_mesh(src, dst)
+    (f32[8@(x_0,x_1)], f32[8@(x_0,x_1)])
+    """
+    fine = None if src.mesh == dst.mesh else common_refinement(src.mesh, dst.mesh)
+    if fine is None:
+        return src, dst
+    partitions = (fine.refine(spec.partition, which=at) for at, spec in enumerate((src, dst)))
+    one, other = (
+        Spec._of(fine.mesh, partition, spec.shape, spec.dtype, spec.sizes)
+        for partition, spec in zip(partitions, (src, dst), strict=True)
+    )
+    return one, other
 
 
 def overlaps(src: Spec, dst: Spec, group: tuple[str, ...] = ()) -> set[Pair]:

@@ -80,6 +80,8 @@ class Topology:
             for what, link in (("inner", self.inner), ("outer", self.outer), *self.links)
             if not isinstance(link, Link)
         ]
+        if not isinstance(self.name, str):
+            problems.append(Problem(f"name={self.name!r}", "a name is a text", "name='ours', say"))
         if size is not None and (not isinstance(size, int) or size < 1):
             problems.append(
                 Problem(

@@ -28,8 +28,8 @@ SUMMARY = (
 class Explanation:
     """A program's steps and its totals on a topology; prints in text, rich and HTML.
 
-    Bytes are those of the busiest rank, times an alpha-beta model's, memory the input and
-    output of a step. The lower bound is what any program between the two specs receives and
+    Bytes are those of the busiest rank, times an alpha-beta model's, memory the larger of a
+    step's input and output. The lower bound is what any program between the two specs receives and
     holds.
     """
 
@@ -104,12 +104,12 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     step                  spec after  sent     time  memory
     ───────────────────────────────────────────────────────
     (start)               f32[8@x]                      8 B
-    all_gather(x, dim 0)  f32[8]      24 B  7.00 µs    40 B
+    all_gather(x, dim 0)  f32[8]      24 B  7.00 µs    32 B
     <BLANKLINE>
     busiest rank    this program  lower bound  ratio
     ────────────────────────────────────────────────
     bytes received          24 B         24 B  1.00x
-    peak memory             40 B         32 B  1.25x
+    peak memory             32 B         32 B  1.00x
     bytes sent              24 B
     launches                   1
     time                 7.00 µs

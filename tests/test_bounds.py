@@ -1,0 +1,278 @@
+"""Lower bounds and overlaps of boxes: closed forms against every rank asked one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fshard.mesh import Mesh
+from fshard.program.bounds import Bound, lower_bound
+from fshard.program.overlap import (
+    even_boxes,
+    missing_even,
+    on_one_mesh,
+    overlaps,
+    pieces,
+    pieces_even,
+)
+from fshard.program.program import Program
+from fshard.program.steps import AllGather
+from fshard.spec import Spec
+from fshard.text import parse
+from tests import helpers, strategies
+
+MESH = Mesh(x=2, y=3, z=2)
+Pair = tuple[int, int]
+
+
+def spec_of(text: str) -> Spec:
+    return parse(text, MESH)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "received", "peak"),
+    [
+        ("f32[12@x]", "f32[12]", 24, 48),
+        ("f32[12@(x,y)]", "f32[12@x]", 16, 24),
+        ("f32[12]", "f32[12@x]", 0, 48),
+        ("f32[12@x]", "f32[12@z]", 24, 24),
+        # Four copies of every addend help: 2 to reduce and 3 to spread, of 12 elements on 12.
+        ("f32[12]{unreduced: y}", "f32[12@y]", 20, 48),
+        ("f32[12@(x,z)]{unreduced: y}", "f32[12@(x,z,y)]", 8, 12),
+        ("f32[12@(x,z)]{unreduced: y}", "f32[12@(x,z)]", 16, 12),
+        ("f32[12]{unreduced: x}", "f32[12]{unreduced: x}", 0, 48),
+        ("f32[12@x]", "f32[12]{unreduced: x}", 0, 48),
+        ("f32[12]{reduced: x}", "f32[12]", 0, 48),
+        ("f32[12@(x,y)]", "f32[12@(y,x)]", 8, 8),
+        ("f32[12@x,6]", "f32[12,6@x]", 72, 144),
+        ("f32[8@x:8+0]", "f32[8@x:0+8]", 32, 32),
+        ("f32[0@x]", "f32[0]", 0, 0),
+        ("f32[]", "f32[]{reduced: x}", 0, 4),
+        ("f32[]{unreduced: x}", "f32[]", 4, 4),
+    ],
+)
+def test_lower_bound_by_hand(src: str, dst: str, received: int, peak: int) -> None:
+    assert lower_bound(spec_of(src), spec_of(dst)) == Bound(received, peak)
+
+
+def boxes_by_hand(src: Spec, dst: Spec, group: Sequence[str]) -> list[Pair]:
+    """Of every rank the elements of its target box, and those that its group holds."""
+    found = []
+    for rank in dst.mesh.ranks:
+        held = torch.zeros(src.shape, dtype=torch.bool)
+        for other in dst.mesh.group(rank, tuple(group)):
+            if other in src.mesh:
+                held[src.index(other)] = True
+        part = held[dst.index(rank)]
+        found.append((part.numel(), int(part.sum())))
+    return found
+
+
+def missing_by_hand(src: Spec, dst: Spec) -> int:
+    """The most elements of its target box that any rank's group lacks, one by one."""
+    group = tuple(dst.partition.unreduced)
+    most = max(total - held for total, held in boxes_by_hand(src, dst, group))
+    return -(-most // dst.mesh.axis_size(group))
+
+
+EVEN = helpers.all_specs(MESH, (12, 12), ("invariant",))
+
+
+@pytest.mark.parametrize("src", EVEN[::2], ids=str)
+def test_lower_bound_of_every_even_pair(src: Spec) -> None:
+    size = dict(MESH.shape)
+    for dst in EVEN:
+        missing = missing_by_hand(src, dst)
+        assert lower_bound(src, dst) == Bound(
+            8 * missing, 8 * max(math.prod(spec.local_shape(0)) for spec in (src, dst))
+        )
+        dims = src.partition.dims, dst.partition.dims
+        assert missing_even(src.shape, size, *dims) == missing
+        assert missing_even(src.shape, size, *dims) == missing_even(
+            src.shape, size, *dims[::-1]
+        ) + math.prod(dst.local_shape(0)) - math.prod(src.local_shape(0))
+
+
+@pytest.mark.parametrize("axes", [("x",), ("y", "z"), ("z", "x"), MESH.axes])
+def test_boxes_of_every_group(axes: tuple[str, ...]) -> None:
+    closed = 0
+    targets = [dst for dst in EVEN if not {*axes} & {*dst.partition.axes}]
+    for src, dst in itertools.product(EVEN[::3], targets):
+        by_hand = boxes_by_hand(src, dst, axes)
+        worst = max(total - held for total, held in by_hand)
+        assert max(total - held for total, held in overlaps(src, dst, axes)) == worst
+        boxes = even_boxes(src.shape, MESH.shape, src.partition.dims, dst.partition.dims, axes)
+        if boxes is not None:
+            closed += 1
+            assert boxes == (by_hand[0][0], min(held for _, held in by_hand))
+    assert closed > len(targets)
+
+
+def matters(pairs: Sequence[Pair], a: int, b: int) -> int:
+    return max(a * total - b * held for total, held in pairs)
+
+
+MESHES = strategies.meshes(max_axes=3, max_devices=12, permuted=True)
+
+
+@st.composite
+def two_meshes(draw: st.DrawFn) -> tuple[Spec, Spec]:
+    """Specs of two meshes: of the same devices, of some of them, or of others."""
+    shape = draw(strategies.shapes(max_dims=3, max_size=7))
+    specs = []
+    for _ in range(2):
+        mesh = draw(MESHES)
+        first = draw(st.integers(0, 4))
+        devices = [first + device for device in mesh.devices]
+        mesh = Mesh(dict(mesh.shape), devices=devices)
+        specs.append(draw(strategies.specs(mesh, shape, dtype=torch.int64)))
+    return specs[0], specs[1]
+
+
+@st.composite
+def same_devices(draw: st.DrawFn) -> tuple[Spec, Spec]:
+    """Specs of two grids of the same devices."""
+    grids = [
+        {"x": 12},
+        {"x": 3, "y": 4},
+        {"a": 6, "x": 2},
+        {"y": 3, "x": 2, "b": 2},
+        {"a": 4, "b": 3},
+    ]
+    shape = draw(st.sampled_from([(12, 24), (24,), (5, 3)]))
+    ends = (Mesh(draw(st.sampled_from(grids))) for _ in range(2))
+    one, other = (draw(strategies.specs(mesh, shape, dtype=torch.int64)) for mesh in ends)
+    return one, other
+
+
+@given(
+    st.one_of(two_meshes(), same_devices(), strategies.spec_pairs()),
+    st.integers(1, 5),
+    st.integers(0, 5),
+)
+def test_overlaps_of_two_specs(pair: tuple[Spec, Spec], a: int, b: int) -> None:
+    src, dst = pair
+    group = tuple(dst.partition.unreduced)
+    by_hand = boxes_by_hand(src, dst, group)
+    if 0 not in src.shape:
+        assert matters(list(overlaps(src, dst, group)), a, b) == matters(by_hand, a, b)
+    one, other = on_one_mesh(src, dst)
+    for spec, fine in ((src, one), (dst, other)):
+        assert spec.mesh == fine.mesh or spec.is_equivalent(fine)
+
+
+@given(st.one_of(two_meshes(), same_devices()))
+def test_lower_bound_between_meshes(pair: tuple[Spec, Spec]) -> None:
+    src, dst = pair
+    bound = lower_bound(src, dst)
+    if not src.partition.unreduced:
+        assert bound.bytes_received == 8 * missing_by_hand(src, dst)
+    sizes = [spec.local_nbytes(rank) for spec in pair for rank in spec.mesh.ranks]
+    assert bound.peak_memory >= max(sizes)
+    if src.is_equivalent(dst):
+        assert bound.bytes_received == 0
+
+
+def test_lower_bound_between_other_devices() -> None:
+    mesh, far = Mesh(x=2), Mesh(y=4, devices=range(2, 6))
+    src, dst = parse("f32[12]{unreduced: x}", mesh), parse("f32[12]", far)
+    # 2 messages to the first copy and 3 to the others, of 12 elements on 6 ranks; each needs all.
+    assert lower_bound(src, dst).bytes_received == 48
+    # 7 messages for each of 12 elements, on the 10 ranks of both.
+    wide = parse("f32[12]{unreduced: a}", Mesh(a=8, devices=range(4, 12)))
+    assert lower_bound(wide, parse("f32[12@y]", far)).bytes_received == 4 * 9
+    assert lower_bound(src, parse("f32[12]{unreduced: y}", far)).bytes_received == 0
+
+
+def test_addends_that_stay_on_another_grid() -> None:
+    one, other = Mesh(x=4), Mesh(a=2, b=2)
+    src = parse("f32[8]{unreduced: x}", one)
+    assert lower_bound(src, parse("f32[8]{unreduced: a, b}", other)).bytes_received == 0
+    assert lower_bound(src, parse("f32[8]{unreduced: b}", other)).bytes_received > 0
+
+
+@given(st.data(), st.sampled_from([(2, 3), (3, 4), (1, 5), (6, 4), (12, 1), (5, 5)]))
+def test_pieces_of_a_target_shard(data: st.DataObject, counts: tuple[int, int]) -> None:
+    a, b = counts
+    mesh = Mesh(x=a, y=b)
+    src = data.draw(
+        strategies.specs(mesh, (60,), dtype=torch.int8, states=("sharded", "invariant"))
+    )
+    dst = data.draw(
+        strategies.specs(mesh, (60,), dtype=torch.int8, states=("sharded", "invariant"))
+    )
+    most = 0
+    for box in {(each.start, each.stop) for (each,) in map(dst.index, mesh.ranks)}:
+        mine = {(each.start, each.stop) for (each,) in map(src.index, mesh.ranks)}
+        most = max(most, sum(max(low, box[0]) < min(high, box[1]) for low, high in mine))
+    assert pieces(src, dst) == most
+
+
+def test_pieces_of_equal_shards() -> None:
+    for a, b in itertools.product(range(1, 13), repeat=2):
+        size = a * b
+        edges = [[(at * size // n, (at + 1) * size // n) for at in range(n)] for n in (a, b)]
+        most = max(
+            sum(max(low, start) < min(high, stop) for low, high in edges[0])
+            for start, stop in edges[1]
+        )
+        assert pieces_even((a,), (b,)) == most
+
+
+@given(strategies.spec_pairs(states=("sharded", "invariant", "reduced")))
+def test_lower_bound_is_exact(pair: tuple[Spec, Spec]) -> None:
+    src, dst = pair
+    assert lower_bound(src, dst).bytes_received == 8 * missing_by_hand(src, dst)
+
+
+@given(
+    st.data(),
+    st.sampled_from([(Mesh(x=2, y=3, z=2), (12, 12)), (Mesh(a=2, b=2, c=2, d=2), (16,))]),
+)
+def test_lower_bound_of_groups_is_exact(data: st.DataObject, at: tuple[Mesh, tuple[int]]) -> None:
+    mesh, shape = at
+    states = ("sharded", "invariant")
+    src = data.draw(strategies.specs(mesh, shape, dtype=torch.int64, states=states))
+    dst = data.draw(
+        strategies.specs(mesh, shape, dtype=torch.int64, states=("sharded", "unreduced"))
+    )
+    assert lower_bound(src, dst).bytes_received == 8 * missing_by_hand(src, dst)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "missing"),
+    [
+        ("[1048576@a,1048576@b]", "[1048576,1048576]{unreduced: a, b}", 0),
+        ("[1048576@a,1048576@b]", "[1048576@b,1048576@a]", 1024 * 1024),
+        ("[1048576@(a,b),4]", "[1048576@(b,a),4]", 4),
+        ("[1048576@(a,b),4]", "[1048576@a,4]", 4 * 1023),
+        ("[1048576@(a,b),4]", "[1048576@b,4]{unreduced: a}", 4 * (1024 - 1) // 1024 + 1),
+        ("[1048576@(a,b),4]", "[1048576@(a,b),4]", 0),
+        ("[1048576,1048576]", "[1048576@(a,b),1048576]", 0),
+        ("[9999@a:chunk,9999@b:chunk]", "[9999@b:chunk,9999@a:chunk]", 100),
+    ],
+)
+def test_lower_bounds_of_a_million_devices(src: str, dst: str, missing: int) -> None:
+    mesh = Mesh(a=1024, b=1024)
+    ends = parse(f"u8{src}", mesh), parse(f"u8{dst}", mesh)
+    with helpers.held_under(4 << 20):  # a table of the devices takes 8 MiB and more
+        assert lower_bound(*ends).bytes_received == missing
+
+
+def test_lower_bound_asks_no_device() -> None:
+    with torch.device("meta"):
+        assert lower_bound(spec_of("i16[60@x]"), spec_of("i16[60]")).bytes_received == 60
+
+
+def test_lower_bound_of_what_is_sent() -> None:
+    src, dst = spec_of("f32[12@x]"), spec_of("f32[12]")
+    assert lower_bound(src, dst, forward_dtype=torch.bfloat16) == Bound(12, 24)
+    prog = Program(src, (AllGather("x", 0),), forward_dtype=torch.bfloat16)
+    assert prog.cost().bytes_received == 12
+    assert "0.50x" not in str(prog.explain())
