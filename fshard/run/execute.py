@@ -34,8 +34,7 @@ from fshard.spec import Spec
 from fshard.tree import is_pair
 
 __all__ = [
-    "Pending", "apply_everywhere", "check_given", "check_local", "check_shards", "check_tuple",
-    "nothing_of",
+    "Pending", "check_given", "check_local", "check_shards", "check_tuple", "nothing_of",
 ]  # fmt: skip
 
 
@@ -117,7 +116,7 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
         run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
         return hooks.call("typed", _where(prog.dst), local, prog.src, prog.dst, run)
     shards = check_shards(local, prog.src, _where(prog.dst))
-    out = apply_everywhere(prog, shards)
+    out = _apply_everywhere(prog, shards)
     return Pending(lambda: out) if async_op else out
 
 
@@ -130,7 +129,7 @@ def nothing_of(prog: Program) -> torch.Tensor | None:
     return torch.empty(0, dtype=prog.src.dtype, device=device)
 
 
-def apply_everywhere(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _apply_everywhere(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a program on the shards of the source's ranks; those of the target's."""
     before, ranks, after = prog.src.mesh.ranks, ranks_of(prog).ranks, prog.dst.mesh.ranks
     if len(before) == len(ranks) == len(after):

@@ -162,12 +162,7 @@ def through(
     tracker: Tracker | None = tracking()
     if tracker is None:
         return run(x)
-    outer = tracker.states(x)
-    (x,) = check_promises(
-        tracker, src.mesh.axes, [Promise(where, x, src.partition, is_result=False)]
-    )
-    states = {axis: state for axis, state in outer.items if axis not in src.mesh.axes}
-    given = States.of(states | dict(states_of(dst.partition).items))
+    x, given = _checked(tracker, where, x, src, dst)
 
     def record(made: Any) -> Any:
         tracker.record(made.local if is_pair(made) else made, given)
@@ -178,6 +173,46 @@ def through(
     if isinstance(made, Pending):
         return Pending(lambda: record(made.wait()))
     return record(made)
+
+
+@hooks.register("typed_leaves")
+def through_leaves(
+    names: Sequence[str],
+    xs: tuple[torch.Tensor, ...],
+    ends: Sequence[tuple[Spec, Spec]],
+    start: Callable[[tuple[torch.Tensor, ...]], Callable[[], tuple[torch.Tensor, ...]]],
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """`start(xs)` of several locals in a body, each with the specs of its ends; see `through`."""
+    tracker: Tracker | None = tracking()
+    if tracker is None:
+        return start(xs)
+    checked = [
+        _checked(tracker, f"the batch at {name}" if name else "the batch", x, *each)
+        for name, x, each in zip(names, xs, ends, strict=True)
+    ]
+    with tracker.pause():
+        finish = start(tuple(x for x, _ in checked))
+
+    def record() -> tuple[torch.Tensor, ...]:
+        with tracker.pause():
+            ys = finish()
+        for y, (_, given) in zip(ys, checked, strict=True):
+            tracker.record(y, given)
+        return ys
+
+    return record
+
+
+def _checked(
+    tracker: Tracker, where: str, x: torch.Tensor, src: Spec, dst: Spec
+) -> tuple[torch.Tensor, States]:
+    """A local whose type shows that it lies as `src`, and the type of what lies as `dst`."""
+    outer = tracker.states(x)
+    (x,) = check_promises(
+        tracker, src.mesh.axes, [Promise(where, x, src.partition, is_result=False)]
+    )
+    states = {axis: state for axis, state in outer.items if axis not in src.mesh.axes}
+    return x, States.of(states | dict(states_of(dst.partition).items))
 
 
 def _mapped(scope: Scope) -> list[str]:
