@@ -28,11 +28,11 @@ from fshard.program.steps import (
     ShardedToUnreduced,
 )
 from fshard.program.topology import Link, Topology
+from fshard.run import trees as _trees  # noqa: F401 - registers what a Batch's call asks for
 from fshard.run.distributed import init
 from fshard.run.execute import Pending
 from fshard.run.moving import from_local, reshard, scatter, shard, unshard
 from fshard.run.simulate import simulate
-from fshard.run.trees import run_batch as _run_batch  # noqa: F401 - registers what a Batch's call needs
 from fshard.show.comm_log import comm_log
 from fshard.show.layout import visualize
 from fshard.spec import Sharded, Spec
