@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["NATIVE", "REDUCE", "as_number"]
+__all__ = ["NATIVE", "REDUCE", "as_number", "reduced"]
 
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -52,3 +52,21 @@ REDUCE: dict[str, Tensors] = {
     "product": _reducing("product", lambda x: x.prod(0, dtype=x.dtype)),
 }
 """Reductions along dim 0 that keep the dtype."""
+
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul,
+}  # fmt: skip
+
+
+def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of tensors that lie apart, one after the other, in memory of its own.
+
+    To stack them first would move as many bytes again. Small floats are reduced as float32.
+    """
+    total, restore = as_number(xs[0], op)
+    dtype = total.dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = total.to(wide, copy=True)
+    for x in xs[1:]:
+        COMBINE[op](total, as_number(x, op)[0], out=total)
+    return restore(total.to(dtype))

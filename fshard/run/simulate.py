@@ -34,7 +34,7 @@ from fshard.run.fingerprint import (
     user_line,
     words,
 )
-from fshard.run.numbers import REDUCE
+from fshard.run.numbers import reduced
 from fshard.run.settings import ThreadSettings
 from fshard.run.transport import Finish, Group, as_rank
 from fshard.spec import Sharded
@@ -102,6 +102,10 @@ def _core() -> int | None:
 # -- meetings -------------------------------------------------------------------------
 
 
+ALIKE = {"all_gather", "all_reduce"}
+"""The collectives that give every rank of a group the same."""
+
+
 @dataclass(slots=True, eq=False)
 class _Meeting:
     """One collective of one group: what each rank brought, and what each takes away."""
@@ -152,7 +156,9 @@ class _Rank:
 
         def finish() -> torch.Tensor:
             self.world.wait(self, meeting)
-            return meeting.results.pop(self.rank)
+            mine = meeting.results.pop(self.rank)
+            # One for all is copied when a rank is about to use it; the last needs no copy.
+            return mine.clone() if meeting.results and meeting.what[1] in ALIKE else mine
 
         return finish
 
@@ -314,20 +320,18 @@ def _stand_in(rank: _Rank, call: Fingerprint, group: Group) -> Stand:
 
 
 def _meet(meeting: _Meeting) -> dict[int, torch.Tensor]:
-    """Everyone's result of one collective; each in memory of its own."""
+    """Everyone's result of one collective: each in memory of its own, those that are alike once."""
     group, (_, op, *arguments) = meeting.group, meeting.what
     inputs = [meeting.brought[rank][0] for rank in group]
     match op:
         case "all_gather":
-            stacked = torch.stack(inputs)
-            return {rank: stacked.clone() if at else stacked for at, rank in enumerate(group)}
+            return dict.fromkeys(group, torch.stack(inputs))
         case "all_reduce":
-            total = REDUCE[str(arguments[0])](torch.stack(inputs))
-            return {rank: total.clone() if at else total for at, rank in enumerate(group)}
+            return dict.fromkeys(group, reduced(inputs, str(arguments[0])))
         case "reduce_scatter":
-            reduce = REDUCE[str(arguments[0])]
+            reduction = str(arguments[0])
             return {
-                rank: reduce(torch.stack([x[at] for x in inputs])) for at, rank in enumerate(group)
+                rank: reduced([x[at] for x in inputs], reduction) for at, rank in enumerate(group)
             }
         case _:
             splits = [meeting.brought[rank][1] for rank in group]
