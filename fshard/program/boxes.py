@@ -46,7 +46,8 @@ def sends(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     In the order of the ranks it sends to; empty for a rank outside of the source's mesh.
 
     Of a shard that several ranks hold each sends about as much: what the others need is laid out
-    in the order of the ranks that need it, and cut into as many runs as there are holders.
+    in the order of the ranks that need it and cut into equal runs, one per holder, who sends the
+    pieces that have their middles in its run.
 
     >>> from fshard.partition import PartitionSpec as P
     >>> mesh = Mesh(x=2, y=2)
@@ -205,7 +206,8 @@ def _served(src: Spec, dst: Spec, first: int) -> Mapping[int, tuple[int, Box]]:
     total, before = sum(sizes.values()), 0
     served = {}
     for rank, size in sizes.items():
-        served[rank] = holders[before * len(holders) // total], needs[rank]
+        middle = 2 * before + size
+        served[rank] = holders[middle * len(holders) // (2 * total)], needs[rank]
         before += size
     return MappingProxyType(served)
 

@@ -61,7 +61,8 @@ def exchanged(step: Exchange, spec: Spec) -> Spec:
         for axis, kind in before.reduced_kinds
         if other or after.reduced.get(axis) != kind
     ]
-    raise_if(f"{step} on {spec}", problems)
+    if problems:
+        raise_if(f"{step} on {spec}", problems)
     return to
 
 
