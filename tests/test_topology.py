@@ -158,6 +158,7 @@ TOPOLOGIES = st.builds(
     links=st.dictionaries(st.sampled_from("xyz"), LINKS).map(lambda d: tuple(d.items())),
     launch=NUMBERS,
     memory=NUMBERS,
+    message=NUMBERS,
 )
 
 
@@ -175,10 +176,10 @@ def test_a_file_gives_the_same_topology(
 @pytest.mark.parametrize(
     ("change", "given", "rule"),
     [
-        ({"memory": None}, "the keys inner, launch, links, name, node_size, outer",
-         "the keys are inner, launch, links, memory, name, node_size, outer"),
-        ({"speed": 3}, "the keys inner, launch, links, memory, name, node_size, outer, speed",
-         "the keys are inner, launch, links, memory, name, node_size, outer"),
+        ({"memory": None}, "the keys inner, launch, links, message, name, node_size, outer",
+         "the keys are inner, launch, links, memory, message, name, node_size, outer"),
+        ({"speed": 3}, "the keys inner, launch, links, memory, message, name, node_size, outer, speed",
+         "the keys are inner, launch, links, memory, message, name, node_size, outer"),
         ({"inner": 3}, "inner 3", "a link is a latency and a bandwidth"),
         ({"outer": {"latency": 1}}, "outer {'latency': 1}", "a link is a latency and a bandwidth"),
         ({"links": [1]}, "links [1]", "a link is a latency and a bandwidth"),

@@ -61,11 +61,15 @@ class Cost:
 
 
 class Traffic(NamedTuple):
-    """Of one step: bytes that the busiest rank sends and receives, and its messages in a row."""
+    """Of one step: bytes that the busiest rank sends and receives, its messages, and rounds.
+
+    In a round messages go out together: each costs its overhead, the round one latency.
+    """
 
     sent: int = 0
     received: int = 0
     messages: int = 0
+    rounds: int = 0
 
     @property
     def launches(self) -> int:
@@ -91,18 +95,18 @@ def share(parts: int, numel: int, n: int) -> int:
 
 def gathered(n: int, shard: int) -> Traffic:
     """An all-gather of `n` shards of `shard` bytes each, or a reduce-scatter to such."""
-    return Traffic((n - 1) * shard, (n - 1) * shard, hops(n))
+    return Traffic((n - 1) * shard, (n - 1) * shard, hops(n), hops(n))
 
 
 def all_reduced(n: int, local: int, item: int) -> Traffic:
     """An all-reduce of `n` locals of `local` bytes each, whose elements have `item` bytes."""
     moved = share(2 * (n - 1), local // item, n) * item
-    return Traffic(moved, moved, 2 * hops(n))
+    return Traffic(moved, moved, 2 * hops(n), 2 * hops(n))
 
 
 def swapped(n: int, local: int) -> Traffic:
     """An all-to-all of `n` locals of `local` bytes each, of which each rank keeps an n-th."""
-    return Traffic(local - local // n, local - local // n, n - 1)
+    return Traffic(local - local // n, local - local // n, n - 1, 1)
 
 
 def exchanged(
@@ -119,7 +123,7 @@ def exchanged(
     axes of each dim; `addends` of every element are reduced where they arrive.
 
     >>> exchanged((8, 8), 4, {"x": 4}, [("x",), ()], [(), ("x",)])
-    Traffic(sent=48, received=48, messages=3)
+    Traffic(sent=48, received=48, messages=3, rounds=1)
     """
     boxes = even_boxes(shape, size, have, need)
     assert boxes is not None
@@ -128,14 +132,18 @@ def exchanged(
     if moved == 0:
         return NOTHING
     counts = [[math.prod(size[axis] for axis in axes) for axes in dims] for dims in (have, need)]
-    return Traffic(moved, moved, max(1, addends * pieces_even(*counts) - (held > 0)))
+    return Traffic(moved, moved, max(1, addends * pieces_even(*counts) - (held > 0)), 1)
 
 
 def seconds(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
-    """Alpha-beta time of a collective: a launch, messages in a row, bytes, and local copies."""
+    """Time of a collective: a launch, rounds, messages, bytes on the wire, and local copies.
+
+    LogGP's (Alexandrov et al. 1995), of which alpha-beta counts rounds and bytes alone.
+    """
     return (
         topology.launch
-        + moved.messages * link.latency
+        + moved.rounds * link.latency
+        + moved.messages * topology.message
         + max(moved.sent, moved.received) / link.bandwidth
         + copied / topology.memory
     )
@@ -228,12 +236,12 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
             return all_reduced(n, max_local_nbytes(src), src.dtype.itemsize)
         case ReduceScatter():
             back = _of_gather(dst, step.dim, n)
-            return Traffic(back.received, back.sent, back.messages)
+            return Traffic(back.received, back.sent, back.messages, back.rounds)
         case AllToAll():
             return _of_all_to_all(step, src, dst, n)
         case CollectivePermute():
             moved = max_local_nbytes(src)
-            return Traffic(moved, moved, 1)
+            return Traffic(moved, moved, 1, 1)
         case (
             AllSlice()
             | InvariantToReduced()
@@ -257,7 +265,8 @@ def _of_gather(src: Spec, dim: int, n: int) -> Traffic:
     got = max(whole - min(parts) for whole, parts in groups)
     alike = all(len(set(parts)) == 1 for _, parts in groups)
     item = rest * src.dtype.itemsize
-    return Traffic((n - 1) * _widest(src, dim) * item, got * item, hops(n) if alike else n - 1)
+    rounds = (hops(n), hops(n)) if alike else (n - 1, 1)
+    return Traffic((n - 1) * _widest(src, dim) * item, got * item, *rounds)
 
 
 def _of_all_to_all(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic:
@@ -265,7 +274,7 @@ def _of_all_to_all(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic:
         # Several dims at once: what is kept of one may depend on what is kept of another.
         sent = max(total - held for total, held in overlaps(dst, src))
         received = max(total - held for total, held in overlaps(src, dst))
-        return Traffic(sent * src.dtype.itemsize, received * src.dtype.itemsize, n - 1)
+        return Traffic(sent * src.dtype.itemsize, received * src.dtype.itemsize, n - 1, 1)
     if src.sizes[step.src_dim] is dst.sizes[step.dst_dim] is None:
         return swapped(n, max_local_nbytes(src))
     dims = (step.src_dim, step.dst_dim)
@@ -277,7 +286,7 @@ def _of_all_to_all(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic:
         for mine, cut in _zip(rows, cuts)
     ]
     sent, received = (max(each) * rest for each in zip(*pairs, strict=True))
-    return Traffic(sent * src.dtype.itemsize, received * src.dtype.itemsize, n - 1)
+    return Traffic(sent * src.dtype.itemsize, received * src.dtype.itemsize, n - 1, 1)
 
 
 def _groups(spec: Spec, dim: int, n: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -318,7 +327,7 @@ def _of_exchange(src: Spec, dst: Spec) -> Traffic:
     holders = src.mesh.size // (src.num_shards * addends * kept)
     sent = max(share(needers, total, holders) - held for total, held in overlaps(dst, src))
     some = min(held for _, held in targets) > 0
-    return Traffic(sent * item, received * item, max(1, addends * pieces(src, dst) - some))
+    return Traffic(sent * item, received * item, max(1, addends * pieces(src, dst) - some), 1)
 
 
 # -- local copies --------------------------------------------------------------------------

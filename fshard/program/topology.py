@@ -55,7 +55,8 @@ class Topology:
 
     `inner` is the link inside a node of `node_size` devices, `outer` the one between nodes;
     `links` gives single axes their own. `launch` is the time in seconds to start one
-    collective, `memory` the bandwidth of local copies in bytes per second.
+    collective, `message` that to post a message of those that go out together, `memory` the
+    bandwidth of local copies in bytes per second.
 
     >>> Topology.cluster().link(Mesh(dp=4, tp=8), "tp") == NVLINK
     True
@@ -70,6 +71,7 @@ class Topology:
     links: tuple[tuple[str, Link], ...] = ()
     launch: float = 6e-6
     memory: float = 2e12
+    message: float = 0.15e-6
 
     def __post_init__(self) -> None:
         size = self.node_size
@@ -90,13 +92,14 @@ class Topology:
                     "Topology.cluster(8), or Topology.node() for a single node",
                 )
             )
-        numbers = _is_number(self.launch) and _is_number(self.memory)
-        if not (numbers and self.launch >= 0 and self.memory > 0):
+        times = (self.launch, self.message)
+        numbers = all(map(_is_number, (*times, self.memory)))
+        if not (numbers and min(times) >= 0 and self.memory > 0):
             problems.append(
                 Problem(
-                    f"launch={self.launch!r}, memory={self.memory!r}",
-                    "a launch takes at least 0 seconds, memory's bandwidth is above 0",
-                    "launch=6e-6, memory=2e12",
+                    f"launch={self.launch!r}, message={self.message!r}, memory={self.memory!r}",
+                    "launches and messages take at least 0 seconds, memory's bandwidth is above 0",
+                    "launch=6e-6, message=1.5e-7, memory=2e12",
                 )
             )
         raise_if("fs.Topology", problems)
