@@ -29,6 +29,7 @@ from fshard.program.steps import (
 )
 from fshard.program.topology import Link, Topology
 from fshard.run import trees as _trees  # noqa: F401 - registers what a Batch's call asks for
+from fshard.run.calibrate import calibrate
 from fshard.run.distributed import init
 from fshard.run.execute import Pending
 from fshard.run.moving import from_local, reshard, scatter, shard, unshard
@@ -80,6 +81,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "calibrate",
     "comm_log",
     "from_local",
     "init",

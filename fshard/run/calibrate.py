@@ -1,0 +1,226 @@
+"""`calibrate(mesh)`: what messages, bytes, launches and copies cost on the machine at hand."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fshard.errors import Problem, fail, raise_if
+from fshard.mesh import Mesh
+from fshard.program.cost import Traffic, gathered, swapped
+from fshard.program.topology import Link, Topology
+from fshard.run.distributed import World
+from fshard.run.transport import Group, is_simulated, label_of, labelled, own_transport
+
+__all__ = ["calibrate"]
+
+SIZES = tuple(2**power for power in range(10, 27, 2))
+"""Bytes of a tensor that is gathered or exchanged, from 1 KiB to 64 MiB."""
+
+REPEATS = 5
+COPIED = 2**26
+"""Bytes of the local copy: more than caches hold."""
+
+
+class Sample(NamedTuple):
+    """What a collective moves, and the seconds it takes."""
+
+    moved: Traffic
+    seconds: float
+
+
+def calibrate(
+    mesh: Mesh, /, *, seconds: float = 10.0, save: str | os.PathLike[str] | None = None
+) -> Topology:
+    """Measure the links along each axis of `mesh`, a launch and local copies: a `Topology`.
+
+    Every process calls it, those outside of the mesh too, and gets the same value. Along each
+    axis all groups gather and exchange tensors of growing sizes at once, as in programs, for
+    about `seconds` in all; latency and bandwidth are the least squares of the alpha-beta model
+    over the medians of the slowest rank (Hockney 1994; Thakur, Rabenseifner and Gropp 2005).
+    Axes that are not the mesh's have the slowest of its links. `save` is a file that the mesh's
+    first rank writes, for `Topology.load`.
+
+    Raises `ShardingError` without ranks (under no `torchrun`, or before `fs.init`), for ranks
+    that do not exist, and where the file cannot be written.
+
+        # torchrun --nproc-per-node 8 calibrate.py
+        mesh = fs.Mesh(dp=2, tp=4)
+        fs.init(mesh)
+        topology = fs.calibrate(mesh, save="wires.json")
+        prog = fs.redistribute(src, dst, cost=topology)
+    """
+    world = _world(mesh, seconds)
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    numbers = torch.zeros(3 + 2 * len(axes), dtype=torch.float64, device=world.device)
+    first = mesh.ranks[0]
+    with labelled(label_of("calibrate", mesh)):
+        if world.rank in mesh:
+            measured = _measure(world, mesh, axes, seconds)
+            written = world.rank != first or _written(_topology(axes, measured), save)
+            numbers = numbers.new_tensor([float(written), *measured])
+        everyone = tuple(range(dist.get_world_size()))
+        written, *measured = world.all_gather(numbers, everyone)()[first].tolist()
+    if not written:
+        fail(
+            "fs.calibrate",
+            f"save={os.fspath(save or '')!r}",
+            f"rank {first}, the first of the mesh, can write the file",
+            "a path in a directory that is there; or leave it out, and topology.save(path) later",
+        )
+    return _topology(axes, measured)
+
+
+def _world(mesh: Mesh, seconds: float) -> World:
+    """This process as a rank; raises where it is none, or where the arguments are wrong."""
+    if not isinstance(mesh, Mesh):
+        fail("fs.calibrate", f"a mesh of {mesh!r}", "what is measured are the links of a Mesh",
+             "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
+    world = own_transport()
+    if is_simulated() or not isinstance(world, World):
+        _no_ranks(mesh)
+    problems = []
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        problems.append(Problem(f"seconds={seconds!r}", "it takes some time", "seconds=10.0, say"))
+    size = dist.get_world_size()
+    if max(mesh.ranks) >= size:
+        problems.append(Problem(f"{mesh} with ranks up to {max(mesh.ranks)}",
+                                f"the world has {size} processes, ranks 0..{size - 1}",
+                                f"a mesh of at most {size}, or more processes"))  # fmt: skip
+    raise_if("fs.calibrate", problems)
+    return world
+
+
+def _no_ranks(mesh: Mesh) -> NoReturn:
+    fail("fs.calibrate", f"{mesh}, in a process that is no rank of torchrun",
+         "what is measured is time between processes: a simulation has none",
+         f"torchrun --nproc-per-node {max(mesh.ranks) + 1} script.py, and fs.init(mesh) in it; "
+         "fs.Topology.dgx_h100() and others need no processes")  # fmt: skip
+
+
+def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
+    """The value of what was measured: a launch, memory, latency and bandwidth of each axis."""
+    launch, memory, *rest = measured
+    links = {axis: Link(*rest[2 * at : 2 * at + 2]) for at, axis in enumerate(axes)}
+    if not links:
+        return Topology("calibrated", launch=launch, memory=memory)
+    slowest = Link(
+        max(link.latency for link in links.values()),
+        min(link.bandwidth for link in links.values()),
+    )
+    return Topology(
+        "calibrated",
+        inner=slowest,
+        outer=slowest,
+        links=tuple(sorted(links.items())),
+        launch=launch,
+        memory=memory,
+    )
+
+
+def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
+    if save is None:
+        return True
+    try:
+        topology.save(save)
+    except OSError:
+        return False
+    return True
+
+
+# -- measuring -----------------------------------------------------------------------------
+
+
+def _measure(world: World, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
+    """The numbers of a topology, the same on every rank of the mesh."""
+    ranks = tuple(mesh.ranks)
+    one = torch.zeros(COPIED, dtype=torch.uint8, device=world.device)
+    other = torch.zeros_like(one)
+    copied = _timed(world, ranks, lambda: other.copy_(one))
+    group = mesh.group(world.rank, axes[:1])
+    launch = _launch(world, ranks, group)
+    numbers = [launch, 2 * COPIED / copied]
+    for axis in axes:
+        group = mesh.group(world.rank, axis)
+        link = _fit(_samples(world, ranks, group, seconds / len(axes)), launch)
+        numbers += [link.latency, link.bandwidth]
+    return [float(f"{number:.4g}") for number in numbers]
+
+
+def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[Sample]:
+    """Gathers and exchanges of growing sizes in all groups at once, as long as there is time."""
+    n, left = len(group), seconds
+    samples: list[Sample] = []
+    for size in SIZES:
+        shard = -(-size // n)
+        x = torch.zeros(n * shard, dtype=torch.uint8, device=world.device)
+        mine, pieces = x[:shard], [shard] * n
+        last = 0.0
+        for moved, run in (
+            (gathered(n, shard), lambda mine=mine: world.all_gather(mine, group)()),
+            (
+                swapped(n, n * shard),
+                lambda x=x, pieces=pieces: world.all_to_all(x, pieces, pieces, group)(),
+            ),
+        ):
+            taken = _timed(world, ranks, run)
+            samples.append(Sample(moved, taken))
+            last += (REPEATS + 1) * taken
+        left -= last
+        # All ranks go by the same numbers, and end with the same size.
+        if left < last * SIZES[1] / SIZES[0] and len(samples) > 2:
+            break
+    return samples
+
+
+def _fit(samples: Sequence[Sample], launch: float) -> Link:
+    """The latency and bandwidth with the least squares of relative errors, both physical."""
+    mm = mb = bb = mt = bt = 0.0
+    for moved, seconds in samples:
+        m, b, t = moved.messages / seconds, moved.received / seconds, 1 - launch / seconds
+        mm, mb, bb, mt, bt = mm + m * m, mb + m * b, bb + b * b, mt + m * t, bt + b * t
+    scale = mm * bb - mb * mb
+    latency = (mt * bb - bt * mb) / scale if scale > 0 else 0.0
+    pace = (bt - latency * mb) / bb
+    if latency < 0:
+        latency, pace = 0.0, bt / bb
+    if pace <= 0:
+        # Only latency was seen: a lower bound of the bandwidth is all that there is.
+        largest = max(samples, key=lambda sample: sample.moved.received)
+        pace, latency = largest.seconds / largest.moved.received, max(0.0, mt / mm)
+    return Link(latency, 1 / pace)
+
+
+def _launch(world: World, ranks: Group, group: Group) -> float:
+    """Seconds until a collective is under way, the wait for it aside."""
+    x = torch.zeros(1, device=world.device)
+    times = []
+    for _ in range(4 * REPEATS):
+        start = time.perf_counter()
+        finish = world.all_gather(x, group)
+        times.append(time.perf_counter() - start)
+        finish()
+    return _slowest(world, ranks, statistics.median(times))
+
+
+def _timed(world: World, ranks: Group, run: Callable[[], object]) -> float:
+    """Seconds of a call: the median of some, on the slowest of `ranks`."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        run()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        times.append(time.perf_counter() - start)
+    return _slowest(world, ranks, statistics.median(times[1:]))
+
+
+def _slowest(world: World, ranks: Group, seconds: float) -> float:
+    mine = torch.tensor([seconds], dtype=torch.float64, device=world.device)
+    return float(world.all_reduce(mine, "max", ranks)().item())
