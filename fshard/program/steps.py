@@ -60,6 +60,12 @@ def _partition(step: object, partition: PartitionSpec) -> None:
     object.__setattr__(step, "partition", short)
 
 
+def _mesh(step: object, mesh: object) -> None:
+    if not isinstance(mesh, Mesh):
+        fail(f"fs.{type(step).__name__}", f"mesh {mesh!r}", "a mesh is a Mesh",
+             "fs.Mesh(dp=2, tp=4), say")  # fmt: skip
+
+
 def _some_sizes(step: object, sizes: object) -> None:
     """Sizes by dim: None for equal ones, and nothing where no dim has others."""
     if sizes is None:
@@ -250,6 +256,8 @@ class Exchange:
     def __post_init__(self) -> None:
         _partition(self, self.partition)
         _some_sizes(self, self.sizes)
+        if self.mesh is not None:
+            _mesh(self, self.mesh)
 
     def __str__(self) -> str:
         to = "" if self.mesh is None else f", {self.mesh}"
@@ -272,6 +280,7 @@ class Remesh:
     name: ClassVar[str] = "remesh"
 
     def __post_init__(self) -> None:
+        _mesh(self, self.mesh)
         _partition(self, self.partition)
 
     def __str__(self) -> str:
