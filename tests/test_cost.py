@@ -294,10 +294,11 @@ def test_peak_memory_is_the_largest_local_on_the_way() -> None:
 def test_time_by_hand() -> None:
     prog = Program(spec_of("f32[1200]{unreduced: x, y}"), (AllReduce(XY),))
     sent = 2 * 5 / 6 * 4800
-    assert prog.cost(OWN).time == pytest.approx(5e-6 + 6 * 2e-6 + sent / 1e9)  # 2 log2(6)
+    assert prog.cost(OWN).time == pytest.approx(5e-6 + 6 * 2.15e-6 + sent / 1e9)  # 2 log2(6)
     swap = Program(spec_of("f32[1200@y,3]"), (AllToAll("y", 0, 1),))
     sent = 2 / 3 * 4800
-    assert swap.cost(OWN).time == pytest.approx(5e-6 + 2 * 2e-6 + sent / 2e9 + 2 * 4800 / 1e12)
+    alone = 5e-6 + 2e-6 + 2 * 0.15e-6  # one round of two messages
+    assert swap.cost(OWN).time == pytest.approx(alone + sent / 2e9 + 2 * 4800 / 1e12)
 
 
 def test_time_between_meshes() -> None:
