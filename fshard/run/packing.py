@@ -101,7 +101,7 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> Tensors:
         if total == math.prod(shape):
             return lambda x: x.reshape(-1)
         return lambda x: x.reshape(-1).narrow(0, start, total)
-    if len({lengths(box)[1:] for box in boxes}) == 1:
+    if shape and len({lengths(box)[1:] for box in boxes}) == 1:
         return lambda x: torch.cat([cut(x, box) for box in boxes]).view(-1)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
