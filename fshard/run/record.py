@@ -112,6 +112,8 @@ class _Listing:
         self.lines: list[str] = []
         # The shape in which an exchange gives what was recorded as flat.
         self.shapes: dict[int, tuple[int, ...]] = {}
+        # Names in the shape that was recorded, where that is another.
+        self.views: dict[int, str] = {}
         # What each tensor is a view of, if it is one.
         self.bases: dict[int, torch.Tensor] = {id(x): x}
         self.made: dict[int, int] = {}
@@ -181,8 +183,8 @@ class _Listing:
         name = self.names[id(base)]
         if self.shapes.get(id(base), base.shape) == value.shape:
             return name
-        if id(value) not in self.names:
-            self.names[id(value)] = made = f"v{len(self.names)}"
+        if id(value) not in self.views:
+            self.views[id(value)] = made = f"v{len(self.names) + len(self.views)}"
             shape = ", ".join(map(str, value.shape))
             if value is self.y and base is not self.x:
                 # The memory is nobody else's: autograd need not know it for a view.
@@ -190,7 +192,7 @@ class _Listing:
                 self.lines.append(f"{made} = {reshape}({name}, ({shape},))")
             else:
                 self.lines.append(f"{made} = {name}.view(({shape},))")
-        return self.names[id(value)]
+        return self.views[id(value)]
 
     def explanation(self, call: _Call) -> Callable[[RuntimeError], ShardingError]:
         """What is said of a collective that does not end."""
@@ -222,7 +224,7 @@ class _Listing:
             given += [f"{key}={self.text(each)}" for key, each in kwargs.items() if key != "device"]
             if "device" in kwargs:
                 given.append("device=x.device")
-            name = f"v{len(self.names)}"
+            name = f"v{len(self.names) + len(self.views)}"
             line = f"{name} = {self.constant(METHODS.get(func, func._op))}({', '.join(given)})"
             if func is WAIT:
                 explain = self.constant(self.explanation(self.calls[self.made[id(args[0])]]))
