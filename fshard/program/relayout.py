@@ -128,9 +128,9 @@ def remeshed(step: Remesh, spec: Spec) -> Spec:
     partition = padded(step, spec, step.partition)
     step.mesh.check_axes(partition.axes, f"{step} on {spec}")
     for dim, axes in enumerate(partition.dims):
-        shards = step.mesh.axis_size(axes)
-        if shards != spec.dim_shards(dim):
-            rule = f"dim {dim} keeps its {spec.dim_shards(dim)} shards: {axes or 'no axes'} make {shards}"
+        before, shards = spec.dim_shards(dim), step.mesh.axis_size(axes)
+        if shards != before:
+            rule = f"dim {dim} keeps its {before} shards: {axes or 'no axes'} make {shards}"
             refuse(step, spec, rule, PLAN)
     sizes = {dim: each for dim, each in enumerate(spec.sizes) if each is not None}
     to = _laid(step, spec, step.mesh, partition, sizes)
