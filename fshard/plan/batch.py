@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, raise_if
 from fshard.plan.rounds import Launch, Leaves, Steps, buckets, launches, rounds
-from fshard.program.cost import Cost, max_local_nbytes, step_link, traffic
+from fshard.program.cost import Cost, max_local_nbytes, seconds, step_link, traffic
 from fshard.program.program import Program, as_topology, endpoint_problems, wire_specs
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -330,27 +330,27 @@ def _bucket_problems(bucket_bytes: object) -> list[Problem]:
 def _cost(batch: Batch, topology: Topology) -> Cost:
     leaves = [leaf for leaf in batch.leaves if leaf is not None]
     each = [leaf.cost(topology) for leaf in leaves]
-    waits = [[_wait(batch, *step, topology) for step in each.steps] for each in batch.launches]
-    shared = sum(topology.launch * (len(of) - 1) for of in waits)
-    shared += sum(sum(seconds) - max(seconds) for seconds in ([s for _, s in of] for of in waits))
+    overheads = [[_overhead(batch, *step, topology) for step in of.steps] for of in batch.launches]
+    times = [[time for time, _ in of] for of in overheads]
     return Cost(
-        time=sum(cost.time for cost in each) - shared,
+        time=sum(cost.time for cost in each) - sum(sum(of) - max(of) for of in times),
         bytes_sent=sum(cost.bytes_sent for cost in each),
         bytes_received=sum(cost.bytes_received for cost in each),
         peak_memory=_peak(batch, topology),
-        launches=len(waits),
-        messages=sum(max(messages for messages, _ in of) for of in waits),
+        launches=len(overheads),
+        messages=sum(max(messages for _, messages in of) for of in overheads),
     )
 
 
-def _wait(batch: Batch, leaf: int, place: int, topology: Topology) -> tuple[int, float]:
-    """Messages in a row of one step, and the seconds that they take without their bytes."""
+def _overhead(batch: Batch, leaf: int, place: int, topology: Topology) -> tuple[float, int]:
+    """Seconds that one step takes without its bytes, and its messages."""
     prog = batch.leaves[leaf]
     assert prog is not None
     specs = wire_specs(prog)
     row = prog.steps[place], specs[place], specs[place + 1]
-    messages = traffic(*row).messages
-    return messages, messages * step_link(topology, *row).latency
+    moved = traffic(*row)
+    alone = moved._replace(sent=0, received=0)
+    return seconds(topology, step_link(topology, *row), alone, 0), moved.messages
 
 
 def _peak(batch: Batch, topology: Topology) -> int:
