@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.errors import ShardingError
 from fshard.program.cost import Traffic, gathered, swapped
-from fshard.program.topology import Link
-from fshard.run.calibrate import Sample, _fit
+from fshard.program.cost import seconds as time_of
+from fshard.program.topology import Link, Topology
+from fshard.run.calibrate import Sample, _fit, _message
 from tests import helpers
 
 NO_RANKS = helpers.message(
@@ -46,18 +47,33 @@ def moved(n: int) -> list[Traffic]:
     return [each for s in shards for each in (gathered(n, s), swapped(n, n * s))]
 
 
-@given(st.integers(2, 9), st.floats(1e-7, 1e-2), st.floats(1e6, 1e12), st.floats(0, 1e-4))
-def test_fits_what_follows_the_model(n: int, latency: float, rate: float, launch: float) -> None:
-    samples = [
-        Sample(each, launch + each.messages * latency + each.received / rate) for each in moved(n)
-    ]
-    link = _fit(samples, launch)
+TIMES = st.floats(1e-7, 1e-2)
+
+
+@given(st.integers(2, 9), TIMES, TIMES, st.floats(1e6, 1e12), st.floats(0, 1e-4))
+def test_fits_what_follows_the_model(
+    n: int, latency: float, message: float, rate: float, launch: float
+) -> None:
+    mine = Topology(launch=launch, message=message, memory=1.0)
+    samples = [Sample(each, time_of(mine, Link(latency, rate), each, 0)) for each in moved(n)]
+    link = _fit(samples, launch, message)
     for each, seconds in samples:
-        made = launch + each.messages * link.latency + each.received / link.bandwidth
-        assert made == pytest.approx(seconds, rel=1e-3)
+        assert time_of(mine, link, each, 0) == pytest.approx(seconds, rel=1e-3)
 
 
-@given(st.lists(st.floats(1e-6, 1.0), min_size=10, max_size=10), st.floats(0, 1e-2))
-def test_fits_something_physical_to_anything(seconds: list[float], launch: float) -> None:
-    link = _fit([Sample(*each) for each in zip(moved(3), seconds, strict=True)], launch)
+@given(st.integers(3, 9), TIMES, TIMES, st.floats(0, 1e-4))
+def test_finds_what_a_message_costs(n: int, latency: float, message: float, launch: float) -> None:
+    mine, link = Topology(launch=launch, message=message), Link(latency, 1e15)
+    samples = [Sample(each, time_of(mine, link, each, 0)) for each in moved(n)]
+    assert _message(samples, launch) == pytest.approx(message, rel=1e-3, abs=1e-9)
+    assert _message([Sample(each, 1.0) for each in moved(2)], launch) == 0
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=10, max_size=10), st.floats(0, 1e-2), TIMES)
+def test_fits_something_physical_to_anything(
+    seconds: list[float], launch: float, message: float
+) -> None:
+    samples = [Sample(*each) for each in zip(moved(3), seconds, strict=True)]
+    link = _fit(samples, launch, message)
+    assert _message(samples, launch) >= 0
     assert isinstance(link, Link)  # which refuses what is not physical

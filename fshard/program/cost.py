@@ -48,8 +48,7 @@ class Cost:
     """Of one program: `time` in seconds, bytes of the busiest rank, launches and messages.
 
     `peak_memory` is the largest local on the way, the measure of Rink et al. (arXiv 2112.01075):
-    while a step runs, its input and its output are both there. `messages` are those of the
-    busiest rank that wait for each other.
+    while a step runs, its input and its output are both there.
     """
 
     time: float

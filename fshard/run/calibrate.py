@@ -23,7 +23,7 @@ __all__ = ["calibrate"]
 SIZES = tuple(2**power for power in range(10, 27, 2))
 """Bytes of a tensor that is gathered or exchanged, from 1 KiB to 64 MiB."""
 
-REPEATS = 5
+REPEATS = 7
 COPIED = 2**26
 """Bytes of the local copy: more than caches hold."""
 
@@ -42,8 +42,9 @@ def calibrate(
 
     Every process calls it, those outside of the mesh too, and gets the same value. Along each
     axis all groups gather and exchange tensors of growing sizes at once, as in programs, for
-    about `seconds` in all; latency and bandwidth are the least squares of the alpha-beta model
-    over the medians of the slowest rank (Hockney 1994; Thakur, Rabenseifner and Gropp 2005).
+    about `seconds` in all; latency and bandwidth are the least squares of the model that costs
+    programs, over the medians of the slowest rank (after Hockney 1994, and LogGP of Alexandrov
+    et al. 1995). What a message costs beside its round is told apart where there are 3 ranks.
     Axes that are not the mesh's have the slowest of its links. `save` is a file that the mesh's
     first rank writes, for `Topology.load`.
 
@@ -58,7 +59,7 @@ def calibrate(
     """
     world = _world(mesh, seconds)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    numbers = torch.zeros(3 + 2 * len(axes), dtype=torch.float64, device=world.device)
+    numbers = torch.zeros(4 + 2 * len(axes), dtype=torch.float64, device=world.device)
     first = mesh.ranks[0]
     with labelled(label_of("calibrate", mesh)):
         if world.rank in mesh:
@@ -105,11 +106,11 @@ def _no_ranks(mesh: Mesh) -> NoReturn:
 
 
 def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
-    """The value of what was measured: a launch, memory, latency and bandwidth of each axis."""
-    launch, memory, *rest = measured
+    """The value of what was measured: `_measure`'s numbers."""
+    launch, memory, message, *rest = measured
     links = {axis: Link(*rest[2 * at : 2 * at + 2]) for at, axis in enumerate(axes)}
     if not links:
-        return Topology("calibrated", launch=launch, memory=memory)
+        return Topology("calibrated", launch=launch, memory=memory, message=message)
     slowest = Link(
         max(link.latency for link in links.values()),
         min(link.bandwidth for link in links.values()),
@@ -121,6 +122,7 @@ def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
         links=tuple(sorted(links.items())),
         launch=launch,
         memory=memory,
+        message=message,
     )
 
 
@@ -138,17 +140,17 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
 
 
 def _measure(world: World, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
-    """The numbers of a topology, the same on every rank of the mesh."""
+    """Of a launch, memory, a message, and each axis's latency and bandwidth: on all ranks alike."""
     ranks = tuple(mesh.ranks)
     one = torch.zeros(COPIED, dtype=torch.uint8, device=world.device)
     other = torch.zeros_like(one)
     copied = _timed(world, ranks, lambda: other.copy_(one))
-    group = mesh.group(world.rank, axes[:1])
-    launch = _launch(world, ranks, group)
-    numbers = [launch, 2 * COPIED / copied]
+    launch = _launch(world, ranks)
+    message = _message(_samples(world, ranks, ranks, 0.0), launch)
+    numbers = [launch, 2 * COPIED / copied, message]
     for axis in axes:
         group = mesh.group(world.rank, axis)
-        link = _fit(_samples(world, ranks, group, seconds / len(axes)), launch)
+        link = _fit(_samples(world, ranks, group, seconds / len(axes)), launch, message)
         numbers += [link.latency, link.bandwidth]
     return [float(f"{number:.4g}") for number in numbers]
 
@@ -174,16 +176,26 @@ def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[S
             last += (REPEATS + 1) * taken
         left -= last
         # All ranks go by the same numbers, and end with the same size.
-        if left < last * SIZES[1] / SIZES[0] and len(samples) > 2:
+        if left < last * SIZES[1] / SIZES[0]:
             break
     return samples
 
 
-def _fit(samples: Sequence[Sample], launch: float) -> Link:
+def _message(samples: Sequence[Sample], launch: float) -> float:
+    """Seconds of a message beside its round's latency: small exchanges send more in a round."""
+    (gather, slow), (swap, quick) = samples[:2]
+    if swap.messages < 2:
+        return 0.0
+    both = (slow - launch) / gather.rounds
+    return max(0.0, (quick - launch - both) / (swap.messages - 1))
+
+
+def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:
     """The latency and bandwidth with the least squares of relative errors, both physical."""
     mm = mb = bb = mt = bt = 0.0
     for moved, seconds in samples:
-        m, b, t = moved.messages / seconds, moved.received / seconds, 1 - launch / seconds
+        m, b = moved.rounds / seconds, moved.received / seconds
+        t = 1 - (launch + moved.messages * message) / seconds
         mm, mb, bb, mt, bt = mm + m * m, mb + m * b, bb + b * b, mt + m * t, bt + b * t
     scale = mm * bb - mb * mb
     latency = (mt * bb - bt * mb) / scale if scale > 0 else 0.0
@@ -197,13 +209,13 @@ def _fit(samples: Sequence[Sample], launch: float) -> Link:
     return Link(latency, 1 / pace)
 
 
-def _launch(world: World, ranks: Group, group: Group) -> float:
+def _launch(world: World, ranks: Group) -> float:
     """Seconds until a collective is under way, the wait for it aside."""
     x = torch.zeros(1, device=world.device)
     times = []
     for _ in range(4 * REPEATS):
         start = time.perf_counter()
-        finish = world.all_gather(x, group)
+        finish = world.all_gather(x, ranks)
         times.append(time.perf_counter() - start)
         finish()
     return _slowest(world, ranks, statistics.median(times))

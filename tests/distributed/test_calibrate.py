@@ -24,6 +24,7 @@ def assert_sane(topology: fs.Topology) -> None:
         assert 0 <= link.latency < 60
         assert 0 < link.bandwidth < math.inf
     assert 0 <= topology.launch < 60
+    assert 0 <= topology.message < 60
     assert 0 < topology.memory < math.inf
 
 
