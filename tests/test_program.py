@@ -20,6 +20,7 @@ from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec as P
 from fshard.program import steps as steps_module
 from fshard.program.bounds import lower_bound
+from fshard.program.boxes import Piece, reduced_axes, sends
 from fshard.program.cost import step_axes, traffic
 from fshard.program.infer import infer
 from fshard.program.program import Program, check
@@ -30,9 +31,11 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     CollectivePermute,
+    Exchange,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
+    Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
@@ -105,6 +108,22 @@ TABLE: list[tuple[Step, str, str, Step]] = [
      "f64[6@y]{unreduced: x=avg}", CollectivePermute(P("y", reduced={"z": "avg"}))),
     (CollectivePermute(P(None, reduced={"x"})), "f64[4]{reduced: z}", "f64[4]{reduced: x}",
      CollectivePermute(P(None, unreduced={"z"}))),
+    (AllToAll("y", 0, 1, also=(AllToAll("z", 0, 1),)), "f64[12@(x,y,z),6]", "f64[12@x,6@(y,z)]",
+     AllToAll("y", 1, 0, also=(AllToAll("z", 1, 0),))),
+    (AllToAll("x", 0, 1, also=(AllToAll("z", 1, 0),)), "f64[12@(y,x),6@z]", "f64[12@(y,z),6@x]",
+     AllToAll("x", 1, 0, also=(AllToAll("z", 0, 1),))),
+    (AllToAll("x", 0, 1, (5, 1), (AllToAll("z", 1, 0, (1, 4)),)), "f64[5@x:chunk,6@z:2+4]",
+     "f64[5@z:1+4,6@x:5+1]", AllToAll("x", 1, 0, (3, 2), (AllToAll("z", 0, 1, (2, 4)),))),
+    (Exchange(P("y")), "f64[12@x]", "f64[12@y]", Exchange(P("x"))),
+    (Exchange(P("x", "y")), "f64[12@(y,x),6]", "f64[12@x,6@y]", Exchange(P(YX))),
+    (Exchange(P("y"), ((5, 0, 0),)), "f64[5@z:3+2]", "f64[5@y:5+0+0]",
+     Exchange(P("z"), ((3, 2),))),
+    (Exchange(P("z", unreduced={"y"})), "f64[4]{unreduced: x, y}", "f64[4@z]{unreduced: y}",
+     Exchange(P(reduced=XY))),
+    (Exchange(P("x", reduced=("y", "z"))), "f64[4]{reduced: y}", "f64[4@x]{reduced: y, z}",
+     Exchange(P(unreduced={"y"}))),
+    (Remesh(MESH, P("x", unreduced={"z"})), "f64[4@x]{unreduced: z}", "f64[4@x]{unreduced: z}",
+     Remesh(MESH, P("x", reduced={"z"}))),
     (InvariantToReduced(XY), "f64[4@z]", "f64[4@z]{reduced: x, y}", AllReduce(XY)),
     (InvariantToReduced("y", "avg"), "f64[4]", "f64[4]{reduced: y=avg}", AllReduce("y")),
     (ReducedToInvariant("y"), "f64[4]{reduced: x, y}", "f64[4]{reduced: x}",
@@ -285,7 +304,7 @@ REFUSED: list[tuple[Step, str, str]] = [
     (AllToAll("x", 1, 0), "f64[4@x,4]", "the most minor of dim 1"),
     (AllToAll("y", 0, 1), "f64[6@y,4]", "4 % 3 = 1"),
     (AllToAll("y", 0, 2), "f64[6@y,4]", "dim 2 is one of the spec's 2"),
-    (CollectivePermute(P("z")), "f64[4@x,4]", "the partition has 2 entries"),
+    (CollectivePermute(P("z", None, "x")), "f64[4@x,4]", "one entry per dim: 3 is more than 2"),
     (CollectivePermute(P("w")), "f64[4@x]", "axis 'w'"),
     (CollectivePermute(P("y")), "f64[6@x]", "as many shards on every dim"),
     (CollectivePermute(P(None, "x")), "f64[4@x,4]", "as many shards on every dim"),
@@ -504,7 +523,15 @@ def test_printing() -> None:
         (AllReduce("x", "reduced"), "all_reduce(x) to reduced"),
         (ReduceScatter(XY, 0), "reduce_scatter((x,y), dim 0)"),
         (AllToAll("x", 0, 1), "all_to_all(x, dim 0 -> 1)"),
-        (CollectivePermute(P("x", None)), "collective_permute(P('x', None))"),
+        (
+            AllToAll(XY, 0, 1, also=(AllToAll("z", 2, 1),)),
+            "all_to_all((x,y), dim 0 -> 1; z, dim 2 -> 1)",
+        ),
+        (CollectivePermute(P("x", None)), "collective_permute(P('x'))"),
+        (Exchange(P(None, "x")), "exchange(P(None, 'x'))"),
+        (Exchange(P("x"), ((1, 2), None)), "exchange(P('x'))"),
+        (Exchange(P("x"), mesh=Mesh(x=3)), "exchange(P('x'), Mesh(x=3))"),
+        (Remesh(Mesh(a=2, b=2), P(None, "a")), "remesh(Mesh(a=2, b=2))"),
         (InvariantToReduced("x", "avg"), "invariant_to_reduced(x, avg)"),
         (ReducedToInvariant(XY), "reduced_to_invariant((x,y))"),
         (ReplicatedToUnreduced("x", "max"), "replicated_to_unreduced(x, max)"),
@@ -584,6 +611,10 @@ def common(one: tuple[slice, ...], two: tuple[slice, ...]) -> int:
     return math.prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in both)
 
 
+def volume(piece: Piece) -> int:
+    return math.prod(stop - start for start, stop in piece.box)
+
+
 def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
     """Bytes that the busiest rank sends and receives, counted box by box over all ranks."""
     mesh, item = src.mesh, src.dtype.itemsize
@@ -593,10 +624,19 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
         moved = [shard.numel() for shard, rank in zip(made, mesh.ranks, strict=True)
                  if shard.numel() and int(shard.flatten()[0]) != rank]  # fmt: skip
         return (max(moved, default=0) * item,) * 2
-    if isinstance(step, Cast):
+    if isinstance(step, Cast | Remesh):
         return 0, 0
+    if isinstance(step, Exchange):
+        parts = mesh.axis_size(reduced_axes(src, dst))
+        most = max(sum(map(volume, sends(src, dst, rank))) for rank in mesh.ranks)
+        least = max(
+            parts * numel(dst.index(rank)) - common(src.index(rank), dst.index(rank))
+            for rank in mesh.ranks
+        )
+        return most * item, least * item
     sent, received = [0], [0]
-    for group in mesh.groups(step.axes):
+    pairs = step.pairs if isinstance(step, AllToAll) else (step,)
+    for group in mesh.groups(tuple(axis for each in pairs for axis in each.axes)):
         n = len(group)
         for rank in group:
             before, after = src.index(rank), dst.index(rank)
@@ -625,6 +665,10 @@ def assert_bytes(step: Step, src: Spec) -> None:
     if isinstance(step, CollectivePermute):
         # Its promise is a whole shard, though the largest may be one that stays where it is.
         assert max(moved) <= promised.sent == promised.received
+    elif isinstance(step, Exchange) and not (src.is_even and dst.is_even):
+        # Its promise is an equal part of what the holders send, who send whole pieces.
+        assert promised.sent <= moved[0]
+        assert promised.received == moved[1]
     else:
         assert (promised.sent, promised.received) == moved
     assert promised.launches or moved == (0, 0)

@@ -99,7 +99,8 @@ def transpose(step: Step, src: Spec, /) -> Step:
         case CollectivePermute():
             return CollectivePermute(src.dual.partition)
         case Exchange():
-            return Exchange(src.dual.partition, src.sizes, src.mesh)
+            back = None if step.mesh in (None, src.mesh) else src.mesh
+            return Exchange(src.dual.partition, src.sizes, back)
         case Remesh():
             return Remesh(src.mesh, src.dual.partition)
         case InvariantToReduced(axes):
