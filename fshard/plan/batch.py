@@ -172,7 +172,7 @@ class Batch:
         head = [_count(len(self.leaves), "leaf", "leaves"), _count(len(launches), "launch"), sent]
         rows = [
             (path, f"{prog.src} -> {prog.dst}", "; ".join(map(str, prog.steps)) or "nothing to do")
-            for path, prog in self._rows()
+            for path, prog in self.distinct()
         ]
         widths = [max((len(row[c]) for row in rows), default=0) for c in range(2)]
         lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
@@ -184,8 +184,8 @@ class Batch:
 
     __repr__ = __str__
 
-    def _rows(self) -> Iterator[tuple[str, Program]]:
-        """Where each program is, by the first leaf that has it, and how many more."""
+    def distinct(self) -> Iterator[tuple[str, Program]]:
+        """Each program once, with the path of its first leaf and how many more have it."""
         names = paths(self.programs, "")
         seen = Counter(self.leaves)
         for at, leaf in enumerate(self.leaves):

@@ -47,7 +47,7 @@ def time_text(seconds: float) -> str:
     return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
 
 
-def ratio_text(value: int, bound: int) -> str:
+def ratio_text(value: float, bound: float) -> str:
     """How far a value is above its lower bound.
 
     >>> ratio_text(3, 2), ratio_text(0, 0), ratio_text(5, 0)
