@@ -89,6 +89,12 @@ def contenders(src: Spec, dst: Spec, x: torch.Tensor, meshes: Sequence[DeviceMes
     ]
 
 
+def local_of(spec: Spec, rank: int) -> torch.Tensor:
+    """Random numbers: replicas equal, addends each their own."""
+    torch.manual_seed(spec.mesh.index(rank, tuple(spec.partition.unreduced)))
+    return torch.randn(spec.shape)[spec.index(rank)].clone()
+
+
 def waited(x: DTensor) -> torch.Tensor:
     """Wait for DTensor's result, as reading it would."""
     local = x.to_local()
@@ -175,9 +181,7 @@ def on_ranks(
 
     def runs_of(size: str, transition: str) -> list[Run]:
         src, dst = ends(transition, mesh, SIZES[size])
-        torch.manual_seed(dist.get_rank() if src.partition.unreduced else 0)
-        x = torch.randn(src.local_shape(dist.get_rank()))
-        return contenders(src, dst, x, meshes)
+        return contenders(src, dst, local_of(src, dist.get_rank()), meshes)
 
     for size, transition in itertools.product(sizes, transitions):
         runs = runs_of(size, transition)
