@@ -111,8 +111,7 @@ def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) 
     wires = prog.forward_dtype, prog.backward_dtype
     market = Market(topology, *wires, prog.is_linear, exclude)
     most = max(map(max_local_nbytes, wire_specs(prog)))
-    while found := list(_rewrites(prog, market, most)):
-        best = max(found, key=lambda each: each.saved)  # the first of equals
+    while best := _best(prog, market, most):
         steps = prog.steps[: best.start] + best.steps + prog.steps[best.stop :]
         prog = Program(prog.src, steps, prog.dst, forward_dtype=wires[0], backward_dtype=wires[1])
     return prog
@@ -125,23 +124,32 @@ def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
     return [Problem(f"exclude={unknown}", "exclude names step types", fix)] if unknown else []
 
 
-def _rewrites(prog: Program, market: Market, most: int) -> Iterator[Found]:
+def _best(prog: Program, market: Market, most: int) -> Found | None:
+    """The rewrite that saves most, of the longest stretch where there is any."""
+    count = len(prog.steps)
+    for length in range(count, 0, -1):
+        stretches = [(start, start + length) for start in range(count - length + 1)]
+        found = [each for ends in stretches for each in _rewrites(prog, *ends, market, most)]
+        if found:
+            return max(found, key=lambda each: each.saved)  # the first of equals
+    return None
+
+
+def _rewrites(prog: Program, start: int, stop: int, market: Market, most: int) -> Iterator[Found]:
     """Every rewrite of a stretch of the program that saves something and costs nothing.
 
     `most` are the bytes that the largest layout on the way may have.
     """
-    triples = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
-    prices = [market.price(*each) for each in triples]
-    for start, stop in itertools.combinations(range(len(prices) + 1), 2):
-        now = _sum(prices[start:stop])
-        path, steps = prog.specs[start : stop + 1], prog.steps[start:stop]
-        for other in (other for rule in RULES for other in rule.paths(path, steps)):
-            legs = _legs(other, now, market)
-            if legs is None or any(_over(spec, market, most) for spec in other[1:-1]):
-                continue
-            saved = now.less(_sum([price for price, _ in legs]))
-            if min(saved.time, saved.both) >= 0 and saved > (0.0, 0.0, 0):
-                yield Found(saved, start, stop, tuple(step for _, step in legs))
+    path, steps = prog.specs[start : stop + 1], prog.steps[start:stop]
+    now = _sum([market.price(*each) for each in zip(steps, path, path[1:], strict=False)])
+    for other in (other for rule in RULES for other in rule.paths(path, steps)):
+        legs = _legs(other, now, market)
+        if legs is None or any(_over(spec, market, most) for spec in other[1:-1]):
+            continue
+        saved = now.less(_sum([price for price, _ in legs]))
+        pays = (saved.time, saved.steps) > (0.0, 0) and saved.both >= 0.0
+        if pays and _keeps_addends(prog, start, stop, other):
+            yield Found(saved, start, stop, tuple(step for _, step in legs))
 
 
 def _sum(prices: list[Price]) -> Price:
@@ -154,15 +162,45 @@ def _over(spec: Spec, market: Market, most: int) -> bool:
     return max_local_nbytes(_sent(spec, market.forward)) > most
 
 
+def _keeps_addends(prog: Program, start: int, stop: int, other: Path) -> bool:
+    """Whether another path between two layouts rounds nothing that this one does not.
+
+    Other addends of the same sum are as good, but for a cast of them. They can be others only
+    where axes become unreduced on the way: in the transpose, where they are no longer reduced.
+    A cast that trades places with one step does so by a law of its own.
+    """
+    now = prog.specs[start : stop + 1]
+    dtypes = {spec.dtype for spec in now}
+    if len(dtypes) == 2 and len(now) == len(other) == 3:
+        return True
+    legs = [*itertools.pairwise(now), *itertools.pairwise(other)]
+    onwards = [*legs, *itertools.pairwise(prog.specs[stop:])]
+    so_far = [*legs, *itertools.pairwise(prog.specs[: start + 1])]
+    addends_rounded = any(
+        src.dtype != dst.dtype and src.partition.unreduced_kinds for src, dst in onwards
+    )
+    gradients_rounded = any(
+        src.dtype != dst.dtype and src.partition.reduced_kinds for src, dst in so_far
+    )
+    parts = [(src.partition, dst.partition) for src, dst in legs]
+    return not (
+        (addends_rounded and any({*q.unreduced_kinds} - {*p.unreduced_kinds} for p, q in parts))
+        or (gradients_rounded and any({*p.reduced_kinds} - {*q.reduced_kinds} for p, q in parts))
+    )
+
+
 def _legs(path: Path, now: Price, market: Market) -> list[tuple[Price, Step]] | None:
-    """The cheapest single steps along a path; None where one alone costs more than now all."""
-    legs = []
-    for src, dst in itertools.pairwise(path):
-        leg = _cheapest(src, dst, market)
-        if leg is None or leg[0].time > now.time:
+    """The cheapest single steps along a path; None where some of them cost more than now all."""
+    legs = list(itertools.pairwise(path))
+    found: dict[int, tuple[Price, Step]] = {}
+    for at in sorted(range(len(legs)), key=lambda at: min(at, len(legs) - 1 - at)):
+        leg = _cheapest(*legs[at], market)
+        if leg is None:
             return None
-        legs.append(leg)
-    return legs
+        found[at] = leg
+        if math.fsum(price.time for price, _ in found.values()) > now.time:
+            return None
+    return [found[at] for at in range(len(legs))]
 
 
 @lru_cache(maxsize=65536)
