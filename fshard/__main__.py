@@ -14,6 +14,13 @@ from fshard.show.words import WIDTH
 
 __all__ = ["main"]
 
+MACHINES = {
+    "dgx-a100": Topology.dgx_a100,
+    "dgx-h100": Topology.dgx_h100,
+    "gb200-nvl72": Topology.gb200_nvl72,
+    "cpu-host": Topology.cpu_host,
+}
+
 EXAMPLE = """\
 example:
   python -m fshard "f32[1024@dp,512@tp]" "f32[1024,512@(dp,tp)]" --mesh dp=2,tp=4
@@ -47,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("src", help="the layout to start from")
     parser.add_argument("dst", help="the layout to reach")
     parser.add_argument("--mesh", required=True, metavar="dp=2,tp=4", help="axes and their sizes")
-    parser.add_argument("--topology", choices=("node", "cluster"), default="node",
+    parser.add_argument("--topology", choices=("node", "cluster", *MACHINES), default="node",
                         help="whose wires to plan and cost for (default: node)")  # fmt: skip
     parser.add_argument("--node-size", type=int, metavar="N",
                         help="devices per node of a cluster (default: 8)")  # fmt: skip
@@ -91,6 +98,11 @@ def _topology(name: str, node_size: int | None) -> Topology:
             fail("--node-size", f"{node_size} with the topology node", "a single node joins all "
                  "devices", "--topology cluster, or leave it out")  # fmt: skip
         return Topology.node()
+    if name in MACHINES:
+        if node_size is not None:
+            fail("--node-size", f"{node_size} with the topology {name}", "a machine's nodes are as "
+                 "large as they are built", "--topology cluster, or leave it out")  # fmt: skip
+        return MACHINES[name]()
     if node_size is not None and node_size < 1:
         fail("--node-size", f"{node_size}", "a node has at least 1 device", "--node-size 8")
     return Topology.cluster(8 if node_size is None else node_size)

@@ -64,6 +64,22 @@ def test_topology(capsys: pytest.CaptureFixture[str]) -> None:
         assert shown.split() == ["time", f"{prog.cost(topology).time * 1e6:.3g}", "µs"]
 
 
+def test_public_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [fs.parse(each, fs.Mesh(dp=2, tp=4)) for each in (SRC, DST)]
+    for name, topology in [
+        ("dgx-a100", fs.Topology.dgx_a100()),
+        ("dgx-h100", fs.Topology.dgx_h100()),
+        ("gb200-nvl72", fs.Topology.gb200_nvl72()),
+        ("cpu-host", fs.Topology.cpu_host()),
+    ]:
+        status, out, _ = run(capsys, SRC, DST, "--mesh", MESH, "--topology", name)
+        assert status == 0
+        assert str(fs.redistribute(*ends, cost=topology).explain(topology)) in out
+        arguments = ("--topology", name, "--node-size", "4")
+        status, _, err = run(capsys, SRC, DST, "--mesh", MESH, *arguments)
+        assert (status, "--topology cluster, or leave it out" in err) == (2, True)
+
+
 def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, SRC, DST, "--mesh", MESH, "--cost", "bytes")[0] == 0
     assert run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "524288")[0] == 0

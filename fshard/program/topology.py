@@ -115,7 +115,13 @@ class Topology:
         return Topology("cluster", node_size=node_size)
 
     @staticmethod
-    def of(links: Mapping[str, Link], *, launch: float = 6e-6, memory: float = 2e12) -> Topology:
+    def of(
+        links: Mapping[str, Link],
+        *,
+        launch: float = 6e-6,
+        memory: float = 2e12,
+        message: float = 0.15e-6,
+    ) -> Topology:
         """One's own: a `Link` per mesh axis; axes not named are NVLink."""
         if not isinstance(links, Mapping):
             fail(
@@ -124,7 +130,8 @@ class Topology:
                 "links are a mapping from mesh axis to Link",
                 'Topology.of({"x": Link(latency=1e-6, bandwidth=100e9)})',
             )
-        return Topology("custom", links=tuple(sorted(links.items())), launch=launch, memory=memory)
+        own = tuple(sorted(links.items()))
+        return Topology("custom", links=own, launch=launch, memory=memory, message=message)
 
     # -- public machines --------------------------------------------------------------
 
@@ -173,6 +180,7 @@ class Topology:
             node_size=processes,
             launch=50e-6,
             memory=0.8 * 25.6e9,
+            message=10e-6,
         )
 
     # -- links ------------------------------------------------------------------------
