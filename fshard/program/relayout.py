@@ -147,7 +147,7 @@ def _difference(spec: Spec, to: Spec) -> str:
         here, there = (_box_text(each, rank) for each in (spec, to))
         if here != there:
             return f"every rank keeps its shard: rank {rank} has {here}, in {to} {there}"
-    return f"every rank is unreduced and reduced with the same others: in {to} with others"
+    return f"every rank is unreduced and reduced with whom it was: in {to} with others"
 
 
 def _box_text(spec: Spec, rank: int) -> str:

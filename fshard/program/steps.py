@@ -76,7 +76,7 @@ def _some_sizes(step: object, sizes: object) -> None:
         for each in sizes
     ):
         fail(f"fs.{type(step).__name__}", f"sizes={sizes!r}",
-             "sizes are by dim, each None or one whole number per shard",
+             "sizes are by dim, each None or a number per shard",
              "sizes=((3, 5), None), say, or None where all are equal")  # fmt: skip
     kept = [None if each is None or len(set(each)) <= 1 else tuple(each) for each in sizes]
     while kept and kept[-1] is None:

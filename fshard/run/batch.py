@@ -53,7 +53,8 @@ def joined(progs: tuple[Program, ...], keep: int) -> Program:
     src, p = first.src, first.src.partition
     width = sum(math.prod(prog.src.shape[keep:]) for prog in progs)
     sides = PartitionSpec._of((*p.dims[:keep], ()), p.unreduced_kinds, p.reduced_kinds)
-    whole = Spec(src.mesh, sides, shape=(*src.shape[:keep], width), dtype=src.dtype)
+    shape, sizes = (*src.shape[:keep], width), (*src.sizes[:keep], None)
+    whole = Spec._of(src.mesh, sides, shape, src.dtype, sizes)
     return Program(
         whole,
         first.steps,
