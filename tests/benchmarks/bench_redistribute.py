@@ -4,6 +4,7 @@
 `--ranks 4 --sizes 4KiB,1MiB --seconds 0.3` makes a short one. Of each transition and size
 fshard's program, DTensor's `redistribute`, and the same with DTensor's searched plans take turns,
 so that a busy machine slows all of them; a round's time is that of its slowest rank. Forward only.
+fshard plans for what `fs.calibrate` measures first; with `--default` for what it takes by default.
 
 Memory is what the resident set of the busiest rank grows by while one call runs, its result
 included: the kernel's own high-water mark (`VmHWM`), set back before the call. Each phase begins
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import _redistribute as dtensor
 
 import fshard as fs
-from fshard import Mesh, P, Spec
+from fshard import Mesh, P, Spec, Topology
 from tests.distributed.harness import close_all, run_ranks
 
 MESHES = {4: {"x": 2, "y": 2}, 8: {"x": 2, "y": 4}}
@@ -69,13 +70,15 @@ def ends(transition: str, mesh: Mesh, side: int) -> tuple[Spec, Spec]:
     return Spec.from_placements(mesh, a, shape), Spec.from_placements(mesh, b, shape)
 
 
-def contenders(src: Spec, dst: Spec, x: torch.Tensor, meshes: Sequence[DeviceMesh]) -> list[Run]:
+def contenders(
+    src: Spec, dst: Spec, topology: Topology | None, meshes: Sequence[DeviceMesh]
+) -> list[Run]:
     """One call of each, which waits for its result.
 
     The two of DTensor have a mesh each: what a mesh was planned for is remembered, whether it
     was searched for or not.
     """
-    to = dst.placements
+    x, to = local_of(src, dist.get_rank()), dst.placements
     plain, planned = (DTensor.from_local(x, mesh, src.placements) for mesh in meshes)
 
     def searched() -> torch.Tensor:
@@ -83,7 +86,7 @@ def contenders(src: Spec, dst: Spec, x: torch.Tensor, meshes: Sequence[DeviceMes
             return waited(planned.redistribute(placements=to))
 
     return [
-        lambda: fs.redistribute(src, dst)(x),
+        lambda: fs.redistribute(src, dst, cost=topology)(x),
         lambda: waited(plain.redistribute(placements=to)),
         searched,
     ]
@@ -166,12 +169,17 @@ def grown(run: Run) -> float:
 
 
 def on_ranks(
-    axes: dict[str, int], transitions: Sequence[str], sizes: Sequence[str], seconds: float
+    axes: dict[str, int],
+    transitions: Sequence[str],
+    sizes: Sequence[str],
+    seconds: float,
+    calibrated: bool,
 ) -> tuple[dict[Cell, Found], dict[Cell, Found]]:
     """Seconds of this rank, and bytes that it grew by with the largest of the sizes."""
     warnings.simplefilter("ignore")
     mesh = Mesh(axes)
     fs.init(mesh)
+    topology = fs.calibrate(mesh, seconds=5) if calibrated else None
     grid = tuple(axes.values())
     meshes = [
         init_device_mesh("cpu", grid, mesh_dim_names=names) for names in (("a", "b"), ("c", "d"))
@@ -181,7 +189,7 @@ def on_ranks(
 
     def runs_of(size: str, transition: str) -> list[Run]:
         src, dst = ends(transition, mesh, SIZES[size])
-        return contenders(src, dst, local_of(src, dist.get_rank()), meshes)
+        return contenders(src, dst, topology, meshes)
 
     for size, transition in itertools.product(sizes, transitions):
         runs = runs_of(size, transition)
@@ -261,6 +269,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="4,8", help="4, 8 or both")
     parser.add_argument("--sizes", default=",".join(SIZES), help="4KiB,1MiB, say")
     parser.add_argument("--seconds", type=float, default=1.2, help="for each cell")
+    parser.add_argument("--default", action="store_true", help="plan as for no known hardware")
     parser.add_argument("--only", help="transitions, 'P P -> R R;S0 R -> R S0', say")
     options = parser.parse_args()
     sizes = tuple(size for size in SIZES if size.replace(" ", "") in options.sizes.replace(" ", ""))
@@ -269,7 +278,16 @@ def main() -> None:
     start = time.perf_counter()
     for ranks in map(int, options.ranks.split(",")):
         axes = MESHES[ranks]
-        results = run_ranks(ranks, on_ranks, axes, transitions, sizes, options.seconds, timeout=900)
+        results = run_ranks(
+            ranks,
+            on_ranks,
+            axes,
+            transitions,
+            sizes,
+            options.seconds,
+            not options.default,
+            timeout=900,
+        )
         close_all()
         times, memory = (slowest(each) for each in zip(*results, strict=True))
         grid = "x".join(map(str, axes.values()))
