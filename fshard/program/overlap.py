@@ -201,27 +201,37 @@ def _components(dims: Iterable[_Dim]) -> list[list[_Dim]]:
 def _pairs(dims: Sequence[_Dim], shape: Mapping[str, int]) -> set[Pair]:
     """The elements of a rank's target box along `dims`, and how many its group holds."""
     most = math.prod(dim.widest for dim in dims)
+    axes = tuple(dict.fromkeys(axis for dim in dims for axis in dim.axes))
+    # What a dim needs and holds is worked out once for the coordinates that it depends on.
+    known: list[dict[tuple[int, ...], Pair]] = [{} for _ in dims]
+    where = [tuple(map(axes.index, dim.axes)) for dim in dims]
     found: set[Pair] = set()
-    for coords in _coords(dims, shape):
-        parts = [dim.part(coords) for dim in dims]
-        pair = (math.prod(t for t, _ in parts), math.prod(c for _, c in parts))
-        if pair == (most, 0):
-            return {pair}  # no other can be worse
-        found.add(pair)
+    for point in _points(dims, axes, shape):
+        total = held = 1
+        for dim, places, parts in zip(dims, where, known, strict=True):
+            key = tuple([point[place] for place in places])
+            part = parts.get(key)
+            if part is None:
+                part = parts[key] = dim.part(dict(zip(dim.axes, key, strict=True)))
+            total *= part[0]
+            held *= part[1]
+        if held == 0 and total == most:
+            return {(total, held)}  # no other can be worse
+        found.add((total, held))
     return _front(found)
 
 
-def _coords(dims: Sequence[_Dim], shape: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Every coordinate of the axes of `dims`, the likely worst first."""
-    axes = list(dict.fromkeys(axis for dim in dims for axis in dim.axes))
+def _points(
+    dims: Sequence[_Dim], axes: tuple[str, ...], shape: Mapping[str, int]
+) -> Iterator[tuple[int, ...]]:
+    """Every coordinate along `axes`, the likely worst for `dims` first."""
     worst = {axis: {0, shape[axis] - 1} for axis in axes}
     for dim in dims:
         for axis, at in dim.where_widest().items():
             worst[axis].add(at)
     corners = itertools.product(*(sorted(worst[axis]) for axis in axes))
     everywhere = itertools.product(*(range(shape[axis]) for axis in axes))
-    for point in itertools.chain(corners, everywhere):
-        yield dict(zip(axes, point, strict=True))
+    return itertools.chain(corners, everywhere)
 
 
 class _Dim:

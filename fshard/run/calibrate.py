@@ -24,8 +24,11 @@ SIZES = tuple(2**power for power in range(10, 27, 2))
 """Bytes of a tensor that is gathered or exchanged, from 1 KiB to 64 MiB."""
 
 REPEATS = 7
-COPIED = 2**26
-"""Bytes of the local copy: more than caches hold."""
+CALLS = {"cpu": 1, "cuda": 8}
+"""Calls that are timed together, by device: on a GPU launches overlap, as in programs."""
+
+COPIED = {"cpu": 2**26, "cuda": 2**29}
+"""Bytes of the local copy, by device: more than caches hold."""
 
 
 class Sample(NamedTuple):
@@ -142,12 +145,13 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
 def _measure(world: World, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
     """Of a launch, memory, a message, and each axis's latency and bandwidth: on all ranks alike."""
     ranks = tuple(mesh.ranks)
-    one = torch.zeros(COPIED, dtype=torch.uint8, device=world.device)
+    nbytes = COPIED[world.device.type]
+    one = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
     other = torch.zeros_like(one)
     copied = _timed(world, ranks, lambda: other.copy_(one))
     launch = _launch(world, ranks)
     message = _message(_samples(world, ranks, ranks, 0.0), launch)
-    numbers = [launch, 2 * COPIED / copied, message]
+    numbers = [launch, 2 * nbytes / copied, message]
     for axis in axes:
         group = mesh.group(world.rank, axis)
         link = _fit(_samples(world, ranks, group, seconds / len(axes)), launch, message)
@@ -173,7 +177,7 @@ def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[S
         ):
             taken = _timed(world, ranks, run)
             samples.append(Sample(moved, taken))
-            last += (REPEATS + 1) * taken
+            last += (REPEATS + 1) * CALLS[world.device.type] * taken
         left -= last
         # All ranks go by the same numbers, and end with the same size.
         if left < last * SIZES[1] / SIZES[0]:
@@ -224,12 +228,14 @@ def _launch(world: World, ranks: Group) -> float:
 def _timed(world: World, ranks: Group, run: Callable[[], object]) -> float:
     """Seconds of a call: the median of some, on the slowest of `ranks`."""
     times = []
+    calls = CALLS[world.device.type]
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
-        run()
+        for _ in range(calls):
+            run()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / calls)
     return _slowest(world, ranks, statistics.median(times[1:]))
 
 
