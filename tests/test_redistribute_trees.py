@@ -18,7 +18,7 @@ import fshard as fs
 from fshard import Batch, Mesh, P, Program, ShardingError, Spec
 from fshard.run.buckets import launch_batch
 from tests import strategies
-from tests.helpers import global_of, random_locals
+from tests.helpers import global_of, message, random_locals
 
 F64 = torch.float64
 MESH = Mesh(x=2, y=3)
@@ -159,56 +159,62 @@ def test_leaves_of_several_meshes_and_between_meshes() -> None:
 
 
 def owners(mesh: Mesh, count: int) -> list[Leaf]:
-    """Muon's: each matrix whole on one rank in turn, then on every rank."""
+    """Muon's: each matrix whole on one rank in turn, then on every rank for different work."""
     axes, n = mesh.axes, mesh.size
-    return [
-        (
-            Spec(
-                mesh, P(axes), shape=(rows, 2), sizes={0: [rows * (at % n == r) for r in range(n)]}
-            ),
-            Spec(mesh, P(), shape=(rows, 2)),
-        )
-        for at in range(count)
-        for rows in [1 + at % 7]
-    ]
+    leaves = []
+    for at in range(count):
+        shape = (1 + at % 7, 2)
+        sizes = [shape[0] if at % n == place else 0 for place in range(n)]
+        owned = Spec(mesh, P(axes), shape=shape, sizes={0: sizes})
+        leaves.append((owned, Spec(mesh, P(reduced=set(axes)), shape=shape)))
+    return leaves
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_hundreds_of_matrices_with_owners_take_one_launch(back: bool) -> None:
-    leaves = owners(Mesh(x=2, y=2), 300)
-    batch = fs.redistribute(*ends(leaves))
-    batch = fs.redistribute(batch.dst, batch.src) if back else batch
-    assert [each.op for each in batch.launches] == ([] if back else ["all_to_all"])
-    xs = [random_locals(spec, seed) for seed, spec in enumerate(batch.src)]
+def test_hundreds_of_matrices_with_owners_take_one_launch() -> None:
+    batch = fs.redistribute(*ends(owners(Mesh(x=2, y=2), 300)))
+    xs = [tuple(x.requires_grad_() for x in random_locals(a, i)) for i, a in enumerate(batch.src)]
     with fs.comm_log() as log:
         ys = batch(xs)
-    assert log.counts.total() == len(batch.launches)
+        total = sum((y * (1 + rank)).sum() for shards in ys for rank, y in enumerate(shards))
+        grads = torch.autograd.grad(total, [x for shards in xs for x in shards])
+    assert log.forward.counts == {("all_gather", ("x", "y")): 1}
+    assert log.backward.counts == {("reduce_scatter", ("x", "y")): 1}
     for spec, x, y in zip(batch.dst, xs, ys, strict=True):
-        assert torch.equal(global_of(spec, y), x[0] if back else torch.cat(x))
+        assert torch.equal(global_of(spec, y), torch.cat(x))
+    assert all(bool((g == 1 + 2 + 3 + 4).all()) for g in grads)
 
 
 def fsdp(dims: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Matrices and uneven vectors, sharded over dp and over both axes; whole along dp."""
+    """Matrices cut along dp and tp, uneven vectors along one or both; then whole along dp."""
     mesh = Mesh(dp=2, tp=2)
-    src: dict[str, Any] = {"layers": [], "norm": Spec(mesh, P("dp"), shape=(7,), uneven="chunk")}
-    dst: dict[str, Any] = {"layers": [], "norm": Spec(mesh, P(), shape=(7,))}
-    for at in range(dims):
-        shape = (8, 4 * (1 + at % 3))
-        bias = Spec(mesh, P(("dp", "tp")), shape=(5 + at,), uneven="chunk")
-        src["layers"].append({"w": Spec(mesh, P("dp", "tp"), shape=shape), "b": bias})
-        dst["layers"].append(
-            {"w": Spec(mesh, P(None, "tp"), shape=shape), "b": bias.replace(partition=P())}
-        )
+
+    def leaf(shape: Sequence[int], before: P, *after: Any) -> tuple[Spec, Spec]:
+        src = Spec(mesh, before, shape=shape, uneven="chunk")
+        return src, src.replace(partition=P(*after, reduced={"dp"}))
+
+    pairs = [
+        {"w": leaf((8, 4 * (1 + at % 3)), P("dp", "tp"), None, "tp"), "b": leaf((5 + at,), P("dp"))}
+        for at in range(dims)
+    ]
+    src, dst = (
+        {"layers": [{name: pair[end] for name, pair in each.items()} for each in pairs],
+         "norm": leaf((7,), P("dp"))[end], "none": None}
+        for end in (0, 1)
+    )  # fmt: skip
     return src, dst
 
 
 def test_gathering_parameters() -> None:
-    batch = fs.redistribute(*fsdp())
-    assert len(batch.launches) == 4
-    assert {each.op for each in batch.launches} == {"all_gather", "all_to_all"}
-    assert batch.dst["layers"][3]["w"] == fsdp()[1]["layers"][3]["w"]
-    alone = fs.redistribute(fsdp(1)[0]["norm"], fsdp(1)[1]["norm"])
-    assert batch.programs["norm"] == alone
+    src, dst = fsdp()
+    batch = fs.redistribute(src, dst)
+    assert (batch.src, batch.dst) == (src, dst)
+    assert sorted((each.op, len(each.steps)) for each in batch.launches) == [
+        ("all_gather", 20 + 10), ("all_to_all", 10 + 1),
+    ]  # fmt: skip
+    assert [each.op for each in batch.T.launches] == ["all_to_all", "reduce_scatter"]
+    assert batch.programs["norm"] == fs.redistribute(src["norm"], dst["norm"])
+    assert batch == fs.redistribute(*fsdp())
+    assert batch != fs.redistribute(*fsdp(), bucket_bytes=1)
 
 
 class Recorder:
@@ -368,3 +374,275 @@ def test_leaves_that_wait_for_each_other() -> None:
     ]  # fmt: skip
     xs = [random_locals(prog.src) for prog in batch.programs]
     check_equal(batch(xs), [prog(x) for prog, x in zip(batch.programs, xs, strict=True)])
+
+
+# -- running -----------------------------------------------------------------------------
+
+
+def tree(**options: Any) -> tuple[Batch, dict[str, Any]]:
+    """A batch of three leaves, one of them None, and locals for it."""
+    src = {"w": Spec(MESH, P("x"), shape=(4, 3)), "n": None,
+           "b": [Spec(MESH, P(unreduced={"y"}), shape=(6,))]}  # fmt: skip
+    dst = {"w": src["w"].replace(partition=P()), "n": None,
+           "b": [src["b"][0].replace(partition=P("y"))]}  # fmt: skip
+    xs = {"w": random_locals(src["w"]), "n": "passed on", "b": [random_locals(src["b"][0])]}
+    return fs.redistribute(src, dst, **options), xs
+
+
+def test_trees_in_trees_out() -> None:
+    batch, xs = tree()
+    ys = batch({"b": xs["b"], "n": None, "w": xs["w"]})
+    assert list(ys) == list(xs)
+    assert ys["n"] is None
+    assert batch(xs)["n"] == "passed on"
+    check_equal([ys["w"], *ys["b"]],
+                [batch.programs["w"](xs["w"]), batch.programs["b"][0](xs["b"][0])])  # fmt: skip
+    pending = batch(xs, async_op=True)
+    check_equal([pending.wait()["w"]], [ys["w"]])
+    with pytest.raises(ShardingError, match="a second wait"):
+        pending.wait()
+    assert fs.redistribute([None, []], [None, []])([1, []]) == [1, []]
+    one = (Spec(MESH, P("x"), shape=(4,)), Spec(MESH, P("y"), shape=(6,)))
+    two = fs.redistribute(one, (one[0].replace(partition=P()), one[1]))
+    check_equal(two((random_locals(one[0]), random_locals(one[1])))[1:], [random_locals(one[1])])
+
+
+def test_on_a_rank() -> None:
+    batch, xs = tree()
+
+    def body() -> Any:
+        at = int(fs.axis_index(("x", "y"), mesh=MESH))
+        own = {"w": xs["w"][at].clone().requires_grad_(), "n": None, "b": [xs["b"][0][at]]}
+        pending = batch(own, async_op=True)
+        ys = pending.wait()
+        (grad,) = torch.autograd.grad((ys["w"] * (1 + at)).sum(), own["w"])
+        also = torch.func.grad(lambda w: (batch({**own, "w": w})["w"] * (1 + at)).sum())(own["w"])
+        assert torch.equal(grad, also)
+        assert not ys["b"][0].requires_grad
+        ys["b"][0].zero_()  # of its own for autograd
+        return ys["w"].detach(), grad
+
+    with fs.comm_log() as log:
+        found = fs.simulate(MESH, body)
+    check_equal([[y for y, _ in found]], [batch(xs)["w"]])
+    want = [1.0 + at for at in range(MESH.size)]
+    assert [g.unique().tolist() for _, g in found] == [[each] for each in want]
+    assert log.forward.counts["reduce_scatter", "y"] == 2
+
+
+def test_in_a_mapped_function_types_are_checked_and_known() -> None:
+    mesh = Mesh(x=2, y=2)
+    src = [Spec(mesh, P("x"), shape=(4,)), Spec(mesh, P("x", None), shape=(4, 2))]
+    batch = fs.redistribute(src, [spec.replace(partition=P()) for spec in src])
+    seen: list[str] = []
+
+    def body(a: torch.Tensor, b: torch.Tensor) -> Any:
+        ys = batch([a, b])
+        seen.append(str(fs.typeof(ys[1])))
+        pending = batch([a, b], async_op=True)
+        return tuple(y + z for y, z in zip(ys, pending.wait(), strict=True))
+
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P())
+    a, b = torch.arange(4.0), torch.ones(4, 2)
+    check_equal([mapped(a, b)], [(2 * a, 2 * b)])
+    assert seen[0] == "f32[4,2]"
+    cut = fs.redistribute(batch.dst, batch.src)
+    wrong = fs.shard_map(
+        lambda a, b: cut([a, b])[0], mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
+    )
+    with pytest.raises(ShardingError, match=r"the batch at \[0\]"):
+        wrong(torch.arange(8.0), b)
+
+
+def test_maxima_have_their_rule() -> None:
+    mesh = Mesh(x=2)
+    top = Spec(mesh, P(unreduced={"x": "max"}), shape=(3,))
+    total = Spec(mesh, P(unreduced={"x"}), shape=(3,))
+    src = [top, total, top]
+    batch = fs.redistribute(src, [spec.replace(partition=P()) for spec in src])
+    assert not batch.is_linear
+    assert len(batch.launches) == 2
+    needs = (True, True, False)
+    xs = [
+        tuple(x.requires_grad_(need) for x in random_locals(spec, seed))
+        for seed, (spec, need) in enumerate(zip(src, needs, strict=True))
+    ]
+    flat = [x for shards in xs[:2] for x in shards]
+
+    def gradients(ys: Any) -> Any:
+        return torch.autograd.grad(sum((y * (2 + y)).sum() for s in ys[:2] for y in s), flat)
+
+    ys = batch(xs)
+    alone = [prog(x) for prog, x in zip(batch.programs, xs, strict=True)]
+    check_equal(ys, alone)
+    check_equal([gradients(ys)], [gradients(alone)])
+    with pytest.raises(ShardingError) as error:
+        batch(xs, async_op=True)
+    assert str(error.value) == message(
+        "batch(locals, async_op=True)",
+        f"at [0]: a program with a maximum or minimum, {top} -> f32[3], of a local that "
+        "requires grad",
+        "only linear programs run ahead with gradients",
+        "run it without async_op, or detach() the local",
+    )
+    check_equal(batch([tuple(x.detach() for x in s) for s in xs], async_op=True).wait(),
+                [[y.detach() for y in s] for s in ys])  # fmt: skip
+
+
+def test_what_is_sent_in_another_dtype() -> None:
+    mesh = Mesh(x=2)
+    src = [Spec(mesh, P("x"), shape=(n,)) for n in (4, 8)]
+    dst = [spec.replace(partition=P(reduced={"x"})) for spec in src]
+    batch = fs.redistribute(src, dst, forward_dtype=torch.bfloat16, backward_dtype=F64)
+    xs = [tuple(x.requires_grad_() for x in random_locals(spec)) for spec in src]
+    with fs.comm_log() as log:
+        ys = batch(xs)
+        grads = torch.autograd.grad(sum(y.sum() for s in ys for y in s), [x for s in xs for x in s])
+    assert {y.dtype for s in ys for y in s} | {g.dtype for g in grads} == {torch.float32}
+    assert log.forward.bytes["all_gather", "x"] == (2 + 4) * 2
+    assert log.backward.bytes["reduce_scatter", "x"] == (2 + 4) * 8
+
+
+# -- planning ----------------------------------------------------------------------------
+
+
+def test_launches_are_shared_where_that_is_cheaper() -> None:
+    """A leaf that alone is best moved in one launch takes two, which go with those of others."""
+    mesh = Mesh(x=4, y=4)
+    src = Spec(mesh, P(unreduced={"x", "y"}), shape=(256, 256))
+    one = fs.redistribute(src, src.replace(partition=P()))
+    many = fs.redistribute([src] * 50, [src.replace(partition=P())] * 50, bucket_bytes=None)
+    assert many.cost().time <= 50 * one.cost().time
+    assert many.cost().launches <= one.cost().launches * 2
+    assert len(set(many.leaves)) == 1
+
+
+def test_text() -> None:
+    batch, _ = tree()
+    assert str(batch) == repr(batch)
+    assert str(batch).splitlines() == [
+        "2 leaves, 2 launches, 40 B sent",
+        "  ['b'][0]  f32[6]{unreduced: y} -> f32[6@y]  reduce_scatter(y, dim 0)",
+        "  ['w']     f32[4@x,3] -> f32[4,3]            all_gather(x, dim 0)",
+        "  in one launch: reduce_scatter of 1 over y",
+        "  in one launch: all_gather of 1 over x",
+    ]
+    assert batch.explain().summary.rows[0] == ("launches", "2", "2", "1.00x")
+    bundle = batch._repr_mimebundle_()
+    assert bundle["text/plain"] == str(batch)
+    assert bundle["text/html"].count("<table") == 3
+    assert "2 launches" not in str(fs.redistribute({}, {}))
+
+
+# -- refusals ----------------------------------------------------------------------------
+
+FEW = {"w": Spec(MESH, P("x"), shape=(4,)), "b": [Spec(MESH, P("y"), shape=(6,))]}
+
+
+def refused(text: str, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    with pytest.raises(ShardingError) as error:
+        function(*args, **options)
+    assert str(error.value) == text
+
+
+def test_trees_of_other_structures_are_refused_with_the_path() -> None:
+    rule = "dst is a tree like src: the same containers, keys and lengths"
+    spec = FEW["w"]
+    refused(
+        message("fs.redistribute", "dst has the keys ['a', 'b'], src ['b', 'w']", rule,
+                "give dst['w'], leave dst['a'] out"),
+        fs.redistribute, FEW, {"a": spec, "b": [spec]},
+    )  # fmt: skip
+    refused(
+        message("fs.redistribute", "dst['b'] is a tuple where src['b'] is a list", rule,
+                "a list there"),
+        fs.redistribute, FEW, {"w": spec, "b": (spec,)},
+    )  # fmt: skip
+    refused(
+        message("fs.redistribute", "dst['b'] has length 2, src['b'] 1", rule,
+                "leave dst['b'][1] out"),
+        fs.redistribute, FEW, {"w": spec, "b": [spec, spec]},
+    )  # fmt: skip
+    refused(
+        message("fs.redistribute", "dst['b'] is a Spec where src['b'] is a list", rule,
+                "a list there"),
+        fs.redistribute, FEW, {"w": spec, "b": spec},
+    )  # fmt: skip
+    batch = fs.redistribute(FEW, FEW)
+    refused(
+        message("the batch", "locals['b'] is a Tensor where batch.src['b'] is a list",
+                "locals is a tree like batch.src: the same containers, keys and lengths",
+                "a list there"),
+        batch, {"w": torch.ones(4), "b": torch.ones(2)},
+    )  # fmt: skip
+
+
+def test_leaves_that_cannot_be_planned_are_all_named() -> None:
+    other = Spec(MESH, P("y"), shape=(9,))
+    fix = "reshape first; dst.replace(shape=src.shape) keeps it"
+    first = message("fs.redistribute", "at ['b'][0]: f32[6@y] -> f32[9@y]",
+                    "a layout change keeps the global shape: (6,) is not (9,)", fix)  # fmt: skip
+    second = message("", "at ['w'] and 1 more: f32[4@x] -> f32[9@y]",
+                     "a layout change keeps the global shape: (4,) is not (9,)",
+                     "reshape first; src.replace(...) keeps it")  # fmt: skip
+    src = FEW | {"z": FEW["w"]}
+    refused(f"{first}\n{second}", fs.redistribute, src, {"w": other, "b": [other], "z": other})
+    refused(
+        message("fs.redistribute", "at ['b'][0] and 1 more: cost='time'",
+                'cost is a Topology or "bytes"', 'cost=fs.Topology.cluster(), or cost="bytes"'),
+        fs.redistribute, FEW, FEW, cost="time",
+    )  # fmt: skip
+    refused(
+        message("fs.redistribute", "at ['w']: redistribute(Spec, NoneType)", "both are Specs",
+                "spec.replace(partition=P(...)) makes the target"),
+        fs.redistribute, FEW, FEW | {"w": None},
+    )  # fmt: skip
+    refused(
+        message("fs.redistribute", "bucket_bytes=0", "a bucket has at least 1 byte, or no bound",
+                "bucket_bytes=2**25, or None"),
+        fs.redistribute, FEW, FEW, bucket_bytes=0,
+    )  # fmt: skip
+    refused(
+        message("fs.Batch", "programs['w'] is a Spec",
+                "the leaves of the tree are Programs, or None",
+                "fs.redistribute(tree_of_specs, tree_of_specs) plans them"),
+        Batch, FEW | {"b": None},
+    )  # fmt: skip
+
+
+def test_locals_that_do_not_fit_are_all_named() -> None:
+    batch = fs.redistribute(FEW, {"w": FEW["w"].replace(partition=P()), "b": FEW["b"]})
+    good = {"w": random_locals(FEW["w"]), "b": [random_locals(FEW["b"][0])]}
+    fix = "fs.from_local makes a spec from locals, fs.reshard changes one"
+    wide = tuple(torch.ones(3) for _ in MESH.ranks)
+    first = message(
+        "the batch",
+        "at ['b'][0]: on ranks 0, 1, 2, 3, 4, 5 a local of shape (3,) and torch.float32",
+        f"f32[6@y] on {MESH} has there shape (2,) and torch.float32", fix,
+    )  # fmt: skip
+    second = message(
+        "", "at ['w']: on ranks 0, 1, 2, 3, 4, 5 a local of shape (3,) and torch.float32",
+        f"f32[4@x] on {MESH} has there shape (2,) and torch.float32", fix,
+    )  # fmt: skip
+    refused(f"{first}\n{second}", batch, {"w": wide, "b": [wide]})
+    refused(
+        message("the batch", "at ['w']: a local of type int",
+                "a local is a tensor, or in a simulation the tuple of all shards",
+                "fs.shard(global_tensor, spec).local"),
+        batch, good | {"w": 3},
+    )  # fmt: skip
+    refused(
+        message("the batch", f"one tensor for {MESH}, in a process that is no rank of it",
+                "a local is one tensor inside shard_map, fs.simulate or after fs.init under "
+                f"torchrun, and a tuple of {MESH.size} shards outside",
+                "call it inside fs.shard_map, or after fs.init(mesh); a program also takes the "
+                "tuple of all shards, as fs.shard makes it"),
+        batch, good | {"w": good["w"][0]},
+    )  # fmt: skip
+    one = {"w": good["w"][0], "b": [good["b"][0]]}
+    with pytest.raises(ShardingError) as error:
+        fs.simulate(MESH, batch, one)
+    assert str(error.value) == message(
+        "the batch", "at ['b'][0]: a local of type tuple",
+        "on a rank of the source's mesh a local is a tensor", "give this rank's own",
+    )  # fmt: skip

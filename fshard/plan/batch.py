@@ -169,7 +169,8 @@ class Batch:
     def __str__(self) -> str:
         launches = self.launches
         sent = f"{self.cost().bytes_sent:,} B sent"
-        head = [_count(len(self.leaves), "leaf", "leaves"), _count(len(launches), "launch"), sent]
+        count = sum(leaf is not None for leaf in self.leaves)
+        head = [_count(count, "leaf", "leaves"), _count(len(launches), "launch"), sent]
         rows = [
             (path, f"{prog.src} -> {prog.dst}", "; ".join(map(str, prog.steps)) or "nothing to do")
             for path, prog in self.distinct()

@@ -97,7 +97,7 @@ def _mesh(batch: Batch) -> Mesh:
     meshes = dict.fromkeys(ranks_of(leaf) for leaf in batch.leaves if leaf)
     ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
     whole = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
-    return whole or Mesh({"rank": len(ranks)}, devices=ranks)
+    return whole or (Mesh({"rank": len(ranks)}, devices=ranks) if ranks else Mesh())
 
 
 # -- a tree of locals -----------------------------------------------------------------
