@@ -22,7 +22,8 @@ from fshard.program.overlap import (
     pieces_even,
 )
 from fshard.program.program import Program
-from fshard.program.steps import AllGather
+from fshard.program.single import single_steps
+from fshard.program.steps import AllGather, ReduceScatter, ShardedToUnreduced
 from fshard.spec import Spec
 from fshard.text import parse
 from tests import helpers, strategies
@@ -263,6 +264,34 @@ def test_lower_bounds_of_a_million_devices(src: str, dst: str, missing: int) -> 
     ends = parse(f"u8{src}", mesh), parse(f"u8{dst}", mesh)
     with helpers.held_under(4 << 20):  # a table of the devices takes 8 MiB and more
         assert lower_bound(*ends).bytes_received == missing
+
+
+def test_addends_that_stay_are_sent_too() -> None:
+    mesh = Mesh(x=4, y=4)
+    src, dst = (parse(f"f32[{dim},16]{{unreduced: y}}", mesh) for dim in ("64@x", "64"))
+    # Of each element 3 messages make one of 4 addends, and 3 take it to the other groups.
+    bound = lower_bound(src, dst)
+    assert bound.bytes_received == 4 * 64 * 16 * 6 // 16
+    steps = (ReduceScatter("y", 1), AllGather("x", 0), ShardedToUnreduced("y", 1))
+    assert Program(src, steps, dst).cost().bytes_received == bound.bytes_received
+    assert Program(src, (AllGather("x", 0),), dst).cost().bytes_received == 2 * bound.bytes_received
+    # Two of 4 addends are reduced, on 2 x 8 places: 2 messages to each, and 8 - 1 to spread them.
+    mesh = Mesh(x=2, y=2, z=4)
+    src = parse("f32[16]{unreduced: x, y}", mesh)
+    dst = parse("f32[16]{unreduced: y}", mesh)
+    assert lower_bound(src, dst).bytes_received == 4 * 16 * (2 + 7) // 16
+
+
+SMALL = Mesh(x=2, y=3)
+SMALL_SPECS = helpers.all_specs(SMALL, (6, 12))
+
+
+@pytest.mark.parametrize("src", SMALL_SPECS, ids=str)
+def test_no_step_receives_less(src: Spec) -> None:
+    for dst in SMALL_SPECS:
+        for step in single_steps(src, dst):
+            received = Program(src, (step,)).cost().bytes_received
+            assert received >= lower_bound(src, dst).bytes_received, step
 
 
 def test_lower_bound_asks_no_device() -> None:

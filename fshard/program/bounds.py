@@ -29,10 +29,13 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
     """Bytes that the busiest rank must receive and hold on the way from `src` to `dst`.
 
     A group of ranks that hold one tensor between them (the addends of an unreduced target, or
-    a single rank) must receive every element it does not hold complete; and an element with c
-    addends on other ranks that ends on t ranks takes (c-1) + (t-1) messages, one more where the
-    target has other devices. Both are bounds, the result is the larger. With `forward_dtype`
-    they are those of a program that sends it.
+    a single rank) must receive every element it does not hold complete. An element with c
+    addends that ends on t ranks takes (c-1) + (t-1) messages, one more where the target has
+    other devices. With k addends that stay it takes (c-1) k + (t-1), t groups of ranks, or
+    where c = 1 and f groups lack it (k-1) + f: all addends and groups that need each other are
+    connected by messages. The result is the largest of these bounds, messages spread over all
+    ranks. With `forward_dtype` it is that of a program that sends it.
+
     Boxes after Rink et al. (arXiv 2112.01075), reductions after Patarasu and Yuan (2009).
 
     The specs may be of two meshes; then the ranks are those of both. On one mesh and even
@@ -62,20 +65,24 @@ def _lower_bound(src: Spec, dst: Spec, wire: torch.dtype | None) -> Bound:
     src, dst = on_one_mesh(src, dst)
     p, q = src.partition, dst.partition
     one = src.mesh == dst.mesh
-    kept = set(p.unreduced_kinds) & set(q.unreduced_kinds) if one else set()
+    stay = set(p.unreduced_kinds) & set(q.unreduced_kinds) if one else set()
     group = tuple(axis for axis, _ in q.unreduced_kinds)
-    addends = math.prod(src.mesh.shape[each[0]] for each in p.unreduced_kinds if each not in kept)
+    kept = math.prod(src.mesh.shape[axis] for axis, _ in stay)
+    addends = math.prod(src.mesh.shape[axis] for axis, _ in p.unreduced_kinds) // kept
     members = math.prod(dst.mesh.shape[axis] for axis in group)
-    if addends == 1:
-        missing = max(total - held for total, held in overlaps(src, dst, group))
-        return Bound(-(-missing // members) * item, peak)
-    if group and not one:
-        return Bound(0, peak)  # which addends may stay is not known where grids cross
-    missing = -(-max_local_nbytes(dst) // dst.dtype.itemsize // members)
     copies = dst.mesh.size // members // dst.num_shards
-    ranks = {*src.mesh.ranks, *dst.mesh.ranks} if not one else src.mesh.devices
-    # Between meshes of other devices the first copy takes a message too.
-    apart = len(ranks) == src.mesh.size + dst.mesh.size
-    messages = (addends - 1) + (copies - 1) + apart
-    received = max(missing, -(-math.prod(src.shape) * messages // len(ranks)))
-    return Bound(received * item, peak)
+    if addends > 1 and group and not one:
+        return Bound(0, peak)  # which addends may stay is not known where grids cross
+    if addends > 1:
+        missing = max_local_nbytes(dst) // dst.dtype.itemsize
+        ranks = src.mesh.devices if one else {*src.mesh.ranks, *dst.mesh.ranks}
+        apart = len(ranks) == src.mesh.size + dst.mesh.size
+        each = (addends - 1) * kept + (copies - 1) + apart
+        messages = -(-math.prod(src.shape) * each // len(ranks))
+    else:
+        missing = max(total - held for total, held in overlaps(src, dst, group))
+        # How many target groups an element is missing in, at least: of all, and of those missing.
+        far = max(0, copies - src.mesh.size // kept // src.num_shards)
+        everywhere = math.prod(src.shape) * (kept - 1 + far) if far else 0
+        messages = -(-max(everywhere, missing * kept) // src.mesh.size) if kept > 1 else 0
+    return Bound(max(-(-missing // members), messages) * item, peak)
