@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
@@ -125,14 +126,38 @@ class World:
             if ordered == tuple(range(dist.get_world_size())):
                 name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             else:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    made = dist.new_group(
-                        list(ordered), timeout=self.timeout, use_local_synchronization=True
-                    )
-                name = made.group_name
+                name = _new_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
             self.names[ordered] = name
         return name, None if ordered == ranks else [ordered.index(rank) for rank in ranks]
+
+
+def _new_group(ranks: Group, rank: int, prefix: str, timeout: timedelta | None) -> str:
+    """The name of a process group of `ranks`, which they alone make, each when it comes to it.
+
+    As `dist.new_group(use_local_synchronization=True)`, but for the name: there the number of
+    groups that a process knows is part of it, and ranks that know several numbers, as ranks of
+    several meshes do, would wait for each other for good.
+    """
+    name = c10d.GroupName("_".join([prefix, *map(str, ranks)]))
+    if name in c10d._world.pg_names.values():
+        return name
+    parent = c10d._get_default_group()
+    kind, store = c10d._world.pg_map[parent]
+    backend = c10d.Backend(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            list(ranks),
+            backend,
+            store,
+            name,
+            timeout=timeout or c10d._get_default_timeout(backend),
+            device_id=parent.bound_device_id,
+        )
+    c10d._world.pg_group_ranks[made] = {each: at for at, each in enumerate(ranks)}
+    return name
 
 
 def _as_long(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -213,7 +238,7 @@ def init(
 
 def _life(rank: int) -> int:
     """How often this rank has begun with the store that there is."""
-    store = dist.distributed_c10d._get_default_store()
+    store = c10d._get_default_store()
     try:
         return int(store.add(f"fshard starts of {rank}", 1))
     except RuntimeError:  # the store of the fake backend, which keeps nothing
