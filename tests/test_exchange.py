@@ -28,10 +28,12 @@ from fshard.program.boxes import (
 from fshard.program.infer import infer
 from fshard.program.program import Program, check
 from fshard.program.steps import (
+    AllReduce,
     AllToAll,
     CollectivePermute,
     Exchange,
     ReducedToInvariant,
+    ReduceScatter,
     Remesh,
     ReplicatedToUnreduced,
     Step,
@@ -645,3 +647,81 @@ def test_refusals_of_other_types(make: Callable[[], Step], says: tuple[str, str,
     with pytest.raises(ShardingError) as caught:
         make()
     assert str(caught.value) == helpers.message(*says)
+
+
+# -- gradients of maxima ------------------------------------------------------------------
+
+
+def gradients(prog: Program, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What all shards of a simulation make, and what flows back of cotangents drawn for it."""
+    xs = [x.requires_grad_() for x in helpers.random_locals(prog.src, seed)]
+    ys = prog(tuple(xs))
+    cotangents = helpers.random_locals(as_sums(prog.dst).dual, seed=1)
+    return list(ys), list(torch.autograd.grad(ys, xs, cotangents))
+
+
+def as_sums(spec: Spec) -> Spec:
+    p = spec.partition
+    sums = P(*p.partitions, unreduced=set(p.unreduced), reduced=p.reduced)
+    return spec.replace(partition=sums)
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("other", [Mesh(x=2, y=2), ELSEWHERE], ids=str)
+def test_maxima_have_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> None:
+    mesh, shape = Mesh(x=2, y=2), (12,)
+    before = helpers.all_specs(mesh, shape, ("unreduced",), kind=kind, dtype=torch.float64)
+    after = helpers.all_specs(other, shape, kind=kind, dtype=torch.float64)
+    found = [pair for pair in itertools.product(before, after) if allowed(*pair)]
+    for src, dst in found:
+        axes = reduced_axes(src, dst)
+        if not axes:
+            continue
+        apart = Program(src, (AllReduce(axes), exchange(infer(AllReduce(axes), src), dst)))
+        at_once = Program(src, (exchange(src, dst),))
+        assert apart.dst == at_once.dst == dst
+        for one, two in zip(gradients(apart), gradients(at_once), strict=True):
+            assert all(map(torch.equal, one, two))
+
+
+CANDIDATES = [
+    (CollectivePermute(P("y", unreduced={"x": "max"})), AllReduce("x")),
+    (Exchange(P(unreduced={"y": "max"})), AllReduce("y")),
+    (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), AllReduce("b")),
+    (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), ReduceScatter("b", 0)),
+    (Exchange(P("y")),),
+    (Exchange(P("a"), ((2, 1, 5),), ELSEWHERE),),
+]
+
+
+@pytest.mark.parametrize("steps", CANDIDATES, ids=lambda each: " ".join(map(str, each)))
+def test_candidates_have_the_gradients_of_one_device(steps: tuple[Step, ...]) -> None:
+    """Whether they move before the maximum is taken, or when it is."""
+    src = parse("f64[8@x]{unreduced: y=max}", Mesh(x=2, y=2))
+    prog = Program(src, steps)
+    _, back = gradients(prog)
+    wholes = torch.stack([helpers.random_global((8,), torch.float64, place) for place in (0, 1)])
+    cotangent = helpers.global_of(prog.dst, helpers.random_locals(prog.dst, seed=1))
+    (expected,) = torch.autograd.grad(wholes.requires_grad_().amax(0), wholes, cotangent)
+    for rank, gradient in zip(src.mesh.ranks, back, strict=True):
+        assert torch.equal(gradient, expected[src.mesh.index(rank, "y")][src.index(rank)])
+
+
+def test_products_have_no_gradient() -> None:
+    src = parse("f32[8]{unreduced: x=product}", Mesh(x=2))
+    with pytest.raises(ShardingError) as caught:
+        Program(src, (Exchange(P("x")),))((torch.ones(8, requires_grad=True),) * 2)
+    assert str(caught.value) == helpers.message(
+        "running f32[8]{unreduced: x=product} -> f32[8@x]",
+        "exchange(P('x')) on a tensor that requires grad",
+        "sums, averages, maxima and minima have a gradient, this step has none",
+        "detach() the local, or reduce by another reduction")  # fmt: skip
+
+
+def test_second_derivatives_of_a_maximum() -> None:
+    src = parse("f64[4]{unreduced: x=max}", Mesh(x=2))
+    prog = Program(src, (Exchange(P("x")),))
+    xs = tuple(torch.tensor(v, dtype=torch.float64, requires_grad=True)
+               for v in ([1.0, 5.0, 2.0, 7.0], [3.0, 4.0, 6.0, 0.0]))  # fmt: skip
+    assert torch.autograd.gradcheck(lambda *xs: prog(xs), xs)
+    assert torch.autograd.gradgradcheck(lambda *xs: prog(xs), xs)

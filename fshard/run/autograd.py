@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,13 +17,11 @@ from torch.autograd import forward_ad
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR, PartitionSpec
-from fshard.program.infer import unreduced_kind
+from fshard.partition import PartitionSpec
 from fshard.program.program import Program
-from fshard.program.steps import AllGather, AllReduce, InvariantToReduced, ReduceScatter
-from fshard.program.transpose import is_linear
 from fshard.run.abstract import is_abstract, shapes_of
 from fshard.run.batch import join, joined, part
+from fshard.run.extremes import extreme_gradient, linear_parts
 from fshard.run.fingerprint import backward_label
 from fshard.run.interpreter import collectives, launch, ranks_of
 from fshard.run.simulate import run_ranks, run_together
@@ -291,12 +289,30 @@ def apply_program(
     """Run a program on one local or on all shards, differentiably."""
     if prog.is_linear or not any(map(is_differentiated, xs)):
         return apply_linear(Run((prog,)), xs, everywhere, launched)
-    for piece in _parts(prog):
-        if piece.is_linear:
-            xs = apply_linear(Run((piece,)), xs, everywhere)
-        else:
-            xs = _extreme(piece, xs, everywhere)
+    for piece in linear_parts(prog):
+        run = _run_linear if piece.is_linear else _extreme
+        xs = _among(ranks_of(prog), run, piece, everywhere, xs)
     return xs
+
+
+def _run_linear(prog: Program, everywhere: bool, xs: Shards) -> Shards:
+    return apply_linear(Run((prog,)), xs, everywhere)
+
+
+def _among(
+    mesh: Mesh,
+    run: Callable[[Program, bool, Shards], Shards],
+    prog: Program,
+    everywhere: bool,
+    xs: Shards,
+) -> Shards:
+    """Run a program on its ranks' shards among those of all of `mesh`, or on one local."""
+    mine = ranks_of(prog).ranks
+    if not everywhere or mine == mesh.ranks:
+        return run(prog, everywhere, xs)
+    held = dict(zip(mesh.ranks, xs, strict=True))
+    held |= zip(mine, run(prog, everywhere, tuple(held[rank] for rank in mine)), strict=True)
+    return tuple(held.values())
 
 
 def apply_programs(progs: tuple[Program, ...], keep: int, xs: Shards) -> Shards:
@@ -309,44 +325,7 @@ def apply_programs(progs: tuple[Program, ...], keep: int, xs: Shards) -> Shards:
     return tuple(y if is_differentiated(x) else y.detach() for x, y in zip(xs, outs, strict=True))
 
 
-@lru_cache(maxsize=1024)
-def _parts(prog: Program) -> tuple[Program, ...]:
-    """The program cut at its non-linear steps.
-
-    In the linear parts candidates of a maximum are passengers: their reduction is none of
-    these steps' business, and their gradients are addends, so they are typed as a sum's.
-    """
-    parts: list[Program] = []
-    run: list[Any] = []
-    start = prog.src
-    for step, src, dst in zip(prog.steps, prog.specs, prog.specs[1:], strict=False):
-        if is_linear(step, src):
-            run.append(step)
-            continue
-        if (
-            not isinstance(step, AllReduce | ReduceScatter)
-            or unreduced_kind(step, src, step.axes) == "product"
-        ):
-            fail(
-                f"running {prog.src} -> {prog.dst}",
-                f"{step} on a tensor that requires grad",
-                "sums, averages, maxima and minima have a gradient, this step has none",
-                "detach() the local, or reduce by another reduction",
-            )
-        if run:
-            parts.append(Program(_as_addends(start), run))
-        parts.append(Program(src, (step,)))
-        run, start = [], dst
-    return (*parts, Program(_as_addends(start), run)) if run else tuple(parts)
-
-
-def _as_addends(spec: Spec) -> Spec:
-    p = spec.partition
-    kinds = tuple((axis, kind if kind in LINEAR else "sum") for axis, kind in p.unreduced_kinds)
-    return spec._with(partition=PartitionSpec._of(p.dims, kinds, p.reduced_kinds))
-
-
-def _extreme(prog: Program, xs: Shards, everywhere: bool) -> Shards:
+def _extreme(prog: Program, everywhere: bool, xs: Shards) -> Shards:
     """A maximum or minimum over ranks; its gradient goes to the candidates that reach it."""
     out: Shards = _Extreme.apply(prog, everywhere, *xs)  # type: ignore[no-untyped-call]
     return out
@@ -378,52 +357,17 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, prog: Program, everywhere: bool, *xs: Any) -> Any:
         n, dims = info.batch_size, in_dims[2:]
-        return _extreme(_wider(prog, n), _batched_last(xs, dims, n), everywhere), (-1,) * len(xs)
+        return _extreme(_wider(prog, n), everywhere, _batched_last(xs, dims, n)), (-1,) * len(xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
-        count, whole, whole_grad = _extreme_gradient(ctx.prog)
-        run: Callable[[Program, Shards], Shards]
-        run = lambda prog, each: apply_linear(Run((prog,)), each, ctx.everywhere)  # noqa: E731
+        count, whole, whole_grad = extreme_gradient(ctx.prog)
+        run = partial(_among, ranks_of(ctx.prog), _run_linear)
         with backward_phase(ctx.label):
-            masks = tuple(
-                (x == y).to(x.dtype)
-                for x, y in zip(xs, run(whole, tuple(y.detach() for y in ys)), strict=True)
-            )
-            totals = run(count, masks)
-            cotangents = run(whole_grad, grads)
+            wholes = run(whole, ctx.everywhere, tuple(y.detach() for y in ys))
+            masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, wholes, strict=True))
+            totals = run(count, ctx.everywhere, masks)
+            cotangents = run(whole_grad, ctx.everywhere, grads)
         shares = zip(cotangents, masks, totals, strict=True)
         return (None, None, *(g * mask / total for g, mask, total in shares))
-
-
-@lru_cache(maxsize=1024)
-def _extreme_gradient(prog: Program) -> tuple[Program, Program, Program]:
-    """Programs that count ties, and that make the result and its cotangent whole on every rank.
-
-    Each rank uses the cotangent for candidates of its own, hence reduced: a second derivative
-    adds up what the ranks made of it.
-    """
-    (step,) = prog.steps
-    assert isinstance(step, AllReduce | ReduceScatter)
-    count = Program(_as_addends(prog.src), (AllReduce(step.axes),))
-    plain = _as_addends(prog.dst)
-    if isinstance(step, ReduceScatter):
-        gather = AllGather(step.axes, step.dim, "reduced")
-        return count, Program(plain, (gather,)), Program(plain, (gather,))
-    bare = _without(plain, step.axes)
-    if step.to == "reduced":
-        addends = bare.partition.unreduced_kinds + tuple((axis, "sum") for axis in step.axes)
-        p = PartitionSpec._of(bare.partition.dims, addends, bare.partition.reduced_kinds)
-        return (
-            count,
-            Program(bare, ()),
-            Program(bare._with(partition=p), (AllReduce(step.axes, "reduced"),)),
-        )
-    return count, Program(bare, ()), Program(bare, (InvariantToReduced(step.axes),))
-
-
-def _without(spec: Spec, axes: tuple[str, ...]) -> Spec:
-    p = spec.partition
-    reduced = tuple(each for each in p.reduced_kinds if each[0] not in axes)
-    return spec._with(partition=PartitionSpec._of(p.dims, p.unreduced_kinds, reduced))
