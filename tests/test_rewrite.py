@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec as P
 from fshard.plan.redistribute import redistribute
+from fshard.program.infer import infer
 from fshard.program.program import Program
 from fshard.program.rewrite import holds, passes
 from fshard.program.single import single_steps
@@ -292,13 +294,8 @@ def legal_steps(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Program]:
     """One-step programs of every type, from a sample of all layouts."""
     layouts = helpers.all_specs(mesh, shape, dtype=torch.float64)
     for spec in random.Random(0).sample(layouts, min(60, len(layouts))):
-        for step in every_step(spec):
-            try:
-                prog = Program(spec, (step,))
-            except ShardingError:
-                continue
-            if prog.src != prog.dst:
-                yield prog
+        for step in legal_of(spec, "sum"):
+            yield Program(spec, (step,))
 
 
 def every_step(spec: Spec, kind: str = "sum") -> Iterator[Step]:
@@ -363,9 +360,11 @@ def programs(
         kind = draw(st.sampled_from(kinds))
         target = draw(strategies.partitions(mesh.axes, len(shape), kinds=kinds))
         moves = (CollectivePermute(target), Exchange(target))
-        legal = [*filter(None, (extended(prog, s) for s in (*every_step(prog.dst, kind), *moves)))]
-        if legal:
-            prog = draw(st.sampled_from(legal))
+        if legal := [
+            *legal_of(prog.dst, kind),
+            *(step for step in moves if is_legal(step, prog.dst)),
+        ]:
+            prog = Program(prog.src, (*prog.steps, draw(st.sampled_from(legal))))
     if draw(st.booleans()):
         dst = draw(strategies.specs(mesh, shape, **options))
         if not differ_in_kind(prog.dst, dst):
@@ -373,11 +372,17 @@ def programs(
     return prog
 
 
-def extended(prog: Program, step: Step) -> Program | None:
+@cache
+def legal_of(spec: Spec, kind: str) -> tuple[Step, ...]:
+    return tuple(step for step in every_step(spec, kind) if is_legal(step, spec))
+
+
+def is_legal(step: Step, spec: Spec) -> bool:
     try:
-        return Program(prog.src, (*prog.steps, step))
+        infer(step, spec)
     except ShardingError:
-        return None
+        return False
+    return True
 
 
 def differ_in_kind(a: Spec, b: Spec) -> bool:
@@ -431,13 +436,13 @@ def mixed_programs(draw: st.DrawFn) -> Program:
     prog = Program(spec, ())
     for _ in range(draw(st.integers(1, 6))):
         now = prog.dst
-        steps = [*every_step(now), Cast(BF16 if now.dtype == F32 else F32)]
         legal = [
-            each
-            for each in filter(None, (extended(prog, step) for step in steps))
-            if now.dtype == F32 or passes(each.steps[-1], now, each.dst)
+            step
+            for step in legal_of(now, "sum")
+            if now.dtype == F32 or passes(step, now, infer(step, now))
         ]
-        prog = draw(st.sampled_from(legal))
+        cast = Cast(BF16 if now.dtype == F32 else F32)
+        prog = Program(prog.src, (*prog.steps, draw(st.sampled_from([cast, *legal]))))
     return prog
 
 
