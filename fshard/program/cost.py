@@ -324,9 +324,14 @@ def _of_exchange(src: Spec, dst: Spec) -> Traffic:
     # What all ranks together need is sent by the holders in equal parts.
     needers = dst.mesh.size // (dst.num_shards * kept)
     holders = src.mesh.size // (src.num_shards * addends * kept)
-    sent = max(share(needers, total, holders) - held for total, held in overlaps(dst, src))
-    some = min(held for _, held in targets) > 0
-    return Traffic(sent * item, received * item, max(1, addends * pieces(src, dst) - some), 1)
+    shards = overlaps(dst, src)
+    sent = max(share(needers, total, holders) - held for total, held in shards)
+    keep_own, keep_theirs = (
+        min(held for total, held in each if total) > 0 for each in (targets, shards)
+    )
+    come = addends * pieces(src, dst) - keep_own
+    go = share(needers, pieces(dst, src), holders) - keep_theirs
+    return Traffic(sent * item, received * item, max(1, come, go), 1)
 
 
 # -- local copies --------------------------------------------------------------------------
