@@ -38,10 +38,10 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
 
     Boxes after Rink et al. (arXiv 2112.01075), reductions after Patarasu and Yuan (2009).
 
-    The specs may be of two meshes; then the ranks are those of both. On one mesh and even
-    shards it is 0 exactly where a program without communication exists. Uneven sizes
-    can make it 0 by coincidence (each rank happens to hold what it needs) where the steps,
-    which know axes only, still move something.
+    The specs may be of two meshes; then the ranks are those of both, and nothing is said of
+    addends that may stay where grids cross (2x3 and 3x2). On one mesh and even shards it is 0
+    exactly where a program without communication exists. Uneven sizes can make it 0 by
+    coincidence: each rank happens to hold what it needs, though most steps would move it.
 
     Raises `ShardingError` where the global shapes differ.
 
