@@ -7,9 +7,10 @@ exists. Maxima and minima are not linear: their rule is that of `torch.amax`, ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,9 +19,10 @@ from torch.autograd import forward_ad
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
+from fshard.plan.rounds import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.abstract import is_abstract, shapes_of
-from fshard.run.batch import join, joined, part
+from fshard.run.buckets import launch_all
 from fshard.run.extremes import extreme_gradient, linear_parts
 from fshard.run.fingerprint import backward_label
 from fshard.run.interpreter import collectives, launch, ranks_of
@@ -41,7 +43,7 @@ is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
 __all__ = [
     "Everywhere", "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program",
-    "apply_programs", "is_differentiated", "is_transformed", "start_linear",
+    "apply_run", "is_differentiated", "is_transformed", "start_linear",
 ]  # fmt: skip
 
 Shards = tuple[torch.Tensor, ...]
@@ -82,47 +84,58 @@ class Everywhere(Linear, Protocol):
 class Run:
     """Linear programs as such an operation: one for each of a rank's locals.
 
-    Several do the same and differ only in the dims from `keep` on, which no step touches:
-    they communicate in one launch.
+    Those of their collectives that agree go out in one launch, in buckets of `bucket_bytes`. The
+    locals are those of the ranks `among`, by default of all that take part.
     """
 
     progs: tuple[Program, ...]
-    keep: int = 0
+    among: Mesh | None = None
+    bucket_bytes: int | None = None
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the programs' ranks."""
-        return ranks_of(self.progs[0])
+        """The mesh of the ranks."""
+        return self.among or ranks_of(*self.progs)
 
     @property
     def T(self) -> Run:  # noqa: N802
         """The transposed programs."""
-        return Run(tuple(prog.T for prog in self.progs), self.keep)
+        return self.of([prog.T for prog in self.progs])
 
     def wider(self, n: int) -> Run:
         """The programs with one more dim, which no step touches."""
-        return Run(tuple(_wider(prog, n) for prog in self.progs), self.keep)
+        return self.of([_wider(prog, n) for prog in self.progs])
+
+    def of(self, progs: Iterable[Program]) -> Run:
+        """Other programs in the same way."""
+        return Run(tuple(progs), self.among, self.bucket_bytes)
 
     def launch(self, transport: Transport, xs: Shards) -> FinishAll:
         """Start the programs on this rank's locals."""
-        progs, rank = self.progs, transport.rank
-        if len(progs) == 1:
-            only = launch(progs[0], transport, xs[0])
-            return lambda: (only(),)
-        if rank not in self.mesh or _is_local(progs[0]):
-            each = [launch(prog, transport, x) for prog, x in zip(progs, xs, strict=True)]
-            return lambda: tuple(finish() for finish in each)
-        moved = launch(joined(progs, self.keep), transport, join(xs, self.keep))
-        shapes = [prog.dst.local_shape(rank) for prog in progs]
-        return lambda: part(moved(), shapes, self.keep)
+        if len(self.progs) > 1:
+            return launch_all(self.progs, self.bucket_bytes, transport, xs)
+        only = launch(self.progs[0], transport, xs[0])
+        return lambda: (only(),)
 
     def everywhere(self, xs: Shards) -> Shards:
-        """Run the program, one, on all shards of a simulation."""
-        (prog,) = self.progs
-        if collectives(prog) < 2:
-            # Nobody waits before the one collective is launched: no threads are needed.
-            return tuple(run_together(self.mesh, lambda rank, x: launch(prog, rank, x), xs))
-        return tuple(run_ranks(self.mesh, lambda rank, x: launch(prog, rank, x)(), xs))
+        """Run the programs on all shards of a simulation."""
+        n = self.mesh.size
+        values = [xs[place::n] for place in range(n)]
+        outs: list[Any]
+        if _waits(self.progs, self.bucket_bytes):
+            outs = run_ranks(self.mesh, lambda rank, own: self.launch(rank, own)(), values)
+        else:  # nobody waits before all is launched: no threads are needed
+            outs = run_together(self.mesh, cast(Any, self.launch), values)
+        return tuple(y for ys in zip(*outs, strict=True) for y in ys)
+
+
+@lru_cache(maxsize=1024)
+def _waits(progs: tuple[Program, ...], limit: int | None) -> bool:
+    """Whether a rank waits for something before it has launched all."""
+    if len(progs) == 1:
+        return collectives(progs[0]) > 1
+    found = buckets(progs, limit)
+    return len(found) > 1 or len(rounds(progs, found[0])) > 1
 
 
 @lru_cache(maxsize=1024)
@@ -132,11 +145,6 @@ def _wider(prog: Program, n: int) -> Program:
     whole = Spec._of(src.mesh, sides, (*src.shape, n), src.dtype, (*src.sizes, None))
     dtypes = prog.forward_dtype, prog.backward_dtype
     return Program(whole, prog.steps, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
-
-
-@lru_cache(maxsize=4096)
-def _is_local(prog: Program) -> bool:
-    return prog.is_local
 
 
 def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
@@ -287,60 +295,45 @@ def apply_program(
     prog: Program, xs: Shards, everywhere: bool, launched: FinishAll | None = None
 ) -> Shards:
     """Run a program on one local or on all shards, differentiably."""
-    if prog.is_linear or not any(map(is_differentiated, xs)):
-        return apply_linear(Run((prog,)), xs, everywhere, launched)
-    for piece in linear_parts(prog):
-        run = _run_linear if piece.is_linear else _extreme
-        xs = _among(ranks_of(prog), run, piece, everywhere, xs)
-    return xs
+    return apply_run(Run((prog,)), xs, everywhere, launched)
 
 
-def _run_linear(prog: Program, everywhere: bool, xs: Shards) -> Shards:
-    return apply_linear(Run((prog,)), xs, everywhere)
+def apply_run(op: Run, xs: Shards, everywhere: bool, launched: FinishAll | None = None) -> Shards:
+    """Run programs of any kind on a rank's locals or on all shards of each, differentiably."""
+    if all(prog.is_linear for prog in op.progs) or not any(map(is_differentiated, xs)):
+        return apply_linear(op, xs, everywhere, launched)
+    n = op.mesh.size if everywhere else 1
+    held = [xs[at : at + n] for at in range(0, len(xs), n)]
+    wanted = [any(map(is_differentiated, each)) for each in held]
+    for pieces in zip_longest(*map(linear_parts, op.progs)):
+        for run, linear in ((apply_linear, True), (_extreme, False)):
+            now = [at for at, each in enumerate(pieces) if each and each.is_linear == linear]
+            if now:
+                some = Run(tuple(pieces[at] for at in now), op.mesh, op.bucket_bytes)
+                ys = run(some, tuple(x for at in now for x in held[at]), everywhere)
+                for place, at in enumerate(now):
+                    held[at] = ys[place * n : (place + 1) * n]
+    return tuple(
+        y if need else y.detach() for ys, need in zip(held, wanted, strict=True) for y in ys
+    )
 
 
-def _among(
-    mesh: Mesh,
-    run: Callable[[Program, bool, Shards], Shards],
-    prog: Program,
-    everywhere: bool,
-    xs: Shards,
-) -> Shards:
-    """Run a program on its ranks' shards among those of all of `mesh`, or on one local."""
-    mine = ranks_of(prog).ranks
-    if not everywhere or mine == mesh.ranks:
-        return run(prog, everywhere, xs)
-    held = dict(zip(mesh.ranks, xs, strict=True))
-    held |= zip(mine, run(prog, everywhere, tuple(held[rank] for rank in mine)), strict=True)
-    return tuple(held.values())
-
-
-def apply_programs(progs: tuple[Program, ...], keep: int, xs: Shards) -> Shards:
-    """Run one program of any kind on each of a rank's locals, differentiably; see `Run`."""
-    if len(progs) == 1:
-        return apply_program(progs[0], xs, everywhere=False)
-    (whole,) = apply_program(joined(progs, keep), (join(xs, keep),), everywhere=False)
-    rank = shapes_of(progs[0].src.mesh).rank
-    outs = part(whole, [prog.dst.local_shape(rank) for prog in progs], keep)
-    return tuple(y if is_differentiated(x) else y.detach() for x, y in zip(xs, outs, strict=True))
-
-
-def _extreme(prog: Program, everywhere: bool, xs: Shards) -> Shards:
-    """A maximum or minimum over ranks; its gradient goes to the candidates that reach it."""
-    out: Shards = _Extreme.apply(prog, everywhere, *xs)  # type: ignore[no-untyped-call]
+def _extreme(op: Run, xs: Shards, everywhere: bool) -> Shards:
+    """Maxima or minima over ranks; their gradients go to the candidates that reach them."""
+    out: Shards = _Extreme.apply(op, everywhere, *xs)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Extreme(torch.autograd.Function):
-    """One all-reduce or reduce-scatter by maximum or minimum."""
+    """Reductions by maximum or minimum, of one step each."""
 
     @staticmethod
-    def forward(prog: Program, everywhere: bool, *xs: torch.Tensor) -> Shards:
-        return tuple(map(_result, xs, _execute(Run((prog,)), xs, everywhere, None)))
+    def forward(op: Run, everywhere: bool, *xs: torch.Tensor) -> Shards:
+        return tuple(map(_result, xs, _execute(op, xs, everywhere, None)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Shards) -> None:
-        ctx.prog, ctx.everywhere, *xs = inputs
+        ctx.op, ctx.everywhere, *xs = inputs
         ctx.n, ctx.label = len(xs), backward_label()
         ctx.save_for_backward(*xs, *output)
 
@@ -355,19 +348,20 @@ class _Extreme(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, prog: Program, everywhere: bool, *xs: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, op: Run, everywhere: bool, *xs: Any) -> Any:
         n, dims = info.batch_size, in_dims[2:]
-        return _extreme(_wider(prog, n), everywhere, _batched_last(xs, dims, n)), (-1,) * len(xs)
+        return _extreme(op.wider(n), _batched_last(xs, dims, n), everywhere), (-1,) * len(xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
-        count, whole, whole_grad = extreme_gradient(ctx.prog)
-        run = partial(_among, ranks_of(ctx.prog), _run_linear)
+        op, everywhere = ctx.op, ctx.everywhere
+        parts = zip(*map(extreme_gradient, op.progs), strict=True)
+        count, whole, whole_grad = (Run(each, op.mesh, op.bucket_bytes) for each in parts)
         with backward_phase(ctx.label):
-            wholes = run(whole, ctx.everywhere, tuple(y.detach() for y in ys))
+            wholes = apply_linear(whole, tuple(y.detach() for y in ys), everywhere)
             masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, wholes, strict=True))
-            totals = run(count, ctx.everywhere, masks)
-            cotangents = run(whole_grad, ctx.everywhere, grads)
+            totals = apply_linear(count, masks, everywhere)
+            cotangents = apply_linear(whole_grad, grads, everywhere)
         shares = zip(cotangents, masks, totals, strict=True)
         return (None, None, *(g * mask / total for g, mask, total in shares))

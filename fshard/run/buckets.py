@@ -1,4 +1,4 @@
-"""A batch on one rank: rounds of collectives, those of one kind in one launch, bucket by bucket.
+"""Several programs on one rank: collectives of one kind in one launch, round by round, in buckets.
 
 Every rank finds the same buckets and rounds from the specs. Which wires of a round agree is seen
 alike by all ranks of a group, and launches are in the order of their first leaves: so ranks that
@@ -13,34 +13,35 @@ from functools import lru_cache
 import torch
 
 from fshard.mesh import Mesh
-from fshard.plan.batch import Batch
-from fshard.plan.rounds import Steps
+from fshard.plan.rounds import Steps, buckets, rounds
 from fshard.program.program import Program
 from fshard.run.interpreter import stages
 from fshard.run.transport import Finish, Group, Transport, notify
 from fshard.run.wire import Wire, begin
 
-__all__ = ["launch_batch"]
+__all__ = ["launch_all"]
 
 Tensors = list[torch.Tensor]
 FinishAll = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def launch_batch(batch: Batch, transport: Transport, xs: Sequence[torch.Tensor]) -> FinishAll:
-    """Start the programs of a batch on this rank's locals, one for each leaf.
+def launch_all(
+    progs: tuple[Program, ...], limit: int | None, transport: Transport, xs: Sequence[torch.Tensor]
+) -> FinishAll:
+    """Start programs on this rank's locals, one for each; `limit` are a bucket's bytes.
 
     All is launched when it returns; while a bucket is under way the one before comes to its end.
     """
     ys = list(xs)
     before: Iterator[None] = iter(())
-    rounds = 0
-    for bucket in batch.buckets:
-        now = _under_way(batch, bucket, transport, ys)
+    left = 0
+    for bucket in buckets(progs, limit):
+        now = _under_way(progs, bucket, transport, ys)
         next(now, None)
         for _ in before:
             pass
-        before, rounds = now, len(batch.rounds(bucket))
-    for _ in range(rounds - 1):
+        before, left = now, len(rounds(progs, bucket)) - 1
+    for _ in range(left):
         next(before)
 
     def finish() -> tuple[torch.Tensor, ...]:
@@ -52,12 +53,12 @@ def launch_batch(batch: Batch, transport: Transport, xs: Sequence[torch.Tensor])
 
 
 def _under_way(
-    batch: Batch, bucket: tuple[int, ...], transport: Transport, ys: Tensors
+    progs: tuple[Program, ...], bucket: tuple[int, ...], transport: Transport, ys: Tensors
 ) -> Iterator[None]:
     """The rounds of a bucket: it stops where one is launched, and `ys` are results at its end."""
-    leaves = {at: _Leaf(batch.leaves[at], transport.rank) for at in bucket}
-    for going in batch.rounds(bucket):
-        finishes = _launch_round(batch, going, leaves, transport, ys)
+    leaves = {at: _Leaf(progs[at], transport.rank) for at in bucket}
+    for going in rounds(progs, bucket):
+        finishes = _launch_round(progs, going, leaves, transport, ys)
         yield
         while finishes:  # what one has moved is let go before the next one's comes
             finishes.pop(0)()
@@ -70,8 +71,7 @@ class _Leaf:
 
     __slots__ = ("casts", "done", "stages")
 
-    def __init__(self, prog: Program | None, rank: int) -> None:
-        assert prog is not None
+    def __init__(self, prog: Program, rank: int) -> None:
         self.stages = stages(prog, rank)
         self.casts = prog.forward_dtype is not None
         self.done = 0
@@ -101,13 +101,16 @@ Member = tuple[int, str, Wire | None]
 
 
 def _launch_round(
-    batch: Batch, going: Steps, leaves: dict[int, _Leaf], transport: Transport, ys: Tensors
+    progs: tuple[Program, ...],
+    going: Steps,
+    leaves: dict[int, _Leaf],
+    transport: Transport,
+    ys: Tensors,
 ) -> list[Callable[[], None]]:
     """Launch the next collectives of leaves; the calls that wait and put results into `ys`."""
     kinds: dict[Kind, list[Member]] = {}
     for at, place in going:
-        prog = batch.leaves[at]
-        assert prog is not None
+        prog = progs[at]
         ys[at] = leaves[at].run(ys[at], place)
         wire = leaves[at].wire()
         group = _group(prog, place, wire, transport.rank)

@@ -90,14 +90,14 @@ def stages(prog: Program, rank: int) -> tuple[Local | Wire, ...]:
 
 
 @lru_cache(maxsize=4096)
-def ranks_of(prog: Program) -> Mesh:
-    """The mesh of a program's ranks: of several that which has all, or else one in their order."""
-    meshes = dict.fromkeys(spec.mesh for spec in prog.specs)
+def ranks_of(*progs: Program) -> Mesh:
+    """The mesh of programs' ranks: of several that which has all, or else one in their order."""
+    meshes = list(dict.fromkeys(spec.mesh for prog in progs for spec in prog.specs))
     if len(meshes) == 1:
-        return prog.src.mesh
+        return meshes[0]
     ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
     whole = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
-    return whole or Mesh({"rank": len(ranks)}, devices=ranks)
+    return whole or (Mesh({"rank": len(ranks)}, devices=ranks) if ranks else Mesh())
 
 
 @lru_cache(maxsize=8192)

@@ -20,11 +20,13 @@ __all__ = [
     "Tensors",
     "Unpack",
     "cut",
+    "join",
     "lands",
     "lengths",
     "meet",
     "over",
     "packer",
+    "part",
     "relative",
     "unpacker",
 ]
@@ -33,6 +35,26 @@ Box = tuple[tuple[int, int], ...]
 Tensors = Callable[[torch.Tensor], torch.Tensor]
 Unpack = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What has come, flat, and the local that was packed, to the local afterwards."""
+
+
+def join(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one dtype one after the other, flat.
+
+    >>> join([torch.zeros(2, 3), torch.zeros(2)]).shape
+    torch.Size([8])
+    """
+    flat = [x.reshape(-1) for x in xs]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def part(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+    """What `join` laid one after the other, taken apart: several in memory of their own each."""
+    if len(shapes) == 1:
+        return (flat.reshape(tuple(shapes[0])),)
+    return tuple(
+        piece.clone().view(tuple(shape))
+        for piece, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)
+    )
 
 
 class Source(NamedTuple):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from fshard import hooks
 from fshard.errors import fail
-from fshard.mesh import Mesh
 from fshard.plan.batch import Batch, of_leaves
 from fshard.program.program import Program
 from fshard.run.autograd import (
@@ -20,16 +18,14 @@ from fshard.run.autograd import (
     Run,
     Shards,
     apply_linear,
-    apply_program,
+    apply_run,
     is_differentiated,
     is_transformed,
     start_linear,
 )
-from fshard.run.buckets import launch_batch
 from fshard.run.execute import Pending, check_given, check_shards, nothing_of
 from fshard.run.fingerprint import call_line
 from fshard.run.interpreter import ranks_of
-from fshard.run.simulate import run_ranks, run_together
 from fshard.run.transport import (
     Label,
     Transport,
@@ -40,67 +36,9 @@ from fshard.run.transport import (
 )
 from fshard.tree import matching, paths, unflatten
 
-__all__ = ["Together", "run_batch"]
+__all__ = ["run_batch"]
 
 WHERE = "the batch"
-
-
-# -- an operation ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """A batch without empty leaves as one linear operation of the ranks of a mesh.
-
-    A `Linear`, and an `Everywhere`.
-    """
-
-    batch: Batch
-    mesh: Mesh
-
-    @property
-    def T(self) -> Together:  # noqa: N802
-        """The transposed batch."""
-        return Together(self.batch.T, self.mesh)
-
-    def wider(self, n: int) -> Together:
-        """The batch with one more dim in every leaf, which no step touches."""
-        return Together(_wider(self.batch, n), self.mesh)
-
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
-        """Start the programs on this rank's locals."""
-        return launch_batch(self.batch, transport, xs)
-
-    def everywhere(self, xs: Shards) -> Shards:
-        """Run the programs on the locals of all ranks: of each leaf in turn those in rank order."""
-        batch, n = self.batch, self.mesh.size
-        values = [xs[place::n] for place in range(n)]
-        start: Any = partial(launch_batch, batch)
-        outs: list[Any]
-        if len(batch.buckets) == 1 and len(batch.rounds(batch.buckets[0])) < 2:
-            # Nobody waits before all is launched: no threads are needed.
-            outs = run_together(self.mesh, start, values)
-        else:
-            outs = run_ranks(self.mesh, lambda rank, own: start(rank, own)(), values)
-        return tuple(y for ys in zip(*outs, strict=True) for y in ys)
-
-
-@lru_cache(maxsize=256)
-def _wider(batch: Batch, n: int) -> Batch:
-    progs = tuple(leaf for leaf in batch.leaves if leaf is not None)
-    return Batch(list(Run(progs).wider(n).progs), bucket_bytes=batch.bucket_bytes)
-
-
-@lru_cache(maxsize=256)
-def _mesh(batch: Batch) -> Mesh:
-    """The mesh of the leaves' ranks; of several that which has all, or one in their order."""
-    meshes = dict.fromkeys(ranks_of(leaf) for leaf in batch.leaves if leaf)
-    ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
-    whole = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
-    return whole or (Mesh({"rank": len(ranks)}, devices=ranks) if ranks else Mesh())
-
-
-# -- a tree of locals -----------------------------------------------------------------
 
 
 @hooks.register("run_batch")
@@ -113,9 +51,10 @@ def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     names = paths(batch.programs, "")
     there = [at for at, leaf in enumerate(batch.leaves) if leaf is not None]
     given, at = [parts[place] for place in there], [names[place] for place in there]
-    own = batch.only([leaf is not None for leaf in batch.leaves])
+    progs = tuple(leaf for leaf in batch.leaves if leaf is not None)
+    op = Run(progs, ranks_of(*progs), batch.bucket_bytes)
     one = current_transport() is not None or any(isinstance(x, torch.Tensor) for x in given)
-    finish = (_start_one if one else _start_everywhere)(own, given, at, async_op)
+    finish = (_start_one if one else _start_everywhere)(op, given, at, async_op)
 
     def whole() -> Any:
         for place, y in zip(there, finish(), strict=True):
@@ -132,20 +71,21 @@ run_batch._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
-def _start_one(batch: Batch, given: list[Any], names: Sequence[str], ahead: bool) -> FinishAll:
+def _start_one(op: Run, given: list[Any], names: Sequence[str], ahead: bool) -> FinishAll:
     """Start a batch on this rank's locals."""
-    mesh, progs = _mesh(batch), _programs(batch)
-    transport = current_rank(mesh, WHERE)
-    checks = [partial(_own_local, x, prog, transport) for x, prog in zip(given, progs, strict=True)]
+    transport = current_rank(op.mesh, WHERE)
+    checks = [
+        partial(_own_local, x, prog, transport) for x, prog in zip(given, op.progs, strict=True)
+    ]
     xs = tuple(of_leaves(WHERE, names, checks))
-    label = Label(WHERE, mesh, call_line() if ahead else "")
+    label = Label(WHERE, op.mesh, call_line() if ahead else "")
 
     def run(xs: Shards) -> FinishAll:
         with labelled(label):
-            finish = _start(batch, mesh, [(x,) for x in xs], names, everywhere=False, ahead=ahead)
+            finish = _start(op, [(x,) for x in xs], names, everywhere=False, ahead=ahead)
         return under(label, lambda: tuple(y for (y,) in finish()))
 
-    ends = [(prog.src, prog.dst) for prog in progs]
+    ends = [(prog.src, prog.dst) for prog in op.progs]
     started: FinishAll = hooks.call("typed_leaves", names, xs, ends, run)
     return started
 
@@ -162,84 +102,63 @@ def _own_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
 
 
 def _start_everywhere(
-    batch: Batch, given: list[Any], names: Sequence[str], ahead: bool
+    op: Run, given: list[Any], names: Sequence[str], ahead: bool
 ) -> Callable[[], list[Shards]]:
     """Start a batch on all shards of a simulation."""
-    mesh, progs = _mesh(batch), _programs(batch)
+    progs, ranks = op.progs, op.mesh.ranks
     checks = [
         partial(check_shards, x, prog.src, WHERE) for x, prog in zip(given, progs, strict=True)
     ]
     xs = []
     for shards, prog in zip(of_leaves(WHERE, names, checks), progs, strict=True):
         held = dict(zip(prog.src.mesh.ranks, shards, strict=True))
-        xs.append(tuple(held.get(rank, shards[0].new_empty(0)) for rank in mesh.ranks))
-    finish = _start(batch, mesh, xs, names, everywhere=True, ahead=ahead)
+        xs.append(tuple(held.get(rank, shards[0].new_empty(0)) for rank in ranks))
+    finish = _start(op, xs, names, everywhere=True, ahead=ahead)
 
     def of_ranks() -> list[Shards]:
         return [
-            tuple(y for y, rank in zip(ys, mesh.ranks, strict=True) if rank in prog.dst.mesh)
+            tuple(y for y, rank in zip(ys, ranks, strict=True) if rank in prog.dst.mesh)
             for ys, prog in zip(finish(), progs, strict=True)
         ]
 
     return of_ranks
 
 
-def _programs(batch: Batch) -> tuple[Program, ...]:
-    return tuple(leaf for leaf in batch.leaves if leaf is not None)
-
-
 def _start(
-    batch: Batch,
-    mesh: Mesh,
-    xs: list[Shards],
-    names: Sequence[str],
-    *,
-    everywhere: bool,
-    ahead: bool,
+    op: Run, xs: list[Shards], names: Sequence[str], *, everywhere: bool, ahead: bool
 ) -> Callable[[], list[Shards]]:
-    """Start a batch on the locals of this rank, or of all of the mesh, differentiably.
+    """Start programs on the locals of this rank, or of all, differentiably.
 
     Maxima and minima that need a gradient have a rule of their own: they run after the others.
     """
-    progs = _programs(batch)
     wanted = [any(map(is_differentiated, shards)) for shards in xs]
-    alone = [need and not prog.is_linear for need, prog in zip(wanted, progs, strict=True)]
-    if ahead and any(alone):
-        at = alone.index(True)
-        fail("batch(locals, async_op=True)", f"{f'at {names[at]}: ' if names[at] else ''}a program "
-             f"with a maximum or minimum, {progs[at].src} -> {progs[at].dst}, of a local that "
-             "requires grad", "only linear programs run ahead with gradients",
+    later = [need and not prog.is_linear for need, prog in zip(wanted, op.progs, strict=True)]
+    if ahead and any(later):
+        at = later.index(True)
+        prog, path = op.progs[at], f"at {names[at]}: " if names[at] else ""
+        fail("batch(locals, async_op=True)", f"{path}a program with a maximum or minimum, "
+             f"{prog.src} -> {prog.dst}, of a local that requires grad",
+             "only linear programs run ahead with gradients",
              "run it without async_op, or detach() the local")  # fmt: skip
-    others = [not each for each in alone]
-    op = Together(batch.only(others), mesh)
-    together = _start_linear(
-        op, list(compress(xs, others)), list(compress(wanted, others)), everywhere
-    )
+    others = [not each for each in later]
+    n = op.mesh.size if everywhere else 1
+    linear = op.of(compress(op.progs, others))
+    started = _start_linear(linear, list(compress(xs, others)), n, everywhere)
 
     def finish() -> list[Shards]:
-        done = iter(together())
-        return [
-            _run_alone(prog, shards, mesh, everywhere) if each else next(done)
-            for prog, shards, each in zip(progs, xs, alone, strict=True)
-        ]
+        first, second = iter(started()), iter(list[Shards]())
+        if any(later):
+            extremes, theirs = op.of(compress(op.progs, later)), _flat(compress(xs, later))
+            second = iter(_by_leaf(apply_run(extremes, theirs, everywhere), n))
+        return [next(second) if each else next(first) for each in later]
 
     return finish
 
 
-def _run_alone(prog: Program, shards: Shards, mesh: Mesh, everywhere: bool) -> Shards:
-    """Run one program on locals of the ranks of a mesh that has its ranks and perhaps others."""
-    if not everywhere:
-        return apply_program(prog, shards, everywhere=False)
-    own = [rank in ranks_of(prog) for rank in mesh.ranks]
-    done = iter(apply_program(prog, tuple(compress(shards, own)), everywhere=True))
-    return tuple(next(done) if each else x for each, x in zip(own, shards, strict=True))
-
-
 def _start_linear(
-    op: Together, xs: list[Shards], wanted: Sequence[bool], everywhere: bool
+    op: Run, xs: list[Shards], n: int, everywhere: bool
 ) -> Callable[[], list[Shards]]:
     """Start linear programs, and what needs no gradient: only the others are sent back."""
-    n = op.mesh.size if everywhere else 1
     if not xs:
         return list
     if is_transformed():  # what was launched now would be wrappers, not what they hold
@@ -250,13 +169,14 @@ def _start_linear(
             launched = partial(tuple, op.everywhere(_flat(xs)))
         else:
             launched = start_linear(op, _flat(xs), WHERE)
+    wanted = [any(map(is_differentiated, shards)) for shards in xs]
 
     def finish() -> list[Shards]:
         with torch.no_grad():
             ys = _by_leaf(launched(), n)
         if any(wanted):
-            some = Together(op.batch.only(wanted), op.mesh)
-            own, theirs = (_flat(list(compress(each, wanted))) for each in (xs, ys))
+            some = op.of(compress(op.progs, wanted))
+            own, theirs = _flat(compress(xs, wanted)), _flat(compress(ys, wanted))
             outs = iter(_by_leaf(apply_linear(some, own, everywhere, lambda: theirs), n))
             ys = [next(outs) if need else y for y, need in zip(ys, wanted, strict=True)]
         return ys
@@ -264,7 +184,7 @@ def _start_linear(
     return finish
 
 
-def _flat(xs: Sequence[Shards]) -> Shards:
+def _flat(xs: Iterable[Shards]) -> Shards:
     return tuple(x for shards in xs for x in shards)
 
 

@@ -79,7 +79,7 @@ def gather_move(
     """Everyone's `x` along a new dim 0, and what is made of it."""
     piece = x.unsqueeze(0)
     prog = _gathering(mesh, axes, to, piece.shape, piece.dtype, wires)
-    return Move(prog, piece, read, keep=1)
+    return Move(prog, piece, read)
 
 
 def _insert(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
@@ -188,7 +188,7 @@ def psum_scatter(
             fail("fs.psum_scatter", f"a tensor of {x.dtype}", "booleans have no sum", fix)
         rows = _extract(x, dim, n, tiled)
         prog = _scattering(where, axes, rows.shape, rows.dtype, wires)
-        return Move(prog, rows, lambda y: y.squeeze(0), keep=1)
+        return Move(prog, rows, lambda y: y.squeeze(0))
 
     signature = Signature(as_axes(axis_name), VARYING, ("sum",), all_or_none=True)
     return Plan("fs.psum_scatter", leaf, signature)
@@ -277,7 +277,7 @@ def _all_to_all(
         # One row that is cut into a piece for each rank, and becomes a column of theirs.
         rows = _extract(x, split, n, tiled).unsqueeze(0)
         prog = _exchanging(mesh, axes, rows.shape, rows.dtype, wires)
-        return Move(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled), keep=2)
+        return Move(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled))
 
     return Plan(name, leaf, signature)
 

@@ -16,7 +16,7 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.layout import whole_numbers
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.run.autograd import FinishAll, Shards
-from fshard.run.batch import join, part
+from fshard.run.packing import join, part
 from fshard.run.transport import Transport, notify
 from fshard.spmd.axes import resolve
 from fshard.spmd.plans import Move, Plan, collective, need_tensor

@@ -24,7 +24,7 @@ from fshard.run.autograd import (
     Linear,
     Run,
     apply_linear,
-    apply_programs,
+    apply_run,
     is_transformed,
     start_linear,
 )
@@ -54,21 +54,17 @@ Options = ParamSpec("Options")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One tensor's part in a collective: what is sent, by what, and how the result is read.
-
-    `op` does not touch the dims of `x` from `keep` on, so that tensors go side by side.
-    """
+    """One tensor's part in a collective: what is sent, by what, and how the result is read."""
 
     op: Program | Linear
     x: torch.Tensor
     read: Callable[[torch.Tensor], torch.Tensor] = lambda y: y
-    keep: int = 0
 
     @property
     def kind(self) -> Hashable:
         """What is equal for the moves that go in one launch."""
         step = self.op.steps if isinstance(self.op, Program) else self.op
-        return step, self.x.dtype, self.x.device, self.keep
+        return step, self.x.dtype, self.x.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +191,7 @@ def _begin(plan: Plan, x: Tree, ahead: bool) -> Callable[[], Tree]:
 def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
     """Launch moves of one kind."""
     xs = tuple([move.x for move in moves])
-    op = _together(tuple([move.op for move in moves]), moves[0].keep)
+    op = _together(tuple([move.op for move in moves]))
     label = Label(name, op.mesh, call_line()) if ahead else label_of(name, op.mesh)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     if not wanted and not is_transformed():
@@ -215,16 +211,16 @@ def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
             "sums and movements run ahead with gradients, maxima and minima without",
             f"{name}(x, ...) at once, or x.detach()",
         )
-    progs, keep = op.progs, op.keep
-    return under(label, lambda: apply_programs(progs, keep, xs))
+    run = op
+    return under(label, lambda: apply_run(run, xs, False))
 
 
 @lru_cache(maxsize=4096)
-def _together(ops: tuple[Program | Linear, ...], keep: int) -> Linear:
+def _together(ops: tuple[Program | Linear, ...]) -> Linear:
     """What moves of one kind run, as one operation."""
     if not isinstance(ops[0], Program):
         return ops[0]
-    return Run(tuple(op for op in ops if isinstance(op, Program)), keep)
+    return Run(tuple(op for op in ops if isinstance(op, Program)))
 
 
 # -- recorded ---------------------------------------------------------------------------------
@@ -267,7 +263,7 @@ def _record(
     like.requires_grad_(wanted)
     with standing_in():
         move = plan.leaf(like)
-    if not isinstance(move, Move) or transport.rank not in _together((move.op,), move.keep).mesh:
+    if not isinstance(move, Move) or transport.rank not in _together((move.op,)).mesh:
         return None
     forward: Function = lambda x: begin(plan, x)()  # noqa: E731
     launcher = record(forward, _adjoint(plan, like, transport), like.detach())
@@ -284,7 +280,7 @@ def _adjoint(plan: Plan, like: torch.Tensor, transport: Transport) -> Function:
         with torch.enable_grad():
             x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=g.device)
             move = plan.leaf(x.requires_grad_())
-            op, sent = _together((move.op,), move.keep), move.x.detach().to("meta")
+            op, sent = _together((move.op,)), move.x.detach().to("meta")
             with torch.no_grad(), unobserved():
                 (moved,) = op.launch(Shapes(transport.rank), (sent,))()
             y = torch.empty_like(moved, device=g.device).requires_grad_()

@@ -12,7 +12,7 @@ from fshard.tree import flatten, unflatten
 from tests.distributed.harness import run_ranks
 from tests.helpers import random_locals
 from tests.test_collectives import here
-from tests.test_redistribute_trees import ends, fsdp, owners
+from tests.test_redistribute_trees import ends, fsdp, only, owners
 
 F64 = torch.float64
 MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
@@ -89,7 +89,7 @@ def results(rank: int) -> dict[str, Any]:
             grads = torch.autograd.grad(total, inputs, create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in grads), inputs)
         numbers = [[each.detach() for each in tensors] for tensors in (ys, grads, second)]
-        wanted = batch.only([x is not None and x.requires_grad for x in xs])
+        wanted = only(batch, [x is not None and x.requires_grad for x in xs])
         said = len(batch.launches), len(wanted.T.launches)
         ran = log.forward.counts.total(), log.backward.counts.total()
         found[name] = numbers, said, ran
