@@ -39,7 +39,6 @@ from fshard.program.steps import (
     Step,
 )
 from fshard.run.autograd import _wider
-from fshard.run.batch import join, joined
 from fshard.run.reference import simulate
 from fshard.spec import Spec
 from fshard.subaxes import prime_refinement
@@ -123,6 +122,10 @@ def assert_tables(
         if src.mesh == dst.mesh:
             stay = [axis for axis in src.mesh.axes if axis not in moving_axes(src, dst)]
             assert src.mesh.index(a, stay) == src.mesh.index(b, stay)
+    if src.mesh != dst.mesh:
+        busy = {rank for pair in sent for rank in pair}
+        for rank in ranks:
+            assert set(exchange_group(src, dst, rank)) == (busy if rank in busy else set())
     for rank in dst.mesh.ranks:
         own = kept(src, dst, rank)
         sources = [(peer, box) for peer, box in receives(src, dst, rank)]
@@ -431,7 +434,7 @@ def test_pairs_of_an_all_to_all() -> None:
     assert AllToAll("x", 0, 1, also=[other]) == AllToAll("x", 0, 1, also=(other,))  # type: ignore[arg-type]
 
 
-# -- tensors with more dims, and laid side by side ----------------------------------------
+# -- tensors with one more dim ------------------------------------------------------------
 
 ELSEWHERE = Mesh({"a": 3}, devices=range(1, 4))
 APPLIED = [
@@ -460,20 +463,6 @@ def test_a_tensor_with_one_more_dim(text: str, step: Step) -> None:
     assert all(map(torch.equal, made, [torch.stack(each, -1) for each in singly]))
     assert _wider(prog.T, 3) == wide.T
     assert wide.steps == prog.steps
-
-
-@pytest.mark.parametrize(("text", "step"), APPLIED[1:], ids=str)
-def test_tensors_side_by_side(text: str, step: Step) -> None:
-    """What only touches the first dim does to several tensors what it does to each."""
-    mesh = Mesh(x=2, y=2)
-    texts = [text.replace(",4]", f",{more}]") for more in ("4", "2,3", "0")]
-    progs = [Program(parse(each, mesh), (step,)) for each in texts]
-    whole = joined(tuple(progs), 1)
-    assert whole.src.shape == (8, 4 + 2 * 3)
-    xs = [helpers.random_locals(prog.src, seed) for seed, prog in enumerate(progs)]
-    ys = [simulate(prog, x) for prog, x in zip(progs, xs, strict=True)]
-    made = simulate(whole, [join(each, 1) for each in zip(*xs, strict=True)])
-    assert all(map(torch.equal, made, [join(each, 1) for each in zip(*ys, strict=True)]))
 
 
 # -- text ---------------------------------------------------------------------------------

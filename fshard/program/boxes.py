@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,6 +40,14 @@ class Piece(NamedTuple):
     box: Box
 
 
+class Need(NamedTuple):
+    """Ranks that lack one part of a shard, sorted, and that part."""
+
+    ranks: tuple[int, ...]
+    size: int
+    box: Box
+
+
 def sends(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     """What a rank sends in the exchange from `src` to `dst`: at most one box to each other rank.
 
@@ -57,8 +65,9 @@ def sends(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     """
     if rank not in src.mesh:
         return ()
-    served = _served(src, dst, _holders(src, dst, rank)[0])
-    return tuple(Piece(peer, box) for peer, (holder, box) in served.items() if holder == rank)
+    first = _holders(src, dst, rank)[0]
+    served = _served(src, dst, first)
+    return tuple(Piece(peer, box) for holder, peer, box in served if holder == rank)
 
 
 @lru_cache(maxsize=8192)
@@ -81,12 +90,9 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
         for addend in _points(src.mesh, reduced_axes(src, dst)):
             first = _rank(src, shard, addend, _fixed(src, dst, rank))
             holders = _holders(src, dst, first)
-            if rank in holders:
-                continue
-            if len(holders) == 1:
-                pieces.append(Piece(first, _common(_box(src, first), target)))
-            else:
-                pieces.append(Piece(*_served(src, dst, holders[0])[rank]))
+            if rank not in holders:
+                box = _common(_box(src, first), target)
+                pieces.append(Piece(_server(src, dst, holders[0], rank, _volume(box)), box))
     return tuple(sorted(pieces))
 
 
@@ -145,9 +151,18 @@ def exchange_group(src: Spec, dst: Spec, rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _busy(src: Spec, dst: Spec) -> tuple[int, ...]:
-    senders = {piece.peer for rank in dst.mesh.ranks for piece in receives(src, dst, rank)}
-    receivers = {rank for rank in dst.mesh.ranks if receives(src, dst, rank)}
-    return tuple(sorted(senders | receivers))
+    addends = src.mesh.axis_size(reduced_axes(src, dst))
+    busy: set[int] = set()
+    seen: set[int] = set()
+    for rank in src.mesh.ranks:
+        if rank not in seen:
+            seen.update(_holders(src, dst, rank))
+            busy.update(_serving(src, dst, rank))
+    for rank in dst.mesh.ranks:
+        target, own = _box(dst, rank), kept(src, dst, rank)
+        if _volume(target) and (own != target or addends > 1):
+            busy.add(rank)
+    return tuple(sorted(busy))
 
 
 # -- who holds and who needs --------------------------------------------------------------
@@ -188,28 +203,65 @@ def _replicated(spec: Spec, among: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _served(src: Spec, dst: Spec, first: int) -> Mapping[int, tuple[int, Box]]:
-    """For each rank that lacks a part of one shard: which holder sends it, and the part.
-
-    `first` is the first rank that holds the shard.
-    """
-    holders = _holders(src, dst, first)
-    shard = _box(src, first)
-    fixed = _fixed(src, dst, first)
+def _needs(src: Spec, dst: Spec, first: int) -> tuple[Need, ...]:
+    """Who lacks what of one shard, which `first` is the first rank to hold."""
+    holders = frozenset(_holders(src, dst, first))
+    shard, fixed = _box(src, first), _fixed(src, dst, first)
     copies = _replicated(dst, moving_axes(src, dst) if src.mesh == dst.mesh else dst.mesh.axes)
-    needs: dict[int, Box] = {}
+    needs = []
     for target in _overlapping(dst, shard):
         one = _rank(dst, target, {}, fixed)
-        part = _common(_box(dst, one), shard)
-        needs |= dict.fromkeys(set(dst.mesh.group(one, copies)).difference(holders), part)
-    sizes = {rank: math.prod(stop - start for start, stop in needs[rank]) for rank in sorted(needs)}
-    total, before = sum(sizes.values()), 0
-    served = {}
-    for rank, size in sizes.items():
-        middle = 2 * before + size
-        served[rank] = holders[middle * len(holders) // (2 * total)], needs[rank]
-        before += size
-    return MappingProxyType(served)
+        ranks = _sorted_group(dst.mesh, one, copies)
+        if not holders.isdisjoint(ranks):
+            ranks = tuple(rank for rank in ranks if rank not in holders)
+        if ranks:
+            part = _common(_box(dst, one), shard)
+            needs.append(Need(ranks, _volume(part), part))
+    return tuple(needs)
+
+
+@lru_cache(maxsize=4096)
+def _sorted_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(sorted(mesh.group(rank, axes)))
+
+
+def _server(src: Spec, dst: Spec, first: int, rank: int, size: int) -> int:
+    """The holder that sends a rank what it lacks of one shard, of `size` elements."""
+    holders = _holders(src, dst, first)
+    if len(holders) == 1:
+        return first
+    needs = _needs(src, dst, first)
+    before = sum(need.size * bisect_left(need.ranks, rank) for need in needs)
+    return _in_run(holders, before, size, _total(needs))
+
+
+def _in_run(holders: tuple[int, ...], before: int, size: int, total: int) -> int:
+    """The holder in whose run the middle of a piece lies."""
+    return holders[(2 * before + size) * len(holders) // (2 * total)]
+
+
+@lru_cache(maxsize=256)
+def _served(src: Spec, dst: Spec, first: int) -> tuple[tuple[int, int, Box], ...]:
+    """Who sends what of one shard to whom, in the order of those who lack it."""
+    holders, needs = _holders(src, dst, first), _needs(src, dst, first)
+    total, before = _total(needs), 0
+    served = []
+    for rank, need in sorted((rank, each) for each in needs for rank in each.ranks):
+        served.append((_in_run(holders, before, need.size, total), rank, need.box))
+        before += need.size
+    return tuple(served)
+
+
+def _serving(src: Spec, dst: Spec, first: int) -> Iterable[int]:
+    """The holders of one shard that send any of it: all, where no piece is longer than a run."""
+    holders, needs = _holders(src, dst, first), _needs(src, dst, first)
+    if max((need.size for need in needs), default=0) * len(holders) <= _total(needs):
+        return holders if needs else ()
+    return {holder for holder, _, _ in _served(src, dst, first)}
+
+
+def _total(needs: Iterable[Need]) -> int:
+    return sum(need.size * len(need.ranks) for need in needs)
 
 
 def _rank(
@@ -234,6 +286,10 @@ def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
 
 def _box(spec: Spec, rank: int) -> Box:
     return tuple((each.start, each.stop) for each in spec.index(rank))
+
+
+def _volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def _common(one: Box, other: Box) -> Box:
