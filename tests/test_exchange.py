@@ -489,6 +489,31 @@ def test_text_of_programs_on_several_meshes() -> None:
     assert max(map(len, lines[1:])) <= 80
 
 
+def test_explanations_name_both_meshes() -> None:
+    src = parse("f32[8@x]", Mesh(x=2))
+    text = str(Program(src, (Exchange(P("y"), mesh=Mesh(y=4)),)).explain())
+    first = "f32[8@x] on Mesh(x=2) -> f32[8@y] on Mesh(y=4), topology node"
+    assert text.splitlines()[0] == first
+
+
+def test_specs_of_two_meshes_are_told_apart() -> None:
+    """Texts of specs do not name the mesh: errors do, where it is what differs."""
+    one, other = (parse("f32[8@x]", Mesh({"x": 2}, devices=d)) for d in ((0, 1), (2, 3)))
+    with pytest.raises(ShardingError) as caught:
+        _ = Program(one, ()) >> Program(other, ())
+    here, there = "f32[8@x] on Mesh(x=2)", "f32[8@x] on Mesh(x=2, devices=range(2, 4))"
+    assert str(caught.value) == helpers.message(
+        "Program.then", f"a program to {here}, then one from {there}",
+        "the second begins with the spec the first ends with",
+        f"fs.redistribute({here}, {there}) between them")  # fmt: skip
+    with pytest.raises(ShardingError) as caught:
+        Program(one, (), other)
+    assert str(caught.value) == helpers.message(
+        "Program", f"steps that lead from f32[8@x] to {here}",
+        f"they lead to the target, {there}", "leave dst out, or plan with fs.redistribute",
+    )  # fmt: skip
+
+
 # -- refusals -----------------------------------------------------------------------------
 
 XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)

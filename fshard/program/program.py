@@ -29,7 +29,7 @@ from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
 __all__ = [
-    "Program", "as_topology", "carries", "check", "endpoint_problems", "mesh_problems",
+    "Program", "as_topology", "carries", "check", "endpoint_problems",
     "wire_problems",
     "wire_specs",
 ]  # fmt: skip
@@ -83,10 +83,11 @@ class Program:
             specs.append(infer(step, specs[-1]))
             canonical.append(_canonical(step, *specs[-2:]))
         if dst is not None and specs[-1] != dst:
+            end, target = _told_apart(specs[-1], dst)
             fail(
                 "Program",
-                f"steps that lead from {src} to {specs[-1]}",
-                f"they lead to the target, {dst}",
+                f"steps that lead from {src} to {end}",
+                f"they lead to the target, {target}",
                 "leave dst out, or plan with fs.redistribute",
             )
         set_ = object.__setattr__
@@ -132,11 +133,12 @@ class Program:
     def then(self, other: Program) -> Program:
         """First this program, then `other`, which begins where this one ends; also `>>`."""
         if self.dst != other.src:
+            end, start = _told_apart(self.dst, other.src)
             fail(
                 "Program.then",
-                f"a program to {self.dst}, then one from {other.src}",
+                f"a program to {end}, then one from {start}",
                 "the second begins with the spec the first ends with",
-                f"fs.redistribute({self.dst}, {other.src}) between them",
+                f"fs.redistribute({end}, {start}) between them",
             )
         mine = (self.forward_dtype, self.backward_dtype)
         if mine != (other.forward_dtype, other.backward_dtype) and self.steps and other.steps:
@@ -210,9 +212,7 @@ class Program:
             for word, dtype in (("sends", self.forward_dtype), ("backward", self.backward_dtype))
             if dtype is not None
         ]
-        old, new = self.src.mesh, self.dst.mesh
-        ends = f"{self.src}{'' if old == new else f' on {old}'} -> {self.dst} on {new}"
-        lines = [f"{ends}{''.join(', ' + each for each in sends)}"]
+        lines = [f"{self.ends}{''.join(', ' + each for each in sends)}"]
         rows = [
             (str(step), str(after), f"{sent:,} B")
             for step, after, sent in zip(self.steps, self.specs[1:], self.step_bytes, strict=True)
@@ -222,6 +222,12 @@ class Program:
         return "\n".join(lines if rows else [*lines, "  (nothing to do)"])
 
     __repr__ = __str__
+
+    @property
+    def ends(self) -> str:
+        """Both specs with their mesh, or their meshes: the first line of the text."""
+        start, _ = _told_apart(self.src, self.dst)
+        return f"{start} -> {self.dst} on {self.dst.mesh}"
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
@@ -236,6 +242,13 @@ class Program:
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         bundle: dict[str, str] = hooks.call("mimebundle", self)
         return bundle
+
+
+def _told_apart(one: Spec, other: object) -> tuple[str, str]:
+    """The texts of two specs, with their meshes where those differ."""
+    if not isinstance(other, Spec) or one.mesh == other.mesh:
+        return str(one), str(other)
+    return f"{one} on {one.mesh}", f"{other} on {other.mesh}"
 
 
 def as_topology(where: str, topology: Topology | None) -> Topology:
@@ -317,21 +330,6 @@ def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
             )
         )
     return problems
-
-
-def mesh_problems(src: Spec, dst: Spec) -> list[Problem]:
-    """What keeps two specs from being planned: that they are of two meshes."""
-    if src.mesh == dst.mesh:
-        return []
-    works = _works(lambda: dst.replace(mesh=src.mesh))
-    return [
-        Problem(
-            f"{src} on {src.mesh}, {dst} on {dst.mesh}",
-            "both specs are of one mesh",
-            f"{'dst.replace(mesh=src.mesh), or ' if works else ''}"
-            "fs.unshard the tensor, then fs.shard it as dst",
-        )
-    ]
 
 
 def _works(make: Callable[[], Spec]) -> bool:

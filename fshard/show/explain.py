@@ -46,7 +46,7 @@ class Explanation:
             cost = alone.cost(self.topology)
             rows.append((str(step), str(prog.specs[at + 1]), bytes_text(cost.bytes_sent),
                          time_text(cost.time), bytes_text(cost.peak_memory)))  # fmt: skip
-        title = f"{prog.src} -> {prog.dst} on {prog.src.mesh}, topology {_name(self.topology)}"
+        title = f"{prog.ends}, topology {_name(self.topology)}"
         return Table(title, STEPS, tuple(rows), notes=() if prog.steps else ("nothing to do",))
 
     @property
