@@ -1,9 +1,20 @@
 """`prog.simplify(topology)`: rewrites that keep source, target and value and lower the cost.
 
-Every step but a cast keeps the global value. So all steps between the same two layouts mean the
-same, and a rule needs no proof of its own: it names other layouts to go through, the steps
-between them are the cheapest single ones that type-check, and the cost decides. Only casts have
-laws of their own, `passes` and `_holds`.
+Every step but a cast keeps the global value, so all steps between the same two layouts mean the
+same. A rule therefore needs no proof of its own: it names other layouts to go through, the steps
+between them are the cheapest single ones that type-check, and the cost decides. Four rules make
+
+- inverse steps cancel, and neighbours fuse: all-reduce and slice into reduce-scatter, gather and
+  slice into all-to-all, an all-reduce of what was only made unreduced into nothing or a gather
+  (`_straight`: the identities of Shardy's and of JAX's collectives on typed values);
+- steps that do not depend on each other trade places, to do the cheap one first and to bring
+  together what fuses (`_last_first`, `_first_last`);
+- slices go ahead of moves and gathers behind, also into other dims or along some of the axes
+  (`_around`: the normal form of Rink et al., arXiv 2112.01075).
+
+Casts alone have laws of their own: they trade places with what only moves numbers (`passes`),
+two are one where nothing is lost between them (`holds`), and no sum changes under a cast
+(`_keeps_addends`).
 """
 
 from __future__ import annotations
@@ -42,18 +53,12 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import transpose
 from fshard.spec import Spec
 
-__all__ = ["RULES", "Rule", "passes", "simplify"]
+__all__ = ["exclude_problems", "holds", "passes", "simplify"]
 
 Path = tuple[Spec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One law: other paths with the same ends as a stretch of a program's layouts."""
-
-    name: str
-    law: str
-    paths: Callable[[Path, tuple[Step, ...]], Iterator[Path]]
+Steps = tuple[Step, ...]
+Rule = Callable[[Path, Steps], Iterator[Path]]
+"""Other paths with the same ends as a stretch of a program, whose layouts and steps are given."""
 
 
 class Price(NamedTuple):
@@ -75,7 +80,7 @@ class Found(NamedTuple):
     saved: Price
     start: int
     stop: int
-    steps: tuple[Step, ...]
+    steps: Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,8 @@ def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) 
     """The program after all rewrites that pay; `Program.simplify` documents it."""
     raise_if("Program.simplify", exclude_problems(exclude))
     wires = prog.forward_dtype, prog.backward_dtype
-    market = Market(topology, *wires, prog.is_linear, exclude)
+    linear = prog.is_linear and prog.src.dtype != torch.bool  # reduced booleans have no dual
+    market = Market(topology, *wires, linear, exclude)
     most = max(map(max_local_nbytes, wire_specs(prog)))
     while best := _best(prog, market, most):
         steps = prog.steps[: best.start] + best.steps + prog.steps[best.stop :]
@@ -142,7 +148,7 @@ def _rewrites(prog: Program, start: int, stop: int, market: Market, most: int) -
     """
     path, steps = prog.specs[start : stop + 1], prog.steps[start:stop]
     now = _sum([market.price(*each) for each in zip(steps, path, path[1:], strict=False)])
-    for other in (other for rule in RULES for other in rule.paths(path, steps)):
+    for other in (other for rule in RULES for other in rule(path, steps)):
         legs = _legs(other, now, market)
         if legs is None or any(_over(spec, market, most) for spec in other[1:-1]):
             continue
@@ -250,13 +256,13 @@ def passes(step: Step, src: Spec, dst: Spec) -> bool:
 # -- rules ----------------------------------------------------------------------------
 
 
-def _straight(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+def _straight(path: Path, steps: Steps) -> Iterator[Path]:
     """Straight from the first layout to the last, or nothing where they are the same."""
     if _are_one(path, steps):
         yield path[:1] if path[0] == path[-1] else (path[0], path[-1])
 
 
-def _are_one(path: Path, steps: tuple[Step, ...]) -> bool:
+def _are_one(path: Path, steps: Steps) -> bool:
     """Whether steps may become one: no cast among them, or two that lose nothing between them."""
     before, between, *after = (spec.dtype for spec in path)
     if {before, between, *after} == {before}:
@@ -265,17 +271,18 @@ def _are_one(path: Path, steps: tuple[Step, ...]) -> bool:
     return casts and holds(between, before) and holds(between, after[0])
 
 
-def _last_first(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+def _last_first(path: Path, steps: Steps) -> Iterator[Path]:
     """The last step done before all others, or joined with the first on its way there."""
     return _moved(path, steps, range(len(steps) - 1, 0, -1))
 
 
-def _first_last(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+def _first_last(path: Path, steps: Steps) -> Iterator[Path]:
     """The first step done after all others, or joined with the last on its way there."""
     return _moved(path, steps, range(1, len(steps)))
 
 
-def _moved(path: Path, steps: tuple[Step, ...], places: range) -> Iterator[Path]:
+def _moved(path: Path, steps: Steps, places: range) -> Iterator[Path]:
+    """Neighbours trade places, at one place after the other."""
     for at in places:
         pair = steps[at - 1 : at + 1]
         if at == places[-1] and len(steps) > 2 and _are_one(path[at - 1 : at + 2], pair):
@@ -331,7 +338,7 @@ def _casts_pass(src: Spec, first: Step, second: Step, dst: Spec) -> bool:
     return not isinstance(second, Cast) or passes(first, src, between)
 
 
-def _around(path: Path, steps: tuple[Step, ...]) -> Iterator[Path]:
+def _around(path: Path, steps: Steps) -> Iterator[Path]:
     """Through what one of the steps, done first, would make of the source, or last the target."""
     src, dst = path[0], path[-1]
     if len({spec.dtype for spec in path}) > 1:
@@ -389,14 +396,5 @@ def _runs(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield axes[start:stop]
 
 
-RULES = (
-    Rule(
-        "straight",
-        "steps between the same layouts mean the same: inverse steps cancel, neighbours fuse",
-        _straight,
-    ),
-    Rule("last first", "independent steps commute, so the later one may go first", _last_first),
-    Rule("first last", "independent steps commute, so the earlier one may go last", _first_last),
-    Rule("around", "slices first, gathers last: arXiv 2112.01075, section 4", _around),
-)
+RULES: tuple[Rule, ...] = (_straight, _last_first, _first_last, _around)
 """In the order in which equals are preferred."""
