@@ -22,12 +22,18 @@ from torch.distributed import distributed_c10d as c10d
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import lost
-from fshard.run.numbers import NATIVE, as_number
+from fshard.run.numbers import NATIVE, REDUCE, as_number
 from fshard.run.transport import LABEL, Finish, Group, Label, own_transport, set_world
 
 __all__ = ["init"]
 
 OPS: Any = torch.ops._c10d_functional
+
+# Gloo's all-to-all goes straight from memory to memory, in one round. Its reduce-scatter is an
+# all-reduce of a copy, its gathers and all-reduces are rings whose rounds cost more than bytes
+# where these are few: then, in bytes at all ranks, they go by all-to-all too.
+GATHERED = 4 * 2**20
+REDUCED = 2**19
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +50,7 @@ class World:
     main: object
     life: int
     names: dict[Group, str] = field(default_factory=dict)
+    backends: dict[str, str] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -55,10 +62,14 @@ class World:
         return self.place
 
     def moves(self, device: torch.device) -> bool:
-        backends = dist.get_backend_config().split(",")
-        return device.type in {each.split(":")[0] for each in backends}
+        return device.type in self.backends
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        n = len(group)
+        if n * x.nbytes <= GATHERED and self._is_gloo(x):
+            each = [x.numel()] * n
+            moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_gather")
+            return lambda: moved().view(n, *x.shape)
         flat, restore = _as_bytes(_as_long(x, 0) if x.dtype in NATIVE else x.reshape(-1))
         name, order = self._group(group)
         label = LABEL.get()
@@ -71,6 +82,11 @@ class World:
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
             return lambda: gathered().prod(0)
+        n = len(group)
+        if n > 2 and n * x.nbytes <= REDUCED and self._is_gloo(x):
+            each = [x.numel()] * n
+            moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_reduce")
+            return lambda: REDUCE[op](moved().view(n, *x.shape))
         wire, restore = as_number(x, op)
         label = LABEL.get()
         out = OPS.all_reduce(wire.contiguous(), op, self._group(group)[0])
@@ -80,6 +96,10 @@ class World:
         if x.dtype.is_complex and op == "product":
             reduced, here = self.all_reduce(x, op, group), group.index(self.place)
             return lambda: reduced()[here]
+        if self._is_gloo(x):
+            each = [x[0].numel()] * len(group)
+            moved = self._all_to_all(x.reshape(-1), each, each, group, "reduce_scatter")
+            return lambda: REDUCE[op](moved().view(x.shape))
         name, order = self._group(group)
         wire, restore = as_number(x, op)
         if order is not None:
@@ -93,6 +113,12 @@ class World:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
+        return self._all_to_all(x, send, receive, group, "all_to_all")
+
+    def _all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group, op: str
+    ) -> Finish:
+        """An all-to-all as a collective, or as the way that another one, `op`, goes."""
         name, order = self._group(group)
         if order is not None:
             # The process group is in rank order: put the pieces so, and the results back.
@@ -110,13 +136,18 @@ class World:
         out = OPS.all_to_all_single(wire, *sizes, name)
 
         def finish() -> torch.Tensor:
-            got = restore(_wait(out, label, "all_to_all", group))
+            got = restore(_wait(out, label, op, group))
             if order is None:
                 return got
             pieces = got.split(theirs)
             return torch.cat([pieces[at] for at in order])
 
         return finish
+
+    def _is_gloo(self, x: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling():
+            return False  # graphs have the collectives that PyTorch's passes over graphs know
+        return self.backends.get(x.device.type) == "gloo"
 
     def _group(self, ranks: Group) -> tuple[str, list[int] | None]:
         """The process group of `ranks`, and their places in it where they are not in order."""
@@ -129,6 +160,11 @@ class World:
                 name = _new_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
             self.names[ordered] = name
         return name, None if ordered == ranks else [ordered.index(rank) for rank in ranks]
+
+
+def _backends() -> dict[str, str]:
+    """The backend of each type of device."""
+    return dict(each.split(":") for each in dist.get_backend_config().split(","))
 
 
 def _new_group(ranks: Group, rank: int, prefix: str, timeout: timedelta | None) -> str:
@@ -233,7 +269,8 @@ def init(
         known.timeout = limit or known.timeout
     else:
         rank = dist.get_rank()
-        set_world(World(rank, device, limit, dist.group.WORLD, _life(rank)))
+        made = World(rank, device, limit, dist.group.WORLD, _life(rank), backends=_backends())
+        set_world(made)
 
 
 def _life(rank: int) -> int:
