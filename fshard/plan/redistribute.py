@@ -12,8 +12,8 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
 from fshard.plan.batch import BUCKET, Batch, plan_batch
-from fshard.plan.search import search
-from fshard.program.program import Program, endpoint_problems, mesh_problems, wire_problems
+from fshard.plan.meshes import plan_between
+from fshard.program.program import Program, endpoint_problems, wire_problems
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -22,6 +22,7 @@ __all__ = ["redistribute"]
 
 NODE = Topology.node()
 Steps = tuple[type, ...]
+Wires = tuple[torch.dtype | None, torch.dtype | None]
 STEPS = get_args(Step)
 
 
@@ -65,17 +66,18 @@ def redistribute(
 ) -> Program | Batch:
     """The cheapest program of collectives from `src` to `dst`, planned without communicating.
 
-    `cost` is a `Topology` (the default is a single node) or "bytes"; `max_memory` bounds the
-    bytes that a step's input and output take on any rank; `exclude` names step types not to
-    use; `forward_dtype` and `backward_dtype` are what the program and its transpose send.
-    The search follows Rink et al., arXiv 2112.01075; a plan is cached by its arguments.
+    `cost` is a `Topology` (the default is a single node) or "bytes", what the busiest rank
+    receives; `max_memory` bounds the bytes of the largest local on the way; `exclude` names step
+    types not to use; `forward_dtype` and `backward_dtype` are what the program and its transpose
+    send. The specs may be of two meshes, on the same devices, on some or on none in common.
+    The search goes beyond Rink et al., arXiv 2112.01075; a plan is cached by its arguments.
 
     Of two trees of specs it is a `Batch`: all leaves are planned together, collectives of one
     kind are one launch, of at most `bucket_bytes` unless a leaf has more. Options are then
     those of every leaf.
 
-    Raises `ShardingError` where the global shapes or the meshes differ, where a reduction
-    would turn into another, and where no program keeps to the restrictions; of trees with the
+    Raises `ShardingError` where the global shapes differ, where a reduction would turn into
+    another, and where no program keeps to the restrictions; of trees with the
     path of each leaf, and where they are of different structures.
 
     >>> from fshard.mesh import Mesh
@@ -95,7 +97,7 @@ def redistribute(
     known = NODE if cost is None else cost
     if isinstance(src, Spec) and isinstance(dst, Spec):
         return _plan(src, dst, known, *options)
-    return plan_batch(src, dst, lambda cost, a, b: _plan(a, b, cost, *options), known, bucket_bytes)
+    return plan_batch(src, dst, _plan, known, options, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)
@@ -111,9 +113,29 @@ def _plan(
     wires = (forward_dtype, backward_dtype)
     raise_if("fs.redistribute", _problems(src, dst, cost, max_memory, exclude, wires))
     topology = None if isinstance(cost, str) else cost
+    prog = _find(src, dst, topology, max_memory, frozenset(exclude), wires)
+    if prog is not None:
+        return prog
+    fail(
+        "fs.redistribute",
+        f"{src} -> {dst}, max_memory={max_memory}, exclude={[each.__name__ for each in exclude]}",
+        "no program keeps to the restrictions",
+        _way_out(src, dst, topology, max_memory, frozenset(exclude)),
+    )
+
+
+def _find(
+    src: Spec,
+    dst: Spec,
+    topology: Topology | None,
+    max_memory: int | None,
+    exclude: frozenset[type],
+    wires: Wires = (None, None),
+) -> Program | None:
+    """The cheapest program that keeps to the restrictions, if there is one."""
 
     def plan(here: Spec, there: Spec) -> list[Step] | None:
-        return search(here, there, topology, max_memory, frozenset(exclude))
+        return plan_between(here, there, topology, max_memory, exclude)
 
     parts: list[list[Step] | None]
     if src.dtype == dst.dtype:
@@ -121,17 +143,12 @@ def _plan(
     else:
         before, after = _cast_between(src, dst)
         parts = [plan(src, before), [Cast(dst.dtype)], plan(after, dst)]
+    if None in parts:
+        return None
     steps = [step for part in parts if part is not None for step in part]
-    if None not in parts:
-        prog = Program(src, steps, dst, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
-        if max_memory is None or not steps or prog.cost().peak_memory <= max_memory:
-            return prog
-    fail(
-        "fs.redistribute",
-        f"{src} -> {dst}, max_memory={max_memory}, exclude={[each.__name__ for each in exclude]}",
-        "no program keeps to the restrictions",
-        _way_out(src, dst, topology, max_memory, exclude),
-    )
+    prog = Program(src, steps, dst, forward_dtype=wires[0], backward_dtype=wires[1])
+    fits = max_memory is None or not steps or prog.cost().peak_memory <= max_memory
+    return prog if fits else None
 
 
 def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
@@ -163,12 +180,11 @@ def _problems(
     cost: Topology | str,
     max_memory: int | None,
     exclude: Steps,
-    wires: tuple[torch.dtype | None, ...],
+    wires: Wires,
 ) -> list[Problem]:
     problems = endpoint_problems("redistribute", src, dst)
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return problems
-    problems += mesh_problems(src, dst)
     problems += _option_problems(src, cost, max_memory, exclude, wires)
     if src.dtype.is_complex and not dst.dtype.is_complex:
         problems.append(
@@ -179,7 +195,7 @@ def _problems(
             )
         )
     before, after = src.partition.unreduced, dst.partition.unreduced
-    for axis in before:
+    for axis in before if src.mesh == dst.mesh else ():
         kinds = {before[axis], after.get(axis, before[axis])}
         if len(kinds) == 2 and not kinds <= {"sum", "avg"}:
             problems.append(
@@ -197,7 +213,7 @@ def _option_problems(
     cost: Topology | str,
     max_memory: int | None,
     exclude: Steps,
-    wires: tuple[torch.dtype | None, ...],
+    wires: Wires,
 ) -> list[Problem]:
     problems = []
     if not isinstance(cost, Topology) and cost != "bytes":
@@ -225,13 +241,26 @@ def _option_problems(
 
 
 def _way_out(
-    src: Spec, dst: Spec, topology: Topology | None, max_memory: int | None, exclude: Steps
+    src: Spec,
+    dst: Spec,
+    topology: Topology | None,
+    max_memory: int | None,
+    exclude: frozenset[type],
 ) -> str:
-    """A fix that was tried: what an unrestricted plan uses and holds."""
-    freely = redistribute(src, dst, cost=topology or "bytes")
-    peak = freely.cost().peak_memory
-    used = sorted({type(step).__name__ for step in freely.steps if isinstance(step, exclude)})
+    """A fix that was tried: the least memory that suffices, or what an unrestricted plan uses."""
+    least, prog = None, _find(src, dst, topology, None, exclude)
+    while prog is not None:
+        least = prog.cost().peak_memory
+        prog = _find(src, dst, topology, least - 1, exclude)
+        if prog is not None and not prog.steps:
+            break
+    if least is not None:
+        return f"give max_memory={least}, the least there is"
+    freely = _find(src, dst, topology, None, frozenset())
+    assert freely is not None
+    used = sorted({type(step).__name__ for step in freely.steps if type(step) in exclude})
     fixes = [f"allow {', '.join(used)}"] if used else []
+    peak = freely.cost().peak_memory
     if max_memory is not None and peak > max_memory:
         fixes.append(f"give max_memory={peak}")
     return " and ".join(fixes) or "lift one of the two restrictions"

@@ -307,13 +307,22 @@ def _zip(rows: tuple[int, ...], cuts: tuple[int, ...]) -> Iterable[tuple[int, in
     return zip(rows, cuts, strict=True)
 
 
+def _addends(src: Spec, dst: Spec) -> int:
+    """Of how many addends an exchange makes each element: what stays unreduced is left alone."""
+    before, after = (
+        math.prod(spec.mesh.shape[axis] for axis, _ in spec.partition.unreduced_kinds)
+        for spec in (src, dst)
+    )
+    return before // after
+
+
 @lru_cache(maxsize=8192)
 def _of_exchange(src: Spec, dst: Spec) -> Traffic:
     src, dst = on_one_mesh(src, dst)
     p, q = src.partition, dst.partition
     size = src.mesh.shape
     kept = math.prod(size[axis] for axis, _ in q.unreduced_kinds)
-    addends = math.prod(size[axis] for axis, _ in p.unreduced_kinds) // kept
+    addends = _addends(src, dst)
     item = src.dtype.itemsize
     if src.mesh == dst.mesh and not any(src.sizes) and not any(dst.sizes):
         return exchanged(src.shape, item, size, p.dims, q.dims, addends)
@@ -340,8 +349,8 @@ def _of_exchange(src: Spec, dst: Spec) -> Traffic:
 def copies(step: Step, src: Spec, dst: Spec, launches: int) -> int:
     """Bytes that the busiest rank reads and writes in its own memory around a step.
 
-    Along dim 0 pieces lie in memory as they travel. A collective that is none, of one device or
-    where nothing is missing, copies its result.
+    Along dim 0 pieces lie in memory as they travel. What an exchange reduces is read once more.
+    A collective that is none, of one device or where nothing is missing, copies its result.
     """
     before, after = max_local_nbytes(src), max_local_nbytes(dst)
     match step:
@@ -361,7 +370,7 @@ def copies(step: Step, src: Spec, dst: Spec, launches: int) -> int:
             packs, unpacks = bool(step.also or step.dst_dim), bool(step.also or step.src_dim)
             return 2 * before * packs + 2 * after * unpacks
         case Exchange():
-            return 2 * before + 2 * after
+            return 2 * before + (1 + _addends(src, dst)) * after
         case _:
             return 0
 

@@ -1,0 +1,498 @@
+"""The edges of the search: every step out of a layout, several axes at once, and its weight.
+
+Of orders in which axes can be put on a dim only those count that the goal asks for: its axes
+first, in its order, then the others in mesh order or the reverse. All other orders differ from
+these by a permutation of devices, which costs the same before and after.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from fshard.plan.state import Axes, Problem, State, partition_of, with_kinds
+from fshard.program.cost import Traffic, all_reduced, gathered, swapped
+from fshard.program.steps import (
+    AllGather,
+    AllReduce,
+    AllSlice,
+    AllToAll,
+    CollectivePermute,
+    Exchange,
+    InvariantToReduced,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+)
+from fshard.spec import mixed_kinds
+
+__all__ = ["Move", "Moves"]
+
+Make = partial[Any]
+Move = tuple[float, Make, State]
+
+
+class Moves:
+    """The edges of one problem; `limit` is what an edge may weigh, at most, to be of use.
+
+    The `direct` ones alone lead to the goal from everywhere, if not in the best way.
+    """
+
+    def __init__(self, problem: Problem, direct: bool) -> None:
+        self.problem = problem
+        self.direct = direct
+        self.limit = float("inf")
+        self.size = problem.size
+        self.goals = problem.goals
+        self.exclude = problem.exclude
+        self.found: list[State] | None = None
+        self.targets: dict[object, list[State]] | None = None
+        # What both ends begin a dim with stays: each such shard is a problem of its own.
+        self.fixed = [
+            next((at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b),
+                 min(map(len, ends)))
+            for ends in zip(problem.start.dims, problem.goal.dims, strict=True)
+        ]  # fmt: skip
+        if not (problem.is_even(problem.start) and problem.is_even(problem.goal)):
+            self.fixed = [0] * len(self.fixed)
+        self.helpers = self.find_helpers()
+        p, q = problem.src.partition, problem.dst.partition
+        # Axes that may take another's place in a dim: rare, so looked for only where they can.
+        self.stand_ins = frozenset(
+            by
+            for dim, mine in enumerate(p.dims)
+            for axis, by in itertools.product(mine[:-1], q.dims[dim])
+            if self.goals[axis][0] == "unreduced" and self.size[axis] == self.size[by]
+        ) - {axis for mine in p.dims for axis in mine}
+
+    def find_helpers(self) -> dict[str, tuple[str, ...]]:
+        """Axes that both ends leave replicated, each with those before it that do as well.
+
+        To slice along them and gather again saves bytes of reductions and of slow links.
+        """
+        problem = self.problem
+        p = problem.src.partition
+        busy = {axis for axes in p.dims for axis in axes} | set(dict(p.unreduced_kinds))
+        state = dict(p.reduced_kinds)
+        found: dict[str, tuple[str, ...]] = {}
+        alike: dict[object, list[str]] = {}
+        for axis, n in self.size.items():
+            word, kind = self.goals[axis]
+            if axis not in busy and word in ("invariant", "reduced"):
+                like = alike.setdefault((n, problem.link((axis,)), state.get(axis), word, kind), [])
+                found[axis] = tuple(like)
+                like.append(axis)
+        return found
+
+    def of(self, state: State) -> Iterator[Move]:
+        """Every edge out of a state, in a fixed order."""
+        yield from self.changes_of_state(state)
+        yield from self.slices(state)
+        yield from self.embeddings(state)
+        if self.stand_ins:
+            yield from self.substitutes(state)
+        if self.problem.weigh_at_least(0, 0) > self.limit:
+            return
+        yield from self.reductions(state)
+        yield from self.transfers(state)
+        yield from self.gathers(state)
+        yield from self.permutes(state)
+        yield from self.exchanges(state)
+
+    def local(self, make: Make, before: State, after: State, copied: int) -> Move:
+        """An edge without traffic."""
+        problem = self.problem
+        if problem.is_even(before) and problem.is_even(after) and not problem.ones:
+            return problem.weigh_local(copied), make, after
+        return problem.weigh_step(make(), before, after), make, after
+
+    def collective(
+        self,
+        make: Make,
+        axes: Axes,
+        before: State,
+        after: State,
+        moved: Traffic,
+        copied: int,
+    ) -> Move | None:
+        """An edge with traffic, if it is not too heavy."""
+        problem = self.problem
+        if problem.is_even(before) and problem.is_even(after) and not problem.ones:
+            weight = problem.weigh(axes, moved, copied)
+        else:
+            weight = problem.weigh_step(make(), before, after)
+        return (weight, make, after) if weight <= self.limit else None
+
+    # -- local steps ------------------------------------------------------------------
+
+    def changes_of_state(self, state: State) -> Iterator[Move]:
+        """The free casts between states, for all axes whose goal they are."""
+        reduced = dict(state.reduced)
+        busy = {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
+        by_goal: dict[tuple[str, object, str | None], list[str]] = {}
+        for axis in self.size:
+            if axis not in busy:
+                by_goal.setdefault((*self.goals[axis], reduced.get(axis)), []).append(axis)
+        nbytes = self.problem.nbytes(state)
+        for (word, kind, now), names in by_goal.items():
+            axes = tuple(names)
+            kept = tuple(each for each in state.reduced if each[0] not in axes)
+            copied = 0
+            if word == "unreduced":
+                if mixed_kinds(with_kinds(state.unreduced, axes, kind), kept):
+                    continue
+                new = state._replace(
+                    unreduced=with_kinds(state.unreduced, axes, kind), reduced=kept
+                )
+                make: Make = partial(ReplicatedToUnreduced, axes, str(kind))
+                copied = 2 * nbytes
+            elif word == "reduced" and now is None:
+                new = state._replace(reduced=with_kinds(state.reduced, axes, kind))
+                make = partial(InvariantToReduced, axes, str(kind))
+                copied = 2 * nbytes if kind == "avg" else 0
+            elif now is None and word == "sharded" and self.stand_ins.issuperset(axes):
+                new = state._replace(reduced=with_kinds(state.reduced, axes, "sum"))
+                make = partial(InvariantToReduced, axes)
+            elif now is not None and (word == "invariant" or (word == "reduced" and now != kind)):
+                new, make = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
+                copied = 2 * nbytes if now == "avg" else 0
+            else:
+                continue
+            yield self.local(make, state, new, copied)
+
+    def slices(self, state: State) -> Iterator[Move]:
+        """Replicated axes of one state onto every dim."""
+        busy = {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
+        kinds = dict(state.reduced)
+        free: dict[str | None, list[str]] = {}
+        for axis in self.size:
+            if axis not in busy:
+                free.setdefault(kinds.get(axis), []).append(axis)
+        helping = bool(self.problem.slow) or self.reduces(state)
+        for names in free.values():
+            for axes in self.choices(names):
+                if not self.useful(axes, names, helping):
+                    continue
+                kept = tuple(each for each in state.reduced if each[0] not in axes)
+                less = state._replace(reduced=kept) if kept != state.reduced else state
+                for dim in range(len(state.dims)):
+                    for order in self.orders(state, dim, axes):
+                        new = self.problem.put(less, dim, order)
+                        make = partial(AllSlice, order, dim, new.sizes[dim])
+                        yield self.local(make, state, new, 2 * self.problem.nbytes(new))
+
+    def choices(self, names: list[str]) -> Iterator[Axes]:
+        """The axes that one step may act along: any, or one and all of them."""
+        if not self.direct:
+            return _subsets(names)
+        each = [(axis,) for axis in names] if len(names) > 1 else []
+        return iter([tuple(names), *each])
+
+    def reduces(self, state: State) -> bool:
+        """Whether something is still to be reduced."""
+        return any(self.goals[axis] != ("unreduced", kind) for axis, kind in state.unreduced)
+
+    def useful(self, axes: Axes, free: list[str], helping: bool) -> bool:
+        """Whether to slice along `axes` can help; of helpers that are alike the first do."""
+        for axis in axes:
+            before = self.helpers.get(axis)
+            if before is None:
+                continue
+            if not helping or any(each in free and each not in axes for each in before):
+                return False
+        return True
+
+    def orders(self, state: State, dim: int, axes: Axes) -> list[Axes]:
+        """The orders in which a dim takes axes: the goal's first, then the others."""
+        if len(axes) == 1:
+            return [axes]
+        goal = self.problem.goal.dims[dim]
+        first = tuple(axis for axis in goal if axis in axes)
+        rest = tuple(axis for axis in axes if axis not in first)
+        found = [first + rest]
+        if len(rest) > 1:
+            found.append(first + rest[::-1])
+        if first and rest:
+            found.append(rest + first)
+        return found
+
+    def substitutes(self, state: State) -> Iterator[Move]:
+        """Reduced axes in the place of equally many ranks' that become unreduced."""
+        free = [axis for axis, _ in state.reduced if axis in self.stand_ins]
+        for dim, mine in enumerate(state.dims):
+            for at, by in itertools.product(range(len(mine) - 1), free):
+                word, kind = self.goals[mine[at]]
+                if word != "unreduced" or self.size[mine[at]] != self.size[by]:
+                    continue
+                dims = (*mine[:at], by, *mine[at + 1 :])
+                new = state._replace(
+                    dims=(*state.dims[:dim], dims, *state.dims[dim + 1 :]),
+                    unreduced=with_kinds(state.unreduced, (mine[at],), kind),
+                    reduced=tuple(each for each in state.reduced if each[0] != by),
+                )
+                make = partial(ShardedToUnreduced, (mine[at],), dim, str(kind), (by,))
+                if not mixed_kinds(new.unreduced, new.reduced):
+                    yield self.local(make, state, new, 2 * self.problem.nbytes(new))
+
+    def embeddings(self, state: State) -> Iterator[Move]:
+        """Every minor run of axes of a dim becomes addends, where the goal or others are some.
+
+        Where nothing is to be reduced nothing is: a change of place adds no zeros.
+        """
+        problem = self.problem
+        pending = set()
+        if problem.thorough:
+            pending = {k for axis, k in state.unreduced if self.goals[axis][0] != "unreduced"}
+        for dim, axes in enumerate(state.dims):
+            for at in range(self.fixed[dim], len(axes)):
+                taken = axes[at:]
+                goals = {self.goals[axis] for axis in taken}
+                kinds = {str(kind) for word, kind in goals if word == "unreduced"}
+                for kind in sorted(pending | (kinds if len(goals) == 1 else set())):
+                    less = problem.take(state, dim, taken)
+                    new = less._replace(unreduced=with_kinds(less.unreduced, taken, kind))
+                    make = partial(ShardedToUnreduced, taken, dim, kind)
+                    if not mixed_kinds(new.unreduced, new.reduced):
+                        yield self.local(make, state, new, 2 * problem.nbytes(new))
+
+    # -- collectives ------------------------------------------------------------------
+
+    def reductions(self, state: State) -> Iterator[Move]:
+        """All-reduce and reduce-scatter over every subset of the axes to be reduced."""
+        by_kind: dict[str, list[str]] = {}
+        for axis, kind in state.unreduced:
+            if self.problem.thorough or self.goals[axis] != ("unreduced", kind):
+                by_kind.setdefault(kind, []).append(axis)
+        problem, nbytes = self.problem, self.problem.nbytes(state)
+        for names in by_kind.values():
+            for axes in self.choices(names):
+                rest = tuple(each for each in state.unreduced if each[0] not in axes)
+                less = state._replace(unreduced=rest)
+                to, kind = problem.replicated_goal(axes)
+                new = less._replace(reduced=with_kinds(less.reduced, axes, kind)) if to else less
+                n = problem.count(axes)
+                moved = all_reduced(n, nbytes, problem.item)
+                make: Make = partial(AllReduce, axes, "reduced" if to else "invariant", kind)
+                if move := self.collective(make, axes, state, new, moved, 0):
+                    yield move
+                for dim in range(len(state.dims)):
+                    for order in self.orders(state, dim, axes):
+                        new = problem.put(less, dim, order)
+                        moved = gathered(n, nbytes // n)
+                        copied = 2 * nbytes if dim else 0
+                        make = partial(ReduceScatter, order, dim, new.sizes[dim])
+                        if move := self.collective(make, order, state, new, moved, copied):
+                            yield move
+
+    def transfers(self, state: State) -> Iterator[Move]:
+        """All-to-all of minor runs of axes: of one run to any dim, of several to the goal's."""
+        if AllToAll in self.exclude:
+            return
+        problem, nbytes = self.problem, self.problem.nbytes(state)
+        for dim, axes in enumerate(state.dims):
+            for at in range(self.fixed[dim], len(axes)):
+                taken = axes[at:]
+                less = problem.take(state, dim, taken)
+                n = problem.count(taken)
+                for to in range(len(state.dims)):
+                    if to != dim:
+                        new = problem.put(less, to, taken)
+                        copied = 2 * nbytes * (bool(to) + bool(dim))
+                        moved = swapped(n, nbytes)
+                        make = partial(AllToAll, taken, dim, to, new.sizes[to])
+                        if move := self.collective(make, taken, state, new, moved, copied):
+                            yield move
+        if not self.direct:
+            yield from self.fused(state)
+
+    def fused(self, state: State) -> Iterator[Move]:
+        """Several runs at once, or one run to several dims; each axis where the goal has it."""
+        problem, nbytes = self.problem, self.problem.nbytes(state)
+        plans = [self.runs(state, dim) for dim in range(len(state.dims))]
+        for chosen in itertools.product(*plans):
+            pairs = [pair for plan in chosen for pair in plan]
+            if len(pairs) < 2:
+                continue
+            axes = tuple(axis for taken, _, _ in pairs for axis in taken)
+            least = Traffic(nbytes // 2, nbytes // 2, problem.count(axes) - 1, 1)
+            if problem.weigh(axes, least, 4 * nbytes) > self.limit:
+                continue
+            new = state
+            for taken, dim, _ in reversed(pairs):
+                new = problem.take(new, dim, taken)
+            made = []
+            for taken, dim, to in self.sorted_pairs(pairs):
+                new = problem.put(new, to, taken)
+                made.append((taken, dim, to, new.sizes[to]))
+            moved = problem.exchanged(state, new)._replace(messages=problem.count(axes) - 1)
+            make = partial(_all_to_all, tuple(made))
+            if move := self.collective(make, axes, state, new, moved, 4 * nbytes):
+                yield move
+
+    def sorted_pairs(self, pairs: list[tuple[Axes, int, int]]) -> list[tuple[Axes, int, int]]:
+        """In an order that each source dim allows, and the goal's where that is one."""
+        goal = self.problem.goal.dims
+        place = {axis: at for axes in goal for at, axis in enumerate(axes)}
+        wanted = sorted(pairs, key=lambda pair: place.get(pair[0][0], len(place)))
+        for dim in range(len(goal)):
+            if [p for p in wanted if p[1] == dim] != [p for p in pairs if p[1] == dim]:
+                return pairs
+        return wanted
+
+    def runs(self, state: State, dim: int) -> list[list[tuple[Axes, int, int]]]:
+        """Ways to take a minor run of a dim: none, to one dim, or each axis to its goal's dim."""
+        axes = state.dims[dim]
+        found: list[list[tuple[Axes, int, int]]] = [[]]
+        for at in range(self.fixed[dim], len(axes)):
+            taken = axes[at:]
+            found += [[(taken, dim, to)] for to in range(len(state.dims)) if to != dim]
+            pairs: list[tuple[Axes, int, int]] = []
+            for axis in taken:
+                word, to = self.goals[axis]
+                if word != "sharded" or to == dim or not isinstance(to, int):
+                    break
+                if pairs and pairs[-1][2] == to:
+                    pairs[-1] = ((*pairs[-1][0], axis), dim, to)
+                else:
+                    pairs.append(((axis,), dim, to))
+            else:
+                if len(pairs) > 1:
+                    found.append(pairs)
+        return found
+
+    def gathers(self, state: State) -> Iterator[Move]:
+        """All-gather of every minor run of axes of a dim."""
+        problem, nbytes = self.problem, self.problem.nbytes(state)
+        for dim, axes in enumerate(state.dims):
+            for at in range(self.fixed[dim], len(axes)):
+                taken = axes[at:]
+                less = problem.take(state, dim, taken)
+                to, kind = problem.replicated_goal(taken)
+                new = less._replace(reduced=with_kinds(less.reduced, taken, kind)) if to else less
+                n = problem.count(taken)
+                moved, copied = gathered(n, nbytes), 2 * n * nbytes if dim else 0
+                make = partial(AllGather, taken, dim, "reduced" if to else "invariant", kind)
+                if move := self.collective(make, taken, state, new, moved, copied):
+                    yield move
+
+    # -- to the goal ------------------------------------------------------------------
+
+    def find_targets(self) -> list[State]:
+        """The goal, and what gathers and embeddings along some of its axes make the goal of."""
+        problem, goal = self.problem, self.problem.goal
+        targets = [goal]
+        if self.direct:
+            return targets + self.embedded()
+        free = [a for a, n in self.size.items() if n > 1 and self.goals[a][0] != "sharded"]
+        for axes in _subsets(free):
+            less = goal._replace(
+                unreduced=tuple(each for each in goal.unreduced if each[0] not in axes),
+                reduced=tuple(each for each in goal.reduced if each[0] not in axes),
+            )
+            for dims in itertools.product(range(len(goal.dims)), repeat=len(axes)):
+                if len(set(dims)) > 1 and len(free) > 3:
+                    continue
+                target = less
+                for dim in sorted(set(dims)):
+                    mine = tuple(a for a, d in zip(axes, dims, strict=True) if d == dim)
+                    target = problem.put(target, dim, mine)
+                targets.append(target)
+        return targets + self.find_sources()
+
+    def embedded(self) -> list[State]:
+        """The goal's addends as shards of one dim, each dim in turn."""
+        problem, goal = self.problem, self.problem.goal
+        axes = tuple(axis for axis, _ in goal.unreduced if self.size[axis] > 1)
+        less = goal._replace(unreduced=tuple(e for e in goal.unreduced if e[0] not in axes))
+        return [problem.put(less, dim, axes) for dim in range(len(goal.dims))] if axes else []
+
+    def find_sources(self) -> list[State]:
+        """What slices, an all-to-all or a reduce-scatter make the goal of."""
+        problem, goal = self.problem, self.problem.goal
+        kinds = {kind for _, kind in problem.start.unreduced}
+        found = []
+        for dim, axes in enumerate(goal.dims):
+            for at in range(self.fixed[dim], len(axes)):
+                taken = axes[at:]
+                less = problem.take(goal, dim, taken)
+                found.append(less)
+                found += [problem.put(less, to, taken) for to in range(len(goal.dims)) if to != dim]
+                found += [
+                    less._replace(unreduced=with_kinds(less.unreduced, taken, kind))
+                    for kind in kinds
+                    if not mixed_kinds(with_kinds(less.unreduced, taken, kind), less.reduced)
+                ]
+        return found
+
+    def all_targets(self) -> list[State]:
+        """`find_targets`, once."""
+        if self.found is None:
+            self.found = self.find_targets()
+        return self.found
+
+    def permutes(self, state: State) -> Iterator[Move]:
+        """To the goal, or to what gathers make the goal of."""
+        problem = self.problem
+        if CollectivePermute in self.exclude:
+            return
+        if self.targets is None:
+            self.targets = {}
+            for target in self.all_targets():
+                self.targets.setdefault(problem.signature(target), []).append(target)
+        nbytes = problem.nbytes(state)
+        for target in self.targets.get(problem.signature(state), ()):
+            if target[:3] != state[:3]:
+                before, after = problem.roles(state), problem.roles(target)
+                axes = tuple(axis for axis, role in before.items() if role != after[axis])
+                make = partial(CollectivePermute, partition_of(target))
+                if not axes:
+                    yield problem.weigh_step(make(), state, target), make, target
+                else:
+                    moved = Traffic(nbytes, nbytes, 1, 1)
+                    if move := self.collective(make, axes, state, target, moved, 0):
+                        yield move
+
+    def exchanges(self, state: State) -> Iterator[Move]:
+        """Straight to the goal, or to what one more step makes the goal of."""
+        if Exchange in self.exclude:
+            return
+        floor = self.problem.weigh_at_least(0, 0)
+        for goal in self.all_targets():
+            if floor + self.problem.bound(goal) > self.limit:
+                continue
+            kept = tuple(each for each in goal.unreduced if each in state.unreduced)
+            target = goal if kept == goal.unreduced else goal._replace(unreduced=kept)
+            reduced = [each for each in state.unreduced if each not in kept]
+            fits = set(state.reduced) <= set(goal.reduced)
+            if not fits or target == state or len({kind for _, kind in reduced}) > 1:
+                continue
+            if move := self.exchange(state, target, tuple(axis for axis, _ in reduced)):
+                yield move
+
+    def exchange(self, state: State, target: State, reduced: Axes) -> Move | None:
+        """One exchange, where something is missing: else slices do."""
+        problem = self.problem
+        make = partial(Exchange, partition_of(target), target.sizes)
+        if not (problem.is_even(state) and problem.is_even(target)) or problem.ones:
+            return self.collective(make, (), state, target, Traffic(), 0)
+        addends = problem.count(reduced)
+        moved = problem.exchanged(state, target, addends)
+        copied = 2 * problem.nbytes(state) + (1 + addends) * problem.nbytes(target)
+        if not moved.launches:
+            return None
+        axes = problem.moving(state, target)
+        return self.collective(make, axes, state, target, moved, copied)
+
+
+def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:
+    first, *others = pairs
+    return AllToAll(*first, also=tuple(AllToAll(*each) for each in others))
+
+
+def _subsets(names: list[str]) -> Iterator[Axes]:
+    """Every non-empty choice of axes, in mesh order."""
+    for count in range(1, len(names) + 1):
+        yield from itertools.combinations(names, count)

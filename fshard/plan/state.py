@@ -1,0 +1,343 @@
+"""What a search knows: the problem, layouts on the way as light values, weights and bounds.
+
+The weight of a step is `step_time` of `program/cost.py`, or what the busiest rank receives; for
+even layouts both are closed forms of a few numbers, else the specs are built and asked. The
+bound of a layout is what any program from it to the goal costs at least, by the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fshard.mesh import Mesh
+from fshard.partition import Kinds, PartitionSpec
+from fshard.program.cost import Traffic, axis_roles, exchanged, seconds, step_time, traffic
+from fshard.program.infer import cut_sizes, join_sizes, permute_signature
+from fshard.program.steps import Step
+from fshard.program.topology import Link, Topology
+from fshard.spec import Spec
+
+__all__ = ["Axes", "Problem", "State", "with_kinds"]
+
+Axes = tuple[str, ...]
+Dims = tuple[Axes, ...]
+DimSizes = tuple[int, ...] | None
+
+LAUNCH = 1e-2
+"""The weight of a launch where bytes are what counts: launches break ties."""
+
+MESSAGE = 1e-6
+"""That of a message: they break ties of launches."""
+
+LOCAL = 1e-9
+"""That of a local step: fewer steps break ties of messages."""
+
+
+_ANY = Topology()
+_EVEN: tuple[None, ...] = (None,) * 64
+
+
+class State(NamedTuple):
+    """A layout on the way."""
+
+    dims: Dims
+    unreduced: Kinds
+    reduced: Kinds
+    sizes: tuple[DimSizes, ...]
+
+
+@dataclass(slots=True)
+class Problem:
+    """The constants of one search and its memo tables; `topology=None` weighs bytes alone."""
+
+    src: Spec
+    dst: Spec
+    topology: Topology | None
+    max_memory: int | None
+    exclude: frozenset[type]
+    mesh: Mesh = field(init=False)
+    item: int = field(init=False)
+    size: dict[str, int] = field(init=False)
+    start: State = field(init=False)
+    goal: State = field(init=False)
+    goals: dict[str, tuple[str, object]] = field(init=False)
+    ones: frozenset[str] = field(init=False)
+    thorough: bool = field(init=False)
+    slow: frozenset[str] = field(init=False)
+    fastest: Link = field(init=False)
+    slower: Link = field(init=False)
+    fast_ranks: int = field(init=False)
+    links: dict[Axes, Link] = field(init=False, default_factory=dict)
+    volumes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = field(init=False, default_factory=dict)
+    bounds: dict[State, float] = field(init=False, default_factory=dict)
+    specs: dict[State, Spec] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mesh = self.src.mesh
+        self.item = self.src.dtype.itemsize
+        self.size = dict(self.mesh.shape)
+        self.ones = frozenset(axis for axis, n in self.size.items() if n == 1)
+        # With more axes, what stays unreduced is left alone: it is not summed and embedded anew.
+        self.thorough = len(self.size) - len(self.ones) <= 2
+        self.start, self.goal = _state(self.src), _state(self.dst)
+        p = self.dst.partition
+        self.goals = dict.fromkeys(self.mesh.axes, ("invariant", "sum"))
+        self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
+        self.goals |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
+        self.goals |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+        self._tiers()
+
+    def _tiers(self) -> None:
+        """Which axes leave the fastest links: for the bound of what crosses them."""
+        links = {axis: self.link((axis,)) for axis, n in self.size.items() if n > 1}
+        best = max((link.bandwidth for link in links.values()), default=1.0)
+        quick = min((link.latency for link in links.values()), default=0.0)
+        self.fastest = Link(quick, best)
+        self.slow = frozenset(axis for axis, link in links.items() if link.bandwidth < best)
+        rest = [links[axis].bandwidth for axis in self.slow]
+        self.slower = Link(quick, max(rest, default=best))
+        self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow)
+
+    # -- sizes ------------------------------------------------------------------------
+
+    def count(self, axes: Axes) -> int:
+        """The devices along `axes`."""
+        return math.prod(self.size[axis] for axis in axes)
+
+    def link(self, axes: Axes) -> Link:
+        """The slowest link along `axes`; without a topology any will do."""
+        topology = self.topology or _ANY
+        return topology.link(self.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
+
+    def nbytes(self, state: State) -> int:
+        """Bytes of the largest local."""
+        key = (state.dims, state.sizes)
+        found = self.volumes.get(key)
+        if found is None:
+            found = self.item
+            for size, axes, sizes in zip(self.src.shape, state.dims, state.sizes, strict=True):
+                found *= size // self.count(axes) if sizes is None else max(sizes)
+            self.volumes[key] = found
+        return found
+
+    def spec(self, state: State) -> Spec:
+        """The state as a spec."""
+        found = self.specs.get(state)
+        if found is None:
+            found = self.specs[state] = self.src._with(
+                partition=partition_of(state), sizes=state.sizes
+            )
+        return found
+
+    def is_even(self, state: State) -> bool:
+        """Whether closed forms hold: equal shards, and some elements at all."""
+        return state.sizes == _EVEN[: len(state.sizes)] and 0 not in self.src.shape
+
+    # -- weights ----------------------------------------------------------------------
+
+    def weigh(self, axes: Axes, moved: Traffic, copied: int) -> float:
+        """The weight of a collective over `axes` that moves and copies that much."""
+        if self.topology is None:
+            return moved.received + LAUNCH + MESSAGE * moved.messages
+        link = self.links.get(axes)
+        if link is None:
+            link = self.links[axes] = self.link(axes)
+        return seconds(self.topology, link, moved, copied)
+
+    def weigh_local(self, copied: int) -> float:
+        """The weight of a step without traffic."""
+        return LOCAL if self.topology is None else copied / self.topology.memory
+
+    def weigh_step(self, step: Step, before: State, after: State) -> float:
+        """The weight of any step, by its specs: where closed forms do not hold."""
+        specs = self.spec(before), self.spec(after)
+        if self.topology is not None:
+            return step_time(self.topology, step, *specs)
+        moved = traffic(step, *specs)
+        if not moved.launches:
+            return LOCAL
+        return moved.received + LAUNCH + MESSAGE * moved.messages
+
+    # -- parts of moves ---------------------------------------------------------------
+
+    def take(self, state: State, dim: int, axes: Axes) -> State:
+        """The state without `axes`, the most minor ones of `dim`."""
+        mine = state.dims[dim][: -len(axes)]
+        sizes = state.sizes[dim]
+        if sizes is not None:
+            sizes = join_sizes(sizes, self.count(axes))
+        return State(
+            (*state.dims[:dim], mine, *state.dims[dim + 1 :]),
+            state.unreduced,
+            state.reduced,
+            (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
+        )
+
+    def put(self, state: State, dim: int, axes: Axes) -> State:
+        """The state with `axes` at the minor end of `dim`, cut as the goal or the source is."""
+        mine = (*state.dims[dim], *axes)
+        sizes = state.sizes[dim]
+        ends = self.start.sizes[dim] is self.goal.sizes[dim] is None
+        if sizes is not None or not ends or self.src.shape[dim] % self.count(mine):
+            sizes = self.cut(state, dim, axes, mine)
+        return State(
+            (*state.dims[:dim], mine, *state.dims[dim + 1 :]),
+            state.unreduced,
+            state.reduced,
+            (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
+        )
+
+    def cut(self, state: State, dim: int, axes: Axes, mine: Axes) -> DimSizes:
+        """The shard sizes of a dim that is cut further: those of an end where it is on its way."""
+        n, shards = self.count(axes), self.count(state.dims[dim])
+        whole = state.sizes[dim]
+        for end in (self.dst, self.src):
+            if end.partition.dims[dim][: len(mine)] == mine:
+                sizes = join_sizes(end.sizes[dim], end.dim_shards(dim) // (shards * n))
+                if join_sizes(sizes, n) == whole and (
+                    sizes is not None or self.src.shape[dim] % (shards * n) == 0
+                ):
+                    return sizes
+        cut = cut_sizes(self.src.shape[dim], shards, whole, n, chunk=True)
+        assert not isinstance(cut, str)
+        return cut if cut is None or len(set(cut)) > 1 else None
+
+    def replicated_goal(self, axes: Axes) -> tuple[bool, str]:
+        """Whether all of `axes` end reduced by one kind, and that kind."""
+        goals = {self.goals[axis] for axis in axes}
+        word, kind = next(iter(goals))
+        return (True, str(kind)) if len(goals) == 1 and word == "reduced" else (False, "sum")
+
+    def exchanged(self, before: State, after: State, addends: int = 1) -> Traffic:
+        """What moves between any two even layouts, each rank receiving what it lacks."""
+        shape, item, size = self.src.shape, self.item, self.size
+        return exchanged(shape, item, size, before.dims, after.dims, addends)
+
+    def signature(self, state: State) -> object:
+        """What a permutation keeps, the sizes of the shards among it."""
+        return permute_signature(self.size, partition_of(state)), state.sizes
+
+    def roles(self, state: State) -> dict[str, object]:
+        """What each axis of several devices does."""
+        return axis_roles(self.size, partition_of(state))
+
+    def moving(self, before: State, after: State) -> Axes:
+        """The axes along which even layouts exchange anything: `moving_axes` of light values."""
+        was, now = self.places(before), self.places(after)
+        return tuple(axis for axis in self.size if was.get(axis) != now.get(axis))
+
+    def places(self, state: State) -> dict[str, object]:
+        """Where each axis cuts a dim, or the reduction of its addends."""
+        found: dict[str, object] = {}
+        for dim, axes in enumerate(state.dims):
+            major = 1
+            for axis in axes:
+                found[axis] = (dim, major)
+                major *= self.size[axis]
+        found.update(state.unreduced)
+        return found
+
+    # -- bounds -----------------------------------------------------------------------
+
+    def bound(self, state: State) -> float:
+        """What any program from `state` to the goal weighs at least: the heuristic of A*.
+
+        A launch where anything is missing, with what the busiest rank must receive over the
+        fastest link, or a whole node over the next slower ones.
+        """
+        found = self.bounds.get(state)
+        if found is None:
+            found = self.bounds[state] = self._bound(state)
+        return found
+
+    def _bound(self, state: State) -> float:
+        # Ranks that end with addends of one tensor may hold what they need between them.
+        stay = set() if self.thorough else set(state.unreduced)
+        group = frozenset(each[0] for each in self.goal.unreduced if each not in stay)
+        goals = {axis for axis, _ in self.goal.unreduced}
+        addends = tuple(axis for axis, _ in state.unreduced if axis not in goals)
+        if not self.is_even(state) or not self.is_even(self.goal):
+            far = self.count(addends) > 1 or self._must_move(state)
+            return self.weigh_at_least(0, 0) if far else 0.0
+        members = self.count(tuple(group))
+        missing = -(-self.missing(state, group, addends) // members)
+        if not missing:
+            return 0.0
+        across = 0
+        if self.slow and members == 1:
+            fast = frozenset(self.size) - self.slow
+            slow_addends = tuple(axis for axis in addends if axis in self.slow)
+            across = -(-self.missing(state, fast, slow_addends) // self.fast_ranks)
+        return self.weigh_at_least(missing * self.item, across * self.item)
+
+    def _must_move(self, state: State) -> bool:
+        """Whether some axis has to leave the dim that it shards."""
+        return (
+            any(
+                axes != goal[: len(axes)] and self.count(axes) > 1
+                for axes, goal in zip(state.dims, self.goal.dims, strict=True)
+            )
+            and not self.goal.unreduced
+        )
+
+    def weigh_at_least(self, nbytes: int, across: int) -> float:
+        """A launch that moves so many bytes, `across` of them between nodes."""
+        if self.topology is None:
+            return nbytes + LAUNCH
+        time = max(nbytes / self.fastest.bandwidth, across / self.slower.bandwidth)
+        return self.topology.launch + self.fastest.latency + time
+
+    def missing(self, state: State, within: frozenset[str], addends: Axes) -> int:
+        """Elements that the worst placed rank lacks, or the worst group of ranks along `within`.
+
+        Even layouts: behind the common axes of a dim, other axes on both sides leave some
+        rank with nothing of what it needs, and axes of the source alone with an n-th of it.
+        Of what is still to be reduced each rank must receive all that it needs.
+        """
+        whole = held = 1
+        for length, *ends in zip(self.src.shape, state.dims, self.goal.dims, strict=True):
+            have, need = (
+                [tuple(a for a in axes if a not in self.ones) for axes in ends]
+                if self.ones
+                else ends
+            )
+            at, here = 0, length
+            for one, other in zip(have, need, strict=False):
+                if one != other:
+                    break
+                if one not in within:
+                    here //= self.size[one]
+                at += 1
+            mine, theirs, there = have[at:], need[at:], here
+            for axis in theirs:
+                here //= 1 if axis in within else self.size[axis]
+            for axis in mine:
+                there //= 1 if axis in within else self.size[axis]
+            whole *= here
+            clash = mine and theirs and mine[0] not in within and theirs[0] not in within
+            held *= 0 if clash else min(here, there)
+        if self.count(addends) == 1:
+            return whole - held
+        if within:
+            return whole
+        copies = self.mesh.size // math.prod(map(self.count, self.goal.dims))
+        copies //= self.count(tuple(axis for axis, _ in self.goal.unreduced))
+        messages = self.count(addends) - 1 + copies - 1
+        return max(whole, -(-math.prod(self.src.shape) * messages // self.mesh.size))
+
+
+def _state(spec: Spec) -> State:
+    p = spec.partition
+    return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
+
+
+def partition_of(state: State) -> PartitionSpec:
+    """The partition of a state."""
+    return PartitionSpec._of(state.dims, state.unreduced, state.reduced)
+
+
+def with_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
+    """The states with those of `axes` among them."""
+    return tuple(sorted((*kinds, *((axis, str(kind)) for axis in axes))))
