@@ -1,4 +1,4 @@
-"""The closed set of typed steps, each over one mesh axis or several at once.
+"""The closed set of typed steps: over mesh axes, one or several at once, or to a whole layout.
 
 A step is a frozen value. What it does to a spec is `infer`, to a cotangent `transpose`, to
 bytes `traffic`, to tensors the interpreter in `run/`. Names are Shardy's.
