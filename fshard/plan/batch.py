@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
 from fshard import hooks
@@ -31,7 +31,7 @@ hide. More would save nothing, and costs memory, and the copies of what goes sid
 """
 
 T = TypeVar("T")
-Plan = Callable[[Topology | str, Spec, Spec], Program]
+Plan = Callable[..., Program]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -230,37 +230,57 @@ def _transpose(batch: Batch) -> Batch:
 
 
 def plan_batch(
-    src: Any, dst: Any, plan: Plan, cost: Topology | str, bucket_bytes: int | None
+    src: Any,
+    dst: Any,
+    plan: Plan,
+    cost: Topology | str,
+    options: tuple[Any, ...],
+    bucket_bytes: int | None,
 ) -> Batch:
     """The batch from a tree of specs to another: each leaf planned with its share of a launch.
 
-    `plan` makes the program of one leaf. Where launches cost time, two batches are planned, one
-    in which leaves think of launches as shared by all that move, one in which each pays for
-    its own; the cheaper one is the answer, so that a batch never costs more than its leaves.
+    `plan(src, dst, cost, *options)` makes the program of one leaf. Where launches cost time, two
+    batches are planned, one in which leaves think of launches as shared by all that move, one in
+    which each pays for its own; the cheaper one is the answer, so that a batch never costs more
+    than its leaves. It is cached by value.
 
     Raises `ShardingError` where the trees are of different structures, and all that `plan`
     raises, with the path of the leaf.
     """
-    where = "fs.redistribute"
-    raise_if(where, _bucket_problems(bucket_bytes))
+    raise_if("fs.redistribute", _bucket_problems(bucket_bytes))
     sources, structure = flatten(src)
-    targets = matching(src, dst, ("src", "dst"), where)
+    targets = matching(src, dst, ("src", "dst"), "fs.redistribute")
+    values = all(each is None or isinstance(each, Spec) for each in (*sources, *targets))
+    planned = _planned if values else _planned.__wrapped__  # what has no hash is refused there
+    return planned(tuple(sources), tuple(targets), structure, plan, cost, options, bucket_bytes)
+
+
+@lru_cache(maxsize=256)
+def _planned(
+    sources: tuple[Any, ...],
+    targets: tuple[Any, ...],
+    structure: TreeDef,
+    plan: Plan,
+    cost: Topology | str,
+    options: tuple[Any, ...],
+    bucket_bytes: int | None,
+) -> Batch:
     pairs = list(zip(sources, targets, strict=True))
-    names = paths(src, "")
+    names = paths(unflatten(structure, sources), "")
     moving = sum(a != b for a, b in pairs)
 
-    def planned(cost: Topology | str) -> Batch:
-        one = partial(plan, cost)
-        leaves = of_leaves(where, names, [partial(_plan_leaf, a, b, one) for a, b in pairs])
+    def batch(cost: Topology | str) -> Batch:
+        one = cache(lambda a, b: plan(a, b, cost, *options))
+        make = [partial(_plan_leaf, a, b, one) for a, b in pairs]
         made = object.__new__(Batch)
-        _fill(made, tuple(leaves), structure, bucket_bytes)
+        _fill(made, tuple(of_leaves("fs.redistribute", names, make)), structure, bucket_bytes)
         return made
 
-    alone = planned(cost)
+    alone = batch(cost)
     if isinstance(cost, str) or moving < 2:
         return alone
-    shared = planned(replace(cost, launch=cost.launch / moving))
-    return min(alone, shared, key=lambda batch: batch.cost(cost).time)
+    shared = batch(replace(cost, launch=cost.launch / moving))
+    return min(alone, shared, key=lambda each: each.cost(cost).time)
 
 
 def _plan_leaf(a: Any, b: Any, plan: Callable[[Spec, Spec], Program]) -> Program | None:

@@ -192,7 +192,10 @@ def _send(
             return transport.reduce_scatter(rows, reduction, group)
         case _:
             order = _order(group, tuple(wire.group for wire in wires))
-            pieces = [x.split(wire.send) for x, wire in zip(payloads, wires, strict=False)]
+            pieces = [
+                torch.split_with_sizes(x, wire.send)
+                for x, wire in zip(payloads, wires, strict=False)
+            ]
             send, receive = [0] * len(group), [0] * len(group)
             for to, leaf, own in order:
                 send[to] += wires[leaf].send[own]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
 from typing import Any
 
@@ -48,7 +48,7 @@ def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     For ranks outside of a leaf's meshes the same holds as for a program alone.
     """
     parts = matching(batch.programs, tree, ("batch.src", "locals"), WHERE)
-    names = paths(batch.programs, "")
+    names = _paths(batch)
     there = [at for at, leaf in enumerate(batch.leaves) if leaf is not None]
     given, at = [parts[place] for place in there], [names[place] for place in there]
     progs = tuple(leaf for leaf in batch.leaves if leaf is not None)
@@ -62,6 +62,11 @@ def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
         return unflatten(batch.structure, parts)
 
     return Pending(whole) if async_op else whole()
+
+
+@lru_cache(maxsize=256)
+def _paths(batch: Batch) -> list[str]:
+    return paths(batch.programs, "")
 
 
 # What `torch.compiler.disable` sets: to import that takes a second.
