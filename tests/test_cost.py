@@ -200,14 +200,23 @@ def test_all_to_alls_of_several_dims_that_depend_on_each_other() -> None:
 
 
 def test_messages_of_unequal_shards() -> None:
-    for text, messages in [("[12@(x,y)]", 3), ("[9@(x,y):1+2+3+1+1+1]", 5)]:
-        src = spec_of(f"f32{text}")
-        assert traffic(AllGather(XY, 0), src, spec_of(f"f32[{src.shape[0]}]")).messages == messages
+    # Few ranks send directly, many along trees; unequal shards always go directly.
+    for n, even, odd in [(6, (5, 1), (5, 1)), (16, (15, 1), (15, 1)), (32, (5, 5), (31, 1))]:
+        mesh = Mesh(x=n, y=2)
+        for sizes, want in [((2,) * n, even), ((3, 1, *(2,) * (n - 2)), odd)]:
+            src = Spec(mesh, P("x"), shape=(2 * n,), sizes={0: sizes})
+            moved = traffic(AllGather("x", 0), src, src.replace(partition=P()))
+            assert moved[2:] == want
+            back = ReduceScatter("x", 0, src.sizes[0])
+            addends = src.replace(partition=P(unreduced={"x"}))
+            assert traffic(back, addends, src)[2:] == want
+        reduced = traffic(AllReduce("x"), addends, addends.replace(partition=P()))
+        assert reduced[2:] == (2 * even[0], 2 * even[1])
     # Each group is even in itself: it runs as an even gather.
     src = spec_of("f32[9@(x,y):2+2+2+1+1+1]")
-    assert traffic(AllGather("y", 0), src, spec_of("f32[9@x:6+3]")) == Traffic(16, 16, 2, 2)
+    assert traffic(AllGather("y", 0), src, spec_of("f32[9@x:6+3]")) == Traffic(16, 16, 2, 1)
     back = ReduceScatter("y", 0, (2, 2, 2, 1, 1, 1))
-    assert traffic(back, spec_of("f32[9@x:6+3]{unreduced: y}"), src) == Traffic(16, 16, 2, 2)
+    assert traffic(back, spec_of("f32[9@x:6+3]{unreduced: y}"), src) == Traffic(16, 16, 2, 1)
 
 
 # -- time ----------------------------------------------------------------------------------
@@ -277,7 +286,7 @@ def test_cost_is_the_sum_of_the_steps() -> None:
     prog = Program(src, steps)
     cost = prog.cost()
     assert (cost.bytes_sent, cost.bytes_received, cost.launches) == (30400, 30400, 3)
-    assert cost.messages == 1 + 2 + 4
+    assert cost.messages == 1 + 2 + 11
     triples = list(zip(prog.steps, prog.specs, prog.specs[1:], strict=False))
     assert cost.time == sum(step_time(Topology.node(), *each) for each in triples)
 
@@ -297,7 +306,7 @@ def test_peak_memory_is_the_largest_local_on_the_way() -> None:
 def test_time_by_hand() -> None:
     prog = Program(spec_of("f32[1200]{unreduced: x, y}"), (AllReduce(XY),))
     sent = 2 * 5 / 6 * 4800
-    assert prog.cost(OWN).time == pytest.approx(5e-6 + 6 * 2.15e-6 + sent / 1e9)  # 2 log2(6)
+    assert prog.cost(OWN).time == pytest.approx(5e-6 + 2 * 2e-6 + 10 * 0.15e-6 + sent / 1e9)
     swap = Program(spec_of("f32[1200@y,3]"), (AllToAll("y", 0, 1),))
     sent = 2 / 3 * 4800
     alone = 5e-6 + 2e-6 + 2 * 0.15e-6  # one round of two messages

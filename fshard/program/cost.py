@@ -36,8 +36,8 @@ from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
 __all__ = [
-    "Cost", "Traffic", "all_reduced", "copies", "exchanged", "gathered", "hops", "max_local_nbytes",
-    "seconds", "share", "step_axes", "step_link", "step_time", "swapped", "traffic",
+    "Cost", "Traffic", "all_reduced", "copies", "exchanged", "gathered", "max_local_nbytes",
+    "seconds", "share", "spread", "step_axes", "step_link", "step_time", "swapped", "traffic",
 ]  # fmt: skip
 
 Dims = Sequence[tuple[str, ...]]
@@ -82,9 +82,17 @@ NOTHING = Traffic()
 # -- of numbers: equal shards --------------------------------------------------------------
 
 
-def hops(n: int) -> int:
-    """Messages in a row of a collective of `n` ranks: halving and doubling, or a tree."""
-    return (n - 1).bit_length()
+DIRECT = 16
+"""Of that many ranks at most everyone sends to everyone at once; of more, along trees."""
+
+
+def spread(n: int) -> tuple[int, int]:
+    """Messages of a rank and rounds in which `n` ranks tell each other all there is.
+
+    Among few directly, among many by doubling (Thakur, Rabenseifner and Gropp 2005) or along
+    trees: as the libraries choose, for small tensors, where it matters.
+    """
+    return (n - 1, 1) if n <= DIRECT else ((n - 1).bit_length(),) * 2
 
 
 def share(parts: int, numel: int, n: int) -> int:
@@ -94,13 +102,14 @@ def share(parts: int, numel: int, n: int) -> int:
 
 def gathered(n: int, shard: int) -> Traffic:
     """An all-gather of `n` shards of `shard` bytes each, or a reduce-scatter to such."""
-    return Traffic((n - 1) * shard, (n - 1) * shard, hops(n), hops(n))
+    return Traffic((n - 1) * shard, (n - 1) * shard, *spread(n))
 
 
 def all_reduced(n: int, local: int, item: int) -> Traffic:
     """An all-reduce of `n` locals of `local` bytes each, whose elements have `item` bytes."""
     moved = share(2 * (n - 1), local // item, n) * item
-    return Traffic(moved, moved, 2 * hops(n), 2 * hops(n))
+    messages, rounds = spread(n)
+    return Traffic(moved, moved, 2 * messages, 2 * rounds)
 
 
 def swapped(n: int, local: int) -> Traffic:
@@ -216,8 +225,7 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
     """What the busiest rank moves in a step from `src` to `dst`, exact for uneven shards.
 
     All-gather and reduce-scatter move (n-1)/n of the whole, all-reduce twice that
-    (Patarasu and Yuan 2009), in log2(n) messages in a row, as halving and doubling (Thakur,
-    Rabenseifner and Gropp 2005) and double trees (NCCL) do. All-to-all moves (n-1)/n of the
+    (Patarasu and Yuan 2009), in the messages of `spread`. All-to-all moves (n-1)/n of the
     local in n-1 messages, as do gathers and scatters of unequal shards, which run as one. An
     exchange receives what is missing, of each addend; holders of one shard send alike.
     """
@@ -264,7 +272,7 @@ def _of_gather(src: Spec, dim: int, n: int) -> Traffic:
     got = max(whole - min(parts) for whole, parts in groups)
     alike = all(len(set(parts)) == 1 for _, parts in groups)
     item = rest * src.dtype.itemsize
-    rounds = (hops(n), hops(n)) if alike else (n - 1, 1)
+    rounds = spread(n) if alike else (n - 1, 1)
     return Traffic((n - 1) * _widest(src, dim) * item, got * item, *rounds)
 
 
