@@ -106,10 +106,14 @@ def gathered(n: int, shard: int) -> Traffic:
 
 
 def all_reduced(n: int, local: int, item: int) -> Traffic:
-    """An all-reduce of `n` locals of `local` bytes each, whose elements have `item` bytes."""
+    """An all-reduce of `n` locals of `local` bytes each, whose elements have `item` bytes.
+
+    Small tensors go to all of few ranks in one round, along trees there and back.
+    """
     moved = share(2 * (n - 1), local // item, n) * item
     messages, rounds = spread(n)
-    return Traffic(moved, moved, 2 * messages, 2 * rounds)
+    twice = 1 if n <= DIRECT else 2
+    return Traffic(moved, moved, twice * messages, twice * rounds)
 
 
 def swapped(n: int, local: int) -> Traffic:
