@@ -161,6 +161,39 @@ def test_leaves_of_several_meshes_and_between_meshes() -> None:
     assert log.backward.counts.total() <= len(batch.T.launches)
 
 
+@given(st.data())
+@settings(max_examples=40)
+def test_any_two_meshes(data: st.DataObject) -> None:
+    """Values and gradients; launches only as many as said, for a rank may take part in few."""
+    one, two = Mesh(x=2, y=2), Mesh({"x": 3, "z": 2}, devices=data.draw(st.permutations(range(6))))
+    shapes = [data.draw(strategies.shapes(0, 2)) for _ in range(data.draw(st.integers(1, 4)))]
+    free, whole = ("sharded", "invariant", "unreduced"), ("sharded", "invariant", "reduced")
+    ends_of = [
+        (strategies.specs(a, shape, dtype=F64, states=free),
+         strategies.specs(b, shape, dtype=F64, states=whole))
+        for shape in shapes
+        for a, b in [data.draw(st.sampled_from([(one, two), (two, one), (two, two)]))]
+    ]  # fmt: skip
+    leaves = [(data.draw(a), data.draw(b)) for a, b in ends_of]
+    batch = fs.redistribute(*ends(leaves), bucket_bytes=data.draw(st.sampled_from([None, 64])))
+    xs = [tuple(x.requires_grad_() for x in random_locals(a, i)) for i, a in enumerate(batch.src)]
+    flat = [x for shards in xs for x in shards]
+
+    def gradients(ys: list[Any]) -> Any:
+        return torch.autograd.grad(sum(((y + 1) ** 2).sum() for s in ys for y in s), flat)
+
+    with fs.comm_log() as log:
+        got = batch(xs)
+        grads = gradients(got)
+    want = [prog(x) for prog, x in zip(batch.programs, xs, strict=True)]
+    check_equal(got, want)
+    check_equal([grads], [gradients(want)])
+    for a, b, x, y in zip(batch.src, batch.dst, xs, got, strict=True):
+        assert torch.equal(global_of(b, y), global_of(a, x))
+    assert log.forward.counts.total() <= len(batch.launches)
+    assert log.backward.counts.total() <= len(batch.T.launches)
+
+
 # -- what it is for ----------------------------------------------------------------------
 
 
