@@ -1,0 +1,129 @@
+"""Real times of trees on gloo ranks: leaves one by one, all started ahead, and as one batch.
+
+`python -m tests.benchmarks.bench_trees` prints medians of one run of about two minutes;
+`--rounds 3` makes a short one. The ways take turns, so that a busy machine slows all of them, and
+a round's time is that of its slowest rank. Forward only; every way gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import fshard as fs
+from fshard import Mesh, P, Program, Spec
+from tests.distributed.harness import close_all, run_ranks
+
+MESH = Mesh(x=4)
+BUCKETS = {"1 MiB": 2**20, "8 MiB": 2**23, "32 MiB": 2**25, "no bound": None}
+Ends = tuple[list[Spec], list[Spec]]
+
+
+def gathered(count: int, rows: int, cols: int) -> Ends:
+    """FSDP's parameters: rows over the ranks, then whole."""
+    src = [Spec(MESH, P("x"), shape=(rows, cols))] * count
+    return src, [spec.replace(partition=P(reduced={"x"})) for spec in src]
+
+
+def owned(count: int, rows: int, cols: int) -> Ends:
+    """Muon's matrices: each on one rank in turn, then on every rank."""
+    src = [
+        Spec(MESH, P("x"), shape=(rows, cols), sizes={0: [rows * (at % 4 == r) for r in range(4)]})
+        for at in range(count)
+    ]
+    return src, [spec.replace(partition=P()) for spec in src]
+
+
+def turned(count: int, rows: int, cols: int) -> Ends:
+    """A checkpoint's tensors, from rows to columns."""
+    src = [Spec(MESH, P("x"), shape=(rows, cols))] * count
+    return src, [spec.replace(partition=P(None, "x")) for spec in src]
+
+
+CASES: dict[str, Ends] = {
+    "200 x 4 KiB, gathered": gathered(200, 32, 32),
+    "200 x 4 KiB, owned": owned(200, 32, 32),
+    "200 x 4 KiB, turned": turned(200, 32, 32),
+    "48 x 256 KiB, gathered": gathered(48, 256, 256),
+    "24 x 1 MiB, gathered": gathered(24, 512, 512),
+    "12 x 8 MiB, gathered": gathered(12, 2048, 1024),
+}
+
+
+def ways(src: list[Spec], dst: list[Spec]) -> dict[str, tuple[int, Callable[[], list[Any]]]]:
+    """Each way's launches, and one run."""
+    progs: list[Program] = [fs.redistribute(a, b) for a, b in zip(src, dst, strict=True)]
+    torch.manual_seed(0)
+    xs = [torch.randn(spec.local_shape(dist.get_rank())) for spec in src]
+    launches = sum(prog.cost().launches for prog in progs)
+
+    def one_by_one() -> list[Any]:
+        return [prog(x) for prog, x in zip(progs, xs, strict=True)]
+
+    def ahead() -> list[Any]:
+        started = [prog(x, async_op=True) for prog, x in zip(progs, xs, strict=True)]
+        return [each.wait() for each in started]
+
+    found = {"one by one": (launches, one_by_one), "started ahead": (launches, ahead)}
+    for name, size in BUCKETS.items():
+        batch = fs.redistribute(src, dst, bucket_bytes=size)
+        found[name] = len(batch.launches), lambda batch=batch: batch(xs)  # type: ignore[misc]
+    return found
+
+
+def on_rank(rounds: int) -> dict[str, dict[str, tuple[int, list[float]]]]:
+    """Of each case and way the launches, and the seconds of every round on this rank."""
+    fs.init(MESH)
+    found = {}
+    for case, ends in CASES.items():
+        runs = ways(*ends)
+        want, *others = (run() for _, run in runs.values())
+        for got in others:
+            assert all(map(torch.equal, got, want)), case
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(rounds):
+            names = list(runs)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                dist.barrier()
+                start = time.perf_counter()
+                runs[name][1]()
+                seconds[name].append(time.perf_counter() - start)
+        found[case] = {name: (launches, seconds[name]) for name, (launches, _) in runs.items()}
+    return found
+
+
+def table(by_rank: Sequence[dict[str, dict[str, tuple[int, list[float]]]]]) -> Table:
+    """Milliseconds of the slowest rank, and launches."""
+    names = ["one by one", "started ahead", *BUCKETS]
+    shown = Table("4 gloo ranks", *names, title="trees: ms (launches); batches by bucket_bytes")
+    for case in CASES:
+        cells = []
+        for name in names:
+            rounds = zip(*(rank[case][name][1] for rank in by_rank), strict=True)
+            median = statistics.median(map(max, rounds))
+            cells.append(f"{median * 1e3:.1f} ({by_rank[0][case][name][0]})")
+        shown.add_row(case, *cells)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    try:
+        by_rank = run_ranks(4, on_rank, options.rounds, timeout=600)
+    finally:
+        close_all()
+    Console(width=120).print(table(by_rank))
+
+
+if __name__ == "__main__":
+    main()
