@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fshard.plan.state import Axes, Problem, State, partition_of, with_kinds
+from fshard.plan.state import Axes, Problem, State, partition_of, subsets, with_kinds
+from fshard.plan.targets import all_targets, direct_targets
 from fshard.program.cost import Traffic, all_reduced, gathered, swapped
 from fshard.program.steps import (
     AllGather,
@@ -48,8 +49,7 @@ class Moves:
         self.size = problem.size
         self.goals = problem.goals
         self.exclude = problem.exclude
-        self.found: list[State] | None = None
-        self.targets: dict[object, list[State]] | None = None
+        self.targets: dict[object, list[State]] = {}
         # What both ends begin a dim with stays: each such shard is a problem of its own.
         self.fixed = [
             next((at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b),
@@ -59,6 +59,7 @@ class Moves:
         if not (problem.is_even(problem.start) and problem.is_even(problem.goal)):
             self.fixed = [0] * len(self.fixed)
         self.helpers = self.find_helpers()
+        self.found: list[State] = []
         p, q = problem.src.partition, problem.dst.partition
         # Axes that may take another's place in a dim: rare, so looked for only where they can.
         self.stand_ins = frozenset(
@@ -67,6 +68,14 @@ class Moves:
             for axis, by in itertools.product(mine[:-1], q.dims[dim])
             if self.goals[axis][0] == "unreduced" and self.size[axis] == self.size[by]
         ) - {axis for mine in p.dims for axis in mine}
+
+    @property
+    def ends(self) -> list[State]:
+        """Layouts worth moving to in one step: the goal, and what one more step makes it of."""
+        if not self.found:
+            find = direct_targets if self.direct else all_targets
+            self.found = find(self.problem, self.fixed)
+        return self.found
 
     def find_helpers(self) -> dict[str, tuple[str, ...]]:
         """Axes that both ends leave replicated, each with those before it that do as well.
@@ -187,7 +196,7 @@ class Moves:
     def choices(self, names: list[str]) -> Iterator[Axes]:
         """The axes that one step may act along: any, or one and all of them."""
         if not self.direct:
-            return _subsets(names)
+            return subsets(names)
         each = [(axis,) for axis in names] if len(names) > 1 else []
         return iter([tuple(names), *each])
 
@@ -380,67 +389,13 @@ class Moves:
 
     # -- to the goal ------------------------------------------------------------------
 
-    def find_targets(self) -> list[State]:
-        """The goal, and what gathers and embeddings along some of its axes make the goal of."""
-        problem, goal = self.problem, self.problem.goal
-        targets = [goal]
-        if self.direct:
-            return targets + self.embedded()
-        free = [a for a, n in self.size.items() if n > 1 and self.goals[a][0] != "sharded"]
-        for axes in _subsets(free):
-            less = goal._replace(
-                unreduced=tuple(each for each in goal.unreduced if each[0] not in axes),
-                reduced=tuple(each for each in goal.reduced if each[0] not in axes),
-            )
-            for dims in itertools.product(range(len(goal.dims)), repeat=len(axes)):
-                if len(set(dims)) > 1 and len(free) > 3:
-                    continue
-                target = less
-                for dim in sorted(set(dims)):
-                    mine = tuple(a for a, d in zip(axes, dims, strict=True) if d == dim)
-                    target = problem.put(target, dim, mine)
-                targets.append(target)
-        return targets + self.find_sources()
-
-    def embedded(self) -> list[State]:
-        """The goal's addends as shards of one dim, each dim in turn."""
-        problem, goal = self.problem, self.problem.goal
-        axes = tuple(axis for axis, _ in goal.unreduced if self.size[axis] > 1)
-        less = goal._replace(unreduced=tuple(e for e in goal.unreduced if e[0] not in axes))
-        return [problem.put(less, dim, axes) for dim in range(len(goal.dims))] if axes else []
-
-    def find_sources(self) -> list[State]:
-        """What slices, an all-to-all or a reduce-scatter make the goal of."""
-        problem, goal = self.problem, self.problem.goal
-        kinds = {kind for _, kind in problem.start.unreduced}
-        found = []
-        for dim, axes in enumerate(goal.dims):
-            for at in range(self.fixed[dim], len(axes)):
-                taken = axes[at:]
-                less = problem.take(goal, dim, taken)
-                found.append(less)
-                found += [problem.put(less, to, taken) for to in range(len(goal.dims)) if to != dim]
-                found += [
-                    less._replace(unreduced=with_kinds(less.unreduced, taken, kind))
-                    for kind in kinds
-                    if not mixed_kinds(with_kinds(less.unreduced, taken, kind), less.reduced)
-                ]
-        return found
-
-    def all_targets(self) -> list[State]:
-        """`find_targets`, once."""
-        if self.found is None:
-            self.found = self.find_targets()
-        return self.found
-
     def permutes(self, state: State) -> Iterator[Move]:
         """To the goal, or to what gathers make the goal of."""
         problem = self.problem
         if CollectivePermute in self.exclude:
             return
-        if self.targets is None:
-            self.targets = {}
-            for target in self.all_targets():
+        if not self.targets:
+            for target in self.ends:
                 self.targets.setdefault(problem.signature(target), []).append(target)
         nbytes = problem.nbytes(state)
         for target in self.targets.get(problem.signature(state), ()):
@@ -460,7 +415,7 @@ class Moves:
         if Exchange in self.exclude:
             return
         floor = self.problem.weigh_at_least(0, 0)
-        for goal in self.all_targets():
+        for goal in self.ends:
             if floor + self.problem.bound(goal) > self.limit:
                 continue
             kept = tuple(each for each in goal.unreduced if each in state.unreduced)
@@ -490,9 +445,3 @@ class Moves:
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:
     first, *others = pairs
     return AllToAll(*first, also=tuple(AllToAll(*each) for each in others))
-
-
-def _subsets(names: list[str]) -> Iterator[Axes]:
-    """Every non-empty choice of axes, in mesh order."""
-    for count in range(1, len(names) + 1):
-        yield from itertools.combinations(names, count)

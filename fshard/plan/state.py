@@ -7,7 +7,9 @@ bound of a layout is what any program from it to the goal costs at least, by the
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from fshard.program.steps import Step
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
-__all__ = ["Axes", "Problem", "State", "with_kinds"]
+__all__ = ["Axes", "Problem", "State", "partition_of", "subsets", "with_kinds"]
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
@@ -341,3 +343,9 @@ def partition_of(state: State) -> PartitionSpec:
 def with_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
     """The states with those of `axes` among them."""
     return tuple(sorted((*kinds, *((axis, str(kind)) for axis in axes))))
+
+
+def subsets(names: Sequence[str]) -> Iterator[Axes]:
+    """Every non-empty choice of axes, in the order given."""
+    for count in range(1, len(names) + 1):
+        yield from itertools.combinations(names, count)
