@@ -1,4 +1,4 @@
-"""Layouts worth moving to in one exchange or permutation: the goal, and what is one step from it."""
+"""Layouts to move to in one exchange or permutation: the goal, and what is one step from it."""
 
 from __future__ import annotations
 
