@@ -339,23 +339,50 @@ def _casts_pass(src: Spec, first: Step, second: Step, dst: Spec) -> bool:
 
 
 def _around(path: Path, steps: Steps) -> Iterator[Path]:
-    """Through what one of the steps, done first, would make of the source, or last the target."""
+    """Through what one of the steps, done first, would make of the source, or last the target.
+
+    An exchange does several things at once: what it slices or reduces may go first.
+    """
     src, dst = path[0], path[-1]
     if len({spec.dtype for spec in path}) > 1:
         return
-    early = dict.fromkeys(spec for step in steps for spec in _made(step, src))
-    late = dict.fromkeys(
-        spec.dual for each in zip(steps, path, strict=False) for spec in _made_back(*each, dst)
-    )
-    yield from ((src, way, dst) for way in early | late)
-    yield from ((src, first, last, dst) for first, last in itertools.product(early, late))
+    early = [spec for step in steps for spec in _made(step, src)]
+    late = [spec for each in zip(steps, path, strict=False) for spec in _made_back(*each, dst)]
+    if any(isinstance(step, Exchange) for step in steps) and src.mesh == dst.mesh:
+        early += _parts_of_exchange(src, dst)
+        late += _parts_back(src, dst)
+    first, last = dict.fromkeys(early), dict.fromkeys(late)
+    yield from ((src, way, dst) for way in first | last)
+    yield from ((src, *ways, dst) for ways in itertools.product(first, last))
 
 
-def _made_back(step: Step, src: Spec, dst: Spec) -> tuple[Spec, ...]:
+def _made_back(step: Step, src: Spec, dst: Spec) -> list[Spec]:
     try:
-        return _made(transpose(step, src), dst.dual)
+        return [spec.dual for spec in _made(transpose(step, src), dst.dual)]
     except ShardingError:
-        return ()
+        return []
+
+
+def _parts_back(src: Spec, dst: Spec) -> list[Spec]:
+    try:
+        return [spec.dual for spec in _parts_of_exchange(dst.dual, src.dual)]
+    except ShardingError:
+        return []
+
+
+@lru_cache(maxsize=65536)
+def _parts_of_exchange(src: Spec, dst: Spec) -> tuple[Spec, ...]:
+    """What slices and reductions make of a layout along axes that become sharded, or whole."""
+    p, q = src.partition, dst.partition
+    sharded = {axis for axes in p.dims for axis in axes}
+    runs = [run for axes in q.dims for run in _runs(axes) if sharded.isdisjoint(run)]
+    steps: list[Step] = [
+        (ReduceScatter if run[0] in p.unreduced else AllSlice)(run, dim)
+        for run, dim in itertools.product(runs, range(src.ndim))
+    ]
+    steps += [AllReduce((axis,)) for axis in p.unreduced if axis not in q.unreduced]
+    made = (_after(step, src) for step in steps)
+    return tuple(each for each in made if each is not None)
 
 
 @lru_cache(maxsize=65536)
