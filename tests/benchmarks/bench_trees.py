@@ -115,6 +115,9 @@ def table(by_rank: Sequence[dict[str, dict[str, tuple[int, list[float]]]]]) -> T
 
 
 def main() -> None:
+    # By its importable name: other processes do not know this module as __main__.
+    from tests.benchmarks.bench_trees import on_rank
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
