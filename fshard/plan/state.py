@@ -260,6 +260,8 @@ class Problem:
         group = frozenset(each[0] for each in self.goal.unreduced if each not in stay)
         goals = {axis for axis, _ in self.goal.unreduced}
         addends = tuple(axis for axis, _ in state.unreduced if axis not in goals)
+        if 0 in self.src.shape:
+            return 0.0
         if not self.is_even(state) or not self.is_even(self.goal):
             far = self.count(addends) > 1 or self._must_move(state)
             return self.weigh_at_least(0, 0) if far else 0.0
