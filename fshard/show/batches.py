@@ -110,18 +110,18 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
 
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
-    >>> from fshard.plan.redistribute import redistribute
+    >>> from fshard.program.program import Program
+    >>> from fshard.program.steps import AllGather
     >>> from fshard.program.topology import Link
     >>> from fshard.spec import Spec
     >>> src = [Spec(Mesh(x=4), P("x"), shape=(n,)) for n in (8, 8, 4)]
     >>> wires = Topology.of({"x": Link(latency=0.0, bandwidth=24e6)})
-    >>> dst = [spec.replace(partition=P()) for spec in src]
-    >>> print(explain_batch(redistribute(src, dst), wires))
+    >>> print(explain_batch(Batch([Program(spec, (AllGather("x", 0),)) for spec in src]), wires))
     a tree of 3 programs, topology custom
     leaf            from      to      sent    alone
     ───────────────────────────────────────────────
-    [0] and 1 more  f32[8@x]  f32[8]  24 B  7.30 µs
-    [2]             f32[4@x]  f32[4]  12 B  6.80 µs
+    [0] and 1 more  f32[8@x]  f32[8]  24 B  7.45 µs
+    [2]             f32[4@x]  f32[4]  12 B  6.95 µs
     <BLANKLINE>
     launch      axes  leaves  sent
     ──────────────────────────────
@@ -130,7 +130,7 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     in all          this batch  one by one  ratio
     ─────────────────────────────────────────────
     launches                 1           3  0.33x
-    time               8.80 µs     21.4 µs  0.41x
+    time               8.95 µs     21.8 µs  0.41x
     bytes received        60 B
     lower bound           60 B              1.00x
     peak memory           80 B
