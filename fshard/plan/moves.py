@@ -8,7 +8,7 @@ these by a permutation of devices, which costs the same before and after.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class Moves:
         ]  # fmt: skip
         if not (problem.is_even(problem.start) and problem.is_even(problem.goal)):
             self.fixed = [0] * len(self.fixed)
+        # Where nothing else moves shards from dim to dim, permutations of finer ones do.
+        self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
         self.helpers = self.find_helpers()
         self.found: list[State] = []
         p, q = problem.src.partition, problem.dst.partition
@@ -180,7 +182,7 @@ class Moves:
         for axis in self.size:
             if axis not in busy:
                 free.setdefault(kinds.get(axis), []).append(axis)
-        helping = bool(self.problem.slow) or self.reduces(state)
+        helping = bool(self.problem.slow) or self.permuting or self.reduces(state)
         for names in free.values():
             for axes in self.choices(names):
                 if not self.useful(axes, names, helping):
@@ -390,7 +392,7 @@ class Moves:
     # -- to the goal ------------------------------------------------------------------
 
     def permutes(self, state: State) -> Iterator[Move]:
-        """To the goal, or to what gathers make the goal of."""
+        """To the goal, or to what one more step makes the goal of; to other orders in need."""
         problem = self.problem
         if CollectivePermute in self.exclude:
             return
@@ -398,7 +400,8 @@ class Moves:
             for target in self.ends:
                 self.targets.setdefault(problem.signature(target), []).append(target)
         nbytes = problem.nbytes(state)
-        for target in self.targets.get(problem.signature(state), ()):
+        found: Iterable[State] = self.targets.get(problem.signature(state), ())
+        for target in itertools.chain(found, self.reordered(state) if self.permuting else ()):
             if target[:3] != state[:3]:
                 before, after = problem.roles(state), problem.roles(target)
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
@@ -409,6 +412,11 @@ class Moves:
                     moved = Traffic(nbytes, nbytes, 1, 1)
                     if move := self.collective(make, axes, state, target, moved, 0):
                         yield move
+
+    def reordered(self, state: State) -> Iterator[State]:
+        """The same shards with the axes of every dim in other orders."""
+        for dims in itertools.product(*map(itertools.permutations, state.dims)):
+            yield state._replace(dims=dims)
 
     def exchanges(self, state: State) -> Iterator[Move]:
         """Straight to the goal, or to what one more step makes the goal of."""
