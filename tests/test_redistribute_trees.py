@@ -610,7 +610,12 @@ def test_text() -> None:
     bundle = batch._repr_mimebundle_()
     assert bundle["text/plain"] == str(batch)
     assert bundle["text/html"].count("<table") == 3
-    assert "2 launches" not in str(fs.redistribute({}, {}))
+    assert str(fs.redistribute({}, {})) == "0 leaves, 0 launches, 0 B sent"
+    far = Spec(Mesh({"z": 2}, devices=(1, 2)), P("z"), shape=(4,))
+    near = Spec(Mesh(x=2), P("x"), shape=(4,))
+    between = Batch([Program(near, (fs.Exchange(far.partition, mesh=far.mesh),))])
+    assert str(between).splitlines()[-1] == "  in one launch: all_to_all of 1 between meshes"
+    assert between.explain().launches.rows[0][:2] == ("all_to_all", "between meshes")
 
 
 # -- refusals ----------------------------------------------------------------------------

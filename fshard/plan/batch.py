@@ -40,8 +40,9 @@ class Batch:
 
     `batch(tree)` runs it on a tree of locals: of each leaf a tensor under `torchrun`, a tuple of
     all shards in a simulation, and `None` where the tree of specs has `None`. The result is
-    differentiable as one operation, whose backward runs `batch.T`: a leaf requires grad on every
-    rank or on none, and what requires none is not sent back.
+    differentiable as one operation, whose backward runs `batch.T`. What requires no grad is not
+    sent back: a leaf requires grad on every rank or on none, also where it is an empty tensor
+    because the rank is outside of its source's mesh.
 
     Leaves of one kind go in buckets. What a bucket sends or receives on the busiest rank in a
     round of launches is at most `bucket_bytes` (8 MiB by default, `None` for all in one); a leaf
@@ -174,8 +175,7 @@ class Batch:
         widths = [max((len(row[c]) for row in rows), default=0) for c in range(2)]
         lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
         lines += [
-            f"  in one launch: {each.op} of {len(each.steps)} over {', '.join(each.axes)}"
-            for each in launches
+            f"  in one launch: {each.op} of {len(each.steps)} {each.where}" for each in launches
         ]
         return "\n".join([", ".join(head), *lines])
 

@@ -39,6 +39,11 @@ class Launch(NamedTuple):
     axes: tuple[str, ...]
     steps: Steps
 
+    @property
+    def where(self) -> str:
+        """Among whom, in words."""
+        return f"over {', '.join(self.axes)}" if self.axes else "between meshes"
+
 
 class Kind(NamedTuple):
     """What collectives have in common that can go out as one; `among` are the groups of ranks."""

@@ -19,7 +19,8 @@ LEAVES = (
     Column("sent", right=True), Column("alone", right=True),
 )  # fmt: skip
 LAUNCHES = (
-    Column("launch"), Column("axes"), Column("leaves", right=True), Column("sent", right=True),
+    Column("launch"), Column("among whom"), Column("leaves", right=True),
+    Column("sent", right=True),
 )  # fmt: skip
 SUMMARY = (
     Column("in all"), Column("this batch", right=True), Column("one by one", right=True),
@@ -57,7 +58,7 @@ class BatchExplanation:
         sends = [leaf.step_bytes if leaf else () for leaf in self.batch.leaves]
         for each in self.batch.launches:
             sent = sum(sends[leaf][at] for leaf, at in each.steps)
-            rows.append((each.op, ", ".join(each.axes), str(len(each.steps)), bytes_text(sent)))
+            rows.append((each.op, each.where, str(len(each.steps)), bytes_text(sent)))
         return Table("", LAUNCHES, tuple(rows), notes=() if rows else ("nothing is sent",))
 
     @property
@@ -123,9 +124,9 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     [0] and 1 more  f32[8@x]  f32[8]  24 B  7.45 µs
     [2]             f32[4@x]  f32[4]  12 B  6.95 µs
     <BLANKLINE>
-    launch      axes  leaves  sent
-    ──────────────────────────────
-    all_gather  x          3  60 B
+    launch      among whom  leaves  sent
+    ────────────────────────────────────
+    all_gather  over x           3  60 B
     <BLANKLINE>
     in all          this batch  one by one  ratio
     ─────────────────────────────────────────────
