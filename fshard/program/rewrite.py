@@ -12,8 +12,7 @@ between them are the cheapest single ones that type-check, and the cost decides.
 - slices go ahead of moves and gathers behind, also into other dims or along some of the axes
   (`_around`: the normal form of Rink et al., arXiv 2112.01075).
 
-Casts alone have laws of their own: they trade places with what only moves numbers (`passes`),
-two are one where nothing is lost between them (`holds`), and no sum changes under a cast
+Casts alone have laws of their own (`program/casts.py`), and no sum changes under a cast
 (`_keeps_addends`).
 """
 
@@ -30,6 +29,8 @@ import torch
 
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, raise_if
+from fshard.partition import PartitionSpec
+from fshard.program.casts import holds, passes
 from fshard.program.cost import max_local_nbytes, step_time
 from fshard.program.infer import infer
 from fshard.program.program import Program, wire_specs
@@ -53,7 +54,7 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import transpose
 from fshard.spec import Spec
 
-__all__ = ["exclude_problems", "holds", "passes", "simplify"]
+__all__ = ["exclude_problems", "simplify"]
 
 Path = tuple[Spec, ...]
 Steps = tuple[Step, ...]
@@ -113,13 +114,17 @@ def _sent(spec: Spec, dtype: torch.dtype | None) -> Spec:
 def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) -> Program:
     """The program after all rewrites that pay; `Program.simplify` documents it."""
     raise_if("Program.simplify", exclude_problems(exclude))
-    wires = prog.forward_dtype, prog.backward_dtype
     linear = prog.is_linear and prog.src.dtype != torch.bool  # reduced booleans have no dual
-    market = Market(topology, *wires, linear, exclude)
+    market = Market(topology, prog.forward_dtype, prog.backward_dtype, linear, exclude)
     most = max(map(max_local_nbytes, wire_specs(prog)))
     while best := _best(prog, market, most):
-        steps = prog.steps[: best.start] + best.steps + prog.steps[best.stop :]
-        prog = Program(prog.src, steps, prog.dst, forward_dtype=wires[0], backward_dtype=wires[1])
+        prog = Program(
+            prog.src,
+            prog.steps[: best.start] + best.steps + prog.steps[best.stop :],
+            prog.dst,
+            forward_dtype=prog.forward_dtype,
+            backward_dtype=prog.backward_dtype,
+        )
     return prog
 
 
@@ -220,39 +225,6 @@ def _cheapest(src: Spec, dst: Spec, market: Market) -> tuple[Price, Step] | None
     return min(offers, key=lambda each: each[0], default=None)
 
 
-# -- laws of casts --------------------------------------------------------------------
-
-
-def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every number of the second dtype is one of the first.
-
-    >>> holds(torch.float32, torch.bfloat16), holds(torch.float32, torch.int32)
-    (True, False)
-    """
-    if torch.promote_types(wide, narrow) != wide:
-        return False
-    inexact = wide.is_floating_point or wide.is_complex
-    if not inexact or narrow == torch.bool or narrow.is_floating_point or narrow.is_complex:
-        return True
-    return torch.iinfo(narrow).max <= 2 / torch.finfo(wide).eps
-
-
-def passes(step: Step, src: Spec, dst: Spec) -> bool:
-    """Whether a cast may trade places with a step from `src` to `dst`.
-
-    It may where numbers are only moved: a sum of rounded numbers is not the rounded sum. Nor may
-    the transpose of the step sum, since gradients pass the casts too. What neutral elements or
-    shares of an average become is known of sums and products alone.
-    """
-    if isinstance(step, CollectivePermute | Remesh):
-        return True
-    p, q = src.partition, dst.partition
-    summed = {*p.unreduced_kinds} - {*q.unreduced_kinds}
-    spread = {*q.reduced_kinds} - {*p.reduced_kinds}
-    changed = {*p.reduced_kinds, *q.unreduced_kinds} - {*q.reduced_kinds, *p.unreduced_kinds}
-    return not summed and not spread and all(kind in ("sum", "product") for _, kind in changed)
-
-
 # -- rules ----------------------------------------------------------------------------
 
 
@@ -341,7 +313,8 @@ def _casts_pass(src: Spec, first: Step, second: Step, dst: Spec) -> bool:
 def _around(path: Path, steps: Steps) -> Iterator[Path]:
     """Through what one of the steps, done first, would make of the source, or last the target.
 
-    An exchange does several things at once: what it slices or reduces may go first.
+    An exchange does several things at once: what it slices or reduces may go first. So may a
+    permutation that brings the axes that stay in a dim to the front, in their last order.
     """
     src, dst = path[0], path[-1]
     if len({spec.dtype for spec in path}) > 1:
@@ -351,9 +324,23 @@ def _around(path: Path, steps: Steps) -> Iterator[Path]:
     if any(isinstance(step, Exchange) for step in steps) and src.mesh == dst.mesh:
         early += _parts_of_exchange(src, dst)
         late += _parts_back(src, dst)
+    if src.mesh == dst.mesh:
+        early.append(_in_order_of(dst, src))
+        late.append(_in_order_of(src, dst))
     first, last = dict.fromkeys(early), dict.fromkeys(late)
     yield from ((src, way, dst) for way in first | last)
     yield from ((src, *ways, dst) for ways in itertools.product(first, last))
+
+
+def _in_order_of(other: Spec, spec: Spec) -> Spec:
+    """The spec with the axes of each dim that the other has there in front, all in its order."""
+    p, order = spec.partition, [axis for axes in other.partition.dims for axis in axes]
+    places = {axis: place for place, axis in enumerate(order)}
+    dims = tuple(
+        tuple(sorted(axes, key=lambda axis: (axis not in mine, places.get(axis, len(order)))))
+        for axes, mine in zip(p.dims, other.partition.dims, strict=True)
+    )
+    return spec._with(partition=PartitionSpec._of(dims, p.unreduced_kinds, p.reduced_kinds))
 
 
 def _made_back(step: Step, src: Spec, dst: Spec) -> list[Spec]:

@@ -1,0 +1,40 @@
+"""The laws of casts among other steps: what they lose, and what they may trade places with."""
+
+from __future__ import annotations
+
+import torch
+
+from fshard.program.steps import CollectivePermute, Remesh, Step
+from fshard.spec import Spec
+
+__all__ = ["holds", "passes"]
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of the second dtype is one of the first.
+
+    >>> holds(torch.float32, torch.bfloat16), holds(torch.float32, torch.int32)
+    (True, False)
+    """
+    if torch.promote_types(wide, narrow) != wide:
+        return False
+    inexact = wide.is_floating_point or wide.is_complex
+    if not inexact or narrow == torch.bool or narrow.is_floating_point or narrow.is_complex:
+        return True
+    return torch.iinfo(narrow).max <= 2 / torch.finfo(wide).eps
+
+
+def passes(step: Step, src: Spec, dst: Spec) -> bool:
+    """Whether a cast may trade places with a step from `src` to `dst`.
+
+    It may where numbers are only moved: a sum of rounded numbers is not the rounded sum. Nor may
+    the transpose of the step sum, since gradients pass the casts too. What neutral elements or
+    shares of an average become is known of sums and products alone.
+    """
+    if isinstance(step, CollectivePermute | Remesh):
+        return True
+    p, q = src.partition, dst.partition
+    summed = {*p.unreduced_kinds} - {*q.unreduced_kinds}
+    spread = {*q.reduced_kinds} - {*p.reduced_kinds}
+    changed = {*p.reduced_kinds, *q.unreduced_kinds} - {*q.reduced_kinds, *p.unreduced_kinds}
+    return not summed and not spread and all(kind in ("sum", "product") for _, kind in changed)
