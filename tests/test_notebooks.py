@@ -53,7 +53,11 @@ def outputs(notebook: Any) -> list[dict[str, str]]:
 
 def test_there_are_notebooks() -> None:
     names = [path.name for path in NOTEBOOKS]
-    assert names == ["01_layouts_and_programs.ipynb", "02_shard_map.ipynb"]
+    assert names == [
+        "01_layouts_and_programs.ipynb",
+        "02_shard_map.ipynb",
+        "03_changes_of_layout.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
