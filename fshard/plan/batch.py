@@ -30,6 +30,12 @@ They take 23 µs over NVLink and 190 µs over InfiniBand, behind which the 6 µs
 hide. More would save nothing, and costs memory, and the copies of what goes side by side.
 """
 
+SHARED = 8
+"""Of how many leaves a launch is thought to be, at most, while one of them is planned.
+
+What is left of its cost is little beside latency and bytes; with less, searches would take long.
+"""
+
 T = TypeVar("T")
 Plan = Callable[..., Program]
 
@@ -279,7 +285,7 @@ def _planned(
     alone = batch(cost)
     if isinstance(cost, str) or moving < 2:
         return alone
-    shared = batch(replace(cost, launch=cost.launch / moving))
+    shared = batch(replace(cost, launch=cost.launch / min(moving, SHARED)))
     return min(alone, shared, key=lambda each: each.cost(cost).time)
 
 
