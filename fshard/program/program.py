@@ -165,11 +165,12 @@ class Program:
         """An equal or cheaper program of the same ends and values, by local rewrites.
 
         Inverse steps cancel, neighbours fuse, slices go ahead and gathers behind, casts to the
-        side where fewer bytes move; by the laws in `program/rewrite.py`. Neither the time on the
-        topology (the default is a single node) nor the peak memory rises, and what is sent keeps
-        `forward_dtype` and `backward_dtype`. `exclude` names step types not to bring in. Where
-        floating numbers are added, their order may change, and averages may round less often;
-        addends of an unreduced target may be others of the same sum.
+        side where fewer bytes move; by the laws in `program/rewrite.py`. The time on the topology
+        (the default is a single node) falls, or steps get fewer; neither it, nor the time with
+        that of the transpose, nor the peak memory rises, and `forward_dtype` and
+        `backward_dtype` stay. `exclude` names step types not to bring in. Where floating
+        numbers are added, their order may change, and averages may round less often; addends of
+        an unreduced target may be others of the same sum.
 
         Rewrites start from what the program does; `fs.redistribute(prog.src, prog.dst)` plans
         anew. After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
