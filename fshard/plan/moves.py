@@ -152,6 +152,10 @@ class Moves:
             axes = tuple(names)
             kept = tuple(each for each in state.reduced if each[0] not in axes)
             copied = 0
+            # An exchange keeps what is reduced, so such axes help it only where they are cast.
+            if now is not None and (self.problem.slow or (word, kind) != ("reduced", now)):
+                less, cast = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
+                yield self.local(cast, state, less, 2 * nbytes if now == "avg" else 0)
             if word == "unreduced":
                 if mixed_kinds(with_kinds(state.unreduced, axes, kind), kept):
                     continue
@@ -167,9 +171,6 @@ class Moves:
             elif now is None and word == "sharded" and self.stand_ins.issuperset(axes):
                 new = state._replace(reduced=with_kinds(state.reduced, axes, "sum"))
                 make = partial(InvariantToReduced, axes)
-            elif now is not None and (word == "invariant" or (word == "reduced" and now != kind)):
-                new, make = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
-                copied = 2 * nbytes if now == "avg" else 0
             else:
                 continue
             yield self.local(make, state, new, copied)
