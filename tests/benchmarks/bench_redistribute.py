@@ -177,8 +177,8 @@ def on_ranks(
     sizes: Sequence[str],
     seconds: float,
     calibrated: bool,
-) -> tuple[dict[Cell, Found], dict[Cell, Found]]:
-    """Seconds of this rank, and bytes that it grew by."""
+) -> tuple[dict[Cell, Found], dict[Cell, Found], dict[Cell, str]]:
+    """Seconds of this rank, bytes that it grew by, and fshard's programs."""
     warnings.simplefilter("ignore")
     mesh = Mesh(axes)
     fs.init(mesh)
@@ -189,6 +189,7 @@ def on_ranks(
     ]
     times: dict[Cell, Found] = {}
     memory: dict[Cell, Found] = {}
+    programs: dict[Cell, str] = {}
 
     def runs_of(side: int, transition: str) -> list[Run]:
         src, dst = ends(transition, mesh, side)
@@ -196,6 +197,8 @@ def on_ranks(
 
     for size, transition in itertools.product(sizes, transitions):
         runs = runs_of(SIZES[size], transition)
+        src, dst = ends(transition, mesh, SIZES[size])
+        programs[size, transition] = str(fs.redistribute(src, dst, cost=topology))
         agree(runs)
         found = timed(runs, seconds)
         times[size, transition] = dict(zip(CONTENDERS, found, strict=True))
@@ -205,7 +208,7 @@ def on_ranks(
         gc.collect()
         found = [[grown(run) for _ in range(3)][1:] for run in runs]
         memory[MEMORY[0], transition] = dict(zip(CONTENDERS, found, strict=True))
-    return times, memory
+    return times, memory, programs
 
 
 def slowest(ranks: Sequence[dict[Cell, Found]]) -> dict[Cell, dict[str, float]]:
@@ -292,13 +295,16 @@ def main() -> None:
             timeout=900,
         )
         close_all()
-        times, memory = (slowest(each) for each in zip(*results, strict=True))
+        times, memory = (slowest([each[at] for each in results]) for at in range(2))
         grid = "x".join(map(str, axes.values()))
         console.print(shown(f"{ranks} gloo ranks, {grid}, ms of one call", times, 1e-3))
         console.print(shown(f"{ranks} gloo ranks, {grid}, MiB grown by", memory, 2**20))
         for name, members in (("12 transitions", NAMED), ("single collectives", SINGLE)):
             if cells := {cell: found for cell, found in times.items() if cell[1] in members}:
                 console.print(summary(name, cells), highlight=False)
+        for cell, found in times.items():
+            if found["fshard"] > 1.1 * found["DTensor"]:
+                print(f"slower at {' '.join(cell)}: {results[0][2][cell]}")
         console.print(f"{time.perf_counter() - start:.0f} s", highlight=False)
 
 
