@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import lost
-from fshard.run.numbers import NATIVE, REDUCE, as_number
+from fshard.run.numbers import NATIVE, REDUCE, as_number, reduced
 from fshard.run.transport import LABEL, Finish, Group, Label, own_transport, set_world
 
 __all__ = ["init"]
@@ -31,7 +31,8 @@ OPS: Any = torch.ops._c10d_functional
 
 # Gloo's all-to-all goes straight from memory to memory, in one round. Its reduce-scatter is an
 # all-reduce of a copy, its gathers and all-reduces are rings whose rounds cost more than bytes
-# where these are few: then, in bytes at all ranks, they go by all-to-all too.
+# where these are few: then, in bytes at all ranks, they go by all-to-all too. Two ranks need no
+# more than what the other one has.
 GATHERED = 4 * 2**20
 REDUCED = 2**19
 
@@ -50,7 +51,7 @@ class World:
     main: object
     life: int
     names: dict[Group, str] = field(default_factory=dict)
-    backends: dict[str, str] = field(default_factory=dict)
+    backends: dict[str, str] = field(default_factory=dict)  # by type of device
 
     @property
     def rank(self) -> int:
@@ -65,8 +66,11 @@ class World:
         return device.type in self.backends
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        n = len(group)
-        if n * x.nbytes <= GATHERED and self._is_gloo(x):
+        n, gloo = len(group), self._is_gloo()
+        if gloo and n == 2:
+            both = self._swapped(x, x, group, "all_gather")
+            return lambda: torch.stack(both())
+        if gloo and n * x.nbytes <= GATHERED:
             each = [x.numel()] * n
             moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_gather")
             return lambda: moved().view(n, *x.shape)
@@ -82,8 +86,11 @@ class World:
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
             return lambda: gathered().prod(0)
-        n = len(group)
-        if n > 2 and n * x.nbytes <= REDUCED and self._is_gloo(x):
+        n, gloo = len(group), self._is_gloo()
+        if gloo and n == 2 and x.nbytes <= GATHERED:
+            both = self._swapped(x, x, group, "all_reduce")
+            return lambda: reduced(both(), op)
+        if gloo and n > 2 and n * x.nbytes <= REDUCED:
             each = [x.numel()] * n
             moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_reduce")
             return lambda: REDUCE[op](moved().view(n, *x.shape))
@@ -94,10 +101,15 @@ class World:
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if x.dtype.is_complex and op == "product":
-            reduced, here = self.all_reduce(x, op, group), group.index(self.place)
-            return lambda: reduced()[here]
-        if self._is_gloo(x):
-            each = [x[0].numel()] * len(group)
+            total, here = self.all_reduce(x, op, group), group.index(self.place)
+            return lambda: total()[here]
+        n, gloo = len(group), self._is_gloo()
+        if gloo and n == 2:
+            here = group.index(self.place)
+            both = self._swapped(x[here], x[1 - here], group, "reduce_scatter")
+            return lambda: reduced(both(), op)
+        if gloo:
+            each = [x[0].numel()] * n
             moved = self._all_to_all(x.reshape(-1), each, each, group, "reduce_scatter")
             return lambda: REDUCE[op](moved().view(x.shape))
         name, order = self._group(group)
@@ -144,10 +156,22 @@ class World:
 
         return finish
 
-    def _is_gloo(self, x: torch.Tensor) -> bool:
+    def _swapped(
+        self, kept: torch.Tensor, sent: torch.Tensor, group: Group, op: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Of a group of two what this rank keeps and what the other one has sent, in its order."""
+        low, high = sorted(group)
+        sizes = [0, sent.numel()] if self.place == low else [sent.numel(), 0]
+        moved = self._all_to_all(sent.reshape(-1), sizes, sizes, (low, high), op)
+        if group[0] == self.place:
+            return lambda: [kept, moved().view(kept.shape)]
+        return lambda: [moved().view(kept.shape), kept]
+
+    def _is_gloo(self) -> bool:
+        """Whether all goes over gloo: the same for what is recorded, which has no device yet."""
         if torch.compiler.is_compiling():
             return False  # graphs have the collectives that PyTorch's passes over graphs know
-        return self.backends.get(x.device.type) == "gloo"
+        return {*self.backends.values()} == {"gloo"}
 
     def _group(self, ranks: Group) -> tuple[str, list[int] | None]:
         """The process group of `ranks`, and their places in it where they are not in order."""

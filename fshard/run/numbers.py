@@ -64,6 +64,8 @@ def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     To stack them first would move as many bytes again. Small floats are reduced as float32.
     """
     total, restore = as_number(xs[0], op)
+    if len(xs) == 2:
+        return restore(COMBINE[op](total, as_number(xs[1], op)[0]))
     dtype = total.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = total.to(wide, copy=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.run.numbers import REDUCE
+from fshard.run.numbers import REDUCE, reduced
 
 __all__ = [
     "Box",
@@ -138,9 +138,12 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> Tensors:
 def lands(shape: Sequence[int], sources: Sequence[Source]) -> bool:
     """Whether the sources lie in their order as the result does, addend after addend.
 
-    What comes is then the result, or a stack of its addends.
+    What comes is then the result, or a stack of its addends. Two are better added where they
+    are: the one that this rank has itself need not travel.
     """
     order = [source.addend for source in sources]
+    if len(set(order)) == 2:
+        return False
     rows = [[each.box for each in sources if each.addend == a] for a in dict.fromkeys(order)]
     return bool(rows) and order == sorted(order) and all(_in_a_row(shape, r) == 0 for r in rows)
 
@@ -172,7 +175,7 @@ def unpacker(
                 moved.narrow(0, start, n).view(size) if own is None else cut(x, own)
                 for _, start, own in addends
             ]
-            parts.append(each[0] if len(each) == 1 else REDUCE[op](torch.stack(each)))
+            parts.append(each[0] if len(each) == 1 else reduced(each, op))
         return over(place(parts, moved), divisor)
 
     return unpack

@@ -90,6 +90,8 @@ def _is_collective(func: Any) -> bool:
 def _is_linear(func: Any, args: tuple[Any, ...]) -> bool:
     if _is_collective(func):
         return not {"max", "min", "product"} & {arg for arg in args if isinstance(arg, str)}
+    if func is ATEN.add.Tensor:
+        return isinstance(args[1], torch.Tensor)
     if func in (ATEN.mul.Tensor, ATEN.div.Tensor):
         return not isinstance(args[1], torch.Tensor)
     return func in LINEAR
