@@ -82,11 +82,11 @@ def test_public_machines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, SRC, DST, "--mesh", MESH, "--cost", "bytes")[0] == 0
-    assert run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "524288")[0] == 0
-    status, out, err = run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "524287")
+    assert run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262144")[0] == 0
+    status, out, err = run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262143")
     assert (status, out) == (2, "")
-    assert "max_memory=524287" in err
-    assert "fix:   give max_memory=524288" in err
+    assert "max_memory=262143" in err
+    assert "fix:   give max_memory=262144, the least there is" in err
 
 
 @pytest.mark.parametrize(

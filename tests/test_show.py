@@ -479,7 +479,7 @@ def test_rich_gives_each_shard_a_colour() -> None:
 
 
 def test_rich_draws_tables() -> None:
-    prog = fs.redistribute(spec(P("dp", "tp"), (8, 16)), spec(P(), (8, 16)))
+    prog = fs.redistribute(spec(P("dp"), (8, 16)), spec(P(), (8, 16)))
     for value in (prog.explain(), fs.visualize(PICTURES["three dims"][0])):
         shown = rendered(value, force_terminal=True)
         assert "\x1b[" in shown

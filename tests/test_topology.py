@@ -178,7 +178,8 @@ def test_a_file_gives_the_same_topology(
     [
         ({"memory": None}, "the keys inner, launch, links, message, name, node_size, outer",
          "the keys are inner, launch, links, memory, message, name, node_size, outer"),
-        ({"speed": 3}, "the keys inner, launch, links, memory, message, name, node_size, outer, speed",
+        ({"speed": 3},
+         "the keys inner, launch, links, memory, message, name, node_size, outer, speed",
          "the keys are inner, launch, links, memory, message, name, node_size, outer"),
         ({"inner": 3}, "inner 3", "a link is a latency and a bandwidth"),
         ({"outer": {"latency": 1}}, "outer {'latency': 1}", "a link is a latency and a bandwidth"),

@@ -13,6 +13,7 @@ from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
 from fshard.plan.batch import BUCKET, Batch, plan_batch
 from fshard.plan.meshes import plan_between
+from fshard.program.casts import holds
 from fshard.program.program import Program, endpoint_problems, wire_problems
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
@@ -163,15 +164,10 @@ def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
             state_problems(p.unreduced_kinds, p.reduced_kinds, dtype)
             for dtype in (src.dtype, dst.dtype)
         )
-        if allowed and (not p.unreduced_kinds or _commutes(src.dtype, dst.dtype)):
+        if allowed and (not p.unreduced_kinds or holds(dst.dtype, src.dtype)):
             return end._with(dtype=src.dtype), end._with(dtype=dst.dtype)
     whole = dst._with(partition=PartitionSpec._of(dst.partition.dims))
     return whole._with(dtype=src.dtype), whole
-
-
-def _commutes(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast of addends or candidates loses nothing of what they make."""
-    return torch.promote_types(before, after) == after
 
 
 def _problems(

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from fshard.mesh import Mesh
 from fshard.plan.search import search
+from fshard.program.program import Program
 from fshard.program.steps import Exchange, Remesh, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -33,7 +34,8 @@ def plan_steps(
     """The cheapest steps from `src` to `dst`, along axes of the mesh or parts of them."""
     found = search(src, dst, topology, max_memory, exclude)
     fine = _refinement(src.mesh, topology, Exchange in exclude)
-    if fine is None or Remesh in exclude or (found and not found[0]):
+    local = found is not None and Program(src, found[0]).is_local
+    if fine is None or Remesh in exclude or local:
         return found[0] if found else None
     # A mesh of sub-axes is worth its two more lines only where it saves something.
     most = found[1] * 0.99 if found else math.inf

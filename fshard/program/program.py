@@ -120,10 +120,12 @@ class Program:
         """Whether a transpose exists: reductions are sums or averages, casts are linear.
 
         No spec on the way is unreduced by another reduction, not even along an axis of size 1,
-        and no cast makes integers or booleans of other numbers.
+        none is of reduced booleans, whose gradient would be their sum, and no cast makes integers
+        or booleans of other numbers.
         """
         kinds = {kind for spec in self.specs for _, kind in spec.partition.unreduced_kinds}
-        return kinds <= set(LINEAR) and all(map(is_linear, self.steps, self.specs))
+        dual = not any(s.dtype == torch.bool and s.partition.reduced_kinds for s in self.specs)
+        return dual and kinds <= set(LINEAR) and all(map(is_linear, self.steps, self.specs))
 
     @property
     def is_local(self) -> bool:

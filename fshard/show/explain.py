@@ -104,7 +104,7 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     step                  spec after  sent     time  memory
     ───────────────────────────────────────────────────────
     (start)               f32[8@x]                      8 B
-    all_gather(x, dim 0)  f32[8]      24 B  7.30 µs    32 B
+    all_gather(x, dim 0)  f32[8]      24 B  7.45 µs    32 B
     <BLANKLINE>
     busiest rank    this program  lower bound  ratio
     ────────────────────────────────────────────────
@@ -112,7 +112,7 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     peak memory             32 B         32 B  1.00x
     bytes sent              24 B
     launches                   1
-    time                 7.30 µs
+    time                 7.45 µs
     """
     return Explanation(prog, topology)
 
