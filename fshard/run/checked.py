@@ -94,7 +94,7 @@ class _Checked:
     """This process's transport on one mesh, with the check before every collective."""
 
     def __init__(self, world: World, mesh: Mesh) -> None:
-        self.world, self.mesh, self.rank, self.device = world, mesh, world.rank, world.device
+        self.world, self.mesh, self.rank, self.device = world, mesh, world.place, world.device
         self.state = _State()
         self.inside = False
         self.remark: Callable[[], str] = str

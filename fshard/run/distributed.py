@@ -7,10 +7,18 @@ groups are made on demand for whatever ranks a step names; only their members ta
 from __future__ import annotations
 
 import atexit
+import contextvars
+import ctypes
 import functools
+import importlib
 import os
+import sys
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,9 +33,10 @@ from fshard.run.fingerprint import lost
 from fshard.run.numbers import NATIVE, REDUCE, as_number, reduced
 from fshard.run.transport import LABEL, Finish, Group, Label, own_transport, set_world
 
-__all__ = ["init"]
+__all__ = ["give_up", "init"]
 
 OPS: Any = torch.ops._c10d_functional
+GRACE = 1.0  # seconds in which what nobody waits for may still end, before this process does
 
 # Gloo's all-to-all goes straight from memory to memory, in one round. Its reduce-scatter is an
 # all-reduce of a copy, its gathers and all-reduces are rings whose rounds cost more than bytes
@@ -43,12 +52,14 @@ class World:
 
     `life` counts the starts of process groups on one store: the same number on every rank, since
     every rank calls `fs.init` after each. A store outlives process groups, and so do its keys.
+    `main` is held weakly: process groups join their threads when the last reference goes, and one
+    that lets go of a tensor after Python has begun to end ends the process with an abort.
     """
 
     place: int
     device: torch.device
     timeout: timedelta | None
-    main: object
+    main: weakref.ref[Any]
     life: int
     names: dict[Group, str] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)  # by type of device
@@ -56,11 +67,16 @@ class World:
     @property
     def rank(self) -> int:
         """This process's rank; raises `ShardingError` where its process groups were replaced."""
-        if self.main is not dist.group.WORLD:
+        if not self.is_current:
             fail("fshard", "other process groups than those of fs.init",
                  "ranks are those of the process groups that were there at fs.init",
                  "call fs.init(mesh) again after dist.init_process_group")  # fmt: skip
         return self.place
+
+    @property
+    def is_current(self) -> bool:
+        main = self.main()
+        return main is not None and main is dist.group.WORLD
 
     def moves(self, device: torch.device) -> bool:
         return device.type in self.backends
@@ -283,17 +299,22 @@ def init(
         use_cuda = torch.cuda.is_available() if backend is None else "nccl" in backend
         if use_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Its functions have the group of all ranks as a default: once imported after the start, as
+        # `torch.optim` and dispatch modes do, they would keep it to the end of Python.
+        importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or ("nccl" if use_cuda else "gloo")
         dist.init_process_group(chosen, timeout=limit)
         atexit.register(_finish)  # what is started here is ended here
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     known = own_transport()
-    if isinstance(known, World) and known.main is dist.group.WORLD:
+    if isinstance(known, World) and known.is_current:
         known.timeout = limit or known.timeout
     else:
         rank = dist.get_rank()
-        made = World(rank, device, limit, dist.group.WORLD, _life(rank), backends=_backends())
+        made = World(
+            rank, device, limit, weakref.ref(dist.group.WORLD), _life(rank), backends=_backends()
+        )
         set_world(made)
 
 
@@ -306,7 +327,43 @@ def _life(rank: int) -> int:
         return 0
 
 
+# -- the end ----------------------------------------------------------------------------
+
+_UNWANTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def give_up(finish: Callable[[], Any]) -> None:
+    """Let a thread wait for what was launched and nobody wants: the other ranks may never come.
+
+    PyTorch holds what was launched until somebody waits. No thread starts while Python ends.
+    """
+    if not sys.is_finalizing():
+        run = contextvars.copy_context().run
+        thread = threading.Thread(target=run, args=(_end, finish), daemon=True)
+        _UNWANTED.add(thread)
+        thread.start()
+
+
+def _end(finish: Callable[[], Any]) -> None:
+    """Wait for what nobody wants; nor does anybody want to know why it failed."""
+    with suppress(Exception), torch.no_grad():
+        finish()
+
+
 def _finish() -> None:
-    """End the process groups, unless the script has done so."""
-    if dist.is_initialized():
+    """End the process groups, unless the script has done so.
+
+    That waits for all that was launched. Where it may never end the process groups are left as
+    they are, for good: the other ranks have to learn that this process is gone.
+    """
+    if not dist.is_initialized():
+        return
+    until = time.monotonic() + GRACE
+    for thread in tuple(_UNWANTED):
+        thread.join(max(0.0, until - time.monotonic()))
+    launched = torch._C._distributed_c10d._get_work_registry_size()
+    if launched or any(thread.is_alive() for thread in _UNWANTED):
+        groups = dist.distributed_c10d._world.pg_map
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+    else:
         dist.destroy_process_group()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +14,7 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.program.program import Program
 from fshard.run.autograd import apply_program, is_transformed
+from fshard.run.distributed import give_up
 from fshard.run.fingerprint import call_line, place
 from fshard.run.interpreter import launch, ranks_of
 from fshard.run.record import Function, Launcher, Launchers, record, replay
@@ -59,15 +57,10 @@ class Pending:
         return self._finish is None
 
     def abandon(self) -> None:
-        """Give the result up: nobody will wait for it any more.
-
-        PyTorch holds what was launched until somebody waits: a thread does, for the other ranks
-        may never come.
-        """
+        """Give the result up: nobody will wait for it any more."""
         finish, self._finish = self._finish, None
         if finish is not None and self._launched:
-            run = contextvars.copy_context().run
-            threading.Thread(target=run, args=(_end, finish), daemon=True).start()
+            give_up(finish)
 
     def __del__(self) -> None:
         # The tracer of `torch.compile` makes some that never come to `__init__`.
@@ -88,12 +81,6 @@ class Pending:
 
     def __repr__(self) -> str:
         return f"<Pending, {'under way' if self._finish else 'waited for'}>"
-
-
-def _end(finish: Callable[[], Any]) -> None:
-    """Wait for what nobody wants; nor does anybody want to know why it failed."""
-    with suppress(Exception), torch.no_grad():
-        finish()
 
 
 @lru_cache(maxsize=4096)

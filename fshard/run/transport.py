@@ -7,6 +7,7 @@ gradients, is written once on top of them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,7 +66,7 @@ class Transport(Protocol):
 
 _RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)
 _WORLD: list[Transport] = []
-_MAIN: list[object] = []  # the process group of all ranks that it was made with
+_MAIN: list[weakref.ref[object]] = []  # the process group of all ranks that it was made with
 
 CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=None)
 """This process's own transport with a check before every collective, where one is on, else None.
@@ -77,7 +78,7 @@ CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=Non
 def set_world(transport: Transport | None) -> None:
     """Make `transport` this process's own: what `fs.init` does under `torchrun`."""
     _WORLD[:] = [] if transport is None else [transport]
-    _MAIN[:] = [_world.default_pg]
+    _MAIN[:] = [] if transport is None else [weakref.ref(_world.default_pg)]
 
 
 def current_transport() -> Transport | None:
@@ -100,7 +101,8 @@ def direct_transport() -> Transport | None:
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None
-    if _MAIN[0] is not _world._default_pg:  # dist.group.WORLD costs ten times as much
+    main = _world._default_pg  # dist.group.WORLD costs ten times as much
+    if main is None or _MAIN[0]() is not main:
         return None
     return _WORLD[0]
 

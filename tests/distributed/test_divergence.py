@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
@@ -281,7 +282,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> list[_Checked]:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
-    return [_Checked(World(rank, cpu, limit, dist.group.WORLD, 1), PAIR) for rank in (0, 1)]
+    return [_Checked(World(rank, cpu, limit, weakref.ref(store), 1), PAIR) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("slow", ["waited", ""])
