@@ -15,6 +15,7 @@ from typing import Any
 from fshard.plan.state import Axes, Problem, State, partition_of, subsets, with_kinds
 from fshard.plan.targets import all_targets, direct_targets
 from fshard.program.cost import Traffic, all_reduced, gathered, swapped
+from fshard.program.single import one_order
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -31,6 +32,9 @@ from fshard.program.steps import (
 from fshard.spec import mixed_kinds
 
 __all__ = ["Move", "Moves"]
+
+MOST_APART = 3
+"""Axes of one dim that an all-to-all takes to any other dims: more go to one, or to the goal's."""
 
 Make = partial[Any]
 Move = tuple[float, Make, State]
@@ -82,7 +86,8 @@ class Moves:
     def find_helpers(self) -> dict[str, tuple[str, ...]]:
         """Axes that both ends leave replicated, each with those before it that do as well.
 
-        To slice along them and gather again saves bytes of reductions and of slow links.
+        To slice along them and gather again saves bytes of reductions and of slow links, and
+        copies.
         """
         problem = self.problem
         p = problem.src.partition
@@ -152,8 +157,7 @@ class Moves:
             axes = tuple(names)
             kept = tuple(each for each in state.reduced if each[0] not in axes)
             copied = 0
-            # An exchange keeps what is reduced, so such axes help it only where they are cast.
-            if now is not None and (self.problem.slow or (word, kind) != ("reduced", now)):
+            if now is not None:  # an exchange keeps what is reduced
                 less, cast = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
                 yield self.local(cast, state, less, 2 * nbytes if now == "avg" else 0)
             if word == "unreduced":
@@ -183,10 +187,9 @@ class Moves:
         for axis in self.size:
             if axis not in busy:
                 free.setdefault(kinds.get(axis), []).append(axis)
-        helping = bool(self.problem.slow) or self.permuting or self.reduces(state)
         for names in free.values():
             for axes in self.choices(names):
-                if not self.useful(axes, names, helping):
+                if not self.useful(axes, names):
                     continue
                 kept = tuple(each for each in state.reduced if each[0] not in axes)
                 less = state._replace(reduced=kept) if kept != state.reduced else state
@@ -203,17 +206,13 @@ class Moves:
         each = [(axis,) for axis in names] if len(names) > 1 else []
         return iter([tuple(names), *each])
 
-    def reduces(self, state: State) -> bool:
-        """Whether something is still to be reduced."""
-        return any(self.goals[axis] != ("unreduced", kind) for axis, kind in state.unreduced)
-
-    def useful(self, axes: Axes, free: list[str], helping: bool) -> bool:
+    def useful(self, axes: Axes, free: list[str]) -> bool:
         """Whether to slice along `axes` can help; of helpers that are alike the first do."""
         for axis in axes:
             before = self.helpers.get(axis)
             if before is None:
                 continue
-            if not helping or any(each in free and each not in axes for each in before):
+            if any(each in free and each not in axes for each in before):
                 return False
         return True
 
@@ -252,12 +251,15 @@ class Moves:
     def embeddings(self, state: State) -> Iterator[Move]:
         """Every minor run of axes of a dim becomes addends, where the goal or others are some.
 
-        Where nothing is to be reduced nothing is: a change of place adds no zeros.
+        Where nothing is to be added nothing is: a change of place adds no zeros, and candidates of
+        a maximum stay those that there are, whose gradients are known.
         """
         problem = self.problem
         pending = set()
-        if problem.thorough:
-            pending = {k for axis, k in state.unreduced if self.goals[axis][0] != "unreduced"}
+        if problem.thorough and any(
+            kind == "sum" and self.goals[axis][0] != "unreduced" for axis, kind in state.unreduced
+        ):
+            pending = {"sum"}
         for dim, axes in enumerate(state.dims):
             for at in range(self.fixed[dim], len(axes)):
                 taken = axes[at:]
@@ -345,34 +347,37 @@ class Moves:
                 yield move
 
     def sorted_pairs(self, pairs: list[tuple[Axes, int, int]]) -> list[tuple[Axes, int, int]]:
-        """In an order that each source dim allows, and the goal's where that is one."""
+        """In an order that puts axes on a dim as the goal has them, if the source allows it."""
         goal = self.problem.goal.dims
-        place = {axis: at for axes in goal for at, axis in enumerate(axes)}
-        wanted = sorted(pairs, key=lambda pair: place.get(pair[0][0], len(place)))
-        for dim in range(len(goal)):
-            if [p for p in wanted if p[1] == dim] != [p for p in pairs if p[1] == dim]:
-                return pairs
-        return wanted
+        ends = {axis: (dim, to) for taken, dim, to in pairs for axis in taken}
+        chains = [tuple(axis for axis in ends if ends[axis][0] == dim) for dim in range(len(goal))]
+        for to, axes in enumerate(goal):
+            chains.append(tuple(axis for axis in axes if axis in ends and ends[axis][1] == to))
+        order = one_order(chains)
+        if order is None:
+            return pairs
+        return [(tuple(run), *each) for each, run in itertools.groupby(order, ends.__getitem__)]
 
     def runs(self, state: State, dim: int) -> list[list[tuple[Axes, int, int]]]:
-        """Ways to take a minor run of a dim: none, to one dim, or each axis to its goal's dim."""
-        axes = state.dims[dim]
+        """Ways to take a minor run of a dim: none, to one dim, each axis to its goal's or any dim.
+
+        To any only where exchanges are left out, which else do all that in one launch.
+        """
+        axes, others = state.dims[dim], [to for to in range(len(state.dims)) if to != dim]
         found: list[list[tuple[Axes, int, int]]] = [[]]
         for at in range(self.fixed[dim], len(axes)):
             taken = axes[at:]
-            found += [[(taken, dim, to)] for to in range(len(state.dims)) if to != dim]
-            pairs: list[tuple[Axes, int, int]] = []
-            for axis in taken:
-                word, to = self.goals[axis]
-                if word != "sharded" or to == dim or not isinstance(to, int):
-                    break
-                if pairs and pairs[-1][2] == to:
-                    pairs[-1] = ((*pairs[-1][0], axis), dim, to)
-                else:
-                    pairs.append(((axis,), dim, to))
+            ways = [(to,) * len(taken) for to in others]
+            if Exchange in self.exclude and len(taken) <= MOST_APART:
+                ways = list(itertools.product(others, repeat=len(taken)))
             else:
-                if len(pairs) > 1:
-                    found.append(pairs)
+                goals = tuple(self.goals[axis] for axis in taken)
+                ends = tuple(to for word, to in goals if word == "sharded" and isinstance(to, int))
+                if len(ends) == len(taken) and dim not in ends and len(set(ends)) > 1:
+                    ways.append(ends)
+            for way in ways:
+                both = itertools.groupby(zip(taken, way, strict=True), lambda each: each[1])
+                found.append([(tuple(axis for axis, _ in run), dim, to) for to, run in both])
         return found
 
     def gathers(self, state: State) -> Iterator[Move]:
