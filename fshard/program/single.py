@@ -26,7 +26,7 @@ from fshard.program.steps import (
 )
 from fshard.spec import Spec
 
-__all__ = ["single_steps"]
+__all__ = ["one_order", "single_steps"]
 
 Axes = tuple[str, ...]
 Moved = dict[int, Axes]
@@ -152,7 +152,7 @@ def _all_to_alls(dst: Spec, lost: Moved, gained: Moved) -> Iterator[Step]:
     """Axes that all leave one dim for another, where one order of the moves serves both ends."""
     leaves = {axis: dim for dim, axes in lost.items() for axis in axes}
     comes = {axis: dim for dim, axes in gained.items() for axis in axes}
-    order = _one_order([*lost.values(), *gained.values()])
+    order = one_order([*lost.values(), *gained.values()])
     if leaves.keys() != comes.keys() or order is None:
         return
     moves: list[AllToAll] = []
@@ -167,7 +167,7 @@ def _all_to_alls(dst: Spec, lost: Moved, gained: Moved) -> Iterator[Step]:
     yield AllToAll(first.axes, first.src_dim, first.dst_dim, first.sizes, also=tuple(rest))
 
 
-def _one_order(chains: list[Axes]) -> Axes | None:
+def one_order(chains: list[Axes]) -> Axes | None:
     """The axes in an order that every chain keeps, or None where they contradict each other."""
     left = [list(chain) for chain in chains]
     order: list[str] = []
