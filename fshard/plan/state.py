@@ -290,7 +290,7 @@ class Problem:
         """A launch that moves so many bytes, `across` of them between nodes."""
         if self.topology is None:
             return nbytes + LAUNCH
-        time = max(nbytes / self.fastest.bandwidth, across / self.slower.bandwidth)
+        time = across / self.slower.bandwidth + max(0, nbytes - across) / self.fastest.bandwidth
         return self.topology.launch + self.fastest.latency + time
 
     def missing(self, state: State, within: frozenset[str], addends: Axes) -> int:
@@ -298,7 +298,8 @@ class Problem:
 
         Even layouts: behind the common axes of a dim, other axes on both sides leave some
         rank with nothing of what it needs, and axes of the source alone with an n-th of it.
-        Of what is still to be reduced each rank must receive all that it needs.
+        Of what is still to be reduced each rank must receive all that it needs, and all ranks
+        together one message an element for every addend but one, and every copy but one.
         """
         whole = held = 1
         for length, *ends in zip(self.src.shape, state.dims, self.goal.dims, strict=True):
@@ -324,12 +325,13 @@ class Problem:
             held *= 0 if clash else min(here, there)
         if self.count(addends) == 1:
             return whole - held
-        if within:
-            return whole
-        copies = self.mesh.size // math.prod(map(self.count, self.goal.dims))
-        copies //= self.count(tuple(axis for axis, _ in self.goal.unreduced))
+        groups = copies = 1
+        for axis, size in self.size.items():
+            if axis not in within:
+                groups *= size
+                copies *= size if self.goals[axis][0] in ("invariant", "reduced") else 1
         messages = self.count(addends) - 1 + copies - 1
-        return max(whole, -(-math.prod(self.src.shape) * messages // self.mesh.size))
+        return max(whole, -(-math.prod(self.src.shape) * messages // groups))
 
 
 def _state(spec: Spec) -> State:
