@@ -19,11 +19,12 @@ from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.partition import LINEAR
 from fshard.partition import PartitionSpec as P
+from fshard.plan.moves import Moves
 from fshard.plan.redistribute import redistribute
-from fshard.plan.search import UNIT, Search, State, search
+from fshard.plan.search import search
+from fshard.plan.state import Problem, State
 from fshard.program import steps as steps_module
 from fshard.program.bounds import lower_bound
-from fshard.program.cost import step_time, traffic
 from fshard.program.infer import infer
 from fshard.program.program import Program, check
 from fshard.program.steps import (
@@ -33,6 +34,7 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     CollectivePermute,
+    Exchange,
     InvariantToReduced,
     ReduceScatter,
     ShardedToUnreduced,
@@ -43,6 +45,7 @@ from fshard.run import reference
 from fshard.spec import Spec
 from fshard.text import parse
 from tests import helpers, strategies
+from tests.plan_oracle import weigh
 
 SMALL = Mesh(x=2, y=3)
 LARGE = Mesh(x=2, y=2, z=3)
@@ -339,7 +342,12 @@ def kinds(prog: Program) -> list[str]:
         ("f32[1200,600]{unreduced: x, y}", "f32[1200,600]{reduced: x, y}", ["all_reduce"]),
         ("f32[1200,600]{unreduced: x, y}", "f32[1200@(x,y),600]", ["reduce_scatter"]),
         ("f32[1200,600]{unreduced: x, y}", "f32[1200@(y,x),600]", ["reduce_scatter"]),
-        ("f32[1200,600@y]{unreduced: x}", "f32[1200@x,600]", ["reduce_scatter", "all_gather"]),
+        ("f32[1200,600@y]{unreduced: x}", "f32[1200@x,600]", ["exchange"]),
+        (
+            "f32[12000,6000@y]{unreduced: x}",
+            "f32[12000@x,6000]",
+            ["reduce_scatter", "all_to_all", "all_gather"],
+        ),
         ("f32[1200@x,600]{unreduced: y}", "f32[1200@x,600]", ["all_reduce"]),
         ("f32[1200]", "f32[1200]{reduced: x, y}", ["invariant_to_reduced"]),
         ("f32[1200]{reduced: x, y}", "f32[1200]", ["reduced_to_invariant"]),
@@ -409,10 +417,12 @@ def test_is_remembered_by_value() -> None:
     assert redistribute(one, dst, exclude=[AllToAll]) is redistribute(one, dst, exclude=(AllToAll,))
 
 
-@pytest.mark.parametrize("topology", [Topology.node(), Topology.cluster(), "bytes"], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology.node(), Topology.cluster(), "bytes"], ids=["node", "cluster", "bytes"]
+)
 def test_large_meshes_cost_no_more(topology: Topology | str) -> None:
     mesh = Mesh(x=1024, y=1024)
-    for src, dst in itertools.product(helpers.all_specs(mesh, (2**20, 2**20)), repeat=2):
+    for src, dst in helpers.sample_pairs(helpers.all_specs(mesh, (2**20, 2**20)), 150, seed=3):
         prog = redistribute(src, dst, cost=topology)
         assert prog.dst == dst
         assert prog == prog.T.T
@@ -435,7 +445,7 @@ def test_cost_in_seconds_is_fastest() -> None:
     slow = Topology.of({"x": Link(1e-4, 1e8)})
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
         here, elsewhere = redistribute(src, dst, cost=slow), redistribute(src, dst)
-        assert here.cost(slow).time <= elsewhere.cost(slow).time * (1 + 1e-9) + 10 * UNIT
+        assert here.cost(slow).time <= elsewhere.cost(slow).time * (1 + 1e-9)
         assert_right(here, src, dst)
 
 
@@ -448,30 +458,31 @@ def test_topology_decides() -> None:
     assert [step.axes for step in hierarchical.steps] == [("tp",), ("dp",), ("tp",)]  # type: ignore[union-attr]
 
 
-def test_memory_is_respected() -> None:
+@pytest.mark.parametrize("exclude", [(), (Exchange,)], ids=str)
+def test_memory_is_respected(exclude: Sequence[type]) -> None:
     replanned = 0
     for src, dst in itertools.product(SMALL_SPECS[::2], SMALL_SPECS[1::2]):
-        peak = redistribute(src, dst).cost().peak_memory
+        peak = redistribute(src, dst, exclude=exclude).cost().peak_memory
         try:
-            prog = redistribute(src, dst, max_memory=peak - 1)
+            prog = redistribute(src, dst, exclude=exclude, max_memory=peak - 1)
         except ShardingError as error:
-            assert f"max_memory={peak}" in str(error).partition("fix:")[2]
+            assert f"max_memory={peak}, the least there is" in str(error).partition("fix:")[2]
             continue
         replanned += 1
         assert prog.cost().peak_memory < peak
         assert_right(prog, src, dst)
-    assert replanned > 10
+    assert replanned > 5
 
 
 def test_memory_makes_it_move_instead_of_gather() -> None:
     src, dst = parse("f32[1200@x,6]", SMALL), parse("f32[1200,6@x]", SMALL)
-    gather = redistribute(src, dst, exclude=[AllToAll])
+    gather = redistribute(src, dst, exclude=[AllToAll, Exchange])
     assert kinds(gather) == ["all_gather", "all_slice"]
-    frugal = redistribute(src, dst, exclude=[AllToAll], max_memory=20_000)
+    frugal = redistribute(src, dst, exclude=[AllToAll, Exchange], max_memory=20_000)
     assert frugal.cost().peak_memory <= 20_000 < gather.cost().peak_memory
     assert_right(
         redistribute(src._with(dtype=torch.int64), dst._with(dtype=torch.int64),
-                     exclude=[AllToAll], max_memory=40_000),
+                     exclude=[AllToAll, Exchange], max_memory=40_000),
         src._with(dtype=torch.int64), dst._with(dtype=torch.int64))  # fmt: skip
 
 
@@ -483,9 +494,9 @@ def test_what_a_program_holds_suffices() -> None:
 
 def test_memory_of_a_cast_is_respected() -> None:
     src, dst = parse("bf16[6@x]", SMALL), parse("f64[6@x]", SMALL)
-    assert redistribute(src, dst).cost().peak_memory == 3 * (2 + 8)
-    with pytest.raises(ShardingError, match="max_memory=30"):
-        redistribute(src, dst, max_memory=29)
+    assert redistribute(src, dst).cost().peak_memory == 3 * 8
+    with pytest.raises(ShardingError, match="max_memory=24"):
+        redistribute(src, dst, max_memory=23)
 
 
 def test_one_excluded_step_needs_no_tuple() -> None:
@@ -493,7 +504,9 @@ def test_one_excluded_step_needs_no_tuple() -> None:
     assert redistribute(*ends, exclude=AllReduce) == redistribute(*ends, exclude=(AllReduce,))
 
 
-COLLECTIVES: list[type] = [AllGather, AllReduce, ReduceScatter, AllToAll, CollectivePermute]
+COLLECTIVES: list[type] = [
+    AllGather, AllReduce, ReduceScatter, AllToAll, CollectivePermute, Exchange,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("without", COLLECTIVES, ids=lambda step: step.__name__)
@@ -540,25 +553,19 @@ def test_impossible(src: str, dst: str, message: str) -> None:
     assert re.search(message, text)
 
 
-def test_another_mesh() -> None:
-    text = refusal(lambda: redistribute(parse("f32[4@x]", SMALL), parse("f32[4@x]", LARGE)))
-    assert "both specs are of one mesh" in text
-    assert "Mesh(x=2, y=3)" in text
-    assert "Mesh(x=2, y=2, z=3)" in text
-    permuted = parse("f32[4@x]", Mesh(x=2, y=3, devices=range(5, -1, -1)))
-    assert "both specs are of one mesh" in refusal(
-        lambda: redistribute(parse("f32[4@x]", SMALL), permuted)
-    )
-
-
-def test_another_mesh_is_only_proposed_where_it_has_the_axes() -> None:
-    src, dst = parse("f32[4@x]", SMALL), parse("f32[4@a]", Mesh(a=2))
-    text = refusal(lambda: redistribute(src, dst))
-    assert "replace" not in text
-    assert "fs.unshard the tensor, then fs.shard it as dst" in text
-    assert "dst.replace(mesh=src.mesh)" in refusal(
-        lambda: redistribute(src, parse("f32[4@x]", Mesh(x=2)))
-    )
+@pytest.mark.parametrize(
+    "mesh",
+    [LARGE, Mesh(x=2, y=3, devices=range(5, -1, -1)), Mesh(a=2), Mesh(x=3, devices=range(4, 7))],
+    ids=str,
+)
+def test_another_mesh(mesh: Mesh) -> None:
+    src, dst = parse("f32[12@x,6]", SMALL), parse(f"f32[12,6@{mesh.axes[0]}]", mesh)
+    for prog in (redistribute(src, dst), redistribute(dst, src)):
+        check(prog)
+        x = locals_of(prog.src, 1)
+        want = tuple(value_of(prog.src, 1)[prog.dst.index(rank)] for rank in prog.dst.mesh.ranks)
+        assert all(map(torch.equal, reference.simulate(prog, x), want))
+        assert all(map(torch.equal, prog(x), want))
 
 
 def test_not_a_spec() -> None:
@@ -602,13 +609,13 @@ def test_a_dtype_that_loses_the_values_is_refused(dtype: torch.dtype) -> None:
     ("src", "dst", "memory", "exclude"),
     [
         ("f32[12@x,6]", "f32[12,6@x]", 10, ()),
-        ("f32[12@x,6]", "f32[12,6]", None, (AllGather,)),
-        ("f32[12@x,6]", "f32[12,6]", 10, (AllGather,)),
+        ("f32[12@x,6]", "f32[12,6]", None, (AllGather, Exchange)),
+        ("f32[12@x,6]", "f32[12,6]", 10, (AllGather, Exchange)),
         ("f32[12@x,6]", "f32[12,6]", 10, (AllReduce,)),
-        ("f32[12]{unreduced: x}", "f32[12]", None, (AllReduce, ReduceScatter)),
+        ("f32[12]{unreduced: x}", "f32[12]", None, (AllReduce, ReduceScatter, Exchange)),
         ("f32[12]{unreduced: x}", "f32[12@x]{reduced: y}", 0, (AllReduce, InvariantToReduced)),
         ("f32[5@x:5+0]", "f32[5@x:0+5]", 1, ()),
-        ("f32[12@x]{unreduced: y}", "f32[12@y]{reduced: x}", 30, ()),
+        ("f32[12@x]{unreduced: y}", "f32[12@y]{reduced: x}", 20, ()),
     ],
 )
 def test_proposed_way_out_works(
@@ -633,47 +640,64 @@ def test_proposed_way_out_works(
 # -- the search itself ---------------------------------------------------------------------
 
 
-def spec_at(state: State, like: Spec) -> Spec:
-    partition = P._of(state.dims, state.unreduced, state.reduced)
-    return Spec._of(like.mesh, partition, like.shape, like.dtype, state.sizes)
+TOPOLOGIES = [Topology.node(), Topology.cluster(3), None]
 
 
 def state_of(spec: Spec) -> State:
     p = spec.partition
-    return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes, gathered=False)
+    return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
 
 
-def assert_edges(src: Spec, dst: Spec, topology: Topology | None) -> None:
+def assert_edges(src: Spec, dst: Spec, topology: Topology | None, *, direct: bool = False) -> None:
     """Every edge out of `src` is a step that types as the state says and weighs its cost."""
-    for weight, make, new in Search(src, dst, topology, None, frozenset(), False).moves(
-        state_of(src)
-    ):
+    problem = Problem(src, dst, topology, None, frozenset())
+    state = state_of(src)
+    for weight, make, new in Moves(problem, direct=direct).of(state):
         step: Step = make()
         after = infer(step, src)
-        assert after == spec_at(new, src)
-        moved = traffic(step, src, after)
-        if not moved.launches:
-            assert UNIT <= weight < 2 * UNIT
-        elif topology is None:
-            assert weight == pytest.approx(max(moved.sent, moved.received) + 1e-2)
-        else:
-            assert weight == pytest.approx(step_time(topology, step, src, after))
+        assert after == problem.spec(new)
+        assert weight == pytest.approx(weigh(topology, step, src, after), rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize("topology", [Topology.node(), None], ids=["seconds", "bytes"])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
 def test_edges_of_the_search(topology: Topology | None) -> None:
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
         assert_edges(src, dst, topology)
+        assert_edges(src, dst, topology, direct=True)
 
 
-@given(any_pair())
-def test_edges_of_the_search_are_typed(pair: tuple[Spec, Spec]) -> None:
-    src, dst = pair
-    problem = Search(src, dst, Topology.node(), None, frozenset(), False)
-    for weight, make, new in problem.moves(state_of(src)):
-        after = infer(make(), src)
-        assert after == spec_at(new, src)
-        assert weight > 0
+@given(any_pair(), st.sampled_from([Topology.node(), Topology.cluster(2), None]), st.booleans())
+def test_edges_of_the_search_on_uneven_shards(
+    pair: tuple[Spec, Spec], topology: Topology | None, direct: bool
+) -> None:
+    assert_edges(*pair, topology, direct=direct)
+
+
+def assert_bounds(src: Spec, dst: Spec, topology: Topology | None) -> None:
+    """What is left to do is never overestimated, from any layout on the way."""
+    problem = Problem(src, dst, topology, None, frozenset())
+    spec, steps = src, search(src, dst, topology)
+    assert steps is not None
+    left = steps[1]
+    for step in steps[0]:
+        assert problem.bound(state_of(spec)) <= left * (1 + 1e-9) + 1e-15
+        after = infer(step, spec)
+        left -= weigh(topology, step, spec, after)
+        spec = after
+    assert left == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
+def test_bounds_of_the_search(topology: Topology | None) -> None:
+    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
+        assert_bounds(src, dst, topology)
+
+
+@given(any_pair(), st.sampled_from([Topology.node(), Topology.cluster(2), None]))
+def test_bounds_of_the_search_on_uneven_shards(
+    pair: tuple[Spec, Spec], topology: Topology | None
+) -> None:
+    assert_bounds(*pair, topology)
 
 
 def test_embedding_is_used_where_it_is_free() -> None:
