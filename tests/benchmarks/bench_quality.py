@@ -1,7 +1,7 @@
 """How good plans are: bytes over the lower bound, memory, and modelled time beside DTensor's.
 
-`python -m tests.benchmarks.bench_quality` prints the tables in some minutes, with `--quick` of a
-sample of the pairs in less than one. DTensor's two planners give their own plans, which
+`python -m tests.benchmarks.bench_quality` prints the tables in ten minutes or so, with `--quick` of a
+sample of the pairs in two. DTensor's two planners give their own plans, which
 `tests.dtensor_plans` reads as fshard programs: one model costs all of them. Received bytes are
 those of the busiest rank; ratios are geometric means and worst cases over all ordered pairs whose
 lower bound is above 0.
@@ -35,7 +35,7 @@ from fshard.program.cost import max_local_nbytes
 from tests.dtensor_plans import PLANNERS, plan
 from tests.helpers import all_specs
 
-SEED, QUICK, SAMPLE = 0, 200, 3000
+SEED, QUICK, SAMPLE = 0, 200, 500
 MESHES = (Mesh(x=2, y=4), Mesh(x=4, y=4), Mesh(x=8, y=8), Mesh(x=2, y=2, z=2), Mesh(x=4, y=2, z=4))
 SHAPES = {2: (256, 256), 3: (64, 64, 64)}
 TIMED_SHAPES = {2: ((64, 64), (1024, 1024), (16384, 16384)), 3: ((32, 32, 32), (512, 512, 512))}
