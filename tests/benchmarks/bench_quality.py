@@ -1,7 +1,7 @@
 """How good plans are: bytes over the lower bound, memory, and modelled time beside DTensor's.
 
-`python -m tests.benchmarks.bench_quality` prints the tables in ten minutes or so, with `--quick` of a
-sample of the pairs in two. DTensor's two planners give their own plans, which
+`python -m tests.benchmarks.bench_quality` prints the tables in ten minutes or so, with `--quick` of
+a sample of the pairs in two. DTensor's two planners give their own plans, which
 `tests.dtensor_plans` reads as fshard programs: one model costs all of them. Received bytes are
 those of the busiest rank; ratios are geometric means and worst cases over all ordered pairs whose
 lower bound is above 0.
@@ -254,7 +254,8 @@ def transitions() -> Table:
     for name, target in NAMED.items():
         pair = named(name)
         bound = fs.lower_bound(*pair).bytes_received
-        moved = [prog and prog.cost().bytes_received for prog in (p(*pair) for p in planners)]
+        plans = [planner(*pair) for planner in planners]
+        moved = [None if prog is None else prog.cost().bytes_received for prog in plans]
         shown.add_row(name, f"{target:,}", *map(kib, (bound, *moved)))
     return shown
 
