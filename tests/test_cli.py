@@ -57,7 +57,7 @@ def test_topology(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--mesh", MESH, "--topology", "cluster", "--node-size", "2")
     _, cluster, _ = run(capsys, SRC, DST, *arguments)
     assert "topology node" in node
-    assert "cluster of 2-device nodes" in cluster
+    assert "cluster, nodes of 2" in cluster
     prog = fs.redistribute(*(fs.parse(each, fs.Mesh(dp=2, tp=4)) for each in (SRC, DST)))
     for out, topology in ((node, fs.Topology.node()), (cluster, fs.Topology.cluster(2))):
         shown = out.strip().splitlines()[-1]

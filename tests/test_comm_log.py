@@ -216,6 +216,24 @@ def test_prints_as_a_table() -> None:
     assert str(log) == repr(log) == "no collective ran"
 
 
+def test_says_where_numbers_do_not_add_up() -> None:
+    with fs.comm_log() as log:
+        for rank, (forth, back) in enumerate([(48, 0), (0, 72)]):
+            log._record(Event("exchange", (), forth, rank, "forward"))
+            log._record(Event("exchange", (), back, rank, "backward"))
+    assert str(log) == "\n".join(
+        [
+            "2 collectives, 72 B sent by the busiest rank",
+            "operation  axes          forward  bytes  backward  bytes",
+            "────────────────────────────────────────────────────────",
+            "exchange   (two meshes)        1   48 B         1   72 B",
+            "────────────────────────────────────────────────────────",
+            "total                          1   48 B         1   72 B",
+            "each number is of its own busiest rank, so they need not add up",
+        ]
+    )
+
+
 def test_dict_is_json() -> None:
     found = example().to_dict()  # type: ignore[attr-defined]
     assert json.loads(json.dumps(found)) == found

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fshard"
 
 LAYERS = (
-    {"errors", "hooks"},
+    {"errors", "hooks", "units"},
     {"mesh"},
     {"partition"},
     {"subaxes"},

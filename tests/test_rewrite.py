@@ -240,8 +240,13 @@ def test_peak_memory_does_not_rise_for_speed() -> None:
          "a topology is a Topology",
          "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})"),
         (lambda prog: prog.simplify(exclude=int), "Program.simplify",
-         "exclude=[<class 'int'>]", "exclude names step types",
+         "exclude=<class 'int'>", "exclude names step types",
          "exclude=(fs.AllGather, fs.AllToAll), say"),
+        (lambda prog: prog.simplify(exclude="all_gather"), "Program.simplify",  # type: ignore[arg-type]
+         "exclude='all_gather'", "exclude names step types", "exclude=fs.AllGather"),
+        (lambda prog: prog.simplify(exclude=[AllToAll("x", 0, 1), AllReduce("y"), AllReduce]),  # type: ignore[list-item]
+         "Program.simplify", "exclude=all_to_all(x, dim 0 -> 1), all_reduce(y)",
+         "exclude names step types", "exclude=(fs.AllToAll, fs.AllReduce)"),
     ],
 )  # fmt: skip
 def test_refused(

@@ -16,7 +16,8 @@ import fshard as fs
 from fshard.show.grid import fit, lengths
 from fshard.show.holders import holders_text, states_in_words
 from fshard.show.table import Column, Table
-from fshard.show.words import bytes_text, time_text, wrap
+from fshard.show.words import wrap
+from fshard.units import bytes_text, rate_text, time_text
 from tests.helpers import held_under, random_global
 from tests.strategies import meshes, spec_pairs, specs
 
@@ -342,7 +343,7 @@ def test_explain() -> None:
     )
     assert "nothing to do" in str(fs.redistribute(src, src).explain())
     named = str(fs.redistribute(src, dst).explain(fs.Topology.cluster(4)))
-    assert "topology\ncluster of 4-device nodes" in named
+    assert "topology\ncluster, nodes of 4" in named
 
 
 @settings(max_examples=50)
@@ -377,7 +378,23 @@ def test_table_wraps_its_widest_column() -> None:
     )
 
 
-@given(st.text("ab ,+{", max_size=60), st.integers(4, 20))
+def test_tables_cut_words_last() -> None:
+    columns = (Column("leaf", wrap=True), Column("from", wrap=True), Column("step", wrap=True))
+    rows = (("['self_attn.in_proj_weight'][0]", "f32[4096,4096]{unreduced: dp}",
+             "collective_permute(P(('tp', 'dp')))"),)  # fmt: skip
+    assert Table("", columns, rows).text(62) == text(
+        """
+        leaf              from             step
+        ──────────────────────────────────────────────────────────────
+        ['self_attn.      f32[4096,4096]   collective_permute(P(('tp',
+        in_proj_weight']  {unreduced: dp}  'dp')))
+        [0]
+        """
+    )
+    assert max(map(len, Table("", columns, rows).text(40).splitlines())) == 40
+
+
+@given(st.text("ab .,+{[]'", max_size=60), st.integers(4, 20))
 def test_wrap_keeps_the_width(words: str, width: int) -> None:
     lines = wrap(words, width, most=100)
     assert all(len(line) <= width for line in lines)
@@ -394,8 +411,10 @@ def test_lengths_are_in_proportion(sizes: list[int], total: int) -> None:
 
 
 def test_units() -> None:
-    assert [bytes_text(n) for n in (0, 9_999_999, 10_000_000, 1 << 40)] == [
-        "0 B", "9,999,999 B", "9.54 MiB", "1.00 TiB"]  # fmt: skip
+    assert [bytes_text(n) for n in (0, (1 << 20) - 1, 1 << 20, 10_000_000, 1 << 40)] == [
+        "0 B", "1,048,575 B", "1.00 MiB", "9.54 MiB", "1.00 TiB"]  # fmt: skip
+    assert [rate_text(n) for n in (1e4, 999e6, 45e9, 2.68e12)] == [
+        "0.01 MB/s", "999 MB/s", "45.0 GB/s", "2.68 TB/s"]  # fmt: skip
     assert [time_text(s) for s in (0, 1e-7, 1e-3, 2.5, 125)] == [
         "0 µs", "0.10 µs", "1.00 ms", "2.50 s", "125 s"]  # fmt: skip
 

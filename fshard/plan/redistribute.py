@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, get_args, overload
+from typing import Any, overload
 
 import torch
 
@@ -14,7 +14,13 @@ from fshard.partition import PartitionSpec
 from fshard.plan.batch import BUCKET, Batch, plan_batch
 from fshard.plan.meshes import plan_between
 from fshard.program.casts import holds
-from fshard.program.program import Program, endpoint_problems, wire_problems
+from fshard.program.program import (
+    Program,
+    as_types,
+    endpoint_problems,
+    exclude_problems,
+    wire_problems,
+)
 from fshard.program.steps import Cast, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -24,7 +30,6 @@ __all__ = ["redistribute"]
 NODE = Topology.node()
 Steps = tuple[type, ...]
 Wires = tuple[torch.dtype | None, torch.dtype | None]
-STEPS = get_args(Step)
 
 
 @overload
@@ -67,11 +72,17 @@ def redistribute(
 ) -> Program | Batch:
     """The cheapest program of collectives from `src` to `dst`, planned without communicating.
 
-    `cost` is a `Topology` (the default is a single node) or "bytes", what the busiest rank
-    receives; `max_memory` bounds the bytes of the largest local on the way; `exclude` names step
-    types not to use; `forward_dtype` and `backward_dtype` are what the program and its transpose
-    send. The specs may be of two meshes, on the same devices, on some or on none in common.
-    The search goes beyond Rink et al., arXiv 2112.01075; a plan is cached by its arguments.
+    `cost` is a `Topology` or "bytes", what the busiest rank receives. The default is a single
+    node, however many devices the mesh has: of several nodes give the topology,
+    `fs.Topology.dgx_h100()` say, and give the same one to `prog.cost`, `prog.explain` and
+    `prog.simplify`, whose default is a node too. On several nodes an axis `x` may be split into
+    `x_0`, the major part, between nodes, and `x_1` inside.
+
+    `max_memory` bounds the bytes of the largest local on the way; a step holds its input and its
+    output at once, so that a run needs up to twice that. `exclude` names step types not to use;
+    `forward_dtype` and `backward_dtype` are what the program and its transpose send. The specs
+    may be of two meshes, on the same devices, on some or on none in common. The search goes
+    beyond Rink et al., arXiv 2112.01075; a plan is cached by its arguments.
 
     Of two trees of specs it is a `Batch`: all leaves are planned together, collectives of one
     kind are one launch, of at most `bucket_bytes` unless a leaf has more. Options are then
@@ -91,7 +102,7 @@ def redistribute(
     """
     options = (
         max_memory,
-        (exclude,) if isinstance(exclude, type) else tuple(exclude),
+        as_types(exclude),
         forward_dtype,
         backward_dtype,
     )
@@ -119,7 +130,7 @@ def _plan(
         return prog
     fail(
         "fs.redistribute",
-        f"{src} -> {dst}, max_memory={max_memory}, exclude={[each.__name__ for each in exclude]}",
+        f"{src} -> {dst}{_restrictions(max_memory, exclude)}",
         "no program keeps to the restrictions",
         _way_out(src, dst, topology, max_memory, frozenset(exclude)),
     )
@@ -220,20 +231,21 @@ def _option_problems(
                 'cost=fs.Topology.cluster(), or cost="bytes"',
             )
         )
-    if unknown := [each for each in exclude if each not in STEPS]:
-        problems.append(
-            Problem(
-                f"exclude={unknown}",
-                "exclude names step types",
-                "exclude=(fs.AllGather, fs.AllToAll), say",
-            )
-        )
+    problems += exclude_problems(exclude)
     if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
         problems.append(
             Problem(f"max_memory={max_memory!r}", "bytes are a whole number", "max_memory=2**30")
         )
     problems += wire_problems(src, wires)
     return problems
+
+
+def _restrictions(max_memory: int | None, exclude: Steps) -> str:
+    """Those that were given, after a comma each."""
+    given = [] if max_memory is None else [f"max_memory={max_memory}"]
+    names = ", ".join(each.__name__ for each in exclude)
+    given += [f"exclude={names if len(exclude) == 1 else f'({names})'}"] if exclude else []
+    return "".join(f", {each}" for each in given)
 
 
 def _way_out(

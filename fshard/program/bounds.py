@@ -19,7 +19,10 @@ __all__ = ["Bound", "lower_bound"]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Of the busiest rank: bytes that any program receives, and holds at some time."""
+    """Of the busiest rank: bytes that any program receives, and holds at some time.
+
+    `peak_memory` is the larger of the two locals, at the start and at the end.
+    """
 
     bytes_received: int
     peak_memory: int
@@ -28,22 +31,23 @@ class Bound:
 def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = None) -> Bound:
     """Bytes that the busiest rank must receive and hold on the way from `src` to `dst`.
 
-    A group of ranks that hold one tensor between them (the addends of an unreduced target, or
-    a single rank) must receive every element it does not hold complete. An element with c
-    addends that ends on t ranks takes (c-1) + (t-1) messages, one more where the target has
-    other devices. With k addends that stay it takes (c-1) k + (t-1), t groups of ranks, or
-    where c = 1 and f groups lack it (k-1) + f: all addends and groups that need each other are
-    connected by messages. The result is the largest of these bounds, messages spread over all
-    ranks. With `forward_dtype` it is that of a program that sends it.
+    Between sharded or copied layouts it is exact: what the rank that lacks most lacks, which an
+    exchange receives and no more. Where addends are reduced, or stay, it is a bound that not
+    every pair can reach. With `forward_dtype` it is that of a program that sends it.
 
-    Boxes after Rink et al. (arXiv 2112.01075), reductions after Patarasu and Yuan (2009).
+    With addends it is the larger of two. A rank, or the ranks that hold the addends of a target
+    between them, must receive what they do not hold complete. And each element takes so many
+    messages: to reduce c addends and bring the sum to t ranks takes c - 1 and t - 1, spread over
+    all ranks at best. Boxes after Rink et al. (arXiv 2112.01075), reductions after Patarasu and
+    Yuan (2009).
 
     The specs may be of two meshes; then the ranks are those of both, and nothing is said of
     addends that may stay where grids cross (2x3 and 3x2). On one mesh and even shards it is 0
     exactly where a program without communication exists. Uneven sizes can make it 0 by
     coincidence: each rank happens to hold what it needs, though most steps would move it.
 
-    Raises `ShardingError` where the global shapes differ.
+    Raises `ShardingError` where the global shapes differ, and for trees of specs: `.explain()`
+    of a `Batch` has the bounds of its leaves.
 
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
@@ -67,6 +71,9 @@ def _lower_bound(src: Spec, dst: Spec, wire: torch.dtype | None) -> Bound:
     one = src.mesh == dst.mesh
     stay = set(p.unreduced_kinds) & set(q.unreduced_kinds) if one else set()
     group = tuple(axis for axis, _ in q.unreduced_kinds)
+    # Of c addends that are reduced and k that stay: (c-1) k + (t-1) messages to t groups of
+    # ranks, one more where the target has other devices; where c = 1 and f groups lack the
+    # element (k-1) + f. All addends and groups that need each other are connected by messages.
     kept = math.prod(src.mesh.shape[axis] for axis, _ in stay)
     addends = math.prod(src.mesh.shape[axis] for axis, _ in p.unreduced_kinds) // kept
     members = math.prod(dst.mesh.shape[axis] for axis in group)

@@ -34,6 +34,7 @@ from fshard.program.steps import (
 )
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
+from fshard.units import bytes_text, plural, time_text
 
 __all__ = [
     "Cost", "Traffic", "all_reduced", "copies", "exchanged", "gathered", "max_local_nbytes",
@@ -48,7 +49,10 @@ class Cost:
     """Of one program: `time` in seconds, bytes of the busiest rank, launches and messages.
 
     `peak_memory` is the largest local on the way, the measure of Rink et al. (arXiv 2112.01075):
-    while a step runs, its input and its output are both there.
+    while a step runs, its input and its output are both there, so up to twice that is held.
+
+    >>> print(Cost(8.4e-6, 196608, 196608, 262144, launches=1, messages=3))
+    8.40 µs, 196,608 B sent, 196,608 B received, 262,144 B peak, 1 launch, 3 messages
     """
 
     time: float
@@ -57,6 +61,13 @@ class Cost:
     peak_memory: int
     launches: int
     messages: int
+
+    def __str__(self) -> str:
+        sent, received, peak = map(
+            bytes_text, (self.bytes_sent, self.bytes_received, self.peak_memory)
+        )
+        counts = f"{plural(self.launches, 'launch')}, {plural(self.messages, 'message')}"
+        return f"{time_text(self.time)}, {sent} sent, {received} received, {peak} peak, {counts}"
 
 
 class Traffic(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -29,10 +29,11 @@ from fshard.program.transpose import is_linear, transpose
 from fshard.spec import DTYPE_NAMES, Spec
 
 __all__ = [
-    "Program", "as_topology", "carries", "check", "endpoint_problems",
-    "wire_problems",
-    "wire_specs",
+    "Program", "as_topology", "as_types", "carries", "check", "endpoint_problems",
+    "exclude_problems", "wire_problems", "wire_specs",
 ]  # fmt: skip
+
+STEPS: tuple[type, ...] = get_args(Step)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -168,11 +169,12 @@ class Program:
 
         Inverse steps cancel, neighbours fuse, slices go ahead and gathers behind, casts to the
         side where fewer bytes move; by the laws in `program/rewrite.py`. The time on the topology
-        (the default is a single node) falls, or steps get fewer; neither it, nor the time with
-        that of the transpose, nor the peak memory rises, and `forward_dtype` and
-        `backward_dtype` stay. `exclude` names step types not to bring in. Where floating
-        numbers are added, their order may change, and averages may round less often; addends of
-        an unreduced target may be others of the same sum.
+        falls, or steps get fewer; neither it, nor the time with that of the transpose, nor the
+        peak memory rises, and `forward_dtype` and `backward_dtype` stay. The default is a
+        single node, also for a program planned on another topology: pass the same one.
+        `exclude` names step types not to bring in; those of them that the program has may stay.
+        Where floating numbers are added, their order may change, and averages may round less
+        often; addends of an unreduced target may be others of the same sum.
 
         Rewrites start from what the program does; `fs.redistribute(prog.src, prog.dst)` plans
         anew. After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
@@ -186,15 +188,17 @@ class Program:
           reduce_scatter(x, dim 1)  f32[4096@y,4096@x]  16,777,216 B
           all_gather(y, dim 0)      f32[4096,4096@x]    16,777,216 B
         """
-        kinds = (exclude,) if isinstance(exclude, type) else tuple(exclude)
         topology = as_topology("Program.simplify", topology)
-        simple: Program = hooks.call("simplify", self, topology, kinds)
+        simple: Program = hooks.call("simplify", self, topology, as_types(exclude))
         return simple
 
     # -- cost -------------------------------------------------------------------------
 
     def cost(self, topology: Topology | None = None, /) -> Cost:
-        """Time, bytes and memory on a topology; the default is a single node."""
+        """Time, bytes and memory on a topology.
+
+        The default is a single node, also for a program planned on another: pass the same one.
+        """
         return _cost(self, as_topology("Program.cost", topology))
 
     # -- running ----------------------------------------------------------------------
@@ -239,7 +243,10 @@ class Program:
         return tuple(map(_sent, self.steps, wire, wire[1:]))
 
     def explain(self, topology: Topology | None = None) -> Any:
-        """A table of the steps with specs, bytes, time and peak memory; prints anywhere."""
+        """A table of the steps with specs, bytes, time and peak memory; prints anywhere.
+
+        The default is a single node, also for a program planned on another: pass the same one.
+        """
         return hooks.call("explain", self, as_topology("Program.explain", topology))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -311,6 +318,42 @@ def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Proble
     ]
 
 
+def as_types(exclude: object) -> tuple[Any, ...]:
+    """Canonical form of one step type or several: always a tuple, of whatever was given.
+
+    >>> as_types(AllGather) == as_types([AllGather])
+    True
+    """
+    if isinstance(exclude, str | type) or not isinstance(exclude, Iterable):
+        return (exclude,)
+    return tuple(exclude)
+
+
+def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
+    """What of `exclude` is no step type."""
+    unknown = [each for each in exclude if each not in STEPS]
+    if not unknown:
+        return []
+    meant = [_type_meant(each) for each in unknown]
+    known = [f"fs.{name}" for name in dict.fromkeys(meant) if name is not None]
+    fix = known[0] if len(known) == 1 else f"({', '.join(known)})"
+    given = ", ".join(str(each) if isinstance(each, Step) else repr(each) for each in unknown)
+    return [
+        Problem(
+            f"exclude={given}",
+            "exclude names step types",
+            f"exclude={'(fs.AllGather, fs.AllToAll), say' if None in meant else fix}",
+        )
+    ]
+
+
+def _type_meant(given: object) -> str | None:
+    """The step type that a step, or a name, stands for."""
+    word = given.replace("_", "").lower() if isinstance(given, str) else type(given).__name__
+    names = (each.__name__ for each in STEPS)
+    return next((name for name in names if word in (name, name.lower())), None)
+
+
 def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
     """What keeps two values from being the ends of a change of layout: types, shapes."""
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
@@ -318,7 +361,7 @@ def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
             Problem(
                 f"{where}({type(src).__name__}, {type(dst).__name__})",
                 "both are Specs",
-                "spec.replace(partition=P(...)) makes the target",
+                "spec.replace(partition=P(...)) makes the target; of trees, one pair at a time",
             )
         ]
     problems = []

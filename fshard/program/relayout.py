@@ -125,6 +125,9 @@ def _on(spec: Spec, other: bool) -> str:
 
 def remeshed(step: Remesh, spec: Spec) -> Spec:
     """`spec` on another mesh, where every rank holds and means the same."""
+    if spec.mesh.ranks != step.mesh.ranks:
+        rule = f"both meshes have the same devices: {step.mesh} has others"
+        refuse(step, spec, rule, "fs.Exchange goes to other devices; " + PLAN)
     partition = padded(step, spec, step.partition)
     if not set(partition.axes) <= set(step.mesh.axes):
         step.mesh.check_axes(partition.axes, f"{step} on {spec}")
@@ -142,8 +145,6 @@ def remeshed(step: Remesh, spec: Spec) -> Spec:
 
 def _difference(spec: Spec, to: Spec) -> str:
     """Why two specs are not the same shards on the same devices, by the first rank that differs."""
-    if spec.mesh.ranks != to.mesh.ranks:
-        return f"both meshes have the same devices: {to.mesh} has others"
     for rank in spec.mesh.ranks:
         here, there = (_box_text(each, rank) for each in (spec, to))
         if here != there:

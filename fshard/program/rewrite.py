@@ -20,20 +20,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from fshard import hooks
-from fshard.errors import Problem, ShardingError, raise_if
+from fshard.errors import ShardingError, raise_if
 from fshard.partition import PartitionSpec
 from fshard.program.casts import holds, passes
 from fshard.program.cost import max_local_nbytes, step_time
 from fshard.program.infer import infer
-from fshard.program.program import Program, wire_specs
+from fshard.program.program import Program, exclude_problems, wire_specs
 from fshard.program.single import single_steps
 from fshard.program.steps import (
     AllGather,
@@ -54,7 +54,7 @@ from fshard.program.topology import Topology
 from fshard.program.transpose import transpose
 from fshard.spec import Spec
 
-__all__ = ["exclude_problems", "simplify"]
+__all__ = ["simplify"]
 
 Path = tuple[Spec, ...]
 Steps = tuple[Step, ...]
@@ -126,13 +126,6 @@ def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) 
             backward_dtype=prog.backward_dtype,
         )
     return prog
-
-
-def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
-    """What of `exclude` is no step type."""
-    unknown = [each for each in exclude if each not in get_args(Step)]
-    fix = "exclude=(fs.AllGather, fs.AllToAll), say"
-    return [Problem(f"exclude={unknown}", "exclude names step types", fix)] if unknown else []
 
 
 def _best(prog: Program, market: Market, most: int) -> Found | None:

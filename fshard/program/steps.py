@@ -230,17 +230,19 @@ class CollectivePermute:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Any layout to any other: each rank receives what it lacks and no more, in one all-to-all-v.
+    """From any layout to any sharded or copied one: each rank receives what it lacks, no more.
+
+    One all-to-all-v, in which each piece is sent once, by one of its holders: Zhuang et al.,
+    "On optimizing the communication of model parallelism" (arXiv 2211.05322).
 
     `partition` is the result's (dims left out at its end are not sharded), `sizes` the shard
     sizes of its dims that are not cut equally, by dim, and `mesh` its mesh where that is another
     one: with the same devices, some of them, or none.
 
-    The global value stays. Axes that are unreduced in the result are so in the source; all
-    others that the source is unreduced on are reduced on arrival. Axes that are reduced in the
-    source stay reduced, and further ones may become it. Nothing stays where the mesh changes.
-    Transpose: the exchange back, on the duals. Each piece is sent once, by one of its holders:
-    Zhuang et al., "On optimizing the communication of model parallelism" (arXiv 2211.05322).
+    Unreduced axes of the source are reduced where pieces arrive, except those that the result
+    has too: its own are always left from the source. Reduced axes stay reduced, and others may
+    become so. To another mesh no axis stays unreduced or reduced: all addends are reduced on
+    arrival, and a source that is reduced is refused. Transpose: the exchange back, on the duals.
 
     >>> print(Exchange(PartitionSpec(None, "x")))
     exchange(P(None, 'x'))
@@ -269,7 +271,8 @@ class Remesh:
     """The same shards on the same devices, read on another mesh; no traffic, no copy.
 
     An axis becomes several or several one, or axes have other names; `partition` is the
-    result's (dims left out at its end are not sharded). Transpose: the way back.
+    result's (dims left out at its end are not sharded). Planned on a cluster, `x_0` and `x_1`
+    are the parts of an axis `x`, the first one major. Transpose: the way back.
 
     >>> print(Remesh(Mesh(a=2, b=2), PartitionSpec(("a", "b"))))
     remesh(Mesh(a=2, b=2))

@@ -19,6 +19,7 @@ from typing import Any
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
+from fshard.units import rate_text, time_text
 
 __all__ = ["Link", "Topology"]
 
@@ -58,6 +59,20 @@ class Topology:
     collective, `message` that to post a message of those that go out together, `memory` the
     bandwidth of local copies in bytes per second.
 
+    A collective is as slow as the slowest link among its axes, for all of its bytes: one over 2
+    nodes of 8 goes at the speed of the network, as if nothing of it stayed inside. NCCL's rings
+    cross the network on some hops only, where each GPU has a card of its own, so that such a
+    collective may be much faster than modelled, and gain less where it goes by nodes instead.
+    For that, programs on a cluster split axes where nodes end (`fs.Remesh`): the parts of an
+    axis `x` are `x_0`, the major one, between nodes, and `x_1` inside.
+
+    >>> print(Topology.dgx_h100())
+    DGX H100, nodes of 8
+      inner    0.60 µs, 360 GB/s
+      outer    2.70 µs, 45.0 GB/s
+      launch   6.60 µs
+      message  0.15 µs
+      memory   2.68 TB/s
     >>> Topology.cluster().link(Mesh(dp=4, tp=8), "tp") == NVLINK
     True
     >>> Topology.cluster().link(Mesh(dp=4, tp=8), ("dp", "tp")) == INFINIBAND
@@ -106,12 +121,19 @@ class Topology:
 
     @staticmethod
     def node() -> Topology:
-        """A single node: every pair of devices is joined by NVLink (H100, 360 GB/s achieved)."""
+        """A single node, of any size: NVLink joins every pair of devices (H100, 360 GB/s achieved).
+
+        Launches and memory are round numbers, 6 us and 2 TB/s, for GPUs of that kind;
+        `dgx_h100` has those of one machine, 6.6 us and 2.68 TB/s.
+        """
         return Topology("node")
 
     @staticmethod
     def cluster(node_size: int = 8) -> Topology:
-        """Nodes of `node_size` devices: NVLink inside, InfiniBand (45 GB/s a device) between."""
+        """Nodes of `node_size` devices: NVLink inside, InfiniBand (45 GB/s a device) between.
+
+        Links are those of `dgx_h100`, launches and memory the round numbers of `node`.
+        """
         return Topology("cluster", node_size=node_size)
 
     @staticmethod
@@ -182,6 +204,25 @@ class Topology:
             memory=0.8 * 25.6e9,
             message=10e-6,
         )
+
+    # -- text -------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """The name, and how many devices a node has: `DGX H100, nodes of 8`."""
+        return self.name if self.node_size is None else f"{self.name}, nodes of {self.node_size}"
+
+    def __str__(self) -> str:
+        links = [("inner", self.inner)]
+        links += [("outer", self.outer)] if self.node_size is not None else []
+        rows = [
+            (name, f"{time_text(link.latency)}, {rate_text(link.bandwidth)}")
+            for name, link in (*links, *self.links)
+        ]
+        rows += [("launch", time_text(self.launch)), ("message", time_text(self.message))]
+        rows += [("memory", rate_text(self.memory))]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
     # -- links ------------------------------------------------------------------------
 

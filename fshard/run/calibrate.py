@@ -47,9 +47,12 @@ def calibrate(
     axis all groups gather and exchange tensors of growing sizes at once, as in programs, for
     about `seconds` in all; latency and bandwidth are the least squares of the model that costs
     programs, over the medians of the slowest rank (after Hockney 1994, and LogGP of Alexandrov
-    et al. 1995). What a message costs beside its round is told apart where there are 3 ranks.
-    Axes that are not the mesh's have the slowest of its links. `save` is a file that the mesh's
-    first rank writes, for `Topology.load`.
+    et al. 1995). What a message costs beside its round is told apart on meshes of at least 3
+    ranks. Axes that are not the mesh's have the slowest of its links. `save` is a file that the
+    mesh's first rank writes, for `Topology.load`.
+
+    On GPUs NCCL is measured, with some 1.5 GiB of memory on each. Nothing else may run on the
+    devices or the wires meanwhile: it would be measured too.
 
     Raises `ShardingError` without ranks (under no `torchrun`, or before `fs.init`), for ranks
     that do not exist, and where the file cannot be written.

@@ -10,7 +10,8 @@ from fshard.plan.batch import Batch
 from fshard.program.bounds import lower_bound
 from fshard.program.topology import Topology
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH, bytes_text, plural, ratio_text, time_text
+from fshard.show.words import WIDTH
+from fshard.units import bytes_text, plural, ratio_text, time_text
 
 __all__ = ["BatchExplanation", "explain_batch"]
 
@@ -48,7 +49,7 @@ class BatchExplanation:
             rows.append((name, str(prog.src), str(prog.dst), bytes_text(cost.bytes_sent),
                          time_text(cost.time)))  # fmt: skip
         count = sum(leaf is not None for leaf in self.batch.leaves)
-        title = f"a tree of {plural(count, 'program')}, topology {self.topology.name}"
+        title = f"a tree of {plural(count, 'program')}, topology {self.topology.title}"
         return Table(title, LEAVES, tuple(rows))
 
     @property

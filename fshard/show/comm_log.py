@@ -9,7 +9,8 @@ from typing import Any
 
 from fshard.run.transport import Event, observe
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH, bytes_text, plural
+from fshard.show.words import WIDTH
+from fshard.units import bytes_text, plural
 
 __all__ = ["CommLog", "Phase", "comm_log"]
 
@@ -20,6 +21,9 @@ COLUMNS = (
     Column("operation"), Column("axes", wrap=True), Column("forward", right=True),
     Column("bytes", right=True), Column("backward", right=True), Column("bytes", right=True),
 )  # fmt: skip
+
+
+APART = "each number is of its own busiest rank, so they need not add up"
 
 
 class Phase:
@@ -110,21 +114,24 @@ class CommLog:
 
     @property
     def table(self) -> Table:
-        """One row per operation and axes; the last one adds up."""
+        """One row per operation and axes; the last one is of all, also by its busiest rank."""
         phases = (self.forward, self.backward)
         rows = []
         for key in self.counts:
-            cells = [key[0], ", ".join(_axes(key[1]))]
+            cells = [key[0], ", ".join(_axes(key[1])) or "(two meshes)"]
             for phase in phases:
                 launches = phase.counts[key]
                 cells += [f"{launches:,}", bytes_text(phase.bytes[key])] if launches else ["", ""]
             rows.append(tuple(cells))
         total = ["total", ""]
         for phase in phases:
-            total += [f"{phase.counts.total():,}", bytes_text(phase.total_bytes)]
+            launches = phase.counts.total()
+            total += [f"{launches:,}", bytes_text(phase.total_bytes)] if launches else ["", ""]
         title = (f"{plural(self.counts.total(), 'collective')}, "
                  f"{bytes_text(self.total_bytes)} sent by the busiest rank")  # fmt: skip
-        return Table(title, COLUMNS, tuple(rows), (tuple(total),))
+        most = [sum(phase.bytes.values()) for phase in phases]
+        notes = () if sum(most) == self.total_bytes else (APART,)
+        return Table(title, COLUMNS, tuple(rows), (tuple(total),), notes)
 
     def text(self, width: int = WIDTH) -> str:
         """Plain text of at most `width` columns."""
@@ -172,7 +179,7 @@ def comm_log() -> Iterator[CommLog]:
     ─────────────────────────────────────────────────
     all_gather  tp          1    8 B
     ─────────────────────────────────────────────────
-    total                   1    8 B         0    0 B
+    total                   1    8 B
     """
     log = CommLog()
     with observe(log._record):

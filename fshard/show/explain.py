@@ -10,7 +10,8 @@ from fshard.program.bounds import lower_bound
 from fshard.program.program import Program
 from fshard.program.topology import Topology
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH, bytes_text, ratio_text, time_text
+from fshard.show.words import WIDTH
+from fshard.units import bytes_text, ratio_text, time_text
 
 __all__ = ["Explanation", "explain"]
 
@@ -46,7 +47,7 @@ class Explanation:
             cost = alone.cost(self.topology)
             rows.append((str(step), str(prog.specs[at + 1]), bytes_text(cost.bytes_sent),
                          time_text(cost.time), bytes_text(cost.peak_memory)))  # fmt: skip
-        title = f"{prog.ends}, topology {_name(self.topology)}"
+        title = f"{prog.ends}, topology {self.topology.title}"
         return Table(title, STEPS, tuple(rows), notes=() if prog.steps else ("nothing to do",))
 
     @property
@@ -119,8 +120,3 @@ def explain(prog: Program, topology: Topology) -> Explanation:
 
 def _held(prog: Program) -> int:
     return Program(prog.src, ()).cost().peak_memory
-
-
-def _name(topology: Topology) -> str:
-    size = topology.node_size
-    return topology.name if size is None else f"{topology.name} of {size}-device nodes"

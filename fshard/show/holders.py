@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fshard.mesh import Mesh
-from fshard.show.words import listing, plural
+from fshard.show.words import listing
 from fshard.spec import Spec
+from fshard.units import plural
 
 __all__ = ["coords_text", "equations", "holders_text", "index_text", "states_in_words"]
 

@@ -26,9 +26,10 @@ from fshard.show.holders import (
     states_in_words,
 )  # fmt: skip
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH, bytes_text, colour, listing, wrap
+from fshard.show.words import WIDTH, colour, listing, wrap
 from fshard.spec import DTYPE_NAMES, Spec
 from fshard.tree import is_pair
+from fshard.units import bytes_text
 
 __all__ = ["Picture", "visualize"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fshard.show.words import WIDTH, wrap
+from fshard.show.words import WIDTH, parts, wrap
 
 __all__ = ["Column", "Table"]
 
@@ -68,18 +68,21 @@ class Table:
     __repr__ = __str__
 
     def _widths(self, width: int) -> list[int]:
-        """Natural widths; where they are too wide, the widest column that may break shrinks."""
+        """Natural widths; where they are too wide, the widest column that may break shrinks.
+
+        Words are cut only where all columns that may break are as narrow as their longest.
+        """
         names = tuple(column.name for column in self.columns)
-        cells = zip(names, *self.rows, *self.footer, strict=True)
+        cells = list(zip(names, *self.rows, *self.footer, strict=True))
         widths = [max(map(len, column)) for column in cells]
+        words = [max(len(part.rstrip()) for cell in column for part in parts(cell))
+                 for column in cells]  # fmt: skip
         free = [place for place, column in enumerate(self.columns) if column.wrap]
-        over = sum(widths) + 2 * (len(widths) - 1) - width
-        while over > 0 and free:
-            widest = max(free, key=lambda place: widths[place])
-            if widths[widest] <= 8:
-                break
-            widths[widest] -= 1
-            over -= 1
+        for least in (words, [0] * len(words)):
+            over = sum(widths) + 2 * (len(widths) - 1) - width
+            while over > 0 and (wide := [at for at in free if widths[at] > max(8, least[at])]):
+                widths[max(wide, key=lambda at: widths[at])] -= 1
+                over -= 1
         return widths
 
     def _lines(self, row: Row, widths: Sequence[int]) -> list[str]:

@@ -1,71 +1,21 @@
-"""Numbers and lists as short text: bytes, times, ranks, wrapped lines, colours."""
+"""Lists as short text, wrapped lines, colours."""
 
 from __future__ import annotations
 
 import colorsys
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-__all__ = ["bytes_text", "colour", "listing", "plural", "ratio_text", "time_text", "wrap"]
+__all__ = ["colour", "listing", "parts", "wrap"]
 
 WIDTH = 80
 """Columns of a terminal that every plain text fits in."""
 
-_BREAK = re.compile(r"[^\s,+;{]*[\s,+;{]*")
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def bytes_text(count: int) -> str:
-    """Bytes as people read them: exact below 10 MB, three digits and a unit above.
-
-    >>> bytes_text(196608), bytes_text(3 << 30)
-    ('196,608 B', '3.00 GiB')
-    """
-    if count < 10_000_000:
-        return f"{count:,} B"
-    value = float(count)
-    for unit in _UNITS:
-        value /= 1024
-        if value < 1000 or unit == _UNITS[-1]:
-            break
-    return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds with three digits and a unit.
-
-    >>> time_text(8.4e-6), time_text(0.0123), time_text(0.0)
-    ('8.40 µs', '12.3 ms', '0 µs')
-    """
-    if seconds == 0:
-        return "0 µs"
-    value, unit = next(
-        ((seconds * scale, unit) for scale, unit in ((1e6, "µs"), (1e3, "ms"))
-         if seconds * scale < 999.5),
-        (seconds, "s"),
-    )  # fmt: skip
-    return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
-
-
-def ratio_text(value: float, bound: float) -> str:
-    """How far a value is above its lower bound.
-
-    >>> ratio_text(3, 2), ratio_text(0, 0), ratio_text(5, 0)
-    ('1.50x', '1.00x', '')
-    """
-    if bound == 0:
-        return "1.00x" if value == 0 else ""
-    return f"{value / bound:.2f}x"
-
-
-def plural(count: int, noun: str) -> str:
-    """A count and its noun.
-
-    >>> plural(1, "launch"), plural(2, "launch"), plural(1024, "rank")
-    ('1 launch', '2 launches', '1,024 ranks')
-    """
-    ending = "" if count == 1 else "es" if noun.endswith(("ch", "x", "s")) else "s"
-    return f"{count:,} {noun}{ending}"
+_BREAKS = re.compile(
+    r"(?<=[\s,+;])(?=[^\s,+;])"  # after commas, pluses and spaces
+    r"|(?<=\S)(?=\{)"  # before the states of a spec
+    r"|(?<=[A-Za-z_]\.)(?=\w)|(?<=\d\.)(?=[A-Za-z_])|(?<=\])(?=\[)"  # between keys of a tree
+)
 
 
 def listing(items: Iterable[object], count: int, last: object, most: int = 8) -> str:
@@ -80,14 +30,23 @@ def listing(items: Iterable[object], count: int, last: object, most: int = 8) ->
     return f"{', '.join(first)}, … {last} ({count:,} in all)"
 
 
+def parts(text: str) -> list[str]:
+    """What stays on one line: text breaks after commas, before states, between keys of a tree.
+
+    >>> parts("f32[8,4]{unreduced: ep}"), parts("['attn.out']['w']")
+    (['f32[8,', '4]', '{unreduced: ', 'ep}'], ["['attn.", "out']", "['w']"])
+    """
+    return _BREAKS.split(text)
+
+
 def wrap(text: str, width: int, most: int = 4) -> list[str]:
-    """Lines of at most `width`, broken after commas, pluses and spaces; at most `most` lines.
+    """Lines of at most `width`, broken between `parts`; at most `most` lines.
 
     >>> wrap("f32[1024@(dp,tp),512]{unreduced: ep}", 22)
-    ['f32[1024@(dp,tp),512]{', 'unreduced: ep}']
+    ['f32[1024@(dp,tp),512]', '{unreduced: ep}']
     """
     lines = [""]
-    for part in filter(None, _BREAK.findall(text)):
+    for part in parts(text):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
             lines.append("")
         lines[-1] += part
@@ -111,8 +70,3 @@ def colour(place: int) -> str:
     level = (0.79, 0.72, 0.85)[place // 8 % 3]
     red, green, blue = colorsys.hls_to_rgb(hue, level, 0.66)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of every column of equally long rows."""
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
