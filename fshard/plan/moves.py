@@ -448,8 +448,11 @@ class Moves:
         if not (problem.is_even(state) and problem.is_even(target)) or problem.ones:
             return self.collective(make, (), state, target, Traffic(), 0)
         addends = problem.count(reduced)
-        moved = problem.exchanged(state, target, addends)
         copied = 2 * problem.nbytes(state) + (1 + addends) * problem.nbytes(target)
+        alone = problem.weigh_at_least(0, 0) + problem.weigh_local(copied)
+        if alone + problem.bound(target) > self.limit:
+            return None
+        moved = problem.exchanged(state, target, addends)
         if not moved.launches:
             return None
         axes = problem.moving(state, target)

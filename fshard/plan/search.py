@@ -31,6 +31,9 @@ __all__ = ["search"]
 SLACK = ((800, 0.02), (1_600, 0.05), (3_000, 0.1), (4_500, 0.3), (6_000, 1.0))
 """After so many edges a program has to be better by that share to be looked for."""
 
+FEW, HASTE = 3, 6
+"""On more axes than `FEW` a greedy search goes first, and both look at so many times fewer."""
+
 
 def search(
     src: Spec,
@@ -46,15 +49,24 @@ def search(
     none weighs less than `most`.
     """
     problem = Problem(src, dst, topology, max_memory, exclude)
-    first = _run(problem, Moves(problem, direct=True), most)
-    second = _run(problem, Moves(problem, direct=False), first[1] if first else most)
-    return second or first
+    many = len(problem.size) - len(problem.ones) > FEW
+    found = _run(problem, Moves(problem, direct=True), most, 10, 1)
+    for greed in (2, 1) if many else (1,):
+        moves = Moves(problem, direct=False)
+        haste = HASTE if many else 1
+        found = _run(problem, moves, found[1] if found else most, greed, haste) or found
+    return found
 
 
-def _run(problem: Problem, moves: Moves, most: float) -> tuple[list[Step], float] | None:
+def _run(
+    problem: Problem, moves: Moves, most: float, greed: float, haste: int
+) -> tuple[list[Step], float] | None:
+    """The first program that comes out, of what weighs less than `most`.
+
+    What is left to do counts `greed` times: with 1 the program is the cheapest, with more it
+    comes sooner.
+    """
     start, goal, bound = problem.start, problem.goal, problem.bound
-    # Along direct edges the goal comes first, what it costs second.
-    greed = 10 if moves.direct else 1
     best: dict[State, float] = {start: 0.0}
     came: dict[State, tuple[State, Make]] = {}
     ticket = itertools.count()
@@ -87,7 +99,7 @@ def _run(problem: Problem, moves: Moves, most: float) -> tuple[list[Step], float
             came[new] = (state, make)
             order = reached + greed * rest
             heapq.heappush(queue, (order, steps + 1, next(ticket), new, reached))
-        while most < math.inf and schedule and edges > schedule[0][0]:
+        while most < math.inf and schedule and haste * edges > schedule[0][0]:
             more = schedule.pop(0)[1]
             most, slack = most * (1 - more) / (1 - slack) if slack < 1 else 0.0, more
     return None
