@@ -369,7 +369,9 @@ class Moves:
             taken = axes[at:]
             ways = [(to,) * len(taken) for to in others]
             if Exchange in self.exclude and len(taken) <= MOST_APART:
-                ways = list(itertools.product(others, repeat=len(taken)))
+                # What is minor to an axis that leaves may come back to the dim.
+                everywhere = itertools.product(range(len(state.dims)), repeat=len(taken))
+                ways = [way for way in everywhere if set(way) != {dim}]
             else:
                 goals = tuple(self.goals[axis] for axis in taken)
                 ends = tuple(to for word, to in goals if word == "sharded" and isinstance(to, int))

@@ -180,9 +180,8 @@ def way_back(step: AllToAll, spec: Spec) -> AllToAll:
 def _check_moves(step: AllToAll, spec: Spec) -> None:
     axes = tuple(axis for pair in step.pairs for axis in pair.axes)
     spec.mesh.check_axes(axes, f"{step} on {spec}")
-    for pair in step.pairs:
-        if pair.src_dim == pair.dst_dim:
-            refuse(step, spec, "the two dims differ", "collective_permute reorders one dim")
+    if all(pair.src_dim == pair.dst_dim for pair in step.pairs):
+        refuse(step, spec, "the two dims differ", "collective_permute reorders one dim")
 
 
 def _check_dim(step: Step, spec: Spec, dim: int) -> None:

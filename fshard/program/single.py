@@ -158,8 +158,6 @@ def _all_to_alls(dst: Spec, lost: Moved, gained: Moved) -> Iterator[Step]:
     moves: list[AllToAll] = []
     for (src_dim, dst_dim), run in itertools.groupby(order, lambda a: (leaves[a], comes[a])):
         axes = tuple(run)
-        if src_dim == dst_dim:
-            return
         mine = gained[dst_dim]
         after = dst.mesh.axis_size(mine[mine.index(axes[-1]) + 1 :])
         moves.append(AllToAll(axes, src_dim, dst_dim, join_sizes(dst.sizes[dst_dim], after)))

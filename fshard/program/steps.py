@@ -169,7 +169,8 @@ class AllToAll:
 
     `sizes` are those of all shards of `dst_dim` afterwards. `also` are further ones, done in the
     same launch: all axes are first taken from their dims, the last listed ones first, and then
-    put where they go, the first listed ones first. Transpose: itself, dims swapped.
+    put where they go, the first listed ones first; some may come back to the dim that others
+    leave. Transpose: itself, dims swapped.
 
     >>> print(AllToAll("x", 0, 1, also=(AllToAll("y", 2, 1),)))
     all_to_all(x, dim 0 -> 1; y, dim 2 -> 1)
