@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cost", choices=("time", "bytes"), default="time",
                         help="what the planner makes small (default: time)")  # fmt: skip
     parser.add_argument("--max-memory", type=int, metavar="BYTES",
-                        help="the most that a step may hold on any rank")  # fmt: skip
+                        help="the most that a local may have on the way, on any rank")  # fmt: skip
     return parser
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.program.bounds import Bound, lower_bound
 from fshard.program.overlap import (
@@ -292,6 +293,15 @@ def test_no_step_receives_less(src: Spec) -> None:
         for step in single_steps(src, dst):
             received = Program(src, (step,)).cost().bytes_received
             assert received >= lower_bound(src, dst).bytes_received, step
+
+
+def test_lower_bound_of_trees_is_refused() -> None:
+    with pytest.raises(ShardingError) as caught:
+        lower_bound([spec_of("i16[60@x]")], [spec_of("i16[60]")])  # type: ignore[arg-type]
+    assert str(caught.value) == helpers.message(
+        "fs.lower_bound", "lower_bound(list, list)", "both are Specs",
+        "spec.replace(partition=P(...)) makes the target; of trees, one pair at a time",
+    )  # fmt: skip
 
 
 def test_lower_bound_asks_no_device() -> None:

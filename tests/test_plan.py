@@ -590,8 +590,11 @@ def test_cost_of_no_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"cost": 3}, {"exclude": (int,)}, {"exclude": ("AllGather",)}], ids=str
-)
+    "options",
+    [{"cost": 3}, {"exclude": 3}, {"exclude": (int,)}, {"exclude": "AllGather"},
+     {"exclude": ("AllGather",)}, {"exclude": AllGather("x", 0)}],
+    ids=str,
+)  # fmt: skip
 def test_options_of_another_type(options: dict[str, object]) -> None:
     refusal(
         lambda: redistribute(parse("f32[4@x]", SMALL), parse("f32[4]", SMALL), **options)  # type: ignore[arg-type]

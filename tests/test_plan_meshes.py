@@ -243,7 +243,7 @@ def test_memory_that_does_not_suffice() -> None:
     src, dst = parse("f32[24@x,8]", Mesh(x=2)), parse("f32[24,8]", Mesh(x=3, devices=range(2, 5)))
     assert refusal(lambda: redistribute(src, dst, max_memory=767)) == helpers.message(
         "fs.redistribute",
-        f"{src} -> {dst}, max_memory=767, exclude=[]",
+        f"{src} -> {dst}, max_memory=767",
         RULE,
         "give max_memory=768, the least there is",
     )
@@ -252,7 +252,7 @@ def test_memory_that_does_not_suffice() -> None:
 
 def test_without_exchanges_other_devices_are_out_of_reach() -> None:
     src, dst = parse("f32[24@x,8]", Mesh(x=2)), parse("f32[24,8@x]", Mesh(x=2, devices=(1, 0)))
-    given = f"{src} -> {dst}, max_memory=None, exclude=['Exchange']"
+    given = f"{src} -> {dst}, exclude=Exchange"
     text = refusal(lambda: redistribute(src, dst, exclude=Exchange))
     assert text == helpers.message("fs.redistribute", given, RULE, "allow Exchange")
 

@@ -471,7 +471,7 @@ def test_then() -> None:
     assert first >> Program(first.dst, ()) == first
     with pytest.raises(ShardingError, match=r"second begins with(.|\n)*fs.redistribute"):
         first.then(first)
-    with pytest.raises(ShardingError, match="both send the same dtypes"):
+    with pytest.raises(ShardingError, match="given: its own dtype; then sends in bf16"):
         first >> Program(first.dst, second.steps, forward_dtype=torch.bfloat16)
 
 

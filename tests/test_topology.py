@@ -59,7 +59,15 @@ def test_links_of_a_huge_cluster() -> None:
         (lambda: Topology.cluster(2.5), "a node has at least 1 device"),  # type: ignore[arg-type]
         (lambda: Topology.of({"x": (1e-6, 1e9)}), "a connection is a Link"),  # type: ignore[dict-item]
         (lambda: Topology.of("x"), "a mapping from mesh axis to Link"),  # type: ignore[arg-type]
-        (lambda: Topology.of({}, memory=0), "memory's bandwidth is above 0"),
+        (
+            lambda: Topology.of({}, memory=0),
+            "given: memory=0\n  rule:  memory's",
+        ),
+        (
+            lambda: Topology.of({}, launch=-1.0),
+            "given: launch=-1.0\n  rule:  launches",
+        ),
+        (lambda: Topology.of({}, message="1 us"), "given: message='1 us'\n"),  # type: ignore[arg-type]
         (lambda: Link("fast", 1), "bandwidth above 0"),  # type: ignore[arg-type]
     ],
 )

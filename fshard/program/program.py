@@ -143,11 +143,11 @@ class Program:
                 "the second begins with the spec the first ends with",
                 f"fs.redistribute({end}, {start}) between them",
             )
-        mine = (self.forward_dtype, self.backward_dtype)
-        if mine != (other.forward_dtype, other.backward_dtype) and self.steps and other.steps:
+        mine, theirs = ((each.forward_dtype, each.backward_dtype) for each in (self, other))
+        if mine != theirs and self.steps and other.steps:
             fail(
                 "Program.then",
-                f"programs that send {mine} and {(other.forward_dtype, other.backward_dtype)}",
+                "; then ".join(", ".join(each._wires) or "its own dtype" for each in (self, other)),
                 "both send the same dtypes",
                 "run one after the other",
             )
@@ -214,12 +214,7 @@ class Program:
     # -- text -------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        sends = [
-            f"{word} in {DTYPE_NAMES[dtype]}"
-            for word, dtype in (("sends", self.forward_dtype), ("backward", self.backward_dtype))
-            if dtype is not None
-        ]
-        lines = [f"{self.ends}{''.join(', ' + each for each in sends)}"]
+        lines = [f"{self.ends}{''.join(', ' + each for each in self._wires)}"]
         rows = [
             (str(step), str(after), f"{sent:,} B")
             for step, after, sent in zip(self.steps, self.specs[1:], self.step_bytes, strict=True)
@@ -229,6 +224,14 @@ class Program:
         return "\n".join(lines if rows else [*lines, "  (nothing to do)"])
 
     __repr__ = __str__
+
+    @property
+    def _wires(self) -> tuple[str, ...]:
+        """What it sends in other dtypes, if it does."""
+        wires = ("sends", self.forward_dtype), ("backward", self.backward_dtype)
+        return tuple(
+            f"{word} in {DTYPE_NAMES[dtype]}" for word, dtype in wires if dtype is not None
+        )
 
     @property
     def ends(self) -> str:

@@ -107,16 +107,17 @@ class Topology:
                     "Topology.cluster(8), or Topology.node() for a single node",
                 )
             )
-        times = (self.launch, self.message)
-        numbers = all(map(_is_number, (*times, self.memory)))
-        if not (numbers and min(times) >= 0 and self.memory > 0):
-            problems.append(
-                Problem(
-                    f"launch={self.launch!r}, message={self.message!r}, memory={self.memory!r}",
-                    "launches and messages take at least 0 seconds, memory's bandwidth is above 0",
-                    "launch=6e-6, message=1.5e-7, memory=2e12",
-                )
+        problems += [
+            Problem(f"{name}={value!r}", "launches and messages take at least 0 seconds", fix)
+            for name, value, fix in (
+                ("launch", self.launch, "launch=6e-6, say"),
+                ("message", self.message, "message=1.5e-7, say"),
             )
+            if not (_is_number(value) and value >= 0)
+        ]
+        if not (_is_number(self.memory) and self.memory > 0):
+            rule = "memory's bandwidth is above 0 bytes per second"
+            problems.append(Problem(f"memory={self.memory!r}", rule, "memory=2e12, say"))
         raise_if("fs.Topology", problems)
 
     @staticmethod
