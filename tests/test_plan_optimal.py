@@ -157,7 +157,7 @@ def test_ways_round_on_three_axes(
     assert worst <= LIMITS[topology is None, len(states)]
 
 
-LIMITS = {(True, 1): 1.0, (False, 1): 1.2, (True, 3): 1.35, (False, 3): 1.5}
+LIMITS = {(True, 1): 1.0, (False, 1): 1.1, (True, 3): 1.35, (False, 3): 1.5}
 
 
 def is_busy(spec: Spec) -> bool:

@@ -54,15 +54,20 @@ def _moved(problem: Problem, fixed: Sequence[int]) -> list[State]:
     """What a slice, an all-to-all or a reduce-scatter makes the goal of."""
     goal = problem.goal
     kinds = sorted({kind for _, kind in problem.start.unreduced})
-    found = []
+    found, others = [], range(len(goal.dims))
     for dim, axes in enumerate(goal.dims):
         for at in range(fixed[dim], len(axes)):
             taken = axes[at:]
             less = problem.take(goal, dim, taken)
             found.append(less)
-            found += [problem.put(less, to, taken) for to in range(len(goal.dims)) if to != dim]
+            found += [problem.put(less, to, taken) for to in others if to != dim]
             for kind in kinds:
                 unreduced = with_kinds(less.unreduced, taken, kind)
                 if not mixed_kinds(unreduced, less.reduced):
                     found.append(less._replace(unreduced=unreduced))
+        # Axes out of the middle of a dim: behind what crosses nodes, shards are spread inside them.
+        for at in range(fixed[dim], len(axes) - 1) if goal.sizes[dim] is None else ():
+            dims = (*goal.dims[:dim], axes[:at] + axes[at + 1 :], *goal.dims[dim + 1 :])
+            less = goal._replace(dims=dims)
+            found += [problem.put(less, to, axes[at : at + 1]) for to in others if to != dim]
     return found
