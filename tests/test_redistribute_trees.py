@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import Batch, Mesh, P, Program, ShardingError, Spec
+from fshard.program.bounds import lower_bound_together
+from fshard.program.boxes import receives
+from fshard.program.cost import traffic
+from fshard.program.loads import Load, everyone, load
 from fshard.run.buckets import launch_all
 from tests import strategies
 from tests.helpers import global_of, message, random_locals
@@ -94,7 +99,13 @@ def check_value(batch: Batch) -> None:
     alone = [prog.cost() for prog in batch.programs]
     cost = batch.cost()
     assert cost.time <= sum(each.time for each in alone) * (1 + 1e-9)
-    assert cost.bytes_received == sum(each.bytes_received for each in alone)
+    assert cost.bytes_received <= sum(each.bytes_received for each in alone)
+    assert cost.bytes_sent <= sum(each.bytes_sent for each in alone)
+    assert cost.peak_memory <= sum(each.peak_memory for each in alone)
+    ends = [(prog.src, prog.dst, prog.forward_dtype) for prog in batch.programs]
+    bound = lower_bound_together(ends)
+    assert bound.bytes_received <= cost.bytes_received
+    assert bound.peak_memory <= cost.peak_memory
     assert batch.is_local == all(prog.is_local for prog in batch.programs)
     assert sorted(at for bucket in batch.buckets for at in bucket) == list(range(len(alone)))
 
@@ -222,6 +233,105 @@ def test_hundreds_of_matrices_with_owners_take_one_launch() -> None:
     for spec, x, y in zip(batch.dst, xs, ys, strict=True):
         assert torch.equal(global_of(spec, y), torch.cat(x))
     assert all(bool((g == 1 + 2 + 3 + 4).all()) for g in grads)
+
+
+def muon(mesh: Mesh, layers: int, scale: int = 1) -> tuple[dict[str, Spec], dict[str, Spec]]:
+    """From rows on all ranks to each matrix whole on one of them, in turn."""
+    shapes = {"qkv": (96, 32), "out": (32, 32), "up": (128, 32), "down": (32, 128)}
+    src, own = dict[str, Spec](), dict[str, Spec]()
+    for layer in range(layers):
+        owner = layer % mesh.size
+        for name, shape in shapes.items():
+            spec = Spec(mesh, P(mesh.axes), shape=tuple(n * scale for n in shape))
+            sizes = [spec.shape[0] * (place == owner) for place in range(mesh.size)]
+            src[f"{name}.{layer}"], own[f"{name}.{layer}"] = spec, spec.replace(sizes={0: sizes})
+    return src, own
+
+
+def lacked(src: dict[str, Spec], dst: dict[str, Spec]) -> int:
+    """Bytes that the rank that lacks most lacks of a tree."""
+    return max(
+        sum(
+            math.prod(stop - start for start, stop in piece.box) * spec.dtype.itemsize
+            for name, spec in src.items()
+            for piece in receives(spec, dst[name], rank)
+        )
+        for rank in next(iter(src.values())).mesh.ranks
+    )
+
+
+@pytest.mark.parametrize("cost", [None, "bytes", fs.Topology.cluster()])
+@pytest.mark.parametrize("ranks", [2, 4, 32])
+def test_owners_take_turns(ranks: int, cost: Any) -> None:
+    """Nobody receives but what it lacks, and it is no more launches than gathers to all take."""
+    mesh = Mesh(dp=ranks)
+    src, own = muon(mesh, 2 * ranks)
+    for a, b in ((src, own), (own, src)):
+        batch = fs.redistribute(a, b, cost=cost)
+        assert batch.cost().bytes_received == lacked(a, b)
+        assert [each.name for each in batch.launches] == ["exchange"]
+        bound = batch.explain().summary.rows[3]
+        assert (bound[0], bound[-1]) == ("lower bound", "1.00x")
+    xs = {name: random_locals(spec, seed) for seed, (name, spec) in enumerate(own.items())}
+    with fs.comm_log() as log:
+        ys = batch(xs)
+    assert log.bytes["exchange", "dp"] == batch.cost().bytes_sent == lacked(src, own)
+    for name, spec in src.items():
+        assert torch.equal(global_of(spec, ys[name]), global_of(own[name], xs[name]))
+
+
+def test_gathers_stay_gathers_beside_owners() -> None:
+    mesh = Mesh(dp=4)
+    src, own = muon(mesh, 8, 16)
+    for name in [name for name in src if name.startswith("down")]:
+        own[name] = src[name].replace(partition=P(reduced={"dp"}))
+    batch = fs.redistribute(src, own)
+    for name, prog in batch.programs.items():
+        want = "all_gather" if name.startswith("down") else "exchange"
+        assert [step.name for step in prog.steps] == [want]
+    assert batch.cost().bytes_received == lacked(src, own)
+    assert {each.name for each in batch.launches} == {"all_gather", "exchange"}
+    freely = fs.redistribute(src, own, exclude=fs.Exchange)
+    assert not any(isinstance(step, fs.Exchange) for p in freely.leaves if p for step in p.steps)
+    assert freely.cost().time > batch.cost().time
+
+
+def test_large_leaves_of_owners_go_together() -> None:
+    mesh = Mesh(dp=4)
+    src, own = muon(mesh, 8, 4)
+    limit = 2**12
+    batch = fs.redistribute(src, own, bucket_bytes=limit)
+    assert max(map(len, batch.buckets)) == 4
+    assert len(batch.launches) == 8
+    xs = {name: random_locals(spec, seed) for seed, (name, spec) in enumerate(src.items())}
+    check_equal([*batch(xs).values()], [p(xs[name]) for name, p in batch.programs.items()])
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_what_every_rank_moves(data: st.DataObject) -> None:
+    """No rank more than the busiest, one as much; exchanges by the tables of what is sent."""
+    mesh = data.draw(strategies.meshes(max_axes=3, max_size=3, permuted=True))
+    a, b = data.draw(strategies.spec_pairs(mesh))
+    prog = program(a, b, data.draw(st.booleans()))
+    ranks = everyone([mesh, Mesh(extra=data.draw(st.integers(1, 30)))])
+    for step, before, after in zip(prog.steps, prog.specs, prog.specs[1:], strict=False):
+        moved, most = load(step, before, after, ranks), traffic(step, before, after)
+        busy = Load(*map(max, moved))
+        assert busy.sent <= most.sent
+        assert busy.received <= most.received
+        if most.launches and not isinstance(step, fs.AllToAll):
+            assert busy.received == most.received
+        if isinstance(step, fs.Exchange):
+            item = before.dtype.itemsize
+            got = [
+                sum(math.prod(stop - start for start, stop in piece.box) * item
+                    for piece in receives(before, after, rank)) if rank in mesh else 0
+                for rank in ranks
+            ]  # fmt: skip
+            assert sum(moved.sent) >= sum(moved.received)
+            even = not any(before.sizes) and not any(after.sizes)
+            assert (max(got) == busy.received) if even else got == list(moved.received)
 
 
 def fsdp(dims: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -600,11 +710,9 @@ def test_text() -> None:
     batch, _ = tree()
     assert str(batch) == repr(batch)
     assert str(batch).splitlines() == [
-        "2 leaves, 2 launches, 40 B sent",
+        "2 leaves on Mesh(x=2, y=3), 2 launches, 40 B sent",
         "  ['b'][0]  f32[6]{unreduced: y} -> f32[6@y]  reduce_scatter(y, dim 0)",
         "  ['w']     f32[4@x,3] -> f32[4,3]            all_gather(x, dim 0)",
-        "  in one launch: reduce_scatter of 1 over y",
-        "  in one launch: all_gather of 1 over x",
     ]
     assert batch.explain().summary.rows[0] == ("launches", "2", "2", "1.00x")
     bundle = batch._repr_mimebundle_()
@@ -613,9 +721,28 @@ def test_text() -> None:
     assert str(fs.redistribute({}, {})) == "0 leaves, 0 launches, 0 B sent"
     far = Spec(Mesh({"z": 2}, devices=(1, 2)), P("z"), shape=(4,))
     near = Spec(Mesh(x=2), P("x"), shape=(4,))
-    between = Batch([Program(near, (fs.Exchange(far.partition, mesh=far.mesh),))])
-    assert str(between).splitlines()[-1] == "  in one launch: all_to_all of 1 between meshes"
-    assert between.explain().launches.rows[0][:2] == ("all_to_all", "between meshes")
+    back = Program(far, (fs.Exchange(near.partition, mesh=near.mesh),))
+    there = Program(near, (fs.Exchange(far.partition, mesh=far.mesh),))
+    inside = Program(near, (fs.AllGather("x", 0),))
+    between = Batch([there, there, inside, inside])
+    meshes = str(near.mesh), str(far.mesh)
+    assert str(between).splitlines() == [
+        "4 leaves, 2 launches, 32 B sent",
+        "  [0] and 1 more",
+        f"    f32[4@x] on {meshes[0]} -> f32[4@z] on {meshes[1]}",
+        f"    exchange(P('z'), {meshes[1]})",
+        "  [2] and 1 more",
+        f"    f32[4@x] -> f32[4] on {meshes[0]}",
+        "    all_gather(x, dim 0)",
+        f"  in one launch: exchange of 2 from {meshes[0]} to {meshes[1]}",
+        f"  in one launch: all_gather of 2 over x of {meshes[0]}",
+    ]
+    assert between.explain().launches.rows[0][:2] == (
+        "exchange", f"from {meshes[0]} to {meshes[1]}",
+    )  # fmt: skip
+    assert str(Batch([there, back])).endswith("in one launch: exchange of 2 between several meshes")
+    many = Batch([inside] * 6, bucket_bytes=32)
+    assert str(many).splitlines()[-1] == "  in each of 3 launches: all_gather of 2 over x"
 
 
 # -- refusals ----------------------------------------------------------------------------

@@ -6,22 +6,34 @@ collective and not the all-reduce alone; see `rounds` for which of them go out a
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, raise_if
-from fshard.plan.rounds import Launch, Leaves, Steps, buckets, launches, rounds
-from fshard.program.cost import Cost, max_local_nbytes, seconds, step_link, traffic
-from fshard.program.program import Program, as_topology, endpoint_problems, wire_specs
+from fshard.mesh import Mesh
+from fshard.plan.rounds import (
+    Launch,
+    Leaves,
+    Row,
+    Steps,
+    buckets,
+    launches,
+    ranks_of,
+    rounds,
+    row_of,
+)
+from fshard.program.cost import Cost, seconds, step_link, traffic
+from fshard.program.loads import Load, Ranks, Vector, added, held, load
+from fshard.program.program import Program, as_topology, wire_specs
 from fshard.program.topology import Topology
-from fshard.spec import Spec
-from fshard.tree import TreeDef, flatten, matching, paths, unflatten
+from fshard.tree import TreeDef, flatten, paths, unflatten
 
-__all__ = ["BUCKET", "Batch", "of_leaves", "plan_batch"]
+__all__ = ["BUCKET", "Batch", "batch_of", "bucket_problems", "of_leaves"]
 
 BUCKET = 2**23
 """Most bytes of one launch, if nothing else is said: 8 MiB.
@@ -30,14 +42,9 @@ They take 23 µs over NVLink and 190 µs over InfiniBand, behind which the 6 µs
 hide. More would save nothing, and costs memory, and the copies of what goes side by side.
 """
 
-SHARED = 8
-"""Of how many leaves a launch is thought to be, at most, while one of them is planned.
-
-What is left of its cost is little beside latency and bytes; with less, searches would take long.
-"""
+WIDTH = 80
 
 T = TypeVar("T")
-Plan = Callable[..., Program]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -50,10 +57,12 @@ class Batch:
     sent back: a leaf requires grad on every rank or on none, also where it is an empty tensor
     because the rank is outside of its source's mesh.
 
-    Leaves of one kind go in buckets. What a bucket sends or receives on the busiest rank in a
-    round of launches is at most `bucket_bytes` (8 MiB by default, `None` for all in one); a leaf
-    is not cut, a larger one goes alone. At most two buckets are under way at a time: beside the
-    locals that go in and those that come out, a rank holds at most 6 `bucket_bytes`.
+    Leaves of one kind go in buckets. What a rank sends or receives of a bucket in a round of
+    launches is at most `bucket_bytes` (8 MiB by default, `None` for all in one). A leaf is not
+    cut: a larger one goes alone, or with others that are large on other ranks, of which a rank
+    has at most twice the largest. At most two buckets are under way at a time, each with what
+    goes in, what travels and what comes out: beside the locals of all leaves, before and after,
+    a rank holds at most 6 `bucket_bytes`, or 6 times what it has of larger leaves.
 
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
@@ -63,7 +72,7 @@ class Batch:
     >>> dst = {name: spec.replace(partition=P()) for name, spec in src.items()}
     >>> batch = redistribute(src, dst)
     >>> print(batch)
-    2 leaves, 1 launch, 24 B sent
+    2 leaves on Mesh(dp=2), 1 launch, 24 B sent
       ['b']  f32[4@dp] -> f32[4]  all_gather(dp, dim 0)
       ['w']  f32[8@dp] -> f32[8]  all_gather(dp, dim 0)
       in one launch: all_gather of 2 over dp
@@ -88,7 +97,7 @@ class Batch:
             for path, leaf in zip(paths(programs, "programs"), leaves, strict=True)
             if leaf is not None and not isinstance(leaf, Program)
         ]
-        raise_if("fs.Batch", [*problems, *_bucket_problems(bucket_bytes)])
+        raise_if("fs.Batch", [*problems, *bucket_problems(bucket_bytes)])
         _fill(self, tuple(leaves), structure, bucket_bytes)
 
     def __hash__(self) -> int:
@@ -129,6 +138,12 @@ class Batch:
         """Whether it runs without communication."""
         return not self.launches
 
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The meshes of the specs, each once."""
+        there = (leaf for leaf in self.leaves if leaf is not None)
+        return tuple(dict.fromkeys(spec.mesh for leaf in there for spec in leaf.specs))
+
     # -- when what goes ---------------------------------------------------------------
 
     @property
@@ -145,13 +160,19 @@ class Batch:
         """Everything that is launched, in order."""
         return launches(self.leaves, self.bucket_bytes)
 
+    def bytes_sent_in(self, launch: Launch) -> int:
+        """Bytes that the busiest rank sends in one of the launches."""
+        ranks = ranks_of(self.leaves)
+        loads = [load(*row_of(self.leaves, *step), ranks) for step in launch.steps]
+        return max(added((each.sent for each in loads), ranks))
+
     def cost(self, topology: Topology | None = None, /) -> Cost:
         """Time, bytes and memory on a topology, a single node by default.
 
-        A launch and its latency count once for all that goes in it. Bytes are the sums of what
-        each leaf's busiest rank sends and receives: no rank has more, owners that take turns
-        have less. The memory is that of the locals of all leaves, in the largest layout of
-        those that are under way.
+        A launch and its latency count once for all that goes in it. Bytes and memory are added
+        up for each rank, and are those of the busiest one: owners that take turns share the
+        work. The memory is that of the locals of all leaves, in the largest layout of those
+        that are under way.
         """
         return _cost(self, as_topology("Batch.cost", topology))
 
@@ -170,20 +191,16 @@ class Batch:
     # -- text -------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        launches = self.launches
-        sent = f"{self.cost().bytes_sent:,} B sent"
-        count = sum(leaf is not None for leaf in self.leaves)
-        head = [_count(count, "leaf", "leaves"), _count(len(launches), "launch"), sent]
+        launches, meshes = self.launches, self.meshes
+        count = _count(sum(leaf is not None for leaf in self.leaves), "leaf", "leaves")
+        on = f" on {meshes[0]}" if len(meshes) == 1 else ""
+        head = f"{count}{on}, {_count(len(launches), 'launch')}, {self.cost().bytes_sent:,} B sent"
         rows = [
-            (path, f"{prog.src} -> {prog.dst}", "; ".join(map(str, prog.steps)) or "nothing to do")
+            (path, prog.ends if meshes[1:] else f"{prog.src} -> {prog.dst}",
+             "; ".join(map(str, prog.steps)) or "nothing to do")
             for path, prog in self.distinct()
-        ]
-        widths = [max((len(row[c]) for row in rows), default=0) for c in range(2)]
-        lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-        lines += [
-            f"  in one launch: {each.op} of {len(each.steps)} {each.where}" for each in launches
-        ]
-        return "\n".join([", ".join(head), *lines])
+        ]  # fmt: skip
+        return "\n".join([head, *_laid_out(rows), *_shared(launches, bool(meshes[1:]))])
 
     __repr__ = __str__
 
@@ -209,6 +226,27 @@ def _count(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {one if n == 1 else many or one + 'es'}"
 
 
+def _laid_out(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Leaf, ends and steps in columns, or below each other where those are too wide."""
+    widths = [max((len(row[c]) for row in rows), default=0) for c in range(3)]
+    if 2 + sum(widths) + 4 > WIDTH:
+        return [line for leaf, *more in rows for line in (f"  {leaf}", *(f"    {x}" for x in more))]
+    return [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+
+
+def _shared(launches: Sequence[Launch], several_meshes: bool) -> list[str]:
+    """What goes out together, those launches that read alike in one line."""
+    texts = Counter(
+        f"{each.name} of {len(each.steps)} {each.where(named=several_meshes)}"
+        for each in launches
+        if len(each.steps) > 1
+    )
+    return [
+        f"  in {'one launch' if n == 1 else f'each of {n} launches'}: {text}"
+        for text, n in texts.items()
+    ]
+
+
 def _fill(batch: Batch, leaves: Leaves, structure: TreeDef, bucket_bytes: int | None) -> None:
     set_ = object.__setattr__
     set_(batch, "leaves", leaves)
@@ -217,9 +255,12 @@ def _fill(batch: Batch, leaves: Leaves, structure: TreeDef, bucket_bytes: int | 
     set_(batch, "_hash", hash((leaves, structure, bucket_bytes)))
 
 
-def _like(batch: Batch, leaves: Sequence[Program | None], structure: TreeDef) -> Batch:
+def batch_of(
+    leaves: Iterable[Program | None], structure: TreeDef, bucket_bytes: int | None
+) -> Batch:
+    """A batch of what is known to be programs."""
     made = object.__new__(Batch)
-    _fill(made, tuple(leaves), structure, batch.bucket_bytes)
+    _fill(made, tuple(leaves), structure, bucket_bytes)
     return made
 
 
@@ -229,72 +270,11 @@ def _rebuild(programs: Any, bucket_bytes: int | None) -> Batch:
 
 @lru_cache(maxsize=256)
 def _transpose(batch: Batch) -> Batch:
-    return _like(batch, [leaf and leaf.T for leaf in batch.leaves], batch.structure)
+    transposed = [leaf and leaf.T for leaf in batch.leaves]
+    return batch_of(transposed, batch.structure, batch.bucket_bytes)
 
 
-# -- planning -------------------------------------------------------------------------
-
-
-def plan_batch(
-    src: Any,
-    dst: Any,
-    plan: Plan,
-    cost: Topology | str,
-    options: tuple[Any, ...],
-    bucket_bytes: int | None,
-) -> Batch:
-    """The batch from a tree of specs to another: each leaf planned with its share of a launch.
-
-    `plan(src, dst, cost, *options)` makes the program of one leaf. Where launches cost time, two
-    batches are planned, one in which leaves think of launches as shared by all that move, one in
-    which each pays for its own; the cheaper one is the answer, so that a batch never costs more
-    than its leaves. It is cached by value.
-
-    Raises `ShardingError` where the trees are of different structures, and all that `plan`
-    raises, with the path of the leaf.
-    """
-    raise_if("fs.redistribute", _bucket_problems(bucket_bytes))
-    sources, structure = flatten(src)
-    targets = matching(src, dst, ("src", "dst"), "fs.redistribute")
-    values = all(each is None or isinstance(each, Spec) for each in (*sources, *targets))
-    planned = _planned if values else _planned.__wrapped__  # what has no hash is refused there
-    return planned(tuple(sources), tuple(targets), structure, plan, cost, options, bucket_bytes)
-
-
-@lru_cache(maxsize=256)
-def _planned(
-    sources: tuple[Any, ...],
-    targets: tuple[Any, ...],
-    structure: TreeDef,
-    plan: Plan,
-    cost: Topology | str,
-    options: tuple[Any, ...],
-    bucket_bytes: int | None,
-) -> Batch:
-    pairs = list(zip(sources, targets, strict=True))
-    names = paths(unflatten(structure, sources), "")
-    moving = sum(a != b for a, b in pairs)
-
-    def batch(cost: Topology | str) -> Batch:
-        one = cache(lambda a, b: plan(a, b, cost, *options))
-        make = [partial(_plan_leaf, a, b, one) for a, b in pairs]
-        made = object.__new__(Batch)
-        _fill(made, tuple(of_leaves("fs.redistribute", names, make)), structure, bucket_bytes)
-        return made
-
-    alone = batch(cost)
-    if isinstance(cost, str) or moving < 2:
-        return alone
-    shared = batch(replace(cost, launch=cost.launch / min(moving, SHARED)))
-    return min(alone, shared, key=lambda each: each.cost(cost).time)
-
-
-def _plan_leaf(a: Any, b: Any, plan: Callable[[Spec, Spec], Program]) -> Program | None:
-    if a is None and b is None:
-        return None
-    if not isinstance(a, Spec) or not isinstance(b, Spec):
-        raise_if("fs.redistribute", endpoint_problems("redistribute", a, b))
-    return plan(a, b)
+# -- problems of leaves ----------------------------------------------------------------
 
 
 def of_leaves(where: str, names: Sequence[str], make: Sequence[Callable[[], T]]) -> list[T]:
@@ -327,7 +307,8 @@ def _among_others(name: str, n: int) -> str:
     return name if n == 1 else f"{name} and {n - 1} more"
 
 
-def _bucket_problems(bucket_bytes: object) -> list[Problem]:
+def bucket_problems(bucket_bytes: object) -> list[Problem]:
+    """What is wrong with the most bytes of a launch."""
     whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
     if bucket_bytes is None or (whole and bucket_bytes > 0):  # type: ignore[operator]
         return []
@@ -345,43 +326,68 @@ def _bucket_problems(bucket_bytes: object) -> list[Problem]:
 
 @lru_cache(maxsize=1024)
 def _cost(batch: Batch, topology: Topology) -> Cost:
-    leaves = [leaf for leaf in batch.leaves if leaf is not None]
-    each = [leaf.cost(topology) for leaf in leaves]
-    overheads = [[_overhead(batch, *step, topology) for step in of.steps] for of in batch.launches]
-    times = [[time for time, _ in of] for of in overheads]
+    leaves, ranks = batch.leaves, ranks_of(batch.leaves)
+    rows = [[row_of(leaves, *step) for step in each.steps] for each in batch.launches]
+    overheads = [[_overhead(row, topology) for row in dict.fromkeys(of)] for of in rows]
+    moved = [load(*row, ranks) for of in rows for row in of]
+    copied = added((each.copied for each in _loads(leaves, ranks)), ranks)
     return Cost(
-        time=sum(cost.time for cost in each) - sum(sum(of) - max(of) for of in times),
-        bytes_sent=sum(cost.bytes_sent for cost in each),
-        bytes_received=sum(cost.bytes_received for cost in each),
-        peak_memory=_peak(batch, topology),
-        launches=len(overheads),
+        time=sum(max(time for time, _ in of) for of in overheads)
+        + sum(_wire_time(of, ranks, topology) for of in rows)
+        + max(copied, default=0) / topology.memory,
+        bytes_sent=max(added((each.sent for each in moved), ranks), default=0),
+        bytes_received=max(added((each.received for each in moved), ranks), default=0),
+        peak_memory=_peak(batch, ranks),
+        launches=len(rows),
         messages=sum(max(messages for _, messages in of) for of in overheads),
     )
 
 
-def _overhead(batch: Batch, leaf: int, place: int, topology: Topology) -> tuple[float, int]:
+def _overhead(row: Row, topology: Topology) -> tuple[float, int]:
     """Seconds that one step takes without its bytes, and its messages."""
-    prog = batch.leaves[leaf]
-    assert prog is not None
-    specs = wire_specs(prog)
-    row = prog.steps[place], specs[place], specs[place + 1]
     moved = traffic(*row)
     alone = moved._replace(sent=0, received=0)
     return seconds(topology, step_link(topology, *row), alone, 0), moved.messages
 
 
-def _peak(batch: Batch, topology: Topology) -> int:
+def _wire_time(rows: Sequence[Row], ranks: Ranks, topology: Topology) -> float:
+    """Seconds for which the bytes of one launch are on the wire."""
+    by_link: dict[float, list[Load]] = {}
+    for row in rows:
+        bandwidth = step_link(topology, *row).bandwidth
+        by_link.setdefault(bandwidth, []).append(load(*row, ranks))
+    return sum(
+        max(max(added(each, ranks)) for each in list(zip(*loads, strict=True))[:2]) / bandwidth
+        for bandwidth, loads in by_link.items()
+    )
+
+
+def _loads(leaves: Leaves, ranks: Ranks) -> Iterator[Load]:
+    """What every step of every leaf moves, local ones too."""
+    for at, leaf in enumerate(leaves):
+        for place in range(len(leaf.steps) if leaf is not None else 0):
+            yield load(*row_of(leaves, at, place), ranks)
+
+
+def _peak(batch: Batch, ranks: Ranks) -> int:
     """Bytes of the locals of all leaves where they are most: buckets pass one after the other."""
-    leaves = batch.leaves
-    held = sum(max_local_nbytes(leaf.src) for leaf in leaves if leaf is not None)
-    most = held
+    leaves = [leaf for leaf in batch.leaves if leaf is not None]
+    now = added((held(leaf.src, ranks) for leaf in leaves), ranks)
+    most = max(now, default=0)
     for bucket in batch.buckets:
-        progs = [leaf for leaf in map(leaves.__getitem__, bucket) if leaf is not None]
+        progs = [leaf for leaf in map(batch.leaves.__getitem__, bucket) if leaf is not None]
         before, after = (
-            sum(map(max_local_nbytes, specs))
+            added((held(spec, ranks) for spec in specs), ranks)
             for specs in zip(*((prog.src, prog.dst) for prog in progs), strict=True)
         )
-        during = sum(prog.cost(topology).peak_memory for prog in progs)
-        most = max(most, held - before + during)
-        held += after - before
+        during = added((_on_the_way(prog, ranks) for prog in progs), ranks)
+        most = max(most, *map(sum, zip(now, map(operator.neg, before), during, strict=True)))
+        now = tuple(map(sum, zip(now, map(operator.neg, before), after, strict=True)))
     return most
+
+
+@lru_cache(maxsize=4096)
+def _on_the_way(prog: Program, ranks: Ranks) -> Vector:
+    """The largest local that each rank has of a leaf at any time."""
+    specs = (prog.src, *wire_specs(prog), prog.dst)
+    return tuple(map(max, zip(*(held(spec, ranks) for spec in specs), strict=True)))

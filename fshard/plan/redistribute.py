@@ -11,8 +11,9 @@ import torch
 from fshard.errors import Problem, fail, raise_if
 from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
-from fshard.plan.batch import BUCKET, Batch, plan_batch
+from fshard.plan.batch import BUCKET, Batch
 from fshard.plan.meshes import plan_between
+from fshard.plan.together import plan_batch
 from fshard.program.casts import holds
 from fshard.program.program import (
     Program,
@@ -21,7 +22,16 @@ from fshard.program.program import (
     exclude_problems,
     wire_problems,
 )
-from fshard.program.steps import Cast, Step
+from fshard.program.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Cast,
+    CollectivePermute,
+    Exchange,
+    ReduceScatter,
+    Step,
+)
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 
@@ -30,6 +40,8 @@ __all__ = ["redistribute"]
 NODE = Topology.node()
 Steps = tuple[type, ...]
 Wires = tuple[torch.dtype | None, torch.dtype | None]
+COLLECTIVES = {AllGather, AllReduce, AllToAll, CollectivePermute, ReduceScatter}
+"""Those in which a rank may receive more than it lacks: all but the exchange."""
 
 
 @overload
@@ -109,7 +121,7 @@ def redistribute(
     known = NODE if cost is None else cost
     if isinstance(src, Spec) and isinstance(dst, Spec):
         return _plan(src, dst, known, *options)
-    return plan_batch(src, dst, _plan, known, options, bucket_bytes)
+    return plan_batch(src, dst, _plan, _exchange, known, options, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)
@@ -134,6 +146,26 @@ def _plan(
         "no program keeps to the restrictions",
         _way_out(src, dst, topology, max_memory, frozenset(exclude)),
     )
+
+
+def _exchange(
+    src: Spec,
+    dst: Spec,
+    cost: Topology | str,
+    max_memory: int | None,
+    exclude: Steps,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+) -> Program | None:
+    """A program in which no rank receives but what it lacks, where there is one.
+
+    That of the busiest rank alone may be no shorter: in a batch the others have leaves too.
+    """
+    if Exchange in exclude:
+        return None
+    topology = None if isinstance(cost, str) else cost
+    others, wires = frozenset(exclude) | COLLECTIVES, (forward_dtype, backward_dtype)
+    return _find(src, dst, topology, max_memory, others, wires)
 
 
 def _find(

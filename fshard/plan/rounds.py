@@ -7,6 +7,7 @@ every rank finds the same.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -15,34 +16,44 @@ from typing import NamedTuple
 import torch
 
 from fshard.mesh import Mesh
-from fshard.program.cost import max_local_nbytes, step_axes, traffic
-from fshard.program.infer import unreduced_kind
+from fshard.program.cost import step_axes, traffic
+from fshard.program.infer import reduction_of
+from fshard.program.loads import Ranks, Vector, everyone, held, load
 from fshard.program.program import Program, wire_specs
 from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
 from fshard.spec import Spec
 
-__all__ = ["Launch", "Leaves", "Steps", "buckets", "launches", "rounds"]
+__all__ = [
+    "Launch", "Leaves", "Row", "Steps", "buckets", "kinds", "launches", "ranks_of", "rounds",
+    "row_of",
+]  # fmt: skip
 
 Leaves = tuple[Program | None, ...]
 Steps = tuple[tuple[int, int], ...]
 """Steps of several leaves: the leaf, and the place of the step in its program."""
+Row = tuple[Step, Spec, Spec]
 
 
 class Launch(NamedTuple):
     """Collectives of several leaves that go out as one.
 
     `op` is what runs on the wire: all that is uneven or moves from rank to rank is one
-    "all_to_all", else all-gathers, all-reduces and reduce-scatters.
+    "all_to_all", else all-gathers, all-reduces and reduce-scatters. `name` is that of the steps,
+    where they have one, as `fs.comm_log` counts it.
     """
 
     op: str
+    name: str
     axes: tuple[str, ...]
+    ends: tuple[tuple[Mesh, Mesh], ...]
     steps: Steps
 
-    @property
-    def where(self) -> str:
-        """Among whom, in words."""
-        return f"over {', '.join(self.axes)}" if self.axes else "between meshes"
+    def where(self, *, named: bool = False) -> str:
+        """Among whom, in words; with the mesh where there are others to tell it `named` from."""
+        (src, dst), *more = self.ends
+        if src != dst:
+            return "between several meshes" if more else f"from {src} to {dst}"
+        return f"over {', '.join(self.axes)}{f' of {src}' if named else ''}"
 
 
 class Kind(NamedTuple):
@@ -70,16 +81,16 @@ def _kind(step: Step, src: Spec, dst: Spec) -> Kind:
     match step:
         case AllGather(all_axes, dim) if _is_even(src, dim, src.mesh.axis_size(all_axes)):
             op = "all_gather"
-        case AllReduce(all_axes):
-            op, reduction = "all_reduce", unreduced_kind(step, src, all_axes)
+        case AllReduce():
+            op, (reduction, _) = "all_reduce", reduction_of(step, src)
         case ReduceScatter(all_axes, dim) if _is_even(dst, dim, src.mesh.axis_size(all_axes)):
-            op, reduction = "reduce_scatter", unreduced_kind(step, src, all_axes)
+            op, (reduction, _) = "reduce_scatter", reduction_of(step, src)
         case _:
             # Pieces go from rank to rank: the order of a group's ranks does not matter.
             op, axes = "all_to_all", tuple(sorted(axes, key=src.mesh.axes.index))
     same = src.mesh == dst.mesh
     among = _among(src.mesh, axes) if same else _between(src.mesh, dst.mesh)
-    return Kind(op, among, "sum" if reduction == "avg" else reduction, src.dtype)
+    return Kind(op, among, reduction, src.dtype)
 
 
 def _is_even(spec: Spec, dim: int, n: int) -> bool:
@@ -110,38 +121,53 @@ def _between(src: Mesh, dst: Mesh) -> Hashable:
     return tuple(sorted({*src.ranks, *dst.ranks}))
 
 
-@lru_cache(maxsize=16384)
-def _weight(prog: Program) -> int:
-    """Most bytes that the busiest rank gives to a launch of this program, or gets from one."""
+@lru_cache(maxsize=256)
+def ranks_of(leaves: Leaves) -> Ranks:
+    """The ranks of all meshes of the leaves, sorted."""
+    return everyone(spec.mesh for leaf in leaves if leaf is not None for spec in leaf.specs)
+
+
+@lru_cache(maxsize=4096)
+def _weight(prog: Program, ranks: Ranks) -> Vector:
+    """Most bytes that each rank gives to a launch of this program, or gets from one."""
     specs = wire_specs(prog)
-    most = 0
+    vectors = [(0,) * len(ranks)]
     for at, _ in kinds(prog):
         before, after = specs[at : at + 2]
-        moved = traffic(prog.steps[at], before, after)
-        held = max_local_nbytes(before), max_local_nbytes(after)
-        most = max(most, moved.sent, moved.received, *held)
-    return most
+        moved = load(prog.steps[at], before, after, ranks)
+        vectors += [moved.sent, moved.received, held(before, ranks), held(after, ranks)]
+    return tuple(map(max, zip(*vectors, strict=True)))
 
 
 @lru_cache(maxsize=256)
 def buckets(leaves: Leaves, limit: int | None) -> tuple[tuple[int, ...], ...]:
     """The leaves that are under way together: those of the same kinds side by side, in order.
 
-    No bucket has more than `limit` bytes in a round, unless it is one leaf.
+    No rank has more than `limit` bytes in a round of a bucket, unless a leaf has; such leaves go
+    together where each adds to what others have on other ranks, owners that take turns.
     """
     alike: dict[Hashable, list[tuple[int, Program]]] = {}
     for at, leaf in enumerate(leaves):
         if leaf is not None:
             alike.setdefault(tuple(kind for _, kind in kinds(leaf)), []).append((at, leaf))
+    places = [each for same in alike.values() for each in same]
+    if limit is None:
+        return (tuple(at for at, _ in places),) if places else ()
+    ranks = ranks_of(leaves)
     found: list[list[int]] = []
-    room = 0
-    for at, leaf in (each for places in alike.values() for each in places):
-        weight = _weight(leaf)
-        if not found or (limit is not None and weight > room):
+    filled: Vector = ()
+    most = largest = 0
+    for at, leaf in places:
+        weight = _weight(leaf, ranks)
+        own = max(weight)
+        more = tuple(map(operator.add, filled, weight))
+        now, largest = max(more, default=0), max(largest, own)
+        in_turn = 2 * (now - most) <= own and now <= 2 * largest
+        if not found or not (now <= limit or in_turn):
             found.append([])
-            room = limit or 0
+            more, now, largest = weight, own, own
         found[-1].append(at)
-        room = max(0, room - weight)
+        filled, most = more, now
     return tuple(map(tuple, found))
 
 
@@ -172,15 +198,27 @@ def launches(leaves: Leaves, limit: int | None) -> tuple[Launch, ...]:
             by_kind: dict[Kind, list[tuple[int, int]]] = {}
             for at, place in going:
                 by_kind.setdefault(dict(kinds(leaves[at]))[place], []).append((at, place))
-            found += [
-                Launch(kind.op, _axes(leaves, steps), tuple(steps))
-                for kind, steps in by_kind.items()
-            ]
+            found += [_launch(leaves, kind, steps) for kind, steps in by_kind.items()]
     return tuple(found)
 
 
-def _axes(leaves: Leaves, steps: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """The axes of the first of several steps."""
-    leaf, place = leaves[steps[0][0]], steps[0][1]
+def _launch(leaves: Leaves, kind: Kind, steps: Sequence[tuple[int, int]]) -> Launch:
+    """The launch of several steps; its axes are those of the first."""
+    rows = [row_of(leaves, *each) for each in steps]
+    names = {step.name for step, _, _ in rows}
+    ends = dict.fromkeys((before.mesh, after.mesh) for _, before, after in rows)
+    return Launch(
+        kind.op,
+        names.pop() if len(names) == 1 else kind.op,
+        step_axes(*rows[0]),
+        tuple(ends),
+        tuple(steps),
+    )
+
+
+def row_of(leaves: Leaves, at: int, place: int) -> Row:
+    """A step of a leaf, between the specs that it sends."""
+    leaf = leaves[at]
     assert leaf is not None
-    return step_axes(leaf.steps[place], leaf.specs[place], leaf.specs[place + 1])
+    specs = wire_specs(leaf)
+    return leaf.steps[place], specs[place], specs[place + 1]

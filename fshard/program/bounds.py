@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from fshard.errors import raise_if
 from fshard.program.cost import max_local_nbytes
+from fshard.program.loads import Ranks, Vector, added, everyone, held, kept
 from fshard.program.overlap import on_one_mesh, overlaps
 from fshard.program.program import endpoint_problems, wire_problems
 from fshard.spec import Spec
 
-__all__ = ["Bound", "lower_bound"]
+__all__ = ["Bound", "lower_bound", "lower_bound_together"]
+
+Move = tuple[Spec, Spec, torch.dtype | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +68,75 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
 
 @lru_cache(maxsize=4096)
 def _lower_bound(src: Spec, dst: Spec, wire: torch.dtype | None) -> Bound:
-    if wire is not None:
-        src, dst = src._with(dtype=wire), dst._with(dtype=wire)
+    src, dst = _as_sent(src, dst, wire)
+    least = _least(src, dst)
     item = min(src.dtype.itemsize, dst.dtype.itemsize)
     peak = max(max_local_nbytes(src), max_local_nbytes(dst))
+    each = max(-(-least.missing // least.members), -(-least.messages // least.ranks))
+    return Bound(each * item, peak)
+
+
+def lower_bound_together(moves: Iterable[Move]) -> Bound:
+    """`lower_bound` of many tensors: each is a source, a target, and what is sent, or None.
+
+    Of each rank what it lacks of all of them, where that is known of one rank; all messages,
+    spread over all ranks; and the largest bound of one tensor.
+
+    >>> from fshard.mesh import Mesh
+    >>> from fshard.partition import PartitionSpec as P
+    >>> mesh = Mesh(x=2)
+    >>> src = Spec(mesh, P("x"), shape=(4,))
+    >>> owners = [src.replace(sizes={0: sizes}) for sizes in ((4, 0), (0, 4))]
+    >>> lower_bound_together((src, owner, None) for owner in owners)
+    Bound(bytes_received=8, peak_memory=16)
+    """
+    rows = [(*_as_sent(src, dst, wire), _lower_bound(src, dst, wire)) for src, dst, wire in moves]
+    ranks = everyone(spec.mesh for row in rows for spec in row[:2])
+    lacks, total = [], 0
+    for src, dst, _ in rows:
+        lack = _lacking(src, dst, ranks)
+        item = min(src.dtype.itemsize, dst.dtype.itemsize)
+        least = _least(src, dst)
+        total += max(sum(lack), least.missing * item, least.messages * item)
+        lacks.append(lack)
+    ends = [added((held(row[at], ranks) for row in rows), ranks) for at in range(2)]
+    most = max(added(lacks, ranks), default=0)
+    return Bound(
+        max(most, -(-total // max(1, len(ranks))), *(bound.bytes_received for *_, bound in rows)),
+        max(map(max, ends)) if ranks else 0,
+    )
+
+
+def _lacking(src: Spec, dst: Spec, ranks: Ranks) -> Vector:
+    """Bytes that each rank must receive itself: none of an addend, which others may hold."""
+    if any(dst.mesh.shape[axis] > 1 for axis in dst.partition.unreduced):
+        return (0,) * len(ranks)
+    small = min(src.dtype, dst.dtype, key=lambda dtype: dtype.itemsize)
+    src, dst = src._with(dtype=small), dst._with(dtype=small)
+    needs = held(dst, ranks)
+    if any(src.mesh.shape[axis] > 1 for axis in src.partition.unreduced):
+        return needs
+    return tuple(map(operator.sub, needs, kept(src, dst, ranks)))
+
+
+def _as_sent(src: Spec, dst: Spec, wire: torch.dtype | None) -> tuple[Spec, Spec]:
+    return (src, dst) if wire is None else (src._with(dtype=wire), dst._with(dtype=wire))
+
+
+class Least(NamedTuple):
+    """Elements that the worst placed group of `members` lacks, and messages of all `ranks`."""
+
+    missing: int
+    members: int
+    messages: int
+    ranks: int
+
+
+NOTHING = Least(0, 1, 0, 1)
+
+
+@lru_cache(maxsize=4096)
+def _least(src: Spec, dst: Spec) -> Least:
     src, dst = on_one_mesh(src, dst)
     p, q = src.partition, dst.partition
     one = src.mesh == dst.mesh
@@ -79,17 +150,16 @@ def _lower_bound(src: Spec, dst: Spec, wire: torch.dtype | None) -> Bound:
     members = math.prod(dst.mesh.shape[axis] for axis in group)
     copies = dst.mesh.size // members // dst.num_shards
     if addends > 1 and group and not one:
-        return Bound(0, peak)  # which addends may stay is not known where grids cross
+        return NOTHING  # which addends may stay is not known where grids cross
     if addends > 1:
         missing = max_local_nbytes(dst) // dst.dtype.itemsize
         ranks = src.mesh.devices if one else {*src.mesh.ranks, *dst.mesh.ranks}
         apart = len(ranks) == src.mesh.size + dst.mesh.size
         each = (addends - 1) * kept + (copies - 1) + apart
-        messages = -(-math.prod(src.shape) * each // len(ranks))
-    else:
-        missing = max(total - held for total, held in overlaps(src, dst, group))
-        # How many target groups an element is missing in, at least: of all, and of those missing.
-        far = max(0, copies - src.mesh.size // kept // src.num_shards)
-        everywhere = math.prod(src.shape) * (kept - 1 + far) if far else 0
-        messages = -(-max(everywhere, missing * kept) // src.mesh.size) if kept > 1 else 0
-    return Bound(max(-(-missing // members), messages) * item, peak)
+        return Least(missing, members, math.prod(src.shape) * each, len(ranks))
+    missing = max(total - held for total, held in overlaps(src, dst, group))
+    # How many target groups an element is missing in, at least: of all, and of those missing.
+    far = max(0, copies - src.mesh.size // kept // src.num_shards)
+    everywhere = math.prod(src.shape) * (kept - 1 + far) if far else 0
+    messages = max(everywhere, missing * kept) if kept > 1 else 0
+    return Least(missing, members, messages, src.mesh.size)

@@ -37,8 +37,9 @@ from fshard.spec import Spec
 from fshard.units import bytes_text, plural, time_text
 
 __all__ = [
-    "Cost", "Traffic", "all_reduced", "copies", "exchanged", "gathered", "max_local_nbytes",
-    "seconds", "share", "spread", "step_axes", "step_link", "step_time", "swapped", "traffic",
+    "Cost", "Traffic", "all_reduced", "copies", "copy_passes", "exchanged", "gathered",
+    "max_local_nbytes", "seconds", "share", "spread", "step_axes", "step_link", "step_time",
+    "swapped", "traffic",
 ]  # fmt: skip
 
 Dims = Sequence[tuple[str, ...]]
@@ -370,32 +371,37 @@ def _of_exchange(src: Spec, dst: Spec) -> Traffic:
 
 
 def copies(step: Step, src: Spec, dst: Spec, launches: int) -> int:
-    """Bytes that the busiest rank reads and writes in its own memory around a step.
+    """Bytes that the busiest rank reads and writes in its own memory around a step."""
+    packed, unpacked = copy_passes(step, src, dst, launches)
+    return packed * max_local_nbytes(src) + unpacked * max_local_nbytes(dst)
+
+
+def copy_passes(step: Step, src: Spec, dst: Spec, launches: int) -> tuple[int, int]:
+    """How often a rank reads or writes its local of `src` around a step, and its local of `dst`.
 
     Along dim 0 pieces lie in memory as they travel. What an exchange reduces is read once more.
     A collective that is none, of one device or where nothing is missing, copies its result.
     """
-    before, after = max_local_nbytes(src), max_local_nbytes(dst)
     match step:
         case Remesh():
-            return 0
+            return 0, 0
         case InvariantToReduced() | ReducedToInvariant():
-            return 0 if _only_sums(step, src) else 2 * after
+            return 0, 0 if _only_sums(step, src) else 2
         case Cast():
-            return 0 if step.dtype == src.dtype else before + after
+            return (0, 0) if step.dtype == src.dtype else (1, 1)
         case _ if not launches:
-            return 2 * after
+            return 0, 2
         case AllGather():
-            return 2 * after if step.dim else 0
+            return 0, 2 if step.dim else 0
         case ReduceScatter():
-            return 2 * before if step.dim else 0
+            return 2 if step.dim else 0, 0
         case AllToAll():
             packs, unpacks = bool(step.also or step.dst_dim), bool(step.also or step.src_dim)
-            return 2 * before * packs + 2 * after * unpacks
+            return 2 * packs, 2 * unpacks
         case Exchange():
-            return 2 * before + (1 + _addends(src, dst)) * after
+            return 2, 1 + _addends(src, dst)
         case _:
-            return 0
+            return 0, 0
 
 
 def _only_sums(step: InvariantToReduced | ReducedToInvariant, src: Spec) -> bool:

@@ -16,7 +16,10 @@ from fshard.mesh import Mesh
 from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
-__all__ = ["even_boxes", "missing_even", "on_one_mesh", "overlaps", "pieces", "pieces_even"]
+__all__ = [
+    "even_boxes", "intervals", "missing_even", "on_one_mesh", "overlaps", "pieces", "pieces_even",
+    "places",
+]  # fmt: skip
 
 Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
@@ -124,7 +127,7 @@ def pieces(src: Spec, dst: Spec) -> int:
         edges = list(itertools.accumulate(n for n in src.shard_sizes(dim) if n))
         count *= max(
             bisect_left(edges, stop) - bisect_right(edges, start) + 1
-            for start, stop in _intervals(dst, dim)
+            for start, stop in intervals(dst, dim)
             if start < stop
         )
     return count
@@ -325,13 +328,13 @@ def _by_rank(src: Spec, dst: Spec, group: tuple[str, ...]) -> set[Pair]:
     have = dict(zip(src.mesh.devices, _shards(src), strict=True))
     alone = tuple(axis for axis in dst.mesh.axes if axis not in group)
     holders: dict[tuple[int, tuple[int, ...]], set[tuple[int, ...]]] = {}
-    rows = zip(dst.mesh.devices, _places(dst.mesh, alone), _shards(dst), strict=True)
+    rows = zip(dst.mesh.devices, places(dst.mesh, alone), _shards(dst), strict=True)
     for rank, place, need in rows:
         held = holders.setdefault((place, need), set())
         if rank in have:
             held.add(have[rank])
-    mine = [_intervals(src, dim) for dim in range(src.ndim)]
-    theirs = [_intervals(dst, dim) for dim in range(dst.ndim)]
+    mine = [intervals(src, dim) for dim in range(src.ndim)]
+    theirs = [intervals(dst, dim) for dim in range(dst.ndim)]
     found: dict[tuple[tuple[int, ...], frozenset[tuple[int, ...]]], Pair] = {}
     for (_, need), shards in holders.items():
         key = (need, frozenset(shards))
@@ -356,10 +359,10 @@ def _shards(spec: Spec) -> Iterable[tuple[int, ...]]:
     """Which shard of each dim every device holds, in the order of the mesh's devices."""
     if spec.ndim == 0:
         return [()] * spec.mesh.size
-    return zip(*(_places(spec.mesh, axes) for axes in spec.partition.dims), strict=True)
+    return zip(*(places(spec.mesh, axes) for axes in spec.partition.dims), strict=True)
 
 
-def _places(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
+def places(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
     """The row-major index along `axes` of every device, in the order of the mesh's devices."""
     stride, strides = 1, {}
     for axis in reversed(axes):
@@ -373,7 +376,7 @@ def _places(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
     return found
 
 
-def _intervals(spec: Spec, dim: int) -> Intervals:
+def intervals(spec: Spec, dim: int) -> Intervals:
     """Where each shard of a dim begins and ends."""
     stops = itertools.accumulate(spec.shard_sizes(dim), initial=0)
     return list(itertools.pairwise(stops))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard.hooks import register
 from fshard.plan.batch import Batch
-from fshard.program.bounds import lower_bound
+from fshard.program.bounds import lower_bound_together
 from fshard.program.topology import Topology
 from fshard.show.table import Column, Table
 from fshard.show.words import WIDTH
@@ -20,7 +20,7 @@ LEAVES = (
     Column("sent", right=True), Column("alone", right=True),
 )  # fmt: skip
 LAUNCHES = (
-    Column("launch"), Column("among whom"), Column("leaves", right=True),
+    Column("launch"), Column("among whom", wrap=True), Column("leaves", right=True),
     Column("sent", right=True),
 )  # fmt: skip
 SUMMARY = (
@@ -33,8 +33,8 @@ SUMMARY = (
 class BatchExplanation:
     """A batch's leaves and launches on a topology; prints in text, rich and HTML.
 
-    Leaves that do the same are one row, bytes those of each leaf's busiest rank, times an
-    alpha-beta model's.
+    Leaves that do the same are one row. Bytes are those of the busiest rank, of each leaf, of
+    each launch and of all; times an alpha-beta model's.
     """
 
     batch: Batch
@@ -46,20 +46,24 @@ class BatchExplanation:
         rows = []
         for name, prog in self.batch.distinct():
             cost = prog.cost(self.topology)
-            rows.append((name, str(prog.src), str(prog.dst), bytes_text(cost.bytes_sent),
-                         time_text(cost.time)))  # fmt: skip
+            ends = (
+                f"{spec} on {spec.mesh}" if self.batch.meshes[1:] else str(spec)
+                for spec in (prog.src, prog.dst)
+            )
+            rows.append((name, *ends, bytes_text(cost.bytes_sent), time_text(cost.time)))
         count = sum(leaf is not None for leaf in self.batch.leaves)
-        title = f"a tree of {plural(count, 'program')}, topology {self.topology.title}"
+        on = f" on {self.batch.meshes[0]}" if len(self.batch.meshes) == 1 else ""
+        title = f"a tree of {plural(count, 'program')}{on}, topology {self.topology.title}"
         return Table(title, LEAVES, tuple(rows))
 
     @property
     def launches(self) -> Table:
-        """One row per launch: the operation on the wire, axes, leaves, bytes sent."""
+        """One row per launch: the operation, among whom, leaves, bytes sent."""
         rows = []
-        sends = [leaf.step_bytes if leaf else () for leaf in self.batch.leaves]
+        several = len(self.batch.meshes) > 1
         for each in self.batch.launches:
-            sent = sum(sends[leaf][at] for leaf, at in each.steps)
-            rows.append((each.op, each.where, str(len(each.steps)), bytes_text(sent)))
+            where, count = each.where(named=several), str(len(each.steps))
+            rows.append((each.name, where, count, bytes_text(self.batch.bytes_sent_in(each))))
         return Table("", LAUNCHES, tuple(rows), notes=() if rows else ("nothing is sent",))
 
     @property
@@ -67,10 +71,9 @@ class BatchExplanation:
         """The totals, beside those of the leaves one by one."""
         cost, progs = self.batch.cost(self.topology), [leaf for leaf in self.batch.leaves if leaf]
         alone = [prog.cost(self.topology) for prog in progs]
-        bounds = [lower_bound(p.src, p.dst, forward_dtype=p.forward_dtype) for p in progs]
+        least = lower_bound_together((p.src, p.dst, p.forward_dtype) for p in progs).bytes_received
         counts = cost.launches, sum(each.launches for each in alone)
         times = cost.time, sum(each.time for each in alone)
-        least = sum(bound.bytes_received for bound in bounds)
         rows = (
             ("launches", f"{counts[0]:,}", f"{counts[1]:,}", ratio_text(*counts)),
             ("time", time_text(times[0]), time_text(times[1]), ratio_text(*times)),
@@ -119,7 +122,7 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     >>> src = [Spec(Mesh(x=4), P("x"), shape=(n,)) for n in (8, 8, 4)]
     >>> wires = Topology.of({"x": Link(latency=0.0, bandwidth=24e6)})
     >>> print(explain_batch(Batch([Program(spec, (AllGather("x", 0),)) for spec in src]), wires))
-    a tree of 3 programs, topology custom
+    a tree of 3 programs on Mesh(x=4), topology custom
     leaf            from      to      sent    alone
     ───────────────────────────────────────────────
     [0] and 1 more  f32[8@x]  f32[8]  24 B  7.45 µs
@@ -132,7 +135,7 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     in all          this batch  one by one  ratio
     ─────────────────────────────────────────────
     launches                 1           3  0.33x
-    time               8.95 µs     21.8 µs  0.41x
+    time               8.95 µs     21.9 µs  0.41x
     bytes received        60 B
     lower bound           60 B              1.00x
     peak memory           80 B
