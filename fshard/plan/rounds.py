@@ -144,7 +144,8 @@ def buckets(leaves: Leaves, limit: int | None) -> tuple[tuple[int, ...], ...]:
     """The leaves that are under way together: those of the same kinds side by side, in order.
 
     No rank has more than `limit` bytes in a round of a bucket, unless a leaf has; such leaves go
-    together where each adds to what others have on other ranks, owners that take turns.
+    together where each adds to what others have on other ranks, owners that take turns. Each
+    leaf goes to the first of the last buckets that has room.
     """
     alike: dict[Hashable, list[tuple[int, Program]]] = {}
     for at, leaf in enumerate(leaves):
@@ -154,21 +155,46 @@ def buckets(leaves: Leaves, limit: int | None) -> tuple[tuple[int, ...], ...]:
     if limit is None:
         return (tuple(at for at, _ in places),) if places else ()
     ranks = ranks_of(leaves)
-    found: list[list[int]] = []
-    filled: Vector = ()
-    most = largest = 0
+    found: list[_Bucket] = []
     for at, leaf in places:
         weight = _weight(leaf, ranks)
+        if not any(each.takes(at, weight, limit) for each in found[-OPEN:]):
+            found.append(_Bucket(at, weight))
+    return tuple(tuple(each.leaves) for each in found)
+
+
+OPEN = 32
+"""Of so many buckets, the last ones, the first that has room is looked for."""
+
+
+class _Bucket:
+    """Leaves, and the bytes that each rank has of them; most on one rank, and most of one leaf."""
+
+    __slots__ = ("filled", "largest", "leaves", "most")
+
+    def __init__(self, leaf: int, weight: Vector) -> None:
+        self.leaves = [leaf]
+        self.filled = weight
+        self.most = self.largest = max(weight)
+
+    def takes(self, leaf: int, weight: Vector, limit: int) -> bool:
+        """Whether there was room for another leaf, which is in it then."""
         own = max(weight)
-        more = tuple(map(operator.add, filled, weight))
-        now, largest = max(more, default=0), max(largest, own)
-        in_turn = 2 * (now - most) <= own and now <= 2 * largest
-        if not found or not (now <= limit or in_turn):
-            found.append([])
-            more, now, largest = weight, own, own
-        found[-1].append(at)
-        filled, most = more, now
-    return tuple(map(tuple, found))
+        largest = max(self.largest, own)
+
+        def fits(most: int) -> bool:
+            in_turn = 2 * (most - self.most) <= own and most <= 2 * largest
+            return most <= limit or in_turn
+
+        if not fits(max(self.most, self.filled[weight.index(own)] + own)):
+            return False
+        filled = tuple(map(operator.add, self.filled, weight))
+        most = max(filled)
+        if not fits(most):
+            return False
+        self.leaves.append(leaf)
+        self.filled, self.most, self.largest = filled, most, largest
+        return True
 
 
 @lru_cache(maxsize=1024)
