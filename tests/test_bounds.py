@@ -300,7 +300,7 @@ def test_lower_bound_of_trees_is_refused() -> None:
         lower_bound([spec_of("i16[60@x]")], [spec_of("i16[60]")])  # type: ignore[arg-type]
     assert str(caught.value) == helpers.message(
         "fs.lower_bound", "lower_bound(list, list)", "both are Specs",
-        "spec.replace(partition=P(...)) makes the target; of trees, one pair at a time",
+        "one pair at a time; of trees fs.redistribute(src, dst).explain() has the bounds",
     )  # fmt: skip
 
 

@@ -61,7 +61,8 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
     >>> lower_bound(Spec(mesh, P(unreduced={"x"}), shape=(8,)), Spec(mesh, P(), shape=(8,)))
     Bound(bytes_received=48, peak_memory=32)
     """
-    raise_if("fs.lower_bound", endpoint_problems("lower_bound", src, dst))
+    fix = "one pair at a time; of trees fs.redistribute(src, dst).explain() has the bounds"
+    raise_if("fs.lower_bound", endpoint_problems("lower_bound", src, dst, fix))
     raise_if("fs.lower_bound", wire_problems(src, (forward_dtype,)))
     return _lower_bound(src, dst, forward_dtype)
 

@@ -357,14 +357,19 @@ def _type_meant(given: object) -> str | None:
     return next((name for name in names if word in (name, name.lower())), None)
 
 
-def endpoint_problems(where: str, src: object, dst: object) -> list[Problem]:
+def endpoint_problems(
+    where: str,
+    src: object,
+    dst: object,
+    fix: str = "spec.replace(partition=P(...)) makes the target",
+) -> list[Problem]:
     """What keeps two values from being the ends of a change of layout: types, shapes."""
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return [
             Problem(
                 f"{where}({type(src).__name__}, {type(dst).__name__})",
                 "both are Specs",
-                "spec.replace(partition=P(...)) makes the target; of trees, one pair at a time",
+                fix,
             )
         ]
     problems = []

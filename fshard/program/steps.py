@@ -240,10 +240,10 @@ class Exchange:
     sizes of its dims that are not cut equally, by dim, and `mesh` its mesh where that is another
     one: with the same devices, some of them, or none.
 
-    Unreduced axes of the source are reduced where pieces arrive, except those that the result
-    has too: its own are always left from the source. Reduced axes stay reduced, and others may
-    become so. To another mesh no axis stays unreduced or reduced: all addends are reduced on
-    arrival, and a source that is reduced is refused. Transpose: the exchange back, on the duals.
+    Axes that the source alone is unreduced on are reduced where pieces arrive; none becomes
+    unreduced. Axes that it is reduced on stay so, and others may become it. To another mesh all
+    addends are reduced on arrival, and a reduced source is refused: `ReducedToInvariant` goes
+    first. Transpose: the exchange back, on the duals.
 
     >>> print(Exchange(PartitionSpec(None, "x")))
     exchange(P(None, 'x'))
