@@ -67,6 +67,7 @@ class Batch:
     >>> from fshard.mesh import Mesh
     >>> from fshard.partition import PartitionSpec as P
     >>> from fshard.plan.redistribute import redistribute
+    >>> from fshard.spec import Spec
     >>> mesh = Mesh(dp=2)
     >>> src = {name: Spec(mesh, P("dp"), shape=(n,)) for name, n in (("b", 4), ("w", 8))}
     >>> dst = {name: spec.replace(partition=P()) for name, spec in src.items()}

@@ -135,7 +135,7 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     in all          this batch  one by one  ratio
     ─────────────────────────────────────────────
     launches                 1           3  0.33x
-    time               8.95 µs     21.9 µs  0.41x
+    time               8.95 µs     21.8 µs  0.41x
     bytes received        60 B
     lower bound           60 B              1.00x
     peak memory           80 B
