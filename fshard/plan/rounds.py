@@ -158,7 +158,9 @@ def buckets(leaves: Leaves, limit: int | None) -> tuple[tuple[int, ...], ...]:
     found: list[_Bucket] = []
     for at, leaf in places:
         weight = _weight(leaf, ranks)
-        if not any(each.takes(at, weight, limit) for each in found[-OPEN:]):
+        own = max(weight)
+        busiest = weight.index(own)
+        if not any(each.takes(at, weight, own, busiest, limit) for each in found[-OPEN:]):
             found.append(_Bucket(at, weight))
     return tuple(tuple(each.leaves) for each in found)
 
@@ -177,16 +179,18 @@ class _Bucket:
         self.filled = weight
         self.most = self.largest = max(weight)
 
-    def takes(self, leaf: int, weight: Vector, limit: int) -> bool:
-        """Whether there was room for another leaf, which is in it then."""
-        own = max(weight)
+    def takes(self, leaf: int, weight: Vector, own: int, busiest: int, limit: int) -> bool:
+        """Whether there was room for another leaf, which is in it then.
+
+        `own` are the bytes of its `busiest` rank, which alone tells of most that there is none.
+        """
         largest = max(self.largest, own)
 
         def fits(most: int) -> bool:
             in_turn = 2 * (most - self.most) <= own and most <= 2 * largest
             return most <= limit or in_turn
 
-        if not fits(max(self.most, self.filled[weight.index(own)] + own)):
+        if not fits(max(self.most, self.filled[busiest] + own)):
             return False
         filled = tuple(map(operator.add, self.filled, weight))
         most = max(filled)

@@ -42,6 +42,12 @@ def owned(count: int, rows: int, cols: int) -> Ends:
     return src, [spec.replace(partition=P()) for spec in src]
 
 
+def to_owners(count: int, rows: int, cols: int) -> Ends:
+    """Muon's gradients: rows on all ranks, then each matrix on one rank in turn."""
+    own, whole = owned(count, rows, cols)
+    return [spec.replace(partition=P("x")) for spec in whole], own
+
+
 def turned(count: int, rows: int, cols: int) -> Ends:
     """A checkpoint's tensors, from rows to columns."""
     src = [Spec(MESH, P("x"), shape=(rows, cols))] * count
@@ -55,6 +61,7 @@ CASES: dict[str, Ends] = {
     "48 x 256 KiB, gathered": gathered(48, 256, 256),
     "24 x 1 MiB, gathered": gathered(24, 512, 512),
     "12 x 8 MiB, gathered": gathered(12, 2048, 1024),
+    "48 x 1 MiB, to owners": to_owners(48, 512, 512),
 }
 
 
