@@ -257,14 +257,15 @@ def text_of(run: Any) -> str:
 
 def test_collectives_of_one_wire_are_told_apart_by_name() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
-        reduce = fs.pmean if fs.axis_index("x") == 1 else fs.psum
-        return reduce(x, "x") + 1
+        if fs.axis_index("x") == 1:
+            return fs.pshuffle(x, "x", [1, 0])
+        return fs.ppermute(x, "x", [(0, 1), (1, 0)])
 
-    wire = "over x: all_reduce(sum, torch.float32, (1,)) at"
+    wire = "over x: all_to_all(torch.float32) at"
     assert text_of(lambda: mapped(body)(torch.ones(2))) == (
         f"""ranks of the group (0, 1) call different collectives
-  rank 0 (x=0): fs.psum {wire} {line(body, 2)}
-  rank 1 (x=1): fs.pmean {wire} {line(body, 2)}{ALIKE}"""
+  rank 0 (x=0): fs.ppermute {wire} {line(body, 3)}
+  rank 1 (x=1): fs.pshuffle {wire} {line(body, 2)}{ALIKE}"""
     )
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "infer",
     "join_sizes",
     "permute_signature",
+    "reduction_of",
     "replicated_kind",
     "unreduced_kind",
     "way_back",
@@ -123,6 +124,17 @@ def unreduced_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str:
             "name axes that are unreduced, each reduction in its own step",
         )
     return kinds[axes[0]]
+
+
+def reduction_of(step: AllReduce | ReduceScatter, src: Spec) -> tuple[str, int]:
+    """By what the ranks' addends are reduced, and what is divided by after that.
+
+    An average whose shares are kept is a sum, so that it is divided, and rounded, once.
+    """
+    op, n = unreduced_kind(step, src, step.axes), src.mesh.axis_size(step.axes)
+    if isinstance(step, ReduceScatter) or (step.to, step.kind) != ("reduced", "avg"):
+        return op, 1
+    return ("sum", n * n) if op == "avg" else (op, n)
 
 
 def replicated_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str | None:

@@ -16,7 +16,7 @@ from fshard.mesh import Mesh
 from fshard.plan.rounds import Steps, buckets, rounds
 from fshard.program.program import Program
 from fshard.run.interpreter import stages
-from fshard.run.transport import Finish, Group, Transport, notify
+from fshard.run.transport import Group, Parts, Transport, notify
 from fshard.run.wire import Wire, begin
 
 __all__ = ["launch_all"]
@@ -178,7 +178,7 @@ def _launch_kind(
 
 def _send(
     kind: Kind, wires: Sequence[Wire], payloads: Sequence[torch.Tensor], transport: Transport
-) -> Finish:
+) -> Callable[[], Parts]:
     """Launch payloads side by side."""
     op, group, reduction, *_ = kind
     match op:
@@ -217,9 +217,11 @@ def _order(group: Group, groups: tuple[Group, ...]) -> tuple[tuple[int, int, int
 
 
 def _take_apart(
-    moved: torch.Tensor, group: Group, wires: Sequence[Wire], lengths: Sequence[int]
-) -> Sequence[torch.Tensor]:
+    moved: Parts, group: Group, wires: Sequence[Wire], lengths: Sequence[int]
+) -> Sequence[Parts]:
     """What has come for each wire, views where it lies in one piece."""
+    if not isinstance(moved, torch.Tensor):
+        return [[*each] for each in zip(*(part.split(lengths) for part in moved), strict=True)]
     parts: Sequence[torch.Tensor]
     match wires[0].op if wires else "":
         case "all_gather":

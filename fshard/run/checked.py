@@ -38,7 +38,7 @@ from fshard.run.fingerprint import (
     user_line,
     words,
 )
-from fshard.run.transport import Finish, Group, as_checked, current_transport
+from fshard.run.transport import Finish, Group, Parts, as_checked, current_transport
 
 __all__ = ["checked_collectives"]
 
@@ -106,7 +106,7 @@ class _Checked:
     def moves(self, device: torch.device) -> bool:
         return self.world.moves(device)
 
-    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+    def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
         self._meet(fingerprint("all_gather", x), group)
         return self.world.all_gather(x, group)
 

@@ -30,8 +30,17 @@ from torch.distributed import distributed_c10d as c10d
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.run.fingerprint import lost
-from fshard.run.numbers import NATIVE, REDUCE, as_number, reduced
-from fshard.run.transport import LABEL, Finish, Group, Label, own_transport, set_world
+from fshard.run.numbers import NATIVE, REDUCE, as_number, over, reduced
+from fshard.run.transport import (
+    LABEL,
+    Finish,
+    Group,
+    Label,
+    Parts,
+    own_transport,
+    set_world,
+    stacked,
+)
 
 __all__ = ["give_up", "init"]
 
@@ -44,6 +53,9 @@ GRACE = 1.0  # seconds in which what nobody waits for may still end, before this
 # more than what the other one has.
 GATHERED = 4 * 2**20
 REDUCED = 2**19
+
+AVERAGING = {"nccl", "fake"}
+"""Backends that average floats themselves; elsewhere a sum is divided."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,11 +93,10 @@ class World:
     def moves(self, device: torch.device) -> bool:
         return device.type in self.backends
 
-    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+    def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
-            both = self._swapped(x, x, group, "all_gather")
-            return lambda: torch.stack(both())
+            return self._swapped(x, x, group, "all_gather")
         if gloo and n * x.nbytes <= GATHERED:
             each = [x.numel()] * n
             moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_gather")
@@ -99,9 +110,12 @@ class World:
         return lambda: _unpermute(restore(wait()).view(shape), order)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        if op == "avg" and not self._averages(x.dtype):
+            total = self.all_reduce(x, "sum", group)
+            return lambda: over(total(), len(group))
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
-            return lambda: gathered().prod(0)
+            return lambda: stacked(gathered()).prod(0)
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2 and x.nbytes <= GATHERED:
             both = self._swapped(x, x, group, "all_reduce")
@@ -116,6 +130,9 @@ class World:
         return lambda: restore(_wait(out, label, "all_reduce", group))
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        if op == "avg" and not self._averages(x.dtype):
+            total = self.reduce_scatter(x, "sum", group)
+            return lambda: over(total(), len(group))
         if x.dtype.is_complex and op == "product":
             total, here = self.all_reduce(x, op, group), group.index(self.place)
             return lambda: total()[here]
@@ -189,6 +206,11 @@ class World:
             return False  # graphs have the collectives that PyTorch's passes over graphs know
         return {*self.backends.values()} == {"gloo"}
 
+    def _averages(self, dtype: torch.dtype) -> bool:
+        """Whether all backends average numbers of a dtype: the same for what has no device yet."""
+        natively = dtype in NATIVE and dtype.is_floating_point
+        return natively and AVERAGING.issuperset(self.backends.values())
+
     def _group(self, ranks: Group) -> tuple[str, list[int] | None]:
         """The process group of `ranks`, and their places in it where they are not in order."""
         ordered = tuple(sorted(ranks))
@@ -252,8 +274,8 @@ def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torc
         raise lost(error, label, op, group) from error
 
 
-def _unpermute(stacked: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    return stacked if order is None else torch.stack([stacked[place] for place in order])
+def _unpermute(rows: torch.Tensor, order: list[int] | None) -> Parts:
+    return rows if order is None else [rows[place] for place in order]
 
 
 def _wire_item(dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["NATIVE", "REDUCE", "as_number", "reduced"]
+__all__ = ["NATIVE", "REDUCE", "as_number", "over", "reduced"]
 
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -63,6 +63,8 @@ def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
     To stack them first would move as many bytes again. Small floats are reduced as float32.
     """
+    if op == "avg":
+        return over(reduced(xs, "sum"), len(xs))
     total, restore = as_number(xs[0], op)
     if len(xs) == 2:
         return restore(COMBINE[op](total, as_number(xs[1], op)[0]))
@@ -72,3 +74,8 @@ def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     for x in xs[1:]:
         COMBINE[op](total, as_number(x, op)[0], out=total)
     return restore(total.to(dtype))
+
+
+def over(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """A tensor divided by a number, itself where that is 1."""
+    return x if divisor == 1 else x / divisor

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.run.numbers import REDUCE, reduced
+from fshard.run.numbers import REDUCE, over, reduced
 
 __all__ = [
     "Box",
@@ -24,7 +24,6 @@ __all__ = [
     "lands",
     "lengths",
     "meet",
-    "over",
     "packer",
     "part",
     "relative",
@@ -179,11 +178,6 @@ def unpacker(
         return over(place(parts, moved), divisor)
 
     return unpack
-
-
-def over(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """A tensor divided by a number, itself where that is 1."""
-    return x if divisor == 1 else x / divisor
 
 
 def _placing(

@@ -22,15 +22,17 @@ from fshard.errors import fail
 from fshard.mesh import Mesh
 
 __all__ = [
-    "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Transport", "as_checked",
+    "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Parts", "Transport", "as_checked",
     "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
     "is_simulated", "label_of", "labelled", "notify", "observe", "own_transport", "set_world",
-    "under", "unobserved",
+    "stacked", "under", "unobserved",
 ]  # fmt: skip
 
 T = TypeVar("T")
 Group = tuple[int, ...]
 Finish = Callable[[], torch.Tensor]
+Parts = torch.Tensor | list[torch.Tensor]
+"""Tensors of one shape in their order: the rows of one tensor, or apart where they lie so."""
 
 
 class Transport(Protocol):
@@ -45,12 +47,15 @@ class Transport(Protocol):
         """Whether it can move tensors that are on `device`."""
         ...
 
-    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        """Everyone's `x`, all of one shape, stacked along a new dim 0 in the group's order."""
+    def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
+        """Everyone's `x`, all of one shape, in the group's order: whoever joins them copies them.
+
+        Stacked along a new dim 0 where they have come so.
+        """
         ...
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        """The elementwise `sum`, `max`, `min` or `product` of everyone's `x`."""
+        """The elementwise `sum`, `avg`, `max`, `min` or `product` of everyone's `x`."""
         ...
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
@@ -62,6 +67,11 @@ class Transport(Protocol):
     ) -> Finish:
         """A flat `x` in pieces of `send` elements, one to each rank; theirs, concatenated."""
         ...
+
+
+def stacked(parts: Parts) -> torch.Tensor:
+    """Parts along a new dim 0, as they are where they lie so."""
+    return parts if isinstance(parts, torch.Tensor) else torch.stack(parts)
 
 
 _RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)

@@ -8,9 +8,9 @@ lies already as it travels is not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
 from fshard.program.boxes import exchange_group, kept, moving_axes, receives, reduced_axes, sends
 from fshard.program.cost import share
-from fshard.program.infer import unreduced_kind
+from fshard.program.infer import reduction_of
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -28,20 +28,19 @@ from fshard.program.steps import (
     ReduceScatter,
     Step,
 )
+from fshard.run.numbers import over
 from fshard.run.packing import (
     Box,
     Source,
     Tensors,
-    Unpack,
     lands,
     lengths,
     meet,
-    over,
     packer,
     relative,
     unpacker,
 )
-from fshard.run.transport import Finish, Group, Transport, notify
+from fshard.run.transport import Finish, Group, Parts, Transport, notify
 from fshard.spec import Spec
 
 __all__ = ["Wire", "begin", "exchange", "wire_of"]
@@ -54,8 +53,8 @@ class Wire:
     `pack(x)` makes of the local what travels, `unpack(moved, x)` of what has come, and of the
     local that was packed, the local afterwards:
 
-    - all_gather: a payload of m elements in any shape; what comes is (n, m), n the ranks of
-      `group`, or (n, *the payload's shape).
+    - all_gather: a payload of m elements in any shape; what comes are `Parts` of m elements in
+      any shape, one of each of the n ranks of `group`.
     - all_reduce: m elements in any shape; what comes is m elements in any shape.
     - reduce_scatter: (n, m), m in any shape; what comes is m elements in any shape.
     - all_to_all: a flat payload, of which `send[i]` elements are for place i of `group`; what
@@ -71,7 +70,7 @@ class Wire:
     group: Group
     sent: int
     pack: Tensors
-    unpack: Unpack
+    unpack: Callable[[Any, torch.Tensor], torch.Tensor]
     reduction: str = "sum"
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
@@ -81,6 +80,7 @@ def begin(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
     """Launch one collective on this rank's local; the call that waits for its result."""
     payload = wire.pack(x)
     notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank)
+    moved: Callable[[], Parts]
     match wire.op:
         case "all_gather":
             moved = transport.all_gather(payload, wire.group)
@@ -113,16 +113,13 @@ def wire_of(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) 
             if _alike(src, group, [dim]):
                 return _gather(at, src, dim, divisor)
             return _all_to_all(at, src, dst, "", divisor)
-        case AllReduce(all_axes, to, kind):
-            op = unreduced_kind(step, src, all_axes)
-            both = n if (to, kind) == ("reduced", "avg") else 1
-            return _reduce(at, src, op, both * (n if op == "avg" else 1))
-        case ReduceScatter(all_axes, dim):
-            op = unreduced_kind(step, src, all_axes)
-            op, divisor = ("sum", n) if op == "avg" else (op, 1)
+        case AllReduce():
+            return _reduce(at, src, *reduction_of(step, src))
+        case ReduceScatter(_, dim):
+            op, _ = reduction_of(step, src)
             if _alike(dst, group, [dim]):
-                return _scatter(at, dst, dim, op, divisor)
-            return _all_to_all(at, src, dst, op, divisor)
+                return _scatter(at, dst, dim, op)
+            return _all_to_all(at, src, dst, *(("sum", n) if op == "avg" else (op, 1)))
         case AllToAll():
             if _evenly(step, src, dst, group):
                 return _all_to_all_evenly(at, step, src)
@@ -139,16 +136,19 @@ def _alike(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
 
 
 def _gather(at: _Place, src: Spec, dim: int, divisor: int) -> Wire:
-    """All-gather of equal shards; along dim 0 they come as they lie."""
-    n = len(at.group)
-    shape = (n, *src.local_shape(at.rank))
+    """All-gather of equal shards; stacked ones lie along dim 0 as they come."""
+    n, shape = len(at.group), src.local_shape(at.rank)
 
-    def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        stacked = moved.view(shape)
-        y = stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(0), dim)
+    def unpack(moved: Parts, _: torch.Tensor) -> torch.Tensor:
+        if not isinstance(moved, torch.Tensor):
+            y = torch.cat([part.view(shape) for part in moved], dim)
+        elif dim == 0:
+            y = moved.view(n, *shape).flatten(0, 1)
+        else:
+            y = torch.cat(moved.view(n, *shape).unbind(0), dim)
         return over(y, divisor)
 
-    sent = (n - 1) * math.prod(shape[1:])
+    sent = (n - 1) * math.prod(shape)
     return Wire("all_gather", at.name, at.axes, at.group, sent, _itself, unpack)
 
 
@@ -159,11 +159,10 @@ def _reduce(at: _Place, src: Spec, op: str, divisor: int) -> Wire:
         return over(moved.view(shape), divisor)
 
     sent = share(2 * (n - 1), math.prod(shape), n)
-    reduction = "sum" if op == "avg" else op
-    return Wire("all_reduce", at.name, at.axes, at.group, sent, _itself, unpack, reduction)
+    return Wire("all_reduce", at.name, at.axes, at.group, sent, _itself, unpack, op)
 
 
-def _scatter(at: _Place, dst: Spec, dim: int, op: str, divisor: int) -> Wire:
+def _scatter(at: _Place, dst: Spec, dim: int, op: str) -> Wire:
     """Reduce-scatter into equal shards; along dim 0 they travel as they lie."""
     n, shape = len(at.group), dst.local_shape(at.rank)
     rows = (n, *shape)
@@ -172,7 +171,7 @@ def _scatter(at: _Place, dst: Spec, dim: int, op: str, divisor: int) -> Wire:
         return x.reshape(rows) if dim == 0 else torch.stack(x.chunk(n, dim))
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return over(moved.view(shape), divisor)
+        return moved.view(shape)
 
     sent = (n - 1) * math.prod(shape)
     return Wire("reduce_scatter", at.name, at.axes, at.group, sent, pack, unpack, op)

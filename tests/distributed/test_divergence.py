@@ -78,12 +78,12 @@ def other_axis_first(x: torch.Tensor) -> torch.Tensor:
 
 def test_another_collective() -> None:
     done = outcomes(2, run, other_collective)
-    wire = "all_reduce(sum, torch.float32, (2,))"
+    wire = "torch.float32, (2,))"
     told = f"told the host of values that vary: bool() {line(other_collective, 1)}"
     same(done, f"""ranks of the group (0, 1) call different collectives
-  rank 0 (x=0): fs.psum over x: {wire} {line(other_collective, 3)}
+  rank 0 (x=0): fs.psum over x: all_reduce(sum, {wire} {line(other_collective, 3)}
     {told}
-  rank 1 (x=1): fs.pmean over x: {wire} {line(other_collective, 2)}
+  rank 1 (x=1): fs.pmean over x: all_reduce(avg, {wire} {line(other_collective, 2)}
     {told}{ALIKE}""", (0, 1))  # fmt: skip
 
 
@@ -204,10 +204,10 @@ def differs_and_sleeps(x: torch.Tensor) -> torch.Tensor:
 
 def test_others_that_differ_do_not_wait_long_for_the_late() -> None:
     done = outcomes(4, run, differs_and_sleeps, GRID)
-    wire = f"over dp, tp: all_reduce(sum, torch.float32, (2,)) {line(differs_and_sleeps, 3)}"
+    where = f"torch.float32, (2,)) {line(differs_and_sleeps, 3)}"
     same(done, f"""ranks of the group (0, 1, 2, 3) call different collectives
-  rank 0 (dp=0, tp=0): fs.psum {wire}
-  rank 1 (dp=0, tp=1): fs.pmean {wire}
+  rank 0 (dp=0, tp=0): fs.psum over dp, tp: all_reduce(sum, {where}
+  rank 1 (dp=0, tp=1): fs.pmean over dp, tp: all_reduce(avg, {where}
   ranks 2 (dp=1, tp=0), 3 (dp=1, tp=1): running{ALIKE}""", (0, 1, 2, 3))  # fmt: skip
 
 
