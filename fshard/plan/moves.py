@@ -328,7 +328,7 @@ class Moves:
         plans = [self.runs(state, dim) for dim in range(len(state.dims))]
         for chosen in itertools.product(*plans):
             pairs = [pair for plan in chosen for pair in plan]
-            if len(pairs) < 2:
+            if len(pairs) < 2 or all(dim == to for _, dim, to in pairs):
                 continue
             axes = tuple(axis for taken, _, _ in pairs for axis in taken)
             least = Traffic(nbytes // 2, nbytes // 2, problem.count(axes) - 1, 1)
@@ -369,9 +369,8 @@ class Moves:
             taken = axes[at:]
             ways = [(to,) * len(taken) for to in others]
             if Exchange in self.exclude and len(taken) <= MOST_APART:
-                # What is minor to an axis that leaves may come back to the dim.
-                everywhere = itertools.product(range(len(state.dims)), repeat=len(taken))
-                ways = [way for way in everywhere if set(way) != {dim}]
+                # Some may come back to the dim that others leave, or go to.
+                ways = list(itertools.product(range(len(state.dims)), repeat=len(taken)))
             else:
                 goals = tuple(self.goals[axis] for axis in taken)
                 ends = tuple(to for word, to in goals if word == "sharded" and isinstance(to, int))

@@ -179,6 +179,8 @@ def _find(
     """The cheapest program that keeps to the restrictions, if there is one."""
 
     def plan(here: Spec, there: Spec) -> list[Step] | None:
+        if wires[0] is not None:  # what goes over the wires is what is weighed
+            here, there = here._with(dtype=wires[0]), there._with(dtype=wires[0])
         return plan_between(here, there, topology, max_memory, exclude)
 
     parts: list[list[Step] | None]
@@ -264,7 +266,8 @@ def _option_problems(
             )
         )
     problems += exclude_problems(exclude)
-    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
+    whole = isinstance(max_memory, int) and not isinstance(max_memory, bool)
+    if max_memory is not None and (not whole or max_memory < 0):
         problems.append(
             Problem(f"max_memory={max_memory!r}", "bytes are a whole number", "max_memory=2**30")
         )

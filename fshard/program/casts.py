@@ -16,12 +16,22 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     >>> holds(torch.float32, torch.bfloat16), holds(torch.float32, torch.int32)
     (True, False)
     """
+    if _is_small(wide) or _is_small(narrow):  # PyTorch promotes none of these
+        return wide == narrow or (_is_small(narrow) and not _is_small(wide) and _inexact(wide))
     if torch.promote_types(wide, narrow) != wide:
         return False
-    inexact = wide.is_floating_point or wide.is_complex
-    if not inexact or narrow == torch.bool or narrow.is_floating_point or narrow.is_complex:
+    if not _inexact(wide) or narrow == torch.bool or narrow.is_floating_point or narrow.is_complex:
         return True
     return torch.iinfo(narrow).max <= 2 / torch.finfo(wide).eps
+
+
+def _inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_small(dtype: torch.dtype) -> bool:
+    """Floats of 8 bits: every larger one has their numbers."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def passes(step: Step, src: Spec, dst: Spec) -> bool:

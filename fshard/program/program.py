@@ -83,6 +83,8 @@ class Program:
         for step in steps:
             specs.append(infer(step, specs[-1]))
             canonical.append(_canonical(step, *specs[-2:]))
+        if specs[-1].dtype != src.dtype:
+            raise_if("Program", wire_problems(specs[-1], (forward_dtype, backward_dtype)))
         if dst is not None and specs[-1] != dst:
             end, target = _told_apart(specs[-1], dst)
             fail(

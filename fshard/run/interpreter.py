@@ -175,10 +175,6 @@ def _local(step: LocalStep, src: Spec, dst: Spec, rank: int, x: torch.Tensor) ->
             offset = src.offsets(rank)[dim] - dst.offsets(rank)[dim]
             whole.narrow(dim, offset, x.shape[dim]).copy_(_times(x, share))
             return whole
-        case Remesh():
-            return x
-        case Exchange():
-            raise NotImplementedError
         case _:
             assert_never(step)
 
