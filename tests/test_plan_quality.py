@@ -89,36 +89,23 @@ def test_sharded_pairs_on_three_axes_meet_the_bound(mesh: Mesh) -> None:
     assert_meets_the_bound(pairs_of(mesh))
 
 
-# The least there is: no steps along these axes do better (`test_plan_optimal`).
-LEAST = dict(zip(TWO_AXES, (1.0686, 1.0810, 1.0885), strict=True))
-
-
 @pytest.mark.parametrize("mesh", TWO_AXES, ids=str)
 def test_collectives_on_two_axes(mesh: Mesh) -> None:
     found = ratios(pairs_of(mesh), (Exchange,))
-    assert mean(found) <= LEAST[mesh]
+    assert mean(found) <= 1.06
     assert max(found) <= 1.86
-
-
-def test_collectives_on_all_meshes_of_two_axes() -> None:
-    found = [ratio for mesh in TWO_AXES for ratio in ratios(pairs_of(mesh), (Exchange,))]
-    assert mean(found) <= 1.08
-
-
-# Along the axes of the second there is no better than 1.16; its sub-axes help.
-NEAR = dict(zip(THREE_AXES, (1.12, 1.15), strict=True))
 
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
 def test_some_pairs_of_collectives_on_three_axes(mesh: Mesh) -> None:
-    assert mean(ratios(pairs_of(mesh, 250), (Exchange,))) <= NEAR[mesh]
+    assert mean(ratios(pairs_of(mesh, 250), (Exchange,))) <= 1.12
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
 def test_collectives_on_three_axes(mesh: Mesh) -> None:
-    assert mean(ratios(pairs_of(mesh), (Exchange,))) <= NEAR[mesh]
+    assert mean(ratios(pairs_of(mesh), (Exchange,))) <= 1.12
 
 
 def assert_fits(pairs: Pairs) -> None:

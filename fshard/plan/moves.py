@@ -351,9 +351,13 @@ class Moves:
         goal = self.problem.goal.dims
         ends = {axis: (dim, to) for taken, dim, to in pairs for axis in taken}
         chains = [tuple(axis for axis in ends if ends[axis][0] == dim) for dim in range(len(goal))]
+        after = []
         for to, axes in enumerate(goal):
-            chains.append(tuple(axis for axis in axes if axis in ends and ends[axis][1] == to))
-        order = one_order(chains)
+            first = tuple(axis for axis in axes if axis in ends and ends[axis][1] == to)
+            chains.append(first)
+            # What does not stay there comes last, to be gathered from the minor end.
+            after += [(*first, axis) for axis in ends if ends[axis][1] == to and axis not in first]
+        order = one_order(chains + after) or one_order(chains)
         if order is None:
             return pairs
         return [(tuple(run), *each) for each, run in itertools.groupby(order, ends.__getitem__)]
