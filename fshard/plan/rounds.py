@@ -123,8 +123,16 @@ def _between(src: Mesh, dst: Mesh) -> Hashable:
 
 @lru_cache(maxsize=256)
 def ranks_of(leaves: Leaves) -> Ranks:
-    """The ranks of all meshes of the leaves, sorted."""
-    return everyone(spec.mesh for leaf in leaves if leaf is not None for spec in leaf.specs)
+    """The ranks to add up for: those of all meshes of the leaves, sorted.
+
+    One stands for all where all do the same: shards are even, on the same devices.
+    """
+    specs = [spec for leaf in leaves if leaf is not None for spec in leaf.specs]
+    if specs and not any(any(spec.sizes) for spec in specs):
+        first = specs[0].mesh
+        if all(spec.mesh.devices == first.devices for spec in specs):
+            return first.ranks[:1]
+    return everyone(spec.mesh for spec in specs)
 
 
 @lru_cache(maxsize=4096)

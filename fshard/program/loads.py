@@ -53,7 +53,7 @@ def added(vectors: Iterable[Vector], ranks: Ranks) -> Vector:
     return tuple(map(sum, zip(*vectors, strict=True))) or (0,) * len(ranks)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def load(step: Step, src: Spec, dst: Spec, ranks: Ranks) -> Load:
     """What each of `ranks`, among them those of both specs, moves in a step.
 
@@ -127,7 +127,7 @@ def _from_holders(src: Spec, dst: Spec, ranks: Ranks, both: Vector) -> Vector:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def held(spec: Spec, ranks: Ranks) -> Vector:
     """Bytes of the local of each of `ranks`, among them those of the mesh."""
     if not any(spec.sizes):
@@ -142,7 +142,7 @@ def held(spec: Spec, ranks: Ranks) -> Vector:
     return tuple(by_rank.get(rank, 0) for rank in ranks)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def kept(src: Spec, dst: Spec, ranks: Ranks) -> Vector:
     """Bytes of its local of `dst` that each rank has in that of `src`."""
     item = src.dtype.itemsize
