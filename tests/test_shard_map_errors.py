@@ -314,7 +314,7 @@ def test_pairs_of_another_layout() -> None:
         "v: a pair of f32[6@y,6]",
         "in_specs ask for f32[6@x,6]",
         "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
-        f"{cost.bytes_sent} B per rank in {cost.launches} launches:\n           {lines}",
+        f"{cost.bytes_sent} B per rank in {cost.launches} launch:\n           {lines}",
     )
     assert torch.equal(fs.unshard(mapped(fs.reshard(given, P("x")))), X)
 

@@ -8,6 +8,7 @@ these by a permutation of devices, which costs the same before and after.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -106,7 +107,7 @@ class Moves:
     def of(self, state: State) -> Iterator[Move]:
         """Every edge out of a state, in a fixed order."""
         yield from self.changes_of_state(state)
-        yield from self.slices(state)
+        yield from (move for move in self.slices(state) if move[0] < math.inf)
         yield from self.embeddings(state)
         if self.stand_ins:
             yield from self.substitutes(state)
@@ -121,6 +122,8 @@ class Moves:
     def local(self, make: Make, before: State, after: State, copied: int) -> Move:
         """An edge without traffic."""
         problem = self.problem
+        if not problem.is_possible(after):
+            return math.inf, make, after
         if problem.is_even(before) and problem.is_even(after) and not problem.ones:
             return problem.weigh_local(copied), make, after
         return problem.weigh_step(make(), before, after), make, after
@@ -136,6 +139,8 @@ class Moves:
     ) -> Move | None:
         """An edge with traffic, if it is not too heavy."""
         problem = self.problem
+        if not problem.is_possible(after):
+            return None
         if problem.is_even(before) and problem.is_even(after) and not problem.ones:
             weight = problem.weigh(axes, moved, copied)
         else:

@@ -38,6 +38,7 @@ LOCAL = 1e-9
 
 
 _ANY = Topology()
+_NEVER: tuple[int, ...] = (-1,)
 _EVEN: tuple[None, ...] = (None,) * 64
 
 
@@ -67,6 +68,7 @@ class Problem:
     goals: dict[str, tuple[str, object]] = field(init=False)
     ones: frozenset[str] = field(init=False)
     thorough: bool = field(init=False)
+    even: bool = field(init=False)
     slow: frozenset[str] = field(init=False)
     fastest: Link = field(init=False)
     slower: Link = field(init=False)
@@ -84,6 +86,7 @@ class Problem:
         # With more axes, what stays unreduced is left alone: it is not summed and embedded anew.
         self.thorough = len(self.size) - len(self.ones) <= 2
         self.start, self.goal = _state(self.src), _state(self.dst)
+        self.even = self.is_even(self.start) and self.is_even(self.goal)
         p = self.dst.partition
         self.goals = dict.fromkeys(self.mesh.axes, ("invariant", "sum"))
         self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
@@ -136,6 +139,10 @@ class Problem:
     def is_even(self, state: State) -> bool:
         """Whether closed forms hold: equal shards, and some elements at all."""
         return state.sizes == _EVEN[: len(state.sizes)] and 0 not in self.src.shape
+
+    def is_possible(self, state: State) -> bool:
+        """Whether a dim divides by the axes that were put on it, where it has to."""
+        return not self.even or _NEVER not in state.sizes
 
     # -- weights ----------------------------------------------------------------------
 
@@ -192,7 +199,12 @@ class Problem:
         )
 
     def cut(self, state: State, dim: int, axes: Axes, mine: Axes) -> DimSizes:
-        """The shard sizes of a dim that is cut further: those of an end where it is on its way."""
+        """The shard sizes of a dim that is cut further: those of an end where it is on its way.
+
+        Between even ends nothing on the way is uneven: of many devices most would have nothing.
+        """
+        if self.even:
+            return _NEVER
         n, shards = self.count(axes), self.count(state.dims[dim])
         whole = state.sizes[dim]
         for end in (self.dst, self.src):

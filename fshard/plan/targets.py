@@ -19,12 +19,14 @@ def direct_targets(problem: Problem, _: Sequence[int]) -> list[State]:
     goal = problem.goal
     axes = tuple(axis for axis, _ in goal.unreduced if problem.size[axis] > 1)
     less = goal._replace(unreduced=tuple(each for each in goal.unreduced if each[0] not in axes))
-    return [goal, *(problem.put(less, dim, axes) for dim in range(len(goal.dims)) if axes)]
+    found = (problem.put(less, dim, axes) for dim in range(len(goal.dims)) if axes)
+    return [goal, *filter(problem.is_possible, found)]
 
 
 def all_targets(problem: Problem, fixed: Sequence[int]) -> list[State]:
     """The goal, and what one more step, or gathers of several dims, make the goal of."""
-    return [problem.goal, *_gathered(problem), *_moved(problem, fixed)]
+    found = (*_gathered(problem), *_moved(problem, fixed))
+    return [problem.goal, *filter(problem.is_possible, found)]
 
 
 def _gathered(problem: Problem) -> list[State]:

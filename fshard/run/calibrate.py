@@ -153,7 +153,7 @@ def _measure(world: World, mesh: Mesh, axes: Sequence[str], seconds: float) -> l
     other = torch.zeros_like(one)
     copied = _timed(world, ranks, lambda: other.copy_(one))
     launch = _launch(world, ranks)
-    message = _message(_samples(world, ranks, ranks, 0.0), launch)
+    message = _message(*_shift_and_swap(world, ranks))
     numbers = [launch, 2 * nbytes / copied, message]
     for axis in axes:
         group = mesh.group(world.rank, axis)
@@ -188,13 +188,27 @@ def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[S
     return samples
 
 
-def _message(samples: Sequence[Sample], launch: float) -> float:
-    """Seconds of a message beside its round's latency: small exchanges send more in a round."""
-    (gather, slow), (swap, quick) = samples[:2]
-    if swap.messages < 2:
-        return 0.0
-    both = (slow - launch) / gather.rounds
-    return max(0.0, (quick - launch - both) / (swap.messages - 1))
+def _shift_and_swap(world: World, ranks: Group) -> tuple[Sample, Sample]:
+    """One message of each rank, to the next one, and one to every other."""
+    n, here = len(ranks), ranks.index(world.rank)
+    x = torch.zeros(n, dtype=torch.uint8, device=world.device)
+    send = [int(at == (here + 1) % n) for at in range(n)]
+    receive = [int(at == (here - 1) % n) for at in range(n)]
+
+    def shift() -> torch.Tensor:
+        return world.all_to_all(x[:1], send, receive, ranks)()
+
+    def swap() -> torch.Tensor:
+        return world.all_to_all(x, [1] * n, [1] * n, ranks)()
+
+    alone, together = Traffic(1, 1, 1, 1), swapped(n, n)
+    return Sample(alone, _timed(world, ranks, shift)), Sample(together, _timed(world, ranks, swap))
+
+
+def _message(one: Sample, many: Sample) -> float:
+    """Seconds of a message beside its round's latency: of two small exchanges, one sends more."""
+    more = many.moved.messages - one.moved.messages
+    return max(0.0, (many.seconds - one.seconds) / more) if more > 0 else 0.0
 
 
 def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:

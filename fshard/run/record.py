@@ -187,13 +187,13 @@ class _Listing:
             return name
         if id(value) not in self.views:
             self.views[id(value)] = made = f"v{len(self.names) + len(self.views)}"
-            shape = ", ".join(map(str, value.shape))
+            shape = str(tuple(value.shape))
             if value is self.y and base is not self.x:
                 # The memory is nobody else's: autograd need not know it for a view.
                 reshape = self.constant(ATEN._unsafe_view.default._op)
-                self.lines.append(f"{made} = {reshape}({name}, ({shape},))")
+                self.lines.append(f"{made} = {reshape}({name}, {shape})")
             else:
-                self.lines.append(f"{made} = {name}.view(({shape},))")
+                self.lines.append(f"{made} = {name}.view({shape})")
         return self.views[id(value)]
 
     def explanation(self, call: _Call) -> Callable[[RuntimeError], ShardingError]:
