@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 
 from fshard.partition import PartitionSpec
+from fshard.plan.state import LAUNCH
 from fshard.plan.subaxes import plan_steps
 from fshard.program.cost import max_local_nbytes, step_time, traffic
 from fshard.program.infer import infer
@@ -122,6 +123,6 @@ def _weight(
             weight += step_time(topology, step, spec, after)
         else:
             moved = traffic(step, spec, after)
-            weight += moved.received + 1e-2 * moved.launches
+            weight += moved.received + LAUNCH * moved.launches
         spec = after
     return weight

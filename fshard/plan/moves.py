@@ -50,7 +50,7 @@ class Moves:
     def __init__(self, problem: Problem, direct: bool) -> None:
         self.problem = problem
         self.direct = direct
-        self.limit = float("inf")
+        self.limit = math.inf
         self.size = problem.size
         self.goals = problem.goals
         self.exclude = problem.exclude
@@ -61,7 +61,7 @@ class Moves:
                  min(map(len, ends)))
             for ends in zip(problem.start.dims, problem.goal.dims, strict=True)
         ]  # fmt: skip
-        if not (problem.is_even(problem.start) and problem.is_even(problem.goal)):
+        if not problem.even:
             self.fixed = [0] * len(self.fixed)
         # Where nothing else moves shards from dim to dim, permutations of finer ones do.
         self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
@@ -124,7 +124,7 @@ class Moves:
         problem = self.problem
         if not problem.is_possible(after):
             return math.inf, make, after
-        if problem.is_even(before) and problem.is_even(after) and not problem.ones:
+        if problem.is_closed(before, after):
             return problem.weigh_local(copied), make, after
         return problem.weigh_step(make(), before, after), make, after
 
@@ -141,7 +141,7 @@ class Moves:
         problem = self.problem
         if not problem.is_possible(after):
             return None
-        if problem.is_even(before) and problem.is_even(after) and not problem.ones:
+        if problem.is_closed(before, after):
             weight = problem.weigh(axes, moved, copied)
         else:
             weight = problem.weigh_step(make(), before, after)
@@ -455,7 +455,7 @@ class Moves:
         """One exchange, where something is missing: else slices do."""
         problem = self.problem
         make = partial(Exchange, partition_of(target), target.sizes)
-        if not (problem.is_even(state) and problem.is_even(target)) or problem.ones:
+        if not problem.is_closed(state, target):
             return self.collective(make, (), state, target, Traffic(), 0)
         addends = problem.count(reduced)
         copied = 2 * problem.nbytes(state) + (1 + addends) * problem.nbytes(target)

@@ -53,11 +53,10 @@ def search(
     """
     problem = Problem(src, dst, topology, max_memory, exclude)
     many = len(problem.size) - len(problem.ones) > FEW
-    even = problem.is_even(problem.start) and problem.is_even(problem.goal)
     found = _run(problem, Moves(problem, direct=True), most, 10, 1)
     for greed in (2, 1) if many else (1,):
         moves = Moves(problem, direct=False)
-        haste = (HASTE if even else HASTE**2) if many else 1
+        haste = (HASTE if problem.even else HASTE**2) if many else 1
         found = _run(problem, moves, found[1] if found else most, greed, haste) or found
     return found
 

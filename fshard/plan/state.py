@@ -21,7 +21,7 @@ from fshard.program.steps import Step
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
-__all__ = ["Axes", "Problem", "State", "partition_of", "subsets", "with_kinds"]
+__all__ = ["LAUNCH", "Axes", "Problem", "State", "partition_of", "subsets", "with_kinds"]
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
@@ -143,6 +143,10 @@ class Problem:
     def is_possible(self, state: State) -> bool:
         """Whether a dim divides by the axes that were put on it, where it has to."""
         return not self.even or _NEVER not in state.sizes
+
+    def is_closed(self, before: State, after: State) -> bool:
+        """Whether a step between the two has closed forms: no axis of one device, even shards."""
+        return not self.ones and self.is_even(before) and self.is_even(after)
 
     # -- weights ----------------------------------------------------------------------
 
