@@ -26,6 +26,7 @@ from fshard.run.buckets import launch_all
 from fshard.run.extremes import extreme_gradient, linear_parts
 from fshard.run.fingerprint import backward_label
 from fshard.run.interpreter import collectives, launch, ranks_of
+from fshard.run.numbers import as_number
 from fshard.run.simulate import run_ranks, run_together
 from fshard.run.transport import (
     LABEL,
@@ -324,6 +325,12 @@ def _extreme(op: Run, xs: Shards, everywhere: bool) -> Shards:
     return out
 
 
+def _shared(g: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Each candidate's share of a cotangent."""
+    number, restore = as_number(g, "sum")
+    return restore(number * mask.to(number.dtype) / total.to(number.dtype))
+
+
 class _Extreme(torch.autograd.Function):
     """Reductions by maximum or minimum, of one step each."""
 
@@ -363,5 +370,4 @@ class _Extreme(torch.autograd.Function):
             masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, wholes, strict=True))
             totals = apply_linear(count, masks, everywhere)
             cotangents = apply_linear(whole_grad, grads, everywhere)
-        shares = zip(cotangents, masks, totals, strict=True)
-        return (None, None, *(g * mask / total for g, mask, total in shares))
+        return (None, None, *map(_shared, cotangents, masks, totals))

@@ -111,8 +111,9 @@ class World:
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if op == "avg" and not self._averages(x.dtype):
-            total = self.all_reduce(x, "sum", group)
-            return lambda: over(total(), len(group))
+            addends, narrow = as_number(x, op)
+            total = self.all_reduce(addends, "sum", group)
+            return lambda: narrow(over(total(), len(group)))
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
             return lambda: stacked(gathered()).prod(0)
@@ -131,8 +132,9 @@ class World:
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if op == "avg" and not self._averages(x.dtype):
-            total = self.reduce_scatter(x, "sum", group)
-            return lambda: over(total(), len(group))
+            addends, narrow = as_number(x, op)
+            total = self.reduce_scatter(addends, "sum", group)
+            return lambda: narrow(over(total(), len(group)))
         if x.dtype.is_complex and op == "product":
             total, here = self.all_reduce(x, op, group), group.index(self.place)
             return lambda: total()[here]

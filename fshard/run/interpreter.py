@@ -33,6 +33,7 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
+from fshard.run.numbers import largest, over, times
 from fshard.run.packing import Tensors
 from fshard.run.transport import Finish, Transport
 from fshard.run.wire import Wire, begin, exchange, wire_of
@@ -155,13 +156,13 @@ def _local(step: LocalStep, src: Spec, dst: Spec, rank: int, x: torch.Tensor) ->
         case AllSlice(axes, dim):
             offset = dst.offsets(rank)[dim] - src.offsets(rank)[dim]
             mine = x.narrow(dim, offset, dst.local_shape(rank)[dim])
-            return _times(mine, _averaged(src, axes)).clone(memory_format=torch.contiguous_format)
+            return times(mine, _averaged(src, axes)).clone(memory_format=torch.contiguous_format)
         case InvariantToReduced(axes, kind):
-            return x / mesh.axis_size(axes) if kind == "avg" else x
+            return over(x, mesh.axis_size(axes) if kind == "avg" else 1)
         case ReducedToInvariant(axes):
-            return _times(x, _averaged(src, axes))
+            return times(x, _averaged(src, axes))
         case ReplicatedToUnreduced(axes, kind):
-            x = _times(x, _averaged(src, axes))
+            x = times(x, _averaged(src, axes))
             if kind == "avg" or mesh.index(rank, axes) == 0:
                 return x
             return neutral_like(x, kind)
@@ -169,11 +170,11 @@ def _local(step: LocalStep, src: Spec, dst: Spec, rank: int, x: torch.Tensor) ->
             share = mesh.axis_size(axes) if kind == "avg" else 1
             if by:
                 agree = mesh.index(rank, axes) == mesh.index(rank, by)
-                mine = _times(x, share * _averaged(src, by))
+                mine = times(x, share * _averaged(src, by))
                 return mine if agree else neutral_like(x, kind, dst.local_shape(rank))
             whole = neutral_like(x, kind, dst.local_shape(rank))
             offset = src.offsets(rank)[dim] - dst.offsets(rank)[dim]
-            whole.narrow(dim, offset, x.shape[dim]).copy_(_times(x, share))
+            whole.narrow(dim, offset, x.shape[dim]).copy_(times(x, share))
             return whole
         case _:
             assert_never(step)
@@ -183,10 +184,6 @@ def _averaged(src: Spec, axes: Sequence[str]) -> int:
     """What undoes the shares of an average: the devices along the axes reduced by it."""
     kinds = dict(src.partition.reduced_kinds)
     return math.prod(src.mesh.shape[axis] for axis in axes if kinds.get(axis) == "avg")
-
-
-def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
-    return x if factor == 1 else x * factor
 
 
 def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -199,7 +196,8 @@ def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = Non
     elif x.dtype == torch.bool:
         value = kind == "min"
     elif x.dtype.is_floating_point:
-        value = -math.inf if kind == "max" else math.inf
+        limit = largest(x.dtype)
+        value = -limit if kind == "max" else limit
     else:
         info = torch.iinfo(x.dtype)
         value = info.min if kind == "max" else info.max

@@ -21,6 +21,7 @@ from fshard.run.execute import check_shards, check_tuple
 from fshard.run.fingerprint import place
 from fshard.run.interpreter import neutral_like
 from fshard.run.memory import own
+from fshard.run.numbers import over
 from fshard.run.transport import (
     Label,
     Transport,
@@ -272,7 +273,7 @@ def _send_shards(
     if kind is not None:
         return neutral_like(got, kind, shape)
     shares = math.prod(spec.mesh.shape[a] for a, k in spec.partition.reduced_kinds if k == "avg")
-    return got.view(shape) if shares == 1 else got.view(shape) / shares
+    return over(got.view(shape), shares)
 
 
 def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Sharded:

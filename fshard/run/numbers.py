@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["NATIVE", "REDUCE", "as_number", "over", "reduced"]
+__all__ = ["NATIVE", "REDUCE", "as_number", "largest", "over", "reduced", "times"]
 
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip
 """What every backend moves and reduces as it is."""
+
+FINITE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+"""Floating dtypes without infinities."""
 
 LEAST = torch.iinfo(torch.int64).min
 Tensors = Callable[[torch.Tensor], torch.Tensor]
@@ -63,9 +67,9 @@ def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
     To stack them first would move as many bytes again. Small floats are reduced as float32.
     """
-    if op == "avg":
-        return over(reduced(xs, "sum"), len(xs))
     total, restore = as_number(xs[0], op)
+    if op == "avg":
+        return restore(over(reduced([as_number(x, op)[0] for x in xs], "sum"), len(xs)))
     if len(xs) == 2:
         return restore(COMBINE[op](total, as_number(xs[1], op)[0]))
     dtype = total.dtype
@@ -77,5 +81,21 @@ def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def over(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """A tensor divided by a number, itself where that is 1."""
-    return x if divisor == 1 else x / divisor
+    """A tensor of floating numbers divided by a number, itself where that is 1."""
+    if divisor == 1:
+        return x
+    number, restore = as_number(x, "avg")
+    return restore(number / divisor)
+
+
+def times(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """A tensor of floating numbers times a number, itself where that is 1."""
+    if factor == 1:
+        return x
+    number, restore = as_number(x, "avg")
+    return restore(number * factor)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The upper limit of floating numbers: infinity, or what there is in its place."""
+    return torch.finfo(dtype).max if dtype in FINITE else math.inf

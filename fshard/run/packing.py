@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.run.numbers import REDUCE, over, reduced
+from fshard.run.numbers import REDUCE, as_number, over, reduced
 
 __all__ = [
     "Box",
@@ -151,6 +151,18 @@ def unpacker(
     shape: Sequence[int], sources: Sequence[Source], op: str = "sum", divisor: int = 1
 ) -> Unpack:
     """What makes a tensor of `shape` of the sources of its boxes, which together are all of it."""
+    unpack = _unpacker(shape, sources, op, divisor)
+    if divisor == 1:
+        return unpack
+
+    def rounding_once(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        number, restore = as_number(moved, op)
+        return restore(unpack(number, as_number(x, op)[0]))
+
+    return rounding_once
+
+
+def _unpacker(shape: Sequence[int], sources: Sequence[Source], op: str, divisor: int) -> Unpack:
     if lands(shape, sources) and all(source.own is None for source in sources):
         n = len({source.addend for source in sources})
         if n == 1:

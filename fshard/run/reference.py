@@ -344,7 +344,7 @@ def _replicated(spec: Spec) -> list[str]:
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(_wide(x), _wide(y), rtol=0, atol=0, equal_nan=True)
 
 
 def _averaged(spec: Spec, axes: Iterable[str]) -> int:
@@ -354,16 +354,21 @@ def _averaged(spec: Spec, axes: Iterable[str]) -> int:
 
 
 def _times(x: torch.Tensor, n: int) -> torch.Tensor:
-    return x if n == 1 else x * n  # a boolean times one would be an integer
+    return x if n == 1 else (_wide(x) * n).to(x.dtype)  # a boolean times one would be an integer
 
 
 def _share(x: torch.Tensor, n: int) -> torch.Tensor:
-    return x if n == 1 else x / n
+    return x if n == 1 else (_wide(x) / n).to(x.dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that every kernel takes: floats of 8 bits are moved, and not much else."""
+    return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
 
 
 def _reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
-    total = functools.reduce(COMBINE[kind], parts)
-    return total / len(parts) if kind == "avg" else total
+    total = functools.reduce(COMBINE[kind], map(_wide, parts))
+    return (total / len(parts) if kind == "avg" else total).to(parts[0].dtype)
 
 
 def _cut(x: torch.Tensor, dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
@@ -379,6 +384,7 @@ def _neutral(x: torch.Tensor, kind: str) -> torch.Tensor:
     if x.dtype == torch.bool:
         return torch.full_like(x, kind == "min")
     if x.dtype.is_floating_point:
-        return torch.full_like(x, -math.inf if kind == "max" else math.inf)
+        limit = torch.full_like(_wide(x), -math.inf if kind == "max" else math.inf)
+        return limit.to(x.dtype)  # the largest there is, where there is no infinity
     info = torch.iinfo(x.dtype)
     return torch.full_like(x, info.min if kind == "max" else info.max)

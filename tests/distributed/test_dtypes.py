@@ -26,6 +26,7 @@ def reductions(dtype: torch.dtype, join: bool) -> list[torch.Tensor]:
     else:
         row = (torch.tensor(ROWS[rank]) - 128 * (dtype.itemsize == 8)).to(dtype)
     run: list[Callable[..., Any]] = list(OPS)
+    run += [fs.pmean] if dtype.is_floating_point else []
     made = [op(row, "x", mesh=MESH, **tiled(op)) for op in run]
     assert {each.dtype for each in made} == {dtype}
     return [each.contiguous().view(torch.uint8) for each in made]
