@@ -11,6 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
+from fshard.run.reference import simulate
 from tests.helpers import all_specs, global_of, pairing, random_global, random_locals
 
 MESH = Mesh(x=2, y=3)
@@ -146,6 +147,37 @@ def test_scatter_and_from_local_differentiate() -> None:
     (fs.unshard(pair) * weights).sum().backward()
     for rank, shard in enumerate(shards):
         assert torch.equal(shard.grad, weights[spec.index(rank)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wide", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("to", [P(), P("x"), P(None, ("y", "x"))], ids=str)
+def test_gradients_of_a_cast_to_complex(to: fs.PartitionSpec, wide: torch.dtype) -> None:
+    """They are the real parts, as on one device, and PyTorch has nothing to warn of."""
+    src = Spec(MESH, P("y"), shape=(6, 12), dtype=torch.float32)
+    dst = Spec(MESH, to, shape=(6, 12), dtype=wide)
+    x = random_global((6, 12), torch.float32).requires_grad_()
+    weights = torch.complex(random_global((6, 12), torch.float32, 1), torch.ones(6, 12)).to(wide)
+
+    def gradient(whole: torch.Tensor) -> torch.Tensor:
+        loss = (whole * whole * weights).real.sum()
+        (found,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(found.sum(), x)
+        return torch.stack([found.detach(), second])
+
+    mine = gradient(fs.unshard(fs.reshard(fs.shard(x, src), dst)))
+    assert torch.equal(mine, gradient(x.to(wide)))
+
+
+def test_a_cast_to_real_takes_the_real_part() -> None:
+    src = Spec(Mesh(x=2), P("x"), shape=(4,), dtype=torch.complex64)
+    prog = fs.Program(src, (fs.Cast(torch.float32), fs.AllGather("x", 0)))
+    x = torch.tensor([1 + 2j, 3, 4j, -1])
+    local = fs.shard(x, src).local
+    for made in (prog(local), simulate(prog, local)):
+        assert torch.equal(made[1], x.real)
+    mine = fs.Program(src, (fs.Cast(torch.float32),))(local)
+    mine[0].zero_()
+    assert torch.equal(fs.unshard((local, src)), x), "in memory of its own"
 
 
 def test_maxima_pass_gradients_where_they_came_from() -> None:

@@ -369,7 +369,7 @@ class ShardedToUnreduced:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A change of dtype. Transpose: the cast back."""
+    """A change of dtype, of complex numbers to real ones their real part. Transpose: back."""
 
     dtype: torch.dtype
     name: ClassVar[str] = "cast"

@@ -33,7 +33,7 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.numbers import largest, over, times
+from fshard.run.numbers import as_dtype, largest, over, times
 from fshard.run.packing import Tensors
 from fshard.run.transport import Finish, Transport
 from fshard.run.wire import Wire, begin, exchange, wire_of
@@ -128,7 +128,7 @@ def _stage(step: Step, src: Spec, dst: Spec, rank: int, wire: torch.dtype | None
     """One step of one rank; `wire` is the dtype that replaces the casts, if any."""
     match step:
         case Cast(dtype):
-            return lambda x: x if wire is not None else x.to(dtype)
+            return lambda x: x if wire is not None else as_dtype(x, dtype)
         case _ if rank not in src.mesh and rank not in dst.mesh:
             return lambda x: x
         case _ if 0 in src.shape:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["NATIVE", "REDUCE", "as_number", "largest", "over", "reduced", "times"]
+__all__ = ["NATIVE", "REDUCE", "as_dtype", "as_number", "largest", "over", "reduced", "times"]
 
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -39,6 +39,13 @@ def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, Tensors]:
     wider = torch.uint8 if dtype == torch.bool else (
         torch.float32 if dtype.is_floating_point else torch.int64)  # fmt: skip
     return x.to(wider), lambda out: out.to(dtype)
+
+
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A cast: of complex numbers to real ones the real part, which is what its transpose keeps."""
+    if x.dtype.is_complex and not dtype.is_complex:
+        return x.real.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return x.to(dtype)
 
 
 def _reducing(op: str, along: Tensors) -> Tensors:

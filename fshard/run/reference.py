@@ -171,7 +171,7 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
     elif isinstance(step, ShardedToUnreduced) and step.by:
         made = _substitute(step, spec, after, held)
     elif isinstance(step, Cast):
-        made = {rank: shard.to(step.dtype) for rank, shard in held.items()}
+        made = {rank: _cast(shard, step.dtype) for rank, shard in held.items()}
     else:
         made = {}
         for group in spec.mesh.groups(step.axes):
@@ -364,6 +364,10 @@ def _share(x: torch.Tensor, n: int) -> torch.Tensor:
 def _wide(x: torch.Tensor) -> torch.Tensor:
     """A tensor that every kernel takes: floats of 8 bits are moved, and not much else."""
     return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (x.real.clone() if x.dtype.is_complex and not dtype.is_complex else x).to(dtype)
 
 
 def _reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
