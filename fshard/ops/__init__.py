@@ -1,0 +1,1 @@
+"""How operations act on layouts: rules, propagation, single operations and whole functions."""

@@ -1,0 +1,165 @@
+"""`apply`: one operation on pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fshard.errors import fail
+from fshard.mesh import Mesh
+from fshard.ops.local import run_local
+from fshard.ops.propagate import propagate
+from fshard.ops.strategy import Strategy
+from fshard.partition import PartitionSpec
+from fshard.program.topology import Topology
+from fshard.run.execute import check_tuple
+from fshard.run.moving import spread
+from fshard.run.transport import current_rank
+from fshard.spec import Sharded, Spec
+from fshard.tree import is_pair
+
+__all__ = ["apply"]
+
+MODES = ("explicit", "auto")
+
+
+def apply(
+    op: Any, *args: Any, mode: str = "explicit", cost: Topology | None = None, **kwargs: Any
+) -> Any:
+    """Run one operation on pairs: pairs in, pairs out; differentiable.
+
+    `op`, `args` and `kwargs` are as of `fs.propagate`, with pairs in the places of tensors; a
+    plain tensor is one that every rank holds whole. Results are unreduced where the operation
+    leaves them so. `mode="explicit"` runs what needs no communication, and raises
+    `ShardingError` with the choices and their cost where all ways need some, as JAX's explicit
+    sharding does; `mode="auto"` runs the programs of the best way. In-place and `out=` variants
+    write nothing: they return what their functional form does.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(dp=2, tp=2)
+    >>> x = fs.shard(torch.arange(8.0).reshape(4, 2), fs.Spec(mesh, fs.P("dp", "tp"), shape=(4, 2)))
+    >>> w = fs.shard(torch.ones(2, 3), fs.Spec(mesh, fs.P("tp"), shape=(2, 3)))
+    >>> y = apply(torch.matmul, x, w)
+    >>> y.spec, fs.unshard(y)[:, 0]
+    (f32[4@dp,3]{unreduced: tp}, tensor([ 1.,  5.,  9., 13.]))
+    """
+    if mode not in MODES:
+        fail("fs.apply", f"mode={mode!r}", "mode is 'explicit' or 'auto'", "mode='auto'")
+    given = [pair for each in (*args, *kwargs.values()) for pair in _operands(each)]
+    mesh, everywhere = _mesh(op, given)
+    pairs = [_as_pair(each, mesh, everywhere) for each in given]
+    grad = torch.is_grad_enabled() and any(_wants_grad(local) for local, _ in pairs)
+    left = iter(pairs)
+    specs = [_map(each, lambda _: next(left)[1]) for each in args]
+    named = {key: _map(each, lambda _: next(left)[1]) for key, each in kwargs.items()}
+    strategy = propagate(op, *specs, cost=cost, grad=grad, **named)
+    if mode == "explicit" and not strategy.is_local:
+        strategy = _without_sending(strategy)
+    locals_ = [
+        local if prog.src == prog.dst else prog(local)
+        for (local, _), prog in zip(pairs, strategy.programs, strict=True)
+    ]
+    return _run(strategy, mesh, everywhere, locals_, args, kwargs)
+
+
+def _operands(value: Any) -> list[Any]:
+    """The pairs and tensors in an argument, in order."""
+    if is_pair(value) or isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [each for inner in value for each in _operands(inner)]
+    return []
+
+
+def _map(value: Any, change: Any) -> Any:
+    if is_pair(value) or isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_map(each, change) for each in value)
+    return value
+
+
+def _mesh(op: Any, given: Sequence[Any]) -> tuple[Mesh, bool]:
+    """The mesh of the pairs, and whether their locals are all ranks' shards."""
+    pairs = [each for each in given if is_pair(each)]
+    if not pairs:
+        fail(f"fs.apply({op})", "no pairs", "at least one argument is a pair (local, spec)",
+             "fs.shard(tensor, spec) makes one")  # fmt: skip
+    simulated = [not isinstance(local, torch.Tensor) for local, _ in pairs]
+    if len(set(simulated)) > 1:
+        fail(f"fs.apply({op})", "locals of one rank and of all ranks",
+             "all pairs hold one rank's local, or all hold the tuple of all shards",
+             "make them the same way")  # fmt: skip
+    return pairs[0][1].mesh, simulated[0]
+
+
+def _as_pair(given: Any, mesh: Mesh, everywhere: bool) -> tuple[Any, Spec]:
+    if is_pair(given):
+        local, spec = given
+        return (check_tuple(local, spec.mesh, "fs.apply") if everywhere else local), spec
+    spec = Spec(mesh, PartitionSpec(), shape=given.shape, dtype=given.dtype)
+    return (spread(given, mesh.size) if everywhere else given), spec
+
+
+def _wants_grad(local: Any) -> bool:
+    shards = (local,) if isinstance(local, torch.Tensor) else local
+    return any(shard.requires_grad for shard in shards)
+
+
+def _without_sending(best: Strategy) -> Strategy:
+    """The best way that sends nothing; raises `ShardingError` with the choices if none is."""
+    for each in best.alternatives:
+        if each.is_local:
+            return each
+    choices = "\n".join(f"    {each.summary}" for each in (best, *best.alternatives))
+    fail(f"fs.apply({best.op})", ", ".join(map(str, best.sources)),
+         f"every way to run it needs communication:\n{choices}",
+         'mode="auto" runs the first; fs.reshard an operand before for another')  # fmt: skip
+
+
+def _run(
+    strategy: Strategy,
+    mesh: Mesh,
+    everywhere: bool,
+    locals_: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    outs = {each.name for each in getattr(strategy.op, "_schema", _NONE).arguments if each.is_out}
+
+    def on(rank: int, mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        left = iter(mine)
+        placed = [_map(each, lambda _: next(left)) for each in args]
+        named = {key: _map(v, lambda _: next(left)) for key, v in kwargs.items() if key not in outs}
+        return run_local(strategy, rank, placed, named)
+
+    if everywhere:
+        shards = [on(rank, mine) for rank, mine in
+                  zip(mesh.ranks, zip(*locals_, strict=True), strict=True)]  # fmt: skip
+        found: list[Any] = [
+            None if spec is None else tuple(each[at] for each in shards)
+            for at, spec in enumerate(strategy.out_specs)
+        ]
+    else:
+        found = list(on(current_rank(mesh, "fs.apply").rank, locals_))
+    pairs = [
+        None if spec is None else Sharded(local, spec)
+        for local, spec in zip(found, strategy.out_specs, strict=True)
+    ]
+    return _as_returned(strategy.tree, pairs)
+
+
+class _NONE:
+    arguments: tuple[Any, ...] = ()
+
+
+def _as_returned(tree: Any, pairs: Sequence[Any]) -> Any:
+    """The results in the tree in which the operation returns them."""
+    if isinstance(tree, bool) or not isinstance(tree, int | list | tuple):
+        return tree
+    if isinstance(tree, int):
+        return pairs[tree]
+    return type(tree)(*(_as_returned(each, pairs) for each in tree)) if hasattr(tree, "_fields") else (
+        type(tree)(_as_returned(each, pairs) for each in tree))  # fmt: skip

@@ -1,0 +1,1 @@
+"""Rules of this family: to be written."""

@@ -1,0 +1,137 @@
+"""The operation on one rank: what changes there beside the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard.errors import fail
+from fshard.ops.call import map_tensors, schema_of
+from fshard.ops.strategy import Strategy
+from fshard.spec import Spec
+
+__all__ = ["Here", "argument", "resized", "run_local"]
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where a local call runs: a rank, and the layouts that the operation has there."""
+
+    rank: int
+    operands: tuple[Spec, ...]
+    results: tuple[Spec | None, ...]
+
+    def shape(self, result: int = 0) -> tuple[int, ...]:
+        """The shape of a result's local on this rank."""
+        spec = self.results[result]
+        assert spec is not None
+        return spec.local_shape(self.rank)
+
+    def begin(self, operand: int, dim: int) -> int:
+        """Where the local of an operand begins in the whole, along a dim."""
+        return self.operands[operand].offsets(self.rank)[dim]
+
+    def end(self, operand: int, dim: int) -> int:
+        """Where the local of an operand ends in the whole, along a dim."""
+        spec = self.operands[operand]
+        return spec.offsets(self.rank)[dim] + spec.local_shape(self.rank)[dim]
+
+    def result_begin(self, dim: int, result: int = 0) -> int:
+        """Where the local of a result begins in the whole, along a dim."""
+        spec = self.results[result]
+        assert spec is not None
+        return spec.offsets(self.rank)[dim]
+
+    def is_whole(self, operand: int, dim: int) -> bool:
+        """Whether an operand is not cut along a dim."""
+        return not self.operands[operand].partition.dims[dim]
+
+
+LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The argument called `name` of a call, its default where it is not given."""
+    for at, each in enumerate(schema_of(op)):
+        if each.name == name:
+            if name in kwargs:
+                return kwargs[name]
+            return args[at] if at < len(args) else each.default_value
+    raise KeyError(name)
+
+
+def with_argument(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, value: Any
+) -> LocalCall:
+    """A call with another value of the argument called `name`."""
+    for at, each in enumerate(schema_of(op)):
+        if each.name == name and name not in kwargs and at < len(args):
+            return op, (*args[:at], value, *args[at + 1 :]), dict(kwargs)
+    return op, tuple(args), {**kwargs, name: value}
+
+
+@dataclass(frozen=True, slots=True)
+class _Resized:
+    """A local call with a result's local shape in the place of an argument."""
+
+    name: str
+    result: int = 0
+    op: Any = None
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        shape = list(here.shape(self.result))
+        _, placed, named = with_argument(op, args, kwargs, self.name, shape)
+        return (self.op or op)(*placed, **named)
+
+
+def resized(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]:
+    """A rule's `local`: the argument `name`, a shape, becomes that of the result on the rank.
+
+    `op` runs in the place of the operation: a `reshape` for a `view`, whose local may lie in
+    memory otherwise than the whole tensor.
+    """
+    return _Resized(name, result, op)
+
+
+def run_local(
+    strategy: Strategy, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor | None]:
+    """The operation on one rank's locals; its tensors in order, None where it returns none."""
+    call, local = strategy.call, strategy.rule.local
+    if local is None:
+        out = call.op(*args, **kwargs)
+    else:
+        here = Here(rank, strategy.in_specs, strategy.out_specs)
+        out = local(call.op, tuple(args), dict(kwargs), here)
+    found = flat(out)
+    _check(strategy, rank, found)
+    return found
+
+
+def flat(out: Any) -> list[torch.Tensor | None]:
+    """The tensors that an operation returned, in order."""
+    if isinstance(out, torch.Tensor) or out is None:
+        return [out]
+    if isinstance(out, list | tuple):
+        return [tensor for each in out for tensor in flat(each)]
+    return []
+
+
+def _check(strategy: Strategy, rank: int, found: Sequence[torch.Tensor | None]) -> None:
+    for at, (spec, tensor) in enumerate(zip(strategy.out_specs, found, strict=False)):
+        if spec is None or tensor is None:
+            continue
+        if tensor.shape != spec.local_shape(rank) or tensor.dtype != spec.dtype:
+            fail(f"fs.apply({strategy.op})",
+                 f"result {at} of shape {tuple(tensor.shape)} and {tensor.dtype} on rank {rank}",
+                 f"the rule {strategy.rule} makes it {spec}: {spec.local_shape(rank)} there",
+                 "correct the rule, or give it a local= that runs on parts")  # fmt: skip
+
+
+def fill(value: Any, kind: type | tuple[type, ...], items: Sequence[Any]) -> Any:
+    """An argument with what is a `kind` in it replaced, one after the other, by `items`."""
+    left = iter(items)
+    return map_tensors(value, kind, lambda _: next(left))

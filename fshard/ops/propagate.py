@@ -1,0 +1,362 @@
+"""`propagate`: from the specs of operands to the ways an operation can run on them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fshard.errors import fail
+from fshard.mesh import Mesh
+from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
+from fshard.ops.registry import functional_of, row_of
+from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
+from fshard.ops.rule import Rule
+from fshard.ops.strategy import Strategy, lay
+from fshard.ops.weigh import compute_time, leftover, moving, nbytes
+from fshard.program.cost import max_local_nbytes
+from fshard.program.program import as_topology
+from fshard.program.topology import Topology
+from fshard.spec import Spec
+
+__all__ = ["call_of", "overload_of", "propagate"]
+
+LOOKED_AT, KEPT, ROLES = 8, 6, 3
+"""Combinations of roles that are laid out, alternatives that are kept, roles of an axis tried."""
+
+
+def propagate(
+    op: Any,
+    *args: Any,
+    cost: Topology | None = None,
+    grad: bool = False,
+    **kwargs: Any,
+) -> Strategy:
+    """The best way to run `op` on layouts: a `Strategy`, with the other ways beside it.
+
+    `args` and `kwargs` are those of the call, with a `Spec` in the place of every tensor. `op` is
+    a `torch` function that is a single operation, a `torch.ops` overload or packet, or what
+    `fs.register_rule` was told of. Nothing runs and nothing is planned: the programs are when
+    they are asked for. With `grad` only ways whose gradients are right count.
+
+    The best way is the one that takes the least time for moving the operands, computing, and
+    reducing later what stays unreduced; of equals the one with the least on the gradient's way
+    back, then the one that comes first in the rule. Every axis is weighed for itself, so that the
+    work grows with the axes' number, not with the product of what they can do.
+
+    Raises `ShardingError` for an operation without a rule, specs on several meshes, and arguments
+    that the operation itself refuses. After GSPMD (arXiv 2105.04663) and Shardy's factors.
+
+    >>> from fshard import Mesh, P, Spec
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> x, w = Spec(mesh, P("dp", "tp"), shape=(8, 16)), Spec(mesh, P("tp"), shape=(16, 4))
+    >>> propagate(torch.matmul, x, w).out_specs
+    (f32[8@dp,4]{unreduced: tp},)
+    """
+    key = (op, _frozen(args), _frozen(kwargs), cost, grad)
+    try:
+        return _propagate(*key)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return _compute(op, args, kwargs, cost, grad)
+
+
+@lru_cache(maxsize=16384)
+def _propagate(op: Any, args: Any, kwargs: Any, cost: Topology | None, grad: bool) -> Strategy:
+    return _compute(op, tuple(map(_thawed, args)), {k: _thawed(v) for k, v in kwargs}, cost, grad)
+
+
+class _List(tuple[Any, ...]):
+    """A list as it is in a key: other than a tuple of the same."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _List and tuple.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self) ^ 1
+
+
+class _Number(tuple[Any, ...]):
+    """A number with its type, as it is in a key: 1, 1.0 and True are three."""
+
+    __slots__ = ()
+
+
+def _frozen(value: Any) -> Any:
+    """An argument as it can be a key: lists as tuples, numbers with their types."""
+    kind = type(value)
+    if kind is Spec or value is None or kind is str:
+        return value
+    if kind is tuple:
+        return tuple(map(_frozen, value))
+    if kind is list:
+        return _List(map(_frozen, value))
+    if kind is dict:
+        return tuple((key, _frozen(each)) for key, each in value.items())
+    if kind in (bool, int, float, complex):
+        # Zeros differ by their sign, and NaN from itself.
+        return _Number((kind, repr(value) if kind in (float, complex) else value))
+    return value
+
+
+def _thawed(value: Any) -> Any:
+    kind = type(value)
+    if kind is _Number:
+        given = value[1]
+        return value[0](given.strip("()")) if isinstance(given, str) else given
+    if kind is _List:
+        return list(map(_thawed, value))
+    if kind is tuple:
+        return tuple(map(_thawed, value))
+    return value
+
+
+def _compute(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
+) -> Strategy:
+    topology = as_topology("fs.propagate", cost)
+    specs = [spec for each in (*args, *kwargs.values()) for spec in specs_in(each)]
+    if not specs:
+        fail(f"fs.propagate({op})", "no specs", "a spec stands in the place of every tensor",
+             "fs.Spec(mesh, P(...), shape=..., dtype=...)")  # fmt: skip
+    _check_mesh(op, specs)
+    as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
+    metas = tuple(map_tensors(each, Spec, as_meta) for each in args)
+    named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
+    call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
+    return choose(call, tree, rule_of(call), specs, topology, grad=grad)
+
+
+def specs_in(value: Any) -> list[Spec]:
+    """The specs in an argument, those in lists included."""
+    if isinstance(value, Spec):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [spec for each in value for spec in specs_in(each)]
+    return []
+
+
+def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
+    meshes = dict.fromkeys(spec.mesh for spec in specs)
+    if len(meshes) > 1:
+        fail(f"fs.propagate({op})", f"operands on {' and '.join(map(str, meshes))}",
+             "an operation runs on one mesh",
+             "move one of them there first: fs.reshard(pair, spec)")  # fmt: skip
+
+
+# -- the call and its rule ----------------------------------------------------------------
+
+
+def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The overload that a call of `op` runs, or a Python function that has a rule of its own.
+
+    Raises `ShardingError` for a function that is neither.
+    """
+    if row_of(op) is not None or isinstance(op, OpOverload):
+        return op
+    packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
+    if packet is None:
+        fail("fs.propagate", f"{op}", "a function of its own needs a rule, or is one of several",
+             "fs.register_rule(function)('bd,d->bd') gives it one; "
+             "fs.partition takes whole functions apart")  # fmt: skip
+    make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
+    real = [map_tensors(each, Meta, make) for each in args]
+    named = {key: map_tensors(each, Meta, make) for key, each in kwargs.items()}
+    try:
+        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *real, **named)
+    except RuntimeError as error:
+        fail(f"fs.propagate({packet})", "these arguments", f"no overload takes them: {error}",
+             "check them with the same call on whole tensors")  # fmt: skip
+    return getattr(packet, name)
+
+
+@lru_cache(maxsize=4096)
+def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
+    """The operation that a builtin of PyTorch calls; None for functions written in Python."""
+    name = getattr(op, "__name__", "")
+    if type(op).__name__ not in ("builtin_function_or_method", "method_descriptor"):
+        return None
+    for each in (name, name.strip("_"), f"linalg_{name}"):
+        packet = getattr(torch.ops.aten, each, None)
+        if isinstance(packet, OpOverloadPacket):
+            return packet
+    return None
+
+
+def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The call of an overload with `Meta` in the places of tensors, results included."""
+    return call_and_tree(op, args, kwargs)[0]
+
+
+def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
+    """The call, and the tree of its results with their numbers in the places of tensors."""
+    functional = functional_of(op)
+    if functional is not op:
+        outs = {each.name for each in op._schema.arguments if each.is_out}
+        kwargs = {key: each for key, each in kwargs.items() if key not in outs}
+    results, tree = meta_results(functional, args, kwargs)
+    operands = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
+    return Call(functional, tuple(args), dict(kwargs), operands, results), tree
+
+
+def rule_of(call: Call) -> Rule:
+    """The rule of a call; raises `ShardingError` where there is none."""
+    row = row_of(call.op)
+    made = None if row is None else row.generator(call)
+    if made is None:
+        name = str(call.op)
+        what = "it has none" if row is None else "the one it has is not for these arguments"
+        fail(f"fs.propagate({name})", ", ".join(f"{list(m.shape)}" for m in call.operands),
+             f"an operation on layouts needs a sharding rule: {what}",
+             f"fs.register_rule(torch.ops.{name})('bd,d->bd') gives it one, and reshard to whole "
+             "tensors runs it as it is")  # fmt: skip
+    return made
+
+
+# -- choosing ------------------------------------------------------------------------------
+
+
+class _Axis:
+    """One axis: the roles that it may have, the best first, with what they are weighed by."""
+
+    def __init__(self, name: str, roles: list[tuple[tuple[float, float, int], Role, bool]]) -> None:
+        self.name = name
+        self.roles = sorted(roles, key=lambda each: each[0])
+
+
+def choose(
+    call: Call,
+    tree: Any,
+    rule: Rule,
+    specs: Sequence[Spec],
+    topology: Topology,
+    *,
+    grad: bool,
+) -> Strategy:
+    """The best strategy of a call whose operands lie as `specs`, with alternatives."""
+    mesh = specs[0].mesh
+    lengths = factor_sizes(rule, call)
+    axes = _axes(call, rule, specs, topology, lengths, grad)
+    found: list[Strategy] = []
+    for picked in _best_first(axes):
+        chosen = {axis.name: role for axis, (_, role, _) in zip(axes, picked, strict=True)}
+        laid = lay(call, rule, mesh, chosen, specs, lengths)
+        if laid is None:
+            continue
+        time, sends = _joint(mesh, topology, picked, specs, *laid)
+        found.append(Strategy(call.op, rule, call, tuple(chosen.items()), tuple(specs), *laid,
+                              tree, time, sends, topology))  # fmt: skip
+    found.sort(key=lambda each: each.time)
+    return replace(found[0], alternatives=tuple(found[1:KEPT]))
+
+
+def _axes(
+    call: Call,
+    rule: Rule,
+    specs: Sequence[Spec],
+    topology: Topology,
+    lengths: Mapping[str, int],
+    grad: bool,
+) -> list[_Axis]:
+    mesh = specs[0].mesh
+    states = [states_of(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
+    local = [max_local_nbytes(spec) for spec in specs]
+    total = compute_time(topology, rule, call, lengths)
+    roles = roles_of(rule, call, grad=grad)
+    axes = []
+    for axis in mesh.axes:
+        here = [each[axis] for each in states]
+        n, link = mesh.shape[axis], topology.link(mesh, axis)
+        weighed = []
+        for at, role in enumerate(roles):
+            if not _plausible(role, here, lengths, n):
+                continue
+            ways = [
+                moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
+                for src, dst, size, meta in zip(here, role.operands, local, call.operands, strict=True)
+            ]  # fmt: skip
+            # Of results the least: all other axes may cut them.
+            later = sum(
+                leftover(topology, link, n, state, nbytes(meta) * n // mesh.size)
+                for meta, state in zip(call.results, role.results, strict=True)
+                if meta is not None and state is not None
+            )
+            work = total * n / mesh.size / (n if role.factor else 1)
+            time = sum(way.time for way in ways) + later + work
+            back = sum(way.back for way in ways)
+            weighed.append(((time, back, at), role, any(way.sends for way in ways)))
+        axes.append(_Axis(axis, weighed))
+    return axes
+
+
+def _plausible(
+    role: Role, here: Sequence[State], lengths: Mapping[str, int], n: int
+) -> bool:
+    """Whether a role is worth weighing: nothing is cut or summed that no operand already is."""
+    words = {state.word for state in here}
+    if role.factor is not None:
+        if not words & {"sharded", "unreduced"}:
+            return False
+        if any(src.word == "sharded" and src == dst for src, dst in zip(here, role.operands, strict=True)):
+            return True
+        return lengths[role.factor] % n == 0 and lengths[role.factor] > 0
+    if any(state.word == "unreduced" for state in role.operands):
+        return any(src == dst and src.word == "unreduced"
+                   for src, dst in zip(here, role.operands, strict=True))  # fmt: skip
+    if role.name == "reduced":
+        return "reduced" in words
+    return True
+
+
+def _best_first(axes: Sequence[_Axis]) -> list[tuple[Any, ...]]:
+    """The combinations of roles with the least sums, the best first."""
+    few = [axis.roles[:ROLES] for axis in axes]
+    combos = itertools.product(*few)
+    return heapq.nsmallest(
+        LOOKED_AT, combos, key=lambda picked: tuple(map(sum, zip(*(w for w, _, _ in picked), strict=True)))
+    )
+
+
+def _joint(
+    mesh: Mesh,
+    topology: Topology,
+    picked: Sequence[tuple[tuple[float, float, int], Role, bool]],
+    specs: Sequence[Spec],
+    asked: Sequence[Spec],
+    made: Sequence[Spec | None],
+) -> tuple[float, bool]:
+    """Time of a combination, and whether it sends: what the axes say, and what they cannot.
+
+    That are other sizes or another order of the same axes on a dim, and results that the other
+    axes leave whole.
+    """
+    time = sum(weight[0] for weight, _, _ in picked)
+    sends = any(each for _, _, each in picked)
+    for spec in made:
+        if spec is None or not spec.partition.unreduced_kinds:
+            continue
+        local, least = max_local_nbytes(spec), spec.nbytes // mesh.size
+        for axis, kind in spec.partition.unreduced_kinds:
+            n, link, state = mesh.shape[axis], topology.link(mesh, axis), State("unreduced", kind=kind)
+            time += leftover(topology, link, n, state, local)
+            time -= leftover(topology, link, n, state, least * n)
+    for src, dst in zip(specs, asked, strict=True):
+        if any(_recut(src, dst, dim) for dim in range(src.ndim)):
+            sends = True
+            time += topology.launch + max_local_nbytes(src) / topology.inner.bandwidth
+    return time, sends
+
+
+def _recut(src: Spec, dst: Spec, dim: int) -> bool:
+    """Whether the same axes cut a dim otherwise."""
+    one, other = src.partition.dims[dim], dst.partition.dims[dim]
+    return set(one) == set(other) and (one != other or src.sizes[dim] != dst.sizes[dim])

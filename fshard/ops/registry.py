@@ -1,0 +1,143 @@
+"""The registry of rules: one row for each operation, found by the overload or its functional form."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fshard.errors import did_you_mean, fail
+from fshard.ops.call import Call
+from fshard.ops.rule import Rule, rule
+
+__all__ = ["Generator", "Row", "overloads", "register_rule", "row_of", "rows"]
+
+Generator = Callable[[Call], Rule | None]
+G = TypeVar("G", bound=Generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation's rule: how it is made from a call, and the family that it is of."""
+
+    op: Any
+    generator: Generator
+    family: str
+
+
+_ROWS: dict[Any, Row] = {}
+_FAMILIES = (
+    "pointwise", "matmul", "reductions", "scans", "views", "joining", "indexing", "embedding",
+    "losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
+    "factories", "random", "backward",
+)  # fmt: skip
+"""The modules of this package that register rows, loaded when the first row is asked for."""
+
+
+def register_rule(*ops: Any, family: str = "user") -> Callable[[G | str | Rule], Any]:
+    """Give operations a sharding rule: as decorator of a generator, or with a rule's text.
+
+    An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
+    that has one, or any Python function of tensors. A generator gets the `Call` and returns a
+    `Rule`, or None where it has none for these arguments. The last registration wins.
+
+    >>> def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    ...     return x * w
+    >>> made = register_rule(scaled)("bd,d->bd")
+    >>> print(rows()[scaled].generator(None))
+    bd,d->bd
+    """
+
+    def keep(given: G | str | Rule) -> Any:
+        made = rule(given) if isinstance(given, str) else given
+        generator: Generator = (lambda _, made=made: made) if isinstance(made, Rule) else made
+        for op in ops:
+            for each in overloads(op):
+                _ROWS[each] = Row(each, generator, family)
+        _functional.cache_clear()
+        return given
+
+    return keep
+
+
+def rows() -> dict[Any, Row]:
+    """All rows by operation; a copy."""
+    _load()
+    return dict(_ROWS)
+
+
+@lru_cache(maxsize=1)
+def _load() -> None:
+    # A second of PyTorch's own work, which who only moves tensors need not wait for. What users
+    # have registered before wins.
+    own = dict(_ROWS)
+    for family in _FAMILIES:
+        importlib.import_module(f"fshard.ops.{family}")
+    _ROWS.update(own)
+
+
+def overloads(op: Any) -> Iterable[Any]:
+    """The overloads that an operation stands for; a Python function stands for itself."""
+    if isinstance(op, str):
+        return _named(op)
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return [op]
+
+
+def _named(name: str) -> Iterable[Any]:
+    """`"add"` all overloads of aten's, `"add.Tensor"` one, `"prims::add"` another namespace's."""
+    space, _, rest = name.rpartition("::")
+    base, _, overload = rest.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, space or "aten"), base)
+        return overloads(getattr(packet, overload) if overload else packet)
+    except AttributeError:
+        known = [each for each in dir(torch.ops.aten) if each[0] == base[0]]
+        fail("fs.register_rule", repr(name), "PyTorch has no operation of this name",
+             did_you_mean(base, known, "torch.ops.aten has their names"))  # fmt: skip
+
+
+def row_of(op: Any) -> Row | None:
+    """The row of an operation; in-place and `out=` variants have that of their functional form."""
+    _load()
+    row = _ROWS.get(op)
+    if row is None and isinstance(op, OpOverload):
+        functional = functional_of(op)
+        row = None if functional is op else _ROWS.get(functional)
+    return row
+
+
+def functional_of(op: Any) -> Any:
+    """The overload that computes what `op` writes and writes nothing; `op` where it is that one.
+
+    >>> functional_of(torch.ops.aten.add_.Tensor), functional_of(torch.ops.aten.add.out)
+    (<OpOverload(op='aten.add', overload='Tensor')>, <OpOverload(op='aten.add', overload='Tensor')>)
+    """
+    return _functional(op) if isinstance(op, OpOverload) else op
+
+
+@lru_cache(maxsize=None)
+def _functional(op: OpOverload[..., Any]) -> Any:
+    if not op._schema.is_mutable:
+        return op
+    space, _, name = op._schema.name.partition("::")
+    read = [_shape(each) for each in op._schema.arguments if not each.is_out]
+    for base in dict.fromkeys((name, name.rstrip("_"), f"{name}_functional")):
+        packet = getattr(getattr(torch.ops, space), base, None)
+        if not isinstance(packet, OpOverloadPacket):
+            continue
+        for each in packet.overloads():
+            found = getattr(packet, each)
+            if not found._schema.is_mutable and [_shape(a) for a in found._schema.arguments] == read:
+                return found
+    return op
+
+
+def _shape(argument: Any) -> tuple[str, str]:
+    return argument.name, str(argument.type)

@@ -1,0 +1,208 @@
+"""What one mesh axis can do for one call: cut a factor, carry addends, or repeat the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from fshard.errors import fail
+from fshard.layout import state_problems
+from fshard.ops.call import Call, Meta
+from fshard.ops.rule import Dims, Rule
+from fshard.spec import Spec
+
+__all__ = ["Role", "State", "factor_sizes", "roles_of", "states_of"]
+
+
+class State(NamedTuple):
+    """How one tensor lies on one axis: `word` is sharded, invariant, reduced or unreduced.
+
+    Sharded states have the dim, and the place of the factor in it (-1 where the shards are not
+    those of a factor); unreduced ones their kind.
+    """
+
+    word: str
+    dim: int = 0
+    place: int = 0
+    kind: str = ""
+
+
+INVARIANT = State("invariant")
+REDUCED = State("reduced")
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an axis does: its name in texts, and the states it asks of operands and gives results.
+
+    `factor` is the one that it cuts, if it does.
+    """
+
+    name: str
+    operands: tuple[State, ...]
+    results: tuple[State | None, ...]
+    factor: str | None = None
+
+
+def _inexact(meta: Meta | None) -> bool:
+    return meta is not None and (meta.dtype.is_floating_point or meta.dtype.is_complex)
+
+
+@lru_cache(maxsize=8192)
+def _roles(
+    rule: Rule, operands: tuple[Meta, ...], results: tuple[Meta | None, ...], grad: bool
+) -> tuple[Role, ...]:
+    # What every rank uses for other work is reduced: its gradients then are addends.
+    same = tuple(REDUCED if _inexact(each) else INVARIANT for each in operands)
+    roles = [
+        _cutting(rule, factor, same, results)
+        for factor in rule.factors
+        if _may_cut(rule, factor, grad)
+    ]
+    for mode in rule.modes:
+        asked = tuple(
+            State("unreduced", kind=mode.kind) if place in mode.operands else each
+            for place, each in enumerate(same)
+        )
+        given = tuple(
+            None if meta is None else INVARIANT if kind is None else State("unreduced", kind=kind)
+            for meta, kind in zip(results, mode.results, strict=True)
+        )
+        roles.append(Role(f"unreduced {mode}", asked, given))
+    made = tuple(None if m is None else REDUCED if _inexact(m) else INVARIANT for m in results)
+    roles.append(Role("reduced", same, made))
+    roles.append(Role("invariant", (INVARIANT,) * len(operands),
+                      tuple(None if m is None else INVARIANT for m in results)))  # fmt: skip
+    return tuple(role for role in roles if _exists(role, operands, results))
+
+
+def roles_of(rule: Rule, call: Call, *, grad: bool) -> tuple[Role, ...]:
+    """Every role that the rule has for an axis; the last one, all invariant, always exists."""
+    return _roles(rule, call.operands, call.results, grad)
+
+
+def _may_cut(rule: Rule, factor: str, grad: bool) -> bool:
+    return rule.kind(factor) not in ("whole", "permuted") and not (grad and factor in rule.grad)
+
+
+def _cutting(
+    rule: Rule, factor: str, same: Sequence[State], results: Sequence[Meta | None]
+) -> Role:
+    def where(dims: Dims) -> State | None:
+        for dim, factors in enumerate(dims):
+            if factor in factors:
+                return State("sharded", dim, factors.index(factor))
+        return None
+
+    kinds = dict(rule.reductions)
+    return Role(
+        factor,
+        tuple(where(dims) or each for dims, each in zip(rule.operands, same, strict=True)),
+        tuple(
+            None if dims is None or meta is None
+            else where(dims) or State("unreduced", kind=kinds[factor])
+            for dims, meta in zip(rule.results, results, strict=True)
+        ),
+        factor,
+    )  # fmt: skip
+
+
+def _exists(role: Role, operands: Sequence[Meta], results: Sequence[Meta | None]) -> bool:
+    """Whether tensors of these dtypes can be in the states of the role."""
+    pairs = [*zip(role.operands, operands, strict=True), *zip(role.results, results, strict=True)]
+    return not any(
+        state_problems((("x", state.kind),), (), meta.dtype)
+        for state, meta in pairs
+        if state is not None and meta is not None and state.word == "unreduced"
+    )
+
+
+def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
+    """The length of every factor, from the dims that it is alone on, and by division.
+
+    Raises `ShardingError` where the rule does not fit the shapes.
+    """
+    where = f"the rule of {call.op}: {rule}"
+    sizes: dict[str, int] = {}
+    pairs: list[tuple[Dims | None, Meta | None]] = [
+        *zip(rule.operands, call.operands, strict=False),
+        *zip(rule.results, call.results, strict=False),
+    ]
+    counts = (len(rule.operands), len(rule.results)), (len(call.operands), len(call.results))
+    if counts[0] != counts[1]:
+        fail(where, f"{counts[1][0]} operands and {counts[1][1]} results",
+             f"the rule has {counts[0][0]} and {counts[0][1]}",
+             "write one list of factors for every tensor")  # fmt: skip
+    known = [(dims, meta) for dims, meta in pairs if dims is not None and meta is not None]
+    for dims, meta in known:
+        if len(dims) != meta.ndim:
+            fail(where, f"a tensor of shape {meta.shape}", f"the rule writes it with {len(dims)} dims",
+                 "one letter, 1 or parenthesis for every dim")  # fmt: skip
+    flat = [(dim, size) for dims, m in known for dim, size in zip(dims, m.shape, strict=True)]
+    for dim, size in flat:
+        if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
+            fail(where, f"factor {dim[0]!r} of sizes {sizes[dim[0]]} and {size}",
+                 "a factor has one size", "give dims of other sizes other letters")  # fmt: skip
+    left = [(dim, size) for dim, size in flat if len(dim) > 1]
+    for _ in left:
+        for dim, size in left:
+            unknown = [f for f in dim if f not in sizes]
+            if len(unknown) == 1:
+                rest = math.prod(sizes[f] for f in dim if f in sizes)
+                sizes[unknown[0]] = size // rest if rest else 0
+    for dim, size in left:
+        if any(f not in sizes for f in dim) or math.prod(sizes[f] for f in dim) != size:
+            fail(where, f"dim ({''.join(dim)}) of size {size}",
+                 "the sizes of its factors multiply to it, and are known from other dims",
+                 "give every factor a dim of its own somewhere")  # fmt: skip
+    return sizes
+
+
+def states_of(dims: Dims, spec: Spec, sizes: Mapping[str, int]) -> dict[str, State]:
+    """How a tensor that lies as `spec` is on each axis of its mesh, in factors."""
+    p = spec.partition
+    states = dict.fromkeys(spec.mesh.axes, INVARIANT)
+    states |= {axis: REDUCED for axis, _ in p.reduced_kinds}
+    states |= {axis: State("unreduced", kind=kind) for axis, kind in p.unreduced_kinds}
+    for dim, axes in enumerate(p.dims):
+        if not axes:
+            continue
+        if len(dims[dim]) == 1:
+            states |= dict.fromkeys(axes, State("sharded", dim, 0))
+        else:
+            states |= _walk(dim, dims[dim], axes, spec, sizes)
+    return states
+
+
+def _walk(
+    dim: int, factors: Sequence[str], axes: Iterable[str], spec: Spec, sizes: Mapping[str, int]
+) -> dict[str, State]:
+    """The factors of a dim that its axes cut, major to minor."""
+    found: dict[str, State] = {}
+    place, cut = 0, 1
+    for axis in axes:
+        n = spec.mesh.shape[axis]
+        while place < len(factors) - 1 and cut == sizes[factors[place]]:
+            place, cut = place + 1, 1
+        here = place if place < len(factors) else NOWHERE
+        if here != NOWHERE and place < len(factors) - 1 and not _cuts(spec, dim, factors, place, sizes, cut * n):
+            here = NOWHERE
+        found[axis] = State("sharded", dim, here)
+        if here == NOWHERE:
+            place = len(factors)
+        cut *= n
+    return found
+
+
+def _cuts(
+    spec: Spec, dim: int, factors: Sequence[str], place: int, sizes: Mapping[str, int], parts: int
+) -> bool:
+    """Whether cutting a factor so leaves what is minor to it whole."""
+    if spec.sizes[dim] is None:
+        return parts > 0 and sizes[factors[place]] % parts == 0
+    minor = math.prod(sizes[f] for f in factors[place + 1 :])
+    return minor > 0 and all(size % minor == 0 for size in spec.sizes[dim] or ())

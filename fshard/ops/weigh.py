@@ -1,0 +1,99 @@
+"""What a role costs on one axis: the closed forms of single collectives, local work, leftovers.
+
+Choosing looks at many layouts and plans none of them: an operand's way into a role is weighed as
+the one collective that changes its state on that axis, by the same formulas as programs are. The
+programs of what is chosen are planned once, and their cost is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+
+from fshard.ops.call import Call, Meta
+from fshard.ops.roles import State
+from fshard.ops.rule import Rule
+from fshard.program.cost import Traffic, all_reduced, gathered, seconds, swapped
+from fshard.program.topology import Link, Topology
+
+__all__ = ["Weight", "compute_time", "leftover", "moving", "nbytes"]
+
+
+class Weight(NamedTuple):
+    """Seconds forward, whether anything is sent, and seconds of the gradient's way back."""
+
+    time: float
+    sends: bool
+    back: float
+
+
+FREE = Weight(0.0, False, 0.0)
+
+
+@lru_cache(maxsize=65536)
+def moving(
+    topology: Topology, link: Link, n: int, src: State, dst: State, local: int, item: int
+) -> Weight:
+    """The change of one tensor's state on an axis of `n`, of which a rank holds `local` bytes."""
+    if src == dst or n == 1:
+        return FREE
+
+    def way(moved: Traffic) -> float:
+        return seconds(topology, link, moved, local)
+
+    def reducing(size: int) -> float:
+        return way(all_reduced(n, size, item))
+
+    back = {
+        ("invariant", "reduced"): lambda: reducing(local),
+        ("sharded", "reduced"): lambda: way(gathered(n, local)),
+        ("sharded", "sharded"): lambda: way(swapped(n, local)),
+    }.get((src.word, dst.word), lambda: 0.0)
+    match src.word, dst.word:
+        case "sharded", "sharded":
+            return Weight(way(swapped(n, local)), True, back())
+        case "sharded", "invariant" | "reduced":
+            return Weight(way(gathered(n, local)), True, back())
+        case "unreduced", "sharded":
+            return Weight(way(swapped(n, local)), True, 0.0)
+        case "unreduced", _:
+            return Weight(reducing(local), True, 0.0)
+        case _, "unreduced":
+            return Weight(local / topology.memory, False, back())
+    return Weight(0.0, False, back())
+
+
+def leftover(topology: Topology, link: Link, n: int, state: State, local: int) -> float:
+    """The least that it takes later to reduce a result that stays unreduced: a reduce-scatter."""
+    if state.word != "unreduced" or n == 1:
+        return 0.0
+    return seconds(topology, link, swapped(n, local), local)
+
+
+FLOPS = 400e12
+"""Of one device, in products of bfloat16 or float32 on tensor cores: an H100's, as achieved."""
+
+
+def compute_time(topology: Topology, rule: Rule, call: Call, sizes: Mapping[str, int]) -> float:
+    """Seconds of the whole call on one device: memory's, or multiplications' where there are more.
+
+    Every combination of factors is one multiplication where several tensors are contracted.
+    """
+    touched = sum(nbytes(each) for each in (*call.operands, *call.results) if each is not None)
+    time = touched / topology.memory
+    contracts = len(call.operands) > 1 and any(
+        rule.kind(f) not in ("pass-through", "whole", "permuted") for f in sizes
+    )
+    if contracts:
+        time = max(time, 2 * math.prod(sizes.values()) / FLOPS)
+    return time
+
+
+def nbytes(meta: Meta) -> int:
+    """Bytes of a whole tensor."""
+    return math.prod(meta.shape) * meta.dtype.itemsize
+
+
