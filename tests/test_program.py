@@ -770,6 +770,51 @@ def test_refusals_of_other_types(make: Callable[[], object], message: str) -> No
         make()
 
 
+DIM = "a dim is a whole number"
+KIND = ("a reduction is one of sum, avg, max, min and product", "kind='sum', say")
+SIZED = ("sizes are whole numbers, one per shard of the result", "sizes=(3, 5), say")
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "problems"),
+    [
+        (lambda: AllToAll("y", 0.0, "1"), "fs.AllToAll",  # type: ignore[arg-type]
+         [("src_dim=0.0", DIM, "src_dim=0, say"), ("dst_dim='1'", DIM, "dst_dim=0, say")]),
+        (lambda: AllGather("y", None, kind=3), "fs.AllGather",  # type: ignore[arg-type]
+         [("dim=None", DIM, "dim=0, say"), ("kind=3", *KIND)]),
+        (lambda: AllSlice("y", 1, sizes=3), "fs.AllSlice",  # type: ignore[arg-type]
+         [("sizes=3", *SIZED)]),
+        (lambda: ReduceScatter("y", 1.0, sizes=(1.0, 3)), "fs.ReduceScatter",  # type: ignore[arg-type]
+         [("dim=1.0", DIM, "dim=0, say"), ("sizes=(1.0, 3)", *SIZED)]),
+        (lambda: ShardedToUnreduced("y", [1]), "fs.ShardedToUnreduced",  # type: ignore[arg-type]
+         [("dim=[1]", DIM, "dim=0, say")]),
+        (lambda: AllReduce("y", kind=[]), "fs.AllReduce",  # type: ignore[arg-type]
+         [("kind=[]", *KIND)]),
+        (lambda: ReplicatedToUnreduced("y", None), "fs.ReplicatedToUnreduced",  # type: ignore[arg-type]
+         [("kind=None", *KIND)]),
+        (lambda: InvariantToReduced("y", {}), "fs.InvariantToReduced",  # type: ignore[arg-type]
+         [("kind={}", *KIND)]),
+        (lambda: Cast("f32"), "fs.Cast",  # type: ignore[arg-type]
+         [("dtype='f32'", "a dtype is a torch.dtype", "fs.Cast(torch.float32), say")]),
+    ],
+)  # fmt: skip
+def test_arguments_of_steps(
+    make: Callable[[], object], where: str, problems: list[tuple[str, str, str]]
+) -> None:
+    lines = [f"  given: {given}\n  rule:  {rule}\n  fix:   {fix}" for given, rule, fix in problems]
+    with pytest.raises(ShardingError) as caught:
+        make()
+    assert str(caught.value) == where + "\n" + "\n\n".join(lines)
+
+
+def test_whole_numbers_of_any_kind_are_int() -> None:
+    one = torch.tensor([1, 3])
+    step = AllSlice("y", one[0], sizes=[*one])  # type: ignore[arg-type]
+    assert step == AllSlice("y", 1, (1, 3))
+    assert type(step.dim) is int
+    assert hash(step) == hash(AllSlice("y", 1, (1, 3)))
+
+
 @pytest.mark.parametrize(
     ("src", "step", "linear"),
     [

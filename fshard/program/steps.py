@@ -6,13 +6,13 @@ bytes `traffic`, to tensors the interpreter in `run/`. Names are Shardy's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from fshard.errors import fail
+from fshard.errors import Problem, fail, raise_if
+from fshard.layout import whole_numbers
 from fshard.mesh import Mesh, as_axes
 from fshard.partition import PartitionSpec
 from fshard.spec import DTYPE_NAMES
@@ -38,8 +38,31 @@ Sizes = tuple[int, ...] | None
 To = Literal["invariant", "reduced"]
 
 
-def _axes(step: object, axes: str | Sequence[str]) -> None:
-    object.__setattr__(step, "axes", as_axes(axes))
+def _canonical(step: Any, *dims: str) -> None:
+    """Axes as a tuple, dims and sizes as whole numbers; refuses what is nothing of the kind."""
+    set_, problems = object.__setattr__, []
+    set_(step, "axes", as_axes(step.axes))
+    for name in dims:
+        dim = getattr(step, name)
+        if type(dim) is not int:
+            numbers = whole_numbers((dim,))
+            set_(step, name, numbers and numbers[0])
+            if numbers is None:
+                problems.append(
+                    Problem(f"{name}={dim!r}", "a dim is a whole number", f"{name}=0, say")
+                )
+    sizes = getattr(step, "sizes", None)
+    if sizes is not None:
+        set_(step, "sizes", whole_numbers(sizes))
+        if step.sizes is None:
+            rule = "sizes are whole numbers, one per shard of the result"
+            problems.append(Problem(f"sizes={sizes!r}", rule, "sizes=(3, 5), say"))
+    kind = getattr(step, "kind", "sum")
+    if not isinstance(kind, str):
+        rule = "a reduction is one of sum, avg, max, min and product"
+        problems.append(Problem(f"kind={kind!r}", rule, "kind='sum', say"))
+    if problems:
+        raise_if(f"fs.{type(step).__name__}", problems)
 
 
 def _names(axes: tuple[str, ...]) -> str:
@@ -105,7 +128,7 @@ class AllGather:
     name: ClassVar[str] = "all_gather"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self, "dim")
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)}, dim {self.dim}){_to(self.to, self.kind)}"
@@ -125,7 +148,7 @@ class AllSlice:
     name: ClassVar[str] = "all_slice"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self, "dim")
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)}, dim {self.dim})"
@@ -141,7 +164,7 @@ class AllReduce:
     name: ClassVar[str] = "all_reduce"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self)
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)}){_to(self.to, self.kind)}"
@@ -157,7 +180,7 @@ class ReduceScatter:
     name: ClassVar[str] = "reduce_scatter"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self, "dim")
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)}, dim {self.dim})"
@@ -184,7 +207,7 @@ class AllToAll:
     name: ClassVar[str] = "all_to_all"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self, "src_dim", "dst_dim")
         also = tuple(self.also) if isinstance(self.also, list | tuple) else (self.also,)
         if not all(isinstance(each, AllToAll) and not each.also for each in also):
             fail("fs.AllToAll", f"also={self.also!r}", "also are all-to-alls without `also`",
@@ -303,7 +326,7 @@ class InvariantToReduced:
     name: ClassVar[str] = "invariant_to_reduced"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self)
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
@@ -317,7 +340,7 @@ class ReducedToInvariant:
     name: ClassVar[str] = "reduced_to_invariant"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self)
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)})"
@@ -336,7 +359,7 @@ class ReplicatedToUnreduced:
     name: ClassVar[str] = "replicated_to_unreduced"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self)
 
     def __str__(self) -> str:
         return f"{self.name}({_names(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
@@ -358,7 +381,7 @@ class ShardedToUnreduced:
     name: ClassVar[str] = "sharded_to_unreduced"
 
     def __post_init__(self) -> None:
-        _axes(self, self.axes)
+        _canonical(self, "dim")
         object.__setattr__(self, "by", as_axes(self.by))
 
     def __str__(self) -> str:
@@ -373,6 +396,11 @@ class Cast:
 
     dtype: torch.dtype
     name: ClassVar[str] = "cast"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            fail("fs.Cast", f"dtype={self.dtype!r}", "a dtype is a torch.dtype",
+                 "fs.Cast(torch.float32), say")  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.name}({DTYPE_NAMES.get(self.dtype, str(self.dtype))})"
