@@ -15,10 +15,13 @@ from fshard.errors import did_you_mean, fail
 from fshard.ops.call import Call
 from fshard.ops.rule import Rule, rule
 
-__all__ = ["Generator", "Row", "overloads", "register_rule", "row_of", "rows"]
+__all__ = [
+    "Generator", "Row", "decomposition_of", "functional_of", "overloads", "register_decomposition",
+    "register_rule", "row_of", "rows",
+]  # fmt: skip
 
 Generator = Callable[[Call], Rule | None]
-G = TypeVar("G", bound=Generator)
+G = TypeVar("G", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Row:
 
 
 _ROWS: dict[Any, Row] = {}
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _FAMILIES = (
     "pointwise", "matmul", "reductions", "scans", "views", "joining", "indexing", "embedding",
     "losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
@@ -39,7 +43,7 @@ _FAMILIES = (
 """The modules of this package that register rows, loaded when the first row is asked for."""
 
 
-def register_rule(*ops: Any, family: str = "user") -> Callable[[G | str | Rule], Any]:
+def register_rule(*ops: Any, family: str = "user") -> Callable[[Any], Any]:
     """Give operations a sharding rule: as decorator of a generator, or with a rule's text.
 
     An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
@@ -53,7 +57,7 @@ def register_rule(*ops: Any, family: str = "user") -> Callable[[G | str | Rule],
     bd,d->bd
     """
 
-    def keep(given: G | str | Rule) -> Any:
+    def keep(given: Any) -> Any:
         made = rule(given) if isinstance(given, str) else given
         generator: Generator = (lambda _, made=made: made) if isinstance(made, Rule) else made
         for op in ops:
@@ -63,6 +67,29 @@ def register_rule(*ops: Any, family: str = "user") -> Callable[[G | str | Rule],
         return given
 
     return keep
+
+
+def register_decomposition(*ops: Any) -> Callable[[G], G]:
+    """Say how operations can be done by others, for where their own rule would move operands.
+
+    The function takes the operation's arguments and computes the same of whole tensors, in
+    PyTorch's functions: a softmax by a maximum, a sum and a division, so that a dim that the
+    softmax needs whole stays cut. What it holds constant it detaches before it is computed.
+    """
+
+    def keep(given: G) -> G:
+        for op in ops:
+            for each in overloads(op):
+                _DECOMPOSITIONS[each] = given
+        return given
+
+    return keep
+
+
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """How an operation can be done by others, if somebody has said so."""
+    _load()
+    return _DECOMPOSITIONS.get(op)
 
 
 def rows() -> dict[Any, Row]:
