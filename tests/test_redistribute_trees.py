@@ -809,16 +809,21 @@ def test_leaves_that_cannot_be_planned_are_all_named() -> None:
         fs.redistribute, FEW, FEW | {"w": None},
     )  # fmt: skip
     refused(
-        message("fs.redistribute", "bucket_bytes=0", "a bucket has at least 1 byte, or no bound",
-                "bucket_bytes=2**23, or None"),
-        fs.redistribute, FEW, FEW, bucket_bytes=0,
-    )  # fmt: skip
-    refused(
         message("fs.Batch", "programs['w'] is a Spec",
                 "the leaves of the tree are Programs, or None",
                 "fs.redistribute(tree_of_specs, tree_of_specs) plans them"),
         Batch, FEW | {"b": None},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [0, -1, 64.0, "64", True])
+def test_a_bucket_has_bytes(given: object) -> None:
+    """Also where there is one leaf, whose program has no buckets."""
+    text = message("fs.redistribute", f"bucket_bytes={given!r}",
+                   "a bucket has at least 1 byte, or no bound",
+                   "bucket_bytes=2**23, or None")  # fmt: skip
+    for tree in (FEW, FEW["w"]):
+        refused(text, fs.redistribute, tree, tree, bucket_bytes=given)
 
 
 def test_locals_that_do_not_fit_are_all_named() -> None:

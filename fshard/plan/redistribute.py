@@ -11,7 +11,7 @@ import torch
 from fshard.errors import Problem, fail, raise_if
 from fshard.layout import state_problems
 from fshard.partition import PartitionSpec
-from fshard.plan.batch import BUCKET, Batch
+from fshard.plan.batch import BUCKET, Batch, bucket_problems
 from fshard.plan.meshes import plan_between
 from fshard.plan.together import plan_batch
 from fshard.program.casts import holds
@@ -118,6 +118,7 @@ def redistribute(
         forward_dtype,
         backward_dtype,
     )
+    raise_if("fs.redistribute", bucket_problems(bucket_bytes))
     known = NODE if cost is None else cost
     if isinstance(src, Spec) and isinstance(dst, Spec):
         return _plan(src, dst, known, *options)

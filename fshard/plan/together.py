@@ -8,7 +8,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from fshard.errors import raise_if
-from fshard.plan.batch import Batch, batch_of, bucket_problems, of_leaves
+from fshard.plan.batch import Batch, batch_of, of_leaves
 from fshard.plan.rounds import Leaves, kinds, ranks_of, row_of
 from fshard.program.loads import load
 from fshard.program.program import Program, endpoint_problems
@@ -47,7 +47,6 @@ def plan_batch(
     Raises `ShardingError` where the trees are of different structures, and all that `plan`
     raises, with the path of the leaf.
     """
-    raise_if("fs.redistribute", bucket_problems(bucket_bytes))
     sources, structure = flatten(src)
     targets = matching(src, dst, ("src", "dst"), "fs.redistribute")
     values = all(each is None or isinstance(each, Spec) for each in (*sources, *targets))
