@@ -163,7 +163,9 @@ TOPOLOGIES = st.builds(
     inner=LINKS,
     outer=LINKS,
     node_size=st.none() | st.integers(1, 100),
-    links=st.dictionaries(st.sampled_from("xyz"), LINKS).map(lambda d: tuple(d.items())),
+    links=st.dictionaries(st.sampled_from(["x", "y", "inner"]), LINKS).map(
+        lambda d: tuple(d.items())
+    ),
     launch=NUMBERS,
     memory=NUMBERS,
     message=NUMBERS,
@@ -181,18 +183,25 @@ def test_a_file_gives_the_same_topology(
     assert Topology.load(str(path)) == topology
 
 
+KEYS = "the keys are inner, launch, links, memory, message, name, node_size, outer"
+LINK = "a link is a latency and a bandwidth"
+
+
 @pytest.mark.parametrize(
     ("change", "given", "rule"),
     [
-        ({"memory": None}, "the keys inner, launch, links, message, name, node_size, outer",
-         "the keys are inner, launch, links, memory, message, name, node_size, outer"),
-        ({"speed": 3},
-         "the keys inner, launch, links, memory, message, name, node_size, outer, speed",
-         "the keys are inner, launch, links, memory, message, name, node_size, outer"),
-        ({"inner": 3}, "inner 3", "a link is a latency and a bandwidth"),
-        ({"outer": {"latency": 1}}, "outer {'latency': 1}", "a link is a latency and a bandwidth"),
-        ({"links": [1]}, "links [1]", "a link is a latency and a bandwidth"),
-        ({"links": {"x": 1}}, "x 1", "a link is a latency and a bandwidth"),
+        ({"memory": None}, "without memory", KEYS),
+        ({"speed": 3}, "with speed", KEYS),
+        ({"speed": 3, "memory": None}, "without memory and with speed", KEYS),
+        ({"inner": 3}, "with inner 3", LINK),
+        ({"outer": {"latency": 1}}, "with outer {'latency': 1}", LINK),
+        ({"links": [1]}, "with links [1]", LINK),
+        ({"links": {"x": 1}}, "with x 1", LINK),
+        ({"name": None}, "with name=None", "a name is a text"),
+        ({"node_size": True}, "with node_size=True", "a node has at least 1 device"),
+        ({"launch": "6e-6"}, "with launch='6e-6'", "launches and messages take at least 0 seconds"),
+        ({"links": {"x": {"latency": "fast", "bandwidth": 1}}},
+         "with x Link(latency='fast', bandwidth=1)", "latency is at least 0, bandwidth above 0"),
     ],
 )  # fmt: skip
 def test_a_file_of_other_keys(
@@ -207,7 +216,7 @@ def test_a_file_of_other_keys(
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
     assert str(caught.value) == helpers.message(
-        "fs.Topology.load", f"{str(path)!r} with {given}", rule,
+        "fs.Topology.load", f"{str(path)!r} {given}", rule,
         "write it anew with topology.save(path)")  # fmt: skip
 
 
@@ -236,7 +245,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     assert str(caught.value) == helpers.message(
         "fs.Topology.load", f"{str(path)!r}: No such file or directory", "the file can be read",
         "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
-    for text in ("", "{", "\x00\xff"):
+    for text in ("", "{", "\x00\xff", "[" * 100_000):
         path.write_text(text)
         with pytest.raises(ShardingError) as caught:
             Topology.load(path)
@@ -244,6 +253,35 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
             "fs.Topology.load", f"{str(path)!r}",
             "the file holds JSON, as Topology.save writes it",
             "write it anew with topology.save(path)")  # fmt: skip
+    path.write_text("{}")
+    with pytest.raises(ShardingError) as caught:
+        Topology.load(path)
+    assert str(caught.value) == helpers.message(
+        "fs.Topology.load", f"{str(path)!r} without {KEYS.removeprefix('the keys are ')}", KEYS,
+        "write it anew with topology.save(path)")  # fmt: skip
     path.write_text("[1]")
     with pytest.raises(ShardingError, match="with no mapping"):
         Topology.load(path)
+
+
+def test_everything_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "wires.json"
+    Topology.cluster().save(path)
+    wrong = {"links": {"x": 1}, "inner": 2, "memory": -1, "name": 3}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    with pytest.raises(ShardingError) as caught:
+        Topology.load(path)
+    given = [problem.given for problem in caught.value.problems]
+    assert given == [
+        f"{str(path)!r} with {each}" for each in ("x 1", "inner 2", "name=3", "memory=-1")
+    ]
+
+
+@pytest.mark.parametrize("path", [3, None, b"wires.json"])
+@pytest.mark.parametrize("name", ["load", "save"])
+def test_a_path_that_is_none(name: str, path: object) -> None:
+    with pytest.raises(ShardingError) as caught:
+        getattr(Topology.cluster(), name)(path)
+    assert str(caught.value) == helpers.message(
+        f"fs.Topology.{name}", f"path {path!r}", "a path is a text or a Path",
+        "'topology.json', say")  # fmt: skip

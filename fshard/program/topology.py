@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fshard.errors import Problem, fail, raise_if
+from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Axes, Mesh, as_axes
 from fshard.units import rate_text, time_text
 
@@ -99,7 +99,8 @@ class Topology:
         ]
         if not isinstance(self.name, str):
             problems.append(Problem(f"name={self.name!r}", "a name is a text", "name='ours', say"))
-        if size is not None and (not isinstance(size, int) or size < 1):
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (whole and size >= 1):
             problems.append(
                 Problem(
                     f"node_size={size!r}",
@@ -252,7 +253,7 @@ class Topology:
         text = json.dumps(
             {**asdict(self), "links": {a: asdict(k) for a, k in self.links}}, indent=2
         )
-        Path(path).write_text(text + "\n")
+        Path(_path("fs.Topology.save", path)).write_text(text + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -267,19 +268,23 @@ class Topology:
         True
         """
         where = "fs.Topology.load"
+        file = repr(os.fspath(_path(where, path)))
         try:
             read = json.loads(Path(path).read_text())
         except OSError as error:
-            fail(where, f"{os.fspath(path)!r}: {error.strerror}", "the file can be read",
+            fail(where, f"{file}: {error.strerror}", "the file can be read",
                  "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
-        except ValueError:
-            fail(where, f"{os.fspath(path)!r}", "the file holds JSON, as Topology.save writes it",
-                 "write it anew with topology.save(path)")  # fmt: skip
-        raise_if(where, problems := _problems_of(read, os.fspath(path)))
-        assert not problems
-        links = {axis: Link(**each) for axis, each in read["links"].items()}
-        inner, outer = Link(**read["inner"]), Link(**read["outer"])
-        return Topology(**{**read, "inner": inner, "outer": outer, "links": tuple(links.items())})
+        except (ValueError, RecursionError):
+            fail(where, file, "the file holds JSON, as Topology.save writes it", ANEW)
+        raise_if(where, problems := _key_problems(read, file))
+        own = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
+        links = tuple(_links_of(own, file, problems).items())
+        ends = dict.fromkeys(ENDS, NVLINK)
+        ends |= _links_of({name: read[name] for name in ENDS}, file, problems)
+        made = _read(f"{file} with", lambda: Topology(**{**read, **ends, "links": links}), problems)
+        raise_if(where, problems)
+        assert made is not None
+        return made
 
 
 def _machine(name: str, size: int, *, nvlink: float, network: float, memory: float) -> Topology:
@@ -294,20 +299,48 @@ def _machine(name: str, size: int, *, nvlink: float, network: float, memory: flo
     )
 
 
-def _problems_of(read: Any, path: str) -> list[Problem]:
-    """What is wrong with the keys of a file; what its numbers may be the values check."""
-    fix = "write it anew with topology.save(path)"
+T = TypeVar("T")
+ENDS = ("inner", "outer")
+ANEW = "write it anew with topology.save(path)"
+
+
+def _path(where: str, path: object) -> str | os.PathLike[str]:
+    if not isinstance(path, str | os.PathLike):
+        fail(where, f"path {path!r}", "a path is a text or a Path", "'topology.json', say")
+    return path
+
+
+def _key_problems(read: Any, file: str) -> list[Problem]:
+    """What is missing in a file, and what has no business there."""
     names = {each.name for each in fields(Topology)}
-    if not isinstance(read, dict) or set(read) != names:
-        has = f"the keys {', '.join(sorted(read))}" if isinstance(read, dict) else "no mapping"
-        return [Problem(f"{path!r} with {has}", f"the keys are {', '.join(sorted(names))}", fix)]
-    links = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
+    rule = f"the keys are {', '.join(sorted(names))}"
+    if not isinstance(read, dict):
+        return [Problem(f"{file} with no mapping", rule, ANEW)]
+    odd = ("without", names - {*read}), ("with", {*read} - names)
+    given = " and ".join(f"{word} {', '.join(sorted(keys))}" for word, keys in odd if keys)
+    return [Problem(f"{file} {given}", rule, ANEW)] if given else []
+
+
+def _links_of(read: dict[str, Any], file: str, problems: list[Problem]) -> dict[str, Link]:
+    """Those of the links of a file that are some; adds to `problems`."""
     keys = {each.name for each in fields(Link)}
-    return [
-        Problem(f"{path!r} with {name} {link!r}", "a link is a latency and a bandwidth", fix)
-        for name, link in {"inner": read["inner"], "outer": read["outer"], **links}.items()
-        if not isinstance(link, dict) or set(link) != keys
-    ]
+    links = {}
+    for name, each in read.items():
+        if not isinstance(each, dict) or set(each) != keys:
+            rule = "a link is a latency and a bandwidth"
+            problems.append(Problem(f"{file} with {name} {each!r}", rule, ANEW))
+        elif (link := _read(f"{file} with {name}", partial(Link, **each), problems)) is not None:
+            links[name] = link
+    return links
+
+
+def _read(what: str, make: Callable[[], T], problems: list[Problem]) -> T | None:
+    """What is made of a part of a file, if it can be; else adds to `problems` of the file."""
+    try:
+        return make()
+    except ShardingError as error:
+        problems += [Problem(f"{what} {p.given}", p.rule, ANEW) for p in error.problems]
+    return None
 
 
 @lru_cache(maxsize=4096)
