@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.ops.local import run_local
-from fshard.ops.propagate import propagate
+from fshard.ops.propagate import local_strategy_for, strategy_for
 from fshard.ops.strategy import Strategy
 from fshard.partition import PartitionSpec
 from fshard.program.topology import Topology
@@ -54,9 +54,9 @@ def apply(
     left = iter(pairs)
     specs = [_map(each, lambda _: next(left)[1]) for each in args]
     named = {key: _map(each, lambda _: next(left)[1]) for key, each in kwargs.items()}
-    strategy = propagate(op, *specs, cost=cost, grad=grad, **named)
+    strategy = strategy_for(op, specs, named, cost, grad)
     if mode == "explicit" and not strategy.is_local:
-        strategy = _without_sending(strategy)
+        strategy = local_strategy_for(op, specs, named, cost, grad) or _all_send(strategy)
     locals_ = [
         local if prog.src == prog.dst else prog(local)
         for (local, _), prog in zip(pairs, strategy.programs, strict=True)
@@ -108,11 +108,7 @@ def _wants_grad(local: Any) -> bool:
     return any(shard.requires_grad for shard in shards)
 
 
-def _without_sending(best: Strategy) -> Strategy:
-    """The best way that sends nothing; raises `ShardingError` with the choices if none is."""
-    for each in best.alternatives:
-        if each.is_local:
-            return each
+def _all_send(best: Strategy) -> NoReturn:
     choices = "\n".join(f"    {each.summary}" for each in (best, *best.alternatives))
     fail(f"fs.apply({best.op})", ", ".join(map(str, best.sources)),
          f"every way to run it needs communication:\n{choices}",

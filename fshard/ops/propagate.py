@@ -6,8 +6,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -25,7 +25,7 @@ from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 
-__all__ = ["call_of", "overload_of", "propagate"]
+__all__ = ["call_of", "local_strategy_for", "overload_of", "propagate", "strategy_for"]
 
 LOOKED_AT, KEPT, ROLES = 8, 6, 3
 """Combinations of roles that are laid out, alternatives that are kept, roles of an axis tried."""
@@ -59,18 +59,44 @@ def propagate(
     >>> propagate(torch.matmul, x, w).out_specs
     (f32[8@dp,4]{unreduced: tp},)
     """
-    key = (op, _frozen(args), _frozen(kwargs), cost, grad)
+    return strategy_for(op, args, kwargs, cost, grad)
+
+
+def strategy_for(
+    op: Any, args: Any, kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
+) -> Strategy:
+    """`propagate` with the arguments of the call in two places of their own."""
+    return _strategy(op, args, kwargs, cost, grad, False) or _no_way(op)
+
+
+def local_strategy_for(
+    op: Any, args: Any, kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
+) -> Strategy | None:
+    """The best strategy that sends nothing; None if there is none."""
+    return _strategy(op, args, kwargs, cost, grad, True)
+
+
+def _strategy(
+    op: Any, args: Any, kwargs: Any, cost: Topology | None, grad: bool, local: bool
+) -> Strategy | None:
+    key = (op, _frozen(tuple(args)), _frozen(kwargs), cost, grad, local)
     try:
-        return _propagate(*key)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return _compute(op, args, kwargs, cost, grad)
+        hash(key)
+    except TypeError:
+        return _compute(op, args, kwargs, cost, grad, local)
+    return _cached(*key)
 
 
 @lru_cache(maxsize=16384)
-def _propagate(op: Any, args: Any, kwargs: Any, cost: Topology | None, grad: bool) -> Strategy:
-    return _compute(op, tuple(map(_thawed, args)), {k: _thawed(v) for k, v in kwargs}, cost, grad)
+def _cached(
+    op: Any, args: Any, kwargs: Any, cost: Topology | None, grad: bool, local: bool
+) -> Strategy | None:
+    named = {key: _thawed(each) for key, each in kwargs}
+    return _compute(op, tuple(map(_thawed, args)), named, cost, grad, local)
+
+
+def _no_way(op: Any) -> NoReturn:
+    raise AssertionError(f"{op}: all operands whole is always a way")
 
 
 class _List(tuple[Any, ...]):
@@ -121,8 +147,13 @@ def _thawed(value: Any) -> Any:
 
 
 def _compute(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
-) -> Strategy:
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    cost: Topology | None,
+    grad: bool,
+    local: bool,
+) -> Strategy | None:
     topology = as_topology("fs.propagate", cost)
     specs = [spec for each in (*args, *kwargs.values()) for spec in specs_in(each)]
     if not specs:
@@ -133,7 +164,7 @@ def _compute(
     metas = tuple(map_tensors(each, Spec, as_meta) for each in args)
     named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
-    return choose(call, tree, rule_of(call), specs, topology, grad=grad)
+    return choose(call, tree, rule_of(call), specs, topology, grad=grad, local=local)
 
 
 def specs_in(value: Any) -> list[Spec]:
@@ -241,20 +272,28 @@ def choose(
     topology: Topology,
     *,
     grad: bool,
-) -> Strategy:
-    """The best strategy of a call whose operands lie as `specs`, with alternatives."""
+    local: bool = False,
+) -> Strategy | None:
+    """The best strategy of a call whose operands lie as `specs`, with alternatives.
+
+    With `local` the best that sends nothing; None if there is none.
+    """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
-    axes = _axes(call, rule, specs, topology, lengths, grad)
+    axes = _axes(call, rule, specs, topology, lengths, grad, local)
     found: list[Strategy] = []
     for picked in _best_first(axes):
         chosen = {axis.name: role for axis, (_, role, _) in zip(axes, picked, strict=True)}
         laid = lay(call, rule, mesh, chosen, specs, lengths)
         if laid is None:
             continue
-        time, sends = _joint(mesh, topology, picked, specs, *laid)
+        time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
+        if local and sends:
+            continue
         found.append(Strategy(call.op, rule, call, tuple(chosen.items()), tuple(specs), *laid,
                               tree, time, sends, topology))  # fmt: skip
+    if not found:
+        return None
     found.sort(key=lambda each: each.time)
     return replace(found[0], alternatives=tuple(found[1:KEPT]))
 
@@ -266,10 +305,11 @@ def _axes(
     topology: Topology,
     lengths: Mapping[str, int],
     grad: bool,
+    local: bool,
 ) -> list[_Axis]:
     mesh = specs[0].mesh
     states = [states_of(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
-    local = [max_local_nbytes(spec) for spec in specs]
+    held = [max_local_nbytes(spec) for spec in specs]
     total = compute_time(topology, rule, call, lengths)
     roles = roles_of(rule, call, grad=grad)
     axes = []
@@ -282,14 +322,17 @@ def _axes(
                 continue
             ways = [
                 moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
-                for src, dst, size, meta in zip(here, role.operands, local, call.operands, strict=True)
+                for src, dst, size, meta in zip(here, role.operands, held, call.operands, strict=True)
             ]  # fmt: skip
+            if local and any(way.sends for way in ways):
+                continue
             # Of results the least: all other axes may cut them.
             later = sum(
-                leftover(topology, link, n, state, nbytes(meta) * n // mesh.size)
+                leftover(topology, link, n, state, nbytes(meta) * n // mesh.size,
+                         meta.dtype.itemsize, made=role.factor is not None)
                 for meta, state in zip(call.results, role.results, strict=True)
                 if meta is not None and state is not None
-            )
+            )  # fmt: skip
             work = total * n / mesh.size / (n if role.factor else 1)
             time = sum(way.time for way in ways) + later + work
             back = sum(way.back for way in ways)
@@ -329,6 +372,7 @@ def _best_first(axes: Sequence[_Axis]) -> list[tuple[Any, ...]]:
 def _joint(
     mesh: Mesh,
     topology: Topology,
+    chosen: Mapping[str, Role],
     picked: Sequence[tuple[tuple[float, float, int], Role, bool]],
     specs: Sequence[Spec],
     asked: Sequence[Spec],
@@ -344,11 +388,12 @@ def _joint(
     for spec in made:
         if spec is None or not spec.partition.unreduced_kinds:
             continue
-        local, least = max_local_nbytes(spec), spec.nbytes // mesh.size
+        whole, least = max_local_nbytes(spec), spec.nbytes // mesh.size
         for axis, kind in spec.partition.unreduced_kinds:
             n, link, state = mesh.shape[axis], topology.link(mesh, axis), State("unreduced", kind=kind)
-            time += leftover(topology, link, n, state, local)
-            time -= leftover(topology, link, n, state, least * n)
+            weigh = partial(leftover, topology, link, n, state, item=spec.dtype.itemsize,
+                            made=chosen[axis].factor is not None)  # fmt: skip
+            time += weigh(local=whole) - weigh(local=least * n)
     for src, dst in zip(specs, asked, strict=True):
         if any(_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True

@@ -66,11 +66,19 @@ def moving(
     return Weight(0.0, False, back())
 
 
-def leftover(topology: Topology, link: Link, n: int, state: State, local: int) -> float:
-    """The least that it takes later to reduce a result that stays unreduced: a reduce-scatter."""
+def leftover(
+    topology: Topology, link: Link, n: int, state: State, local: int, item: int, *, made: bool
+) -> float:
+    """What it takes later to reduce a result that stays unreduced.
+
+    One that a cut factor has `made` so takes a reduce-scatter at the least, and would take as
+    much had another factor been cut; one that was unreduced before could be reduced now, and is
+    weighed as that.
+    """
     if state.word != "unreduced" or n == 1:
         return 0.0
-    return seconds(topology, link, swapped(n, local), local)
+    moved = swapped(n, local) if made else all_reduced(n, local, item)
+    return seconds(topology, link, moved, local)
 
 
 FLOPS = 400e12
