@@ -205,6 +205,55 @@ def test_any_two_meshes(data: st.DataObject) -> None:
     assert log.backward.counts.total() <= len(batch.T.launches)
 
 
+def test_an_uneven_all_to_all_goes_with_an_exchange_between_meshes() -> None:
+    """Over the same ranks, in any order; where only some ranks have both, they do not."""
+    four, two, back = Mesh(x=4), Mesh(y=2), Mesh({"x": 4}, devices=(3, 1, 0, 2))
+    halves = Mesh(x=2, z=2)
+    uneven = {0: (1, 2, 3, 4)}
+
+    def swapped(mesh: Mesh, axes: Any) -> Program:
+        sizes = uneven if mesh.axis_size(axes) == 4 else {0: (4, 6)}
+        src = Spec(mesh, P(axes), shape=(10, 8), sizes=sizes)
+        return Program(src, (fs.AllToAll(axes, 0, 1),))
+
+    def between(one: Mesh, other: Mesh) -> Program:
+        ends = (Spec(mesh, P(mesh.axes), shape=(8,)) for mesh in (one, other))
+        return fs.redistribute(*ends)
+
+    rows = [
+        ([swapped(four, "x"), between(four, two)], 1),
+        ([between(two, back), swapped(four, "x"), swapped(back, "x")], 1),
+        ([swapped(halves, ("x", "z")), between(four, two)], 1),
+        ([between(Mesh(y=1), two), swapped(halves, "z")], 2),
+        ([between(four, two), swapped(halves, "z")], 2),
+    ]
+    for programs, launches in rows:
+        batch = Batch(programs)
+        xs = [random_locals(spec, seed) for seed, spec in enumerate(batch.src)]
+        with fs.comm_log() as log:
+            ys = batch(xs)
+        check_equal(ys, [prog(x) for prog, x in zip(programs, xs, strict=True)])
+        assert log.counts.total() == len(batch.launches) == launches
+    assert batch.launches[0].where() == "from Mesh(x=4) to Mesh(y=2)"
+    assert Batch(rows[1][0]).launches[0].where() == "between several meshes"
+    assert Batch(rows[0][0]).launches[0].where() == "between several meshes"
+
+
+def test_shards_that_are_even_in_some_groups_go_with_others() -> None:
+    mesh = Mesh(x=2, y=2)
+    specs = [
+        Spec(mesh, P(("x", "y")), shape=(7,), sizes={0: sizes})
+        for sizes in ((1, 1, 2, 3), (2, 3, 1, 1))
+    ]
+    batch = Batch([Program(spec, (fs.AllGather("y", 0),)) for spec in specs])
+    xs = [random_locals(spec, seed) for seed, spec in enumerate(specs)]
+    with fs.comm_log() as log:
+        ys = batch(xs)
+    for spec, x, y in zip(batch.dst, xs, ys, strict=True):
+        assert torch.equal(global_of(spec, y), torch.cat(x))
+    assert log.counts.total() == len(batch.launches) == 1
+
+
 # -- what it is for ----------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
 from fshard.spec import Spec
 
 __all__ = [
-    "Launch", "Leaves", "Row", "Steps", "buckets", "kinds", "launches", "ranks_of", "rounds",
-    "row_of",
+    "Launch", "Leaves", "Row", "Steps", "buckets", "is_even", "kinds", "launches", "ranks_of",
+    "rounds", "row_of", "together",
 ]  # fmt: skip
 
 Leaves = tuple[Program | None, ...]
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
     def where(self, *, named: bool = False) -> str:
         """Among whom, in words; with the mesh where there are others to tell it `named` from."""
         (src, dst), *more = self.ends
-        if src != dst:
+        if any(a != b for a, b in self.ends):
             return "between several meshes" if more else f"from {src} to {dst}"
         return f"over {', '.join(self.axes)}{f' of {src}' if named else ''}"
 
@@ -79,21 +79,22 @@ def _kind(step: Step, src: Spec, dst: Spec) -> Kind:
     reduction = ""
     axes = step_axes(step, src, dst)
     match step:
-        case AllGather(all_axes, dim) if _is_even(src, dim, src.mesh.axis_size(all_axes)):
+        case AllGather(all_axes, dim) if is_even(src, dim, src.mesh.axis_size(all_axes)):
             op = "all_gather"
         case AllReduce():
             op, (reduction, _) = "all_reduce", reduction_of(step, src)
-        case ReduceScatter(all_axes, dim) if _is_even(dst, dim, src.mesh.axis_size(all_axes)):
+        case ReduceScatter(all_axes, dim) if is_even(dst, dim, src.mesh.axis_size(all_axes)):
             op, (reduction, _) = "reduce_scatter", reduction_of(step, src)
         case _:
             # Pieces go from rank to rank: the order of a group's ranks does not matter.
             op, axes = "all_to_all", tuple(sorted(axes, key=src.mesh.axes.index))
-    same = src.mesh == dst.mesh
+    one = op == "all_to_all" and src.mesh.axis_size(axes) == src.mesh.size  # group, in any order
+    same = src.mesh == dst.mesh and not one
     among = _among(src.mesh, axes) if same else _between(src.mesh, dst.mesh)
     return Kind(op, among, reduction, src.dtype)
 
 
-def _is_even(spec: Spec, dim: int, n: int) -> bool:
+def is_even(spec: Spec, dim: int, n: int) -> bool:
     """Whether the shards of a dim are of one size in every group of `n`, those of minor axes."""
     sizes = spec.sizes[dim] or ()
     return all(len({*sizes[at : at + n]}) == 1 for at in range(0, len(sizes), n))
@@ -118,7 +119,10 @@ def _among(mesh: Mesh, axes: tuple[str, ...]) -> Hashable:
 
 @lru_cache(maxsize=256)
 def _between(src: Mesh, dst: Mesh) -> Hashable:
-    return tuple(sorted({*src.ranks, *dst.ranks}))
+    """All ranks of both, in one value however many they are in a row."""
+    ranks = sorted({*src.ranks, *dst.ranks})
+    row = range(ranks[0], ranks[-1] + 1) if ranks else range(0)
+    return row if len(row) == len(ranks) else tuple(ranks)
 
 
 @lru_cache(maxsize=256)
@@ -227,30 +231,38 @@ def rounds(leaves: Leaves, bucket: tuple[int, ...]) -> tuple[Steps, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1024)
+def together(leaves: Leaves, going: Steps) -> tuple[Steps, ...]:
+    """The collectives of a round, those that go out as one side by side."""
+    by_kind: dict[Kind, list[tuple[int, int]]] = {}
+    for at, place in going:
+        by_kind.setdefault(dict(kinds(leaves[at]))[place], []).append((at, place))
+    return tuple(map(tuple, by_kind.values()))
+
+
 @lru_cache(maxsize=256)
 def launches(leaves: Leaves, limit: int | None) -> tuple[Launch, ...]:
     """Everything that is launched, in order."""
-    found: list[Launch] = []
-    for bucket in buckets(leaves, limit):
-        for going in rounds(leaves, bucket):
-            by_kind: dict[Kind, list[tuple[int, int]]] = {}
-            for at, place in going:
-                by_kind.setdefault(dict(kinds(leaves[at]))[place], []).append((at, place))
-            found += [_launch(leaves, kind, steps) for kind, steps in by_kind.items()]
-    return tuple(found)
+    return tuple(
+        _launch(leaves, steps)
+        for bucket in buckets(leaves, limit)
+        for going in rounds(leaves, bucket)
+        for steps in together(leaves, going)
+    )
 
 
-def _launch(leaves: Leaves, kind: Kind, steps: Sequence[tuple[int, int]]) -> Launch:
+def _launch(leaves: Leaves, steps: Steps) -> Launch:
     """The launch of several steps; its axes are those of the first."""
+    op = dict(kinds(leaves[steps[0][0]]))[steps[0][1]].op
     rows = [row_of(leaves, *each) for each in steps]
     names = {step.name for step, _, _ in rows}
     ends = dict.fromkeys((before.mesh, after.mesh) for _, before, after in rows)
     return Launch(
-        kind.op,
-        names.pop() if len(names) == 1 else kind.op,
+        op,
+        names.pop() if len(names) == 1 else op,
         step_axes(*rows[0]),
         tuple(ends),
-        tuple(steps),
+        steps,
     )
 
 

@@ -1,8 +1,8 @@
 """Several programs on one rank: collectives of one kind in one launch, round by round, in buckets.
 
 Every rank finds the same buckets and rounds from the specs. Which wires of a round agree is seen
-alike by all ranks of a group, and launches are in the order of their first leaves: so ranks that
-are in several groups never wait for each other in a ring.
+alike by all ranks of a group, and launches are in one order, that of `together` and then of their
+first leaves: so ranks that are in several groups never wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from fshard.mesh import Mesh
-from fshard.plan.rounds import Steps, buckets, rounds
+from fshard.plan.rounds import Steps, buckets, rounds, together
 from fshard.program.program import Program
 from fshard.run.interpreter import stages
 from fshard.run.transport import Group, Parts, Transport, notify
@@ -58,7 +58,11 @@ def _under_way(
     """The rounds of a bucket: it stops where one is launched, and `ys` are results at its end."""
     leaves = {at: _Leaf(progs[at], transport.rank) for at in bucket}
     for going in rounds(progs, bucket):
-        finishes = _launch_round(progs, going, leaves, transport, ys)
+        finishes = [
+            finish
+            for steps in together(progs, going)
+            for finish in _launch_steps(progs, steps, leaves, transport, ys)
+        ]
         yield
         while finishes:  # what one has moved is let go before the next one's comes
             finishes.pop(0)()
@@ -100,16 +104,19 @@ Member = tuple[int, str, Wire | None]
 """A leaf in a launch and its step's name; without a wire where only others' are for this rank."""
 
 
-def _launch_round(
+def _launch_steps(
     progs: tuple[Program, ...],
-    going: Steps,
+    steps: Steps,
     leaves: dict[int, _Leaf],
     transport: Transport,
     ys: Tensors,
 ) -> list[Callable[[], None]]:
-    """Launch the next collectives of leaves; the calls that wait and put results into `ys`."""
+    """Launch collectives of leaves that go out as one; the calls that wait and put results in `ys`.
+
+    Where this rank's leaves lie on several devices it is one launch for each.
+    """
     kinds: dict[Kind, list[Member]] = {}
-    for at, place in going:
+    for at, place in steps:
         prog = progs[at]
         ys[at] = leaves[at].run(ys[at], place)
         wire = leaves[at].wire()

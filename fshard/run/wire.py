@@ -16,6 +16,7 @@ import torch
 
 from fshard.mesh import Mesh
 from fshard.partition import PartitionSpec
+from fshard.plan.rounds import is_even
 from fshard.program.boxes import exchange_group, kept, moving_axes, receives, reduced_axes, sends
 from fshard.program.cost import share
 from fshard.program.infer import reduction_of
@@ -110,14 +111,14 @@ def wire_of(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) 
     match step:
         case AllGather(_, dim, to, kind):
             divisor = n if (to, kind) == ("reduced", "avg") else 1
-            if _alike(src, group, [dim]):
+            if is_even(src, dim, n):
                 return _gather(at, src, dim, divisor)
             return _all_to_all(at, src, dst, "", divisor)
         case AllReduce():
             return _reduce(at, src, *reduction_of(step, src))
         case ReduceScatter(_, dim):
             op, _ = reduction_of(step, src)
-            if _alike(dst, group, [dim]):
+            if is_even(dst, dim, n):
                 return _scatter(at, dst, dim, op)
             return _all_to_all(at, src, dst, *(("sum", n) if op == "avg" else (op, 1)))
         case AllToAll():
