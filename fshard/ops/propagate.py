@@ -19,7 +19,7 @@ from fshard.ops.registry import functional_of, row_of
 from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy, lay
-from fshard.ops.weigh import compute_time, leftover, moving, nbytes
+from fshard.ops.weigh import compute_time, leftover, moving, nbytes, undone
 from fshard.program.cost import max_local_nbytes
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
@@ -333,6 +333,8 @@ def _axes(
                 for meta, state in zip(call.results, role.results, strict=True)
                 if meta is not None and state is not None
             )  # fmt: skip
+            made = sum(nbytes(meta) * n // mesh.size for meta in call.results if meta is not None)
+            later += undone(topology, link, n, here, role, made)
             work = total * n / mesh.size / (n if role.factor else 1)
             time = sum(way.time for way in ways) + later + work
             back = sum(way.back for way in ways)

@@ -8,18 +8,18 @@ programs of what is chosen are planned once, and their cost is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 
 from fshard.ops.call import Call, Meta
-from fshard.ops.roles import State
+from fshard.ops.roles import Role, State
 from fshard.ops.rule import Rule
 from fshard.program.cost import Traffic, all_reduced, gathered, seconds, swapped
 from fshard.program.topology import Link, Topology
 
-__all__ = ["Weight", "compute_time", "leftover", "moving", "nbytes"]
+__all__ = ["Weight", "compute_time", "leftover", "moving", "nbytes", "undone"]
 
 
 class Weight(NamedTuple):
@@ -78,6 +78,24 @@ def leftover(
     if state.word != "unreduced" or n == 1:
         return 0.0
     moved = swapped(n, local) if made else all_reduced(n, local, item)
+    return seconds(topology, link, moved, local)
+
+
+def undone(
+    topology: Topology, link: Link, n: int, here: Sequence[State], role: Role, local: int
+) -> float:
+    """What it takes later to leave a cut that no operand had: it is paid for where it is made.
+
+    What was unreduced is gathered then, and what was cut elsewhere is cut there again: a
+    reduce-scatter is not taken for half of an all-reduce.
+    """
+    if role.factor is None or n == 1 or any(
+        src.word == "sharded" and src == dst
+        for src, dst in zip(here, role.operands, strict=True)
+    ):  # fmt: skip
+        return 0.0
+    unreduced = any(state.word == "unreduced" for state in here)
+    moved = gathered(n, local // n) if unreduced else swapped(n, local // n)
     return seconds(topology, link, moved, local)
 
 

@@ -1,0 +1,362 @@
+"""From a graph of operations to lines with layouts: what `partition` decides, in one pass.
+
+Operations come in order, each with the layouts that its operands have by then. A value keeps every
+layout that it was brought to, so nothing is moved there twice, and an operation chooses among them.
+Where an operation would have to move operands and can be done by others, both ways are laid out and
+the one that moves for less time is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fshard.errors import fail
+from fshard.mesh import Mesh
+from fshard.ops.call import Meta, map_tensors
+from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
+from fshard.ops.propagate import strategy_for
+from fshard.ops.registry import decomposition_of, functional_of, row_of
+from fshard.ops.strategy import Strategy
+from fshard.ops.trace import constraint_of, decompose, own_way
+from fshard.partition import PartitionSpec
+from fshard.plan.redistribute import redistribute
+from fshard.program.program import Program
+from fshard.program.topology import Topology
+from fshard.spec import Spec
+
+__all__ = ["Assigned", "Known", "assign"]
+
+MOST_CHOICES = 16
+"""So many combinations of the operands' layouts are tried for one operation."""
+NO_GRADIENT = {"detach", "detach_"}
+
+
+@dataclass(slots=True)
+class Known:
+    """A tensor while lines are made: its layouts, each with the number of the value in it."""
+
+    spec: Spec
+    grad: bool
+    versions: dict[Spec, int]
+
+
+@dataclass(slots=True)
+class Assigned:
+    """The lines of a function, the values that come in and go out, and the seconds of moving."""
+
+    lines: list[Line] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    time: float = 0.0
+    count: int = 0
+
+    def copy(self) -> Assigned:
+        """The same so far, to try a way and leave it."""
+        return Assigned(list(self.lines), self.inputs, self.time, self.count)
+
+
+def assign(
+    graph: fx.GraphModule,
+    inputs: Sequence[tuple[Spec, bool]],
+    topology: Topology,
+    *,
+    grad: bool,
+) -> tuple[Assigned, list[Any]]:
+    """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
+
+    An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
+    other values. Raises `ShardingError` for an operation that no rule and no other way is for.
+    """
+    made = Assigned()
+    known: list[Any] = []
+    for spec, wanted in inputs:
+        known.append(Known(spec, grad and wanted, {spec: made.count}))
+        made.inputs.append(made.count)
+        made.count += 1
+    walk = _Walk(made, inputs[0][0].mesh, topology, grad)
+    return made, walk.run(graph, known)
+
+
+class _Walk:
+    """The pass over a graph; `made` is what it has made so far."""
+
+    def __init__(self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool) -> None:
+        self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
+
+    def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        env: dict[fx.Node, Any] = {}
+        given = iter(inputs)
+        returned: list[Any] = []
+        for node in graph.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    env[node] = next(given)
+                case "get_attr":
+                    env[node] = self.constant(getattr(graph, node.target))
+                case "call_function":
+                    env[node] = self.call(node, env)
+                case "output":
+                    listed = node.args[0]
+                    listed = listed if isinstance(listed, list | tuple) else [listed]
+                    returned = [env[x] if isinstance(x, fx.Node) else x for x in listed]
+        return returned
+
+    def new(self) -> int:
+        self.made.count += 1
+        return self.made.count - 1
+
+    def constant(self, tensor: torch.Tensor) -> Known:
+        out = self.new()
+        self.made.lines.append(Constant(out, tensor))
+        return self.whole(tensor, out)
+
+    def whole(self, tensor: torch.Tensor, out: int) -> Known:
+        spec = Spec(self.mesh, PartitionSpec(), shape=tuple(tensor.shape), dtype=tensor.dtype)
+        return Known(spec, False, {spec: out})
+
+    def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        op = node.target
+        value = lambda each: env[each] if isinstance(each, fx.Node) else each  # noqa: E731
+        args = [map_tensors(each, fx.Node, value) for each in node.args]
+        kwargs = {key: map_tensors(each, fx.Node, value) for key, each in node.kwargs.items()}
+        name = getattr(op, "__name__", "")
+        if name == "getitem":
+            return args[0][args[1]]
+        if op is torch._C._set_grad_enabled:
+            self.grad_mode(args[0])
+            return None
+        functional = functional_of(op)
+        if functional is not op:
+            return self.written(node, op, functional, args, kwargs, env)
+        _refuse_writes(op, node)
+        return self.operation(op, args, kwargs, node)
+
+    def grad_mode(self, enabled: bool) -> None:
+        self.grad = enabled
+        self.made.lines.append(GradMode(enabled))
+
+    def written(
+        self, node: fx.Node, op: Any, functional: Any, args: list[Any], kwargs: dict[str, Any],
+        env: dict[fx.Node, Any],
+    ) -> Any:  # fmt: skip
+        """An operation that writes an operand: from here on that is another value."""
+        outs = {each.name for each in op._schema.arguments if each.is_out}
+        read = {key: each for key, each in kwargs.items() if key not in outs}
+        targets = [
+            node.args[at] if at < len(node.args) else node.kwargs[each.name]
+            for at, each in enumerate(op._schema.arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+            and (at < len(node.args) or each.name in node.kwargs)
+        ]  # fmt: skip
+        made = self.operation(functional, args, read, node)
+        results = made if isinstance(made, list | tuple) else [made]
+        for target, result in zip(targets, results, strict=False):
+            if isinstance(target, fx.Node):
+                _refuse_views(target, node)
+                env[target] = result
+        return made
+
+    def operation(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
+    ) -> Any:
+        """One operation: by its rule, or by others; what it returns."""
+        known = [k for each in (*args, *kwargs.values()) for k in _known(each)]
+        if not known:
+            return self.from_nothing(op, args, kwargs, node)
+        if op is torch.ops.fshard.constrain.default:
+            return self.constrained(args[0], constraint_of(args[1]))
+        how = decomposition_of(op)
+        if row_of(op) is None:
+            if how is None and own_way(op) is None:
+                self.refuse(op, args, kwargs)
+            return self.by_others(op, how, args, kwargs)
+        chosen = self.choose(op, args, kwargs, known)
+        if how is None or not chosen.sends:
+            return self.emit(chosen, op, args, kwargs, known, node)
+        return self.cheaper(chosen, how, op, args, kwargs, known, node)
+
+    def refuse(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+        """Raise what `fs.propagate` says of an operation without a rule."""
+        specs = [map_tensors(each, Known, lambda k: k.spec) for each in args]
+        named = {key: map_tensors(each, Known, lambda k: k.spec) for key, each in kwargs.items()}
+        strategy_for(op, specs, named, self.topology, self.grad)
+        raise AssertionError(f"{op} has no row")
+
+    def from_nothing(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
+    ) -> Any:
+        """A tensor that every rank makes for itself, the same everywhere."""
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+            fail(f"fs.partition: {op}", f"{node.name} draws numbers",
+                 "a rank's generator is not the whole tensor's",
+                 "draw before, and give the function the tensor")  # fmt: skip
+        out, made = self.new(), node.meta.get("val")
+        self.made.lines.append(Whole(out, op, tuple(args), dict(kwargs), node.name))
+        if not isinstance(made, torch.Tensor):
+            fail(f"fs.partition: {op}", f"{node.name} returns {type(made).__name__}",
+                 "an operation without operands returns one tensor",
+                 "make it before, and give the function the tensors")  # fmt: skip
+        return self.whole(made, out)
+
+    def constrained(self, x: Known, partition: PartitionSpec) -> Known:
+        """The value as `fs.constrain` asks for it, which is its layout from there on."""
+        spec = x.spec.replace(partition=partition)
+        return Known(spec, x.grad, {spec: self.moved(x, spec)})
+
+    # -- by the rule -----------------------------------------------------------------------
+
+    def choose(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Known]
+    ) -> Strategy:
+        """The best strategy over the layouts that the operands have by now."""
+        grad = self.grad and any(k.grad for k in known)
+        listed = [list(k.versions) for k in known]
+        best: Strategy | None = None
+        for specs in itertools.islice(itertools.product(*listed), MOST_CHOICES):
+            left = iter(specs)
+            placed = [map_tensors(each, Known, lambda _: next(left)) for each in args]
+            named = {k: map_tensors(v, Known, lambda _: next(left)) for k, v in kwargs.items()}
+            found = strategy_for(op, placed, named, self.topology, grad)
+            if best is None or found.time < best.time:
+                best = found
+        assert best is not None
+        return best
+
+    def emit(
+        self, chosen: Strategy, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        known: Sequence[Known], node: fx.Node,
+    ) -> Any:  # fmt: skip
+        """The lines of an operation: programs for its operands, itself, its results apart."""
+        refs = [Ref(self.moved(k, s)) for k, s in zip(known, chosen.in_specs, strict=True)]
+        left = iter(refs)
+        placed = tuple(map_tensors(each, Known, lambda _: next(left)) for each in args)
+        named = {k: map_tensors(v, Known, lambda _: next(left)) for k, v in kwargs.items()}
+        out, single = self.new(), isinstance(chosen.tree, int) and type(chosen.tree) is int
+        self.made.lines.append(Operation(out, chosen, placed, named, single, node.name))
+        grad = self.grad and any(k.grad for k in known)
+        grad = grad and op._schema.name.partition("::")[2] not in NO_GRADIENT if hasattr(op, "_schema") else grad
+        results: list[Known | None] = []
+        for at, spec in enumerate(chosen.out_specs):
+            if spec is None:
+                results.append(None)
+                continue
+            value = out
+            if not single:
+                value = self.new()
+                self.made.lines.append(Pick(value, Ref(out), at))
+            inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
+            results.append(Known(spec, grad and inexact, {spec: value}))
+        return _as_tree(chosen.tree, results)
+
+    def moved(self, x: Known, spec: Spec) -> int:
+        """The value of `x` laid as `spec`; a program brings it there if it was not before."""
+        if spec in x.versions:
+            return x.versions[spec]
+        progs = [(redistribute(have, spec, cost=self.topology), at) for have, at in x.versions.items()]
+        prog, at = min(progs, key=lambda each: self.seconds(each[0], x.grad))
+        out = self.new()
+        self.made.lines.append(Move(out, Ref(at), prog))
+        self.made.time += self.seconds(prog, x.grad)
+        x.versions[spec] = out
+        return out
+
+    def seconds(self, prog: Program, grad: bool) -> float:
+        """A program's time, with that of the gradient's way back if it has one."""
+        time = prog.cost(self.topology).time
+        return time + prog.T.cost(self.topology).time if grad and prog.is_linear else time
+
+    # -- by others -------------------------------------------------------------------------
+
+    def by_others(self, op: Any, how: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The lines of an operation that is done by others."""
+        to_meta = lambda k: Meta(k.spec.shape, k.spec.dtype)  # noqa: E731
+        metas = [map_tensors(each, Known, to_meta) for each in args]
+        named = {key: map_tensors(each, Known, to_meta) for key, each in kwargs.items()}
+        graph = decompose(op, how, metas, named)
+        if graph is None:
+            self.refuse(op, args, kwargs)
+        grad = self.grad
+        made = self.run(graph, [k for each in (*args, *kwargs.values()) for k in _known(each)])
+        if self.grad != grad:
+            self.grad_mode(grad)
+        returns = op._schema.returns
+        many = len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
+        return made if many else made[0]
+
+    def cheaper(
+        self, chosen: Strategy, how: Any, op: Any, args: Sequence[Any],
+        kwargs: Mapping[str, Any], known: Sequence[Known], node: fx.Node,
+    ) -> Any:  # fmt: skip
+        """The operation by its rule or by others, whichever moves for less time."""
+        before, versions = self.made, [dict(k.versions) for k in known]
+        grad = self.grad
+        self.made = before.copy()
+        direct = self.emit(chosen, op, args, kwargs, known, node)
+        first, after = self.made, [dict(k.versions) for k in known]
+        for k, old in zip(known, versions, strict=True):
+            k.versions = dict(old)
+        self.made, self.grad = before.copy(), grad
+        others = self.by_others(op, how, args, kwargs)
+        if first.time <= self.made.time:
+            self.made = first
+            for k, new in zip(known, after, strict=True):
+                k.versions = new
+            others = direct
+        before.lines, before.time, before.count = self.made.lines, self.made.time, self.made.count
+        self.made = before
+        return others
+
+
+def _known(value: Any) -> list[Known]:
+    if isinstance(value, Known):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [k for each in value for k in _known(each)]
+    return []
+
+
+def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
+    if type(tree) is int:
+        return results[tree]
+    if isinstance(tree, list | tuple):
+        return [_as_tree(each, results) for each in tree]
+    return tree
+
+
+def _refuse_writes(op: Any, node: fx.Node) -> None:
+    schema = getattr(op, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        fail(f"fs.partition: {op}", f"{node.name} writes an operand",
+             "PyTorch has no form of it that only returns",
+             "write it with functions that return new tensors")  # fmt: skip
+
+
+def _refuse_views(target: fx.Node, node: fx.Node) -> None:
+    """Raise `ShardingError` where a write is seen through other tensors than the one written."""
+    if target.op == "placeholder":
+        fail("fs.partition", f"{node.name} writes the argument {target.name}",
+             "a partitioned function writes nothing that it was given",
+             "write a clone(), or return the new value")  # fmt: skip
+    views = [each for each in (target, *_later(target, node)) if _is_view(each)]
+    if views:
+        fail("fs.partition", f"{node.name} writes {target.name}, and {views[0].name} is a view",
+             "what is written in place shares memory with no other tensor that is used",
+             "torch.where, index_put or select_scatter return new tensors")  # fmt: skip
+
+
+def _later(target: fx.Node, node: fx.Node) -> list[fx.Node]:
+    return [user for user in target.users if user is not node and user < node and any(node < u for u in user.users)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    return any(
+        each.alias_info is not None and not each.alias_info.is_write for each in schema.arguments
+    ) and any(each.alias_info is not None for each in schema.returns)

@@ -1,0 +1,240 @@
+"""What a partitioned function does, line by line, and how the lines run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fshard.mesh import Mesh
+from fshard.ops.call import map_tensors
+from fshard.ops.local import Here, _Resized, flat, run_local, with_argument
+from fshard.ops.strategy import Strategy
+from fshard.program.program import Program
+from fshard.run.moving import spread
+from fshard.spec import Spec
+
+__all__ = ["Constant", "GradMode", "Line", "Move", "Operation", "Pick", "Ref", "Whole",
+           "local_graph", "run_everywhere"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value of an earlier line, by its number."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """An operation on locals, by its strategy; `single` if it returns one tensor."""
+
+    out: int
+    strategy: Strategy
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    single: bool
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A program that brings a value to another layout."""
+
+    out: int
+    source: Ref
+    program: Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pick:
+    """One of several results."""
+
+    out: int
+    source: Ref
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A tensor that the function closes over, whole on every rank."""
+
+    out: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """An operation without operands: every rank makes the same tensor."""
+
+    out: int
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradMode:
+    """Gradients are tracked from here on, or are not."""
+
+    enabled: bool
+
+
+Line = Operation | Move | Pick | Constant | Whole | GradMode
+
+
+def _last_uses(lines: Sequence[Line], outputs: Sequence[int]) -> dict[int, int]:
+    """Of every value the last line that reads it."""
+    last: dict[int, int] = {}
+    for place, line in enumerate(lines):
+        for ref in _refs(line):
+            last[ref] = place
+    return {at: place for at, place in last.items() if at not in outputs}
+
+
+def _refs(line: Line) -> list[int]:
+    match line:
+        case Operation():
+            found: list[int] = []
+            for each in (*line.args, *line.kwargs.values()):
+                map_tensors(each, Ref, lambda ref: found.append(ref.at))
+            return found
+        case Move() | Pick():
+            return [line.source.at]
+        case _:
+            return []
+
+
+# -- all ranks in one process ---------------------------------------------------------------
+
+
+def run_everywhere(
+    lines: Sequence[Line], mesh: Mesh, inputs: Mapping[int, Any], outputs: Sequence[int]
+) -> dict[int, Any]:
+    """Run the lines on tuples of all ranks' locals; the values of `outputs`."""
+    env, last = dict(inputs), _last_uses(lines, outputs)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        for place, line in enumerate(lines):
+            match line:
+                case Operation():
+                    env[line.out] = _on_all(line, mesh, env)
+                case Move():
+                    env[line.out] = line.program(env[line.source.at])
+                case Pick():
+                    env[line.out] = tuple(each[line.index] for each in env[line.source.at])
+                case Constant():
+                    env[line.out] = spread(line.tensor, mesh.size)
+                case Whole():
+                    env[line.out] = spread(line.op(*line.args, **line.kwargs), mesh.size)
+                case GradMode():
+                    torch.set_grad_enabled(line.enabled)
+            for at in {*_refs(line)}:
+                if last.get(at) == place:
+                    env.pop(at, None)
+    return {at: env[at] for at in outputs}
+
+
+def _on_all(line: Operation, mesh: Mesh, env: Mapping[int, Any]) -> tuple[Any, ...]:
+    made = []
+    for place, rank in enumerate(mesh.ranks):
+        pick = lambda ref, place=place: env[ref.at][place]  # noqa: E731
+        args = [map_tensors(each, Ref, pick) for each in line.args]
+        kwargs = {key: map_tensors(each, Ref, pick) for key, each in line.kwargs.items()}
+        found = run_local(line.strategy, rank, args, kwargs)
+        made.append(found[0] if line.single else found)
+    return tuple(made)
+
+
+# -- one rank -------------------------------------------------------------------------------
+
+
+class _Called:
+    """A function with a name of its own in the code of a graph."""
+
+    def __init__(self, run: Callable[..., Any], name: str) -> None:
+        self.run, self.__name__, self.__qualname__, self.__module__ = run, name, name, "fshard"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def local_graph(
+    lines: Sequence[Line], rank: int, inputs: Sequence[int], outputs: Sequence[int | None]
+) -> fx.GraphModule:
+    """The graph of local operations and collectives that one rank runs.
+
+    Operations are PyTorch's own, called directly: nothing of fshard runs between them but the
+    programs.
+    """
+    graph, root = fx.Graph(), torch.nn.Module()
+    env: dict[int, fx.Node] = {at: graph.placeholder(f"x{at}") for at in inputs}
+
+    def node(value: Any) -> Any:
+        return map_tensors(value, Ref, lambda ref: env[ref.at])
+
+    for line in lines:
+        match line:
+            case Operation():
+                target, args, kwargs = _local_call(line, rank)
+                env[line.out] = graph.create_node(
+                    "call_function", target, tuple(map(node, args)),
+                    {key: node(each) for key, each in kwargs.items()}, name=line.name)  # fmt: skip
+            case Move():
+                name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
+                target = _Called(line.program.__call__, name)
+                env[line.out] = graph.create_node(
+                    "call_function", target, (env[line.source.at],), name=name)  # fmt: skip
+            case Pick():
+                env[line.out] = graph.call_function(
+                    operator.getitem, (env[line.source.at], line.index))  # fmt: skip
+            case Constant():
+                root.register_buffer(f"constant{line.out}", line.tensor)
+                env[line.out] = graph.get_attr(f"constant{line.out}")
+            case Whole():
+                env[line.out] = graph.create_node(
+                    "call_function", line.op, line.args, dict(line.kwargs), name=line.name)  # fmt: skip
+            case GradMode():
+                graph.call_function(torch._C._set_grad_enabled, (line.enabled,))
+    graph.output(tuple(None if at is None else env[at] for at in outputs))
+    return fx.GraphModule(root, graph, "partitioned")
+
+
+def _step_name(step: object) -> str:
+    name = type(step).__name__
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+def _local_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """The operation of a line as this rank calls it, its arguments already local."""
+    strategy = line.strategy
+    op, local = strategy.call.op, strategy.rule.local
+    several = not line.single and not _returns_flat(strategy)
+    if local is None and not several:
+        return op, line.args, line.kwargs
+    here = Here(rank, strategy.in_specs, strategy.out_specs)
+    if isinstance(local, _Resized) and not several:
+        shape = list(here.shape(local.result))
+        _, args, kwargs = with_argument(op, line.args, line.kwargs, local.name, shape)
+        return local.op or op, args, kwargs
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = op(*args, **kwargs) if local is None else local(op, args, kwargs, here)
+        return flat(out)[0] if line.single else flat(out)
+
+    return _Called(run, line.name), line.args, line.kwargs
+
+
+def _returns_flat(strategy: Strategy) -> bool:
+    """Whether the results are a flat list, so that one is got by its number."""
+    tree = strategy.tree
+    return isinstance(tree, list | tuple) and all(type(each) is int for each in tree)
+
+
+def specs_text(specs: Sequence[Spec | None]) -> str:
+    """Specs one after the other."""
+    return ", ".join("none" if spec is None else str(spec) for spec in specs)

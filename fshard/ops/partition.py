@@ -1,0 +1,339 @@
+"""`partition`: a whole function on layouts, as a local program with explicit collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fshard.errors import Problem, fail, raise_if
+from fshard.mesh import Mesh
+from fshard.ops.assign import Assigned, Known, assign
+from fshard.ops.call import Meta
+from fshard.ops.lines import Line, Move, Operation, Ref, local_graph, run_everywhere, specs_text
+from fshard.ops.trace import trace
+from fshard.partition import PartitionSpec
+from fshard.plan.redistribute import redistribute
+from fshard.program.cost import Cost
+from fshard.program.program import as_topology
+from fshard.program.topology import Topology
+from fshard.run.moving import shard, unshard
+from fshard.run.transport import current_rank
+from fshard.spec import Sharded, Spec
+from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, paths, unflatten
+from fshard.units import bytes_text, time_text
+
+__all__ = ["Partition", "Partitioned", "partition"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partitioned:
+    """One partitioned call: lines of local operations and programs, for arguments of one kind.
+
+    `in_specs` and `out_specs` are those of the leaves of arguments and results, None where a
+    result is no tensor.
+    """
+
+    mesh: Mesh
+    lines: tuple[Line, ...]
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec | None, ...]
+    _inputs: tuple[int, ...]
+    _outputs: tuple[Any, ...]
+    _tree: TreeDef
+    _topology: Topology
+    _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """Every program that runs, in order."""
+        return tuple(line.program for line in self.lines if isinstance(line, Move))
+
+    def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
+        """The cost of all programs, one after the other; with `backward` that of their transposes.
+
+        Local operations are not in it.
+        """
+        on = topology or self._topology
+        progs = [p.T if backward else p for p in self.programs if not backward or p.is_linear]
+        costs = [prog.cost(on) for prog in progs]
+        return Cost(
+            time=sum(each.time for each in costs),
+            bytes_sent=sum(each.bytes_sent for each in costs),
+            bytes_received=sum(each.bytes_received for each in costs),
+            peak_memory=max((each.peak_memory for each in costs), default=0),
+            launches=sum(each.launches for each in costs),
+            messages=sum(each.messages for each in costs),
+        )
+
+    def graph(self, rank: int = 0) -> fx.GraphModule:
+        """The FX graph of local operations and programs that a rank runs."""
+        if rank not in self._graphs:
+            outputs = [each if type(each) is int else None for each in self._outputs]
+            self._graphs[rank] = local_graph(self.lines, rank, self._inputs, outputs)
+        return self._graphs[rank]
+
+    def explain(self) -> str:
+        """One line per operation with its layouts, and one per program with what it sends."""
+        text = [f"{len(self.in_specs)} inputs: {specs_text(self.in_specs)}"]
+        for line in self.lines:
+            match line:
+                case Operation():
+                    strategy = line.strategy
+                    text.append(f"{line.name}: {specs_text(strategy.in_specs)}"
+                                f" -> {specs_text(strategy.out_specs)}")  # fmt: skip
+                case Move() if line.program.steps:
+                    cost = line.program.cost(self._topology)
+                    steps = ", ".join(map(str, line.program.steps))
+                    sent = (f"{bytes_text(cost.bytes_received)}, {time_text(cost.time)}"
+                            if cost.launches else "nothing is sent")  # fmt: skip
+                    text.append(f"    {steps}  ({sent})")
+        total = self.cost()
+        text.append(f"{total.launches} collectives, {bytes_text(total.bytes_received)} received, "
+                    f"{time_text(total.time)}")  # fmt: skip
+        return "\n".join(text)
+
+    def run(self, locals_: Sequence[Any]) -> list[Any]:
+        """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
+        wanted = [each for each in self._outputs if type(each) is int]
+        if all(isinstance(each, torch.Tensor) for each in locals_):
+            rank = current_rank(self.mesh, "a partitioned function").rank
+            made = self.graph(rank)(*locals_)
+            found = {at: each for at, each in zip(self._outputs, made, strict=True) if type(at) is int}
+        else:
+            given = dict(zip(self._inputs, locals_, strict=True))
+            found = run_everywhere(self.lines, self.mesh, given, wanted)
+        return [found[each] if type(each) is int else each.value for each in self._outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A result that is no tensor."""
+
+    value: Any
+
+
+class Partition:
+    """A function on layouts, made by `fs.partition`: called with pairs, or with whole tensors."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        in_specs: Any,
+        out_specs: Any,
+        params: Any,
+        cost: Topology | None,
+    ) -> None:
+        self.fn, self.mesh, self.in_specs, self.out_specs = fn, mesh, in_specs, out_specs
+        self.params = params
+        self.topology = as_topology("fs.partition", cost)
+        self._made: dict[Any, Partitioned] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
+        leaves, tree = flatten(args)
+        specs = self._specs(args, leaves)
+        made = self._of(leaves, tree, specs)
+        pairs = any(map(is_pair, leaves))
+        locals_ = [
+            leaf[0] if is_pair(leaf) else shard(leaf, spec).local
+            for leaf, spec in zip(leaves, specs, strict=True) if spec is not None
+        ]  # fmt: skip
+        results: list[Any] = [
+            local if spec is None else Sharded(local, spec)
+            for local, spec in zip(made.run(locals_), made.out_specs, strict=True)
+        ]
+        if not pairs:
+            results = [unshard(each) if isinstance(each, Sharded) else each for each in results]
+        return unflatten(made._tree, results)
+
+    def trace(self, *args: Any) -> Partitioned:
+        """The partitioned call for arguments of one kind, of which specs alone may be given."""
+        leaves, tree = flatten(args)
+        return self._of(leaves, tree, self._specs(args, leaves))
+
+    def explain(self, *args: Any) -> str:
+        """What a call does: one line per operation, with its specs, programs and cost."""
+        if args:
+            return self.trace(*args).explain()
+        if not self._made:
+            fail("explain()", "no arguments, and no call before",
+                 "layouts follow from the arguments' shapes",
+                 "explain(*args), with pairs, tensors or specs")  # fmt: skip
+        return next(reversed(self._made.values())).explain()
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The FX graph of the last call, as the first rank runs it."""
+        if not self._made:
+            fail("graph", "no call before", "layouts follow from the arguments' shapes",
+                 "call it, or trace(*args).graph()")  # fmt: skip
+        return next(reversed(self._made.values())).graph(self.mesh.ranks[0])
+
+    # -- specs -----------------------------------------------------------------------------
+
+    def _specs(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Spec | None]:
+        """The spec of every leaf that is a tensor; raises `ShardingError` for pairs of others."""
+        where, rest = "a partitioned function", args
+        asked: list[Any] = []
+        if self.params is not None:
+            asked += broadcast_prefix(self.params, args[0], "params", where) if args else []
+            rest = args[1:]
+        prefix = (None,) * len(rest) if self.in_specs is None else self.in_specs
+        if isinstance(prefix, PartitionSpec | Spec):
+            prefix = (prefix,) * len(rest)
+        asked += broadcast_prefix(tuple(prefix), tuple(rest), "in_specs", where)
+        names = paths(tuple(args), "args")
+        problems: list[Problem] = []
+        found = [
+            self._spec(leaf, each, name, problems)
+            for leaf, each, name in zip(leaves, asked, names, strict=True)
+        ]
+        raise_if(where, problems)
+        return found
+
+    def _spec(self, leaf: Any, asked: Any, name: str, problems: list[Problem]) -> Spec | None:
+        given = leaf[1] if is_pair(leaf) else leaf
+        if not isinstance(given, torch.Tensor | Spec):
+            return None
+        if isinstance(given, Spec) and asked is None:
+            return given
+        p = PartitionSpec() if asked is None else asked
+        spec = p if isinstance(p, Spec) else Spec(
+            self.mesh, p, shape=tuple(given.shape), dtype=given.dtype,
+            sizes=_own_sizes(given, p))  # fmt: skip
+        if isinstance(given, Spec) and given != spec:
+            prog = redistribute(given, spec)
+            problems.append(Problem(f"{name}: {given}", f"the function asks for {spec}",
+                                    f"fs.reshard(pair, spec), which is\n{prog}"))  # fmt: skip
+        return spec
+
+    # -- making ----------------------------------------------------------------------------
+
+    def _of(
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None]
+    ) -> Partitioned:
+        enabled = torch.is_grad_enabled()
+        wants = tuple(enabled and _wants_grad(leaf) for leaf in leaves)
+        others = tuple(leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None)
+        key = tree, tuple(specs), wants, others, enabled
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(leaves, tree, specs, wants, enabled)
+        return made
+
+    def _make(
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
+        wants: Sequence[bool], enabled: bool,
+    ) -> Partitioned:  # fmt: skip
+        outer: list[TreeDef] = []
+
+        def flat(*tensors: torch.Tensor) -> list[Any]:
+            left = iter(tensors)
+            given = [leaf if spec is None else next(left)
+                     for leaf, spec in zip(leaves, specs, strict=True)]  # fmt: skip
+            results, shape = flatten(self.fn(*unflatten(tree, given)))
+            outer.append(shape)
+            return results
+
+        inputs = [(s, w) for s, w in zip(specs, wants, strict=True) if s is not None]
+        if not inputs:
+            fail("a partitioned function", "no tensors", "at least one argument is a tensor",
+                 "give it pairs or tensors")  # fmt: skip
+        graph = trace(flat, [Meta(s.shape, s.dtype) for s, _ in inputs], "fs.partition")
+        made, results = assign(graph, inputs, self.topology, grad=enabled)
+        outputs, out_specs = self._finish(made, results, outer[-1])
+        return Partitioned(
+            self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs),
+            tuple(made.inputs), tuple(outputs), outer[-1], self.topology,
+        )  # fmt: skip
+
+    def _finish(
+        self, made: Assigned, results: Sequence[Any], tree: TreeDef
+    ) -> tuple[list[Any], list[Spec | None]]:
+        """The values that come out, brought to `out_specs` where they are given."""
+        asked: list[Any] = [None] * len(results)
+        if self.out_specs is not None:
+            shape = unflatten(tree, list(results))
+            asked = broadcast_prefix(self.out_specs, shape, "out_specs", "fs.partition")
+        outputs: list[Any] = []
+        specs: list[Spec | None] = []
+        for value, p in zip(results, asked, strict=True):
+            if not isinstance(value, Known):
+                outputs.append(_Other(value))
+                specs.append(None)
+                continue
+            spec = value.spec
+            if p is not None:
+                spec = p if isinstance(p, Spec) else spec.replace(partition=p)
+            if spec not in value.versions:
+                prog = redistribute(value.spec, spec, cost=self.topology)
+                made.lines.append(Move(made.count, Ref(value.versions[value.spec]), prog))
+                value.versions[spec] = made.count
+                made.count += 1
+            outputs.append(value.versions[spec])
+            specs.append(spec)
+        return outputs, specs
+
+
+def _own_sizes(given: Any, p: PartitionSpec) -> Mapping[int, Sequence[int] | None] | None:
+    """The sizes that a pair's spec has of dims that are cut by the same axes."""
+    if not isinstance(given, Spec):
+        return None
+    dims = p.dims + ((),) * (given.ndim - len(p.dims))
+    return {d: given.sizes[d] for d in range(given.ndim) if dims[d] == given.partition.dims[d]}
+
+
+def _wants_grad(leaf: Any) -> bool:
+    if isinstance(leaf, Spec):
+        return leaf.dtype.is_floating_point
+    local = leaf[0] if is_pair(leaf) else leaf
+    if isinstance(local, torch.Tensor):
+        return local.requires_grad
+    return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
+
+
+def partition(
+    fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    params: Any = None,
+    cost: Topology | None = None,
+) -> Partition:
+    """A single-device function as a local program with its collectives, on pairs or tensors.
+
+    `in_specs` are trees of `P` (or `Spec`) that are prefixes of the arguments; None is whole and
+    invariant, or as the pair lies. `params`, if given, are those of the first argument, and
+    `in_specs` of the rest; a module is then called with its parameters as the first argument.
+    `out_specs` are those of the results; None leaves them as they come out, unreduced too.
+    The function is traced once for each signature on tensors without numbers; `cost` is the
+    topology that layouts are weighed on.
+
+    Raises `ShardingError` for what no rule is for, for writes to arguments and views, and for
+    pairs that lie otherwise than asked. After GSPMD (arXiv 2105.04663) and JAX's `jit`, but the
+    result is a value: `.explain()` has a line for every operation, `.graph` is code.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(dp=2, tp=2)
+    >>> f = partition(lambda w, x: (x @ w).relu(), mesh=mesh,
+    ...               in_specs=(fs.P(None, "tp"), fs.P("dp")))
+    >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4)))  # doctest: +ELLIPSIS
+    2 inputs: f32[4,8@tp], f32[2@dp,4]
+    ...
+    relu: f32[2@dp,8@tp] -> f32[2@dp,8@tp]
+    0 collectives, 0 B received, 0.00 µs
+    """
+    if not callable(fn) or not isinstance(mesh, Mesh):
+        fail("fs.partition", f"{type(fn).__name__} and {type(mesh).__name__}",
+             "it takes a function and a mesh", "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
+    run = fn
+    if isinstance(fn, torch.nn.Module):
+        module = fn
+        run = lambda given, *args: torch.func.functional_call(module, given, args)  # noqa: E731
+    return Partition(run, mesh, in_specs, out_specs, params, cost)

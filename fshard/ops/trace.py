@@ -1,0 +1,135 @@
+"""Functions as graphs of operations, above PyTorch's own decomposition, with their shapes.
+
+`make_fx` records before dispatch, so that `aten.linear` or `aten.scaled_dot_product_attention` are
+one operation, as rules are written for, and so that autograd runs on what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fshard.errors import ShardingError, fail
+from fshard.ops.call import Meta, map_tensors
+from fshard.partition import PartitionSpec
+
+__all__ = ["constrain", "constraint_of", "decompose", "own_way", "trace"]
+
+
+def trace(fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str) -> fx.GraphModule:
+    """The graph of a function of tensors that returns a flat list.
+
+    Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
+        try:
+            graph: fx.GraphModule = make_fx(fn, pre_dispatch=True)(*fakes)
+        except ShardingError:
+            raise
+        except Exception as error:  # of all kinds: it is the user's function that ran
+            text = str(error).splitlines()[0] if str(error) else ""
+            fail(where, f"{type(error).__name__}: {text}",
+                 "the function is traced once on tensors without numbers, of the global shapes",
+                 "keep .item(), numpy() and branches on tensors' values out of it, and check that "
+                 "it runs on whole tensors")  # fmt: skip
+    graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
+    return graph
+
+
+def _has_effects(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema.is_mutable if schema is not None else node.target is torch._C._set_grad_enabled
+
+
+def decompose(
+    op: Any, how: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> fx.GraphModule | None:
+    """The graph of one operation in terms of others; None where PyTorch has no other way.
+
+    `how` computes the same; without it PyTorch's own ways are tried: those of composite
+    operations, and its table of decompositions.
+    """
+    run = how or own_way(op)
+    if run is None:
+        return None
+    metas = [m for each in (*args, *kwargs.values()) for m in _metas(each)]
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        left = iter(tensors)
+        placed = [map_tensors(each, Meta, lambda _: next(left)) for each in args]
+        named = {key: map_tensors(each, Meta, lambda _: next(left)) for key, each in kwargs.items()}
+        out = run(*placed, **named)
+        return list(out) if isinstance(out, list | tuple) else [out]
+
+    return trace(flat, metas, f"fs.partition: {op}")
+
+
+def _metas(value: Any) -> list[Meta]:
+    if isinstance(value, Meta):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [m for each in value for m in _metas(each)]
+    return []
+
+
+def own_way(op: Any) -> Callable[..., Any] | None:
+    """How PyTorch does an operation by others; None where it has a kernel only."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    if op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    ):
+        return op.decompose
+    from torch._decomp import decomposition_table  # which takes a second to import
+
+    return decomposition_table.get(op)
+
+
+# -- what a function asks for ---------------------------------------------------------------
+
+
+@torch.library.custom_op("fshard::constrain", mutates_args=())
+def _constrain(x: torch.Tensor, partition: str) -> torch.Tensor:
+    return x.clone()
+
+
+@_constrain.register_fake
+def _(x: torch.Tensor, partition: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_constrain.register_autograd(lambda ctx, grad: (grad, None))
+
+
+def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
+    """The same tensor, which `fs.partition` lays as `partition` at this place.
+
+    Outside of a partitioned function it changes nothing. JAX's `with_sharding_constraint`.
+
+    >>> constrain(torch.ones(2), PartitionSpec("dp"))
+    tensor([1., 1.])
+    """
+    if not isinstance(partition, PartitionSpec):
+        fail("fs.constrain", f"{partition!r}", "a layout is a PartitionSpec", 'fs.P("dp", None)')
+    made: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition))
+    return made
+
+
+def _written(p: PartitionSpec) -> str:
+    return repr((p.dims, p.unreduced_kinds, p.reduced_kinds))
+
+
+def constraint_of(text: str) -> PartitionSpec:
+    """The partition that `constrain` has written into a graph."""
+    import ast
+
+    return PartitionSpec._of(*ast.literal_eval(text))
