@@ -19,6 +19,7 @@ from torch import fx
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.ops.call import Meta, map_tensors
+from fshard.ops.hints import wishes
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
 from fshard.ops.registry import decomposition_of, functional_of, row_of
@@ -66,11 +67,12 @@ def assign(
     topology: Topology,
     *,
     grad: bool,
+    outputs: Sequence[PartitionSpec | None],
 ) -> tuple[Assigned, list[Any]]:
     """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
 
     An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
-    other values. Raises `ShardingError` for an operation that no rule and no other way is for.
+    other values. `outputs` are how results are asked to lie, which is a wish here. Raises `ShardingError` for an operation that no rule and no other way is for.
     """
     made = Assigned()
     known: list[Any] = []
@@ -78,15 +80,20 @@ def assign(
         known.append(Known(spec, grad and wanted, {spec: made.count}))
         made.inputs.append(made.count)
         made.count += 1
-    walk = _Walk(made, inputs[0][0].mesh, topology, grad)
+    mesh = inputs[0][0].mesh
+    walk = _Walk(made, mesh, topology, grad, wishes(graph, mesh, outputs))
     return made, walk.run(graph, known)
 
 
 class _Walk:
     """The pass over a graph; `made` is what it has made so far."""
 
-    def __init__(self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool) -> None:
+    def __init__(
+        self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool,
+        wishes: Mapping[fx.Node, PartitionSpec],
+    ) -> None:  # fmt: skip
         self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
+        self.wishes = wishes
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
@@ -175,7 +182,7 @@ class _Walk:
             if how is None and own_way(op) is None:
                 self.refuse(op, args, kwargs)
             return self.by_others(op, how, args, kwargs)
-        chosen = self.choose(op, args, kwargs, known)
+        chosen = self.choose(op, args, kwargs, known, self.wishes.get(node))
         if how is None or not chosen.sends:
             return self.emit(chosen, op, args, kwargs, known, node)
         return self.cheaper(chosen, how, op, args, kwargs, known, node)
@@ -211,8 +218,9 @@ class _Walk:
     # -- by the rule -----------------------------------------------------------------------
 
     def choose(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Known]
-    ) -> Strategy:
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Known],
+        wish: PartitionSpec | None,
+    ) -> Strategy:  # fmt: skip
         """The best strategy over the layouts that the operands have by now."""
         grad = self.grad and any(k.grad for k in known)
         listed = [list(k.versions) for k in known]
@@ -221,7 +229,7 @@ class _Walk:
             left = iter(specs)
             placed = [map_tensors(each, Known, lambda _: next(left)) for each in args]
             named = {k: map_tensors(v, Known, lambda _: next(left)) for k, v in kwargs.items()}
-            found = strategy_for(op, placed, named, self.topology, grad)
+            found = strategy_for(op, placed, named, self.topology, grad, wish)
             if best is None or found.time < best.time:
                 best = found
         assert best is not None

@@ -245,21 +245,26 @@ class Partition:
             fail("a partitioned function", "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
         graph = trace(flat, [Meta(s.shape, s.dtype) for s, _ in inputs], "fs.partition")
-        made, results = assign(graph, inputs, self.topology, grad=enabled)
-        outputs, out_specs = self._finish(made, results, outer[-1])
+        asked = self._asked(outer[-1])
+        wished = [p.partition if isinstance(p, Spec) else p for p in asked]
+        made, results = assign(graph, inputs, self.topology, grad=enabled, outputs=wished)
+        outputs, out_specs = self._finish(made, results, asked)
         return Partitioned(
             self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs),
             tuple(made.inputs), tuple(outputs), outer[-1], self.topology,
         )  # fmt: skip
 
+    def _asked(self, tree: TreeDef) -> list[Any]:
+        """What `out_specs` ask of every result; None where nothing."""
+        if self.out_specs is None:
+            return [None] * tree.num_leaves
+        shape = unflatten(tree, [0] * tree.num_leaves)
+        return broadcast_prefix(self.out_specs, shape, "out_specs", "fs.partition")
+
     def _finish(
-        self, made: Assigned, results: Sequence[Any], tree: TreeDef
+        self, made: Assigned, results: Sequence[Any], asked: Sequence[Any]
     ) -> tuple[list[Any], list[Spec | None]]:
         """The values that come out, brought to `out_specs` where they are given."""
-        asked: list[Any] = [None] * len(results)
-        if self.out_specs is not None:
-            shape = unflatten(tree, list(results))
-            asked = broadcast_prefix(self.out_specs, shape, "out_specs", "fs.partition")
         outputs: list[Any] = []
         specs: list[Spec | None] = []
         for value, p in zip(results, asked, strict=True):

@@ -20,6 +20,7 @@ from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy, lay
 from fshard.ops.weigh import compute_time, leftover, moving, nbytes, undone
+from fshard.partition import PartitionSpec
 from fshard.program.cost import max_local_nbytes
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
@@ -63,36 +64,56 @@ def propagate(
 
 
 def strategy_for(
-    op: Any, args: Any, kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
+    op: Any,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    cost: Topology | None,
+    grad: bool,
+    wish: PartitionSpec | None = None,
 ) -> Strategy:
-    """`propagate` with the arguments of the call in two places of their own."""
-    return _strategy(op, args, kwargs, cost, grad, False) or _no_way(op)
+    """`propagate` with the arguments of the call in two places of their own.
+
+    `wish` is how the result had better lie: such cuts need no operand that has them.
+    """
+    return _strategy(op, args, kwargs, cost, grad, False, wish) or _no_way(op)
 
 
 def local_strategy_for(
     op: Any, args: Any, kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
 ) -> Strategy | None:
     """The best strategy that sends nothing; None if there is none."""
-    return _strategy(op, args, kwargs, cost, grad, True)
+    return _strategy(op, args, kwargs, cost, grad, True, None)
 
 
 def _strategy(
-    op: Any, args: Any, kwargs: Any, cost: Topology | None, grad: bool, local: bool
+    op: Any,
+    args: Any,
+    kwargs: Any,
+    cost: Topology | None,
+    grad: bool,
+    local: bool,
+    wish: PartitionSpec | None,
 ) -> Strategy | None:
-    key = (op, _frozen(tuple(args)), _frozen(kwargs), cost, grad, local)
+    key = (op, _frozen(tuple(args)), _frozen(kwargs), cost, grad, local, wish)
     try:
         hash(key)
     except TypeError:
-        return _compute(op, args, kwargs, cost, grad, local)
+        return _compute(op, args, kwargs, cost, grad, local, wish)
     return _cached(*key)
 
 
 @lru_cache(maxsize=16384)
 def _cached(
-    op: Any, args: Any, kwargs: Any, cost: Topology | None, grad: bool, local: bool
+    op: Any,
+    args: Any,
+    kwargs: Any,
+    cost: Topology | None,
+    grad: bool,
+    local: bool,
+    wish: PartitionSpec | None,
 ) -> Strategy | None:
     named = {key: _thawed(each) for key, each in kwargs}
-    return _compute(op, tuple(map(_thawed, args)), named, cost, grad, local)
+    return _compute(op, tuple(map(_thawed, args)), named, cost, grad, local, wish)
 
 
 def _no_way(op: Any) -> NoReturn:
@@ -153,6 +174,7 @@ def _compute(
     cost: Topology | None,
     grad: bool,
     local: bool,
+    wish: PartitionSpec | None,
 ) -> Strategy | None:
     topology = as_topology("fs.propagate", cost)
     specs = [spec for each in (*args, *kwargs.values()) for spec in specs_in(each)]
@@ -164,7 +186,8 @@ def _compute(
     metas = tuple(map_tensors(each, Spec, as_meta) for each in args)
     named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
-    return choose(call, tree, rule_of(call), specs, topology, grad=grad, local=local)
+    return choose(call, tree, rule_of(call), specs, topology, grad=grad, local=local,
+                  wish=wish)  # fmt: skip
 
 
 def specs_in(value: Any) -> list[Spec]:
@@ -273,6 +296,7 @@ def choose(
     *,
     grad: bool,
     local: bool = False,
+    wish: PartitionSpec | None = None,
 ) -> Strategy | None:
     """The best strategy of a call whose operands lie as `specs`, with alternatives.
 
@@ -280,7 +304,8 @@ def choose(
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
-    axes = _axes(call, rule, specs, topology, lengths, grad, local)
+    wished = _wished(call, rule, mesh, lengths, wish)
+    axes = _axes(call, rule, specs, topology, lengths, grad, local, wished)
     found: list[Strategy] = []
     for picked in _best_first(axes):
         chosen = {axis.name: role for axis, (_, role, _) in zip(axes, picked, strict=True)}
@@ -306,6 +331,7 @@ def _axes(
     lengths: Mapping[str, int],
     grad: bool,
     local: bool,
+    wished: Mapping[str, str],
 ) -> list[_Axis]:
     mesh = specs[0].mesh
     states = [states_of(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
@@ -318,7 +344,8 @@ def _axes(
         n, link = mesh.shape[axis], topology.link(mesh, axis)
         weighed = []
         for at, role in enumerate(roles):
-            if not _plausible(role, here, lengths, n):
+            asked = role.factor is not None and wished.get(axis) == role.factor
+            if not asked and not _plausible(role, here, lengths, n):
                 continue
             ways = [
                 moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
@@ -334,13 +361,28 @@ def _axes(
                 if meta is not None and state is not None
             )  # fmt: skip
             made = sum(nbytes(meta) * n // mesh.size for meta in call.results if meta is not None)
-            later += undone(topology, link, n, here, role, made)
+            later += 0.0 if asked else undone(topology, link, n, here, role, made)
             work = total * n / mesh.size / (n if role.factor else 1)
             time = sum(way.time for way in ways) + later + work
             back = sum(way.back for way in ways)
             weighed.append(((time, back, at), role, any(way.sends for way in ways)))
         axes.append(_Axis(axis, weighed))
     return axes
+
+
+def _wished(
+    call: Call, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], wish: PartitionSpec | None
+) -> dict[str, str]:
+    """The factor that each axis cuts where the first result lies as it is wished to."""
+    meta, dims = call.results[0], rule.results[0]
+    if wish is None or meta is None or dims is None or len(wish.dims) > len(dims):
+        return {}
+    spec = Spec(mesh, wish, shape=meta.shape, dtype=meta.dtype, uneven="chunk")
+    return {
+        axis: dims[state.dim][state.place]
+        for axis, state in states_of(dims, spec, lengths).items()
+        if state.word == "sharded" and state.place >= 0 and dims[state.dim]
+    }
 
 
 def _plausible(

@@ -1,0 +1,93 @@
+"""Layouts that are asked for later, brought back to where a choice is made.
+
+`out_specs` and `fs.constrain` say how a value is to lie; by the rules they also say which factors
+the operations before it had better cut. A wish only makes a cut that nothing asks for yet worth as
+much as one that is there: a reduce-scatter is then no half of an all-reduce, and what every rank
+computes whole may be computed in parts, since slicing sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fshard.errors import ShardingError
+from fshard.mesh import Mesh
+from fshard.ops.call import Call, Meta, map_tensors, tensors_in
+from fshard.ops.registry import functional_of
+from fshard.ops.propagate import rule_of
+from fshard.ops.roles import factor_sizes, states_of
+from fshard.ops.rule import Rule
+from fshard.ops.trace import constraint_of
+from fshard.partition import PartitionSpec
+from fshard.spec import Spec
+
+__all__ = ["wishes"]
+
+
+def wishes(
+    graph: fx.GraphModule, mesh: Mesh, outputs: Sequence[PartitionSpec | None]
+) -> dict[fx.Node, PartitionSpec]:
+    """Of every value how it is asked to lie, if something after it asks; the nearest counts."""
+    found: dict[fx.Node, PartitionSpec] = {}
+    for node in reversed(graph.graph.nodes):
+        if node.op == "output":
+            listed = node.args[0]
+            listed = listed if isinstance(listed, list | tuple) else [listed]
+            for each, p in zip(listed, outputs, strict=True):
+                if isinstance(each, fx.Node) and p is not None:
+                    found.setdefault(each, p)
+        elif node.target is torch.ops.fshard.constrain.default:
+            found[node.args[0]] = constraint_of(node.args[1])
+        elif node in found and isinstance(node.target, torch._ops.OpOverload):
+            for operand, p in _before(node, found[node], mesh):
+                found.setdefault(operand, p)
+    return found
+
+
+def _before(
+    node: fx.Node, wish: PartitionSpec, mesh: Mesh
+) -> list[tuple[fx.Node, PartitionSpec]]:
+    """How the operands of an operation are asked to lie if its result is."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return []
+    operands: list[fx.Node] = []
+
+    def as_meta(each: fx.Node) -> Any:
+        got = each.meta.get("val")
+        if not isinstance(got, torch.Tensor):
+            return got
+        operands.append(each)
+        return Meta(tuple(got.shape), got.dtype)
+
+    args = tuple(map_tensors(each, fx.Node, as_meta) for each in node.args)
+    kwargs = {key: map_tensors(each, fx.Node, as_meta) for key, each in node.kwargs.items()}
+    metas = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
+    result = Meta(tuple(value.shape), value.dtype)
+    call = Call(functional_of(node.target), args, kwargs, metas, (result,))
+    try:
+        rule = rule_of(call)
+        sizes = factor_sizes(rule, call)
+        spec = Spec(mesh, wish, shape=result.shape, dtype=result.dtype, uneven="chunk")
+    except ShardingError:
+        return []
+    return list(zip(operands, _asked(rule, spec, sizes), strict=True))
+
+
+def _asked(rule: Rule, spec: Spec, sizes: Mapping[str, int]) -> list[PartitionSpec]:
+    """The partition of every operand that cuts the factors which the result's spec cuts."""
+    dims = rule.results[0]
+    assert dims is not None
+    states = states_of(dims, spec, sizes)
+    cut: dict[str, list[str]] = {}
+    for axis, state in states.items():
+        if state.word == "sharded" and state.place >= 0:
+            cut.setdefault(dims[state.dim][state.place], []).append(axis)
+    return [
+        PartitionSpec(*(tuple(a for f in factors for a in cut.get(f, ())) or None for factors in each))
+        for each in rule.operands
+    ]
