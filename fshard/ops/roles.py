@@ -20,6 +20,8 @@ __all__ = ["Role", "State", "factor_sizes", "roles_of", "states_of"]
 class State(NamedTuple):
     """How one tensor lies on one axis: `word` is sharded, invariant, reduced or unreduced.
 
+    A role asks for `any` of them of an operand that is not read.
+
     Sharded states have the dim, and the place of the factor in it (-1 where the shards are not
     those of a factor); unreduced ones their kind.
     """
@@ -32,6 +34,7 @@ class State(NamedTuple):
 
 INVARIANT = State("invariant")
 REDUCED = State("reduced")
+ANY = State("any")
 NOWHERE = -1
 
 
@@ -57,7 +60,10 @@ def _roles(
     rule: Rule, operands: tuple[Meta, ...], results: tuple[Meta | None, ...], grad: bool
 ) -> tuple[Role, ...]:
     # What every rank uses for other work is reduced: its gradients then are addends.
-    same = tuple(REDUCED if _inexact(each) else INVARIANT for each in operands)
+    same = tuple(
+        ANY if at in rule.unread else REDUCED if _inexact(each) else INVARIANT
+        for at, each in enumerate(operands)
+    )
     roles = [
         _cutting(rule, factor, same, results)
         for factor in rule.factors
@@ -75,7 +81,8 @@ def _roles(
         roles.append(Role(f"unreduced {mode}", asked, given))
     made = tuple(None if m is None else REDUCED if _inexact(m) else INVARIANT for m in results)
     roles.append(Role("reduced", same, made))
-    roles.append(Role("invariant", (INVARIANT,) * len(operands),
+    alike = tuple(ANY if at in rule.unread else INVARIANT for at, _ in enumerate(operands))
+    roles.append(Role("invariant", alike,
                       tuple(None if m is None else INVARIANT for m in results)))  # fmt: skip
     return tuple(role for role in roles if _exists(role, operands, results))
 
@@ -127,7 +134,7 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     Raises `ShardingError` where the rule does not fit the shapes.
     """
     where = f"the rule of {call.op}: {rule}"
-    sizes: dict[str, int] = {}
+    sizes = dict(rule.sizes)
     pairs: list[tuple[Dims | None, Meta | None]] = [
         *zip(rule.operands, call.operands, strict=False),
         *zip(rule.results, call.results, strict=False),

@@ -59,7 +59,8 @@ class Rule:
     apart for who reads it: the latter only move elements along the dim). `modes` are the
     unreduced operands it takes. `local` runs the operation on one rank where more than shapes
     changes there; `grad` are factors that can be cut only where no gradient is asked for, since
-    the pieces' gradients are not the gradient's pieces.
+    the pieces' gradients are not the gradient's pieces. `sizes` are lengths of factors that the
+    tensors' dims do not tell; `unread` operands give their dtype alone and may lie as they will.
     """
 
     operands: tuple[Dims, ...]
@@ -70,6 +71,8 @@ class Rule:
     modes: tuple[Mode, ...] = ()
     grad: frozenset[str] = frozenset()
     local: Local | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    unread: frozenset[int] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -114,9 +114,10 @@ def lay(
     cut = _Cut(mesh, chosen, order, sizes, lengths)
     try:
         ins = tuple(
-            cut.spec(dims, meta, [role.operands[at] for role in chosen.values()])
+            sources[at] if at in rule.unread
+            else cut.spec(dims, meta, [role.operands[at] for role in chosen.values()])
             for at, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True))
-        )
+        )  # fmt: skip
         outs = tuple(
             None if dims is None or meta is None
             else cut.spec(dims, meta, [role.results[at] for role in chosen.values()])

@@ -38,7 +38,7 @@ def moving(
     topology: Topology, link: Link, n: int, src: State, dst: State, local: int, item: int
 ) -> Weight:
     """The change of one tensor's state on an axis of `n`, of which a rank holds `local` bytes."""
-    if src == dst or n == 1:
+    if src == dst or n == 1 or dst.word == "any":
         return FREE
 
     def way(moved: Traffic) -> float:
@@ -47,23 +47,23 @@ def moving(
     def reducing(size: int) -> float:
         return way(all_reduced(n, size, item))
 
-    back = {
-        ("invariant", "reduced"): lambda: reducing(local),
-        ("sharded", "reduced"): lambda: way(gathered(n, local)),
-        ("sharded", "sharded"): lambda: way(swapped(n, local)),
-    }.get((src.word, dst.word), lambda: 0.0)
+    back = 0.0
+    if (src.word, dst.word) == ("invariant", "reduced"):
+        back = reducing(local)
+    elif src.word == "sharded" and dst.word in ("reduced", "sharded"):
+        back = way(gathered(n, local) if dst.word == "reduced" else swapped(n, local))
     match src.word, dst.word:
         case "sharded", "sharded":
-            return Weight(way(swapped(n, local)), True, back())
+            return Weight(way(swapped(n, local)), True, back)
         case "sharded", "invariant" | "reduced":
-            return Weight(way(gathered(n, local)), True, back())
+            return Weight(way(gathered(n, local)), True, back)
         case "unreduced", "sharded":
             return Weight(way(swapped(n, local)), True, 0.0)
         case "unreduced", _:
             return Weight(reducing(local), True, 0.0)
         case _, "unreduced":
-            return Weight(local / topology.memory, False, back())
-    return Weight(0.0, False, back())
+            return Weight(local / topology.memory, False, back)
+    return Weight(0.0, False, back)
 
 
 def leftover(
