@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fshard.mesh import Mesh
 from fshard.program.bounds import Bound, lower_bound
 from fshard.program.overlap import (
     even_boxes,
+    meeting,
     missing_even,
     on_one_mesh,
     overlaps,
@@ -276,11 +279,114 @@ def test_addends_that_stay_are_sent_too() -> None:
     steps = (ReduceScatter("y", 1), AllGather("x", 0), ShardedToUnreduced("y", 1))
     assert Program(src, steps, dst).cost().bytes_received == bound.bytes_received
     assert Program(src, (AllGather("x", 0),), dst).cost().bytes_received == 2 * bound.bytes_received
-    # Two of 4 addends are reduced, on 2 x 8 places: 2 messages to each, and 8 - 1 to spread them.
+    # All of 4 addends are merged into one, on 8 of 16 places: 3 messages, and 8 - 1 to spread it.
     mesh = Mesh(x=2, y=2, z=4)
     src = parse("f32[16]{unreduced: x, y}", mesh)
     dst = parse("f32[16]{unreduced: y}", mesh)
-    assert lower_bound(src, dst).bytes_received == 4 * 16 * (2 + 7) // 16
+    assert lower_bound(src, dst).bytes_received == 4 * 16 * (3 + 7) // 16
+
+
+# -- messages, element by element ----------------------------------------------------------
+
+Ranks = frozenset[int]
+
+
+def in_all(values: Iterable[int]) -> int:
+    return functools.reduce(operator.and_, values)
+
+
+@functools.cache
+def fewest(addends: frozenset[Ranks], groups: frozenset[Ranks]) -> int:
+    """Messages until every addend is known to all ranks of some group: all ways of sending.
+
+    Of sets of ranks: the holders of each addend, and the groups that are to have one value.
+    """
+    size = 1 + max(max(ranks) for ranks in (*addends, *groups))
+    start = tuple(
+        sum(1 << at for at, ranks in enumerate(addends) if rank in ranks) for rank in range(size)
+    )
+    seen, level = {start}, [start]
+    for count in itertools.count():
+        for known in level:
+            complete = (in_all(known[rank] for rank in ranks) for ranks in groups)
+            if functools.reduce(operator.or_, complete) == (1 << len(addends)) - 1:
+                return count
+        after = set()
+        for known in level:
+            for at, to in itertools.permutations(range(size), 2):
+                if known[at] & ~known[to]:
+                    after.add((*known[:to], known[to] | known[at], *known[to + 1 :]))
+        level = list(after - seen)
+        seen |= after
+    raise AssertionError
+
+
+def holders(spec: Spec, place: Sequence[int]) -> frozenset[Ranks]:
+    """The ranks that hold an element, one set for each addend."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    for rank in spec.mesh.ranks:
+        box = zip(place, spec.index(rank), strict=True)
+        if all(each.start <= at < each.stop for at, each in box):
+            coords = spec.mesh.coords(rank)
+            which = tuple(coords[axis] for axis in spec.partition.unreduced)
+            found.setdefault(which, set()).add(rank)
+    return frozenset(map(frozenset, found.values()))
+
+
+def assert_fewest(src: Spec, dst: Spec) -> None:
+    places = itertools.product(*map(range, src.shape))
+    sent = sum(fewest(holders(src, place), holders(dst, place)) for place in places)
+    group = tuple(dst.partition.unreduced)
+    missing = max(total - held for total, held in boxes_by_hand(src, dst, group))
+    if {*src.partition.unreduced} - {*group}:
+        missing = math.prod(dst.local_shape(0))
+    least = max(-(-sent // src.mesh.size), -(-missing // dst.mesh.axis_size(group)))
+    assert lower_bound(src, dst).bytes_received == 4 * least, (src, dst)
+
+
+SQUARE = helpers.all_specs(Mesh(x=2, y=2), (4, 4), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("src", SQUARE, ids=str)
+def test_no_way_of_sending_takes_fewer_messages(src: Spec) -> None:
+    for dst in SQUARE:
+        assert_fewest(src, dst)
+
+
+CUBE = Mesh(x=2, y=2, z=2)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("f32[4@y]{unreduced: x}", "f32[4]{unreduced: x}"),
+        ("f32[4@y]{unreduced: x}", "f32[4@z]{unreduced: x}"),
+        ("f32[4@y,2]{unreduced: x}", "f32[4,2@y]{unreduced: x}"),
+        ("f32[4]{unreduced: x}", "f32[4]{unreduced: y}"),
+        ("f32[4@y]{unreduced: x, z}", "f32[4@y]{unreduced: z}"),
+        ("f32[4@y]{unreduced: x}", "f32[4@x]{unreduced: z}"),
+        ("f32[4@(x,y)]", "f32[4]{unreduced: y}"),
+        ("f32[4@z,2@y]{unreduced: x}", "f32[4@y,2@z]"),
+        ("f32[8@(x,y)]{unreduced: z}", "f32[8@(y,x)]"),
+    ],
+)
+def test_fewest_messages_on_three_axes(src: str, dst: str) -> None:
+    assert_fewest(parse(src, CUBE), parse(dst, CUBE))
+
+
+@given(strategies.spec_pairs())
+def test_elements_that_meet(pair: tuple[Spec, Spec]) -> None:
+    src, dst = pair
+    cuts = [{axis for axes in spec.partition.dims for axis in axes} for spec in pair]
+    shared = [axis for axis in src.mesh.axes if axis in cuts[0] & cuts[1]]
+    met = 0
+    for place in itertools.product(*map(range, src.shape)):
+        ends = []
+        for spec in pair:
+            rank = min(map(min, holders(spec, place)))
+            ends.append([spec.mesh.coords(rank)[axis] for axis in shared])
+        met += ends[0] == ends[1]
+    assert meeting(src, dst) == met
 
 
 SMALL = Mesh(x=2, y=3)

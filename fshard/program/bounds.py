@@ -14,7 +14,7 @@ import torch
 from fshard.errors import raise_if
 from fshard.program.cost import max_local_nbytes
 from fshard.program.loads import Ranks, Vector, added, everyone, held, kept
-from fshard.program.overlap import on_one_mesh, overlaps
+from fshard.program.overlap import meeting, on_one_mesh, overlaps
 from fshard.program.program import endpoint_problems, wire_problems
 from fshard.spec import Spec
 
@@ -43,9 +43,10 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
 
     With addends it is the larger of two. A rank, or the ranks that hold the addends of a target
     between them, must receive what they do not hold complete. And each element takes so many
-    messages: to reduce c addends and bring the sum to t ranks takes c - 1 and t - 1, spread over
-    all ranks at best. Boxes after Rink et al. (arXiv 2112.01075), reductions after Patarasu and
-    Yuan (2009).
+    messages, spread over all ranks at best: to reduce c addends and bring the sum to t ranks takes
+    c - 1 and t - 1, and one more where no rank that holds an addend is one that needs the sum.
+    Addends that are to stay may also be merged. Boxes after Rink et al. (arXiv 2112.01075),
+    reductions after Patarasu and Yuan (2009).
 
     The specs may be of two meshes; then the ranks are those of both, and nothing is said of
     addends that may stay where grids cross (2x3 and 3x2). On one mesh and even shards it is 0
@@ -143,24 +144,59 @@ def _least(src: Spec, dst: Spec) -> Least:
     one = src.mesh == dst.mesh
     stay = set(p.unreduced_kinds) & set(q.unreduced_kinds) if one else set()
     group = tuple(axis for axis, _ in q.unreduced_kinds)
-    # Of c addends that are reduced and k that stay: (c-1) k + (t-1) messages to t groups of
-    # ranks, one more where the target has other devices; where c = 1 and f groups lack the
-    # element (k-1) + f. All addends and groups that need each other are connected by messages.
     kept = math.prod(src.mesh.shape[axis] for axis, _ in stay)
-    addends = math.prod(src.mesh.shape[axis] for axis, _ in p.unreduced_kinds) // kept
+    addends = math.prod(src.mesh.shape[axis] for axis, _ in p.unreduced_kinds)
     members = math.prod(dst.mesh.shape[axis] for axis in group)
-    copies = dst.mesh.size // members // dst.num_shards
-    if addends > 1 and group and not one:
+    if addends > 1 and members > 1 and not one:
         return NOTHING  # which addends may stay is not known where grids cross
-    if addends > 1:
+    if addends > kept:
         missing = max_local_nbytes(dst) // dst.dtype.itemsize
-        ranks = src.mesh.devices if one else {*src.mesh.ranks, *dst.mesh.ranks}
-        apart = len(ranks) == src.mesh.size + dst.mesh.size
-        each = (addends - 1) * kept + (copies - 1) + apart
-        return Least(missing, members, math.prod(src.shape) * each, len(ranks))
-    missing = max(total - held for total, held in overlaps(src, dst, group))
-    # How many target groups an element is missing in, at least: of all, and of those missing.
-    far = max(0, copies - src.mesh.size // kept // src.num_shards)
-    everywhere = math.prod(src.shape) * (kept - 1 + far) if far else 0
-    messages = max(everywhere, missing * kept) if kept > 1 else 0
-    return Least(missing, members, messages, src.mesh.size)
+    else:
+        missing = max(total - held for total, held in overlaps(src, dst, group))
+    if addends == members == 1:
+        return Least(missing, members, 0, dst.mesh.size)
+    ranks = src.mesh.devices if one else {*src.mesh.ranks, *dst.mesh.ranks}
+    if one:
+        meet = meeting(src, dst)
+    else:
+        meet = math.prod(src.shape) if len(ranks) < src.mesh.size + dst.mesh.size else 0
+    near, far = _messages(src, dst, addends, kept)
+    messages = meet * near + (math.prod(src.shape) - meet) * far
+    return Least(missing, members, messages, len(ranks))
+
+
+def _messages(src: Spec, dst: Spec, addends: int, kept: int) -> tuple[int, int]:
+    """Messages of one element, where a holder of an addend is to have it, and where none is.
+
+    The target's ranks are groups of `copies` each that hold one value; the values of a rank of
+    each group, any, sum up. So every addend comes to all ranks of some group: else those of each
+    group that do not know it would sum up without it. A message is known to its sender, so that
+    an addend that moves leaves its holders once for the first time, in a message of its own.
+
+    - The addend that leaves last is known to nobody else until then: addends - 1 messages go
+      before, and from then on one to each of its group's ranks but those that hold it.
+    - Those that hold it lack another addend of their group, if there is one. They send no first
+      message before; who else there is sends one of each addend, so that first messages alone
+      take the other addend to one of them at most. Each but one costs a message:
+      addends - 1 + copies - 1 in all.
+    - Groups of one addend cost a message for each rank that does not hold it, which is no less
+      where there are more addends than one.
+    - An addend need not move if all of its group hold it: one of each group, so `kept` at most.
+    """
+    size = dst.mesh.shape
+    alone = _replicated(dst)
+    copies = math.prod(size[axis] for axis in alone)
+    both = copies
+    if src.mesh == dst.mesh:  # else any of them may
+        both = math.prod(size[axis] for axis in alone & _replicated(src))
+    far = addends + copies - 1
+    if addends == 1:
+        return copies - both, far
+    if both < copies:
+        return far - 1, far
+    return (far - kept if addends > kept else 0), far
+
+
+def _replicated(spec: Spec) -> set[str]:
+    p = spec.partition
+    return set(spec.mesh.axes) - {*p.unreduced, *(axis for axes in p.dims for axis in axes)}

@@ -17,8 +17,8 @@ from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
 __all__ = [
-    "even_boxes", "intervals", "missing_even", "on_one_mesh", "overlaps", "pieces", "pieces_even",
-    "places",
+    "even_boxes", "intervals", "meeting", "missing_even", "on_one_mesh", "overlaps", "pieces",
+    "pieces_even", "places",
 ]  # fmt: skip
 
 Coords = Mapping[str, int]
@@ -172,6 +172,32 @@ def overlaps(src: Spec, dst: Spec, group: tuple[str, ...] = ()) -> set[Pair]:
         pairs = _pairs(dims, src.mesh.shape)
         fronts = _front((t * a, c * b) for (t, c), (a, b) in itertools.product(fronts, pairs))
     return fronts
+
+
+def meeting(src: Spec, dst: Spec) -> int:
+    """Elements whose shard is at one place, before and after, along all axes that both cut by.
+
+    Of those, and of no others, some rank that holds an addend is one that needs the sum.
+
+    >>> from fshard.partition import PartitionSpec as P
+    >>> src = Spec(Mesh(x=2, y=2), P("x", "y"), shape=(8, 8))
+    >>> meeting(src, src.replace(partition=P("y"))), meeting(src, src.replace(partition=P("x")))
+    (32, 64)
+    """
+    if 0 in src.shape:
+        return 0
+    before, after = ({a for axes in spec.partition.dims for a in axes} for spec in (src, dst))
+    dims = [_Dim(src, dst, dim, tuple(before - after)) for dim in range(src.ndim)]
+    total, left = 1, set(after)
+    for some in _components(dims):
+        axes = tuple(dict.fromkeys(axis for dim in some for axis in dim.axes))
+        total *= sum(
+            math.prod(dim.part(at)[1] for dim in some)
+            for point in itertools.product(*(range(src.mesh.shape[axis]) for axis in axes))
+            for at in [dict(zip(axes, point, strict=True))]
+        )
+        left -= {*axes}
+    return total * math.prod(src.mesh.shape[axis] for axis in left)
 
 
 def _front(pairs: Iterable[Pair]) -> set[Pair]:
