@@ -5,6 +5,12 @@ from importlib.metadata import PackageNotFoundError, version
 from fshard import interop as _interop  # noqa: F401 - registers what Spec.placements asks for
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
+from fshard.ops.apply import apply
+from fshard.ops.partition import partition
+from fshard.ops.propagate import propagate
+from fshard.ops.registry import register_decomposition, register_rule
+from fshard.ops.rule import rule
+from fshard.ops.trace import constrain
 from fshard.partition import PartitionSpec
 from fshard.plan.batch import Batch
 from fshard.plan.redistribute import redistribute
@@ -79,10 +85,12 @@ __all__ = [
     "Topology",
     "all_gather",
     "all_to_all",
+    "apply",
     "axis_index",
     "axis_size",
     "calibrate",
     "comm_log",
+    "constrain",
     "from_local",
     "init",
     "local_map",
@@ -90,6 +98,7 @@ __all__ = [
     "pargmax",
     "pargmin",
     "parse",
+    "partition",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -97,13 +106,17 @@ __all__ = [
     "pmin",
     "ppermute",
     "pprod",
+    "propagate",
     "pshuffle",
     "psum",
     "psum_scatter",
     "pswapaxes",
     "ragged_all_to_all",
     "redistribute",
+    "register_decomposition",
+    "register_rule",
     "reshard",
+    "rule",
     "scatter",
     "shard",
     "shard_map",

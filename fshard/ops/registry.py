@@ -33,11 +33,21 @@ class Row:
     family: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Always:
+    """The generator of one rule for all calls."""
+
+    made: Rule
+
+    def __call__(self, call: Call) -> Rule:
+        return self.made
+
+
 _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _FAMILIES = (
-    "pointwise", "matmul", "reductions", "scans", "views", "joining", "indexing", "embedding",
-    "losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
+    "pointwise", "matmul", "reductions", "scans", "views", "joining", "indexing", "scattering",
+    "embedding", "losses", "class_losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
     "factories", "random", "backward",
 )  # fmt: skip
 """The modules of this package that register rows, loaded when the first row is asked for."""
@@ -59,7 +69,7 @@ def register_rule(*ops: Any, family: str = "user") -> Callable[[Any], Any]:
 
     def keep(given: Any) -> Any:
         made = rule(given) if isinstance(given, str) else given
-        generator: Generator = (lambda _, made=made: made) if isinstance(made, Rule) else made
+        generator: Generator = _Always(made) if isinstance(made, Rule) else made
         for op in ops:
             for each in overloads(op):
                 _ROWS[each] = Row(each, generator, family)

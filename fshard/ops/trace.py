@@ -6,13 +6,12 @@ one operation, as rules are written for, and so that autograd runs on what is re
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fshard.errors import ShardingError, fail
 from fshard.ops.call import Meta, map_tensors
@@ -26,6 +25,10 @@ def trace(fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str) -
 
     Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run.
     """
+    # What traces is imported where something is traced: it takes a second.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
@@ -89,7 +92,7 @@ def own_way(op: Any) -> Callable[..., Any] | None:
         op.name(), "CompositeImplicitAutograd"
     ):
         return op.decompose
-    from torch._decomp import decomposition_table  # which takes a second to import
+    from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
 
@@ -130,6 +133,4 @@ def _written(p: PartitionSpec) -> str:
 
 def constraint_of(text: str) -> PartitionSpec:
     """The partition that `constrain` has written into a graph."""
-    import ast
-
     return PartitionSpec._of(*ast.literal_eval(text))
