@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fshard import Mesh, ShardingError, Topology, parse, redistribute, visualize
 from fshard.errors import fail
-from fshard.show.words import WIDTH
+from fshard.lines import WIDTH
 
 __all__ = ["main"]
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fshard"
 
 LAYERS = (
-    {"errors", "hooks", "units"},
+    {"errors", "hooks", "lines", "units"},
     {"mesh"},
     {"partition"},
     {"subaxes"},

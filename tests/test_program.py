@@ -503,14 +503,14 @@ def test_printing() -> None:
     )
     assert str(prog) == repr(prog)
     text = str(prog)
-    assert text.startswith(f"{prog.src} -> {prog.dst} on {MESH}, backward in f64\n  reduce_sc")
-    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()[1:]]
+    assert text.startswith(f"{prog.src} -> {prog.dst}\n    on {MESH}, backward in f64\n  reduce_")
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()[2:]]
     assert rows == [
         ["reduce_scatter(z, dim 0)", "f32[1200@(x,z),6@y]", "2,400 B"],
         ["all_to_all(y, dim 1 -> 0)", "f32[1200@(x,z,y),6]", "1,600 B"],
         ["all_gather((x,z,y), dim 0) to reduced", "f32[1200,6]{reduced: x, y, z}", "26,400 B"],
     ]
-    assert len({len(line) for line in text.splitlines()[1:]}) == 1
+    assert len({len(line) for line in text.splitlines()[2:]}) == 1
     assert prog.step_bytes == (2400, 1600, 26400)
 
 
@@ -570,7 +570,7 @@ def test_dtype_options() -> None:
     assert prog == prog.T.T
     assert prog.dst.dtype == torch.float32
     assert str(prog).startswith(
-        f"{src} -> {prog.dst} on {MESH}, sends in bf16, backward in f64\n")  # fmt: skip
+        f"{src} -> {prog.dst}\n    on {MESH}, sends in bf16, backward in f64\n")  # fmt: skip
     plain = Program(src, (step,))
     assert 2 * prog.step_bytes[0] == plain.step_bytes[0]
     assert 2 * prog.cost().bytes_sent == plain.cost().bytes_sent

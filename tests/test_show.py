@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import fshard as fs
+from fshard.lines import wrap
 from fshard.show.grid import fit, lengths
 from fshard.show.holders import holders_text, states_in_words
 from fshard.show.table import Column, Table
-from fshard.show.words import wrap
 from fshard.units import bytes_text, rate_text, time_text
 from tests.helpers import held_under, random_global
 from tests.strategies import meshes, spec_pairs, specs

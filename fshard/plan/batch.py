@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, raise_if
+from fshard.lines import below, columns, folded
 from fshard.mesh import Mesh
 from fshard.plan.rounds import (
     Launch,
@@ -41,8 +42,6 @@ BUCKET = 2**23
 They take 23 µs over NVLink and 190 µs over InfiniBand, behind which the 6 µs of the next launch
 hide. More would save nothing, and costs memory, and the copies of what goes side by side.
 """
-
-WIDTH = 80
 
 T = TypeVar("T")
 
@@ -201,7 +200,8 @@ class Batch:
              "; ".join(map(str, prog.steps)) or "nothing to do")
             for path, prog in self.distinct()
         ]  # fmt: skip
-        return "\n".join([head, *_laid_out(rows), *_shared(launches, bool(meshes[1:]))])
+        shared = _shared(launches, bool(meshes[1:]))
+        return "\n".join([*folded(head), *(columns(rows) or below(rows)), *shared])
 
     __repr__ = __str__
 
@@ -227,14 +227,6 @@ def _count(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {one if n == 1 else many or one + 'es'}"
 
 
-def _laid_out(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Leaf, ends and steps in columns, or below each other where those are too wide."""
-    widths = [max((len(row[c]) for row in rows), default=0) for c in range(3)]
-    if 2 + sum(widths) + 4 > WIDTH:
-        return [line for leaf, *more in rows for line in (f"  {leaf}", *(f"    {x}" for x in more))]
-    return [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-
-
 def _shared(launches: Sequence[Launch], several_meshes: bool) -> list[str]:
     """What goes out together, those launches that read alike in one line."""
     texts = Counter(
@@ -243,8 +235,9 @@ def _shared(launches: Sequence[Launch], several_meshes: bool) -> list[str]:
         if len(each.steps) > 1
     )
     return [
-        f"  in {'one launch' if n == 1 else f'each of {n} launches'}: {text}"
+        line
         for text, n in texts.items()
+        for line in folded(f"in {'one launch' if n == 1 else f'each of {n} launches'}: {text}", 2)
     ]
 
 

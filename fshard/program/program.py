@@ -11,6 +11,7 @@ import torch
 
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
+from fshard.lines import below, columns, folded
 from fshard.mesh import Mesh
 from fshard.partition import LINEAR
 from fshard.program.cost import Cost, max_local_nbytes, step_time, traffic
@@ -216,13 +217,12 @@ class Program:
     # -- text -------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        lines = [f"{self.ends}{''.join(', ' + each for each in self._wires)}"]
+        lines = folded(f"{self.ends}{''.join(', ' + each for each in self._wires)}")
         rows = [
             (str(step), str(after), f"{sent:,} B")
             for step, after, sent in zip(self.steps, self.specs[1:], self.step_bytes, strict=True)
         ]
-        widths = [max((len(row[c]) for row in rows), default=0) for c in range(3)]
-        lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows]
+        lines += columns(rows, right={2}) or below([(a, f"{b}  {c}") for a, b, c in rows])
         return "\n".join(lines if rows else [*lines, "  (nothing to do)"])
 
     __repr__ = __str__

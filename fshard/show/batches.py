@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.hooks import register
+from fshard.lines import WIDTH
 from fshard.plan.batch import Batch
 from fshard.program.bounds import lower_bound_together
 from fshard.program.topology import Topology
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH
 from fshard.units import bytes_text, plural, ratio_text, time_text
 
 __all__ = ["BatchExplanation", "explain_batch"]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fshard.lines import WIDTH
 from fshard.run.transport import Event, observe
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH
 from fshard.units import bytes_text, plural
 
 __all__ = ["CommLog", "Phase", "comm_log"]

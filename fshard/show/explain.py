@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.hooks import register
+from fshard.lines import WIDTH
 from fshard.program.bounds import lower_bound
 from fshard.program.program import Program
 from fshard.program.topology import Topology
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH
 from fshard.units import bytes_text, ratio_text, time_text
 
 __all__ = ["Explanation", "explain"]

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fshard.lines import WIDTH
 from fshard.show.holders import coords_texts, holders_text, place_coords
-from fshard.show.words import WIDTH
 from fshard.spec import Spec
 
 __all__ = ["Grid", "Segment", "draw", "fit", "grid", "lengths"]

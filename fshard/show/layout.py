@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
+from fshard.lines import WIDTH, wrap
 from fshard.program.cost import max_local_nbytes
 from fshard.run.execute import check_local, check_shards
 from fshard.run.transport import current_rank
@@ -26,7 +27,7 @@ from fshard.show.holders import (
     states_in_words,
 )  # fmt: skip
 from fshard.show.table import Column, Table
-from fshard.show.words import WIDTH, colour, listing, wrap
+from fshard.show.words import colour, listing
 from fshard.spec import DTYPE_NAMES, Spec
 from fshard.tree import is_pair
 from fshard.units import bytes_text
