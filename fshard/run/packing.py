@@ -123,7 +123,8 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> Tensors:
             return lambda x: x.reshape(-1)
         return lambda x: x.reshape(-1).narrow(0, start, total)
     if shape and len({lengths(box)[1:] for box in boxes}) == 1:
-        return lambda x: torch.cat([cut(x, box) for box in boxes]).view(-1)
+        # What is joined of tensors that lie channels last lies so itself.
+        return lambda x: torch.cat([cut(x, box) for box in boxes]).reshape(-1)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         flat = x.new_empty(total)

@@ -1,0 +1,232 @@
+"""What generators of contractions and of batched operations share: letters, and calls on parts.
+
+A rank's part of a loop may be empty, and a bias that every rank adds to its part of a sum would be
+added many times: `Parts` runs an operation where either can happen.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fshard.ops.build import linear
+from fshard.ops.call import Call, Meta, map_tensors
+from fshard.ops.local import Here, LocalCall, with_argument
+from fshard.ops.rule import Dims, Mode, Rule
+
+__all__ = [
+    "Parts", "Pinned", "Sized", "added", "contracted", "dims_of_text", "fitted", "letters",
+    "trailing", "untouched",
+]  # fmt: skip
+
+Change = Callable[[LocalCall, Here], LocalCall]
+
+
+# -- factors --------------------------------------------------------------------------------
+
+
+def dims_of_text(text: str) -> Dims:
+    """One letter for every dim.
+
+    >>> dims_of_text("ik")
+    (('i',), ('k',))
+    """
+    return tuple((letter,) for letter in text)
+
+
+def letters(count: int, taken: Iterable[str] = "") -> str:
+    """As many letters, the first of the alphabet from b on, that are not taken.
+
+    >>> letters(2, "ck")
+    'bd'
+    """
+    free = [each for each in string.ascii_letters[1:] + "a" if each not in taken]
+    return "".join(free[:count]) if count else ""
+
+
+def trailing(text: str, ndim: int) -> Dims:
+    """The factors of a tensor that broadcasts to one with the dims of `text`.
+
+    >>> trailing("bij", 1), trailing("bij", 0)
+    ((('j',),), ())
+    """
+    return dims_of_text(text[len(text) - ndim :])
+
+
+def untouched(meta: Meta) -> Dims:
+    """No factors: a tensor that is needed whole."""
+    return ((),) * meta.ndim
+
+
+def fitted(operands: Sequence[Dims], metas: Sequence[Meta]) -> tuple[Dims, ...]:
+    """The factors of operands without those along which they broadcast."""
+    lengths: dict[str, int] = {}
+    for dims, meta in zip(operands, metas, strict=True):
+        for dim, size in zip(dims, meta.shape, strict=True):
+            if len(dim) == 1 and size != 1:
+                lengths[dim[0]] = size
+    return tuple(
+        tuple(
+            () if len(dim) == 1 and size == 1 and lengths.get(dim[0], 1) != 1 else dim
+            for dim, size in zip(dims, meta.shape, strict=True)
+        )
+        for dims, meta in zip(operands, metas, strict=True)
+    )
+
+
+def contracted(
+    call: Call,
+    operands: Sequence[Dims],
+    result: Dims,
+    *,
+    addend: int | None = None,
+    linear_in: Iterable[int] | None = None,
+    local: Callable[..., Any] | None = None,
+) -> Rule:
+    """The rule of a sum of products: factors that the result lacks are summed.
+
+    `linear_in` are the operands it is linear in, all but the addend if not given.
+    """
+    dims = fitted(operands, call.operands)
+    seen = dict.fromkeys(f for each in dims for dim in each for f in dim)
+    made = {f for dim in result for f in dim}
+    places = [at for at in range(len(dims)) if at != addend] if linear_in is None else linear_in
+    modes = linear(*places) if addend is None else added(addend, places)
+    if addend is not None and local is None:
+        local = Parts(once=(addend,), zeros=False)
+    kinds = tuple(sorted((f, "sum") for f in seen if f not in made))
+    return Rule(dims, (result,), kinds, modes=modes, local=local)
+
+
+def added(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
+    """Modes of a sum of an addend and of products, each linear, of the addend counted once."""
+    places = tuple(products)
+    both = tuple(tuple(sorted((at, addend))) for at in places)
+    return linear(*places, *both) + linear(addend, affine=True)
+
+
+# -- on one rank ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A local call: arguments changed, addends counted once, and zeros where a part is empty.
+
+    Of an axis over which the first result is a sum, the ranks after the first take zeros for the
+    operands `once`, unless those are unreduced there themselves. With `zeros` the operation does
+    not run on operands of which this rank has nothing: its part of the loop is empty, so that its
+    results are, or are sums of nothing. What is added then lies `along` that dim of the result.
+    """
+
+    once: tuple[int, ...] = ()
+    changes: tuple[Change, ...] = ()
+    zeros: bool = True
+    along: int = -1
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """Run it on a rank."""
+        args, kwargs = tuple(args), dict(kwargs)
+        later = frozenset(at for at in self.once if _is_later(here, at))
+        if later:
+            args, kwargs = _without(args, kwargs, later)
+        if self.zeros and has_nothing(here):
+            return nothing(args, kwargs, here, dict.fromkeys(self.once, self.along))
+        for change in self.changes:
+            op, args, kwargs = change((op, args, kwargs), here)
+        return op(*args, **kwargs)
+
+
+def _is_later(here: Here, place: int) -> bool:
+    """Whether a rank before this one adds the operand to the first result."""
+    made, given = here.results[0], here.operands[place]
+    assert made is not None
+    own = {axis for axis, _ in given.partition.unreduced_kinds}
+    coords = made.mesh.coords(here.rank)
+    return any(
+        coords[axis] > 0
+        for axis, kind in made.partition.unreduced_kinds
+        if kind == "sum" and axis not in own
+    )
+
+
+def _without(
+    args: Any, kwargs: Any, places: frozenset[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with zeros for some operands, to which gradients still have a way."""
+    seen = iter(range(1 << 30))
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        return nil(x) if next(seen) in places else x
+
+    placed = tuple(map_tensors(each, torch.Tensor, change) for each in args)
+    return placed, {key: map_tensors(each, torch.Tensor, change) for key, each in kwargs.items()}
+
+
+def nil(x: torch.Tensor) -> torch.Tensor:
+    """Zeros in the place of a tensor, NaN and infinities included, differentiable as it is."""
+    return torch.where(x.new_zeros((), dtype=torch.bool), x, 0)
+
+
+def has_nothing(here: Here) -> bool:
+    """Whether an operand that is not empty is so on this rank."""
+    return any(0 in spec.local_shape(here.rank) and 0 not in spec.shape for spec in here.operands)
+
+
+def nothing(
+    args: Any, kwargs: Any, here: Here, addends: Mapping[int, int] = MappingProxyType({})
+) -> list[torch.Tensor | None]:
+    """Zeros for every result, with a way for gradients to every operand that wants some.
+
+    Every rank takes part in the collectives of the backward pass, those with nothing to do too.
+    To the first result are added `addends`, operands that lie along one of its dims.
+    """
+    given: list[torch.Tensor] = []
+    for each in (*args, *kwargs.values()):
+        map_tensors(each, torch.Tensor, given.append)
+    wanted = [nil(x).sum() for x in given if x.requires_grad]
+    made: list[torch.Tensor | None] = []
+    for spec in here.results:
+        if spec is None:
+            made.append(None)
+            continue
+        zeros = given[0].new_zeros(spec.local_shape(here.rank), dtype=spec.dtype)
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            for each in wanted:
+                real = each.real if each.is_complex() and not spec.dtype.is_complex else each
+                zeros = zeros + real.to(spec.dtype)
+        made.append(zeros)
+    first = made[0]
+    for place, dim in addends.items():
+        assert first is not None
+        shape = [-1 if at == dim % first.ndim else 1 for at in range(first.ndim)]
+        first = first + given[place].reshape(shape)
+    return [first, *made[1:]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A change: the argument `name` has this value, which depends on the whole tensors."""
+
+    name: str
+    value: Any
+
+    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+        """The call with it."""
+        return with_argument(*call, self.name, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A change: the argument `name`, a shape, becomes that of a result on the rank."""
+
+    name: str
+    result: int = 0
+
+    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+        """The call with it."""
+        return with_argument(*call, self.name, list(here.shape(self.result)))
