@@ -50,16 +50,19 @@ def base_name(call: Call) -> str:
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
-    """The dims that a call reduces, from 0 on."""
+    """The dims that a call reduces, from 0 on; an empty list is all, or none in some."""
     name = next((each for each in ("dim", "dims") if call.has(each)), None)
     given = None if name is None else call.get(name)
-    if given is not None and not isinstance(given, int) and not given and (
-        base_name(call) in ("any", "all") or "prims" in call.op._schema.name
-        and call.results[0] == call.operands[0]
-    ):  # fmt: skip
-        return ()
     ndim = call.operands[0].ndim
+    listed = given is not None and not isinstance(given, int)
+    if listed and not given and (base_name(call) in ("any", "all") or _is_same_shape(call)):
+        return ()
     return axes_of(given, ndim) if ndim else ()
+
+
+def _is_same_shape(call: Call) -> bool:
+    made = call.results[0]
+    return made is not None and made.shape == call.operands[0].shape
 
 
 def reducing(
@@ -147,6 +150,20 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
+class OfSome:
+    """An operation that refuses tensors of no elements, on one rank: of none it gives none."""
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        if args[0].numel():
+            return op(*args, **kwargs)
+        made = [
+            each and args[0].new_empty(each.local_shape(here.rank), dtype=each.dtype)
+            for each in here.results
+        ]
+        return made[0] if len(made) == 1 else made
+
+
+@dataclass(frozen=True, slots=True)
 class Traced:
     """A trace on one rank: of the diagonal that crosses its block."""
 
@@ -212,20 +229,15 @@ def sum_to_size(call: Call) -> Rule:
 
 def quantile(call: Call) -> Rule:
     """The dim is whole; every fraction that is asked for is one of its own, in front."""
-    made = reducing(call, dict.fromkeys(reduced_dims(call), None))
+    dims, made = dict.fromkeys(reduced_dims(call)), call.results[0]
+    assert made is not None
     many = tuple(each.ndim == 1 for each in call.operands[1:])
     asked = (("q",),) if any(many) else ()
-    kept = keeping(call, Meta(call.results[0].shape[len(asked) :], call.results[0].dtype),
-                   dict.fromkeys(reduced_dims(call)))  # fmt: skip
-    fractions = (asked,) if many else ()
-    return Rule((made.operands[0], *fractions), ((*asked, *kept),), whole=made.whole)
-
-
-def all_whole(call: Call) -> Rule:
-    """Nothing may be cut."""
-    operands = tuple(dims_of(each.ndim, f"{chr(97 + at)}") for at, each in enumerate(call.operands))
-    results = tuple(None if m is None else ((),) * m.ndim for m in call.results)
-    return Rule(operands, results, whole=frozenset(f for o in operands for d in o for f in d))
+    kept = keeping(call, Meta(made.shape[len(asked) :], made.dtype), dims) or ()
+    factors = dims_of(call.operands[0].ndim)
+    operands = (factors, *((asked,) if many else ()))
+    whole = frozenset(factors[dim][0] for dim in dims)
+    return Rule(operands, ((*asked, *kept),), whole=whole, local=OfSome())
 
 
 # -- norms ---------------------------------------------------------------------------------
@@ -305,9 +317,9 @@ def pairwise_distance(call: Call) -> Rule:
     name = factors[last][0]
     if kind is None:
         return Rule(operands, (result,), whole=frozenset({name}))
-    extreme = kind in ("max", "min")
+    extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
     return Rule(operands, (result,), ((name, kind),), grad=frozenset({name} if extreme else ()),
-                local=Filled(kind, tuple((m.ndim - 1,) for m in call.operands)) if extreme else None)  # fmt: skip
+                local=Filled(kind, lasts) if extreme else None)  # fmt: skip
 
 
 def selecting_backward(call: Call) -> Rule:
@@ -326,15 +338,17 @@ def _of_one(name: str, *more: str) -> list[Any]:
     return [op for op in named(name, *more) if not any(a.name == "other" for a in schema_of(op))]
 
 
-PRIMS = [getattr(torch.ops.prims, each).default for each in ("sum", "prod", "amax", "amin", "var", "xor_sum")]
+PRIMS = [getattr(torch.ops.prims, each).default
+         for each in ("sum", "prod", "amax", "amin", "var", "xor_sum")]  # fmt: skip
 NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "native_norm",
          "frobenius_norm", "nuclear_norm")  # fmt: skip
+OTHERS = {
+    "trace": trace, "sum_to_size": sum_to_size, "quantile": quantile, "nanquantile": quantile,
+    "dist": dist, "pairwise_distance": pairwise_distance,
+    "value_selecting_reduction_backward": selecting_backward,
+}  # fmt: skip
 
 register_rule(*_of_one(*KINDS, *WHOLE), *PRIMS, family="reductions")(reduction)
 register_rule(*named(*NORMS), family="reductions")(norm)
-for _name, _generator in {
-    "trace": trace, "sum_to_size": sum_to_size, "quantile": quantile, "nanquantile": quantile,
-    "dist": dist, "pairwise_distance": pairwise_distance, "cov": all_whole, "corrcoef": all_whole,
-    "allclose": all_whole, "value_selecting_reduction_backward": selecting_backward,
-}.items():  # fmt: skip
+for _name, _generator in OTHERS.items():
     register_rule(*named(_name), family="reductions")(_generator)

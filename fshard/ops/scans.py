@@ -1,1 +1,94 @@
-"""Rules of this family: to be written."""
+"""Rules of operations along a dim: cumulative ones, softmaxes, differences.
+
+The dim they run along is whole and every other is cut freely. How a softmax is done over a dim that
+stays cut, `decompositions` says.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
+from fshard.ops.call import Call, Meta
+from fshard.ops.reductions import base_name, named, same_numbers
+from fshard.ops.registry import register_rule
+from fshard.ops.rule import Dims, Mode, Rule
+
+__all__ = ["along"]
+
+LINEAR = (
+    "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "cumprod_backward",
+    "cummaxmin_backward",
+)  # fmt: skip
+"""Linear in their first operand; a difference in all of them together."""
+OTHERS = (
+    "cumprod", "cummax", "cummin", "logcumsumexp", "_logcumsumexp", "softmax", "log_softmax",
+    "_softmax", "_log_softmax", "_safe_softmax", "special_softmax", "special_log_softmax", "glu",
+    "glu_backward",
+)  # fmt: skip
+
+
+def along(call: Call) -> Rule:
+    """Every dim but one is cut as it is on all tensors."""
+    x = call.operands[0]
+    dim = wrap(call.get("dim"), x.ndim)
+    return Rule(tuple(_dims(each, x, dim) for each in call.operands),
+                tuple(each and _dims(each, x, dim) for each in call.results),
+                whole=_whole(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip
+
+
+def _dims(meta: Meta, x: Meta, dim: int) -> Dims:
+    """The factors of `x`, but for `dim` where it is of another size."""
+    return tuple(
+        () if at == dim and meta.shape[at] != x.shape[at] else each
+        for at, each in enumerate(dims_of(meta.ndim))
+    )
+
+
+def _whole(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:
+    return frozenset(f for at, each in enumerate(dims_of(ndim)) for f in each if at in dims)
+
+
+def _modes(call: Call) -> tuple[Mode, ...]:
+    name, results = base_name(call), len(call.results)
+    if not all(same_numbers(call, at) for at in range(len(call.operands))):
+        return ()
+    if name == "diff":
+        return linear(tuple(range(len(call.operands))))
+    if name in LINEAR:
+        return linear(0, results=results)
+    return kinds(0, {"product": "product"}) if name == "cumprod" else ()
+
+
+def trapezoid(call: Call) -> Rule:
+    """The dim is whole; the places, where they are given, are of that dim alone or of all."""
+    y, made = call.operands[0], call.results[0]
+    assert made is not None
+    dim = wrap(call.get("dim"), y.ndim)
+    shape, places = y.shape, call.operands[1:]
+    if places and places[0].ndim > 1:
+        shape = torch.broadcast_shapes(shape, places[0].shape)
+        dim += len(shape) - y.ndim
+    factors = dims_of(len(shape))
+    at = tuple((factors[dim],) if x.ndim == 1 and x.shape[0] == shape[dim]
+               else aligned(x.shape, shape, factors) for x in places)  # fmt: skip
+    kept = factors[:dim] + factors[dim + 1 :]
+    result = kept if made.ndim < len(shape) else (*factors[:dim], (), *factors[dim + 1 :])
+    inexact = all(map(is_inexact, (made, *call.operands)))
+    return Rule((aligned(y.shape, shape, factors), *at), (result,), whole=_whole(len(shape), (dim,)),
+                modes=linear(*range(len(call.operands))) if inexact else ())  # fmt: skip
+
+
+def gradient(call: Call) -> Rule:
+    """The dims that differences are taken along are whole, as are the places given for them."""
+    x = call.operands[0]
+    factors, dims = dims_of(x.ndim), axes_of(call.get("dim"), x.ndim)
+    places = tuple(((),) * each.ndim for each in call.operands[1:])
+    count = len(call.results)
+    return Rule((factors, *places), (factors,) * count, whole=_whole(x.ndim, dims),
+                modes=linear(0, results=count) if is_inexact(x) else ())  # fmt: skip
+
+
+register_rule(*named(*LINEAR, *OTHERS), family="scans")(along)
+register_rule(*named("trapezoid", "trapz", "cumulative_trapezoid"), family="scans")(trapezoid)
+register_rule(*named("gradient"), family="scans")(gradient)
