@@ -6,6 +6,7 @@ from fshard import interop as _interop  # noqa: F401 - registers what Spec.place
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
+from fshard.ops.auto import auto
 from fshard.ops.partition import partition
 from fshard.ops.propagate import propagate
 from fshard.ops.registry import register_decomposition, register_rule
@@ -86,6 +87,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "apply",
+    "auto",
     "axis_index",
     "axis_size",
     "calibrate",

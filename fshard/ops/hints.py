@@ -25,7 +25,7 @@ from fshard.ops.trace import constraint_of
 from fshard.partition import PartitionSpec
 from fshard.spec import Spec
 
-__all__ = ["wishes"]
+__all__ = ["call_at", "wishes"]
 
 
 def wishes(
@@ -52,9 +52,28 @@ def _before(
     node: fx.Node, wish: PartitionSpec, mesh: Mesh
 ) -> list[tuple[fx.Node, PartitionSpec]]:
     """How the operands of an operation are asked to lie if its result is."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    found = call_at(node)
+    if found is None or found[1] is None or not isinstance(node.meta["val"], torch.Tensor):
         return []
+    call, rule, operands = found
+    result = call.results[0]
+    assert result is not None and rule is not None
+    try:
+        sizes = factor_sizes(rule, call)
+        spec = Spec(mesh, wish, shape=result.shape, dtype=result.dtype, uneven="chunk")
+    except ShardingError:
+        return []
+    return list(zip(operands, _asked(rule, spec, sizes), strict=True))
+
+
+def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
+    """The call of a node of a traced graph, its rule, and the nodes of its operands.
+
+    None for what is no operation on tensors; no rule where none is for it.
+    """
+    value = node.meta.get("val")
+    if not isinstance(node.target, torch._ops.OpOverload) or value is None:
+        return None
     operands: list[fx.Node] = []
 
     def as_meta(each: fx.Node) -> Any:
@@ -67,15 +86,15 @@ def _before(
     args = tuple(map_tensors(each, fx.Node, as_meta) for each in node.args)
     kwargs = {key: map_tensors(each, fx.Node, as_meta) for key, each in node.kwargs.items()}
     metas = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
-    result = Meta(tuple(value.shape), value.dtype)
-    call = Call(functional_of(node.target), args, kwargs, metas, (result,))
+    results = tuple(
+        Meta(tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else None
+        for each in (value if isinstance(value, list | tuple) else [value])
+    )
+    call = Call(functional_of(node.target), args, kwargs, metas, results)
     try:
-        rule = rule_of(call)
-        sizes = factor_sizes(rule, call)
-        spec = Spec(mesh, wish, shape=result.shape, dtype=result.dtype, uneven="chunk")
+        return call, rule_of(call), operands
     except ShardingError:
-        return []
-    return list(zip(operands, _asked(rule, spec, sizes), strict=True))
+        return call, None, operands
 
 
 def _asked(rule: Rule, spec: Spec, sizes: Mapping[str, int]) -> list[PartitionSpec]:

@@ -34,7 +34,8 @@ class Partitioned:
     """One partitioned call: lines of local operations and programs, for arguments of one kind.
 
     `in_specs` and `out_specs` are those of the leaves of arguments and results, None where a
-    result is no tensor.
+    result is no tensor; `grad` says whether gradients were asked for, `source` is the traced
+    graph before layouts.
     """
 
     mesh: Mesh
@@ -45,6 +46,8 @@ class Partitioned:
     _outputs: tuple[Any, ...]
     _tree: TreeDef
     _topology: Topology
+    grad: bool
+    source: fx.GraphModule
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     @property
@@ -127,15 +130,17 @@ class Partition:
         out_specs: Any,
         params: Any,
         cost: Topology | None,
+        traces: dict[Any, tuple[fx.GraphModule, TreeDef]] | None = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = fn, mesh, in_specs, out_specs
         self.params = params
         self.topology = as_topology("fs.partition", cost)
         self._made: dict[Any, Partitioned] = {}
+        self._traces = {} if traces is None else traces
 
     def __call__(self, *args: Any) -> Any:
         """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
-        leaves, tree = flatten(args)
+        leaves, tree = flatten(list(args))
         specs = self._specs(args, leaves)
         made = self._of(leaves, tree, specs)
         pairs = any(map(is_pair, leaves))
@@ -153,7 +158,7 @@ class Partition:
 
     def trace(self, *args: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
-        leaves, tree = flatten(args)
+        leaves, tree = flatten(list(args))
         return self._of(leaves, tree, self._specs(args, leaves))
 
     def explain(self, *args: Any) -> str:
@@ -186,8 +191,9 @@ class Partition:
         prefix = (None,) * len(rest) if self.in_specs is None else self.in_specs
         if isinstance(prefix, PartitionSpec | Spec):
             prefix = (prefix,) * len(rest)
-        asked += broadcast_prefix(tuple(prefix), tuple(rest), "in_specs", where)
-        names = paths(tuple(args), "args")
+        # Lists: two arguments of which the second is a spec would be a pair.
+        asked += broadcast_prefix(list(prefix), list(rest), "in_specs", where)
+        names = paths(list(args), "args")
         problems: list[Problem] = []
         found = [
             self._spec(leaf, each, name, problems)
@@ -230,29 +236,42 @@ class Partition:
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
         wants: Sequence[bool], enabled: bool,
     ) -> Partitioned:  # fmt: skip
-        outer: list[TreeDef] = []
-
-        def flat(*tensors: torch.Tensor) -> list[Any]:
-            left = iter(tensors)
-            given = [leaf if spec is None else next(left)
-                     for leaf, spec in zip(leaves, specs, strict=True)]  # fmt: skip
-            results, shape = flatten(self.fn(*unflatten(tree, given)))
-            outer.append(shape)
-            return results
-
         inputs = [(s, w) for s, w in zip(specs, wants, strict=True) if s is not None]
         if not inputs:
             fail("a partitioned function", "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
-        graph = trace(flat, [Meta(s.shape, s.dtype) for s, _ in inputs], "fs.partition")
-        asked = self._asked(outer[-1])
+        metas = tuple(None if s is None else Meta(s.shape, s.dtype) for s in specs)
+        others = tuple(leaf for leaf, s in zip(leaves, specs, strict=True) if s is None)
+        key = tree, metas, others, enabled
+        if key not in self._traces:
+            self._traces[key] = self._trace(leaves, tree, metas)
+        graph, shape = self._traces[key]
+        asked = self._asked(shape)
         wished = [p.partition if isinstance(p, Spec) else p for p in asked]
         made, results = assign(graph, inputs, self.topology, grad=enabled, outputs=wished)
         outputs, out_specs = self._finish(made, results, asked)
         return Partitioned(
             self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs),
-            tuple(made.inputs), tuple(outputs), outer[-1], self.topology,
+            tuple(made.inputs), tuple(outputs), shape, self.topology,
+            enabled and any(wants), graph,
         )  # fmt: skip
+
+    def _trace(
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None]
+    ) -> tuple[fx.GraphModule, TreeDef]:
+        """The graph of the function on whole tensors, and the structure of its results."""
+        outer: list[TreeDef] = []
+
+        def flat(*tensors: torch.Tensor) -> list[Any]:
+            left = iter(tensors)
+            given = [leaf if meta is None else next(left)
+                     for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
+            results, shape = flatten(self.fn(*unflatten(tree, given)))
+            outer.append(shape)
+            return results
+
+        graph = trace(flat, [meta for meta in metas if meta is not None], "fs.partition")
+        return graph, outer[-1]
 
     def _asked(self, tree: TreeDef) -> list[Any]:
         """What `out_specs` ask of every result; None where nothing."""

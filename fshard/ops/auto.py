@@ -1,0 +1,421 @@
+"""`auto`: the layouts of a function's arguments, chosen by what a step would take.
+
+In two passes. The first labels the function's graph with one role for every operation and one
+state for every argument, mesh axis after mesh axis, so that moving, computing and the gradient's
+way back take the least together: exactly, by eliminating variables (`fshard.ops.elimination`). It
+weighs every use of a value for itself. The second lays the function out for real, as `fs.partition`
+does, where what is moved once is moved once, and changes arguments one by one while that helps.
+After Alpa (arXiv 2201.12023) and PyTorch's AutoParallel, whose integer programs are per mesh, not
+per axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fshard.errors import fail
+from fshard.mesh import Mesh
+from fshard.ops.call import Meta
+from fshard.ops.elimination import Labelling
+from fshard.ops.hints import call_at
+from fshard.ops.lines import Constant, Move, Operation
+from fshard.ops.partition import Partition, Partitioned
+from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
+from fshard.ops.weigh import compute_time, moving, nbytes
+from fshard.partition import PartitionSpec
+from fshard.program.cost import max_local_nbytes
+from fshard.program.program import as_topology
+from fshard.program.topology import Topology
+from fshard.spec import Spec
+from fshard.tree import flatten, is_pair, paths, unflatten
+from fshard.units import bytes_text, time_text
+
+__all__ = ["Auto", "auto", "step_memory", "step_time"]
+
+FORWARD_AND_BACKWARD = 3
+"""A gradient takes about two products for each of the forward pass."""
+PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
+"""Seconds for a byte that a rank holds: what arguments are charged to fit into memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Auto:
+    """What `fs.auto` chose: `in_specs` like the arguments, and the function partitioned so.
+
+    `time` is the modelled time of a step, forward and backward, `memory` the bytes of a rank;
+    `others` what a step would take with one argument laid otherwise, the nearest first.
+    """
+
+    in_specs: list[Any]
+    partition: Partition
+    partitioned: Partitioned
+    time: float
+    memory: int
+    others: tuple[tuple[str, str, float], ...] = field(repr=False)
+
+    def explain(self) -> str:
+        """The choice: every argument's layout, what the nearest others cost, and every line."""
+        leaves, _ = flatten(self.in_specs)
+        names = paths(self.in_specs, "args")
+        width = max(map(len, names))
+        text = [f"{name:<{width}}  {p}" for name, p in zip(names, leaves, strict=True)]
+        text.append(f"{time_text(self.time)} a step, {bytes_text(self.memory)} on a rank")
+        text += [f"  {name} as {p}: {time_text(more)}" for name, p, more in self.others]
+        return "\n".join((*text, self.partitioned.explain()))
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the partitioned function."""
+        return self.partition(*args)
+
+
+def auto(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    example_args: Sequence[Any],
+    *,
+    memory: int | None = None,
+    cost: Topology | None = None,
+    fixed: Mapping[int, Any] | None = None,
+    seconds: float = 20.0,
+) -> Auto:
+    """Choose how the arguments of a function lie on a mesh.
+
+    `example_args` are tensors, or specs of their shapes and dtypes; a step is its forward pass,
+    and the backward pass where one of them requires grad (specs do). `memory` bounds the bytes
+    that a rank holds: arguments, their gradients, and what operations return. `fixed` gives the
+    specs of arguments, by their number, that are not to choose. After `seconds` the best so far
+    is taken.
+
+    Raises `ShardingError` where nothing that was tried fits into `memory`.
+
+    >>> import fshard as fs
+    >>> args = [fs.Spec(fs.Mesh(x=4), fs.P(), shape=s) for s in ((4096, 64), (64, 64))]
+    >>> auto(lambda x, w: (x @ w).relu(), fs.Mesh(x=4), args).in_specs
+    [P('x', None), P(None, None)]
+    """
+    topology = as_topology("fs.auto", cost)
+    search = _Search(fn, mesh, list(example_args), topology, memory, dict(fixed or {}))
+    return search.run(time.monotonic() + seconds)
+
+
+# -- what a step takes ----------------------------------------------------------------------
+
+
+def step_time(made: Partitioned, topology: Topology) -> float:
+    """Modelled seconds of a step: programs and their transposes, and what ranks compute."""
+    moves = sum(
+        line.program.cost(topology).time
+        + (line.program.T.cost(topology).time if made.grad and line.program.is_linear else 0.0)
+        for line in made.lines if isinstance(line, Move)
+    )  # fmt: skip
+    times = FORWARD_AND_BACKWARD if made.grad else 1
+    return moves + times * sum(
+        _work(line, made.mesh, topology) for line in made.lines if isinstance(line, Operation)
+    )
+
+
+def _work(line: Operation, mesh: Mesh, topology: Topology) -> float:
+    strategy = line.strategy
+    whole = compute_time(topology, strategy.rule, strategy.call,
+                         factor_sizes(strategy.rule, strategy.call))  # fmt: skip
+    for axis, role in strategy.roles:
+        whole /= mesh.shape[axis] if role.factor is not None else 1
+    return whole
+
+
+def step_memory(made: Partitioned) -> int:
+    """Bytes that a rank holds: arguments, gradients of those that have one, and all results.
+
+    Results are kept for the backward pass; without one the largest is counted.
+    """
+    inputs = sum(max_local_nbytes(spec) * (2 if made.grad and spec.dtype.is_floating_point else 1)
+                 for spec in made.in_specs)  # fmt: skip
+    results = [
+        sum(max_local_nbytes(spec) for spec in line.strategy.out_specs if spec is not None)
+        for line in made.lines if isinstance(line, Operation)
+    ] + [max_local_nbytes(line.program.dst) for line in made.lines
+         if isinstance(line, Move) and not line.program.is_local]  # fmt: skip
+    wholes = [line.tensor.nbytes for line in made.lines if isinstance(line, Constant)]
+    return inputs + sum(wholes) + (sum(results) if made.grad else max(results, default=0))
+
+
+# -- the search -----------------------------------------------------------------------------
+
+
+class _Search:
+    """One call of `auto`: the graph, and the choices that were weighed."""
+
+    def __init__(
+        self, fn: Callable[..., Any], mesh: Mesh, args: list[Any], topology: Topology,
+        memory: int | None, fixed: dict[int, Any],
+    ) -> None:  # fmt: skip
+        self.mesh, self.topology, self.memory = mesh, topology, memory
+        leaves, self.tree = flatten(args)
+        self.metas = [_meta(leaf) for leaf in leaves]
+        self.names = paths(args, "args")
+        self.args = unflatten(self.tree, [
+            leaf if m is None
+            else torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=_wants(leaf))
+            for leaf, m in zip(leaves, self.metas, strict=True)
+        ])  # fmt: skip
+        self.traces: dict[Any, Any] = {}
+        self.fn = fn
+        at = [number for number, arg in enumerate(args) for _ in flatten(arg)[0]]
+        asked = {n: flatten(spec)[0] for n, spec in fixed.items()}
+        firsts = {n: at.index(n) for n in asked}
+        self.fixed = {firsts[n] + i: p for n, ps in asked.items() for i, p in enumerate(ps)}
+        self.seen: dict[tuple[Any, ...], tuple[float, int, Partition, Partitioned]] = {}
+
+    def run(self, until: float) -> Auto:
+        start = self.whole()
+        self.weigh(start)
+        graph = self.seen[start][3].source
+        assert graph is not None
+        for price, axes in itertools.product(
+            PRICES if self.memory is not None else PRICES[:1], _orders(self.mesh)
+        ):
+            if time.monotonic() < until:
+                self.weigh(_Labels(graph, self, price).run(axes))
+        best = self.best()
+        while time.monotonic() < until:
+            better = self.improved(best, until)
+            if better == best:
+                break
+            best = better
+        return self.chosen(best)
+
+    def whole(self) -> tuple[Any, ...]:
+        return tuple(
+            self.fixed.get(at, None if meta is None else PartitionSpec())
+            for at, meta in enumerate(self.metas)
+        )
+
+    def weigh(self, choice: tuple[Any, ...]) -> tuple[float, int]:
+        """Time and memory of a choice, laid out for real."""
+        if choice not in self.seen:
+            in_specs = unflatten(self.tree, list(choice))
+            made = Partition(self.fn, self.mesh, in_specs, None, None, self.topology,
+                             self.traces)  # fmt: skip
+            laid = made.trace(*self.args)
+            self.seen[choice] = (step_time(laid, self.topology), step_memory(laid), made, laid)
+        return self.seen[choice][:2]
+
+    def rank(self, choice: tuple[Any, ...]) -> tuple[bool, float, int]:
+        """What choices are ordered by: fitting into memory, time, memory."""
+        spent, held = self.weigh(choice)
+        over = self.memory is not None and held > self.memory
+        return over, held if over else spent, held
+
+    def best(self) -> tuple[Any, ...]:
+        return min(self.seen, key=self.rank)
+
+    def improved(self, choice: tuple[Any, ...], until: float) -> tuple[Any, ...]:
+        """The best choice after every argument has been laid otherwise, largest first."""
+        order = [at for at, m in enumerate(self.metas) if m is not None and at not in self.fixed]
+        for at in sorted(order, key=lambda at: -nbytes(self.metas[at])):
+            for p in self.layouts(at):
+                if time.monotonic() > until:
+                    return self.best()
+                other = (*choice[:at], p, *choice[at + 1 :])
+                if self.rank(other) < self.rank(choice):
+                    choice = other
+        return choice
+
+    def layouts(self, at: int) -> list[PartitionSpec]:
+        """Every layout of an argument that cuts dims evenly, one dim or none for every axis."""
+        meta, found = self.metas[at], []
+        assert meta is not None
+        for dims in itertools.product((None, *range(meta.ndim)), repeat=len(self.mesh.axes)):
+            cut = [tuple(a for a, d in zip(self.mesh.axes, dims, strict=True) if d == dim)
+                   for dim in range(meta.ndim)]  # fmt: skip
+            sizes = [self.mesh.axis_size(axes) for axes in cut]
+            if all(size % n == 0 and size for size, n in zip(meta.shape, sizes, strict=True)):
+                found.append(PartitionSpec(*(axes or None for axes in cut)))
+        return found
+
+    def chosen(self, best: tuple[Any, ...]) -> Auto:
+        spent, held, made, laid = self.seen[best]
+        if self.memory is not None and held > self.memory:
+            fail("fs.auto", f"memory={self.memory}",
+                 f"of {len(self.seen)} choices the smallest takes {held} bytes on a rank",
+                 f"memory={held}, or a larger mesh")  # fmt: skip
+        others = []
+        for choice, (other, _, _, _) in self.seen.items():
+            differ = [at for at, (a, b) in enumerate(zip(choice, best, strict=True)) if a != b]
+            if len(differ) == 1:
+                others.append((self.names[differ[0]], str(choice[differ[0]]), other))
+        nearest = tuple(sorted(others, key=lambda each: each[2])[:8])
+        return Auto(unflatten(self.tree, list(best)), made, laid, spent, held, nearest)
+
+
+def _meta(leaf: Any) -> Meta | None:
+    given = leaf[1] if is_pair(leaf) else leaf
+    if isinstance(given, torch.Tensor | Spec):
+        return Meta(tuple(given.shape), given.dtype)
+    return None
+
+
+def _wants(leaf: Any) -> bool:
+    """Whether an argument's gradient is asked for; of specs, which cannot say, if it may be."""
+    if isinstance(leaf, Spec):
+        return leaf.dtype.is_floating_point
+    local = leaf[0] if is_pair(leaf) else leaf
+    shards = (local,) if isinstance(local, torch.Tensor) else local
+    return any(each.requires_grad for each in shards)
+
+
+def _orders(mesh: Mesh) -> list[tuple[str, ...]]:
+    """The orders in which axes are labelled: all of few."""
+    return list(itertools.permutations(mesh.axes))[:6]
+
+
+# -- labels ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Value:
+    """A tensor in the labelling: its variable, and its state under each of the labels."""
+
+    variable: int
+    states: list[State]
+
+
+class _Labels:
+    """Roles for all operations of a graph, axis after axis."""
+
+    def __init__(self, graph: fx.GraphModule, search: _Search, price: float) -> None:
+        self.graph, self.search, self.price = graph, search, price
+        self.cut: dict[fx.Node, int] = {}
+        self.factors: dict[tuple[fx.Node, Any], int] = {}
+        self.dims: list[list[list[str]]] = [
+            [[] for _ in range(m.ndim)] for m in search.metas if m is not None
+        ]
+
+    def run(self, axes: Sequence[str]) -> tuple[Any, ...]:
+        for axis in axes:
+            self.axis(axis)
+        mine = iter(self.dims)
+        order = {axis: at for at, axis in enumerate(self.search.mesh.axes)}
+        choice = []
+        for at, meta in enumerate(self.search.metas):
+            if meta is None:
+                choice.append(None)
+                continue
+            cut = [tuple(sorted(each, key=order.__getitem__)) or None for each in next(mine)]
+            choice.append(self.search.fixed.get(at, PartitionSpec(*cut)))
+        return tuple(choice)
+
+    def axis(self, axis: str) -> None:
+        """Label the graph for one axis, and count what it cuts."""
+        made, values = Labelling(), dict[fx.Node, Any]()
+        nodes: list[tuple[fx.Node, int, list[Any]]] = []
+        inputs = iter(at for at, m in enumerate(self.search.metas) if m is not None)
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = self.input(made, node, next(inputs), axis)
+                nodes.append((node, values[node].variable, values[node].states))
+            elif node.op == "call_function":
+                self.operation(made, node, axis, values, nodes)
+        labels, _ = made.solve()
+        n, place = self.search.mesh.shape[axis], 0
+        for node, variable, options in nodes:
+            picked = options[labels[variable]]
+            if node.op == "placeholder":
+                if picked.word == "sharded":
+                    self.dims[place][picked.dim].append(axis)
+                    self.cut[node] = self.cut.get(node, 1) * n
+                    self.factors[node, picked.dim] = self.factors.get((node, picked.dim), 1) * n
+                place += 1
+            elif picked.factor is not None:
+                self.cut[node] = self.cut.get(node, 1) * n
+                key = node, picked.factor
+                self.factors[key] = self.factors.get(key, 1) * n
+
+    def input(self, made: Labelling, node: fx.Node, at: int, axis: str) -> _Value:
+        meta, n = self.search.metas[at], self.search.mesh.shape[axis]
+        assert meta is not None
+        states = [INVARIANT] + [
+            State("sharded", dim) for dim, size in enumerate(meta.shape)
+            if size and size % (n * self.factors.get((node, dim), 1)) == 0
+        ]  # fmt: skip
+        fixed = self.search.fixed.get(at)
+        if fixed is not None:
+            p = fixed.partition if isinstance(fixed, Spec) else fixed
+            held = [State("sharded", d) for d, axes in enumerate(p.dims) if axis in axes]
+            states = held or [INVARIANT]
+        local = nbytes(meta) // self.cut.get(node, 1)
+        weights = [self.price * local / (1 if s == INVARIANT else n) for s in states]
+        return _Value(made.variable(weights), states)
+
+    def operation(
+        self, made: Labelling, node: fx.Node, axis: str, values: dict[fx.Node, Any],
+        nodes: list[tuple[fx.Node, int, list[Any]]],
+    ) -> None:  # fmt: skip
+        """The variable of an operation, and its ties to those of its operands."""
+        if getattr(node.target, "__name__", "") == "getitem":
+            several = values.get(node.args[0])
+            values[node] = several[node.args[1]] if isinstance(several, list) else several
+            return
+        found = call_at(node)
+        if found is None:
+            return
+        call, rule, operands = found
+        n, topology = self.search.mesh.shape[axis], self.search.topology
+        if rule is None:
+            roles = [Role("invariant", (INVARIANT,) * len(operands), (INVARIANT,) * len(call.results))]
+            work = 0.0
+        else:
+            sizes = factor_sizes(rule, call)
+            roles = [r for r in roles_of(rule, call, grad=True)
+                     if r.name != "reduced" and self.fits(node, r, sizes, n)]  # fmt: skip
+            work = FORWARD_AND_BACKWARD * compute_time(topology, rule, call, sizes)
+        work /= self.cut.get(node, 1)
+        variable = made.variable([work / (n if role.factor else 1) for role in roles])
+        nodes.append((node, variable, roles))
+        link = topology.link(self.search.mesh, axis)
+        for place, (operand, meta) in enumerate(zip(operands, call.operands, strict=True)):
+            value = values.get(operand)
+            if not isinstance(value, _Value):
+                continue
+            whole = nbytes(meta) // self.cut.get(operand, 1)
+            table = [
+                [self.way(link, n, have, role.operands[place], whole, meta.dtype.itemsize)
+                 for role in roles] for have in value.states
+            ]  # fmt: skip
+            made.pair(value.variable, variable, table)
+        states = [
+            _Value(variable, [_led(role.results[at]) for role in roles])
+            for at in range(len(call.results))
+        ]
+        single = len(states) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
+        values[node] = states[0] if single else states
+
+    def fits(self, node: fx.Node, role: Role, sizes: Mapping[str, int], n: int) -> bool:
+        """Whether a factor can be cut by this axis too, evenly, and leads all dims that it is on."""
+        if role.factor is None:
+            return True
+        taken = self.factors.get((node, role.factor), 1)
+        leads = all(s is None or s.place == 0 for s in (*role.operands, *role.results))
+        return leads and sizes[role.factor] > 0 and sizes[role.factor] % (n * taken) == 0
+
+    def way(self, link: Any, n: int, have: State, asked: State, whole: int, item: int) -> float:
+        """Seconds of a value's way to an operand, and of the gradient's way back."""
+        if asked.word == "any":
+            return 0.0
+        local = whole // n if have.word == "sharded" else whole
+        weight = moving(self.search.topology, link, n, have, _led(asked), local, item)
+        return weight.time + weight.back
+
+
+def _led(state: State | None) -> State:
+    """A state without the place of its factor, which leads its dim."""
+    if state is None:
+        return INVARIANT
+    return State("sharded", state.dim) if state.word == "sharded" else state
