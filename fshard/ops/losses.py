@@ -1,1 +1,179 @@
-"""Rules of this family: to be written."""
+"""Rules of losses that compare elements, or rows of features: mse, bce, cosine_embedding, ...
+
+Sums over dims are unreduced sums over what is cut. A mean is a sum divided by the number of all
+elements, wherever they are: parts of other sizes, empty ones among them, weigh what they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.ops.build import aligned, dims_of, linear
+from fshard.ops.call import Call
+from fshard.ops.indexing import broadcast_shape, whole
+from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.registry import register_decomposition, register_rule
+from fshard.ops.rule import Mode, Rule
+
+__all__ = ["MEAN", "NONE", "SUM", "Averaged", "reduced"]
+
+NONE, MEAN, SUM = range(3)
+"""What the argument `reduction` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """A loss, or its gradient, whose mean is over `count` values in all.
+
+    A rank has as many as its parts of the operands `rows` broadcast to, without `after` dims.
+    """
+
+    count: int
+    rows: tuple[int, ...]
+    after: int = 0
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        shape = broadcast_shape([here.operands[at].local_shape(here.rank) for at in self.rows])
+        mine = math.prod(shape[: len(shape) - self.after])
+        if mine == self.count:
+            return op(*args, **kwargs)
+        if not mine:
+            # The mean of nothing is no number; the sum of nothing is what it adds.
+            _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
+            return op(*args, **kwargs)
+        return op(*args, **kwargs) * (mine / self.count)
+
+
+def reduced(loss: Tensor, reduction: int) -> Tensor:
+    """A loss of every value reduced as `reduction` says."""
+    if reduction == NONE:
+        return loss
+    return loss.sum() if reduction == SUM else loss.mean()
+
+
+# -- losses of single elements ----------------------------------------------------------------
+
+
+def _elementwise(call: Call) -> Rule:
+    """Dims pass, or are summed."""
+    shape = broadcast_shape([each.shape for each in call.operands])
+    factors = dims_of(len(shape))
+    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands)
+    backward = call.op._schema.name.endswith("_backward")
+    made = call.results[0]
+    assert made is not None
+    result = aligned(made.shape, shape, factors)
+    sums = call.get("reduction") != NONE and not backward
+    used = {f for dims in operands for dim in dims for f in dim}
+    reductions = tuple((f, "sum") for (f,) in factors if f in used) if sums else ()
+    every = tuple(range(len(operands)))
+    local = Averaged(math.prod(shape), every) if call.get("reduction") == MEAN else None
+    return Rule(operands, (result,), reductions, modes=_linear_in(call, backward), local=local)
+
+
+def _linear_in(call: Call, backward: bool) -> tuple[Mode, ...]:
+    """The operands that a loss is linear in, or linear but for a constant."""
+    if backward:
+        return linear(0)
+    match call.op._schema.name.removeprefix("aten::"):
+        case "kl_div":
+            return linear(0, affine=True)
+        case "poisson_nll_loss":
+            return () if call.get("full") else linear(1, affine=True)
+        case "binary_cross_entropy" | "binary_cross_entropy_with_logits":
+            weights = [place for name in ("weight",) if (place := call.place(name)) is not None]
+            return linear(1, affine=True) + linear(*weights)
+    return ()
+
+
+ELEMENTWISE = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div soft_margin_loss
+    binary_cross_entropy_with_logits hinge_embedding_loss margin_ranking_loss poisson_nll_loss
+    mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward
+    soft_margin_loss_backward
+""".split()  # noqa: SIM905
+register_rule(*ELEMENTWISE, family="losses")(_elementwise)
+
+
+# -- losses of rows of features ---------------------------------------------------------------
+
+
+def _rows(call: Call) -> Rule:
+    """Dims before the last pass, or are summed; features are needed whole."""
+    features = _features(call)
+    shape = broadcast_shape([each.shape for each in call.operands[:features]])
+    rows = shape[:-1]
+    others = [each.shape for each in call.operands[features:]]
+    if not shape or any(each != rows for each in others):
+        return whole(call)
+    factors = (*dims_of(len(rows)), ("c",))
+    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands[:features])
+    operands += (factors[:-1],) * len(others)
+    reduction = call.get("reduction")
+    made = factors[:-1] if reduction == NONE else ()
+    used = {f for dims in operands for dim in dims for f in dim}
+    reductions = tuple((f, "sum") for (f,) in factors[:-1] if reduction != NONE and f in used)
+    local = Averaged(math.prod(rows), tuple(range(features)), 1) if reduction == MEAN else None
+    return Rule(operands, (made,), reductions, frozenset({"c"} & used), local=local)
+
+
+def _features(call: Call) -> int:
+    return 3 if call.op._schema.name == "aten::triplet_margin_loss" else 2
+
+
+register_rule("cosine_embedding_loss", "triplet_margin_loss", family="losses")(_rows)
+
+TINY = 1e-12
+"""What `cosine_embedding_loss` adds to the squares of both lengths."""
+
+
+@register_decomposition(torch.ops.aten.cosine_embedding_loss.default)
+def _cosine_embedding(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = MEAN
+) -> Tensor:
+    """Three sums over the features, which stay cut."""
+    product = (input1 * input2).sum(-1)
+    lengths = ((input1 * input1).sum(-1) + TINY) * ((input2 * input2).sum(-1) + TINY)
+    cosine = product / lengths.sqrt()
+    zeros = torch.zeros_like(cosine)
+    alike = torch.where(target == 1, 1 - cosine, zeros)
+    return reduced(alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction)
+
+
+@register_decomposition(torch.ops.aten.triplet_margin_loss.default)
+def _triplet_margin(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = MEAN,
+) -> Tensor:
+    """Norms over the features, which stay cut."""
+
+    def far(x: Tensor, y: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x - y + eps, p, -1)
+
+    away = far(anchor, negative)
+    if swap:
+        away = torch.minimum(away, far(positive, negative))
+    return reduced((margin + far(anchor, positive) - away).clamp_min(0), reduction)
+
+
+# -- connectionist temporal classification ----------------------------------------------------
+
+
+def _ctc(call: Call) -> Rule:
+    """A recursion over time, classes and labels: nothing is cut."""
+    return whole(call)
+
+
+register_rule("ctc_loss", family="losses")(_ctc)

@@ -46,7 +46,7 @@ class _Always:
 _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _FAMILIES = (
-    "pointwise", "matmul", "reductions", "scans", "views", "joining", "indexing", "scattering",
+    "pointwise", "matmul", "reductions", "scans", "views", "diagonals", "blocks", "joining", "indexing", "scattering",
     "embedding", "losses", "class_losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
     "factories", "random", "backward",
 )  # fmt: skip
