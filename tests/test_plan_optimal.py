@@ -153,11 +153,11 @@ def test_ways_round_on_three_axes(
             around = known[a, b] + known[b, c]
             if known[a, c] > around * (1 + EXACT) + 1e-15:
                 worst = max(worst, known[a, c] / around)
-    # With three axes, what stays unreduced is not summed and embedded anew.
+    # By time what stays unreduced on three axes is not summed and embedded anew.
     assert worst <= LIMITS[topology is None, len(states)]
 
 
-LIMITS = {(True, 1): 1.0, (False, 1): 1.1, (True, 3): 1.35, (False, 3): 1.5}
+LIMITS = {(True, 1): 1.0, (False, 1): 1.1, (True, 3): 1.0, (False, 3): 1.5}
 
 
 def is_busy(spec: Spec) -> bool:
@@ -177,14 +177,51 @@ def skews(mesh: Mesh, shape: tuple[int, ...], topology: Topology | None) -> list
     return found
 
 
+def leaves_combs(src: Spec, dst: Spec) -> bool:
+    """Whether an axis becomes unreduced from behind others of its dim, which leave the dim.
+
+    What its ranks hold of a shard without those others are strips far apart. To receive the other
+    strips of one's own place is least; but then addends are not whole among zeros, a block each,
+    as all steps leave them. The transpose only takes those strips from whole copies.
+    """
+    q = dst.partition
+    return any(
+        axis in q.unreduced and before != q.dims[dim][: len(before)]
+        for dim, axes in enumerate(src.partition.dims)
+        for at, axis in enumerate(axes)
+        for before in [tuple(other for other in axes[:at] if other not in q.unreduced)]
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_bytes_are_mostly_those_of_the_transpose(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    # Where a reduced axis is first cast to invariant, replicas share what is left to do. The
-    # adjoint of such a step would scatter addends over blocks that no layout has.
-    found = skews(mesh, shape, None)
-    assert len(found) <= 16
-    assert max(found) <= 1.75
+def test_bytes_are_those_of_the_transpose_unless_combs_are_left(
+    mesh: Mesh, shape: tuple[int, ...]
+) -> None:
+    specs = list(filter(is_busy, helpers.all_specs(mesh, shape, dtype=torch.float32)))
+    dear = 0
+    for src, dst in itertools.product(specs, specs):
+        there, back = weight(src, dst, None), weight(dst.dual, src.dual, None)
+        more = 1.0
+        if leaves_combs(src, dst):
+            dear += 1
+            ((major, minor),) = [map(mesh.axis_size, axes) for axes in src.partition.dims if axes]
+            # Of each shard that the minor axis makes all but the own strip, or but the own block.
+            more = (1 - 1 / (major * minor)) / (1 - 1 / major)
+        elif leaves_combs(dst.dual, src.dual):
+            continue
+        assert there == pytest.approx(back * more, rel=1e-4 if more > 1 else EXACT), (src, dst)
+    # Each order of the axes of a dim, each dim, the major axis to the other dim or reduced.
+    assert dear == 2 * 2 * 2
+
+
+def test_bytes_on_three_axes_are_those_of_the_transpose_unless_combs_are_left() -> None:
+    shape, mesh = (32, 32, 32), Mesh(x=2, y=2, z=2)
+    specs = list(filter(is_busy, helpers.all_specs(mesh, shape, dtype=torch.float32)))
+    for src, dst in helpers.sample_pairs(specs, 120, seed=6):
+        there, back = weight(src, dst, None), weight(dst.dual, src.dual, None)
+        combs = leaves_combs(src, dst) or leaves_combs(dst.dual, src.dual)
+        assert combs or there == pytest.approx(back, rel=EXACT, abs=1e-15), (src, dst)
 
 
 FREE_COPIES = [Topology(memory=1e30), Topology(memory=1e30, node_size=4)]

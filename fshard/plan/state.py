@@ -84,7 +84,9 @@ class Problem:
         self.size = dict(self.mesh.shape)
         self.ones = frozenset(axis for axis, n in self.size.items() if n == 1)
         # With more axes, what stays unreduced is left alone: it is not summed and embedded anew.
-        self.thorough = len(self.size) - len(self.ones) <= 2
+        # By time more programs are nearly as good, which takes longer to see.
+        most = 3 if self.topology is None else 2
+        self.thorough = len(self.size) - len(self.ones) <= most
         self.start, self.goal = _state(self.src), _state(self.dst)
         self.even = self.is_even(self.start) and self.is_even(self.goal)
         p = self.dst.partition
