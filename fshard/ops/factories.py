@@ -1,1 +1,32 @@
-"""Rules of this family: to be written."""
+"""Rules of operations that take a tensor's shape or dtype and none of its elements."""
+
+from __future__ import annotations
+
+from fshard.ops.build import unmoved
+from fshard.ops.call import Call
+from fshard.ops.local import resized
+from fshard.ops.registry import register_rule
+from fshard.ops.reshaping import letters
+from fshard.ops.rule import Dims, Rule
+
+__all__ = ["alike", "anew"]
+
+
+@register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
+               "prims::full_like", family="factories")  # fmt: skip
+def alike(call: Call) -> Rule:
+    """Lies as the operand does; where that is unreduced it is the same on every rank."""
+    own: Dims = tuple((name,) for name in letters(call.operands[0].ndim))
+    return Rule((own,), (own,), modes=unmoved(0))
+
+
+@register_rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", family="factories")
+def anew(call: Call) -> Rule:
+    """Of the operand's shape it lies as the operand does; of another it is whole, and nothing is read."""
+    result = call.results[0]
+    assert result is not None
+    x = call.operands[0]
+    if x.shape == result.shape and call.op._schema.name != "aten::new_empty_strided":
+        own: Dims = tuple((name,) for name in letters(x.ndim))
+        return Rule((own,), (own,), modes=unmoved(0), local=resized("size"))
+    return Rule((((),) * x.ndim,), (((),) * result.ndim,), unread=frozenset({0}))

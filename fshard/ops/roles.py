@@ -74,15 +74,19 @@ def _roles(
             State("unreduced", kind=mode.kind) if place in mode.operands else each
             for place, each in enumerate(same)
         )
+        # What other operands make is used for other work there, as they are.
+        alike = REDUCED if REDUCED in asked else INVARIANT
         given = tuple(
-            None if meta is None else INVARIANT if kind is None else State("unreduced", kind=kind)
+            None if meta is None
+            else State("unreduced", kind=kind) if kind is not None
+            else alike if _inexact(meta) else INVARIANT
             for meta, kind in zip(results, mode.results, strict=True)
-        )
+        )  # fmt: skip
         roles.append(Role(f"unreduced {mode}", asked, given))
     made = tuple(None if m is None else REDUCED if _inexact(m) else INVARIANT for m in results)
     roles.append(Role("reduced", same, made))
-    alike = tuple(ANY if at in rule.unread else INVARIANT for at, _ in enumerate(operands))
-    roles.append(Role("invariant", alike,
+    everywhere = tuple(ANY if at in rule.unread else INVARIANT for at, _ in enumerate(operands))
+    roles.append(Role("invariant", everywhere,
                       tuple(None if m is None else INVARIANT for m in results)))  # fmt: skip
     return tuple(role for role in roles if _exists(role, operands, results))
 

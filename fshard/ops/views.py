@@ -1,1 +1,295 @@
-"""Rules of this family: to be written."""
+"""Rules of operations that give the elements of one tensor in another shape.
+
+All elements are moved and none computed with, so that unreduced operands of every kind pass.
+Reshapes, and what takes dims, adds them or puts them in another order, run on parts with shapes of
+parts. Which elements a slice takes is said in the whole dim, so that dim is needed whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard.errors import fail
+from fshard.ops.build import axes_of, moved, wrap
+from fshard.ops.call import Call, Meta
+from fshard.ops.local import Here, argument, resized, with_argument
+from fshard.ops.registry import register_rule
+from fshard.ops.reshaping import letters, reshaping
+from fshard.ops.rule import Dims, Rule
+
+__all__ = ["keeping", "reshaped"]
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+def _rows(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def keeping(
+    call: Call,
+    *results: Sequence[int | None],
+    permuted: Iterable[int] = (),
+    shapes: int = 0,
+    local: Any = None,
+) -> Rule:
+    """A rule of one operand whose dims go to results: of every result's dim the one it is.
+
+    Dims that are not in all results are whole. `shapes` operands more are laid as the results.
+    """
+    ndim = call.operands[0].ndim
+    names = letters(ndim)
+    made = tuple(tuple(() if at is None else (names[at],) for at in dims) for dims in results)
+    lost = {at for at in range(ndim) if not all(at in dims for dims in results)}
+    return Rule(
+        (tuple((name,) for name in names), *made[:1] * shapes),
+        made,
+        whole=frozenset(names[at] for at in lost),
+        permuted=frozenset(names[at] for at in permuted),
+        modes=moved(0, results=len(results)),
+        local=local,
+    )
+
+
+# -- reshapes ------------------------------------------------------------------------------
+
+
+def reshape_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """What a rank holds in the shape of what it makes; `view`s too, whose memory may be otherwise."""
+    x: torch.Tensor = args[0]
+    return x.reshape(here.shape())
+
+
+@register_rule(
+    *_rows("""
+    view.default view_copy.default _unsafe_view _reshape_alias _reshape_alias_copy _reshape_copy
+    reshape flatten unflatten ravel squeeze squeeze_copy unsqueeze unsqueeze_copy reshape_as view_as
+    atleast_1d.default atleast_2d.default atleast_3d.default
+    prims::reshape prims::squeeze prims::collapse prims::collapse_view prims::split_dim
+"""),
+    family="views",
+)
+def reshaped(call: Call) -> Rule:
+    """Dims that are merged are one dim of several factors, and so are those that are split."""
+    result = call.results[0]
+    assert result is not None
+    found = reshaping(call.operands[0].shape, result.shape)
+    others = (found.after,) * (len(call.operands) - 1)
+    return Rule((found.before, *others), (found.after,), whole=found.whole, modes=moved(0),
+                local=reshape_locally, sizes=found.sizes)  # fmt: skip
+
+
+# -- other orders of dims ------------------------------------------------------------------
+
+
+@register_rule(
+    *_rows("""
+    permute permute_copy transpose.int transpose_copy.int t t_copy mT mH numpy_T matrix_H adjoint
+    swapaxes swapdims movedim moveaxis prims::transpose
+"""),
+    family="views",
+)
+def permuting(call: Call) -> Rule:
+    """Where every dim goes is asked of the operation itself, on a tensor with no two sizes alike."""
+    sizes = range(2, 2 + call.operands[0].ndim)
+    marked = torch.empty(tuple(sizes), dtype=call.operands[0].dtype, device="meta")
+    shape = call.op(marked, *call.args[1:], **call.kwargs).shape
+    return keeping(call, [size - 2 for size in shape])
+
+
+@register_rule("flip", "fliplr", "flipud", "prims::rev", family="views")
+def flipped(call: Call) -> Rule:
+    """The dims that are turned around keep their elements on other ranks."""
+    name, ndim = call.op._schema.name.partition("::")[2], call.operands[0].ndim
+    at = {"fliplr": [1], "flipud": [0]}.get(name)
+    dims = call.args[1] if at is None and call.args[1:] else call.kwargs.get("dims", at)
+    turned = [wrap(dim, ndim) for dim in dims or ()]
+    return keeping(call, range(ndim), permuted=_long(call, turned))
+
+
+@register_rule("roll", family="views")
+def rolled(call: Call) -> Rule:
+    """Without dims the whole tensor is rolled as one dim."""
+    ndim = call.operands[0].ndim
+    dims = axes_of(call.get("dims"), ndim)
+    return keeping(call, range(ndim), permuted=_long(call, dims))
+
+
+@register_rule("rot90", family="views")
+def turned(call: Call) -> Rule:
+    """A quarter is a transpose and one dim turned around, a half is both dims turned around."""
+    ndim, quarters = call.operands[0].ndim, call.get("k") % 4
+    one, other = (wrap(dim, ndim) for dim in call.get("dims"))
+    order = list(range(ndim))
+    if quarters % 2:
+        order[one], order[other] = other, one
+    moving = ((), (other,), (one, other), (one,))[quarters]
+    return keeping(call, order, permuted=_long(call, moving))
+
+
+def _long(call: Call, dims: Iterable[int]) -> list[int]:
+    """Of dims those of more than one element: in others there is nothing to move."""
+    return [dim for dim in dims if call.operands[0].ndim and call.operands[0].shape[dim] > 1]
+
+
+@register_rule("channel_shuffle", "native_channel_shuffle", family="views")
+def shuffled(call: Call) -> Rule:
+    """Channels change places all over their dim."""
+    return keeping(call, range(call.operands[0].ndim), permuted=[1])
+
+
+# -- parts of dims -------------------------------------------------------------------------
+
+
+@register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy", family="views")
+def sliced(call: Call) -> Rule:
+    """The dim that is sliced is whole, but where all of it is taken."""
+    x = call.operands[0]
+    dim, dims = wrap(call.get("dim"), x.ndim), list[int | None](range(x.ndim))
+    made = call.results[0]
+    assert made is not None
+    if made.shape[dim] != x.shape[dim]:
+        dims[dim] = None
+    return keeping(call, dims)
+
+
+@register_rule("select.int", "select_copy.int", "unbind.int", "unbind_copy.int", family="views")
+def selected(call: Call) -> Rule:
+    """The dim that goes is whole."""
+    ndim = call.operands[0].ndim
+    dim = wrap(call.get("dim"), ndim)
+    kept = [at for at in range(ndim) if at != dim]
+    return keeping(call, *[kept] * len(call.results))
+
+
+SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
+
+
+@register_rule(
+    *_rows("""
+    split.Tensor split.sizes split.default split_copy.Tensor split_with_sizes
+    split_with_sizes_copy unsafe_split.Tensor unsafe_split_with_sizes chunk unsafe_chunk
+    tensor_split.sections tensor_split.indices hsplit.int hsplit.array vsplit.int vsplit.array
+    dsplit.int dsplit.array
+"""),
+    family="views",
+)
+def split(call: Call) -> Rule:
+    """The dim that is split is whole, but where there is one piece."""
+    x = call.operands[0]
+    name = call.op._schema.name.partition("::")[2]
+    dim = SPLITS[name] if name in SPLITS else wrap(call.get("dim"), x.ndim)
+    dims = list[int | None](range(x.ndim))
+    dims[min(dim, x.ndim - 1)] = None
+    if len(call.results) == 1:
+        dims = list(range(x.ndim))
+    return keeping(
+        call, *[dims] * len(call.results), local=_one_piece if len(call.results) == 1 else None
+    )
+
+
+def _one_piece(op: Any, args: Args, kwargs: Kwargs, here: Here) -> tuple[torch.Tensor, ...]:
+    return (args[0].view_as(args[0]),)
+
+
+# -- more elements -------------------------------------------------------------------------
+
+
+def expand_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """What a rank holds, expanded to what it makes."""
+    made: torch.Tensor = args[0].expand(here.shape())
+    return made
+
+
+@register_rule(*_rows("expand expand_copy expand_as broadcast_to"), family="views")
+def expanded(call: Call) -> Rule:
+    """Dims that are made have a factor that the operand has not."""
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    names: Dims = tuple((name,) for name in letters(result.ndim))
+    more = result.ndim - x.ndim
+    own = tuple(
+        names[more + at] if size == result.shape[more + at] else ()
+        for at, size in enumerate(x.shape)
+    )
+    return Rule((own, *(names,) * (len(call.operands) - 1)), (names,), modes=moved(0),
+                local=expand_locally)  # fmt: skip
+
+
+def repeat_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """Every dim as often as what is made is longer than what is there."""
+    x, shape = args[0], here.shape()
+    more = len(shape) - x.ndim
+    times = [
+        made if at < more else made // x.shape[at - more] if x.shape[at - more] else 1
+        for at, made in enumerate(shape)
+    ]
+    repeated: torch.Tensor = x.repeat(times)
+    return repeated
+
+
+@register_rule("repeat", "tile", family="views")
+def repeated(call: Call) -> Rule:
+    """A dim that is repeated is the times, major, and its own factor."""
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    more = result.ndim - x.ndim
+    names = letters(x.ndim + result.ndim)
+    times = iter(names[x.ndim :])
+    operand, made = [], []
+    for at, size in enumerate(result.shape):
+        own = (names[at - more],) if at >= more else ()
+        if own and x.shape[at - more] == size:
+            operand.append(own)
+            made.append(own)
+        elif own and x.shape[at - more] != 1:
+            operand.append(own)
+            made.append((next(times), *own))
+        else:
+            operand += [()] * len(own)
+            made.append((next(times),))
+    sizes = tuple((dims[0], size // x.shape[at - more]) for at, (dims, size)
+                  in enumerate(zip(made, result.shape, strict=True)) if len(dims) == 2
+                  and x.shape[at - more])  # fmt: skip
+    return Rule((tuple(operand),), (tuple(made),), modes=moved(0), local=repeat_locally,
+                sizes=sizes)  # fmt: skip
+
+
+def _interleave_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> Any:
+    kept = {key: value for key, value in kwargs.items() if key != "output_size"}
+    return op(*args, **kept)
+
+
+@register_rule("repeat_interleave.self_int", family="views")
+def interleaved(call: Call) -> Rule:
+    """Times are minor: an element's copies lie beside each other."""
+    x, dim = call.operands[0], call.get("dim")
+    names = letters(x.ndim + 1)
+    own: Dims = tuple((name,) for name in names[:-1])
+    if dim is None:
+        made: Dims = ((*names[:-1], names[-1]),)
+    else:
+        at = wrap(dim, x.ndim)
+        made = (*own[:at], (*own[at], names[-1]), *own[at + 1 :]) if own else ((names[-1],),)
+    return Rule((own,), (made,), whole=frozenset(names[-1:]), modes=moved(0),
+                local=_interleave_locally, sizes=((names[-1], call.get("repeats")),))  # fmt: skip
+
+
+@register_rule("repeat_interleave.self_Tensor", "repeat_interleave.Tensor", family="views")
+def interleaved_by(call: Call) -> Rule:
+    """How often is in a tensor: the dim is whole, and so is what says it."""
+    if not call.has("self"):
+        return Rule((((),) * call.operands[0].ndim,), (((),),))
+    ndim, dim = call.operands[0].ndim, call.get("dim")
+    at = None if dim is None else wrap(dim, ndim)
+    names = letters(ndim)
+    own: Dims = tuple((name,) for name in names)
+    made: Dims = ((),) if at is None else tuple(() if d == at else own[d] for d in range(ndim))
+    lost = frozenset(name for d, name in enumerate(names) if at is None or d == at)
+    return Rule((own, ((),) * call.operands[1].ndim), (made or ((),),), whole=lost, modes=moved(0))
