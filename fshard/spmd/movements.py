@@ -1,7 +1,8 @@
 """Gathers, scatters and exchanges by axis name; names and values are `jax.lax`'s.
 
-Each moves along a new dim 0 of the local; where that dim comes from or goes to is a view. So a
-tree of tensors of any shapes goes side by side, in one launch per dtype, forward and backward.
+A tree of tensors of any shapes goes side by side, in one launch per dtype, forward and backward,
+whichever of their dims are gathered or cut: what is scattered or exchanged moves along a new dim 0,
+and where that dim comes from is a view.
 With `axis_index_groups` ranks move data within their group only, and n is the size of a group.
 """
 
@@ -34,16 +35,19 @@ __all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes
 def _gathering(
     mesh: Mesh,
     axes: tuple[str, ...],
+    dim: int,
     to: str,
     shape: torch.Size,
     dtype: torch.dtype,
     wires: Wires,
 ) -> Program:
-    src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
+    whole = (*shape[:dim], shape[dim] * mesh.axis_size(axes), *shape[dim + 1 :])
+    src = Spec(mesh, PartitionSpec(*[None] * dim, axes), shape=whole, dtype=dtype)
     there, back = wires
     if to == "invariant":  # the transpose is a slice: it sends nothing
-        return Program(src, (AllGather(axes, 0),), forward_dtype=there)
-    return Program(src, (AllGather(axes, 0, "reduced"),), forward_dtype=there, backward_dtype=back)
+        return Program(src, (AllGather(axes, dim),), forward_dtype=there)
+    step = AllGather(axes, dim, "reduced")
+    return Program(src, (step,), forward_dtype=there, backward_dtype=back)
 
 
 @lru_cache(maxsize=4096)
@@ -74,11 +78,10 @@ def gather_move(
     x: torch.Tensor,
     to: str,
     read: Callable[[torch.Tensor], torch.Tensor],
-    wires: Wires = PLAIN,
 ) -> Move:
     """Everyone's `x` along a new dim 0, and what is made of it."""
     piece = x.unsqueeze(0)
-    prog = _gathering(mesh, axes, to, piece.shape, piece.dtype, wires)
+    prog = _gathering(mesh, axes, 0, to, piece.shape, piece.dtype, PLAIN)
     return Move(prog, piece, read)
 
 
@@ -141,7 +144,9 @@ def all_gather(
         check_wires("fs.all_gather", x.dtype, wires)
         # One value for a group only has cotangents that vary in it, as it does itself.
         gathered = to if axis_index_groups is None else "varying"
-        return gather_move(where, axes, x, gathered, lambda y: _insert(y, dim, tiled), wires)
+        # Along the dim itself: parts that come apart are joined there, and nothing copied again.
+        piece = x if tiled else x.unsqueeze(dim)
+        return Move(_gathering(where, axes, dim, gathered, piece.shape, piece.dtype, wires), piece)
 
     gives: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
     state = gives.get(to) if axis_index_groups is None else VARYING

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from fshard.errors import fail
+from fshard.plan.rounds import kinds
 from fshard.program.program import Program
 from fshard.run.abstract import Shapes, standing_in
 from fshard.run.autograd import (
@@ -63,8 +64,8 @@ class Move:
     @property
     def kind(self) -> Hashable:
         """What is equal for the moves that go in one launch."""
-        step = self.op.steps if isinstance(self.op, Program) else self.op
-        return step, self.x.dtype, self.x.device
+        kind = kinds(self.op) if isinstance(self.op, Program) else self.op
+        return kind, self.x.dtype, self.x.device
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,3 +81,23 @@ def test_two_ranks_gather_with_one_copy() -> None:
     """
     for rank in run_ranks(2, run_gathers, Mesh(i=2)):
         assert rank == [[["cat"]] * 3, [["cat"] * 3] * 3] * 2
+
+
+def run_gathers_by_name(mesh: Mesh) -> list[list[list[str]]]:
+    fs.init(mesh)
+    x = torch.ones(2, 2, 2)
+    return [
+        seen(
+            lambda x, axis=axis, tiled=tiled: fs.all_gather(
+                x, "i", axis=axis, tiled=tiled, mesh=mesh
+            ),
+            x,
+        )  # type: ignore[misc]
+        for tiled, axes in ((True, (0, 1, -1)), (False, (0, 1, -1)))
+        for axis in axes
+    ]
+
+
+def test_two_ranks_gather_with_one_copy_along_any_dim() -> None:
+    for found in run_ranks(2, run_gathers_by_name, Mesh(i=2)):
+        assert found == [[["cat"]] * 3] * 6
