@@ -200,6 +200,7 @@ def _problems(
     ]  # fmt: skip
     problems += [
         Problem(f"operand {place}", f"the rule has operands 0..{operands - 1}", "name one of them")
-        for mode in modes for place in mode.operands if not 0 <= place < operands
+        for place in dict.fromkeys(place for mode in modes for place in mode.operands)
+        if not 0 <= place < operands
     ]  # fmt: skip
     return problems

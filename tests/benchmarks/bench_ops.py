@@ -1,0 +1,231 @@
+"""Every OpInfo of PyTorch on layouts: what is right, raises or is wrong, beside DTensor.
+
+`python -m tests.benchmarks.bench_ops [--ops add,softmax] [--dtensor] [--refused] [--details]`
+
+A row is a kind of layouts, a number the OpInfos whose samples are, on all that were tried: right
+(`ok`), in part raising (`mixed`), always raising, wrong on some, or not exercised (no layout of
+that kind, random or undefined results, nothing to run). The `unsupported` of both are the OpInfos
+that are mixed or raising somewhere. fshard's gradients are judged too, DTensor's are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fshard.ops.registry import rows
+from tests.ops_database import COLUMNS, Case, calls_of, cases, layouts, named, op_db, try_layout
+from tests.ops_refused import refused, rule_summary
+
+WORDS = ("ok", "mixed", "raising", "wrong", "not exercised")
+
+
+@dataclass
+class Report:
+    """What became of one OpInfo: words of its layouts by library and column, texts, and rules."""
+
+    name: str
+    words: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    texts: list[tuple[str, str, str]] = field(default_factory=list)
+    rules: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def word(self, library: str, column: str) -> str:
+        """The word of a column: one of `WORDS`."""
+        seen = self.words.get((library, column), Counter())
+        if seen["wrong"]:
+            return "wrong"
+        if seen["raises"]:
+            return "mixed" if seen["ok"] else "raising"
+        return "ok" if seen["ok"] else "not exercised"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is looked at."""
+
+    samples: int
+    dtensor: bool
+    refused: bool
+    seconds: float
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in what takes longer."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def report(place: int, options: Options) -> Report:
+    """The report on one OpInfo of the database."""
+    start, made = time.perf_counter(), Report(named(op_db[place]))
+    try:
+        with limited(options.seconds), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for case in cases(op_db[place], options.samples):
+                if case.reason:
+                    made.reasons.append(case.reason)
+                else:
+                    _judge(case, made, options)
+    except TimeoutError as error:
+        made.texts.append(("fshard", "time", f"{made.name}: {error}"))
+    except Exception as error:
+        raise RuntimeError(f"the report on {made.name}") from error
+    made.seconds = time.perf_counter() - start
+    return made
+
+
+def _judge(case: Case, made: Report, options: Options) -> None:
+    tries = {"fshard": try_layout}
+    if options.dtensor:
+        from tests.ops_dtensor import try_dtensor
+
+        tries["DTensor"] = try_dtensor
+    for column in COLUMNS:
+        for library, attempt in tries.items():
+            if library == "DTensor" and column.skewed:
+                continue
+            for specs in layouts(case, column):
+                outcome = attempt(case, specs)
+                made.words.setdefault((library, column.name), Counter())[outcome.word] += 1
+                if outcome.word != "ok":
+                    made.texts.append((library, outcome.word, outcome.text))
+    for op, args, kwargs in calls_of(case):
+        try:
+            made.rules[str(op)] = rule_summary(op, args, kwargs)
+            if options.refused:
+                made.refused += [f"{op}: {each}" for each in refused(op, args, kwargs)]
+        except TimeoutError:
+            raise
+        except Exception:
+            continue
+
+
+def run(places: Sequence[int], options: Options, processes: int) -> list[Report]:
+    """The reports on OpInfos by their places, worked on by several processes."""
+    rows()
+    jobs = [(place, options) for place in places]
+    with multiprocessing.get_context("fork").Pool(processes, _quiet) as pool:
+        return pool.starmap(report, jobs, chunksize=1)
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+# -- what is printed ----------------------------------------------------------------------
+
+
+def show(reports: Sequence[Report], options: Options, *, details: bool) -> None:
+    """Print the tables."""
+    libraries = ("fshard", "DTensor") if options.dtensor else ("fshard",)
+    print(f"{len(reports)} OpInfos, up to {options.samples} samples of each")
+    for library in libraries:
+        print(f"\n{library:26}" + "".join(f"{word:>15}" for word in WORDS))
+        for column in COLUMNS:
+            found = Counter(each.word(library, column.name) for each in reports)
+            if found["not exercised"] < len(reports):
+                print(f"{column.name:26}" + "".join(f"{found[word]:>15}" for word in WORDS))
+    print()
+    for library in libraries:
+        print(f"{library}: unsupported {len(unsupported(reports, library))}, "
+              f"wrong {len(wrong(reports, library))}")  # fmt: skip
+    _show_rules(reports, options)
+    for library in libraries:
+        for each in wrong(reports, library):
+            text = next(t for lib, word, t in each.texts if (lib, word) == (library, "wrong"))
+            print(f"{library} is wrong: {text[:300]}")
+    if details:
+        _show_causes(reports, libraries)
+
+
+def unsupported(reports: Sequence[Report], library: str) -> list[Report]:
+    """Those that raise on some layout."""
+    return [each for each in reports
+            if any(seen["raises"] for (lib, _), seen in each.words.items() if lib == library)]  # fmt: skip
+
+
+def wrong(reports: Sequence[Report], library: str) -> list[Report]:
+    """Those that are wrong on some layout."""
+    return [each for each in reports
+            if any(seen["wrong"] for (lib, _), seen in each.words.items() if lib == library)]  # fmt: skip
+
+
+def _show_rules(reports: Sequence[Report], options: Options) -> None:
+    rules = {op: given for each in reports for op, given in each.rules.items()}
+    idle = sorted(op for op, (_, works) in rules.items() if not works)
+    print(f"\n{len(rows())} operations have a rule, {len(rules)} of them are in the samples; "
+          f"{len(idle)} always replicated: {', '.join(idle) or 'none'}")  # fmt: skip
+    if options.refused:
+        found = sorted({text for each in reports for text in each.refused})
+        print(f"{len(found)} layouts are right and refused, "
+              f"of {len({text.split(':')[0] for text in found})} operations")  # fmt: skip
+        for text in found:
+            print(f"    {text}")
+
+
+def _show_causes(reports: Sequence[Report], libraries: Sequence[str]) -> None:
+    for library in libraries:
+        causes: dict[str, set[str]] = {}
+        for each in reports:
+            for lib, word, text in each.texts:
+                if lib == library and word != "wrong":
+                    cause = re.sub(r"0x[0-9a-f]+", "", text.split("]: ", 1)[-1])[:120]
+                    causes.setdefault(cause, set()).add(each.name)
+        print(f"\nwhy {library} raises, with the OpInfos:")
+        for cause, names in sorted(causes.items(), key=lambda item: -len(item[1])):
+            print(f"    {cause}\n        {', '.join(sorted(names))[:300]}")
+    late = sorted(reports, key=lambda each: -each.seconds)[:10]
+    print("\nslowest:", ", ".join(f"{each.name} {each.seconds:.1f} s" for each in late))
+
+
+def main() -> None:
+    """Read the options, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--ops", help="names of OpInfos, with commas; all if absent")
+    parser.add_argument("--samples", type=int, default=2, help="samples of each OpInfo")
+    parser.add_argument("--dtensor", action="store_true", help="DTensor too, on the same layouts")
+    parser.add_argument("--refused", action="store_true", help="what is right and refused")
+    parser.add_argument("--details", action="store_true", help="why layouts raise")
+    parser.add_argument("--seconds", type=float, default=30.0, help="the most for one OpInfo")
+    parser.add_argument("-n", type=int, default=2, help="processes")
+    given = parser.parse_args()
+    wanted = given.ops.split(",") if given.ops else None
+    places = [
+        at for at, op in enumerate(op_db) if wanted is None or {op.name, named(op)} & {*wanted}
+    ]
+    if not places:
+        sys.exit(f"no OpInfo is called {given.ops}")
+    options = Options(given.samples, given.dtensor, given.refused, given.seconds)
+    start = time.perf_counter()
+    show(run(places, options, given.n), options, details=given.details)
+    print(f"\n{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

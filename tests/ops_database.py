@@ -1,0 +1,447 @@
+"""PyTorch's operator database as cases for layouts: samples, their calls, and what became of them.
+
+A *case* is one sample of one `OpInfo`: a function of tensors alone, and the calls of operations
+that PyTorch makes of it before it decomposes any (`make_fx` with `pre_dispatch=True`). Every case
+goes through `apply`, call by call, on many layouts of its tensors (`COLUMNS`), and is judged
+against the same function on whole tensors: values, and gradients where PyTorch has them.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import fshard as fs
+from fshard.layout import state_problems
+from fshard.mesh import Mesh
+from fshard.ops.apply import apply
+from fshard.partition import PartitionSpec
+from fshard.spec import Sharded, Spec
+from fshard.tree import is_pair
+from tests.op_checks import lie
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+__all__ = [
+    "COLUMNS", "Case", "Column", "Outcome", "calls_of", "cases", "layouts", "named", "op_db", "try_layout",
+]  # fmt: skip
+
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
+             "new_empty_strided", "resize_", "resize_as_"}  # fmt: skip
+"""Operations whose results are whatever was in memory."""
+LOOKED_AT, LARGEST = 24, 50_000
+"""Samples of an OpInfo that are looked at, and elements of a sample that is taken."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of an OpInfo: `function` of `tensors`, and its `expected` results, flat.
+
+    `graph` has its calls; where it cannot be traced, since numbers come out, the one operation of
+    its name is the call, and `untraced` says why. `reason` says why results cannot be judged.
+    """
+
+    name: str
+    number: int
+    function: Callable[..., Any] = field(repr=False)
+    tensors: tuple[torch.Tensor, ...]
+    expected: tuple[Any, ...] = field(repr=False, default=())
+    graph: GraphModule | None = field(repr=False, default=None)
+    gradients: bool = False
+    reason: str = ""
+    untraced: str = ""
+
+
+def named(op: Any) -> str:
+    """The name of an OpInfo with its variant."""
+    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+
+
+def cases(op: Any, count: int) -> list[Case]:
+    """Up to `count` samples of an OpInfo, of different shapes, those that can be cut first."""
+    dtype = _dtype(op)
+    if dtype is None:
+        return []
+    try:
+        found = list(itertools.islice(op.sample_inputs("cpu", dtype), LOOKED_AT))
+    except Exception:
+        return []
+    by_shapes: dict[Any, Any] = {}
+    for sample in found:
+        leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+        given = [each for each in leaves if isinstance(each, torch.Tensor)]
+        if given and sum(each.numel() for each in given) <= LARGEST:
+            by_shapes.setdefault(tuple(tuple(each.shape) for each in given), sample)
+    ordered = sorted(by_shapes.items(), key=lambda item: not _can_be_cut(item[0]))
+    return [_case(op, dtype, at, sample) for at, (_, sample) in enumerate(ordered[:count])]
+
+
+def _dtype(op: Any) -> torch.dtype | None:
+    if op.supports_dtype(torch.float64, "cpu"):
+        return torch.float64
+    return min(op.supported_dtypes("cpu"), key=str, default=None)
+
+
+def _can_be_cut(shapes: Sequence[Sequence[int]]) -> bool:
+    return any(size > 1 for size in shapes[0]) if shapes else False
+
+
+def _case(op: Any, dtype: torch.dtype, number: int, sample: Any) -> Case:
+    leaves, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = tuple(each.detach() for each in leaves if isinstance(each, torch.Tensor))
+
+    def function(given: Sequence[Any], run: Callable[..., Any] = op) -> Any:
+        left = iter(given)
+        placed = [next(left) if isinstance(each, torch.Tensor) else each for each in leaves]
+        first, args, kwargs = pytree.tree_unflatten(placed, tree)
+        return run(first, *args, **kwargs)
+
+    made = Case(named(op), number, function, tensors)
+    if op.name in UNDEFINED:
+        return _with(made, reason="what it returns is undefined")
+    if any(each.layout != torch.strided for each in tensors):
+        return _with(made, reason="sparse tensors")
+    try:
+        expected, again = (_seeded(function, tensors, seed) for seed in (0, 1))
+    except Exception as error:
+        return _with(made, reason=f"does not run: {_first_line(error)}")
+    if any(differ(one, other) for one, other in zip(expected, again, strict=True)):
+        return _with(made, reason="random")
+    gradients = op.supports_autograd and any(_inexact(each) for each in tensors)
+    made = _with(made, expected=tuple(expected), gradients=gradients)
+    try:
+        return _with(made, graph=_traced(function, tensors))
+    except Exception as error:
+        return _with(made, untraced=_first_line(error))
+
+
+def _with(case: Case, **changes: Any) -> Case:
+    return Case(**{**case.__dict__, **changes})
+
+
+def _seeded(function: Any, tensors: Sequence[torch.Tensor], seed: int) -> list[Any]:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return flat(function([each.clone() for each in tensors]))
+
+
+def _traced(function: Any, tensors: Sequence[torch.Tensor]) -> GraphModule:
+    # A generator of samples that is collected while a graph is traced restores the mode of
+    # gradients there.
+    gc.collect(0)
+    gc.disable()
+    try:
+        copies = [each.clone() for each in tensors]
+        made: GraphModule = make_fx(lambda *given: function(given), pre_dispatch=True)(*copies)
+    finally:
+        gc.enable()
+    return made
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+def _inexact(x: torch.Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+# -- the calls of a case ------------------------------------------------------------------
+
+
+class Unsupported(Exception):
+    """A graph that these tests cannot walk."""
+
+
+def walk(graph: GraphModule, given: Sequence[Any], run: Callable[[Any, Any, Any], Any]) -> Any:
+    """The result of a graph with `run(op, args, kwargs)` for every call of an operation."""
+    left, values = iter(given), dict[Node, Any]()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        for node in graph.graph.nodes:
+            args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+            if node.op == "placeholder":
+                values[node] = next(left)
+            elif node.op == "get_attr":
+                values[node] = getattr(graph, node.target)
+            elif node.op == "output":
+                return args[0]
+            elif isinstance(node.target, OpOverload):
+                values[node] = run(node.target, args, kwargs)
+                for written in _written(node):
+                    values[written] = values[node]
+            else:
+                values[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph ends with its output")
+
+
+def _filled(value: Any, values: dict[Node, Any]) -> Any:
+    if isinstance(value, Node):
+        return values[value]
+    if isinstance(value, list):
+        return [_filled(each, values) for each in value]
+    if isinstance(value, tuple):
+        return tuple(_filled(each, values) for each in value)
+    if isinstance(value, dict):
+        return {key: _filled(each, values) for key, each in value.items()}
+    return value
+
+
+def _written(node: Node) -> list[Node]:
+    """The tensors that a call writes: one, that shares its memory with no other."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    if not schema.is_mutable:
+        return []
+    places = [at for at, each in enumerate(schema.arguments)
+              if each.alias_info is not None and each.alias_info.is_write]  # fmt: skip
+    written = [node.args[at] for at in places if at < len(node.args)]
+    found = [each for each in written if isinstance(each, Node) and _used_after(each, node)]
+    shares = any(
+        isinstance(each.target, OpOverload)
+        and any(given.alias_info is not None for given in each.target._schema.returns)
+        for each in found
+    )
+    if len(found) > 1 or shares:
+        raise Unsupported(f"{node.target} writes to several tensors, or to a view")
+    return found
+
+
+def _used_after(value: Node, node: Node) -> bool:
+    order = list(node.graph.nodes)
+    return any(order.index(user) > order.index(node) for user in value.users)
+
+
+def calls_of(case: Case) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The calls of a case on its whole tensors: operation, arguments and keyword arguments."""
+    found = []
+
+    def run(op: Any, args: Any, kwargs: Any) -> Any:
+        found.append((op, args, kwargs))
+        return op(*args, **kwargs)
+
+    if case.graph is not None:
+        walk(case.graph, [each.clone() for each in case.tensors], run)
+    return found
+
+
+def on_pairs(case: Case, pairs: Sequence[Any]) -> list[Any]:
+    """The results of a case on pairs, by `apply`, as whole tensors."""
+
+    def run(op: Any, args: Any, kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs), is_leaf=is_pair)
+        if not any(is_pair(each) for each in given):
+            return op(*args, **kwargs)
+        return apply(op, *args, mode="auto", **kwargs)
+
+    packet = getattr(torch.ops.aten, case.name, None)
+    if case.graph is not None:
+        made = walk(case.graph, pairs, run)
+    elif packet is not None:
+        made = case.function(pairs, lambda *args, **kwargs: run(packet, args, kwargs))
+    else:
+        raise Unsupported(case.untraced)
+    out = pytree.tree_leaves(made, is_leaf=is_pair)
+    return [fs.unshard(each) if is_pair(each) else each for each in out]
+
+
+# -- the layouts --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A kind of layouts: on which mesh, and how many of a case are tried."""
+
+    name: str
+    mesh: Mesh
+    limit: int
+    unreduced: bool = False
+    skewed: bool = False
+    even: bool = False
+
+
+COLUMNS = (
+    Column("replicate, 4 ranks", Mesh(x=4), 1),
+    Column("even, 4 ranks", Mesh(x=4), 12, even=True),
+    Column("uneven, 3 ranks", Mesh(x=3), 12),
+    Column("empty and one, 3 ranks", Mesh(x=3), 6, skewed=True),
+    Column("unreduced, 4 ranks", Mesh(x=4), 6, unreduced=True),
+    Column("two axes, 2x2 ranks", Mesh(x=2, y=2), 6),
+)
+KINDS = ("sum", "max", "avg", "min")
+
+
+def layouts(case: Case, column: Column) -> list[tuple[Spec, ...]]:
+    """The layouts of a column's kind that a case is tried on; none if it has none such."""
+    draw = random.Random(f"{case.name} {case.number} {column.name}")
+    options = [_options(each, column) for each in case.tensors]
+    if column.name.startswith("replicate"):
+        return [tuple(each[0] for each in options)]
+    if len(column.mesh.axes) > 1:
+        options = [
+            _options(each, column, axis) for axis in column.mesh.axes for each in case.tensors
+        ]
+    found = [each for each in _choices(options, column.limit * len(column.mesh.axes), draw)]
+    if len(column.mesh.axes) > 1:
+        n = len(case.tensors)
+        draw.shuffle(found)
+        joined = [_joined(each[:n], each[n:], case.tensors) for each in found]
+        found = [each for each in joined if each is not None]
+    return found[: column.limit]
+
+
+def _options(x: torch.Tensor, column: Column, axis: str = "x") -> list[Spec]:
+    """How one tensor may lie: whole first, then cut along each dim, or unreduced."""
+    lay = lambda p, **more: Spec(column.mesh, p, shape=x.shape, dtype=x.dtype, **more)  # noqa: E731
+    n, made = column.mesh.shape[axis], [lay(PartitionSpec())]
+    for dim, size in enumerate(x.shape):
+        partition = PartitionSpec(*[None] * dim, axis)
+        if column.skewed:
+            last = max(size - 1, 0)
+            made.append(lay(partition, sizes={dim: (0,) * (n - 2) + (size - last, last)}))
+        elif not column.even or (size and size % n == 0):
+            made.append(lay(partition, uneven="chunk"))
+    if column.unreduced:
+        kinds = [kind for kind in KINDS if not state_problems(((axis, kind),), (), x.dtype)]
+        made = made[:1] + [lay(PartitionSpec(unreduced={axis: kind})) for kind in kinds]
+    return made
+
+
+def _choices(
+    options: Sequence[Sequence[Spec]], limit: int, draw: random.Random
+) -> Iterator[tuple[Spec, ...]]:
+    """Choices of one option for every tensor, not all whole: all, or the telling ones and some."""
+    whole = tuple(each[0] for each in options)
+    if math.prod(map(len, options)) <= limit + 1:
+        yield from itertools.islice(itertools.product(*options), 1, None)
+        return
+    seen = {whole}
+    most = max(map(len, options))
+    together = [tuple(each[min(at, len(each) - 1)] for each in options) for at in range(1, most)]
+    from_last = [tuple(each[-at] if at < len(each) else each[0] for each in options)
+                 for at in range(1, most)]  # fmt: skip
+    alone = [(*whole[:at], option, *whole[at + 1 :])
+             for at, each in enumerate(options) for option in each[1:]]  # fmt: skip
+    some = (tuple(draw.choice(each) for each in options) for _ in range(4 * limit))
+    for choice in itertools.chain(together, from_last, alone, some):
+        if choice not in seen:
+            seen.add(choice)
+            yield choice
+
+
+def _joined(
+    one: Sequence[Spec], other: Sequence[Spec], tensors: Sequence[torch.Tensor]
+) -> tuple[Spec, ...] | None:
+    """Layouts on two axes from layouts on each."""
+    found = []
+    for a, b, x in zip(one, other, tensors, strict=True):
+        dims = [(*a.partition.dims[d], *b.partition.dims[d]) for d in range(x.ndim)]
+        found.append(
+            Spec(a.mesh, PartitionSpec(*dims), shape=x.shape, dtype=x.dtype, uneven="chunk")
+        )
+    return tuple(found)
+
+
+# -- one case on one layout ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case on a layout: `word` is ok, raises or wrong; `text` says more."""
+
+    word: str
+    text: str = ""
+
+
+def try_layout(case: Case, specs: Sequence[Spec], *, gradients: bool = True) -> Outcome:
+    """Run a case on pairs that lie as `specs`, and judge its values, and gradients if asked."""
+    where = f"{case.name} #{case.number} [{', '.join(map(str, specs))}]"
+    try:
+        with torch.no_grad():
+            pairs = [Sharded(lie(x, s, at), s)
+                     for at, (x, s) in enumerate(zip(case.tensors, specs, strict=True))]  # fmt: skip
+            wrong = judged(on_pairs(case, pairs), case.expected)
+        if not wrong and gradients and case.gradients:
+            wrong = _gradients(case, specs)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return Outcome("raises", f"{where}: {_first_line(error)}")
+    return Outcome("wrong", f"{where}: {wrong}") if wrong else Outcome("ok")
+
+
+def judged(made: Sequence[Any], expected: Sequence[Any]) -> str:
+    """What is wrong with flat results; an empty text if nothing is."""
+    if len(made) != len(expected):
+        return f"{len(made)} results for {len(expected)}"
+    texts = (differ(one, other) for one, other in zip(made, expected, strict=True))
+    return next((f"result {at}: {text}" for at, text in enumerate(texts) if text), "")
+
+
+def _gradients(case: Case, specs: Sequence[Spec]) -> str:
+    kinds = {kind for spec in specs for _, kind in spec.partition.unreduced_kinds}
+    if not kinds <= {"sum", "avg"}:
+        return ""
+    leaves = [x.clone().requires_grad_(_inexact(x)) for x in case.tensors]
+    right = _gradient_of(flat(case.function([x.view_as(x) for x in leaves])), leaves)
+    if right is None:
+        return ""
+    made = on_pairs(case, [fs.shard(x, s) for x, s in zip(leaves, specs, strict=True)])
+    found = _gradient_of(made, leaves) or [torch.zeros_like(each) for each in right]
+    texts = (differ(one, other) for one, other in zip(found, right, strict=True))
+    return next((f"gradient {at}: {text}" for at, text in enumerate(texts) if text), "")
+
+
+def _gradient_of(
+    results: Sequence[Any], leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """The gradients of a fixed weighting of all results; None where they have none."""
+    total = torch.zeros((), dtype=torch.float64)
+    for at, each in enumerate(results):
+        if isinstance(each, torch.Tensor) and each.requires_grad and _inexact(each):
+            generator = torch.Generator().manual_seed(at)
+            weights = torch.rand(each.shape, generator=generator, dtype=torch.float64)
+            part = torch.view_as_real(each).sum(-1) if each.dtype.is_complex else each
+            total = total + (part * weights).sum()
+    if not total.requires_grad:
+        return None
+    wanted = [x for x in leaves if x.requires_grad]
+    found = torch.autograd.grad(total, wanted, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
+
+
+def flat(out: Any) -> list[Any]:
+    """The tensors and numbers in a result, in order."""
+    return list(pytree.tree_leaves(out))
+
+
+def differ(made: Any, whole: Any) -> str:
+    """How two results differ beyond what another order of sums does; an empty text if not."""
+    if not isinstance(whole, torch.Tensor) or not isinstance(made, torch.Tensor):
+        same = type(made) is type(whole) and (made == whole or made != made and whole != whole)
+        close = isinstance(made, float) and isinstance(whole, float) and math.isclose(made, whole)
+        return "" if same or close else f"{made!r} for {whole!r}"
+    if made.shape != whole.shape or made.dtype != whole.dtype:
+        return f"{tuple(made.shape)} {made.dtype} for {tuple(whole.shape)} {whole.dtype}"
+    if not whole.numel():
+        return ""
+    wide = torch.complex128 if whole.dtype.is_complex else torch.float64
+    mine, right = made.detach().to(wide), whole.detach().to(wide)
+    eps = torch.finfo(whole.dtype).eps if _inexact(whole) else 0.0
+    slack = min(eps**0.5, 0.1)
+    most = float(right.abs().nan_to_num(0, 0, 0).max())
+    if torch.allclose(mine, right, rtol=slack, atol=slack * max(1.0, most), equal_nan=True):
+        return ""
+    return f"{mine.flatten()[:6].tolist()} for {right.flatten()[:6].tolist()}"

@@ -1,0 +1,137 @@
+"""What brute force finds right on one axis of two and of three ranks, and a rule does not accept.
+
+Every choice of a state for each operand (whole, cut along a dim, addends) is run as the operation
+stands, and its results are put together in every way there is. What gives the whole result on
+both meshes is right, whatever the rule says. Layouts that need other arguments on each rank (a
+`view`'s shape) are not found so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard.layout import state_problems
+from fshard.mesh import Mesh
+from fshard.ops.call import map_tensors
+from fshard.ops.local import flat
+from fshard.ops.roles import State, roles_of
+from fshard.partition import PartitionSpec
+from fshard.spec import Sharded, Spec
+from tests.op_checks import call_with, lie
+from tests.ops_database import differ
+
+__all__ = ["refused", "rule_summary"]
+
+MESHES = (Mesh(x=2), Mesh(x=3))
+MOST_OPERANDS, MOST_CHOICES = 3, 64
+
+Layout = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def rule_summary(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bool]:
+    """The rule of a call as text, and whether it lets an axis do anything but repeat the work."""
+    call, rule, _, _ = call_with(op, args, kwargs)
+    roles = roles_of(rule, call, grad=False)
+    works = any(each.factor is not None or "unreduced" in each.name for each in roles)
+    return str(rule), works
+
+
+def refused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The layouts of a call that are right, and that its rule does not accept, as texts."""
+    call, rule, _, tensors = call_with(op, args, kwargs)
+    if not tensors or len(tensors) > MOST_OPERANDS:
+        return []
+    whole = flat(call.op(*args, **kwargs))
+    if any(each is None or not each.numel() for each in whole) or not whole:
+        return []
+    accepted = {_text(role.operands, role.results) for role in roles_of(rule, call, grad=False)}
+    right: set[Layout] | None = None
+    for mesh in MESHES:
+        found = set(_right(call.op, args, kwargs, tensors, whole, mesh))
+        right = found if right is None else right & found
+    assert right is not None
+    return [f"{', '.join(ins)} -> {', '.join(outs)}" for ins, outs in sorted(right - accepted)]
+
+
+def _text(operands: Sequence[State], results: Sequence[State | None]) -> Layout:
+    def one(state: State | None) -> str:
+        if state is None:
+            return "none"
+        words = {"sharded": f"S{state.dim}", "unreduced": f"U{state.kind}"}
+        return words.get(state.word, "I")
+
+    return tuple(map(one, operands)), tuple(map(one, results))
+
+
+def _right(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor],
+    whole: Sequence[torch.Tensor], mesh: Mesh,
+) -> Iterator[Layout]:  # fmt: skip
+    options = [_states(each, mesh) for each in tensors]
+    choices = itertools.islice(itertools.product(*options), 1, MOST_CHOICES)
+    for choice in choices:
+        shards = [
+            lie(x, spec, at) for at, (x, (_, spec)) in enumerate(zip(tensors, choice, strict=True))
+        ]
+        try:
+            made = [flat(_placed(op, args, kwargs, mine)) for mine in zip(*shards, strict=True)]
+        except Exception:
+            continue
+        ways = [_ways([each[at] for each in made], one, mesh) for at, one in enumerate(whole)]
+        for outs in itertools.product(*ways):
+            yield tuple(name for name, _ in choice), tuple(outs)
+
+
+def _states(x: torch.Tensor, mesh: Mesh) -> list[tuple[str, Spec]]:
+    lay = lambda p, **more: Spec(mesh, p, shape=x.shape, dtype=x.dtype, **more)  # noqa: E731
+    found = [("I", lay(PartitionSpec()))]
+    found += [
+        (f"S{dim}", lay(PartitionSpec(*[None] * dim, "x"), uneven="chunk"))
+        for dim, size in enumerate(x.shape) if size >= mesh.size
+    ]  # fmt: skip
+    return found + [(f"U{kind}", lay(PartitionSpec(unreduced={"x": kind})))
+                    for kind in ("sum", "max") if _exists(kind, x)]  # fmt: skip
+
+
+def _exists(kind: str, x: torch.Tensor) -> bool:
+    return not state_problems((("x", kind),), (), x.dtype)
+
+
+def _placed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mine: Sequence[Any]) -> Any:
+    left = iter(mine)
+    put = lambda value: map_tensors(value, torch.Tensor, lambda _: next(left))  # noqa: E731
+    return op(*[put(each) for each in args], **{key: put(each) for key, each in kwargs.items()})
+
+
+def _ways(parts: Sequence[Any], whole: torch.Tensor, mesh: Mesh) -> list[str]:
+    """The states in which the parts are the whole; whole on every rank excludes all others."""
+    if not all(isinstance(each, torch.Tensor) for each in parts):
+        return []
+    if all(not differ(each, whole) for each in parts):
+        return ["I"]
+    found = [
+        f"S{dim}"
+        for dim, size in enumerate(whole.shape)
+        if size >= mesh.size and not differ(_joined(parts, whole, dim), whole)
+    ]
+    kinds = [kind for kind in ("sum", "max", "min") if _exists(kind, whole)]
+    same = all(each.shape == whole.shape and each.dtype == whole.dtype for each in parts)
+    for kind in kinds if same else ():
+        spec = Spec(
+            mesh, PartitionSpec(unreduced={"x": kind}), shape=whole.shape, dtype=whole.dtype
+        )
+        if not differ(fs.unshard(Sharded(tuple(each.contiguous() for each in parts), spec)), whole):
+            found.append(f"U{kind}")
+    return found
+
+
+def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> torch.Tensor | None:
+    try:
+        return torch.cat(list(parts), dim)
+    except RuntimeError:
+        return None
