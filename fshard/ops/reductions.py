@@ -151,16 +151,21 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class OfSome:
-    """An operation that refuses tensors of no elements, on one rank: of none it gives none."""
+    """An operation on one rank that is not asked of a part of no elements: that gives zeros."""
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
-        if args[0].numel():
+        if args[0].numel() or not math.prod(here.operands[0].shape):
             return op(*args, **kwargs)
-        made = [
-            each and args[0].new_empty(each.local_shape(here.rank), dtype=each.dtype)
-            for each in here.results
-        ]
-        return made[0] if len(made) == 1 else made
+        return zeros(args[0], here)
+
+
+def zeros(like: torch.Tensor, here: Here) -> Any:
+    """The results of an operation on one rank, of zeros."""
+    made = [
+        None if each is None else like.new_zeros(each.local_shape(here.rank), dtype=each.dtype)
+        for each in here.results
+    ]
+    return made[0] if len(made) == 1 else made
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,12 @@ __all__ = ["along"]
 
 LINEAR = (
     "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "cumprod_backward",
-    "cummaxmin_backward",
+    "cummaxmin_backward", "glu_backward",
 )  # fmt: skip
 """Linear in their first operand; a difference in all of them together."""
 OTHERS = (
     "cumprod", "cummax", "cummin", "logcumsumexp", "_logcumsumexp", "softmax", "log_softmax",
     "_softmax", "_log_softmax", "_safe_softmax", "special_softmax", "special_log_softmax", "glu",
-    "glu_backward",
 )  # fmt: skip
 
 
@@ -72,10 +71,10 @@ def trapezoid(call: Call) -> Rule:
     factors = dims_of(len(shape))
     at = tuple((factors[dim],) if x.ndim == 1 and x.shape[0] == shape[dim]
                else aligned(x.shape, shape, factors) for x in places)  # fmt: skip
-    kept = factors[:dim] + factors[dim + 1 :]
-    result = kept if made.ndim < len(shape) else (*factors[:dim], (), *factors[dim + 1 :])
+    middle = ((),) if made.ndim == len(shape) else ()
     inexact = all(map(is_inexact, (made, *call.operands)))
-    return Rule((aligned(y.shape, shape, factors), *at), (result,), whole=_whole(len(shape), (dim,)),
+    return Rule((aligned(y.shape, shape, factors), *at),
+                ((*factors[:dim], *middle, *factors[dim + 1 :]),), whole=_whole(len(shape), (dim,)),
                 modes=linear(*range(len(call.operands))) if inexact else ())  # fmt: skip
 
 
