@@ -1,1 +1,272 @@
-"""Rules of losses over classes."""
+"""Rules of losses over classes: nll_loss, cross_entropy_loss, multi_margin_loss, ...
+
+A likelihood is looked up, so that classes may be cut: every rank has those of its classes, an
+unreduced sum. A mean is weighted by the classes that occur, which no rank knows alone where
+samples are cut: by decomposition it is two unreduced sums and a division. A cross entropy over cut
+classes is, by decomposition, a maximum, a sum of exponentials and a lookup, after Megatron-LM's
+vocabulary-parallel cross entropy (arXiv 1909.08053).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.ops.build import dims_of, is_inexact, linear
+from fshard.ops.call import Call, Meta
+from fshard.ops.indexing import whole
+from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.losses import MEAN, NONE, SUM, Averaged
+from fshard.ops.registry import register_decomposition, register_rule
+from fshard.ops.rule import Dims, Rule
+from fshard.ops.shifting import locate, part_of
+
+__all__: list[str] = []
+
+AWAY = -100
+"""The class of what is ignored here, and of what other ranks have."""
+
+
+def _class_dim(ndim: int) -> int:
+    return 1 if ndim > 1 else 0
+
+
+def _dims(x: Meta) -> tuple[Dims, Dims]:
+    """Factors of a tensor with classes, and of one without: `c` is that of the classes."""
+    at = _class_dim(x.ndim)
+    beside = dims_of(x.ndim - 1)
+    return (*beside[:at], ("c",), *beside[at:]), beside
+
+
+# -- negative log likelihood ------------------------------------------------------------------
+
+
+def _likelihood(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """The likelihoods of a rank's classes; a mean over the weights of all."""
+    x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
+    at = _class_dim(x.ndim)
+    part = part_of(here, 0, at)
+    if part.is_whole:
+        return op(*args, **kwargs)
+    weight, reduction, ignored = (argument(op, args, kwargs, name)
+                                  for name in ("weight", "reduction", "ignore_index"))  # fmt: skip
+    both = op._schema.name.endswith("_forward")
+    if part.is_empty:
+        nothing = x.new_zeros(here.shape())
+        return (nothing, x.new_zeros(())) if both else nothing
+    mine, there = locate(target, part)
+    mine = mine.masked_fill((target == ignored) | ~(there | (target < 0)), AWAY)
+    changed = {"target": mine, "ignore_index": AWAY}
+    if reduction == MEAN:
+        changed["reduction"] = SUM
+    if weight is not None and weight.shape[0] == part.size:
+        changed["weight"] = weight.narrow(0, part.begin, part.end - part.begin)
+    for name, value in changed.items():
+        _, args, kwargs = with_argument(op, args, kwargs, name, value)
+    out = op(*args, **kwargs)
+    if reduction != MEAN:
+        return out
+    count = _weights_of(target, weight, ignored, x.dtype).sum()
+    return (out[0] / count, out[1]) if both else out / count
+
+
+def _weights_of(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
+    """What every sample weighs: its class's weight, nothing where it is ignored."""
+    counts = target != ignored
+    if weight is None:
+        return counts.to(dtype)
+    return weight[target.masked_fill(~counts, 0)].masked_fill(~counts, 0)
+
+
+def _nll(call: Call) -> Rule:
+    """Samples pass or are summed, but for a mean; classes are summed."""
+    x, reduction = call.operands[0], call.get("reduction")
+    if not x.ndim:
+        return whole(call)
+    given, beside = _dims(x)
+    weight = call.place("weight") is not None
+    operands: tuple[Dims, ...] = (given, beside)
+    if weight:
+        operands += (((),) if reduction == MEAN else (("c",),),)
+    made = beside if reduction == NONE else ()
+    lacking = {"c"} | ({f for (f,) in beside} if reduction == SUM else set())
+    results = (made, ()) if len(call.results) == 2 else (made,)
+    samples = {f for (f,) in beside}
+    if len(call.results) == 2 and reduction == NONE:
+        lacking |= samples  # the second result is nothing then
+    needed = samples if reduction == MEAN else set()
+    # The second result counts weights: it is the same whatever the likelihoods are.
+    modes = linear(0, results=len(call.results), affine=len(call.results) == 2)
+    if weight and reduction != MEAN:
+        modes += linear(2, results=len(call.results))
+    return Rule(operands, results, tuple((f, "sum") for f in sorted(lacking)), frozenset(needed),
+                modes=modes, local=_likelihood)  # fmt: skip
+
+
+def _nll_backward(call: Call) -> Rule:
+    """Samples and classes pass."""
+    given, beside = _dims(call.operands[1])
+    gradient = beside if call.get("reduction") == NONE else ()
+    weight = () if call.place("weight") is None else ((("c",),),)
+    return Rule((gradient, given, beside, *weight, ()), (given,), modes=linear(0), local=_likelihood_of)
+
+
+def _likelihood_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """The gradient of likelihoods with respect to a rank's classes."""
+    x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
+    part = part_of(here, 1, _class_dim(x.ndim))
+    if part.is_whole:
+        return op(*args, **kwargs)
+    if part.is_empty:
+        return x.new_zeros(here.shape())
+    mine, there = locate(target, part)
+    ignored = argument(op, args, kwargs, "ignore_index")
+    mine = mine.masked_fill((target == ignored) | ~(there | (target < 0)), AWAY)
+    _, args, kwargs = with_argument(op, args, kwargs, "target", mine)
+    _, args, kwargs = with_argument(op, args, kwargs, "ignore_index", AWAY)
+    return op(*args, **kwargs)
+
+
+register_rule("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward",
+              family="losses")(_nll)  # fmt: skip
+register_rule("nll_loss_backward", "nll_loss2d_backward", family="losses")(_nll_backward)
+
+
+# -- cross entropy ----------------------------------------------------------------------------
+
+
+def _cross_entropy(call: Call) -> Rule:
+    """Samples pass or are summed, but for a mean of labels; classes are needed whole."""
+    x, target = call.operands[:2]
+    if not x.ndim:
+        return whole(call)
+    given, beside = _dims(x)
+    reduction, likely = call.get("reduction"), is_inexact(target)
+    weight = () if call.place("weight") is None else ((("c",),),)
+    samples = [f for (f,) in beside]
+    needed = frozenset({"c"} | (set(samples) if reduction == MEAN and not likely else set()))
+    summed = reduction != NONE
+    modes = linear(1, affine=call.get("label_smoothing") != 0) if likely else ()
+    if weight and (likely or reduction != MEAN):
+        modes += linear(2)
+    local = Averaged(math.prod(x.shape), (0,)) if likely and reduction == MEAN else None
+    return Rule((given, given if likely else beside, *weight), (() if summed else beside,),
+                tuple((f, "sum") for f in samples) if summed else (), needed, modes=modes,
+                local=local)  # fmt: skip
+
+
+register_rule("cross_entropy_loss", family="losses")(_cross_entropy)
+
+
+# -- decompositions ---------------------------------------------------------------------------
+
+
+def _along(weight: Tensor, x: Tensor, at: int) -> Tensor:
+    """Weights of classes as they broadcast to a tensor with classes."""
+    return weight.reshape([-1 if dim == at else 1 for dim in range(x.ndim)])
+
+
+def _looked_up(x: Tensor, target: Tensor, ignored: int, at: int) -> Tensor:
+    """What a tensor with classes has for every sample's class; the first's where it is ignored."""
+    return x.gather(at, target.masked_fill(target == ignored, 0).unsqueeze(at)).squeeze(at)
+
+
+def _weighted(loss: Tensor, scale: Tensor, reduction: int) -> Tensor:
+    """Losses reduced: a mean is divided by the sum of what the samples weigh."""
+    if reduction == NONE:
+        return loss
+    return loss.sum() if reduction == SUM else loss.sum() / scale.sum()
+
+
+def _decomposed_nll(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
+    ignore_index: int = AWAY,
+) -> Tensor:  # fmt: skip
+    """A lookup, two sums and a division."""
+    scale = _weights_of(target, weight, ignore_index, x.dtype)
+    found = _looked_up(x, target, ignore_index, _class_dim(x.ndim))
+    return _weighted((-found * scale).masked_fill(target == ignore_index, 0), scale, reduction)
+
+
+def _decomposed_forward(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """As `_decomposed_nll`, with the sum of the weights."""
+    scale = _weights_of(target, weight, ignore_index, x.dtype)
+    total = x.new_zeros(()) if reduction == NONE else scale.sum()
+    return _decomposed_nll(x, target, weight, reduction, ignore_index), total
+
+
+def _decomposed_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
+    ignore_index: int = AWAY, label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """A maximum, a sum of exponentials, and a lookup or a product with the probabilities."""
+    at = _class_dim(x.ndim)
+    classes = x.shape[at]
+    shifted = x - x.detach().amax(at, keepdim=True)
+    total = shifted.exp().sum(at, keepdim=True).log()
+    if is_likely(target):
+        aim = target if not label_smoothing else target * (1 - label_smoothing) + label_smoothing / classes
+        loss = -((shifted - total) * (aim if weight is None else aim * _along(weight, x, at))).sum(at)
+        if reduction == MEAN:
+            return loss.sum() / (x.numel() // max(classes, 1))
+        return loss if reduction == NONE else loss.sum()
+    ignored = target == ignore_index
+    scale = _weights_of(target, weight, ignore_index, x.dtype)
+    loss = (total.squeeze(at) - _looked_up(shifted, target, ignore_index, at)) * scale
+    if label_smoothing:
+        spread = total - shifted
+        even = (spread if weight is None else spread * _along(weight, x, at)).sum(at)
+        loss = (1 - label_smoothing) * loss + label_smoothing / classes * even
+    return _weighted(loss.masked_fill(ignored, 0), scale, reduction)
+
+
+def is_likely(target: Tensor) -> bool:
+    """Whether a target has probabilities of classes, not their numbers."""
+    return target.dtype.is_floating_point
+
+
+register_decomposition("nll_loss", "nll_loss2d", "nll_loss_nd")(_decomposed_nll)
+register_decomposition("nll_loss_forward", "nll_loss2d_forward")(_decomposed_forward)
+register_decomposition("cross_entropy_loss")(_decomposed_cross_entropy)
+
+
+# -- margins ----------------------------------------------------------------------------------
+
+
+def _margins(call: Call) -> Rule:
+    """Samples pass or are summed; classes are needed whole."""
+    backward = call.op._schema.name.endswith("_backward")
+    x = call.operands[1 if backward else 0]
+    reduction = call.get("reduction")
+    if x.ndim != 2:
+        return whole(call)
+    sample: Dims = (("n",),)
+    one: Dims = sample if reduction == NONE else ()
+    weight = call.place("weight") if call.has("weight") else None
+
+    def dims(place: int, meta: Meta) -> Dims:
+        if backward and place == 0:
+            return one
+        if meta.ndim == 2:
+            return (("n",), ())
+        # A vector is one of the samples, or of weights of the classes.
+        return ((),) if place == weight else sample
+
+    operands = tuple(dims(at, each) for at, each in enumerate(call.operands))
+    results: tuple[Dims, ...] = ((("n",), ()),) if backward else (one,)
+    if len(call.results) == 2:
+        results += ((("n",), ()),)
+    local = Averaged(x.shape[0], (1 if backward else 0,), 1) if reduction == MEAN else None
+    return Rule(operands, results, () if backward or reduction == NONE else (("n", "sum"),),
+                modes=linear(0) if backward else (), local=local)  # fmt: skip
+
+
+register_rule("multi_margin_loss", "multi_margin_loss_backward", "multilabel_margin_loss",
+              "multilabel_margin_loss_forward", "multilabel_margin_loss_backward",
+              family="losses")(_margins)  # fmt: skip

@@ -47,7 +47,9 @@ class Averaged:
             # The mean of nothing is no number; the sum of nothing is what it adds.
             _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
             return op(*args, **kwargs)
-        return op(*args, **kwargs) * (mine / self.count)
+        out = op(*args, **kwargs)
+        share = mine / self.count
+        return (out[0] * share, *out[1:]) if isinstance(out, tuple) else out * share
 
 
 def reduced(loss: Tensor, reduction: int) -> Tensor:
@@ -74,7 +76,11 @@ def _elementwise(call: Call) -> Rule:
     reductions = tuple((f, "sum") for (f,) in factors if f in used) if sums else ()
     every = tuple(range(len(operands)))
     local = Averaged(math.prod(shape), every) if call.get("reduction") == MEAN else None
-    return Rule(operands, (result,), reductions, modes=_linear_in(call, backward), local=local)
+    # PyTorch divides these means' gradients by the first operand's size, broadcast or not.
+    narrow = call.get("reduction") == MEAN and any(each.shape != shape for each in call.operands)
+    wrong = narrow and call.op._schema.name.removeprefix("aten::") in BY_FIRST
+    return Rule(operands, (result,), reductions, modes=_linear_in(call, backward),
+                grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
 
 
 def _linear_in(call: Call, backward: bool) -> tuple[Mode, ...]:
@@ -86,10 +92,16 @@ def _linear_in(call: Call, backward: bool) -> tuple[Mode, ...]:
             return linear(0, affine=True)
         case "poisson_nll_loss":
             return () if call.get("full") else linear(1, affine=True)
-        case "binary_cross_entropy" | "binary_cross_entropy_with_logits":
-            weights = [place for name in ("weight",) if (place := call.place(name)) is not None]
-            return linear(1, affine=True) + linear(*weights)
+        case "binary_cross_entropy_with_logits":
+            return linear(1, affine=True) + _weights(call)
+        case "binary_cross_entropy":
+            return _weights(call)  # addends of a target may lie where it refuses targets
     return ()
+
+
+def _weights(call: Call) -> tuple[Mode, ...]:
+    weight = call.place("weight")
+    return () if weight is None else linear(weight)
 
 
 ELEMENTWISE = """
@@ -98,6 +110,7 @@ ELEMENTWISE = """
     mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward
     soft_margin_loss_backward
 """.split()  # noqa: SIM905
+BY_FIRST = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
 register_rule(*ELEMENTWISE, family="losses")(_elementwise)
 
 
