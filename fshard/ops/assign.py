@@ -40,11 +40,19 @@ NO_GRADIENT = {"detach", "detach_"}
 
 @dataclass(slots=True)
 class Known:
-    """A tensor while lines are made: its layouts, each with the number of the value in it."""
+    """A tensor while lines are made: its layouts, each with the number of the value in it.
+
+    `quiet` are layouts that it was brought to where no gradient is tracked, for use there alone.
+    """
 
     spec: Spec
     grad: bool
     versions: dict[Spec, int]
+    quiet: dict[Spec, int] = field(default_factory=dict)
+
+    def known(self, grad: bool) -> dict[Spec, int]:
+        """The layouts to choose from where gradients are tracked, or are not."""
+        return self.versions if grad or not self.quiet else {**self.quiet, **self.versions}
 
 
 @dataclass(slots=True)
@@ -223,7 +231,7 @@ class _Walk:
     ) -> Strategy:  # fmt: skip
         """The best strategy over the layouts that the operands have by now."""
         grad = self.grad and any(k.grad for k in known)
-        listed = [list(k.versions) for k in known]
+        listed = [list(k.known(self.grad)) for k in known]
         best: Strategy | None = None
         for specs in itertools.islice(itertools.product(*listed), MOST_CHOICES):
             left = iter(specs)
@@ -263,14 +271,15 @@ class _Walk:
 
     def moved(self, x: Known, spec: Spec) -> int:
         """The value of `x` laid as `spec`; a program brings it there if it was not before."""
-        if spec in x.versions:
-            return x.versions[spec]
-        progs = [(redistribute(have, spec, cost=self.topology), at) for have, at in x.versions.items()]
+        there = x.known(self.grad)
+        if spec in there:
+            return there[spec]
+        progs = [(redistribute(have, spec, cost=self.topology), at) for have, at in there.items()]
         prog, at = min(progs, key=lambda each: self.seconds(each[0], x.grad))
         out = self.new()
         self.made.lines.append(Move(out, Ref(at), prog))
         self.made.time += self.seconds(prog, x.grad)
-        x.versions[spec] = out
+        (x.quiet if x.grad and not self.grad else x.versions)[spec] = out
         return out
 
     def seconds(self, prog: Program, grad: bool) -> float:
@@ -301,19 +310,19 @@ class _Walk:
         kwargs: Mapping[str, Any], known: Sequence[Known], node: fx.Node,
     ) -> Any:  # fmt: skip
         """The operation by its rule or by others, whichever moves for less time."""
-        before, versions = self.made, [dict(k.versions) for k in known]
+        before, held = self.made, [(dict(k.versions), dict(k.quiet)) for k in known]
         grad = self.grad
         self.made = before.copy()
         direct = self.emit(chosen, op, args, kwargs, known, node)
-        first, after = self.made, [dict(k.versions) for k in known]
-        for k, old in zip(known, versions, strict=True):
-            k.versions = dict(old)
+        first, after = self.made, [(k.versions, k.quiet) for k in known]
+        for k, (versions, quiet) in zip(known, held, strict=True):
+            k.versions, k.quiet = versions, quiet
         self.made, self.grad = before.copy(), grad
         others = self.by_others(op, how, args, kwargs)
         if first.time <= self.made.time:
             self.made = first
-            for k, new in zip(known, after, strict=True):
-                k.versions = new
+            for k, (versions, quiet) in zip(known, after, strict=True):
+                k.versions, k.quiet = versions, quiet
             others = direct
         before.lines, before.time, before.count = self.made.lines, self.made.time, self.made.count
         self.made = before

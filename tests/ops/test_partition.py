@@ -1,0 +1,263 @@
+"""Whole functions on layouts: values, gradients, and the collectives of hand-written code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, PartitionSpec
+from fshard.ops.lines import Move, Operation
+from fshard.ops.partition import Partitioned
+from tests.ops import blocks
+
+MESH = Mesh(dp=2, tp=2)
+COLUMNS, ROWS = P("tp"), P(None, "tp")
+Block = Callable[[blocks.Params, torch.Tensor], torch.Tensor]
+
+
+def _input(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+BLOCKS: dict[str, tuple[Block, Callable[[], blocks.Params], dict[str, PartitionSpec], torch.Size]] = {
+    "gpt": (
+        blocks.gpt, blocks.gpt_params,
+        {**{f"{t}{c}": COLUMNS for t in "wb" for c in "qkv1"}, "wo": ROWS, "w2": ROWS},
+        torch.Size((4, 6, 16)),
+    ),
+    "llama": (
+        blocks.llama, blocks.llama_params,
+        {**{f"w{c}": COLUMNS for c in "qkvgu"}, "wo": ROWS, "wd": ROWS}, torch.Size((4, 6, 32)),
+    ),
+    "resnet": (
+        blocks.resnet, blocks.resnet_params,
+        {"c1": COLUMNS, "g1": COLUMNS, "h1": COLUMNS, "c2": ROWS}, torch.Size((4, 8, 6, 6)),
+    ),
+    "vit": (
+        blocks.vit, blocks.vit_params,
+        {"qkv": COLUMNS, "w1": COLUMNS, "wo": ROWS, "w2": ROWS}, torch.Size((4, 3, 8, 8)),
+    ),
+}  # fmt: skip
+
+
+def sent(made: Partitioned) -> tuple[Counter[tuple[str, tuple[str, ...]]], ...]:
+    """The collectives of a call, forward and backward: kind and axes of each."""
+    forward: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    backward: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for line in made.lines:
+        if isinstance(line, Move):
+            for found, prog in ((forward, line.program), (backward, line.program.T)):
+                for step, wire in zip(prog.steps, prog.step_bytes, strict=True):
+                    if wire:
+                        found[type(step).__name__, step.axes] += 1
+    return forward, backward
+
+
+def check_equal(part: fs.ops.partition.Partition, fn: Block, *args: Any) -> None:
+    """Values and gradients of a partitioned function are those of one device."""
+    made, whole = part(*args), fn(*args)
+    torch.testing.assert_close(made, whole, rtol=1e-11, atol=1e-11)
+    leaves = [x for each in args for x in (each.values() if isinstance(each, dict) else [each])]
+    grads = torch.autograd.grad(made.sin().sum(), leaves)
+    expected = torch.autograd.grad(whole.sin().sum(), leaves)
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_from_specs_on_parameters_alone_equal_one_device(name: str) -> None:
+    fn, params, asked, shape = BLOCKS[name]
+    p = params()
+    part = fs.partition(fn, mesh=MESH, params={k: asked.get(k, P()) for k in p})
+    check_equal(part, fn, p, _input(*shape))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "vit"])
+def test_megatron_collectives(name: str) -> None:
+    """Two all-reduces forward, two backward, and one for the gradient of every parameter."""
+    fn, params, asked, shape = BLOCKS[name]
+    p = params()
+    part = fs.partition(
+        fn, mesh=MESH, params={k: asked.get(k, P()) for k in p}, in_specs=(P("dp"),)
+    )
+    x = _input(*shape)
+    check_equal(part, fn, p, x)
+    forward, backward = sent(part.trace(p, x))
+    assert forward == {("AllReduce", ("tp",)): 2}
+    data = sum(n for (kind, axes), n in backward.items() if kind == "AllReduce" and "dp" in axes)
+    assert backward["AllReduce", ("tp",)] == 2 and data == len(p)
+    assert backward.total() == 2 + len(p)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_fsdp_collectives(name: str) -> None:
+    """Every parameter is gathered once forward, its gradient reduce-scattered once backward."""
+    fn, params, _, shape = BLOCKS[name]
+    p, mesh = params(), Mesh(dp=2)
+    specs = {k: P("dp") for k in p}
+    part = fs.partition(fn, mesh=mesh, params=specs, in_specs=(P("dp"),))
+    x = _input(64, *shape[1:])
+    check_equal(part, fn, p, x)
+    forward, backward = sent(part.trace(p, x))
+    assert forward == {("AllGather", ("dp",)): len(p)}
+    assert backward == {("ReduceScatter", ("dp",)): len(p)}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_sequence_parallel_collectives(name: str) -> None:
+    """With the sequence cut between the parts, gathers and reduce-scatters replace all-reduces."""
+    fn, params, asked, shape = BLOCKS[name]
+    p, mesh = params(), Mesh(tp=2)
+    part = fs.partition(fn, mesh=mesh, params={k: asked.get(k, P()) for k in p},
+                        in_specs=(P(None, "tp"),), out_specs=P(None, "tp"))  # fmt: skip
+    x = _input(*shape)
+    check_equal(part, fn, p, x)
+    forward, _ = sent(part.trace(p, x))
+    assert forward == {("AllGather", ("tp",)): 2, ("ReduceScatter", ("tp",)): 2}
+
+
+def mlp(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.relu(x @ p["a"]) @ p["b"]
+
+
+MLP = blocks._make({"a": (8, 16), "b": (16, 8)}, 5)
+
+
+def test_what_constraints_and_out_specs_ask_for_is_reduced_where_it_is_made() -> None:
+    part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
+                        in_specs=(P("dp"),), out_specs=P(("dp", "tp")))  # fmt: skip
+    x = _input(4, 8)
+    check_equal(part, mlp, MLP, x)
+    assert sent(part.trace(MLP, x))[0] == {("ReduceScatter", ("tp",)): 1}
+
+    def hinted(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
+        return fs.constrain(mlp(p, x), P(("dp", "tp"))) * 2
+
+    part = fs.partition(hinted, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
+                        in_specs=(P("dp"),))  # fmt: skip
+    check_equal(part, hinted, MLP, x)
+    made = part.trace(MLP, x)
+    assert sent(made)[0] == {("ReduceScatter", ("tp",)): 1}
+    assert made.out_specs[0] is not None and made.out_specs[0].partition == P(("dp", "tp"), None)
+
+
+def test_pairs_give_pairs_and_locals_of_one_rank_run_the_graph() -> None:
+    part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
+                        in_specs=(P("dp"),))  # fmt: skip
+    x = _input(4, 8)
+    specs = part.trace(MLP, x).in_specs
+    a, b, whole = (fs.shard(t.detach(), s) for t, s in zip((*MLP.values(), x), specs, strict=True))
+    out = part({"a": a, "b": b}, whole)
+    assert isinstance(out, fs.ops.partition.Sharded) and out.spec.partition == P("dp", None)
+    torch.testing.assert_close(fs.unshard(out), mlp(MLP, x).detach())
+
+    def on_rank(a: Any, b: Any, x: Any) -> Any:
+        return part({"a": a, "b": b}, x).local
+
+    ranks = fs.simulate(MESH, on_rank, a, b, whole)
+    for mine, theirs in zip(ranks, out.local, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_second_call_of_the_same_kind_lays_nothing_out_anew() -> None:
+    part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")})
+    x = _input(4, 8)
+    part(MLP, x)
+    first = part.trace(MLP, x)
+    assert part.trace(MLP, x * 2) is first
+    assert part.trace(MLP, x.detach()) is not first or not first.grad
+
+
+def test_explain_has_a_line_for_every_operation() -> None:
+    part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
+                        in_specs=(P("dp"),))  # fmt: skip
+    text = part.explain(MLP, _input(4, 8))
+    assert text.splitlines() == [
+        "3 inputs: f64[8,16@tp], f64[16@tp,8], f64[4@dp,8]",
+        "    invariant_to_reduced(tp)  (nothing is sent)",
+        "    invariant_to_reduced(dp)  (nothing is sent)",
+        "matmul: f64[4@dp,8]{reduced: tp}, f64[8,16@tp]{reduced: dp} -> f64[4@dp,16@tp]",
+        "relu: f64[4@dp,16@tp] -> f64[4@dp,16@tp]",
+        "    invariant_to_reduced(dp)  (nothing is sent)",
+        "matmul_1: f64[4@dp,16@tp], f64[16@tp,8]{reduced: dp} -> f64[4@dp,8]{unreduced: tp}",
+        "    all_reduce(tp)  (128 B, 6.75 µs)",
+        "add: f64[4@dp,8], f64[4@dp,8] -> f64[4@dp,8]",
+        "1 collectives, 128 B received, 6.75 µs",
+    ]
+    assert "torch.ops.aten.matmul.default" in part.graph.code
+
+
+def test_uneven_shards_and_closures() -> None:
+    scale = torch.full((8,), 2.0, dtype=torch.float64)
+
+    def fn(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
+        y = mlp(p, x) * scale + torch.arange(8, dtype=torch.float64)
+        return y[:, 1:].sum(0) + torch.ones(7, dtype=torch.float64)
+
+    mesh = Mesh(x=3)
+    spec = fs.Spec(mesh, P("x"), shape=(7, 8), dtype=torch.float64, uneven="chunk")
+    part = fs.partition(fn, mesh=mesh, params=P(), in_specs=(spec,))
+    check_equal(part, fn, MLP, _input(7, 8))
+
+
+def test_what_is_written_in_place_is_another_value_from_then_on() -> None:
+    def fn(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
+        y = x @ p["a"]
+        y += 1
+        y.mul_(2)
+        torch.relu_(y)
+        return y @ p["b"]
+
+    part = fs.partition(fn, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")})
+    check_equal(part, fn, MLP, _input(4, 8))
+
+
+def test_no_grad_regions_and_detached_values_ask_for_no_gradient() -> None:
+    def fn(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            shift = (x @ p["a"]).amax()
+        return x @ p["a"] - shift - (x @ p["a"]).detach().mean()
+
+    part = fs.partition(
+        fn, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")}, in_specs=(P("dp"),)
+    )
+    x = _input(4, 8)
+    made, whole = part(MLP, x), fn(MLP, x)
+    torch.testing.assert_close(made, whole)
+    one, other = (torch.autograd.grad(y.sin().sum(), [MLP["a"], x]) for y in (made, whole))
+    for g, e in zip(one, other, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_refusals_teach() -> None:
+    part = fs.partition(lambda x: x.sum().item(), mesh=MESH)
+    with pytest.raises(fs.ShardingError, match="traced once on tensors without numbers"):
+        part(torch.ones(2))
+    part = fs.partition(lambda x: x.add_(1), mesh=MESH)
+    with pytest.raises(fs.ShardingError, match="writes nothing that it was given"):
+        part(torch.ones(2))
+    part = fs.partition(lambda x: x + torch.rand(2), mesh=MESH)
+    with pytest.raises(fs.ShardingError, match="draws numbers"):
+        part(torch.ones(2))
+    part = fs.partition(lambda x: x + 1, mesh=MESH, in_specs=(P("dp"),))
+    pair = fs.shard(torch.ones(4), fs.Spec(MESH, P("tp"), shape=(4,)))
+    with pytest.raises(fs.ShardingError, match="the function asks for"):
+        part(pair)
+
+
+def test_a_module_is_called_with_its_parameters() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+    ).double()
+    params = dict(module.named_parameters())
+    specs = {"0.weight": P("tp"), "0.bias": P("tp"), "2.weight": P(None, "tp"), "2.bias": P()}
+    part = fs.partition(module, mesh=MESH, params=specs, in_specs=(P("dp"),))
+    x = _input(4, 4)
+    torch.testing.assert_close(part(params, x), module(x))
+    assert sum(isinstance(line, Operation) for line in part.trace(params, x).lines) == 3
