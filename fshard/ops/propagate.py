@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import fail
-from fshard.mesh import Mesh
 from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
+from fshard.ops.choose import choose
 from fshard.ops.registry import functional_of, row_of
-from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Rule
-from fshard.ops.strategy import Strategy, lay
-from fshard.ops.weigh import compute_time, leftover, moving, nbytes, undone
+from fshard.ops.strategy import Strategy
 from fshard.partition import PartitionSpec
-from fshard.program.cost import max_local_nbytes
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 
 __all__ = ["call_of", "local_strategy_for", "overload_of", "propagate", "strategy_for"]
-
-LOOKED_AT, KEPT, ROLES = 8, 6, 3
-"""Combinations of roles that are laid out, alternatives that are kept, roles of an axis tried."""
 
 
 def propagate(
@@ -274,178 +265,3 @@ def rule_of(call: Call) -> Rule:
              f"fs.register_rule(torch.ops.{name})('bd,d->bd') gives it one, and reshard to whole "
              "tensors runs it as it is")  # fmt: skip
     return made
-
-
-# -- choosing ------------------------------------------------------------------------------
-
-
-class _Axis:
-    """One axis: the roles that it may have, the best first, with what they are weighed by."""
-
-    def __init__(self, name: str, roles: list[tuple[tuple[float, float, int], Role, bool]]) -> None:
-        self.name = name
-        self.roles = sorted(roles, key=lambda each: each[0])
-
-
-def choose(
-    call: Call,
-    tree: Any,
-    rule: Rule,
-    specs: Sequence[Spec],
-    topology: Topology,
-    *,
-    grad: bool,
-    local: bool = False,
-    wish: PartitionSpec | None = None,
-) -> Strategy | None:
-    """The best strategy of a call whose operands lie as `specs`, with alternatives.
-
-    With `local` the best that sends nothing; None if there is none.
-    """
-    mesh = specs[0].mesh
-    lengths = factor_sizes(rule, call)
-    wished = _wished(call, rule, mesh, lengths, wish)
-    axes = _axes(call, rule, specs, topology, lengths, grad, local, wished)
-    found: list[Strategy] = []
-    for picked in _best_first(axes):
-        chosen = {axis.name: role for axis, (_, role, _) in zip(axes, picked, strict=True)}
-        laid = lay(call, rule, mesh, chosen, specs, lengths)
-        if laid is None:
-            continue
-        time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
-        if local and sends:
-            continue
-        found.append(Strategy(call.op, rule, call, tuple(chosen.items()), tuple(specs), *laid,
-                              tree, time, sends, topology))  # fmt: skip
-    if not found:
-        return None
-    found.sort(key=lambda each: each.time)
-    return replace(found[0], alternatives=tuple(found[1:KEPT]))
-
-
-def _axes(
-    call: Call,
-    rule: Rule,
-    specs: Sequence[Spec],
-    topology: Topology,
-    lengths: Mapping[str, int],
-    grad: bool,
-    local: bool,
-    wished: Mapping[str, str],
-) -> list[_Axis]:
-    mesh = specs[0].mesh
-    states = [states_of(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
-    held = [max_local_nbytes(spec) for spec in specs]
-    total = compute_time(topology, rule, call, lengths)
-    roles = roles_of(rule, call, grad=grad)
-    axes = []
-    for axis in mesh.axes:
-        here = [each[axis] for each in states]
-        n, link = mesh.shape[axis], topology.link(mesh, axis)
-        weighed = []
-        for at, role in enumerate(roles):
-            asked = role.factor is not None and wished.get(axis) == role.factor
-            if not asked and not _plausible(role, here, lengths, n):
-                continue
-            ways = [
-                moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
-                for src, dst, size, meta in zip(here, role.operands, held, call.operands, strict=True)
-            ]  # fmt: skip
-            if local and any(way.sends for way in ways):
-                continue
-            # Of results the least: all other axes may cut them.
-            later = sum(
-                leftover(topology, link, n, state, nbytes(meta) * n // mesh.size,
-                         meta.dtype.itemsize, made=role.factor is not None)
-                for meta, state in zip(call.results, role.results, strict=True)
-                if meta is not None and state is not None
-            )  # fmt: skip
-            made = sum(nbytes(meta) * n // mesh.size for meta in call.results if meta is not None)
-            later += 0.0 if asked else undone(topology, link, n, here, role, made)
-            work = total * n / mesh.size / (n if role.factor else 1)
-            time = sum(way.time for way in ways) + later + work
-            back = sum(way.back for way in ways)
-            weighed.append(((time, back, at), role, any(way.sends for way in ways)))
-        axes.append(_Axis(axis, weighed))
-    return axes
-
-
-def _wished(
-    call: Call, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], wish: PartitionSpec | None
-) -> dict[str, str]:
-    """The factor that each axis cuts where the first result lies as it is wished to."""
-    meta, dims = call.results[0], rule.results[0]
-    if wish is None or meta is None or dims is None or len(wish.dims) > len(dims):
-        return {}
-    spec = Spec(mesh, wish, shape=meta.shape, dtype=meta.dtype, uneven="chunk")
-    return {
-        axis: dims[state.dim][state.place]
-        for axis, state in states_of(dims, spec, lengths).items()
-        if state.word == "sharded" and state.place >= 0 and dims[state.dim]
-    }
-
-
-def _plausible(
-    role: Role, here: Sequence[State], lengths: Mapping[str, int], n: int
-) -> bool:
-    """Whether a role is worth weighing: nothing is cut or summed that no operand already is."""
-    words = {state.word for state in here}
-    if role.factor is not None:
-        if not words & {"sharded", "unreduced"}:
-            return False
-        if any(src.word == "sharded" and src == dst for src, dst in zip(here, role.operands, strict=True)):
-            return True
-        return lengths[role.factor] % n == 0 and lengths[role.factor] > 0
-    if any(state.word == "unreduced" for state in role.operands):
-        return any(src == dst and src.word == "unreduced"
-                   for src, dst in zip(here, role.operands, strict=True))  # fmt: skip
-    if role.name == "reduced":
-        return "reduced" in words
-    return True
-
-
-def _best_first(axes: Sequence[_Axis]) -> list[tuple[Any, ...]]:
-    """The combinations of roles with the least sums, the best first."""
-    few = [axis.roles[:ROLES] for axis in axes]
-    combos = itertools.product(*few)
-    return heapq.nsmallest(
-        LOOKED_AT, combos, key=lambda picked: tuple(map(sum, zip(*(w for w, _, _ in picked), strict=True)))
-    )
-
-
-def _joint(
-    mesh: Mesh,
-    topology: Topology,
-    chosen: Mapping[str, Role],
-    picked: Sequence[tuple[tuple[float, float, int], Role, bool]],
-    specs: Sequence[Spec],
-    asked: Sequence[Spec],
-    made: Sequence[Spec | None],
-) -> tuple[float, bool]:
-    """Time of a combination, and whether it sends: what the axes say, and what they cannot.
-
-    That are other sizes or another order of the same axes on a dim, and results that the other
-    axes leave whole.
-    """
-    time = sum(weight[0] for weight, _, _ in picked)
-    sends = any(each for _, _, each in picked)
-    for spec in made:
-        if spec is None or not spec.partition.unreduced_kinds:
-            continue
-        whole, least = max_local_nbytes(spec), spec.nbytes // mesh.size
-        for axis, kind in spec.partition.unreduced_kinds:
-            n, link, state = mesh.shape[axis], topology.link(mesh, axis), State("unreduced", kind=kind)
-            weigh = partial(leftover, topology, link, n, state, item=spec.dtype.itemsize,
-                            made=chosen[axis].factor is not None)  # fmt: skip
-            time += weigh(local=whole) - weigh(local=least * n)
-    for src, dst in zip(specs, asked, strict=True):
-        if any(_recut(src, dst, dim) for dim in range(src.ndim)):
-            sends = True
-            time += topology.launch + max_local_nbytes(src) / topology.inner.bandwidth
-    return time, sends
-
-
-def _recut(src: Spec, dst: Spec, dim: int) -> bool:
-    """Whether the same axes cut a dim otherwise."""
-    one, other = src.partition.dims[dim], dst.partition.dims[dim]
-    return set(one) == set(other) and (one != other or src.sizes[dim] != dst.sizes[dim])

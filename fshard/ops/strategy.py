@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Strategy:
 
     `roles` says of every mesh axis what it does. `sources` are the operands' specs as given,
     `in_specs` as the operation runs on them, `out_specs` those of the results (None where the
-    operation returns none). `alternatives` are other ways, the best first; `time` is what the
+    operation returns none). `time` is what the
     ways were ordered by, in seconds: moving, computing, and reducing later what stays unreduced.
     """
 
@@ -44,7 +44,12 @@ class Strategy:
     time: float
     sends: bool
     topology: Topology | None = field(repr=False)
-    alternatives: tuple[Strategy, ...] = field(repr=False, default=())
+    _others: Callable[[], tuple[Strategy, ...]] = field(repr=False, default=tuple)
+
+    @property
+    def alternatives(self) -> tuple[Strategy, ...]:
+        """Other ways, the best first; laid out when they are asked for."""
+        return self._others()
 
     @property
     def programs(self) -> tuple[Program, ...]:
