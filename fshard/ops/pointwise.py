@@ -1,7 +1,6 @@
-"""Rules of operations that treat every element alone: all of PyTorch's, by their tag.
+"""Rules of operations that treat every element alone: all of PyTorch's, by their tag or name.
 
-Dims that broadcast have no factor on the smaller operand. What passes unreduced operands is listed:
-linear functions pass sums and averages, affine ones averages, monotone ones maxima and minima.
+Dims that broadcast have no factor on the smaller operand.
 """
 
 from __future__ import annotations
@@ -12,36 +11,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from fshard.ops.build import aligned, dims_of, is_inexact, kinds, linear
+from fshard.ops.build import aligned, dims_of
 from fshard.ops.call import Call, Meta
+from fshard.ops.elementwise import CASTS, SAME, modes_of
+from fshard.ops.local import Here
 from fshard.ops.registry import register_rule
-from fshard.ops.rule import Dims, Mode, Rule
+from fshard.ops.rule import Dims, Rule
 
 __all__ = ["pointwise"]
-
-EQUAL = {kind: kind for kind in ("sum", "avg", "max", "min", "product")}
-RISING = {"max": "max", "min": "min"}
-FALLING = {"max": "min", "min": "max"}
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-LINEAR = _words("""
-    _conj conj conj_physical _neg_view deg2rad imag neg negative positive rad2deg real
-    resolve_conj resolve_neg view_as_real view_as_complex
-""")
-"""Linear in the one tensor that they have."""
-SAME = _words("alias alias_copy clone contiguous detach detach_copy lift_fresh lift_fresh_copy")
-RISES = _words("""
-    arcsinh arctan asinh atan cbrt ceil celu elu erf exp exp2 expit expm1 floor hardsigmoid
-    hardtanh heaviside leaky_relu log_sigmoid logsigmoid nan_to_num relu relu6 round selu sgn
-    sigmoid sign sinh softplus special_expit special_expm1 special_exp2 special_erf special_ndtr
-    tanh threshold trunc fix sqrt log log2 log10 log1p
-""") - _words("nan_to_num threshold leaky_relu elu celu heaviside sgn")
-"""Never smaller for a larger operand, as PyTorch rounds them too."""
-FALLS = _words("neg negative bitwise_not logical_not")
 
 
 def pointwise(call: Call) -> Rule:
@@ -50,59 +27,21 @@ def pointwise(call: Call) -> Rule:
     widest = max((each for each in call.results if each is not None), key=lambda m: m.ndim)
     factors = dims_of(widest.ndim)
     operands = tuple(aligned(each.shape, widest.shape, factors) for each in call.operands)
-    return Rule(operands, results, modes=_modes(call))
+    return Rule(operands, results, modes=modes_of(call), local=_LOCAL.get(call.op))
+
+
+def _copied(op: Any, args: tuple[Any, ...], kwargs: Any, here: Here) -> torch.Tensor:
+    """What is copied into a tensor, as it is there: the operation itself has no gradient."""
+    into, given = args[0], args[1]
+    made: torch.Tensor = given.to(into.dtype).expand_as(into).clone()
+    return made
+
+
+_LOCAL = {torch.ops.aten.copy.default: _copied}
 
 
 def _result_dims(meta: Meta | None) -> Dims | None:
     return None if meta is None else dims_of(meta.ndim)
-
-
-def _modes(call: Call) -> tuple[Mode, ...]:
-    name = call.op._schema.name.partition("::")[2].rstrip("_")
-    results, n = len(call.results), len(call.operands)
-    inexact = is_inexact(call.results[0])
-    if name in SAME:
-        return kinds(0, dict(EQUAL), results)
-    if name in LINEAR:
-        return linear(0, results=results) + (kinds(0, FALLING) if name in FALLS else ())
-    if name in RISES:
-        return kinds(0, RISING)
-    if name in FALLS:
-        return kinds(0, FALLING)
-    if name in ("add", "sub", "subtract", "rsub"):
-        return _added(call, name, n)
-    if name in ("mul", "multiply") and inexact:
-        return linear(*range(n), results=results)
-    if name in ("div", "divide", "true_divide") and inexact and _plain_division(call):
-        return linear(0) if isinstance(call.args[0], Meta) else ()
-    if name in ("maximum", "minimum", "fmax", "fmin", "max", "min") and n == 2:
-        kind = "max" if "max" in name else "min"
-        return kinds(0, {kind: kind}) + kinds(1, {kind: kind}) + (Mode((0, 1), kind, (kind,)),)
-    if name in ("where",) and n == 3:
-        return tuple(Mode((1, 2), kind, (kind,)) for kind in EQUAL)
-    if name in ("_to_copy", "to", "type_as"):
-        return _cast(call)
-    return ()
-
-
-def _added(call: Call, name: str, n: int) -> tuple[Mode, ...]:
-    """Sums are linear in both operands together; a constant shifts averages and extremes."""
-    if not is_inexact(call.results[0]):
-        return linear((0, 1)) if n == 2 else ()
-    both = linear((0, 1)) if n == 2 else ()
-    return both + tuple(m for at in range(n) for m in linear(at, affine=True))
-
-
-def _plain_division(call: Call) -> bool:
-    return not call.has("rounding_mode") or call.get("rounding_mode") is None
-
-
-def _cast(call: Call) -> tuple[Mode, ...]:
-    """Casts to inexact numbers of at least the same range are linear up to rounding."""
-    source, made = call.operands[0], call.results[0]
-    if made is None or not (is_inexact(source) and is_inexact(made)):
-        return ()
-    return linear(0) if source.dtype.is_complex == made.dtype.is_complex else ()
 
 
 def _tagged() -> Sequence[Any]:
@@ -120,8 +59,53 @@ def _tagged() -> Sequence[Any]:
     return found
 
 
-register_rule(*_tagged(), family="pointwise")(pointwise)
-for _name in (*SAME, "_to_copy", "to", "type_as", "where", "real", "imag"):
-    _packet = getattr(torch.ops.aten, _name, None)
-    if isinstance(_packet, OpOverloadPacket):
-        register_rule(_packet, family="pointwise")(pointwise)
+UNTAGGED = """
+    __and__ __lshift__ __or__ __rshift__ __xor__ absolute arccos arccosh arcsin arcsinh arctan
+    arctan2 arctanh complex copy.default divide elu_backward fill.Tensor fix floor_divide glu_jvp
+    greater greater_equal hardshrink_backward hardsigmoid_backward hardswish hardswish_backward
+    hardtanh_backward imag infinitely_differentiable_gelu_backward isclose isreal
+    leaky_relu_backward less less_equal log_sigmoid masked_fill mish_backward multiply negative
+    not_equal polar real softplus_backward softshrink_backward special_digamma special_erf
+    special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+    special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
+    special_polygamma special_psi special_round special_sinc special_xlogy subtract true_divide
+    where _add_relu _masked_scale _neg_view _neg_view_copy _prelu_kernel _prelu_kernel_backward
+"""
+"""What PyTorch does not tag, for it is made of what is tagged, or of more than one result."""
+
+
+def _listed() -> list[Any]:
+    """The overloads of tensors among the operations that are listed by name."""
+    found = []
+    for name in dict.fromkeys((*UNTAGGED.split(), *sorted(SAME), *sorted(CASTS))):
+        base, _, overload = name.partition(".")
+        for space in (torch.ops.aten, torch.ops.prims):
+            packet = getattr(space, base, None)
+            if isinstance(packet, OpOverloadPacket):
+                found += [getattr(packet, each) for each in packet.overloads()
+                          if overload in ("", each) and _takes_tensors(getattr(packet, each))]  # fmt: skip
+    return found
+
+
+def _takes_tensors(op: Any) -> bool:
+    return any("Tensor" in str(each.type) for each in op._schema.arguments)
+
+
+register_rule(*_tagged(), *_listed(), family="pointwise")(pointwise)
+
+
+@register_rule("to.other", "type_as", family="pointwise")
+def as_other(call: Call) -> Rule:
+    """The second tensor gives its dtype alone."""
+    own = dims_of(call.operands[0].ndim)
+    other = ((),) * call.operands[1].ndim
+    return Rule((own, other), (own,), modes=modes_of(call), unread=frozenset({1}))
+
+
+@register_rule("prelu", family="pointwise")
+def prelu(call: Call) -> Rule:
+    """A weight of all elements, or one for every channel: the second dim."""
+    x, weight = call.operands
+    own = dims_of(x.ndim)
+    channel = own[1:2] if x.ndim > 1 and weight.shape[-1:] == x.shape[1:2] else ((),)
+    return Rule((own, channel * weight.ndim), (own,))

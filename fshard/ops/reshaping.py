@@ -109,9 +109,7 @@ class _Side:
     @property
     def dims(self) -> Dims:
         """Of every dim its factors."""
-        return tuple(
-            (*first, *last) for first, last in zip(self.begun, self.ended, strict=True)
-        )
+        return tuple((*first, *last) for first, last in zip(self.begun, self.ended, strict=True))
 
 
 def _equal(one: int, other: int) -> int:
