@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import grad, vmap
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
@@ -214,3 +216,83 @@ def test_reshard_to_another_mesh() -> None:
     (fs.unshard(moved) ** 2).sum().backward()
     assert whole.grad is not None
     assert whole.grad.equal(2 * whole.detach())
+
+
+# -- transforms --------------------------------------------------------------------------
+
+BATCH = 3
+WORLD = Mesh(w=7)
+ENDS = [
+    ("f64[4@x,6]", Mesh(x=4), "f64[4@y,6]", Mesh(y=2)),
+    ("f64[5@x:2+3,6]", Mesh(x=2), "f64[5,6@y]", Mesh({"y": 3}, devices=(5, 2, 4))),
+    ("f64[4,6]{unreduced: x}", Mesh(x=2), "f64[4@y:1+0+3,6]{reduced: z}", Mesh(y=3, z=2)),
+    ("f64[4@x,6]{unreduced: y=max}", Mesh(x=2, y=2), "f64[4,6@z]", Mesh(z=3)),
+]
+
+
+def batch_of(spec: Spec) -> list[Shards]:
+    return [random_locals(spec, seed) for seed in range(BATCH)]
+
+
+def stack(locals_: list[Shards]) -> Shards:
+    return tuple(torch.stack(each) for each in zip(*locals_, strict=True))
+
+
+def square(prog: Program, local: Any) -> torch.Tensor:
+    ys = prog(local)
+    return sum(((y**2).sum() for y in ([ys] if isinstance(ys, torch.Tensor) else ys)),
+               torch.zeros((), dtype=torch.float64))  # fmt: skip
+
+
+def gradient(prog: Program, local: Shards) -> Shards:
+    leaves = tuple(x.clone().requires_grad_() for x in local)
+    return torch.autograd.grad(square(prog, leaves), leaves)
+
+
+@pytest.mark.parametrize(("src", "one", "dst", "other"), ENDS)
+def test_a_batch_between_meshes(src: str, one: Mesh, dst: str, other: Mesh) -> None:
+    """`torch.func.vmap` over programs and trees of them, of gradients, and of itself."""
+    ends = fs.parse(src, one), fs.parse(dst, other)
+    prog, shards = fs.redistribute(*ends), batch_of(ends[0])
+    want, batched = stack([prog(x) for x in shards]), stack(shards)
+    assert all(map(torch.equal, vmap(prog)(batched), want))
+    twice = vmap(vmap(prog))(tuple(torch.stack([x, x]) for x in batched))
+    assert all(torch.equal(y, torch.stack([x, x])) for y, x in zip(twice, want, strict=True))
+    tree = fs.redistribute([ends[0]] * 2, [ends[1]] * 2)
+    for each in vmap(tree)([batched] * 2):
+        assert all(map(torch.equal, each, want))
+    wanted = stack([gradient(prog, x) for x in shards])
+    assert all(map(torch.equal, vmap(grad(lambda x: square(prog, x)))(batched), wanted))
+    leaves = tuple(x.requires_grad_() for x in batched)
+    found = torch.autograd.grad(sum((y**2).sum() for y in vmap(prog)(leaves)), leaves)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize(("src", "one", "dst", "other"), ENDS)
+def test_a_batch_on_ranks_of_one_mesh_of_another_and_of_none(
+    src: str, one: Mesh, dst: str, other: Mesh
+) -> None:
+    ends = fs.parse(src, one), fs.parse(dst, other)
+    prog, shards = fs.redistribute(*ends), batch_of(ends[0])
+
+    def body() -> bool:
+        rank = int(fs.axis_index("w", mesh=WORLD))
+        place = list(one.ranks).index(rank) if rank in one else None
+        own = [torch.empty(0, dtype=torch.float64) if place is None else x[place] for x in shards]
+        batched = torch.stack(own).requires_grad_()
+        y = vmap(prog)(batched)
+        assert torch.equal(y, torch.stack([prog(x) for x in own]))
+        (found,) = torch.autograd.grad((y**2).sum(), batched)
+        leaves = [x.clone().requires_grad_() for x in own]
+        wanted = [torch.autograd.grad(square(prog, x), x)[0] for x in leaves]
+        assert torch.equal(found, torch.stack(wanted))
+        each = vmap(grad(lambda x: square(prog, x)))(batched.detach())
+        assert torch.equal(each, found)
+        z = prog(leaves[0])
+        (rows,) = torch.autograd.grad(
+            z, leaves[0], torch.stack([2 * z.detach(), z.detach()]), is_grads_batched=True
+        )
+        assert torch.equal(rows, torch.stack([wanted[0], wanted[0] / 2]))
+        return True
+
+    assert fs.simulate(WORLD, body) == [True] * WORLD.size

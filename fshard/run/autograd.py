@@ -229,7 +229,13 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: Linear, everywhere: bool, _: None, *xs: Any) -> Any:
         n, dims = info.batch_size, in_dims[3:]
-        return apply_linear(op.wider(n), _batched_last(xs, dims, n), everywhere), (-1,) * len(xs)
+        ys = apply_linear(op.wider(n), _batched_last(xs, dims, n), everywhere)
+        return _outside_too(ys, n), (-1,) * len(ys)
+
+
+def _outside_too(ys: Shards, n: int) -> Shards:
+    """Results with a last dim of size n, also those of ranks that have none: nothing n times."""
+    return tuple(y.reshape(0, n) if y.shape == (0,) else y for y in ys)
 
 
 def _batched_last(xs: Shards, dims: Sequence[int | None], n: int) -> Shards:
@@ -281,7 +287,7 @@ def _apply_batched(op: Linear, xs: Shards, everywhere: bool, level: int) -> Shar
     wide = tuple(torch._remove_batch_dim(x, level, n, 0).movedim(0, -1) for x in xs)
     if n == 1:  # or of no batch at this level
         return _apply_batched(op, tuple(x.squeeze(-1) for x in wide), everywhere, level - 1)
-    out = _apply_batched(op.wider(n), wide, everywhere, level - 1)
+    out = _outside_too(_apply_batched(op.wider(n), wide, everywhere, level - 1), n)
     return tuple(torch._add_batch_dim(y, y.ndim - 1, level) for y in out)
 
 
@@ -325,6 +331,11 @@ def _extreme(op: Run, xs: Shards, everywhere: bool) -> Shards:
     return out
 
 
+def _like(xs: Shards, ys: Shards) -> Shards:
+    """What is of the shapes of `xs`, also where there is nothing of either."""
+    return tuple(y.reshape(x.shape) for x, y in zip(xs, ys, strict=True))
+
+
 def _shared(g: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Each candidate's share of a cotangent."""
     number, restore = as_number(g, "sum")
@@ -357,7 +368,8 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: Run, everywhere: bool, *xs: Any) -> Any:
         n, dims = info.batch_size, in_dims[2:]
-        return _extreme(op.wider(n), _batched_last(xs, dims, n), everywhere), (-1,) * len(xs)
+        ys = _extreme(op.wider(n), _batched_last(xs, dims, n), everywhere)
+        return _outside_too(ys, n), (-1,) * len(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -367,7 +379,8 @@ class _Extreme(torch.autograd.Function):
         count, whole, whole_grad = (Run(each, op.mesh, op.bucket_bytes) for each in parts)
         with backward_phase(ctx.label):
             wholes = apply_linear(whole, tuple(y.detach() for y in ys), everywhere)
+            wholes = _like(xs, wholes)
             masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, wholes, strict=True))
-            totals = apply_linear(count, masks, everywhere)
-            cotangents = apply_linear(whole_grad, grads, everywhere)
+            totals = _like(xs, apply_linear(count, masks, everywhere))
+            cotangents = _like(xs, apply_linear(whole_grad, grads, everywhere))
         return (None, None, *map(_shared, cotangents, masks, totals))
