@@ -132,6 +132,38 @@ def test_pairs_on_three_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
     assert_fits(pairs_of(mesh))
 
 
+def with_addends(mesh: Mesh, count: int | None = None) -> Pairs:
+    """Those pairs that have addends at an end."""
+    pairs = pairs_of(mesh, count, ("invariant", "unreduced"))
+    return [pair for pair in pairs if any(spec.partition.unreduced for spec in pair)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "most", "worst"), [*zip(TWO_AXES, (1.08, 1.05, 1.03), (2, 4 / 3, 8 / 7), strict=True)]
+)
+def test_addends_on_two_axes(mesh: Mesh, most: float, worst: float) -> None:
+    found = ratios(with_addends(mesh))
+    assert mean(found) <= most
+    assert max(found) <= worst
+
+
+@pytest.mark.parametrize(("mesh", "most"), [*zip(THREE_AXES, (1.15, 1.08), strict=True)])
+def test_some_addends_on_three_axes(mesh: Mesh, most: float) -> None:
+    found = ratios(with_addends(mesh, 400))
+    assert mean(found) <= most
+    assert max(found) <= 2
+
+
+def test_addends_that_only_stay_meet_the_bound_on_two_axes() -> None:
+    for mesh in TWO_AXES:
+        stay = [
+            (src, dst)
+            for src, dst in with_addends(mesh)
+            if src.partition.unreduced == dst.partition.unreduced
+        ]
+        assert all(ratio == 1 for ratio in ratios(stay))
+
+
 # -- transitions by name -------------------------------------------------------------------
 
 GRID = Mesh(x=4, y=4)

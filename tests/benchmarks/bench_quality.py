@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import multiprocessing
+import operator
 import os
 import random
 import statistics
@@ -32,6 +33,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import fshard as fs
 from fshard import Mesh, P, Program, ShardingError, Spec, Topology
 from fshard.program.cost import max_local_nbytes
+from fshard.program.loads import held, kept
 from tests.dtensor_plans import PLANNERS, plan
 from tests.helpers import all_specs
 
@@ -135,25 +137,123 @@ def summary(known: Sequence[Score]) -> list[str]:
     ]
 
 
-def worst(run: Run, count: int = 10) -> list[str]:
-    """The pairs with addends that are farthest from the bound, and fshard's programs."""
-    found: list[tuple[float, Pair]] = []
+# -- addends: why a plan receives more than the bound ----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Of one plan with addends what the ratio to the bound is made of: the product of the two.
+
+    `often` is what all ranks receive over the messages that the elements need, `uneven` what the
+    busiest rank receives over the mean.
+    """
+
+    ratio: float
+    often: float
+    uneven: float
+    makes: tuple[str, ...]
+    keeps: tuple[str, ...]
+    reduces: tuple[str, ...]
+
+    def kind(self) -> str:
+        """The sentence of its class."""
+        ends = {"makes": self.makes, "keeps": self.keeps, "reduces": self.reduces}
+        words = " and ".join(word for word, axes in ends.items() if axes)
+        reasons = []
+        if self.often > ROUNDING:
+            reasons.append(
+                "each rank's addend is one block among zeros, and what could stay beside it moves"
+                if self.makes
+                else "a step does one thing to all elements, also to those that could stay"
+                if self.keeps
+                else "sums are made in one layout and moved, also where an addend was in place"
+            )
+        if self.uneven > ROUNDING:
+            reasons.append("ranks that hold something of what they need receive less than others")
+        return f"{words} addends: {'; '.join(reasons)}"
+
+    def numbers(self) -> str:
+        """Which axes those are, and how much each reason counts."""
+        ends = {"makes": self.makes, "keeps": self.keeps, "reduces": self.reduces}
+        words = ", ".join(f"{word} {'+'.join(axes)}" for word, axes in ends.items() if axes)
+        return f"{words}; sent {self.often:.2f}x as often, busiest {self.uneven:.2f}x the mean"
+
+
+ROUNDING = 1.001
+
+
+def excess(pair: Pair) -> Excess | None:
+    """None where the plan is at the bound."""
+    prog, least = by_bytes(*pair), fs.lower_bound(*pair).bytes_received
+    ranks = pair[0].mesh.size
+    steps = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
+    by_rank = [sum(each) for each in zip(*itertools.starmap(received, steps), strict=True)]
+    if not by_rank or max(by_rank) <= ROUNDING * least:
+        return None
+    before, after = ([*spec.partition.unreduced] for spec in pair)
+    return Excess(
+        max(by_rank) / least,
+        sum(by_rank) / (least * ranks),
+        max(by_rank) * ranks / sum(by_rank),
+        tuple(axis for axis in after if axis not in before),
+        tuple(axis for axis in after if axis in before),
+        tuple(axis for axis in before if axis not in after),
+    )
+
+
+def received(step: object, src: Spec, dst: Spec) -> list[int]:
+    """Bytes that each rank receives, of even shards."""
+    ranks = src.mesh.ranks
+    most = Program(src, (step,), dst).cost().bytes_received  # type: ignore[arg-type]
+    if isinstance(step, fs.CollectivePermute):
+        return [0 if place(src, rank) == place(dst, rank) else most for rank in ranks]
+    if not isinstance(step, fs.Exchange):
+        return [most for _ in ranks]
+    ends = (src.mesh.axis_size(tuple(spec.partition.unreduced)) for spec in (src, dst))
+    addends = operator.floordiv(*ends)
+    both = zip(held(dst, ranks), kept(src, dst, ranks), strict=True)
+    return [addends * need - have for need, have in both]
+
+
+def place(spec: Spec, rank: int) -> object:
+    """Which shard of which addend a rank holds."""
+    coords = spec.mesh.coords(rank)
+    count = 0
+    for axis in spec.partition.unreduced:
+        count = count * spec.mesh.shape[axis] + coords[axis]
+    return spec.index(rank), count
+
+
+def worst(run: Run, count: int = 10) -> tuple[Table, list[str]]:
+    """The pairs with addends above the bound by class, and those farthest from it one by one."""
+    found: list[tuple[Excess, Pair]] = []
+    looked = 0
     for mesh in MESHES:
         pairs = run.pairs(layouts(mesh, SHAPES[len(mesh.axes)], BOTH, True), BOTH)
-        rows = run.map(partial(scores, {"fshard": by_bytes}), pairs)
-        ratios = [row["fshard"] for row in rows]
+        looked += len(pairs)
         found += [
-            (each.ratio, pair)
-            for each, pair in zip(ratios, pairs, strict=True)
-            if each and not math.isnan(each.ratio)
+            (each, pair)
+            for each, pair in zip(run.map(excess, pairs), pairs, strict=True)
+            if each is not None
         ]
-    found.sort(key=lambda each: -each[0])
-    return [explained(ratio, pair) for ratio, pair in found[:count]]
+    found.sort(key=lambda each: -each[0].ratio)
+    by_kind: dict[str, list[Excess]] = {}
+    for each, _ in found:
+        by_kind.setdefault(each.kind(), []).append(each)
+    title = f"Why plans with addends receive more than the bound: {len(found):,} of {looked:,}"
+    shown = table(title, "class", "pairs", "mean", "worst")
+    for kind, some in by_kind.items():
+        ratios = [each.ratio for each in some]
+        shown.add_row(kind, f"{len(some):,}", f"{geometric(ratios):.3f}", f"{max(ratios):.2f}")
+    return shown, [explained(*each) for each in found[:count]]
 
 
-def explained(ratio: float, pair: Pair) -> str:
+def explained(each: Excess, pair: Pair) -> str:
     bound = fs.lower_bound(*pair).bytes_received
-    return f"{ratio:.3f} of {bound:,} B received: {by_bytes(*pair)}"
+    return (
+        f"{each.ratio:.3f} of {bound:,} B received ({each.numbers()}): {by_bytes(*pair)}\n"
+        f"  {each.kind()}"
+    )
 
 
 # -- modelled time ---------------------------------------------------------------------
@@ -336,7 +436,7 @@ def table(title: str, *heads: str) -> Table:
     return made
 
 
-LEFT = ("mesh", "planner", "mesh, float32 shape", "preset", "x y")
+LEFT = ("class", "mesh", "planner", "mesh, float32 shape", "preset", "x y")
 
 
 def quiet() -> None:
@@ -365,7 +465,9 @@ def main() -> None:
         console.print(quality(run, f"{over_bound}, the mesh's order of axes", ONE, False))
         console.print(quality(run, f"{over_bound}, every order of axes", ONE, True))
         console.print(quality(run, f"{over_bound}, with addends", BOTH, False))
-        for text in worst(run):
+        reasons, texts = worst(run)
+        console.print(reasons)
+        for text in texts:
             console.print(text, highlight=False, markup=False)
         losses: list[str] = []
         console.print(modelled(run, losses))
