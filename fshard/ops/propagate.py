@@ -243,14 +243,31 @@ def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 
 
 def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
-    """The call, and the tree of its results with their numbers in the places of tensors."""
+    """The call, and the tree of its results with their numbers in the places of tensors.
+
+    The operation runs on meta tensors once for arguments of one kind.
+    """
+    key = op, _frozen(tuple(args)), _frozen(dict(kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return _called(op, tuple(args), kwargs)
+    return _called_before(*key)
+
+
+@lru_cache(maxsize=16384)
+def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[Call, Any]:
+    return _called(op, tuple(map(_thawed, args)), {key: _thawed(each) for key, each in kwargs})
+
+
+def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
     functional = functional_of(op)
     if functional is not op:
         outs = {each.name for each in op._schema.arguments if each.is_out}
         kwargs = {key: each for key, each in kwargs.items() if key not in outs}
     results, tree = meta_results(functional, args, kwargs)
     operands = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
-    return Call(functional, tuple(args), dict(kwargs), operands, results), tree
+    return Call(functional, args, dict(kwargs), operands, results), tree
 
 
 def rule_of(call: Call) -> Rule:
