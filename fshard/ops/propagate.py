@@ -10,9 +10,10 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import fail
+from fshard.ops.acceptable import acceptable
 from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
 from fshard.ops.choose import choose
-from fshard.ops.registry import functional_of, row_of
+from fshard.ops.registry import functional_of, row_of, version
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy
 from fshard.partition import PartitionSpec
@@ -90,11 +91,12 @@ def _strategy(
         hash(key)
     except TypeError:
         return _compute(op, args, kwargs, cost, grad, local, wish)
-    return _cached(*key)
+    return _cached(version(), *key)
 
 
 @lru_cache(maxsize=16384)
 def _cached(
+    rules: int,
     op: Any,
     args: Any,
     kwargs: Any,
@@ -274,6 +276,8 @@ def rule_of(call: Call) -> Rule:
     """The rule of a call; raises `ShardingError` where there is none."""
     row = row_of(call.op)
     made = None if row is None else row.generator(call)
+    if isinstance(made, list):
+        made = acceptable(call, made)
     if made is None:
         name = str(call.op)
         what = "it has none" if row is None else "the one it has is not for these arguments"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +17,10 @@ from fshard.ops.rule import Rule, rule
 
 __all__ = [
     "Generator", "Row", "decomposition_of", "functional_of", "overloads", "register_decomposition",
-    "register_rule", "row_of", "rows",
+    "register_rule", "row_of", "rows", "version",
 ]  # fmt: skip
 
-Generator = Callable[[Call], Rule | None]
+Generator = Callable[[Call], Rule | list[Any] | None]
 G = TypeVar("G", bound=Callable[..., Any])
 
 
@@ -45,6 +45,7 @@ class _Always:
 
 _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+_COUNT = [0]
 _FAMILIES = (
     "pointwise", "matmul", "reductions", "scans", "views", "diagonals", "blocks", "joining", "indexing", "scattering",
     "embedding", "losses", "class_losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
@@ -58,7 +59,8 @@ def register_rule(*ops: Any, family: str = "user") -> Callable[[Any], Any]:
 
     An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
     that has one, or any Python function of tensors. A generator gets the `Call` and returns a
-    `Rule`, or None where it has none for these arguments. The last registration wins.
+    `Rule`, a list of acceptable shardings (pairs of results' and operands' states, see
+    `acceptable`), or None where it has none for these arguments. The last registration wins.
 
     >>> def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     ...     return x * w
@@ -73,6 +75,7 @@ def register_rule(*ops: Any, family: str = "user") -> Callable[[Any], Any]:
         for op in ops:
             for each in overloads(op):
                 _ROWS[each] = Row(each, generator, family)
+        _COUNT[0] += 1
         _functional.cache_clear()
         return given
 
@@ -94,6 +97,11 @@ def register_decomposition(*ops: Any) -> Callable[[G], G]:
         return given
 
     return keep
+
+
+def version() -> int:
+    """A number that is another one after each registration: a part of the keys of caches."""
+    return _COUNT[0]
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
@@ -159,13 +167,13 @@ def functional_of(op: Any) -> Any:
     return _functional(op) if isinstance(op, OpOverload) else op
 
 
-@lru_cache(maxsize=None)
+@cache
 def _functional(op: OpOverload[..., Any]) -> Any:
     if not op._schema.is_mutable:
         return op
     space, _, name = op._schema.name.partition("::")
     read = [_shape(each) for each in op._schema.arguments if not each.is_out]
-    for base in dict.fromkeys((name, name.rstrip("_"), f"{name}_functional")):
+    for base in dict.fromkeys((name, name.rstrip("_"), f"{name.rstrip('_')}_functional")):
         packet = getattr(getattr(torch.ops, space), base, None)
         if not isinstance(packet, OpOverloadPacket):
             continue
