@@ -261,6 +261,9 @@ def test_lower_bound_of_groups_is_exact(data: st.DataObject, at: tuple[Mesh, tup
         ("[1048576@(a,b),4]", "[1048576@(a,b),4]", 0),
         ("[1048576,1048576]", "[1048576@(a,b),1048576]", 0),
         ("[9999@a:chunk,9999@b:chunk]", "[9999@b:chunk,9999@a:chunk]", 100),
+        # Of the addends of all but few elements none is where it goes: too many to be counted.
+        ("[1048576@b,4]{unreduced: a}", "[1048576@(a,b),4]", 4 * 1023),
+        ("[1048576@b,1048576]{unreduced: a}", "[1048576@a,1048576@b]", 1024 * 1024 * 1024 - 1024),
     ],
 )
 def test_lower_bounds_of_a_million_devices(src: str, dst: str, missing: int) -> None:

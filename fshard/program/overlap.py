@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fshard.mesh import Mesh
+from fshard.partition import PartitionSpec
 from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
@@ -25,6 +26,9 @@ Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
 Pair = tuple[int, int]
 Intervals = Sequence[Pair]
+
+MOST_PLACES = 1 << 16
+"""Counts that would take longer are not made where a bound of them will do."""
 
 
 def missing_even(shape: Sequence[int], size: Mapping[str, int], have: Dims, need: Dims) -> int:
@@ -177,7 +181,8 @@ def overlaps(src: Spec, dst: Spec, group: tuple[str, ...] = ()) -> set[Pair]:
 def meeting(src: Spec, dst: Spec) -> int:
     """Elements whose shard is at one place, before and after, along all axes that both cut by.
 
-    Of those, and of no others, some rank that holds an addend is one that needs the sum.
+    Of those, and of no others, some rank that holds an addend is one that needs the sum. Where it
+    depends on more than `MOST_PLACES` places, all are counted.
 
     >>> from fshard.partition import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2), P("x", "y"), shape=(8, 8))
@@ -187,17 +192,33 @@ def meeting(src: Spec, dst: Spec) -> int:
     if 0 in src.shape:
         return 0
     before, after = ({a for axes in spec.partition.dims for a in axes} for spec in (src, dst))
+    dst = _without_minor(dst, after - before)
+    after = {axis for axes in dst.partition.dims for axis in axes}
     dims = [_Dim(src, dst, dim, tuple(before - after)) for dim in range(src.ndim)]
     total, left = 1, set(after)
     for some in _components(dims):
         axes = tuple(dict.fromkeys(axis for dim in some for axis in dim.axes))
+        left -= {*axes}
+        if math.prod(src.mesh.shape[axis] for axis in axes) > MOST_PLACES:
+            total *= math.prod(dim.size for dim in some)
+            continue
         total *= sum(
             math.prod(dim.part(at)[1] for dim in some)
             for point in itertools.product(*(range(src.mesh.shape[axis]) for axis in axes))
             for at in [dict(zip(axes, point, strict=True))]
         )
-        left -= {*axes}
     return total * math.prod(src.mesh.shape[axis] for axis in left)
+
+
+def _without_minor(spec: Spec, others: Collection[str]) -> Spec:
+    """`spec` with dims that are not cut by the axes of `others` behind all of their axes else."""
+    dims, sizes = [], []
+    for axes, each in zip(spec.partition.dims, spec.sizes, strict=True):
+        count = next((at for at in range(len(axes), 0, -1) if axes[at - 1] not in others), 0)
+        n = math.prod(spec.mesh.shape[axis] for axis in axes[count:])
+        dims.append(axes[:count])
+        sizes.append(each and tuple(sum(each[at : at + n]) for at in range(0, len(each), n)))
+    return spec._with(partition=PartitionSpec._of(tuple(dims)), sizes=tuple(sizes))
 
 
 def _front(pairs: Iterable[Pair]) -> set[Pair]:
