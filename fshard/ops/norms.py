@@ -133,30 +133,27 @@ def group_norm(call: Call) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """A norm on one rank, with running statistics of its own: none that others see are written."""
+    """A norm on one rank, with running statistics of its own: none that others see are written.
+
+    Where `given` they are what it is normalized by, and are told again, as some kernels do.
+    """
+
+    given: bool
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
-        if not args[0].numel():
-            return zeros(args[0], here)
-        places = [argument.name for argument in schema_of(op)]
-        placed = [_apart(name, each) for name, each in zip(places, args, strict=False)]
-        named = {key: _apart(key, each) for key, each in kwargs.items()}
-        made = op(*placed, **named)
-        if isinstance(made, torch.Tensor):
+        if args[0].numel():
+            places = [each.name for each in schema_of(op)]
+            placed = [_apart(name, each) for name, each in zip(places, args, strict=False)]
+            made = op(*placed, **{key: _apart(key, each) for key, each in kwargs.items()})
+        else:
+            made = zeros(args[0], here)
+        if isinstance(made, torch.Tensor) or not self.given:
             return made
-        return [_told(at, each, op, placed, named, here) for at, each in enumerate(made)]
-
-
-def _told(
-    at: int, made: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
-) -> Any:
-    """A result; statistics that were given are told again, which kernels do on some devices."""
-    if at in (1, 2) and made.shape != here.shape(at):
-        mean, var, eps = (
-            argument(op, args, kwargs, n) for n in ("running_mean", "running_var", "eps")
-        )
-        return mean.clone() if at == 1 else (var + eps).rsqrt()
-    return made
+        mean, var = (argument(op, args, kwargs, f"running_{each}") for each in ("mean", "var"))
+        told = (mean, (var + argument(op, args, kwargs, "eps")).rsqrt(), mean, var)
+        fits = [here.shape(at) == mean.shape for at in range(1, len(made))]
+        rest = zip(made[1:], told, fits, strict=False)
+        return [made[0], *(same.clone() if fit else each for each, same, fit in rest)]
 
 
 def _apart(name: str, value: Any) -> Any:
@@ -185,7 +182,7 @@ def batch_norm(call: Call) -> Rule:
     # Statistics that are given are the same on all ranks: any maximum of them is one of them.
     same = tuple((f, "max") for f in sorted(_names(factors)))
     return Rule(operands, results, () if own else same, whole, modes=_affine(call),
-                local=Unwritten())  # fmt: skip
+                local=Unwritten(not own))  # fmt: skip
 
 
 def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
@@ -201,8 +198,9 @@ def batch_norm_backward(call: Call) -> Rule:
     over = _names((factors[0], *factors[2:]))
     operands = tuple(_of_channels(each, x, factors) or () for each in call.operands)
     results = tuple(_of_channels(each, x, factors) for each in call.results)
-    sums = tuple((f, "sum") for f in sorted(over))
-    return Rule(operands, results, () if own else sums, over if own else frozenset(), modes=linear(0, results=3), local=OfSome())  # fmt: skip
+    sums = () if own else tuple((f, "sum") for f in sorted(over))
+    return Rule(operands, results, sums, over if own else frozenset(),
+                modes=linear(0, results=3), local=OfSome())  # fmt: skip
 
 
 # -- norms of other things -----------------------------------------------------------------
@@ -212,7 +210,8 @@ def renorm(call: Call) -> Rule:
     """The parts whose norm is bounded are free, their own dims whole."""
     x = call.operands[0]
     factors, dim = dims_of(x.ndim), wrap(call.get("dim"), x.ndim)
-    return Rule((factors,), (factors,), whole=_names(factors[:dim] + factors[dim + 1 :]))
+    return Rule((factors,), (factors,), whole=_names(factors[:dim] + factors[dim + 1 :]),
+                local=OfSome())  # fmt: skip
 
 
 def cosine_similarity(call: Call) -> Rule:
@@ -243,7 +242,7 @@ def weight_norm(call: Call) -> Rule:
         modes = linear(0, results=len(call.results))
     whole = frozenset(f for at, each in enumerate(factors) for f in each if at not in kept)
     return Rule(tuple(dims(each) or () for each in call.operands),
-                tuple(map(dims, call.results)), whole=whole, modes=modes)  # fmt: skip
+                tuple(map(dims, call.results)), whole=whole, modes=modes, local=OfSome())  # fmt: skip
 
 
 GENERATORS = {
