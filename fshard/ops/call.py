@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -97,8 +97,10 @@ def map_tensors(value: Any, kind: type | tuple[type, ...], change: Callable[[Any
     """An argument with `change` applied to what is a `kind` in it, lists included."""
     if isinstance(value, kind):
         return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(each, kind, change) for each in value)
+    if isinstance(value, list):  # also those of graphs, which are of a class of their own
+        return [map_tensors(each, kind, change) for each in value]
+    if type(value) is tuple:
+        return tuple(map_tensors(each, kind, change) for each in value)
     return value
 
 
@@ -107,21 +109,14 @@ def meta_results(
 ) -> tuple[tuple[Meta | None, ...], Any]:
     """What a call returns, flat, and the tree of it with numbers in the place of tensors.
 
-    The operation runs on meta tensors: it computes shapes and nothing else. Raises
-    `ShardingError` where it refuses its arguments.
+    The operation runs on meta tensors: it computes shapes and nothing else; or on zeros, where
+    PyTorch has no meta form of it. Raises `ShardingError` where it refuses its arguments, and
+    where the shape of what it returns is not known from them.
     """
-    make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
-    real = [map_tensors(each, Meta, make) for each in args]
-    named = {key: map_tensors(each, Meta, make) for key, each in kwargs.items()}
-    if "device" in named:
-        named["device"] = torch.device("meta")
     try:
-        with torch.no_grad():
-            out = op(*real, **named)
-    except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
-        given = ", ".join(map(_text, (*args, *kwargs.values())))
-        fail(f"fs.propagate({op})", given, f"it must run on tensors of these shapes: {error}",
-             "check the arguments with the same call on whole tensors")  # fmt: skip
+        out = _dry(op, args, kwargs, "meta")
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        out = _on_zeros(op, args, kwargs, error)
     found: list[Meta | None] = []
 
     def number(value: Any) -> Any:
@@ -140,7 +135,48 @@ def meta_results(
     return tuple(found), tree
 
 
+def _dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
+    """The operation on tensors without numbers: meta ones, or a single zero in every place."""
+
+    def make(meta: Meta) -> torch.Tensor:
+        if device == "meta":
+            return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
+
+    real = [map_tensors(each, Meta, make) for each in args]
+    named = {key: map_tensors(each, Meta, make) for key, each in kwargs.items()}
+    if "device" in named:
+        named["device"] = torch.device(device)
+    with torch.no_grad():
+        return op(*real, **named)
+
+
+def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+    """What a call without a meta form returns, unless its shape depends on the numbers."""
+    lacking, text = isinstance(error, NotImplementedError), str(error)
+    dynamic = torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
+    if "nonzero" in text or (dynamic and (lacking or "item()" in text)):
+        fail(f"fs.propagate({op})", ", ".join(map(_text, (*args, *kwargs.values()))),
+             "the shape of what it returns depends on the numbers, and a layout has a shape",
+             "compute with a mask and torch.where; a size argument, where it has one, fixes the "
+             "shape; fs.unshard gives the whole tensor")  # fmt: skip
+    if not lacking:
+        _refused(op, args, kwargs, error)
+    try:
+        return _dry(op, args, kwargs, "cpu")
+    except (RuntimeError, IndexError, TypeError, ValueError) as refused:
+        _refused(op, args, kwargs, refused)
+
+
+def _refused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> NoReturn:
+    given = ", ".join(map(_text, (*args, *kwargs.values())))
+    fail(f"fs.propagate({op})", given, f"it must run on tensors of these shapes: {error}",
+         "check the arguments with the same call on whole tensors")  # fmt: skip
+
+
 def _text(value: Any) -> str:
     if isinstance(value, Meta):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
     return repr(value)

@@ -112,7 +112,8 @@ def _nll_backward(call: Call) -> Rule:
     given, beside = _dims(call.operands[1])
     gradient = beside if call.get("reduction") == NONE else ()
     weight = () if call.place("weight") is None else ((("c",),),)
-    return Rule((gradient, given, beside, *weight, ()), (given,), modes=linear(0), local=_likelihood_of)
+    operands = (gradient, given, beside, *weight, ())
+    return Rule(operands, (given,), modes=linear(0), local=_likelihood_of)
 
 
 def _likelihood_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
@@ -211,8 +212,10 @@ def _decomposed_cross_entropy(
     shifted = x - x.detach().amax(at, keepdim=True)
     total = shifted.exp().sum(at, keepdim=True).log()
     if is_likely(target):
-        aim = target if not label_smoothing else target * (1 - label_smoothing) + label_smoothing / classes
-        loss = -((shifted - total) * (aim if weight is None else aim * _along(weight, x, at))).sum(at)
+        if label_smoothing:
+            target = target * (1 - label_smoothing) + label_smoothing / classes
+        aim = target if weight is None else target * _along(weight, x, at)
+        loss = -((shifted - total) * aim).sum(at)
         if reduction == MEAN:
             return loss.sum() / (x.numel() // max(classes, 1))
         return loss if reduction == NONE else loss.sum()

@@ -16,7 +16,6 @@ import torch
 from fshard.errors import fail
 from fshard.ops.build import dims_of, linear
 from fshard.ops.call import Call
-from fshard.ops.indexing import Looked
 from fshard.ops.local import Here, argument, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Rule
@@ -31,7 +30,9 @@ def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
     """Rows of a weight that is cut, the padding's row only where it is held."""
     part, padding = part_of(here, 0, 0), argument(op, args, kwargs, "padding_idx")
     held = part.begin <= padding < part.end
-    _, args, kwargs = with_argument(op, args, kwargs, "padding_idx", padding - part.begin if held else -1)
+    _, args, kwargs = with_argument(
+        op, args, kwargs, "padding_idx", padding - part.begin if held else -1
+    )
     index = argument(op, args, kwargs, "indices")
     mine, there = locate(index, part)
     if part.is_empty:
@@ -51,7 +52,8 @@ def _embedding(call: Call) -> Rule:
 
 def _as_asked(call: Call, made: Rule) -> Rule:
     """What can be cut with a gradient: one scaled by frequency counts all indices, and a sparse
-    one is no tensor that is cut or summed."""
+    one is no tensor that is cut or summed.
+    """
     if call.get("sparse"):
         return replace(made, grad=frozenset(made.factors))
     if call.get("scale_grad_by_freq"):
@@ -77,7 +79,10 @@ def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
         return given.new_zeros(here.shape())
     if rows == made.shape[0]:
         return op(*args, **kwargs)
-    index, padding = argument(op, args, kwargs, "indices"), argument(op, args, kwargs, "padding_idx")
+    index, padding = (
+        argument(op, args, kwargs, "indices"),
+        argument(op, args, kwargs, "padding_idx"),
+    )
     there = (index >= begin) & (index < begin + rows)
     # The row before the first is the padding's as well: it takes what falls elsewhere.
     held = there & (index != padding)
@@ -146,4 +151,6 @@ def _bag(call: Call) -> Rule:
 register_rule("embedding", family="embedding")(_embedding)
 register_rule("embedding_renorm", family="embedding")(_renorm)
 register_rule("embedding_dense_backward", family="embedding")(_dense_backward)
-register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", family="embedding")(_bag)
+register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", family="embedding")(
+    _bag
+)

@@ -21,7 +21,14 @@ from fshard.ops.local import Here, argument, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Rule
 from fshard.ops.shifting import (
-    counted, factored, locate, part_of, ravelled, selecting, total_kind, unravelled,
+    counted,
+    factored,
+    locate,
+    part_of,
+    ravelled,
+    selecting,
+    total_kind,
+    unravelled,
 )  # fmt: skip
 
 __all__ = ["Looked", "broadcast_shape", "index_dims", "whole"]
@@ -98,7 +105,8 @@ def _take_along_dim(call: Call) -> Rule:
     beside = [1 if at == dim else size for at, size in enumerate(made.shape)]
     there = factored(made.ndim, dim, "")
     given, read = (
-        [f if each.shape[at] == beside[at] else () for at, f in enumerate(there)] for each in (x, index)
+        [f if each.shape[at] == beside[at] else () for at, f in enumerate(there)]
+        for each in (x, index)
     )
     given[dim], read[dim], there[dim] = ("v",), ("k",), ("k",)
     return Rule((tuple(given), tuple(read)), (tuple(there),), (("v", total_kind(x)),),

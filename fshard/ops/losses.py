@@ -17,7 +17,7 @@ from torch import Tensor
 from fshard.ops.build import aligned, dims_of, linear
 from fshard.ops.call import Call
 from fshard.ops.indexing import broadcast_shape, whole
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Mode, Rule
 
@@ -156,7 +156,9 @@ def _cosine_embedding(
     cosine = product / lengths.sqrt()
     zeros = torch.zeros_like(cosine)
     alike = torch.where(target == 1, 1 - cosine, zeros)
-    return reduced(alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction)
+    return reduced(
+        alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction
+    )
 
 
 @register_decomposition(torch.ops.aten.triplet_margin_loss.default)

@@ -16,14 +16,24 @@ from typing import Any
 import torch
 
 from fshard.ops.build import aligned, dims_of, is_inexact, wrap
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call
 from fshard.ops.indexing import index_dims, whole
 from fshard.ops.local import Here, argument, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.ops.shifting import (
-    as_first, counted, factored, filled, locate, padded, part_of, ravelled, selecting, summing,
-    unpadded, unravelled,
+    as_first,
+    counted,
+    factored,
+    filled,
+    locate,
+    padded,
+    part_of,
+    ravelled,
+    selecting,
+    summing,
+    unpadded,
+    unravelled,
 )  # fmt: skip
 
 __all__ = ["Written"]
@@ -113,7 +123,12 @@ def _scatter(call: Call) -> Rule:
 
 
 def _written(
-    operands: tuple[Dims, ...], made: Dims, parts: str, modes: tuple[Mode, ...], local: Written, at: int
+    operands: tuple[Dims, ...],
+    made: Dims,
+    parts: str,
+    modes: tuple[Mode, ...],
+    local: Written,
+    at: int,
 ) -> Rule:
     """The rule of a write whose indices, along dim `at` of theirs, may be cut where `parts` says."""
     # Extremes share their gradient among ties: those of one part are not all of them.
@@ -196,7 +211,9 @@ def _index_put(call: Call) -> Rule:
 
 def _sizes(made: Dims, *known: tuple[Dims, Sequence[int]]) -> tuple[int, ...]:
     """The shape of a tensor of these factors, from tensors that have them too."""
-    sizes = {dim: size for dims, shape in known for dim, size in zip(dims, shape, strict=True) if dim}
+    sizes = {
+        dim: size for dims, shape in known for dim, size in zip(dims, shape, strict=True) if dim
+    }
     return tuple(sizes.get(dim, 1) for dim in made)
 
 
@@ -253,8 +270,9 @@ def _put(call: Call) -> Rule:
     return Rule((given, read, read), (given,), reductions, modes=modes, local=_put_flat)
 
 
-
 register_rule("scatter", "scatter_add", "scatter_reduce", family="indexing")(_scatter)
-register_rule("index_add", "index_copy", "index_fill", "index_reduce", family="indexing")(_index_write)
+register_rule("index_add", "index_copy", "index_fill", "index_reduce", family="indexing")(
+    _index_write
+)
 register_rule("index_put", "_unsafe_index_put", "_index_put_impl", family="indexing")(_index_put)
 register_rule("put", family="indexing")(_put)
