@@ -1,16 +1,27 @@
-"""`apply`: one operation on pairs."""
+"""`apply`: one operation on pairs; functions that are several run as `partition` lays them out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
+from fshard.ops.call import map_tensors
 from fshard.ops.local import run_local
-from fshard.ops.propagate import local_strategy_for, strategy_for
+from fshard.ops.partition import Partition, partition
+from fshard.ops.propagate import (
+    frozen,
+    is_several,
+    local_strategy_for,
+    specs_in,
+    strategy_for,
+    thawed,
+)
+from fshard.ops.registry import decomposition_of
 from fshard.ops.strategy import Strategy
 from fshard.partition import PartitionSpec
 from fshard.program.topology import Topology
@@ -54,14 +65,48 @@ def apply(
     left = iter(pairs)
     specs = [_map(each, lambda _: next(left)[1]) for each in args]
     named = {key: _map(each, lambda _: next(left)[1]) for key, each in kwargs.items()}
+    if is_several(op, specs, named):
+        return _by_others(op, specs, named, pairs, mode, cost)
     strategy = strategy_for(op, specs, named, cost, grad)
-    if mode == "explicit" and not strategy.is_local:
+    if not strategy.is_local and mode == "explicit":
         strategy = local_strategy_for(op, specs, named, cost, grad) or _all_send(strategy)
+    elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
+        return _by_others(strategy.call.op, specs, named, pairs, mode, cost)
     locals_ = [
         local if prog.src == prog.dst else prog(local)
         for (local, _), prog in zip(pairs, strategy.programs, strict=True)
     ]
     return _run(strategy, mesh, everywhere, locals_, args, kwargs)
+
+
+def _by_others(
+    op: Any, specs: Sequence[Any], named: Mapping[str, Any], pairs: Sequence[tuple[Any, Spec]],
+    mode: str, cost: Topology | None,
+) -> Any:  # fmt: skip
+    """What is several operations, or can be done by others, as `fs.partition` does it."""
+    part = _partition(op, frozen(tuple(specs)), frozen(dict(named)), cost)
+    made = part.trace(*pairs)
+    progs = [prog for prog in made.programs if not prog.is_local]
+    if mode == "explicit" and progs:
+        fail(f"fs.apply({op})", ", ".join(str(spec) for _, spec in pairs),
+             "it is made of operations that need communication:\n"
+             + "\n".join(f"    {prog.ends}" for prog in progs),
+             'mode="auto" runs it; fs.partition(...).explain() has a line for each')  # fmt: skip
+    return part(*pairs)
+
+
+@lru_cache(maxsize=1024)
+def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partition:
+    """An operation as a function of its tensors alone."""
+    given, named = tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
+    meshes = [spec.mesh for each in (*given, *named.values()) for spec in specs_in(each)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        left = iter(tensors)
+        placed = [map_tensors(each, Spec, lambda _: next(left)) for each in given]
+        return op(*placed, **{k: map_tensors(v, Spec, lambda _: next(left)) for k, v in named.items()})
+
+    return partition(run, mesh=meshes[0], cost=cost)
 
 
 def _operands(value: Any) -> list[Any]:

@@ -13,15 +13,20 @@ from fshard.errors import fail
 from fshard.ops.acceptable import acceptable
 from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
 from fshard.ops.choose import choose
+from fshard.ops.lists import in_lists, is_list
 from fshard.ops.registry import functional_of, row_of, version
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy
+from fshard.ops.trace import own_way
 from fshard.partition import PartitionSpec
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 
-__all__ = ["call_of", "local_strategy_for", "overload_of", "propagate", "strategy_for"]
+__all__ = [
+    "call_of", "frozen", "is_several", "local_strategy_for", "overload_of", "propagate",
+    "specs_in", "strategy_for", "thawed",
+]  # fmt: skip
 
 
 def propagate(
@@ -86,7 +91,7 @@ def _strategy(
     local: bool,
     wish: PartitionSpec | None,
 ) -> Strategy | None:
-    key = (op, _frozen(tuple(args)), _frozen(kwargs), cost, grad, local, wish)
+    key = (op, frozen(tuple(args)), frozen(kwargs), cost, grad, local, wish)
     try:
         hash(key)
     except TypeError:
@@ -105,8 +110,8 @@ def _cached(
     local: bool,
     wish: PartitionSpec | None,
 ) -> Strategy | None:
-    named = {key: _thawed(each) for key, each in kwargs}
-    return _compute(op, tuple(map(_thawed, args)), named, cost, grad, local, wish)
+    named = {key: thawed(each) for key, each in kwargs}
+    return _compute(op, tuple(map(thawed, args)), named, cost, grad, local, wish)
 
 
 def _no_way(op: Any) -> NoReturn:
@@ -131,32 +136,32 @@ class _Number(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """An argument as it can be a key: lists as tuples, numbers with their types."""
     kind = type(value)
     if kind is Spec or value is None or kind is str:
         return value
     if kind is tuple:
-        return tuple(map(_frozen, value))
+        return tuple(map(frozen, value))
     if kind is list:
-        return _List(map(_frozen, value))
+        return _List(map(frozen, value))
     if kind is dict:
-        return tuple((key, _frozen(each)) for key, each in value.items())
+        return tuple((key, frozen(each)) for key, each in value.items())
     if kind in (bool, int, float, complex):
         # Zeros differ by their sign, and NaN from itself.
         return _Number((kind, repr(value) if kind in (float, complex) else value))
     return value
 
 
-def _thawed(value: Any) -> Any:
+def thawed(value: Any) -> Any:
     kind = type(value)
     if kind is _Number:
         given = value[1]
         return value[0](given.strip("()")) if isinstance(given, str) else given
     if kind is _List:
-        return list(map(_thawed, value))
+        return list(map(thawed, value))
     if kind is tuple:
-        return tuple(map(_thawed, value))
+        return tuple(map(thawed, value))
     return value
 
 
@@ -179,6 +184,10 @@ def _compute(
     metas = tuple(map_tensors(each, Spec, as_meta) for each in args)
     named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
+    if is_list(call.op):
+        read = {key: each for key, each in kwargs.items() if key in call.kwargs}
+        one = lambda op, args, kwargs: _strategy(op, args, kwargs, cost, grad, local, None)  # noqa: E731
+        return in_lists(call, tree, args, read, specs, one, grad=grad)
     return choose(call, tree, rule_of(call), specs, topology, grad=grad, local=local,
                   wish=wish)  # fmt: skip
 
@@ -201,6 +210,19 @@ def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
 
 
 # -- the call and its rule ----------------------------------------------------------------
+
+
+def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function is more than one operation, or one that has no rule and can be others."""
+    if row_of(op) is not None:
+        return False
+    if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
+        return callable(op)
+    as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
+    metas = [map_tensors(each, Spec, as_meta) for each in args]
+    named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
+    overload = overload_of(op, metas, named)
+    return row_of(overload) is None and own_way(functional_of(overload)) is not None
 
 
 def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -249,7 +271,7 @@ def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
     The operation runs on meta tensors once for arguments of one kind.
     """
-    key = op, _frozen(tuple(args)), _frozen(dict(kwargs))
+    key = op, frozen(tuple(args)), frozen(dict(kwargs))
     try:
         hash(key)
     except TypeError:
@@ -259,7 +281,7 @@ def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 @lru_cache(maxsize=16384)
 def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[Call, Any]:
-    return _called(op, tuple(map(_thawed, args)), {key: _thawed(each) for key, each in kwargs})
+    return _called(op, tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs})
 
 
 def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:

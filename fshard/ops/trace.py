@@ -20,8 +20,12 @@ from fshard.partition import PartitionSpec
 __all__ = ["constrain", "constraint_of", "decompose", "own_way", "trace"]
 
 
-def trace(fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str) -> fx.GraphModule:
+def trace(
+    fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True
+) -> fx.GraphModule:
     """The graph of a function of tensors that returns a flat list.
+
+    With `above` operations are recorded above PyTorch's decomposition, else below it.
 
     Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run.
     """
@@ -33,7 +37,7 @@ def trace(fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str) -
     with mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
         try:
-            graph: fx.GraphModule = make_fx(fn, pre_dispatch=True)(*fakes)
+            graph: fx.GraphModule = make_fx(fn, pre_dispatch=above)(*fakes)
         except ShardingError:
             raise
         except Exception as error:  # of all kinds: it is the user's function that ran
@@ -73,7 +77,7 @@ def decompose(
         out = run(*placed, **named)
         return list(out) if isinstance(out, list | tuple) else [out]
 
-    return trace(flat, metas, f"fs.partition: {op}")
+    return trace(flat, metas, f"fs.partition: {op}", above=how is not None)
 
 
 def _metas(value: Any) -> list[Meta]:
