@@ -51,8 +51,9 @@ def _embedding(call: Call) -> Rule:
 
 
 def _as_asked(call: Call, made: Rule) -> Rule:
-    """What can be cut with a gradient: one scaled by frequency counts all indices, and a sparse
-    one is no tensor that is cut or summed.
+    """What can be cut with a gradient.
+
+    One scaled by frequency counts all indices, and a sparse one is no tensor to cut or sum.
     """
     if call.get("sparse"):
         return replace(made, grad=frozenset(made.factors))
@@ -64,7 +65,7 @@ def _as_asked(call: Call, made: Rule) -> Rule:
 def _renorm(call: Call) -> Never:
     fail(f"fs.propagate({call.op})", f"max_norm={call.get('max_norm')}",
          "it writes into the weight, and nothing is written in place here",
-         "scale the rows of the weight before the lookup, with torch.renorm(weight, 2, 0, max_norm)")  # fmt: skip
+         "scale its rows before the lookup: torch.renorm(weight, 2, 0, max_norm)")  # fmt: skip
 
 
 # -- its gradient -----------------------------------------------------------------------------
@@ -115,7 +116,10 @@ def _bagged(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here)
     padding = _padding(op, args, kwargs, part.size)
     # Two rows of zeros: that of the padding, which no bag counts, and that of the other parts.
     weight = padded(padded(argument(op, args, kwargs, "weight"), 0), 0)
-    changed = {"weight": weight, "indices": torch.where(placed < 0, placed, placed + 1)}
+    changed: dict[str, Any] = {
+        "weight": weight,
+        "indices": torch.where(placed < 0, placed, placed + 1),
+    }
     if padding is not None:
         changed["indices"] = changed["indices"].masked_fill(index == padding, 0)
         changed["padding_idx"] = 0

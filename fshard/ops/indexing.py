@@ -59,6 +59,7 @@ class Looked:
     negative: bool = False
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """The lookup on one rank."""
         part = part_of(here, 0, self.dim)
         if part.is_whole:
             return op(*args, **kwargs)
@@ -121,8 +122,9 @@ def _index_select(call: Call) -> Rule:
     dim = wrap(call.get("dim"), x.ndim)
     made = factored(x.ndim, dim, "k")
     made[dim] = ("k",) if index.ndim else ()
-    return Rule((tuple(factored(x.ndim, dim, "v")), (("k",),) if index.ndim else ()), (tuple(made),),
-                (("v", total_kind(x)),), modes=selecting(0),
+    given: Dims = tuple(factored(x.ndim, dim, "v"))
+    return Rule((given, (("k",),) if index.ndim else ()), (tuple(made),), (("v", total_kind(x)),),
+                modes=selecting(0),
                 local=Looked(dim, "index", x.ndim - dim - 1))  # fmt: skip
 
 
@@ -212,11 +214,6 @@ def _index(call: Call) -> Rule:
 # -- masks and positions ----------------------------------------------------------------------
 
 
-def _sized(call: Call) -> Rule:
-    """Positions in the whole tensor: nothing can be cut."""
-    return whole(call)
-
-
 def _masked_scatter(call: Call) -> Rule:
     """The next element of the source for every one that is masked: nothing can be cut."""
     return replace(whole(call), modes=selecting(0, 2) + selecting(0, constant=True)
@@ -229,4 +226,4 @@ register_rule("index_select", family="indexing")(_index_select)
 register_rule("take", family="indexing")(_take)
 register_rule("index.Tensor", "_unsafe_index.Tensor", family="indexing")(_index)
 register_rule("masked_scatter", family="indexing")(_masked_scatter)
-register_rule("nonzero_static", family="indexing")(_sized)
+register_rule("nonzero_static", family="indexing")(whole)

@@ -39,6 +39,7 @@ class Averaged:
     after: int = 0
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """The loss on one rank."""
         shape = broadcast_shape([here.operands[at].local_shape(here.rank) for at in self.rows])
         mine = math.prod(shape[: len(shape) - self.after])
         if mine == self.count:
@@ -175,7 +176,8 @@ def _triplet_margin(
     """Norms over the features, which stay cut."""
 
     def far(x: Tensor, y: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x - y + eps, p, -1)
+        length: Tensor = torch.linalg.vector_norm(x - y + eps, p, -1)
+        return length
 
     away = far(anchor, negative)
     if swap:
@@ -186,9 +188,5 @@ def _triplet_margin(
 # -- connectionist temporal classification ----------------------------------------------------
 
 
-def _ctc(call: Call) -> Rule:
-    """A recursion over time, classes and labels: nothing is cut."""
-    return whole(call)
-
-
-register_rule("ctc_loss", family="losses")(_ctc)
+# A recursion over time, classes and labels: nothing is cut.
+register_rule("ctc_loss", family="losses")(whole)

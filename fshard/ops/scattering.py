@@ -52,6 +52,7 @@ class Written:
     negative: bool = False
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """The write on one rank."""
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
         if self.counting is not None:
             x = as_first(x, here, 1, (self.counting,))
@@ -130,7 +131,7 @@ def _written(
     local: Written,
     at: int,
 ) -> Rule:
-    """The rule of a write whose indices, along dim `at` of theirs, may be cut where `parts` says."""
+    """The rule of a write whose indices, along their dim `at`, may be cut where `parts` says."""
     # Extremes share their gradient among ties: those of one part are not all of them.
     grad = frozenset({"k"} if parts in ("max", "min") else ())
     if parts == "sum":
