@@ -66,14 +66,21 @@ def _across(
     best: list[Step] | None = None
     least = math.inf
     sources = [plan_steps(src, each, *options) for each in _reduced(src)]
-    targets = [(each, plan_steps(each, dst, *options)) for each in _narrower(dst)]
-    for before, (there, after) in itertools.product(sources, targets):
-        if before is None or after is None:
-            continue
-        steps = [*before, Exchange(there.partition, there.sizes, there.mesh), *after]
-        weight = _weight(src, steps, topology, max_memory)
-        if weight < least:
-            best, least = steps, weight
+    heads: list[tuple[float, list[Step], Spec]] = []
+    for before, there in itertools.product(sources, _narrower(dst)):
+        if before is not None:
+            steps = [*before, Exchange(there.partition, there.sizes, there.mesh)]
+            heads.append((_weight(src, steps, topology, max_memory), steps, there))
+    room = LAUNCH / 2 if topology is None else 0.0
+    for head, steps, there in sorted(heads, key=lambda each: each[0]):
+        if head >= least:
+            break
+        # Only what is better than the best so far is looked for, ties of messages apart.
+        after = plan_steps(there, dst, *options, least - head + room)
+        if after is not None:
+            weight = head + _weight(there, after, topology, max_memory)
+            if weight < least:
+                best, least = [*steps, *after], weight
     return best
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from fshard.partition import Kinds
+from fshard.plan.runs import Runs
 from fshard.plan.state import Axes, Problem, State, partition_of, subsets, with_kinds
 from fshard.plan.targets import all_targets, direct_targets
 from fshard.program.cost import Traffic, all_reduced, gathered, swapped
-from fshard.program.single import one_order
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -34,11 +35,9 @@ from fshard.spec import mixed_kinds
 
 __all__ = ["Move", "Moves"]
 
-MOST_APART = 3
-"""Axes of one dim that an all-to-all takes to any other dims: more go to one, or to the goal's."""
-
 Make = partial[Any]
 Move = tuple[float, Make, State]
+Aim = tuple[State, int, int, float]
 
 
 class Moves:
@@ -55,6 +54,7 @@ class Moves:
         self.goals = problem.goals
         self.exclude = problem.exclude
         self.targets: dict[object, list[State]] = {}
+        self.aims: dict[Kinds, list[Aim]] = {}
         # What both ends begin a dim with stays: each such shard is a problem of its own.
         self.fixed = [
             next((at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b),
@@ -63,6 +63,7 @@ class Moves:
         ]  # fmt: skip
         if not problem.even:
             self.fixed = [0] * len(self.fixed)
+        self.runs = Runs(problem, self.fixed)
         # Where nothing else moves shards from dim to dim, permutations of finer ones do.
         self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
         self.helpers = self.find_helpers()
@@ -119,14 +120,12 @@ class Moves:
         yield from self.permutes(state)
         yield from self.exchanges(state)
 
-    def local(self, make: Make, before: State, after: State, copied: int) -> Move:
+    def local(self, make: Make, after: State, copied: int) -> Move:
         """An edge without traffic."""
         problem = self.problem
         if not problem.is_possible(after):
             return math.inf, make, after
-        if problem.is_closed(before, after):
-            return problem.weigh_local(copied), make, after
-        return problem.weigh_step(make(), before, after), make, after
+        return problem.weigh_local(copied), make, after
 
     def collective(
         self,
@@ -134,18 +133,32 @@ class Moves:
         axes: Axes,
         before: State,
         after: State,
-        moved: Traffic,
+        moved: Traffic | None,
         copied: int,
+        addends: int = 1,
     ) -> Move | None:
-        """An edge with traffic, if it is not too heavy."""
+        """An edge with traffic, if it is not too heavy; `moved` is None where that is not known."""
         problem = self.problem
         if not problem.is_possible(after):
             return None
-        if problem.is_closed(before, after):
+        if moved is None:
+            if self.least(before, after, copied, addends) > self.limit:
+                return None
+            moved = problem.traffic(make(), before, after, addends)
+        if moved.launches and not problem.empty:
             weight = problem.weigh(axes, moved, copied)
         else:
-            weight = problem.weigh_step(make(), before, after)
+            weight = problem.weigh_local(2 * problem.nbytes(after))
         return (weight, make, after) if weight <= self.limit else None
+
+    def least(self, before: State, after: State, copied: int, addends: int) -> float:
+        """What a collective between the two and all after it weigh at least."""
+        problem = self.problem
+        rest, lacks = problem.bound(after), problem.lacking(before, after, addends)
+        if lacks <= 0:
+            return rest + problem.weigh_local(min(copied, 2 * problem.nbytes(after)))
+        wires = problem.weigh_at_least(lacks * problem.item, 0)
+        return rest + problem.weigh_local(copied) + wires
 
     # -- local steps ------------------------------------------------------------------
 
@@ -164,7 +177,7 @@ class Moves:
             copied = 0
             if now is not None:  # an exchange keeps what is reduced
                 less, cast = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
-                yield self.local(cast, state, less, 2 * nbytes if now == "avg" else 0)
+                yield self.local(cast, less, 2 * nbytes if now == "avg" else 0)
             if word == "unreduced":
                 if mixed_kinds(with_kinds(state.unreduced, axes, kind), kept):
                     continue
@@ -182,7 +195,7 @@ class Moves:
                 make = partial(InvariantToReduced, axes)
             else:
                 continue
-            yield self.local(make, state, new, copied)
+            yield self.local(make, new, copied)
 
     def slices(self, state: State) -> Iterator[Move]:
         """Replicated axes of one state onto every dim."""
@@ -202,7 +215,7 @@ class Moves:
                     for order in self.orders(state, dim, axes):
                         new = self.problem.put(less, dim, order)
                         make = partial(AllSlice, order, dim, new.sizes[dim])
-                        yield self.local(make, state, new, 2 * self.problem.nbytes(new))
+                        yield self.local(make, new, 2 * self.problem.nbytes(new))
 
     def choices(self, names: list[str]) -> Iterator[Axes]:
         """The axes that one step may act along: any, or one and all of them."""
@@ -251,7 +264,7 @@ class Moves:
                 )
                 make = partial(ShardedToUnreduced, (mine[at],), dim, str(kind), (by,))
                 if not mixed_kinds(new.unreduced, new.reduced):
-                    yield self.local(make, state, new, 2 * self.problem.nbytes(new))
+                    yield self.local(make, new, 2 * self.problem.nbytes(new))
 
     def embeddings(self, state: State) -> Iterator[Move]:
         """Every minor run of axes of a dim becomes addends, where the goal or others are some.
@@ -275,7 +288,7 @@ class Moves:
                     new = less._replace(unreduced=with_kinds(less.unreduced, taken, kind))
                     make = partial(ShardedToUnreduced, taken, dim, kind)
                     if not mixed_kinds(new.unreduced, new.reduced):
-                        yield self.local(make, state, new, 2 * problem.nbytes(new))
+                        yield self.local(make, new, 2 * problem.nbytes(new))
 
     # -- collectives ------------------------------------------------------------------
 
@@ -293,14 +306,15 @@ class Moves:
                 to, kind = problem.replicated_goal(axes)
                 new = less._replace(reduced=with_kinds(less.reduced, axes, kind)) if to else less
                 n = problem.count(axes)
-                moved = all_reduced(n, nbytes, problem.item)
+                moved: Traffic | None = all_reduced(n, nbytes, problem.item)
                 make: Make = partial(AllReduce, axes, "reduced" if to else "invariant", kind)
                 if move := self.collective(make, axes, state, new, moved, 0):
                     yield move
                 for dim in range(len(state.dims)):
                     for order in self.orders(state, dim, axes):
                         new = problem.put(less, dim, order)
-                        moved = gathered(n, nbytes // n)
+                        even = problem.is_even_along(state, new, (dim,))
+                        moved = gathered(n, nbytes // n) if even else None
                         copied = 2 * nbytes if dim else 0
                         make = partial(ReduceScatter, order, dim, new.sizes[dim])
                         if move := self.collective(make, order, state, new, moved, copied):
@@ -319,8 +333,9 @@ class Moves:
                 for to in range(len(state.dims)):
                     if to != dim:
                         new = problem.put(less, to, taken)
-                        copied = 2 * nbytes * (bool(to) + bool(dim))
-                        moved = swapped(n, nbytes)
+                        copied = 2 * (nbytes * bool(to) + problem.nbytes(new) * bool(dim))
+                        even = problem.is_even_along(state, new, (dim, to))
+                        moved = swapped(n, nbytes) if even else None
                         make = partial(AllToAll, taken, dim, to, new.sizes[to])
                         if move := self.collective(make, taken, state, new, moved, copied):
                             yield move
@@ -330,65 +345,32 @@ class Moves:
     def fused(self, state: State) -> Iterator[Move]:
         """Several runs at once, or one run to several dims; each axis where the goal has it."""
         problem, nbytes = self.problem, self.problem.nbytes(state)
-        plans = [self.runs(state, dim) for dim in range(len(state.dims))]
+        plans = [self.runs.of(dim, axes) for dim, axes in enumerate(state.dims)]
         for chosen in itertools.product(*plans):
             pairs = [pair for plan in chosen for pair in plan]
-            if len(pairs) < 2 or all(dim == to for _, dim, to in pairs):
+            going = tuple([axis for taken, dim, to in pairs if dim != to for axis in taken])
+            if len(pairs) < 2 or not going:
                 continue
-            axes = tuple(axis for taken, _, _ in pairs for axis in taken)
-            least = Traffic(nbytes // 2, nbytes // 2, problem.count(axes) - 1, 1)
-            if problem.weigh(axes, least, 4 * nbytes) > self.limit:
+            axes = tuple([axis for taken, _, _ in pairs for axis in taken])
+            # Of even shards that leave their dims some rank keeps no more than an n-th.
+            least = nbytes - nbytes // problem.count(going) if problem.even else 0
+            moved = Traffic(least, least, problem.count(axes) - 1, 1)
+            if problem.weigh(axes, moved, 4 * nbytes if problem.even else 2 * nbytes) > self.limit:
                 continue
             new = state
             for taken, dim, _ in reversed(pairs):
                 new = problem.take(new, dim, taken)
             made = []
-            for taken, dim, to in self.sorted_pairs(pairs):
+            for taken, dim, to in self.runs.sorted(tuple(pairs)):
                 new = problem.put(new, to, taken)
                 made.append((taken, dim, to, new.sizes[to]))
-            moved = problem.exchanged(state, new)._replace(messages=problem.count(axes) - 1)
+            if not problem.is_possible(new):
+                continue
+            swap = problem.swapped(state, new, axes) if problem.is_even_along(state, new) else None
+            copied = 2 * nbytes + 2 * problem.nbytes(new)
             make = partial(_all_to_all, tuple(made))
-            if move := self.collective(make, axes, state, new, moved, 4 * nbytes):
+            if move := self.collective(make, axes, state, new, swap, copied):
                 yield move
-
-    def sorted_pairs(self, pairs: list[tuple[Axes, int, int]]) -> list[tuple[Axes, int, int]]:
-        """In an order that puts axes on a dim as the goal has them, if the source allows it."""
-        goal = self.problem.goal.dims
-        ends = {axis: (dim, to) for taken, dim, to in pairs for axis in taken}
-        chains = [tuple(axis for axis in ends if ends[axis][0] == dim) for dim in range(len(goal))]
-        after = []
-        for to, axes in enumerate(goal):
-            first = tuple(axis for axis in axes if axis in ends and ends[axis][1] == to)
-            chains.append(first)
-            # What does not stay there comes last, to be gathered from the minor end.
-            after += [(*first, axis) for axis in ends if ends[axis][1] == to and axis not in first]
-        order = one_order(chains + after) or one_order(chains)
-        if order is None:
-            return pairs
-        return [(tuple(run), *each) for each, run in itertools.groupby(order, ends.__getitem__)]
-
-    def runs(self, state: State, dim: int) -> list[list[tuple[Axes, int, int]]]:
-        """Ways to take a minor run of a dim: none, to one dim, each axis to its goal's or any dim.
-
-        To any only where exchanges are left out, which else do all that in one launch.
-        """
-        axes, others = state.dims[dim], [to for to in range(len(state.dims)) if to != dim]
-        found: list[list[tuple[Axes, int, int]]] = [[]]
-        for at in range(self.fixed[dim], len(axes)):
-            taken = axes[at:]
-            ways = [(to,) * len(taken) for to in others]
-            if Exchange in self.exclude and len(taken) <= MOST_APART:
-                # Some may come back to the dim that others leave, or go to.
-                ways = list(itertools.product(range(len(state.dims)), repeat=len(taken)))
-            else:
-                goals = tuple(self.goals[axis] for axis in taken)
-                ends = tuple(to for word, to in goals if word == "sharded" and isinstance(to, int))
-                if len(ends) == len(taken) and dim not in ends and len(set(ends)) > 1:
-                    ways.append(ends)
-            for way in ways:
-                both = itertools.groupby(zip(taken, way, strict=True), lambda each: each[1])
-                found.append([(tuple(axis for axis, _ in run), dim, to) for to, run in both])
-        return found
 
     def gathers(self, state: State) -> Iterator[Move]:
         """All-gather of every minor run of axes of a dim."""
@@ -400,7 +382,9 @@ class Moves:
                 to, kind = problem.replicated_goal(taken)
                 new = less._replace(reduced=with_kinds(less.reduced, taken, kind)) if to else less
                 n = problem.count(taken)
-                moved, copied = gathered(n, nbytes), 2 * n * nbytes if dim else 0
+                even = problem.is_even_along(state, new, (dim,))
+                moved = gathered(n, nbytes) if even else None
+                copied = 2 * problem.nbytes(new) if dim else 0
                 make = partial(AllGather, taken, dim, "reduced" if to else "invariant", kind)
                 if move := self.collective(make, taken, state, new, moved, copied):
                     yield move
@@ -422,12 +406,9 @@ class Moves:
                 before, after = problem.roles(state), problem.roles(target)
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
                 make = partial(CollectivePermute, partition_of(target))
-                if not axes:
-                    yield problem.weigh_step(make(), state, target), make, target
-                else:
-                    moved = Traffic(nbytes, nbytes, 1, 1)
-                    if move := self.collective(make, axes, state, target, moved, 0):
-                        yield move
+                moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
+                if move := self.collective(make, axes, state, target, moved, 0):
+                    yield move
 
     def reordered(self, state: State) -> Iterator[State]:
         """The same shards with the axes of every dim in other orders."""
@@ -438,35 +419,39 @@ class Moves:
         """Straight to the goal, or to what one more step makes the goal of."""
         if Exchange in self.exclude:
             return
-        floor = self.problem.weigh_at_least(0, 0)
-        for goal in self.ends:
-            if floor + self.problem.bound(goal) > self.limit:
+        aims = self.aims.get(state.unreduced)
+        if aims is None:
+            aims = self.aims[state.unreduced] = self.find_aims(state.unreduced)
+        problem, packed = self.problem, 2 * self.problem.nbytes(state)
+        begun = problem.weigh_at_least(0, 0) + problem.weigh_local(packed)
+        for target, addends, unpacked, rest in aims:
+            if begun + rest > self.limit and problem.even:
                 continue
-            kept = tuple(each for each in goal.unreduced if each in state.unreduced)
-            target = goal if kept == goal.unreduced else goal._replace(unreduced=kept)
-            reduced = [each for each in state.unreduced if each not in kept]
-            fits = set(state.reduced) <= set(goal.reduced)
-            if not fits or target == state or len({kind for _, kind in reduced}) > 1:
+            if target == state or not set(state.reduced) <= set(target.reduced):
                 continue
-            if move := self.exchange(state, target, tuple(axis for axis, _ in reduced)):
+            make = partial(Exchange, partition_of(target), target.sizes)
+            moved, copied = None, packed + unpacked
+            if problem.is_even_along(state, target):
+                moved = problem.exchanged(state, target, addends)
+                if not moved.launches:  # slices do
+                    continue
+            axes = problem.moving(state, target)
+            if move := self.collective(make, axes, state, target, moved, copied, addends):
                 yield move
 
-    def exchange(self, state: State, target: State, reduced: Axes) -> Move | None:
-        """One exchange, where something is missing: else slices do."""
+    def find_aims(self, unreduced: Kinds) -> list[Aim]:
+        """The layouts to exchange to where so much is unreduced."""
         problem = self.problem
-        make = partial(Exchange, partition_of(target), target.sizes)
-        if not problem.is_closed(state, target):
-            return self.collective(make, (), state, target, Traffic(), 0)
-        addends = problem.count(reduced)
-        copied = 2 * problem.nbytes(state) + (1 + addends) * problem.nbytes(target)
-        alone = problem.weigh_at_least(0, 0) + problem.weigh_local(copied)
-        if alone + problem.bound(target) > self.limit:
-            return None
-        moved = problem.exchanged(state, target, addends)
-        if not moved.launches:
-            return None
-        axes = problem.moving(state, target)
-        return self.collective(make, axes, state, target, moved, copied)
+        found: dict[State, Aim] = {}
+        for goal in self.ends:
+            target = goal._replace(unreduced=tuple(a for a in goal.unreduced if a in unreduced))
+            less = [each for each in unreduced if each not in target.unreduced]
+            if target not in found and len({kind for _, kind in less}) < 2:
+                addends = problem.count(tuple(axis for axis, _ in less))
+                copied = (1 + addends) * problem.nbytes(target)
+                rest = problem.bound(target) + problem.weigh_local(copied)
+                found[target] = target, addends, copied, rest
+        return list(found.values())
 
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:

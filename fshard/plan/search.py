@@ -32,10 +32,7 @@ SLACK = ((800, 0.02), (1_600, 0.05), (3_000, 0.1), (4_500, 0.3), (6_000, 1.0))
 """After so many edges a program has to be better by that share to be looked for."""
 
 FEW, HASTE = 3, 6
-"""On more axes than `FEW` a greedy search goes first, and both look at so many times fewer.
-
-Twice over where shards are uneven: there an edge has no closed form.
-"""
+"""On more axes than `FEW` a greedy search goes first, and both look at so many times fewer."""
 
 
 def search(
@@ -53,10 +50,10 @@ def search(
     """
     problem = Problem(src, dst, topology, max_memory, exclude)
     many = len(problem.size) - len(problem.ones) > FEW
+    haste = HASTE if many else 1
     found = _run(problem, Moves(problem, direct=True), most, 10, 1)
     for greed in (2, 1) if many else (1,):
         moves = Moves(problem, direct=False)
-        haste = (HASTE if problem.even else HASTE**2) if many else 1
         found = _run(problem, moves, found[1] if found else most, greed, haste) or found
     return found
 

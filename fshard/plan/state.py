@@ -1,23 +1,33 @@
 """What a search knows: the problem, layouts on the way as light values, weights and bounds.
 
 The weight of a step is `step_time` of `program/cost.py`, or what the busiest rank receives; for
-even layouts both are closed forms of a few numbers, else the specs are built and asked. The
-bound of a layout is what any program from it to the goal costs at least, by the same numbers.
+even shards both are closed forms of a few numbers, for others sums over ranks (`plan/held.py`),
+or the specs are built and asked. The bound of a layout is what any program from it to the goal
+costs at least, by the same numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fshard.mesh import Mesh
 from fshard.partition import Kinds, PartitionSpec
-from fshard.program.cost import Traffic, axis_roles, exchanged, seconds, step_time, traffic
+from fshard.plan.held import Cuts, Held
+from fshard.program.cost import (
+    Parts,
+    Traffic,
+    axis_roles,
+    dim_parts,
+    joined,
+    seconds,
+    traffic,
+)
 from fshard.program.infer import cut_sizes, join_sizes, permute_signature
-from fshard.program.steps import Step
+from fshard.program.steps import AllToAll, Exchange, Step
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
@@ -69,6 +79,7 @@ class Problem:
     ones: frozenset[str] = field(init=False)
     thorough: bool = field(init=False)
     even: bool = field(init=False)
+    empty: bool = field(init=False)
     slow: frozenset[str] = field(init=False)
     fastest: Link = field(init=False)
     slower: Link = field(init=False)
@@ -77,6 +88,13 @@ class Problem:
     volumes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = field(init=False, default_factory=dict)
     bounds: dict[State, float] = field(init=False, default_factory=dict)
     specs: dict[State, Spec] = field(init=False, default_factory=dict)
+    held: Held = field(init=False)
+    finer: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = field(
+        init=False, default_factory=dict
+    )
+    counts: dict[Axes, int] = field(init=False, default_factory=dict)
+    parts: dict[tuple[int, Axes, Axes], Parts] = field(init=False, default_factory=dict)
+    cuts: dict[Cuts, dict[str, object]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh = self.src.mesh
@@ -89,11 +107,14 @@ class Problem:
         self.thorough = len(self.size) - len(self.ones) <= most
         self.start, self.goal = _state(self.src), _state(self.dst)
         self.even = self.is_even(self.start) and self.is_even(self.goal)
+        self.empty = 0 in self.src.shape
         p = self.dst.partition
         self.goals = dict.fromkeys(self.mesh.axes, ("invariant", "sum"))
         self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
         self.goals |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
         self.goals |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+        if not self.even:
+            self.held = Held(self.mesh, self.src.shape)
         self._tiers()
 
     def _tiers(self) -> None:
@@ -111,7 +132,10 @@ class Problem:
 
     def count(self, axes: Axes) -> int:
         """The devices along `axes`."""
-        return math.prod(self.size[axis] for axis in axes)
+        found = self.counts.get(axes)
+        if found is None:
+            found = self.counts[axes] = math.prod([self.size[axis] for axis in axes])
+        return found
 
     def link(self, axes: Axes) -> Link:
         """The slowest link along `axes`; without a topology any will do."""
@@ -146,9 +170,13 @@ class Problem:
         """Whether a dim divides by the axes that were put on it, where it has to."""
         return not self.even or _NEVER not in state.sizes
 
-    def is_closed(self, before: State, after: State) -> bool:
-        """Whether a step between the two has closed forms: no axis of one device, even shards."""
-        return not self.ones and self.is_even(before) and self.is_even(after)
+    def is_even_along(self, before: State, after: State, dims: Iterable[int] | None = None) -> bool:
+        """Whether all shards of a dim, of some or of all of them are equal."""
+        if self.even:
+            return True
+        if dims is None:
+            return self.is_even(before) and self.is_even(after)
+        return all(before.sizes[dim] is after.sizes[dim] is None for dim in dims)
 
     # -- weights ----------------------------------------------------------------------
 
@@ -165,15 +193,16 @@ class Problem:
         """The weight of a step without traffic."""
         return LOCAL if self.topology is None else copied / self.topology.memory
 
-    def weigh_step(self, step: Step, before: State, after: State) -> float:
-        """The weight of any step, by its specs: where closed forms do not hold."""
-        specs = self.spec(before), self.spec(after)
-        if self.topology is not None:
-            return step_time(self.topology, step, *specs)
-        moved = traffic(step, *specs)
-        if not moved.launches:
-            return LOCAL
-        return moved.received + LAUNCH + MESSAGE * moved.messages
+    def traffic(self, step: Step, before: State, after: State, addends: int) -> Traffic:
+        """What any step moves: where closed forms do not hold."""
+        if self.held.all and not self.empty:
+            if isinstance(step, Exchange):
+                return self._exchanged_uneven(before, after, addends)
+            if isinstance(step, AllToAll) and step.also:
+                moved = self._exchanged_uneven(before, after, 1)
+                axes = tuple(axis for pair in step.pairs for axis in pair.axes)
+                return moved._replace(messages=self.count(axes) - 1, rounds=1)
+        return traffic(step, self.spec(before), self.spec(after))
 
     # -- parts of moves ---------------------------------------------------------------
 
@@ -211,6 +240,12 @@ class Problem:
         """
         if self.even:
             return _NEVER
+        key = (dim, state.sizes[dim], axes, mine)
+        if key not in self.finer:
+            self.finer[key] = self._cut(state, dim, axes, mine)
+        return self.finer[key]
+
+    def _cut(self, state: State, dim: int, axes: Axes, mine: Axes) -> DimSizes:
         n, shards = self.count(axes), self.count(state.dims[dim])
         whole = state.sizes[dim]
         for end in (self.dst, self.src):
@@ -232,8 +267,25 @@ class Problem:
 
     def exchanged(self, before: State, after: State, addends: int = 1) -> Traffic:
         """What moves between any two even layouts, each rank receiving what it lacks."""
-        shape, item, size = self.src.shape, self.item, self.size
-        return exchanged(shape, item, size, before.dims, after.dims, addends)
+        found = []
+        for at, (have, need) in enumerate(zip(before.dims, after.dims, strict=True)):
+            part = self.parts.get((at, have, need))
+            if part is None:
+                part = dim_parts(self.src.shape[at], self.size, have, need)
+                self.parts[at, have, need] = part
+            found.append(part)
+        return joined(found, self.item, addends)
+
+    def swapped(self, before: State, after: State, axes: Axes) -> Traffic:
+        """What an all-to-all of several dims moves between even layouts."""
+        return self.exchanged(before, after)._replace(messages=self.count(axes) - 1, rounds=1)
+
+    def _exchanged_uneven(self, before: State, after: State, addends: int) -> Traffic:
+        kept = self.count(tuple([axis for axis, _ in after.unreduced]))
+        shards = [self.count(tuple(itertools.chain(*end.dims))) for end in (before, after)]
+        holders, needers = (self.mesh.size // (n * kept) for n in shards)
+        have, need = _cuts(before), _cuts(after)
+        return self.held.exchanged(have, need, self.item, addends, needers, holders // addends)
 
     def signature(self, state: State) -> object:
         """What a permutation keeps, the sizes of the shards among it."""
@@ -244,20 +296,23 @@ class Problem:
         return axis_roles(self.size, partition_of(state))
 
     def moving(self, before: State, after: State) -> Axes:
-        """The axes along which even layouts exchange anything: `moving_axes` of light values."""
+        """The axes along which layouts exchange anything: `moving_axes` of light values."""
         was, now = self.places(before), self.places(after)
-        return tuple(axis for axis in self.size if was.get(axis) != now.get(axis))
+        return tuple([axis for axis in self.size if was.get(axis) != now.get(axis)])
 
     def places(self, state: State) -> dict[str, object]:
-        """Where each axis cuts a dim, or the reduction of its addends."""
-        found: dict[str, object] = {}
-        for dim, axes in enumerate(state.dims):
-            major = 1
-            for axis in axes:
-                found[axis] = (dim, major)
-                major *= self.size[axis]
-        found.update(state.unreduced)
-        return found
+        """Where each axis cuts a dim and into what, or the reduction of its addends."""
+        key = _cuts(state)
+        found = self.cuts.get(key)
+        if found is None:
+            found = self.cuts[key] = {}
+            for dim, (axes, sizes) in enumerate(key):
+                major = 1
+                for at, axis in enumerate(axes):
+                    cut = sizes and join_sizes(sizes, self.count(axes[at + 1 :]))
+                    found[axis] = (dim, major, cut)
+                    major *= self.size[axis]
+        return {**found, **dict(state.unreduced)} if state.unreduced else found
 
     # -- bounds -----------------------------------------------------------------------
 
@@ -274,35 +329,24 @@ class Problem:
 
     def _bound(self, state: State) -> float:
         # Ranks that end with addends of one tensor may hold what they need between them.
-        stay = set() if self.thorough else set(state.unreduced)
+        stay = set(state.unreduced) if self.even and not self.thorough else set()
         group = frozenset(each[0] for each in self.goal.unreduced if each not in stay)
         goals = {axis for axis, _ in self.goal.unreduced}
         addends = tuple(axis for axis, _ in state.unreduced if axis not in goals)
-        if 0 in self.src.shape:
+        if self.empty:
             return 0.0
-        if not self.is_even(state) or not self.is_even(self.goal):
-            far = self.count(addends) > 1 or self._must_move(state)
-            return self.weigh_at_least(0, 0) if far else 0.0
         members = self.count(tuple(group))
-        missing = -(-self.missing(state, group, addends) // members)
-        if not missing:
+        even = self.even or (self.is_even(state) and self.is_even(self.goal))
+        lacks = self.missing if even else self.missing_uneven
+        missing = -(-lacks(state, group, addends) // members)
+        if missing <= 0:
             return 0.0
         across = 0
-        if self.slow and members == 1:
+        if self.slow and members == 1 and even:
             fast = frozenset(self.size) - self.slow
             slow_addends = tuple(axis for axis in addends if axis in self.slow)
             across = -(-self.missing(state, fast, slow_addends) // self.fast_ranks)
         return self.weigh_at_least(missing * self.item, across * self.item)
-
-    def _must_move(self, state: State) -> bool:
-        """Whether some axis has to leave the dim that it shards."""
-        return (
-            any(
-                axes != goal[: len(axes)] and self.count(axes) > 1
-                for axes, goal in zip(state.dims, self.goal.dims, strict=True)
-            )
-            and not self.goal.unreduced
-        )
 
     def weigh_at_least(self, nbytes: int, across: int) -> float:
         """A launch that moves so many bytes, `across` of them between nodes."""
@@ -343,6 +387,22 @@ class Problem:
             held *= 0 if clash else min(here, there)
         if self.count(addends) == 1:
             return whole - held
+        return self._summed(whole, within, addends)
+
+    def missing_uneven(self, state: State, within: frozenset[str], addends: Axes) -> int:
+        """The same of shards of any sizes."""
+        if self.count(addends) == 1:
+            return self.lacking(state, self.goal, 1, within)
+        return self._summed(self.nbytes(self.goal) // self.item, within, addends)
+
+    def lacking(
+        self, before: State, after: State, addends: int, within: Collection[str] = ()
+    ) -> int:
+        """Elements that some rank has to receive from one layout to another, of any sizes."""
+        return self.held.lacking(_cuts(before), _cuts(after), addends, within)
+
+    def _summed(self, whole: int, within: frozenset[str], addends: Axes) -> int:
+        """Elements to be received of what is to be reduced, where a rank needs so many."""
         groups = copies = 1
         for axis, size in self.size.items():
             if axis not in within:
@@ -355,6 +415,10 @@ class Problem:
 def _state(spec: Spec) -> State:
     p = spec.partition
     return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
+
+
+def _cuts(state: State) -> Cuts:
+    return tuple(zip(state.dims, state.sizes, strict=True))
 
 
 def partition_of(state: State) -> PartitionSpec:

@@ -30,15 +30,19 @@ def plan_steps(
     topology: Topology | None,
     max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
+    most: float = math.inf,
 ) -> list[Step] | None:
-    """The cheapest steps from `src` to `dst`, along axes of the mesh or parts of them."""
-    found = search(src, dst, topology, max_memory, exclude)
+    """The cheapest steps from `src` to `dst`, along axes of the mesh or parts of them.
+
+    `None` where there are none within the restrictions, or none that weigh less than `most`.
+    """
+    found = search(src, dst, topology, max_memory, exclude, most)
     fine = _refinement(src.mesh, topology, Exchange in exclude)
     local = found is not None and Program(src, found[0]).is_local
     if fine is None or Remesh in exclude or local:
         return found[0] if found else None
     # A mesh of sub-axes is worth its two more lines only where it saves something.
-    most = found[1] * 0.99 if found else math.inf
+    most = found[1] * 0.99 if found else most
     finer = search(_on(fine, src), _on(fine, dst), topology, max_memory, exclude, most)
     if finer is None:
         return found[0] if found else None

@@ -37,12 +37,13 @@ from fshard.spec import Spec
 from fshard.units import bytes_text, plural, time_text
 
 __all__ = [
-    "Cost", "Traffic", "all_reduced", "copies", "copy_passes", "exchanged", "gathered",
-    "max_local_nbytes", "seconds", "share", "spread", "step_axes", "step_link", "step_time",
-    "swapped", "traffic",
+    "Cost", "Parts", "Traffic", "all_reduced", "copies", "copy_passes", "dim_parts", "exchanged",
+    "gathered", "joined", "max_local_nbytes", "seconds", "share", "spread", "step_axes",
+    "step_link", "step_time", "swapped", "traffic",
 ]  # fmt: skip
 
 Dims = Sequence[tuple[str, ...]]
+Parts = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +150,31 @@ def exchanged(
     >>> exchanged((8, 8), 4, {"x": 4}, [("x",), ()], [(), ("x",)])
     Traffic(sent=48, received=48, messages=3, rounds=1)
     """
-    boxes = even_boxes(shape, size, have, need)
+    dims = zip(shape, have, need, strict=True)
+    return joined([dim_parts(length, size, *ends) for length, *ends in dims], item, addends)
+
+
+def dim_parts(
+    length: int, size: Mapping[str, int], have: tuple[str, ...], need: tuple[str, ...]
+) -> Parts:
+    """One dim's part in `exchanged`: of a target's box, of what is held of it, of its pieces."""
+    boxes = even_boxes((length,), size, (have,), (need,))
     assert boxes is not None
-    whole, held = boxes
+    counts = [(math.prod(size[axis] for axis in axes),) for axes in (have, need)]
+    return *boxes, pieces_even(*counts)
+
+
+def joined(dims: Iterable[Parts], item: int, addends: int = 1) -> Traffic:
+    """An exchange by its `dim_parts`, which searches remember of each dim."""
+    whole = held = pieces = 1
+    for box, part, count in dims:
+        whole *= box
+        held *= part
+        pieces *= count
     moved = (addends * whole - held) * item
     if moved == 0:
         return NOTHING
-    counts = [[math.prod(size[axis] for axis in axes) for axes in dims] for dims in (have, need)]
-    return Traffic(moved, moved, max(1, addends * pieces_even(*counts) - (held > 0)), 1)
+    return Traffic(moved, moved, max(1, addends * pieces - (held > 0)), 1)
 
 
 def seconds(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:

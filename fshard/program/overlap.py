@@ -18,8 +18,8 @@ from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
 __all__ = [
-    "even_boxes", "intervals", "meeting", "missing_even", "on_one_mesh", "overlaps", "pieces",
-    "pieces_even", "places",
+    "dim_pieces", "even_boxes", "intervals", "meeting", "missing_even", "on_one_mesh", "overlaps",
+    "pieces", "pieces_even", "places",
 ]  # fmt: skip
 
 Coords = Mapping[str, int]
@@ -128,13 +128,23 @@ def pieces(src: Spec, dst: Spec) -> int:
         if src.sizes[dim] is None and dst.sizes[dim] is None:
             count *= pieces_even((src.dim_shards(dim),), (dst.dim_shards(dim),))
             continue
-        edges = list(itertools.accumulate(n for n in src.shard_sizes(dim) if n))
-        count *= max(
-            bisect_left(edges, stop) - bisect_right(edges, start) + 1
-            for start, stop in intervals(dst, dim)
-            if start < stop
-        )
+        count *= dim_pieces(src.shard_sizes(dim), dst.shard_sizes(dim))
     return count
+
+
+def dim_pieces(have: Sequence[int], need: Sequence[int]) -> int:
+    """The most shards of sizes `have` that a shard of sizes `need` meets.
+
+    >>> dim_pieces((3, 0, 5), (4, 4))
+    2
+    """
+    edges = list(itertools.accumulate(n for n in have if n))
+    stops = itertools.accumulate(need, initial=0)
+    return max(
+        bisect_left(edges, stop) - bisect_right(edges, start) + 1
+        for start, stop in itertools.pairwise(stops)
+        if start < stop
+    )
 
 
 def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:

@@ -167,19 +167,15 @@ def _all_to_alls(dst: Spec, lost: Moved, gained: Moved) -> Iterator[Step]:
 
 def one_order(chains: list[Axes]) -> Axes | None:
     """The axes in an order that every chain keeps, or None where they contradict each other."""
-    left = [list(chain) for chain in chains]
+    left = [chain for chain in chains if chain]
     order: list[str] = []
-    while any(left):
-        ready = (
-            chain[0] for chain in left if chain and all(chain[0] not in other[1:] for other in left)
-        )
-        axis = next(ready, None)
+    while left:
+        later = {axis for chain in left for axis in chain[1:]}
+        axis = next((chain[0] for chain in left if chain[0] not in later), None)
         if axis is None:
             return None
         order.append(axis)
-        for chain in left:
-            if chain[:1] == [axis]:
-                del chain[0]
+        left = [chain[chain[0] == axis :] for chain in left if chain != (axis,)]
     return tuple(order)
 
 
