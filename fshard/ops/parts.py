@@ -20,8 +20,8 @@ from fshard.ops.local import Here, LocalCall, with_argument
 from fshard.ops.rule import Dims, Mode, Rule
 
 __all__ = [
-    "Parts", "Pinned", "Sized", "added", "contracted", "dims_of_text", "fitted", "letters",
-    "trailing", "untouched",
+    "Parts", "Pinned", "Sized", "added", "contracted", "dims_of_text", "fitted", "has_nothing",
+    "letters", "named", "nil", "nothing", "trailing", "untouched",
 ]  # fmt: skip
 
 Change = Callable[[LocalCall, Here], LocalCall]
@@ -47,6 +47,15 @@ def letters(count: int, taken: Iterable[str] = "") -> str:
     """
     free = [each for each in string.ascii_letters[1:] + "a" if each not in taken]
     return "".join(free[:count]) if count else ""
+
+
+def named(*texts: str) -> tuple[Any, ...]:
+    """Operations of aten by their names, with spaces between.
+
+    >>> named("mm bmm")[0]
+    <OpOverloadPacket(op='aten.mm')>
+    """
+    return tuple(getattr(torch.ops.aten, name) for text in texts for name in text.split())
 
 
 def trailing(text: str, ndim: int) -> Dims:

@@ -1,1 +1,180 @@
-"""Rules of this family: to be written."""
+"""Rules of pooling, resampling, padding and windows: batch and channels pass, spatial dims do not.
+
+What a window reads may lie on another rank: cutting spatial dims is `fs.domain`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from fshard.ops.build import is_inexact, kinds, linear
+from fshard.ops.call import Call, Meta
+from fshard.ops.local import Here, LocalCall, argument, with_argument
+from fshard.ops.parts import Parts, dims_of_text, letters, named
+from fshard.ops.registry import register_rule
+from fshard.ops.rule import Dims, Mode, Rule
+
+__all__ = ["padded", "per_plane", "spatial_dims"]
+
+aten = torch.ops.aten
+
+AVERAGES = """
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+    upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa
+    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
+    replication_pad3d max_unpool2d max_unpool3d mkldnn_adaptive_avg_pool2d
+"""
+"""Linear in their first operand."""
+MAXIMA = """
+    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    fractional_max_pool2d fractional_max_pool3d mkldnn_max_pool2d mkldnn_max_pool3d
+"""
+
+
+def name_of(call: Call) -> str:
+    """The operation's name without its namespace."""
+    name: str = call.op._schema.name.partition("::")[2]
+    return name
+
+
+def spatial_dims(call: Call) -> int:
+    """The number of spatial dims, as the operation's name says it."""
+    found = re.search(r"([123])d", name_of(call))
+    assert found is not None
+    return int(found[1])
+
+
+def planes(meta: Meta, spatial: int) -> Dims:
+    """Factors of the dims before the spatial ones, the last of them the channels."""
+    lead = meta.ndim - spatial
+    return dims_of_text("nc"[max(2 - lead, 0) :][:lead]) + ((),) * spatial
+
+
+def per_plane(call: Call, modes: tuple[Mode, ...] = ()) -> Rule:
+    """Every plane of every tensor alone; those of fewer dims have no spatial ones."""
+    spatial = spatial_dims(call)
+    lead = call.operands[0].ndim - spatial
+    first = planes(call.operands[0], spatial)[:lead]
+    dims = [(first + ((),) * max(each.ndim - lead, 0)) for each in call.operands]
+    results = tuple(
+        None if each is None else first + ((),) * (each.ndim - lead) for each in call.results
+    )
+    return Rule(tuple(dims), results, modes=modes, local=Parts())
+
+
+@register_rule(*named(AVERAGES), family="pooling")
+def averaged(call: Call) -> Rule:
+    """Linear in the tensor that it reads."""
+    return per_plane(call, linear(0))
+
+
+@register_rule(*named(MAXIMA), family="pooling")
+def largest(call: Call) -> Rule:
+    """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
+    return per_plane(call, kinds(0, {"max": "max"}) if len(call.results) == 1 else ())
+
+
+# -- padding --------------------------------------------------------------------------------
+
+
+@register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular,
+               family="pooling")  # fmt: skip
+def padded(call: Call) -> Rule:
+    """Dims that nothing is added to pass; zeros are linear, other constants keep averages."""
+    x = call.operands[0]
+    pairs = call.get("pad")
+    whole = {x.ndim - 1 - at // 2 for at, size in enumerate(pairs) if size}
+    constant = _is_constant(call)
+    if not constant:
+        # Reflections and their like refuse dims of size 0 that they do not pad, too.
+        whole = set(range(x.ndim - len(pairs) // 2, x.ndim))
+    every = letters(x.ndim)
+    dims = tuple(() if dim in whole else (every[dim],) for dim in range(x.ndim))
+    value = (call.get("value") if call.has("value") else 0) or 0
+    modes = linear(0, affine=constant and value != 0)
+    if constant and not is_inexact(x) and value != 0:
+        modes = ()
+    return Rule((dims,), (dims,), modes=modes, local=Parts())
+
+
+def _is_constant(call: Call) -> bool:
+    mode = call.get("mode") if call.has("mode") else "constant"
+    return mode in ("constant", 0) and name_of(call) != "_pad_circular"
+
+
+# -- windows and grids ----------------------------------------------------------------------
+
+
+@register_rule(aten.im2col, family="pooling")
+def im2col(call: Call) -> Rule:
+    """Windows laid out as columns: channels are major to a window's elements."""
+    first = planes(call.operands[0], 2)[:-2]
+    made = (*first[:-1], ("c", "k"), ())
+    return Rule(((*first, (), ()),), (made,), whole=frozenset("k"), modes=linear(0), local=Parts())
+
+
+@register_rule(aten.col2im, family="pooling")
+def col2im(call: Call) -> Rule:
+    """Columns added up where their windows lie."""
+    result = call.results[0]
+    assert result is not None
+    first = planes(result, 2)[:-2]
+    lies = (*first[:-1], ("c", "k"), ())
+    return Rule((lies,), ((*first, (), ()),), whole=frozenset("k"), modes=linear(0), local=Parts())
+
+
+@register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d,
+               aten._grid_sampler_2d_cpu_fallback, aten.cudnn_grid_sampler,
+               family="pooling")  # fmt: skip
+def grid_sampler(call: Call) -> Rule:
+    """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
+    x, made = sampled(call.operands[0].ndim - 2)
+    return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear(0), local=Parts())
+
+
+def sampled(spatial: int) -> tuple[Dims, Dims]:
+    """The dims of what is sampled, and of what comes out."""
+    points = dims_of_text("dhw"[-spatial:])
+    return (("n",), ("c",), *((),) * spatial), (("n",), ("c",), *points)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A change: an argument of sizes begins with the rank's part of the batch."""
+
+    name: str = "size"
+
+    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+        """The call with it."""
+        sizes = argument(*call, self.name)
+        return with_argument(*call, self.name, [here.shape()[0], *sizes[1:]])
+
+
+@register_rule(aten.affine_grid_generator, family="pooling")
+def affine_grid(call: Call) -> Rule:
+    """Grids of transformed points: linear in the transformations."""
+    made = call.results[0]
+    assert made is not None
+    theta: Dims = (("n",), ("a",), ())
+    return Rule((theta,), ((("n",), *((),) * (made.ndim - 2), ("a",)),), whole=frozenset("a"),
+                modes=linear(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
+
+
+# -- gradients ------------------------------------------------------------------------------
+
+POOL_GRADIENTS = """
+    avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward
+    _adaptive_avg_pool3d_backward max_pool2d_backward max_pool2d_with_indices_backward
+    max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
+    fractional_max_pool2d_backward fractional_max_pool3d_backward reflection_pad1d_backward
+    reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
+    replication_pad2d_backward replication_pad3d_backward mkldnn_adaptive_avg_pool2d_backward
+"""
+UPSAMPLE_GRADIENTS = " ".join(f"{name}_backward" for name in AVERAGES.split() if "upsample" in name)
