@@ -9,7 +9,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.ops.build import linear, moved, wrap
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call
 from fshard.ops.local import Here, argument, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
@@ -55,7 +55,7 @@ def unfolded(call: Call) -> Rule:
 
 
 def _pixels_locally(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
-    """Blocks as dims of their own, since the operation loses the sizes of tensors without elements."""
+    """Blocks as dims: of tensors without elements the operation loses the sizes."""
     x, shape = args[0], here.shape()
     batch, order = x.shape[:-3], tuple(range(x.ndim - 3))
     if "unshuffle" not in str(op):
@@ -134,7 +134,7 @@ def out_of_windows(call: Call) -> Rule:
 
 @register_rule("view.dtype", "view_copy.dtype", family="views")
 def bits(call: Call) -> Rule:
-    """Bytes of another dtype: the last dim is of more or fewer elements. Nothing unreduced passes."""
+    """Bytes of another dtype: the last dim has more or fewer elements; nothing is linear."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
     own = _dims(x.ndim)
@@ -143,7 +143,9 @@ def bits(call: Call) -> Rule:
     name = letters(x.ndim + 1)[-1]
     split = (*own[:-1], (*own[-1], name))
     shorter = x.dtype.itemsize > result.dtype.itemsize
-    times = max(x.dtype.itemsize, result.dtype.itemsize) // min(x.dtype.itemsize, result.dtype.itemsize)
+    times = max(x.dtype.itemsize, result.dtype.itemsize) // min(
+        x.dtype.itemsize, result.dtype.itemsize
+    )
     ends = (own, split) if shorter else (split, own)
     return Rule(ends[:1], ends[1:], whole=frozenset({name}), sizes=((name, times),))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,8 +10,8 @@ from fshard.ops.call import Call, Meta
 from fshard.ops.rule import Dims, Mode
 
 __all__ = [
-    "KINDS", "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear", "moved",
-    "tensors", "unmoved", "wrap",
+    "KINDS", "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear",
+    "moved", "tensors", "unmoved", "wrap",
 ]  # fmt: skip
 
 
@@ -53,7 +53,9 @@ def wrap(dim: int, ndim: int) -> int:
     return dim % max(ndim, 1)
 
 
-def linear(*places: int | Sequence[int], results: int = 1, affine: bool = False) -> tuple[Mode, ...]:
+def linear(
+    *places: int | Sequence[int], results: int = 1, affine: bool = False
+) -> tuple[Mode, ...]:
     """Modes of operands that the results are linear in: alone, or several together.
 
     With `affine` they are linear but for a constant: averages pass then, sums do not.
@@ -63,7 +65,7 @@ def linear(*places: int | Sequence[int], results: int = 1, affine: bool = False)
     return tuple(Mode(each, kind, (kind,) * results) for each in made for kind in words)
 
 
-def kinds(operand: int, change: dict[str, str | None], results: int = 1) -> tuple[Mode, ...]:
+def kinds(operand: int, change: Mapping[str, str | None], results: int = 1) -> tuple[Mode, ...]:
     """Modes of one operand: unreduced by a key makes the results unreduced by its value.
 
     Monotone functions pass maxima and minima; decreasing ones exchange them.

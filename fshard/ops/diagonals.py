@@ -31,7 +31,9 @@ class _Shifted:
     rows: int
     columns: int
 
-    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Here
+    ) -> Any:
         shift = here.begin(0, self.rows) - here.begin(0, self.columns)
         given = argument(op, args, kwargs, self.name)
         _, placed, named = with_argument(op, args, kwargs, self.name, given + shift)
@@ -108,7 +110,8 @@ def embedded(call: Call) -> Rule:
 def diag(call: Call) -> Rule:
     """A vector's matrix, or a matrix's diagonal."""
     if call.operands[0].ndim == 2:
-        return diagonal(call)
+        found: Rule = diagonal(call)
+        return found
     if call.get("diagonal"):
         return Rule(((("a",),),), (((), ()),), whole=frozenset("a"), modes=moved(0))
     return Rule(((("a",),),), ((("a",), ()),), modes=moved(0), local=_embed_locally)
@@ -129,9 +132,7 @@ def into_diagonal(call: Call) -> Rule:
     assert result is not None
     rows, columns = (wrap(call.get(each), result.ndim) for each in ("dim1", "dim2"))
     names = letters(result.ndim)
-    whole: Dims = tuple(
-        () if at in (rows, columns) else (name,) for at, name in enumerate(names)
-    )
+    whole: Dims = tuple(() if at in (rows, columns) else (name,) for at, name in enumerate(names))
     line = (*(each for at, each in enumerate(whole) if at not in (rows, columns)), ())
     if len(call.operands) == 1:
         return Rule((line,), (whole,), modes=moved(0), local=resized("input_sizes"))

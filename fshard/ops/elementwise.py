@@ -1,7 +1,7 @@
 """What passes unreduced operands of operations on single elements, by the operation's name.
 
-Linear functions pass sums and averages, affine ones averages, rising ones maxima and minima, falling
-ones exchange them. What is listed holds for every candidate, also for minus infinity and NaN: a
+Linear functions pass sums and averages, affine ones averages, rising ones maxima and minima,
+falling ones exchange them. What is listed holds for every candidate, also for minus infinity and NaN: a
 logarithm is no rising function of a maximum of numbers below zero.
 """
 
@@ -43,7 +43,7 @@ RISES = _words("""
     fix floor hardsigmoid hardtanh log_ndtr log_sigmoid logsigmoid ndtr rad2deg relu relu6 round
     selu sigmoid sinh softplus tanh trunc clamp clip maximum minimum
 """)
-"""Never smaller for a larger operand, as PyTorch rounds them too, in every tensor that they have."""
+"""Never smaller for a larger operand, as PyTorch rounds them too, in each of their tensors."""
 FALLS = _words("neg negative bitwise_not logical_not _neg_view _neg_view_copy")
 CASTS = _words("""
     _autocast_to_full_precision _autocast_to_reduced_precision _cast_Byte _cast_Char _cast_Double
@@ -79,7 +79,7 @@ def modes_of(call: Call) -> Modes:
 
 
 def _alike(call: Call, *places: int) -> bool:
-    """Whether sums of these operands are sums of the result: integers wrap around in their own size."""
+    """Whether sums of these operands are sums of the result: integers wrap in their own size."""
     result = call.results[0]
     assert result is not None
     return is_inexact(result) or all(call.operands[at].dtype == result.dtype for at in places)
@@ -237,7 +237,9 @@ def _leaky(call: Call) -> Modes:
     return kinds(0, RISING) if call.get("negative_slope") > 0 else ()
 
 
-def _names(words: str, modes: Callable[[Call], Modes]) -> Iterable[tuple[str, Callable[[Call], Modes]]]:
+def _names(
+    words: str, modes: Callable[[Call], Modes]
+) -> Iterable[tuple[str, Callable[[Call], Modes]]]:
     return ((word, modes) for word in words.split())
 
 

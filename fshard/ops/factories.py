@@ -20,9 +20,11 @@ def alike(call: Call) -> Rule:
     return Rule((own,), (own,), modes=unmoved(0))
 
 
-@register_rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", family="factories")
+@register_rule(
+    "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", family="factories"
+)
 def anew(call: Call) -> Rule:
-    """Of the operand's shape it lies as the operand does; of another it is whole, and nothing is read."""
+    """Of the operand's shape it lies as the operand does; of another shape it is whole."""
     result = call.results[0]
     assert result is not None
     x = call.operands[0]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fshard.ops.build import KINDS, aligned, moved, wrap
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call
 from fshard.ops.local import Here
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
@@ -33,7 +33,9 @@ def joined(call: Call, places: Sequence[Places], along: int | None) -> Rule:
     return Rule(operands, (made,), modes=moved(*range(len(call.operands))))
 
 
-@register_rule("cat.default", "concat.default", "concatenate.default", "prims::cat", family="joining")
+@register_rule(
+    "cat.default", "concat.default", "concatenate.default", "prims::cat", family="joining"
+)
 def cat(call: Call) -> Rule:
     """Dims but the one along which they lie; what has no elements may have one dim alone."""
     result = call.results[0]
@@ -109,8 +111,7 @@ def products(call: Call) -> Rule:
     own = letters(len(call.operands))
     operands: tuple[Dims, ...] = tuple(((name,),) for name in own)
     rows: Dims = (own, ()) if len(own) > 1 else (own,)
-    return Rule(operands, (rows,), modes=moved(*range(len(own))),
-                sizes=tuple((name, each.shape[0]) for name, each in zip(own, call.operands, strict=True)))  # fmt: skip
+    return Rule(operands, (rows,), modes=moved(*range(len(own))))
 
 
 # -- several results, each of one operand -------------------------------------------------

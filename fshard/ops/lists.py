@@ -1,7 +1,7 @@
 """Operations on lists of tensors, element by element: `_foreach_*` and their like.
 
 Every element is a call of its own, that lies and moves as that call would alone: some elements are
-cut on an axis and others not, along dims of their own. What all elements use is whole on every rank.
+cut on an axis and others not, along dims of their own. What all elements use is whole on all ranks.
 """
 
 from __future__ import annotations
@@ -168,8 +168,10 @@ def _everywhere(spec: Spec, axes: frozenset[str], *, whole: bool = False) -> Spe
     if not whole and any(kind != "sum" for _, kind in p.unreduced_kinds):
         return spec
     reduced = {axis: "sum" for axis in spec.mesh.axes if axis in axes and axis not in kept}
-    return spec.replace(partition=PartitionSpec(
-        *p.dims, unreduced=dict(p.unreduced_kinds), reduced=dict(p.reduced_kinds) | reduced))  # fmt: skip
+    reduced |= dict(p.reduced_kinds)
+    return spec.replace(
+        partition=PartitionSpec(*p.dims, unreduced=dict(p.unreduced_kinds), reduced=reduced)
+    )
 
 
 def _together(
@@ -181,8 +183,8 @@ def _together(
     return Strategy(
         call.op, rule, call, _roles(chosen), tuple(specs), tuple(ins),
         tuple(spec for each in chosen for spec in each.out_specs), tree,
-        sum(each.time for each in chosen), any(each.sends for each in chosen) or tuple(specs) != tuple(ins),
-        chosen[0].topology,
+        sum(each.time for each in chosen),
+        any(each.sends for each in chosen) or tuple(specs) != tuple(ins), chosen[0].topology,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ UNTAGGED = """
     greater greater_equal hardshrink_backward hardsigmoid_backward hardswish hardswish_backward
     hardtanh_backward imag infinitely_differentiable_gelu_backward isclose isreal
     leaky_relu_backward less less_equal log_sigmoid masked_fill mish_backward multiply negative
-    not_equal polar real softplus_backward softshrink_backward special_digamma special_erf
+    not_equal polar real rsub softplus_backward softshrink_backward special_digamma special_erf
     special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
     special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
     special_polygamma special_psi special_round special_sinc special_xlogy subtract true_divide
@@ -82,8 +82,11 @@ def _listed() -> list[Any]:
         for space in (torch.ops.aten, torch.ops.prims):
             packet = getattr(space, base, None)
             if isinstance(packet, OpOverloadPacket):
-                found += [getattr(packet, each) for each in packet.overloads()
-                          if overload in ("", each) and _takes_tensors(getattr(packet, each))]  # fmt: skip
+                of_tensors = {each: getattr(packet, each) for each in packet.overloads()}
+                found += [
+                    op for each, op in of_tensors.items()
+                    if overload in ("", each) and _takes_tensors(op)
+                ]  # fmt: skip
     return found
 
 

@@ -1,4 +1,4 @@
-"""The loops that two shapes of the same elements share: factors of views that merge and split dims."""
+"""The loops that two shapes of the same elements share: factors of views, merged and split."""
 
 from __future__ import annotations
 

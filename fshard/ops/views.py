@@ -7,17 +7,14 @@ parts. Which elements a slice takes is said in the whole dim, so that dim is nee
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fshard.errors import fail
 from fshard.ops.build import axes_of, moved, wrap
-from fshard.ops.call import Call, Meta
-from fshard.ops.local import Here, argument, resized, with_argument
+from fshard.ops.call import Call
+from fshard.ops.local import Here
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
 from fshard.ops.rule import Dims, Rule
@@ -61,7 +58,7 @@ def keeping(
 
 
 def reshape_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
-    """What a rank holds in the shape of what it makes; `view`s too, whose memory may be otherwise."""
+    """What a rank holds in the shape of what it makes; its memory may not allow a `view`."""
     x: torch.Tensor = args[0]
     return x.reshape(here.shape())
 
@@ -96,7 +93,7 @@ def reshaped(call: Call) -> Rule:
     family="views",
 )
 def permuting(call: Call) -> Rule:
-    """Where every dim goes is asked of the operation itself, on a tensor with no two sizes alike."""
+    """Where every dim goes is asked of the operation, on a tensor with no two sizes alike."""
     sizes = range(2, 2 + call.operands[0].ndim)
     marked = torch.empty(tuple(sizes), dtype=call.operands[0].dtype, device="meta")
     shape = call.op(marked, *call.args[1:], **call.kwargs).shape
@@ -242,7 +239,7 @@ def repeated(call: Call) -> Rule:
     more = result.ndim - x.ndim
     names = letters(x.ndim + result.ndim)
     times = iter(names[x.ndim :])
-    operand, made = [], []
+    operand, made = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for at, size in enumerate(result.shape):
         own = (names[at - more],) if at >= more else ()
         if own and x.shape[at - more] == size:
