@@ -176,6 +176,8 @@ class _Search:
     def run(self, until: float) -> Auto:
         start = self.whole()
         self.weigh(start)
+        smallest = self.smallest()
+        self.weigh(smallest)
         graph = self.seen[start][3].source
         assert graph is not None
         for price, axes in itertools.product(
@@ -183,19 +185,26 @@ class _Search:
         ):
             if time.monotonic() < until:
                 self.weigh(_Labels(graph, self, price).run(axes))
-        best = self.best()
-        while time.monotonic() < until:
-            better = self.improved(best, until)
-            if better == best:
-                break
-            best = better
-        return self.chosen(best)
+        for choice in dict.fromkeys((self.best(), smallest)):
+            better = self.improved(choice, until)
+            while better != choice and time.monotonic() < until:
+                choice, better = better, self.improved(better, until)
+        return self.chosen(self.best())
 
     def whole(self) -> tuple[Any, ...]:
         return tuple(
             self.fixed.get(at, None if meta is None else PartitionSpec())
             for at, meta in enumerate(self.metas)
         )
+
+    def smallest(self) -> tuple[Any, ...]:
+        """Every argument in as many parts as it can be, its first dims first."""
+        parts = lambda p: self.mesh.axis_size(p.axes)  # noqa: E731
+        return tuple(
+            self.fixed.get(at, None if meta is None else max(
+                sorted(self.layouts(at), key=lambda p: [not axes for axes in p.dims]), key=parts))
+            for at, meta in enumerate(self.metas)
+        )  # fmt: skip
 
     def weigh(self, choice: tuple[Any, ...]) -> tuple[float, int]:
         """Time and memory of a choice, laid out for real."""
