@@ -96,3 +96,19 @@ def test_results_that_are_taken_in_another_order() -> None:
         return pending.wait().mul_(2).tolist(), second.add_(1).tolist()
 
     assert fs.simulate(MESH, body) == [([6.0, 6.0], [4.0, 4.0])] * 3
+
+
+def test_equal_results_are_held_once_until_they_are_written() -> None:
+    """Read in any way they stay one; who writes, also below PyTorch, has a copy by itself."""
+
+    def body() -> Any:
+        i = int(fs.axis_index("x", mesh=MESH))
+        y = summed(torch.ones(2))
+        z = (y + y).view(2, 1) @ y.view(1, 2)
+        summed(y)  # all have read
+        if i == 1:
+            y.numpy()[:] = 7
+        summed(z)
+        return y.tolist()
+
+    assert fs.simulate(MESH, body) == [[3.0, 3.0], [7.0, 7.0], [3.0, 3.0]]

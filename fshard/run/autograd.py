@@ -158,7 +158,8 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
     if is_abstract(xs[0]):
         with unobserved():
             return op.launch(shapes_of(op.mesh), xs)
-    transport = current_rank(op.mesh, where)
+    mesh = op.mesh
+    transport = current_rank(mesh, where)
     if forward_ad._current_level >= 0 and is_simulated():
         label = LABEL.get()
         fail(
@@ -167,11 +168,11 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
             "PyTorch has one level of forward mode for the process; ranks in turn would share it",
             "torch.func.vjp or jacrev; forward mode is for ranks that are processes, by torchrun",
         )
-    if transport.rank not in op.mesh:
+    if transport.rank not in mesh:
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
         return op.launch(transport, xs)
-    with labelled(Label(where, op.mesh)):
+    with labelled(Label(where, mesh)):
         return op.launch(transport, xs)
 
 

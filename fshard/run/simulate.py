@@ -157,8 +157,8 @@ class _Rank:
         def finish() -> torch.Tensor:
             self.world.wait(self, meeting)
             mine = meeting.results.pop(self.rank)
-            # One for all is copied when a rank is about to use it; the last needs no copy.
-            return mine.clone() if meeting.results and meeting.what[1] in ALIKE else mine
+            # One for all has a copy for each when it is written; the last needs none.
+            return torch._lazy_clone(mine) if meeting.results and meeting.what[1] in ALIKE else mine
 
         return finish
 

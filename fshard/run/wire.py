@@ -157,7 +157,7 @@ def _reduce(at: _Place, src: Spec, op: str, divisor: int) -> Wire:
     shape, n = src.local_shape(at.rank), len(at.group)
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return over(moved.view(shape), divisor)
+        return over(_shaped(moved, shape), divisor)
 
     sent = share(2 * (n - 1), math.prod(shape), n)
     return Wire("all_reduce", at.name, at.axes, at.group, sent, _itself, unpack, op)
@@ -172,7 +172,7 @@ def _scatter(at: _Place, dst: Spec, dim: int, op: str) -> Wire:
         return x.reshape(rows) if dim == 0 else torch.stack(x.chunk(n, dim))
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return moved.view(shape)
+        return _shaped(moved, shape)
 
     sent = (n - 1) * math.prod(shape)
     return Wire("reduce_scatter", at.name, at.axes, at.group, sent, pack, unpack, op)
@@ -197,6 +197,11 @@ def _permute(at: _Place, src: Spec, dst: Spec) -> Wire:
 
 def _itself(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`x` in a shape, itself where that is its own: a view costs as much as a small sum."""
+    return x if x.shape == shape else x.view(shape)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
