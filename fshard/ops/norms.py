@@ -18,7 +18,7 @@ import torch
 from fshard.ops.build import aligned, dims_of, linear, wrap
 from fshard.ops.call import Call, Meta, schema_of
 from fshard.ops.local import Here, argument
-from fshard.ops.reductions import OfSome, base_name, named, zeros
+from fshard.ops.reductions import OfSome, base_name, named, typed, zeros
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
@@ -55,7 +55,7 @@ def layer_norm(call: Call) -> Rule:
     factors, lead = _layer(call, x)
     weights = (factors[lead:],) * (len(call.operands) - 1)
     return Rule((factors, *weights), tuple(_statistics(each, x, lead) for each in call.results),
-                whole=_names(factors[lead:]), modes=_affine(call))  # fmt: skip
+                whole=_names(factors[lead:]), modes=_affine(call), local=OfSome())  # fmt: skip
 
 
 def _layer(call: Call, x: Meta) -> tuple[Dims, int]:
@@ -148,12 +148,12 @@ class Unwritten:
         else:
             made = zeros(args[0], here)
         if isinstance(made, torch.Tensor) or not self.given:
-            return made
+            return typed(made, here)
         mean, var = (argument(op, args, kwargs, f"running_{each}") for each in ("mean", "var"))
         told = (mean, (var + argument(op, args, kwargs, "eps")).rsqrt(), mean, var)
         fits = [here.shape(at) == mean.shape for at in range(1, len(made))]
         rest = zip(made[1:], told, fits, strict=False)
-        return [made[0], *(same.clone() if fit else each for each, same, fit in rest)]
+        return typed([made[0], *(same.clone() if fit else x for x, same, fit in rest)], here)
 
 
 def _apart(name: str, value: Any) -> Any:
@@ -241,8 +241,8 @@ def weight_norm(call: Call) -> Rule:
     elif name.endswith("backward"):
         modes = linear(0, results=len(call.results))
     whole = frozenset(f for at, each in enumerate(factors) for f in each if at not in kept)
-    return Rule(tuple(dims(each) or () for each in call.operands),
-                tuple(map(dims, call.results)), whole=whole, modes=modes, local=OfSome())  # fmt: skip
+    return Rule(tuple(dims(each) or () for each in call.operands), tuple(map(dims, call.results)),
+                whole=whole, modes=modes, local=OfSome())  # fmt: skip
 
 
 GENERATORS = {

@@ -71,11 +71,12 @@ def reducing(
     *,
     modes: tuple[Mode, ...] = (),
     shares: bool = False,
+    sizes: bool = False,
 ) -> Rule:
     """The rule of a call that reduces dims of its first operand, each `how` it says, or whole.
 
     With `shares` the gradient of an element depends on elements of other parts, as it does of
-    extremes with ties and of products.
+    extremes with ties and of products; results that are `sizes` are not negative.
     """
     factors = dims_of(call.operands[0].ndim)
     whole = frozenset(factors[dim][0] for dim, kind in how.items() if kind is None)
@@ -86,7 +87,7 @@ def reducing(
     return Rule((factors, *rest), outs, tuple((factors[dim][0], kind) for dim, kind in cut.items()),
                 whole, modes=modes,
                 grad=frozenset(factors[dim][0] for dim in cut) if shares else frozenset(),
-                local=Filled(extremes[0], (tuple(cut),)) if extremes else None)  # fmt: skip
+                local=Filled(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
 
 
 def keeping(call: Call, result: Meta | None, how: Mapping[int, Any]) -> Dims | None:
@@ -115,11 +116,13 @@ def same_numbers(call: Call, operand: int = 0) -> bool:
 class Filled:
     """A reduction by `kind` on one rank: of no elements it is the neutral element.
 
-    `dims` are those that are reduced, of every operand that has some.
+    `dims` are those that are reduced, of every operand that has some. Of `sizes`, which are not
+    negative, zero is as good a maximum of none, and what norms of nothing are.
     """
 
     kind: str
     dims: tuple[tuple[int, ...], ...]
+    sizes: bool = False
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
         x: torch.Tensor = args[0]
@@ -127,6 +130,8 @@ class Filled:
             return op(*args, **kwargs)
         made = here.results[0]
         assert made is not None
+        if self.sizes and self.kind == "max":
+            return zeros(x, here)
         return neutral_like(x.new_empty((), dtype=made.dtype), self.kind, here.shape())
 
 
@@ -151,12 +156,23 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class OfSome:
-    """An operation on one rank that is not asked of a part of no elements: that gives zeros."""
+    """An operation on one rank that is not asked of a part of no elements: that gives zeros.
+
+    Its results are of the dtypes that are told without a device: some kernels have others.
+    """
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
         if args[0].numel() or not math.prod(here.operands[0].shape):
-            return op(*args, **kwargs)
+            return typed(op(*args, **kwargs), here)
         return zeros(args[0], here)
+
+
+def typed(made: Any, here: Here) -> Any:
+    """What an operation returned, in the dtypes of the layouts."""
+    if isinstance(made, torch.Tensor):
+        return made if here.results[0] is None else made.to(here.results[0].dtype)
+    pairs = zip(made, here.results, strict=True)
+    return [x if x is None or spec is None else x.to(spec.dtype) for x, spec in pairs]
 
 
 def zeros(like: torch.Tensor, here: Here) -> Any:
@@ -291,7 +307,8 @@ def _order(order: Any) -> float | str:
 def norm(call: Call) -> Rule:
     """Norms of order 0 and 1 add up, those of infinite order are extremes; others are whole."""
     which = norm_of(call)
-    return reducing(call, which.how, shares=which.order not in (0.0, 1.0) or which.matrix)
+    shares = which.order not in (0.0, 1.0) or which.matrix
+    return reducing(call, which.how, shares=shares, sizes=True)
 
 
 def dist(call: Call) -> Rule:
@@ -308,7 +325,7 @@ def dist(call: Call) -> Rule:
     every = tuple(tuple(range(each.ndim)) for each in call.operands)
     return Rule(operands, ((),), tuple((f, kind) for f in names),
                 grad=frozenset(names if extreme else ()),
-                local=Filled(kind, every) if extreme else None)  # fmt: skip
+                local=Filled(kind, every, sizes=True) if extreme else None)  # fmt: skip
 
 
 def pairwise_distance(call: Call) -> Rule:
@@ -324,7 +341,7 @@ def pairwise_distance(call: Call) -> Rule:
         return Rule(operands, (result,), whole=frozenset({name}))
     extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
     return Rule(operands, (result,), ((name, kind),), grad=frozenset({name} if extreme else ()),
-                local=Filled(kind, lasts) if extreme else None)  # fmt: skip
+                local=Filled(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
 
 
 def selecting_backward(call: Call) -> Rule:

@@ -49,7 +49,7 @@ _COUNT = [0]
 _FAMILIES = (
     "pointwise", "matmul", "reductions", "scans", "views", "diagonals", "blocks", "joining", "indexing", "scattering",
     "embedding", "losses", "class_losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
-    "factories", "random", "backward",
+    "factories", "random", "backward", "recurrent", "decompositions", "normalizing",
 )  # fmt: skip
 """The modules of this package that register rows, loaded when the first row is asked for."""
 
