@@ -6,14 +6,14 @@ What a window reads may lie on another rank: cutting spatial dims is `fs.domain`
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fshard.ops.build import is_inexact, kinds, linear
 from fshard.ops.call import Call, Meta
 from fshard.ops.local import Here, LocalCall, argument, with_argument
-from fshard.ops.parts import Parts, dims_of_text, letters, named
+from fshard.ops.parts import Parts, Sized, dims_of_text, letters, named
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
@@ -178,3 +178,41 @@ POOL_GRADIENTS = """
     replication_pad2d_backward replication_pad3d_backward mkldnn_adaptive_avg_pool2d_backward
 """
 UPSAMPLE_GRADIENTS = " ".join(f"{name}_backward" for name in AVERAGES.split() if "upsample" in name)
+
+
+@register_rule(*named(POOL_GRADIENTS), family="pooling")
+def pool_backward(call: Call) -> Rule:
+    """The gradient of every plane alone, linear in what comes."""
+    return per_plane(call, linear(0))
+
+
+@register_rule(*named(UPSAMPLE_GRADIENTS), family="pooling")
+def upsample_backward(call: Call) -> Rule:
+    """The gradient of every plane alone; the input's shape is that of the rank's planes."""
+    made = per_plane(call, linear(0))
+    return replace(made, local=Parts(changes=(Sized("input_size"),)))
+
+
+@register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward,
+               aten._grid_sampler_2d_cpu_fallback_backward, family="pooling")  # fmt: skip
+def grid_sampler_backward(call: Call) -> Rule:
+    """The planes' gradient sums over points, that of the grid over channels."""
+    x, made = sampled(call.operands[1].ndim - 2)
+    grid = (made[0], *made[2:], ())
+    results = tuple(
+        None if meta is None else dims for dims, meta in zip((x, grid), call.results, strict=True)
+    )
+    lacking = {
+        f for dim in made for f in dim
+        if any(dims is not None and dim not in dims for dims in results)
+    }  # fmt: skip
+    return Rule((made, x, grid), results, tuple(sorted((f, "sum") for f in lacking)),
+                modes=linear(0, results=2), local=Parts())  # fmt: skip
+
+
+@register_rule(aten.affine_grid_generator_backward, family="pooling")
+def affine_grid_backward(call: Call) -> Rule:
+    """Points are summed into the transformations' gradient."""
+    points = ((),) * (call.operands[0].ndim - 2)
+    return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), whole=frozenset("a"),
+                modes=linear(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
