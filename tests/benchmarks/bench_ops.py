@@ -166,14 +166,20 @@ def show(reports: Sequence[Report], options: Options, *, details: bool) -> None:
 
 def unsupported(reports: Sequence[Report], library: str) -> list[Report]:
     """Those that raise on some layout."""
-    return [each for each in reports
-            if any(seen["raises"] for (lib, _), seen in each.words.items() if lib == library)]  # fmt: skip
+    return _with_word(reports, library, "raises")
 
 
 def wrong(reports: Sequence[Report], library: str) -> list[Report]:
     """Those that are wrong on some layout."""
-    return [each for each in reports
-            if any(seen["wrong"] for (lib, _), seen in each.words.items() if lib == library)]  # fmt: skip
+    return _with_word(reports, library, "wrong")
+
+
+def _with_word(reports: Sequence[Report], library: str, word: str) -> list[Report]:
+    return [
+        each
+        for each in reports
+        if any(seen[word] for (lib, _), seen in each.words.items() if lib == library)
+    ]
 
 
 def _show_rules(reports: Sequence[Report], options: Options) -> None:

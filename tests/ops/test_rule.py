@@ -15,6 +15,9 @@ from fshard.ops.roles import INVARIANT, NOWHERE, State, factor_sizes, roles_of, 
 from fshard.ops.rule import Mode, Rule, rule
 from fshard.partition import PartitionSpec
 from fshard.spec import Spec
+from tests.helpers import message
+
+MESH = Mesh(x=2, y=3)
 
 F64, I64, BOOL = torch.float64, torch.int64, torch.bool
 
@@ -154,28 +157,31 @@ def test_errors(name: str) -> None:
 MISFITS = {
     "operands": (
         (((4,), (4,)), ((4,),)),
-        "  given: 2 operands and 1 results\n  rule:  the rule has 1 and 1\n"
-        "  fix:   write one list of factors for every tensor",
+        "2 operands and 1 results",
+        "the rule has 1 and 1",
+        "write one list of factors for every tensor",
     ),
     "dims": (
         (((4, 5),), ((4,),)),
-        "  given: a tensor of shape (4, 5)\n  rule:  the rule writes it with 1 dims\n"
-        "  fix:   one letter, 1 or parenthesis for every dim",
+        "a tensor of shape (4, 5)",
+        "the rule writes it with 1 dims",
+        "one letter, 1 or parenthesis for every dim",
     ),
     "sizes": (
         (((4,),), ((5,),)),
-        "  given: factor 'i' of sizes 4 and 5\n  rule:  a factor has one size\n"
-        "  fix:   give dims of other sizes other letters",
+        "factor 'i' of sizes 4 and 5",
+        "a factor has one size",
+        "give dims of other sizes other letters",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_rule_that_does_not_fit_its_call(name: str) -> None:
-    (shapes, results), text = MISFITS[name]
+    (shapes, results), *text = MISFITS[name]
     made = rule("i->i")
     found = said(lambda: factor_sizes(made, call(made, *shapes, results=results)))
-    assert found == f"the rule of an op: i->i\n{text}"
+    assert found == message("the rule of an op: i->i", *text)
 
 
 def test_factors_of_compound_dims_need_sizes() -> None:
@@ -252,7 +258,7 @@ def test_integers_are_never_reduced_and_booleans_have_no_sums() -> None:
 
 
 def walked(text: str, lengths: dict[str, int], entry: object, sizes: object = None,
-           mesh: Mesh = Mesh(x=2, y=3)) -> dict[str, int]:  # fmt: skip
+           mesh: Mesh = MESH) -> dict[str, int]:  # fmt: skip
     """Of every axis the place of the factor that it cuts in the one dim of the only operand."""
     made = rule(text)
     whole = 1

@@ -1,0 +1,183 @@
+"""`apply`: pairs in, pairs out; plain tensors as operands, modes, trees of results, and gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.errors import ShardingError
+from fshard.mesh import Mesh
+from fshard.ops.apply import apply
+from fshard.partition import PartitionSpec as P
+from fshard.spec import Sharded, Spec
+
+MESH = Mesh(x=2, y=2)
+aten = torch.ops.aten
+
+
+def lay(x: torch.Tensor, *entries: Any, mesh: Mesh = MESH, **kinds: Any) -> Sharded:
+    return fs.shard(
+        x, Spec(mesh, P(*entries, **kinds), shape=x.shape, dtype=x.dtype, uneven="chunk")
+    )
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def said(make: Callable[[], object]) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises(ShardingError) as caught:
+        make()
+    return str(caught.value)
+
+
+# -- values -------------------------------------------------------------------------------
+
+
+def test_plain_tensors_are_whole_on_every_rank() -> None:
+    x, w = draw(4, 6), draw(6, 2, seed=1)
+    made = apply(torch.mm, lay(x, "x"), w)
+    assert str(made.spec) == "f64[4@x,2]"
+    assert torch.equal(fs.unshard(made), torch.cat([x[:2] @ w, x[2:] @ w]))
+    torch.testing.assert_close(fs.unshard(apply(torch.sub, w, lay(w, "x"))), w - w)
+
+
+def test_arguments_by_name_and_in_lists() -> None:
+    x, y = draw(4, 6), draw(4, 2, seed=1)
+    made = apply(aten.cat.default, [lay(x, "x"), lay(y, "x")], dim=1)
+    assert torch.equal(fs.unshard(made), torch.cat([x, y], 1))
+    assert str(made.spec) == "f64[4@x,8]"
+    added = apply(torch.add, lay(x, "x"), other=lay(x, "x"), alpha=2)
+    torch.testing.assert_close(fs.unshard(added), 3 * x)
+
+
+def test_results_come_in_the_tree_of_the_operation() -> None:
+    x = draw(4, 6)
+    made = apply(aten.max.dim, lay(x, "x"), 1)
+    assert isinstance(made, tuple)
+    assert [torch.equal(fs.unshard(each), want) for each, want in zip(made, x.max(1), strict=True)]
+    parts = apply(aten.split.Tensor, lay(x, "x"), 2, 1)
+    assert isinstance(parts, list | tuple)
+    assert [str(each.spec) for each in parts] == ["f64[4@x,2]"] * 3
+
+
+def test_variants_that_write_return_and_write_nothing() -> None:
+    x = lay(draw(4, 6), "x")
+    before = [each.clone() for each in x.local]
+    added = apply(aten.add_.Tensor, x, 1.0)
+    out = lay(torch.zeros(4, 6, dtype=torch.float64), "x")
+    more = apply(aten.add.out, x, x, out=out)
+    assert all(map(torch.equal, x.local, before))
+    assert not any(each.any() for each in out.local)
+    torch.testing.assert_close(fs.unshard(added), draw(4, 6) + 1)
+    torch.testing.assert_close(fs.unshard(more), 2 * draw(4, 6))
+
+
+def test_operands_are_not_written() -> None:
+    x = lay(draw(5, 3), None, "y")
+    before = [each.clone() for each in x.local]
+    apply(torch.softmax, x, 1, mode="auto")
+    assert all(map(torch.equal, x.local, before))
+
+
+def test_gradients_come_through_moved_operands() -> None:
+    x, w = draw(4, 6).requires_grad_(), draw(6, 5, seed=1).requires_grad_()
+    made = apply(torch.mm, lay(x, None, "x"), lay(w, None, "x"), mode="auto")
+    fs.unshard(made).square().sum().backward()
+    right = torch.autograd.grad((x @ w).square().sum(), (x, w))
+    torch.testing.assert_close((x.grad, w.grad), right)
+
+
+def test_second_derivatives() -> None:
+    x = draw(4, 3).requires_grad_()
+    cube = lambda pair: apply(torch.mul, apply(torch.mul, pair, pair), pair)  # noqa: E731
+    (first,) = torch.autograd.grad(fs.unshard(cube(lay(x, "x"))).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 6 * x.detach())
+
+
+def test_a_function_of_several_operations() -> None:
+    x, w = draw(4, 6), draw(6, 2, seed=1)
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w) + 1
+
+    made = apply(layer, lay(x, "x"), w)
+    torch.testing.assert_close(fs.unshard(made), layer(x, w))
+
+
+# -- modes --------------------------------------------------------------------------------
+
+
+def test_explicit_mode_takes_a_dearer_way_that_sends_nothing() -> None:
+    made = apply(torch.mm, lay(draw(4, 6), None, "x"), lay(draw(6, 2, seed=1), "x"))
+    assert dict(made.spec.partition.unreduced_kinds) == {"x": "sum"}
+
+
+def test_explicit_mode_shows_the_choices() -> None:
+    pair = lay(draw(4, 6), "x", mesh=Mesh(x=2))
+    other = lay(draw(4, 6), None, "x", mesh=Mesh(x=2))
+    text = said(lambda: apply(torch.add, pair, other))
+    lines = text.splitlines()
+    assert lines[0] == "fs.apply(aten.add.Tensor)"
+    assert lines[1] == "  given: f64[4@x,6], f64[4,6@x]"
+    assert lines[2] == "  rule:  every way to run it needs communication:"
+    assert len([line for line in lines if " received, " in line]) >= 2
+    assert lines[-1] == (
+        '  fix:   mode="auto" runs the first; fs.reshard an operand before for another'
+    )
+    auto = apply(torch.add, pair, other, mode="auto")
+    torch.testing.assert_close(fs.unshard(auto), 2 * draw(4, 6))
+
+
+def test_a_mode_that_there_is_not() -> None:
+    assert said(lambda: apply(torch.neg, lay(draw(4), "x"), mode="implicit")) == (
+        "fs.apply\n  given: mode='implicit'\n  rule:  mode is 'explicit' or 'auto'\n"
+        "  fix:   mode='auto'"
+    )
+
+
+def test_no_pairs() -> None:
+    assert said(lambda: apply(torch.neg, draw(4))) == (
+        f"fs.apply({torch.neg})\n  given: no pairs\n"
+        "  rule:  at least one argument is a pair (local, spec)\n"
+        "  fix:   fs.shard(tensor, spec) makes one"
+    )
+
+
+def test_locals_of_one_rank_and_of_all() -> None:
+    pair = lay(draw(4), "x")
+    one = Sharded(pair.local[0], pair.spec)
+    assert said(lambda: apply(torch.add, pair, one)) == (
+        f"fs.apply({torch.add})\n  given: locals of one rank and of all ranks\n"
+        "  rule:  all pairs hold one rank's local, or all hold the tuple of all shards\n"
+        "  fix:   make them the same way"
+    )
+
+
+# -- rank-local code ----------------------------------------------------------------------
+
+
+def body(size: int) -> list[Any]:
+    """Calls of `apply` on one rank's locals; what they give, whole."""
+    mesh = Mesh(x=size)
+    x, w = draw(5, 6).requires_grad_(), draw(6, 4, seed=1).requires_grad_()
+    rows = apply(torch.mm, lay(x, "x", mesh=mesh), lay(w, mesh=mesh))
+    sums = apply(torch.mm, lay(x, None, "x", mesh=mesh), lay(w, "x", mesh=mesh))
+    moved = apply(torch.add, sums, rows, mode="auto")
+    whole = fs.unshard(moved)
+    whole.square().sum().backward()
+    return [whole.detach(), x.grad, w.grad]
+
+
+def test_rank_local_code_in_a_simulation() -> None:
+    x, w = draw(5, 6).requires_grad_(), draw(6, 4, seed=1).requires_grad_()
+    made = 2 * (x @ w)
+    right = [made.detach(), *torch.autograd.grad(made.square().sum(), (x, w))]
+    for rank in fs.simulate(Mesh(x=2), body, 2):
+        torch.testing.assert_close(rank, right)
