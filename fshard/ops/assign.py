@@ -102,6 +102,7 @@ class _Walk:
     ) -> None:  # fmt: skip
         self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
         self.wishes = wishes
+        self.within: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
@@ -185,7 +186,8 @@ class _Walk:
             return self.from_nothing(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
             return self.constrained(args[0], constraint_of(args[1]))
-        how = decomposition_of(op)
+        # Within its own decomposition an operation is itself, of what is held constant, say.
+        how = None if op in self.within else decomposition_of(op)
         if row_of(op) is None:
             if how is None and own_way(op) is None:
                 self.refuse(op, args, kwargs)
@@ -298,7 +300,9 @@ class _Walk:
         if graph is None:
             self.refuse(op, args, kwargs)
         grad = self.grad
+        self.within.append(op)
         made = self.run(graph, [k for each in (*args, *kwargs.values()) for k in _known(each)])
+        self.within.pop()
         if self.grad != grad:
             self.grad_mode(grad)
         returns = op._schema.returns

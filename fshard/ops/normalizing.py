@@ -1,9 +1,8 @@
 """How normalizations are done by others, over dims that stay cut: two means and a product.
 
-Statistics of layers and batches that are returned have no gradient, as PyTorch's have none.
-
 With a layer's width cut over an axis, a layer norm is two sums of one number to a position; with a
 batch cut, a batch norm is one over all of it. Gradients that have operations of their own likewise.
+Statistics of layers and batches that are returned have no gradient, as PyTorch's have none.
 """
 
 from __future__ import annotations
@@ -176,8 +175,8 @@ def _batch_norm(
     """A batch norm by its own statistics or those given; mean, inverse deviation and variance."""
     shape = _channels(x)
     if own:
-        normal, *made = _normal(x, _over_batch(x), eps)
-        mean, rstd, var = (each.flatten() for each in made)
+        normal, *told = _normal(x, _over_batch(x), eps)
+        mean, rstd, var = (each.flatten() for each in told)
     else:
         assert mean is not None
         assert var is not None
