@@ -11,16 +11,10 @@ import torch
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.ops.call import map_tensors
+from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
 from fshard.ops.partition import Partition, partition
-from fshard.ops.propagate import (
-    frozen,
-    is_several,
-    local_strategy_for,
-    specs_in,
-    strategy_for,
-    thawed,
-)
+from fshard.ops.propagate import is_several, local_strategy_for, specs_in, strategy_for
 from fshard.ops.registry import decomposition_of
 from fshard.ops.strategy import Strategy
 from fshard.partition import PartitionSpec

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from fshard.ops.hints import call_at
 from fshard.ops.lines import Constant, Move, Operation
 from fshard.ops.partition import Partition, Partitioned
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
+from fshard.ops.strategy import Strategy
 from fshard.ops.weigh import compute_time, moving, nbytes
 from fshard.partition import PartitionSpec
 from fshard.program.cost import max_local_nbytes
@@ -117,12 +119,14 @@ def step_time(made: Partitioned, topology: Topology) -> float:
     )  # fmt: skip
     times = FORWARD_AND_BACKWARD if made.grad else 1
     return moves + times * sum(
-        _work(line, made.mesh, topology) for line in made.lines if isinstance(line, Operation)
-    )
+        _work(line.strategy, made.mesh, topology)
+        for line in made.lines if isinstance(line, Operation)
+    )  # fmt: skip
 
 
-def _work(line: Operation, mesh: Mesh, topology: Topology) -> float:
-    strategy = line.strategy
+@lru_cache(maxsize=16384)
+def _work(strategy: Strategy, mesh: Mesh, topology: Topology) -> float:
+    """Seconds that a rank computes for one operation."""
     whole = compute_time(topology, strategy.rule, strategy.call,
                          factor_sizes(strategy.rule, strategy.call))  # fmt: skip
     for axis, role in strategy.roles:
@@ -383,7 +387,7 @@ class _Labels:
         else:
             sizes = factor_sizes(rule, call)
             roles = [r for r in roles_of(rule, call, grad=True)
-                     if r.name != "reduced" and self.fits(node, r, sizes, n)]  # fmt: skip
+                     if _counts(r) and self.fits(node, r, sizes, n)]  # fmt: skip
             work = FORWARD_AND_BACKWARD * compute_time(topology, rule, call, sizes)
         work /= self.cut.get(node, 1)
         variable = made.variable([work / (n if role.factor else 1) for role in roles])
@@ -421,6 +425,12 @@ class _Labels:
         local = whole // n if have.word == "sharded" else whole
         weight = moving(self.search.topology, link, n, have, _led(asked), local, item)
         return weight.time + weight.back
+
+
+def _counts(role: Role) -> bool:
+    """Whether a role can come up: arguments are never unreduced, so what is so was summed."""
+    kinds = {s.kind for s in role.operands if s.word == "unreduced"}
+    return role.name != "reduced" and kinds <= {"sum"}
 
 
 def _led(state: State | None) -> State:

@@ -13,6 +13,7 @@ from fshard.errors import fail
 from fshard.ops.acceptable import acceptable
 from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
 from fshard.ops.choose import choose
+from fshard.ops.keys import frozen, thawed
 from fshard.ops.lists import in_lists, is_list
 from fshard.ops.registry import functional_of, row_of, version
 from fshard.ops.rule import Rule
@@ -24,8 +25,8 @@ from fshard.program.topology import Topology
 from fshard.spec import Spec
 
 __all__ = [
-    "call_of", "frozen", "is_several", "local_strategy_for", "overload_of", "propagate",
-    "specs_in", "strategy_for", "thawed",
+    "call_of", "is_several", "local_strategy_for", "overload_of", "propagate", "specs_in",
+    "strategy_for",
 ]  # fmt: skip
 
 
@@ -116,53 +117,6 @@ def _cached(
 
 def _no_way(op: Any) -> NoReturn:
     raise AssertionError(f"{op}: all operands whole is always a way")
-
-
-class _List(tuple[Any, ...]):
-    """A list as it is in a key: other than a tuple of the same."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _List and tuple.__eq__(self, other)
-
-    def __hash__(self) -> int:
-        return tuple.__hash__(self) ^ 1
-
-
-class _Number(tuple[Any, ...]):
-    """A number with its type, as it is in a key: 1, 1.0 and True are three."""
-
-    __slots__ = ()
-
-
-def frozen(value: Any) -> Any:
-    """An argument as it can be a key: lists as tuples, numbers with their types."""
-    kind = type(value)
-    if kind is Spec or value is None or kind is str:
-        return value
-    if kind is tuple:
-        return tuple(map(frozen, value))
-    if kind is list:
-        return _List(map(frozen, value))
-    if kind is dict:
-        return tuple((key, frozen(each)) for key, each in value.items())
-    if kind in (bool, int, float, complex):
-        # Zeros differ by their sign, and NaN from itself.
-        return _Number((kind, repr(value) if kind in (float, complex) else value))
-    return value
-
-
-def thawed(value: Any) -> Any:
-    kind = type(value)
-    if kind is _Number:
-        given = value[1]
-        return value[0](given.strip("()")) if isinstance(given, str) else given
-    if kind is _List:
-        return list(map(thawed, value))
-    if kind is tuple:
-        return tuple(map(thawed, value))
-    return value
 
 
 def _compute(

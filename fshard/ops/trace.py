@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from fshard.errors import ShardingError, fail
 from fshard.ops.call import Meta, map_tensors
+from fshard.ops.keys import frozen, thawed
 from fshard.partition import PartitionSpec
 
 __all__ = ["constrain", "constraint_of", "decompose", "own_way", "trace"]
@@ -63,21 +65,30 @@ def decompose(
     """The graph of one operation in terms of others; None where PyTorch has no other way.
 
     `how` computes the same; without it PyTorch's own ways are tried: those of composite
-    operations, and its table of decompositions.
+    operations, and its table of decompositions. Traced once for arguments of one kind.
     """
     run = how or own_way(op)
     if run is None:
         return None
-    metas = [m for each in (*args, *kwargs.values()) for m in _metas(each)]
+    grad = torch.is_grad_enabled()
+    return _decomposed(op, run, how is not None, frozen(tuple(args)), frozen(dict(kwargs)), grad)
+
+
+@lru_cache(maxsize=4096)
+def _decomposed(
+    op: Any, run: Callable[..., Any], above: bool, args: Any, kwargs: Any, grad: bool
+) -> fx.GraphModule:
+    given, named = tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
+    metas = [m for each in (*given, *named.values()) for m in _metas(each)]
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
         left = iter(tensors)
-        placed = [map_tensors(each, Meta, lambda _: next(left)) for each in args]
-        named = {key: map_tensors(each, Meta, lambda _: next(left)) for key, each in kwargs.items()}
-        out = run(*placed, **named)
+        placed = [map_tensors(each, Meta, lambda _: next(left)) for each in given]
+        filled = {key: map_tensors(each, Meta, lambda _: next(left)) for key, each in named.items()}
+        out = run(*placed, **filled)
         return list(out) if isinstance(out, list | tuple) else [out]
 
-    return trace(flat, metas, f"fs.partition: {op}", above=how is not None)
+    return trace(flat, metas, f"fs.partition: {op}", above=above)
 
 
 def _metas(value: Any) -> list[Meta]:
