@@ -1,7 +1,7 @@
 """What passes unreduced operands of operations on single elements, by the operation's name.
 
 Linear functions pass sums and averages, affine ones averages, rising ones maxima and minima,
-falling ones exchange them. What is listed holds for every candidate, also for minus infinity and NaN: a
+falling ones exchange them. What is listed holds for every candidate, minus infinity and NaN too: a
 logarithm is no rising function of a maximum of numbers below zero.
 """
 
