@@ -86,7 +86,7 @@ def reducing(
     rest = tuple(((),) * each.ndim for each in call.operands[1:])
     return Rule((factors, *rest), outs, tuple((factors[dim][0], kind) for dim, kind in cut.items()),
                 whole, modes=modes,
-                grad=frozenset(factors[dim][0] for dim in cut) if shares else frozenset(),
+                grad=frozenset((*(factors[dim][0] for dim in cut), *modes) if shares else ()),
                 local=Filled(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
 
 

@@ -70,6 +70,8 @@ def _roles(
         if _may_cut(rule, factor, grad)
     ]
     for mode in rule.modes:
+        if grad and mode in rule.grad:
+            continue
         asked = tuple(
             State("unreduced", kind=mode.kind) if place in mode.operands else each
             for place, each in enumerate(same)
@@ -200,7 +202,11 @@ def _walk(
         while place < len(factors) - 1 and cut == sizes[factors[place]]:
             place, cut = place + 1, 1
         here = place if place < len(factors) else NOWHERE
-        if here != NOWHERE and place < len(factors) - 1 and not _cuts(spec, dim, factors, place, sizes, cut * n):
+        if (
+            here != NOWHERE
+            and place < len(factors) - 1
+            and not _cuts(spec, dim, factors, place, sizes, cut * n)
+        ):
             here = NOWHERE
         found[axis] = State("sharded", dim, here)
         if here == NOWHERE:

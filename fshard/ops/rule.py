@@ -58,9 +58,10 @@ class Rule:
     kind; one that has none there is needed whole, as are those in `whole` and `permuted` (kept
     apart for who reads it: the latter only move elements along the dim). `modes` are the
     unreduced operands it takes. `local` runs the operation on one rank where more than shapes
-    changes there; `grad` are factors that can be cut only where no gradient is asked for, since
-    the pieces' gradients are not the gradient's pieces. `sizes` are lengths of factors that the
-    tensors' dims do not tell; `unread` operands give their dtype alone and may lie as they will.
+    changes there; `grad` are factors that can be cut, and modes that pass, only where no gradient
+    is asked for, since the pieces' gradients are not the gradient's pieces. `sizes` are lengths of
+    factors that the tensors' dims do not tell; `unread` operands give their dtype alone and may lie
+    as they will.
     """
 
     operands: tuple[Dims, ...]
@@ -69,7 +70,7 @@ class Rule:
     whole: frozenset[str] = frozenset()
     permuted: frozenset[str] = frozenset()
     modes: tuple[Mode, ...] = ()
-    grad: frozenset[str] = frozenset()
+    grad: frozenset[str | Mode] = frozenset()
     local: Local | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     unread: frozenset[int] = frozenset()
@@ -111,9 +112,7 @@ def _has(dims: Dims, factor: str) -> bool:
 def _dims_text(dims: Dims) -> str:
     if any(len(f) > 1 for dim in dims for f in dim):
         return " ".join(f"({' '.join(dim)})" if len(dim) != 1 else dim[0] for dim in dims)
-    return "".join(
-        dim[0] if len(dim) == 1 else f"({''.join(dim)})" if dim else "1" for dim in dims
-    )
+    return "".join(dim[0] if len(dim) == 1 else f"({''.join(dim)})" if dim else "1" for dim in dims)
 
 
 def rule(
