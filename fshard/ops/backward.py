@@ -8,14 +8,13 @@ from __future__ import annotations
 import torch
 
 from fshard.ops.build import axes_of, linear, wrap
-from fshard.ops.call import Call
+from fshard.ops.call import Call, Meta
 from fshard.ops.parts import (
     Parts,
     Sized,
     dims_of_text,
     fitted,
     letters,
-    named,
     trailing,
     untouched,
 )
@@ -39,7 +38,10 @@ def elementwise(call: Call) -> Rule | None:
     shape = call.operands[0].shape
     every = letters(len(shape))
     dims: Dims = tuple(() if at in whole else (every[at],) for at in range(len(shape)))
-    same = lambda meta: dims if meta.shape == shape else untouched(meta)  # noqa: E731
+
+    def same(meta: Meta) -> Dims:
+        return dims if meta.shape == shape else untouched(meta)
+
     results = tuple(None if each is None else same(each) for each in call.results)
     empty = any(each is not None and each.shape != shape for each in call.results)
     kinds = tuple((f, "sum") for dim in dims for f in dim) if empty else ()
@@ -115,7 +117,7 @@ def trace_backward(call: Call) -> Rule:
     return Rule(((),), (((), ()),), modes=linear(0))
 
 
-# -- distances and products -----------------------------------------------------------------
+# -- distances ------------------------------------------------------------------------------
 
 
 @register_rule(aten._cdist_backward, family="backward")
@@ -134,19 +136,3 @@ def pdist_backward(call: Call) -> Rule:
     """The width passes; all pairs of rows are in one vector."""
     rows: Dims = ((), ("k",))
     return Rule((((),), rows, ((),)), (rows,), modes=linear(0), local=Parts())
-
-
-@register_rule(*named("linear_backward mkldnn_linear_backward"), family="backward")
-def linear_backward(call: Call) -> Rule | None:
-    """Gradients of input, weight and bias, of which the last is of no width in."""
-    x, grad, weight = call.operands
-    batch = letters(x.ndim - 1, "jk")
-    dims = dims_of_text(batch + "k"), dims_of_text(batch + "j"), dims_of_text("jk")
-    bias = call.results[2]
-    results = tuple(
-        None if meta is None else each
-        for each, meta in zip((dims[0], dims[2], dims_of_text("j")), call.results, strict=True)
-    )
-    kinds = tuple((f, "sum") for f in sorted(f"{batch}j"))
-    whole = frozenset("k") if bias is not None else frozenset[str]()
-    return Rule(dims, results, kinds, whole, modes=linear(1, results=3), local=Parts())

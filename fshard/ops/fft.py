@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fshard.ops.build import axes_of, linear
+from fshard.ops.build import axes_of, is_inexact, linear
 from fshard.ops.call import Call
 from fshard.ops.parts import Parts, dims_of_text, letters, named
 from fshard.ops.registry import register_rule
@@ -37,7 +37,8 @@ def transformed(call: Call) -> Rule:
         over = set(axes_of(given, ndim))
     every = letters(ndim)
     dims: Dims = tuple(() if dim in over else (every[dim],) for dim in range(ndim))
-    return Rule((dims,), (dims,), modes=linear(0), local=Parts())
+    modes = linear(0) if is_inexact(call.operands[0]) else ()
+    return Rule((dims,), (dims,), modes=modes, local=Parts())
 
 
 @register_rule(aten.fft_fftshift, aten.fft_ifftshift, family="fft")

@@ -14,6 +14,7 @@ import torch
 from fshard.ops.build import wrap
 from fshard.ops.call import Call, Meta
 from fshard.ops.parts import (
+    Expanded,
     Parts,
     Pinned,
     contracted,
@@ -61,7 +62,10 @@ def product_added(call: Call) -> Rule:
     """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
     made, a, b = SUMS[_name(call)]
     dims = (trailing(made, call.operands[0].ndim), dims_of_text(a), dims_of_text(b))
-    return contracted(call, dims, dims_of_text(made), addend=0)
+    # Of an empty product with a vector PyTorch returns the input's shape, not the sum's.
+    changes = (Expanded("self"),) if _name(call) == "addmv" else ()
+    return contracted(call, dims, dims_of_text(made), addend=0,
+                      local=Parts((0,), changes, zeros=False))  # fmt: skip
 
 
 @register_rule(aten._addmm_activation, family="matmul")

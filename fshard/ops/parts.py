@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from fshard.ops.build import linear
+from fshard.ops.build import is_inexact, linear
 from fshard.ops.call import Call, Meta, map_tensors
-from fshard.ops.local import Here, LocalCall, with_argument
+from fshard.ops.local import Here, LocalCall, argument, with_argument
 from fshard.ops.rule import Dims, Mode, Rule
+from fshard.spec import Spec
 
 __all__ = [
-    "Parts", "Pinned", "Sized", "added", "contracted", "dims_of_text", "fitted", "has_nothing",
-    "letters", "named", "nil", "nothing", "trailing", "untouched",
+    "Expanded", "Parts", "Pinned", "Sized", "added", "contracted", "dims_of_text", "fitted",
+    "has_nothing", "is_widened", "letters", "named", "nil", "nothing", "trailing", "untouched",
 ]  # fmt: skip
 
 Change = Callable[[LocalCall, Here], LocalCall]
@@ -105,11 +106,18 @@ def contracted(
     seen = dict.fromkeys(f for each in dims for dim in each for f in dim)
     made = {f for dim in result for f in dim}
     places = [at for at in range(len(dims)) if at != addend] if linear_in is None else linear_in
+    if call.results[0] is not None and is_widened(call.operands[0], call.results[0]):
+        places = ()
     modes = linear(*places) if addend is None else added(addend, places)
     if addend is not None and local is None:
         local = Parts(once=(addend,), zeros=False)
     kinds = tuple(sorted((f, "sum") for f in seen if f not in made))
     return Rule(dims, (result,), kinds, modes=modes, local=local)
+
+
+def is_widened(source: Meta, made: Meta) -> bool:
+    """Whether integers become numbers of another range, where their sums do not overflow alike."""
+    return source.dtype != made.dtype and not is_inexact(source)
 
 
 def added(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
@@ -143,6 +151,8 @@ class Parts:
         later = frozenset(at for at in self.once if _is_later(here, at))
         if later:
             args, kwargs = _without(args, kwargs, later)
+        if _is_cut_off(here.results[0], here.rank):
+            return nothing(args, kwargs, here)
         if self.zeros and has_nothing(here):
             return nothing(args, kwargs, here, dict.fromkeys(self.once, self.along))
         for change in self.changes:
@@ -182,8 +192,14 @@ def nil(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_nothing(here: Here) -> bool:
-    """Whether an operand that is not empty is so on this rank."""
-    return any(0 in spec.local_shape(here.rank) and 0 not in spec.shape for spec in here.operands)
+    """Whether an operand that has something along a dim has nothing of it on this rank."""
+    return any(_is_cut_off(spec, here.rank) for spec in here.operands)
+
+
+def _is_cut_off(spec: Spec | None, rank: int) -> bool:
+    return spec is not None and any(
+        not mine and size for mine, size in zip(spec.local_shape(rank), spec.shape, strict=True)
+    )
 
 
 def nothing(
@@ -239,3 +255,16 @@ class Sized:
     def __call__(self, call: LocalCall, here: Here) -> LocalCall:
         """The call with it."""
         return with_argument(*call, self.name, list(here.shape(self.result)))
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A change: the argument `name` has the shape of a result on the rank."""
+
+    name: str
+    result: int = 0
+
+    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+        """The call with it."""
+        x = argument(*call, self.name)
+        return with_argument(*call, self.name, x.expand(here.shape(self.result)))

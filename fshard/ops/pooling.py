@@ -71,8 +71,9 @@ def per_plane(call: Call, modes: tuple[Mode, ...] = ()) -> Rule:
 
 @register_rule(*named(AVERAGES), family="pooling")
 def averaged(call: Call) -> Rule:
-    """Linear in the tensor that it reads."""
-    return per_plane(call, linear(0))
+    """Linear in the tensor that it reads, but where integers are divided."""
+    moves = any(word in name_of(call) for word in ("pad", "unpool", "nearest"))
+    return per_plane(call, linear(0) if moves or is_inexact(call.operands[0]) else ())
 
 
 @register_rule(*named(MAXIMA), family="pooling")
