@@ -279,7 +279,7 @@ class _Walk:
         progs = [(redistribute(have, spec, cost=self.topology), at) for have, at in there.items()]
         prog, at = min(progs, key=lambda each: self.seconds(each[0], x.grad))
         out = self.new()
-        self.made.lines.append(Move(out, Ref(at), prog))
+        self.made.lines.append(Move(out, Ref(at), prog, self.grad and x.grad))
         self.made.time += self.seconds(prog, x.grad)
         (x.quiet if x.grad and not self.grad else x.versions)[spec] = out
         return out

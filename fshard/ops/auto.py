@@ -114,7 +114,7 @@ def step_time(made: Partitioned, topology: Topology) -> float:
     """Modelled seconds of a step: programs and their transposes, and what ranks compute."""
     moves = sum(
         line.program.cost(topology).time
-        + (line.program.T.cost(topology).time if made.grad and line.program.is_linear else 0.0)
+        + (line.program.T.cost(topology).time if line.grad and line.program.is_linear else 0.0)
         for line in made.lines if isinstance(line, Move)
     )  # fmt: skip
     times = FORWARD_AND_BACKWARD if made.grad else 1

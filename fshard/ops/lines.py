@@ -43,11 +43,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A program that brings a value to another layout."""
+    """A program that brings a value to another layout; with `grad` its transpose runs backward."""
 
     out: int
     source: Ref
     program: Program
+    grad: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,7 +61,11 @@ class Partitioned:
         Local operations are not in it.
         """
         on = topology or self._topology
-        progs = [p.T if backward else p for p in self.programs if not backward or p.is_linear]
+        moves = [line for line in self.lines if isinstance(line, Move)]
+        progs = [
+            line.program.T if backward else line.program for line in moves
+            if not backward or (line.grad and line.program.is_linear)
+        ]  # fmt: skip
         costs = [prog.cost(on) for prog in progs]
         return Cost(
             time=sum(each.time for each in costs),
@@ -296,7 +300,7 @@ class Partition:
                 spec = p if isinstance(p, Spec) else spec.replace(partition=p)
             if spec not in value.versions:
                 prog = redistribute(value.spec, spec, cost=self.topology)
-                made.lines.append(Move(made.count, Ref(value.versions[value.spec]), prog))
+                made.lines.append(Move(made.count, Ref(value.versions[value.spec]), prog, value.grad))
                 value.versions[spec] = made.count
                 made.count += 1
             outputs.append(value.versions[spec])

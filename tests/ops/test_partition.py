@@ -16,11 +16,13 @@ from fshard.ops.partition import Partitioned
 from tests.ops import blocks
 
 MESH = Mesh(dp=2, tp=2)
+BYTES = fs.Topology("bytes", inner=fs.Link(1e-9, 1e9), launch=1e-9, message=0.0)
+"""For tensors as small as these: a launch would count more than all that they hold."""
 COLUMNS, ROWS = P("tp"), P(None, "tp")
 Block = Callable[[blocks.Params, torch.Tensor], torch.Tensor]
 
 
-def _input(*shape: int) -> torch.Tensor:
+def sample(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7)
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
@@ -52,7 +54,8 @@ def sent(made: Partitioned) -> tuple[Counter[tuple[str, tuple[str, ...]]], ...]:
     backward: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for line in made.lines:
         if isinstance(line, Move):
-            for found, prog in ((forward, line.program), (backward, line.program.T)):
+            ways = [(forward, line.program), *([(backward, line.program.T)] if line.grad else [])]
+            for found, prog in ways:
                 for step, wire in zip(prog.steps, prog.step_bytes, strict=True):
                     if wire:
                         found[type(step).__name__, step.axes] += 1
@@ -75,24 +78,24 @@ def test_blocks_from_specs_on_parameters_alone_equal_one_device(name: str) -> No
     fn, params, asked, shape = BLOCKS[name]
     p = params()
     part = fs.partition(fn, mesh=MESH, params={k: asked.get(k, P()) for k in p})
-    check_equal(part, fn, p, _input(*shape))
+    check_equal(part, fn, p, sample(*shape))
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "vit"])
-def test_megatron_collectives(name: str) -> None:
-    """Two all-reduces forward, two backward, and one for the gradient of every parameter."""
+@pytest.mark.parametrize("name, pairs", [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
+def test_megatron_collectives(name: str, pairs: int) -> None:
+    """One all-reduce for each pair of layers forward and backward, and one for every gradient."""
     fn, params, asked, shape = BLOCKS[name]
     p = params()
     part = fs.partition(
         fn, mesh=MESH, params={k: asked.get(k, P()) for k in p}, in_specs=(P("dp"),)
     )
-    x = _input(*shape)
+    x = sample(*shape)
     check_equal(part, fn, p, x)
     forward, backward = sent(part.trace(p, x))
-    assert forward == {("AllReduce", ("tp",)): 2}
+    assert forward == {("AllReduce", ("tp",)): pairs}
     data = sum(n for (kind, axes), n in backward.items() if kind == "AllReduce" and "dp" in axes)
-    assert backward["AllReduce", ("tp",)] == 2 and data == len(p)
-    assert backward.total() == 2 + len(p)
+    assert backward["AllReduce", ("tp",)] == pairs and data == len(p)
+    assert backward.total() == pairs + len(p)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -101,8 +104,8 @@ def test_fsdp_collectives(name: str) -> None:
     fn, params, _, shape = BLOCKS[name]
     p, mesh = params(), Mesh(dp=2)
     specs = {k: P("dp") for k in p}
-    part = fs.partition(fn, mesh=mesh, params=specs, in_specs=(P("dp"),))
-    x = _input(64, *shape[1:])
+    part = fs.partition(fn, mesh=mesh, params=specs, in_specs=(P("dp"),), cost=BYTES)
+    x = sample(64, *shape[1:])
     check_equal(part, fn, p, x)
     forward, backward = sent(part.trace(p, x))
     assert forward == {("AllGather", ("dp",)): len(p)}
@@ -116,7 +119,7 @@ def test_sequence_parallel_collectives(name: str) -> None:
     p, mesh = params(), Mesh(tp=2)
     part = fs.partition(fn, mesh=mesh, params={k: asked.get(k, P()) for k in p},
                         in_specs=(P(None, "tp"),), out_specs=P(None, "tp"))  # fmt: skip
-    x = _input(*shape)
+    x = sample(*shape)
     check_equal(part, fn, p, x)
     forward, _ = sent(part.trace(p, x))
     assert forward == {("AllGather", ("tp",)): 2, ("ReduceScatter", ("tp",)): 2}
@@ -132,7 +135,7 @@ MLP = blocks._make({"a": (8, 16), "b": (16, 8)}, 5)
 def test_what_constraints_and_out_specs_ask_for_is_reduced_where_it_is_made() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),), out_specs=P(("dp", "tp")))  # fmt: skip
-    x = _input(4, 8)
+    x = sample(4, 8)
     check_equal(part, mlp, MLP, x)
     assert sent(part.trace(MLP, x))[0] == {("ReduceScatter", ("tp",)): 1}
 
@@ -150,7 +153,7 @@ def test_what_constraints_and_out_specs_ask_for_is_reduced_where_it_is_made() ->
 def test_pairs_give_pairs_and_locals_of_one_rank_run_the_graph() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),))  # fmt: skip
-    x = _input(4, 8)
+    x = sample(4, 8)
     specs = part.trace(MLP, x).in_specs
     a, b, whole = (fs.shard(t.detach(), s) for t, s in zip((*MLP.values(), x), specs, strict=True))
     out = part({"a": a, "b": b}, whole)
@@ -167,7 +170,7 @@ def test_pairs_give_pairs_and_locals_of_one_rank_run_the_graph() -> None:
 
 def test_a_second_call_of_the_same_kind_lays_nothing_out_anew() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")})
-    x = _input(4, 8)
+    x = sample(4, 8)
     part(MLP, x)
     first = part.trace(MLP, x)
     assert part.trace(MLP, x * 2) is first
@@ -177,7 +180,7 @@ def test_a_second_call_of_the_same_kind_lays_nothing_out_anew() -> None:
 def test_explain_has_a_line_for_every_operation() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),))  # fmt: skip
-    text = part.explain(MLP, _input(4, 8))
+    text = part.explain(MLP, sample(4, 8))
     assert text.splitlines() == [
         "3 inputs: f64[8,16@tp], f64[16@tp,8], f64[4@dp,8]",
         "    invariant_to_reduced(tp)  (nothing is sent)",
@@ -203,7 +206,7 @@ def test_uneven_shards_and_closures() -> None:
     mesh = Mesh(x=3)
     spec = fs.Spec(mesh, P("x"), shape=(7, 8), dtype=torch.float64, uneven="chunk")
     part = fs.partition(fn, mesh=mesh, params=P(), in_specs=(spec,))
-    check_equal(part, fn, MLP, _input(7, 8))
+    check_equal(part, fn, MLP, sample(7, 8))
 
 
 def test_what_is_written_in_place_is_another_value_from_then_on() -> None:
@@ -215,7 +218,7 @@ def test_what_is_written_in_place_is_another_value_from_then_on() -> None:
         return y @ p["b"]
 
     part = fs.partition(fn, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")})
-    check_equal(part, fn, MLP, _input(4, 8))
+    check_equal(part, fn, MLP, sample(4, 8))
 
 
 def test_no_grad_regions_and_detached_values_ask_for_no_gradient() -> None:
@@ -227,7 +230,7 @@ def test_no_grad_regions_and_detached_values_ask_for_no_gradient() -> None:
     part = fs.partition(
         fn, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")}, in_specs=(P("dp"),)
     )
-    x = _input(4, 8)
+    x = sample(4, 8)
     made, whole = part(MLP, x), fn(MLP, x)
     torch.testing.assert_close(made, whole)
     one, other = (torch.autograd.grad(y.sin().sum(), [MLP["a"], x]) for y in (made, whole))
@@ -258,6 +261,6 @@ def test_a_module_is_called_with_its_parameters() -> None:
     params = dict(module.named_parameters())
     specs = {"0.weight": P("tp"), "0.bias": P("tp"), "2.weight": P(None, "tp"), "2.bias": P()}
     part = fs.partition(module, mesh=MESH, params=specs, in_specs=(P("dp"),))
-    x = _input(4, 4)
+    x = sample(4, 4)
     torch.testing.assert_close(part(params, x), module(x))
     assert sum(isinstance(line, Operation) for line in part.trace(params, x).lines) == 3
