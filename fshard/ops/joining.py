@@ -27,8 +27,14 @@ def joined(call: Call, places: Sequence[Places], along: int | None) -> Rule:
     result = call.results[0]
     assert result is not None
     own: Dims = tuple((name,) for name in letters(result.ndim))
-    kept = {at for each in places for at in each} - ({along} if len(places) > 1 else set())
-    made: Dims = tuple(each if at in kept else () for at, each in enumerate(own))
+    # What is of one element may be made so for tensors of fewer dims: those are given it whole.
+    held = [
+        any(at in each for each in places)
+        and (size != 1 or all(at in each for each in places))
+        and (at != along or len(places) == 1)
+        for at, size in enumerate(result.shape)
+    ]
+    made: Dims = tuple(each if kept else () for each, kept in zip(own, held, strict=True))
     operands = tuple(tuple(made[at] for at in each) for each in places)
     return Rule(operands, (made,), modes=moved(*range(len(call.operands))))
 
