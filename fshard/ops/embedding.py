@@ -74,7 +74,7 @@ def _renorm(call: Call) -> Never:
 def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
     """Rows of the weight's gradient that a rank holds; what falls elsewhere is dropped."""
     rows, begin = here.shape()[0], here.result_begin(0)
-    given, made = argument(op, args, kwargs, "grad_output"), here.results[0]
+    given, made = argument(op, args, kwargs, op._schema.arguments[0].name), here.results[0]
     assert made is not None
     if not given.numel():
         return given.new_zeros(here.shape())
@@ -94,8 +94,10 @@ def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
     return op(*args, **kwargs)[1:]
 
 
-def _dense_backward(call: Call) -> Rule:
+def _dense_backward(call: Call) -> Rule | None:
     """Rows and width pass; indices are summed, unless their frequencies count."""
+    if call.has("sparse") and call.get("sparse"):
+        return None
     index = dims_of(call.operands[1].ndim, "i")
     counted = bool(call.get("scale_grad_by_freq"))
     reductions = () if counted else tuple((f, "sum") for (f,) in index)
@@ -154,7 +156,7 @@ def _bag(call: Call) -> Rule:
 
 register_rule("embedding", family="embedding")(_embedding)
 register_rule("embedding_renorm", family="embedding")(_renorm)
-register_rule("embedding_dense_backward", family="embedding")(_dense_backward)
+register_rule("embedding_dense_backward", "embedding_backward", family="embedding")(_dense_backward)
 register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", family="embedding")(
     _bag
 )

@@ -172,17 +172,19 @@ def _functional(op: OpOverload[..., Any]) -> Any:
     if not op._schema.is_mutable:
         return op
     space, _, name = op._schema.name.partition("::")
-    read = [_shape(each) for each in op._schema.arguments if not each.is_out]
+    read = _shapes(op)
     for base in dict.fromkeys((name, name.rstrip("_"), f"{name.rstrip('_')}_functional")):
         packet = getattr(getattr(torch.ops, space), base, None)
         if not isinstance(packet, OpOverloadPacket):
             continue
         for each in packet.overloads():
             found = getattr(packet, each)
-            if not found._schema.is_mutable and [_shape(a) for a in found._schema.arguments] == read:
+            if not found._schema.is_mutable and _shapes(found) == read:
                 return found
     return op
 
 
-def _shape(argument: Any) -> tuple[str, str]:
-    return argument.name, str(argument.type)
+def _shapes(op: OpOverload[..., Any]) -> list[tuple[str, str]]:
+    """Names and types of what an operation reads; the first, `self` or `input`, by its type."""
+    read = [each for each in op._schema.arguments if not each.is_out]
+    return [("" if at == 0 else each.name, str(each.type)) for at, each in enumerate(read)]

@@ -53,10 +53,19 @@ def part_of(here: Here, operand: int, dim: int) -> Part:
 
 def locate(index: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices from where the part begins, 0 for those that fall elsewhere; and which fall there."""
+    there = _holds(part, index)
+    return torch.where(there, index - part.begin, _away(part, index)), there
+
+
+def _holds(part: Part, index: torch.Tensor) -> torch.Tensor:
+    """Which indices fall into the part; into the last one also those beyond the dim."""
     there = index >= part.begin
-    if part.end < part.size:
-        there = there & (index < part.end)
-    return torch.where(there, index - part.begin, index.clamp(max=0)), there
+    return there & (index < part.end) if part.end < part.size else there
+
+
+def _away(part: Part, index: torch.Tensor) -> torch.Tensor:
+    """What stands for indices that fall elsewhere: far below the first row for wrong ones."""
+    return torch.where(index < 0, index - (part.end - part.begin + 1), 0)
 
 
 def counted(index: torch.Tensor, size: int) -> torch.Tensor:
@@ -80,12 +89,7 @@ def unpadded(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def filled(index: torch.Tensor, part: Part) -> torch.Tensor:
     """Indices into what is `padded`: from 1 on, 0 for those that fall elsewhere."""
-    there = index >= part.begin
-    if part.end < part.size:
-        there = there & (index < part.end)
-    # Far below the first row: no wrong index counts from the end.
-    away = torch.where(index < 0, index - (part.end - part.begin + 1), 0)
-    return torch.where(there, index - (part.begin - 1), away)
+    return torch.where(_holds(part, index), index - (part.begin - 1), _away(part, index))
 
 
 # -- what is added once -----------------------------------------------------------------------
