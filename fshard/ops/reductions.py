@@ -28,18 +28,14 @@ __all__ = ["keeping", "named", "reducing", "same_numbers"]
 
 
 def named(*names: str) -> Iterator[Any]:
-    """The overloads of aten's operations of these names that return new tensors.
-
-    Those that take names of dims are left out: a spec has none.
-    """
+    """The overloads of aten's operations of these names that return new tensors."""
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
         if not isinstance(packet, OpOverloadPacket):
             continue
         for each in packet.overloads():
             op = getattr(packet, each)
-            texts = [str(argument.type) for argument in schema_of(op)]
-            if not op._schema.is_mutable and not any("Dimname" in t or "str[]" in t for t in texts):
+            if not op._schema.is_mutable:
                 yield op
 
 
@@ -261,6 +257,13 @@ def quantile(call: Call) -> Rule:
     return Rule(operands, ((*asked, *kept),), whole=whole, local=OfSome())
 
 
+def all_whole(call: Call) -> Rule:
+    """Every part of the result is of every part of the operands."""
+    operands = tuple(dims_of(each.ndim, "abc"[at]) for at, each in enumerate(call.operands))
+    results = tuple(None if m is None else ((),) * m.ndim for m in call.results)
+    return Rule(operands, results, whole=frozenset(f for o in operands for d in o for f in d))
+
+
 # -- norms ---------------------------------------------------------------------------------
 
 
@@ -366,7 +369,7 @@ NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "nat
          "frobenius_norm", "nuclear_norm")  # fmt: skip
 OTHERS = {
     "trace": trace, "sum_to_size": sum_to_size, "quantile": quantile, "nanquantile": quantile,
-    "dist": dist, "pairwise_distance": pairwise_distance,
+    "dist": dist, "pairwise_distance": pairwise_distance, "cov": all_whole, "corrcoef": all_whole,
     "value_selecting_reduction_backward": selecting_backward,
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 
 from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
 from fshard.ops.call import Call, Meta
-from fshard.ops.reductions import base_name, named, same_numbers
+from fshard.ops.reductions import OfSome, base_name, named, same_numbers
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
@@ -59,6 +59,19 @@ def _modes(call: Call) -> tuple[Mode, ...]:
     return kinds(0, {"product": "product"}) if name == "cumprod" else ()
 
 
+def masked_softmax(call: Call) -> Rule:
+    """A mask is for a square of the last dims (type 0), for batch and last dim (1), or for all."""
+    x, mask = call.operands
+    given, kind = call.get("dim"), call.get("mask_type")
+    factors, dims = dims_of(x.ndim), (wrap(-1 if given is None else given, x.ndim),)
+    masked = factors
+    if kind in (0, 1) and mask.ndim < x.ndim:
+        # The kernel asks for as many rows as columns.
+        dims = (x.ndim - 2, x.ndim - 1)
+        masked = factors[-2:] if kind == 0 else (factors[0], factors[-1])
+    return Rule((factors, masked), (factors,), whole=_whole(x.ndim, dims), local=OfSome())
+
+
 def trapezoid(call: Call) -> Rule:
     """The dim is whole; the places, where they are given, are of that dim alone or of all."""
     y, made = call.operands[0], call.results[0]
@@ -90,4 +103,5 @@ def gradient(call: Call) -> Rule:
 
 register_rule(*named(*LINEAR, *OTHERS), family="scans")(along)
 register_rule(*named("trapezoid", "trapz", "cumulative_trapezoid"), family="scans")(trapezoid)
+register_rule(*named("_masked_softmax"), family="scans")(masked_softmax)
 register_rule(*named("gradient"), family="scans")(gradient)

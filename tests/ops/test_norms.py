@@ -29,7 +29,8 @@ AFFINE = ("wb", "w", "b", "")
 LAYERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **{f"layer_norm {g}": lambda g=g: (aten.layer_norm.default, rand(3, 2, 4), [4], *weights(4, g))
        for g in AFFINE},
-    "layer_norm 2": lambda: (aten.layer_norm.default, rand(3, 2, 4), [2, 4], rand(2, 4), rand(2, 4)),
+    "layer_norm 2":
+        lambda: (aten.layer_norm.default, rand(3, 2, 4), [2, 4], rand(2, 4), rand(2, 4)),
     "layer_norm all": lambda: (aten.layer_norm.default, rand(4), [4], rand(4), None),
     "layer_norm empty": lambda: (aten.layer_norm.default, rand(0, 4), [4], rand(4), rand(4)),
     **{f"native_layer_norm {g}":
@@ -51,7 +52,8 @@ GROUPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "group_norm 4d": lambda: (aten.group_norm.default, rand(2, 4, 2, 3), 4),
     "group_norm of one": lambda: (aten.group_norm.default, rand(2, 4, 3), 1, rand(4)),
     "native_group_norm":
-        lambda: (aten.native_group_norm.default, rand(2, 6, 2, 2), rand(6), rand(6), 2, 6, 4, 3, 1e-5),
+        lambda: (aten.native_group_norm.default, rand(2, 6, 2, 2), rand(6), rand(6), 2, 6, 4, 3,
+                 1e-5),
     **{f"native_group_norm_backward {mask}": lambda mask=mask: (
         aten.native_group_norm_backward.default, rand(2, 6, 2), rand(2, 6, 2, seed=1), rand(2, 3),
         rand(2, 3, seed=1), rand(6), 2, 6, 2, 3, list(mask))
@@ -149,7 +151,8 @@ TEXTS = {
     "native_batch_norm_backward False":
         "n c d0,n c d0,c,c,c->n c d0,c,c  {n sum; d0 sum; unreduced 0 sum; unreduced 0 avg}",
     "native_batch_norm_backward True":
-        "n c d0,n c d0,c,c,c,c,c->n c d0,c,c  {n whole; d0 whole; unreduced 0 sum; unreduced 0 avg}",
+        "n c d0,n c d0,c,c,c,c,c->n c d0,c,c"
+        "  {n whole; d0 whole; unreduced 0 sum; unreduced 0 avg}",
     "renorm": "d0 d1 d2->d0 d1 d2  {d0 whole; d2 whole}",
     "cosine spread": "d0 () d2,d1 d2->d0 d1  {d2 whole}",
     "_weight_norm": "d0 d1,d0 ()->d0 d1  {d1 whole; unreduced 1 sum; unreduced 1 avg}",
@@ -163,16 +166,13 @@ def test_rules_read(name: str) -> None:
 
 
 def test_running_statistics_are_not_written() -> None:
-    mesh = fs.Mesh(x=2)
-    x = fs.shard(rand(4, 2), fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
-    mean, var = rand(2), rand(2)
-    kept = mean.clone(), var.clone()
+    mesh, whole, (mean, var) = fs.Mesh(x=2), rand(4, 2), running(2)
+    x = fs.shard(whole, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
+    before = mean.clone(), var.clone()
     made = fs.apply(aten.batch_norm.default, x, None, None, mean, var, True, 0.1, 1e-5, False)
-    assert torch.allclose(fs.unshard(made), torch.nn.functional.batch_norm(
-        x_whole := rand(4, 2), None, None, training=True))  # fmt: skip
-    assert torch.equal(mean, kept[0]) and torch.equal(var, kept[1])
-    returned = fs.apply(aten._native_batch_norm_legit_functional.default, x, None, None, mean, var,
-                        True, 0.1, 1e-5)  # fmt: skip
-    torch.nn.functional.batch_norm(x_whole, mean, var, training=True)
-    assert torch.allclose(fs.unshard(returned[3]), mean)
-    assert torch.allclose(fs.unshard(returned[4]), var)
+    told = fs.apply(aten._native_batch_norm_legit_functional.default, x, None, None, mean, var,
+                    True, 0.1, 1e-5)  # fmt: skip
+    torch.testing.assert_close((mean, var), before)
+    expected = torch.nn.functional.batch_norm(whole, mean, var, training=True)
+    torch.testing.assert_close(fs.unshard(made), expected)
+    torch.testing.assert_close((fs.unshard(told[3]), fs.unshard(told[4])), (mean, var))

@@ -1,0 +1,119 @@
+"""Rules of operations along a dim, against the whole on every role; their texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.op_checks import call_with, check_call
+
+aten = torch.ops.aten
+Samples = dict[str, Callable[[], tuple[Any, ...]]]
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.25
+
+
+def whole(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(1, 4, shape, generator=generator)
+
+
+def op_of(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(aten, base), overload or "default")
+
+
+SCANS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_logcumsumexp")
+SOFTMAXES = ("softmax.int", "log_softmax.int", "special_softmax", "special_log_softmax",
+             "_safe_softmax")  # fmt: skip
+
+SAMPLES: Samples = {
+    **{f"{name} {dim}": lambda name=name, dim=dim: (op_of(name), rand(3, 4), dim)
+       for name in (*SCANS, *SOFTMAXES) for dim in (0, -1)},
+    **{f"{name} of integers": lambda name=name: (op_of(name), whole(3, 4), 1)
+       for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    **{f"{name} of no dims": lambda name=name: (op_of(name), rand(), 0)
+       for name in ("cumsum", "cummax", "softmax.int")},
+    "cumsum of int32": lambda: (aten.cumsum.default, whole(3, 4).int(), 1),
+    "softmax of half": lambda: (aten.softmax.int, rand(3, 4).bfloat16(), 1, torch.float32),
+    "_safe_softmax of nothing": lambda: (
+        aten._safe_softmax.default, torch.full((2, 3), -math.inf, dtype=torch.float64), 1),
+    **{f"{name} kernel": lambda name=name: (op_of(name), rand(3, 4), 1, False)
+       for name in ("_softmax", "_log_softmax")},
+    **{name: lambda name=name: (op_of(name), rand(3, 4), rand(3, 4, seed=1), 1, torch.float64)
+       for name in ("_softmax_backward_data", "_log_softmax_backward_data")},
+    "glu": lambda: (aten.glu.default, rand(3, 4), 1),
+    "glu of rows": lambda: (aten.glu.default, rand(4, 3, 2), 0),
+    "glu_backward": lambda: (aten.glu_backward.default, rand(3, 2), rand(3, 4), 1),
+    "diff": lambda: (aten.diff.default, rand(4, 3)),
+    "diff twice": lambda: (aten.diff.default, rand(5, 3), 2, 0),
+    "diff with ends": lambda: (aten.diff.default, rand(4, 3), 1, 0, rand(1, 3), rand(2, 3)),
+    "diff of bools": lambda: (aten.diff.default, whole(4, 3) > 2),
+    "trapezoid": lambda: (aten.trapezoid.dx, rand(4, 3)),
+    "trapezoid at": lambda: (aten.trapezoid.x, rand(4, 3), rand(3)),
+    "trapezoid at all": lambda: (aten.trapezoid.x, rand(4, 3), rand(4, 3, seed=1)),
+    "trapz": lambda: (aten.trapz.x, rand(4, 3), rand(4, 3, seed=1)),
+    "cumulative_trapezoid": lambda: (aten.cumulative_trapezoid.dx, rand(4, 3)),
+    "cumulative_trapezoid at": lambda: (aten.cumulative_trapezoid.x, rand(4, 3), rand(3)),
+    "trapezoid spread": lambda: (aten.trapezoid.x, rand(4, 1, 3), rand(2, 3)),
+    "_masked_softmax": lambda: (aten._masked_softmax.default, rand(3, 4), whole(3, 4) > 2, 1, 2),
+    "_masked_softmax square": lambda: (
+        aten._masked_softmax.default, rand(2, 3, 4, 4).float(), whole(4, 4) > 2, 3, 0),
+    "_masked_softmax keys": lambda: (
+        aten._masked_softmax.default, rand(2, 3, 4, 4).float(), whole(2, 4) > 2, 3, 1),
+    "cumprod_backward": lambda: (
+        aten.cumprod_backward.default, rand(3, 4), rand(3, 4, seed=1), 1,
+        rand(3, 4, seed=1).cumprod(1)),
+    "cummaxmin_backward": lambda: (
+        aten.cummaxmin_backward.default, rand(3, 4), rand(3, 4, seed=1),
+        rand(3, 4, seed=1).cummax(1)[1], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_rules_are_right(name: str) -> None:
+    op, *args = SAMPLES[name]()
+    # Kernels of gradients have none of their own here.
+    assert check_call(op, *args, grad="_logcumsumexp" not in name) == []
+
+
+def test_gradients_along_listed_dims_are_right() -> None:
+    x = rand(2, 3, 4)
+    assert check_call(aten.gradient.scalarint, x, dim=1) == []
+    assert check_call(aten.gradient.array, x, dim=[1, 2]) == []
+    assert check_call(aten.gradient.tensorarray, x, spacing=[rand(3)], dim=[1]) == []
+
+
+def test_rules_on_two_axes() -> None:
+    assert check_call(aten.softmax.int, rand(4, 3, 5), 1, two_axes=True) == []
+    assert check_call(aten.cummax.default, rand(4, 3, 5), 1, two_axes=True) == []
+
+
+TEXTS = {
+    "cumsum 0": "d0 d1->d0 d1  {d0 whole; unreduced 0 sum; unreduced 0 avg}",
+    "cumsum of int32": "d0 d1->d0 d1  {d1 whole}",
+    "cumprod -1": "d0 d1->d0 d1  {d1 whole; unreduced 0 product}",
+    "cummax 0": "d0 d1->d0 d1,d0 d1  {d0 whole}",
+    "softmax.int -1": "d0 d1->d0 d1  {d1 whole}",
+    "_softmax_backward_data":
+        "d0 d1,d0 d1->d0 d1  {d1 whole; unreduced 0 sum; unreduced 0 avg}",
+    "glu": "d0 d1->d0 ()  {d1 whole}",
+    "diff with ends":
+        "d0 d1,() d1,() d1->() d1  {d0 whole; unreduced 0+1+2 sum; unreduced 0+1+2 avg}",
+    "diff of bools": "d0 d1->d0 ()  {d1 whole; unreduced 0 sum; unreduced 0 avg}",
+    "trapezoid at": "d0 d1,d1->d0"
+        "  {d1 whole; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_rules_read(name: str) -> None:
+    op, *args = SAMPLES[name]()
+    assert str(call_with(op, args, {})[1]) == TEXTS[name]
