@@ -139,7 +139,9 @@ def _split(x: torch.Tensor, kind: str, n: int, generator: torch.Generator) -> li
     if x.dtype == torch.bool:
         losing = torch.full_like(x, kind == "min")
     else:
-        losing = x - draw().to(x.dtype) if kind == "max" else x + draw().to(x.dtype)
+        # Unsigned integers wrap around.
+        losing = (torch.minimum(x, x - draw().to(x.dtype)) if kind == "max"
+                  else torch.maximum(x, x + draw().to(x.dtype)))  # fmt: skip
     return [torch.where(owner == rank, x, losing) for rank in range(n)]
 
 

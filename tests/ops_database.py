@@ -8,7 +8,6 @@ against the same function on whole tensors: values, and gradients where PyTorch 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import random
@@ -85,6 +84,9 @@ def cases(op: Any, count: int) -> list[Case]:
         wants = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
         samples = op.sample_inputs("cpu", dtype, requires_grad=wants)
         found = list(itertools.islice(samples, LOOKED_AT))
+        if hasattr(samples, "close"):
+            # One that is collected while a graph is traced restores the mode of gradients there.
+            samples.close()
     except Exception:
         return []
     by_shapes: dict[Any, Any] = {}
@@ -156,15 +158,8 @@ def _seeded(function: Any, tensors: Sequence[torch.Tensor], seed: int) -> list[A
 
 
 def _traced(function: Any, tensors: Sequence[torch.Tensor]) -> GraphModule:
-    # A generator of samples that is collected while a graph is traced restores the mode of
-    # gradients there.
-    gc.collect(0)
-    gc.disable()
-    try:
-        copies = [each.clone() for each in tensors]
-        made: GraphModule = make_fx(lambda *given: function(given), pre_dispatch=True)(*copies)
-    finally:
-        gc.enable()
+    copies = [each.clone() for each in tensors]
+    made: GraphModule = make_fx(lambda *given: function(given), pre_dispatch=True)(*copies)
     return made
 
 

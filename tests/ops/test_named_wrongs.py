@@ -147,16 +147,17 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "l1": F.l1_loss,
     "smooth_l1": F.smooth_l1_loss,
     "huber": F.huber_loss,
-    "soft_margin": lambda x, y: F.soft_margin_loss(x, y.sign()),
+    "soft_margin": lambda x, y: F.soft_margin_loss(x, y.sign().detach()),
     "bce_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
     "bce": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
     "kl_div": lambda x, y: F.kl_div(x, y, log_target=True),
     "kl_div batchmean": lambda x, y: F.kl_div(x, y, reduction="batchmean", log_target=True),
     "poisson": F.poisson_nll_loss,
-    "hinge": lambda x, y: F.hinge_embedding_loss(x, y.sign()),
+    "hinge": lambda x, y: F.hinge_embedding_loss(x, y.sign().detach()),
 }
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean'")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("rows", [5, 2])
 def test_mean_losses_over_uneven_and_empty_shards(name: str, rows: int) -> None:
@@ -167,9 +168,9 @@ def test_mean_losses_over_uneven_and_empty_shards(name: str, rows: int) -> None:
 def test_weighted_binary_losses() -> None:
     weight, positive = draw(5, 3, seed=2).abs(), draw(3, seed=3).abs()
     logits = F.binary_cross_entropy_with_logits
-    right(lambda x, y, w: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w),
+    right(lambda x, y, w: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w.detach()),
           draw(5, 3), draw(5, 3, seed=1), weight)  # fmt: skip
-    right(lambda x, y, w, p: logits(x, y.sigmoid(), w, pos_weight=p),
+    right(lambda x, y, w, p: logits(x, y.sigmoid(), w.detach(), pos_weight=p.detach()),
           draw(5, 3), draw(5, 3, seed=1), weight, positive)  # fmt: skip
 
 
@@ -184,10 +185,12 @@ def test_cross_entropy_with_class_weights_and_ignored_classes(
     target[-1] = 2
 
     def loss(x: torch.Tensor, y: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(x, y, *w, ignore_index=ignored)
+        return F.cross_entropy(x, y, *[each.detach() for each in w], ignore_index=ignored)
 
     def nll(x: torch.Tensor, y: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-        return F.nll_loss(x.log_softmax(-1), y, *w, ignore_index=ignored)
+        return F.nll_loss(
+            x.log_softmax(-1), y, *[each.detach() for each in w], ignore_index=ignored
+        )
 
     weights = (torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64),) if weighted else ()
     right(loss, draw(rows, 3), target, *weights)
