@@ -170,8 +170,8 @@ class _Walk:
             and (at < len(node.args) or each.name in node.kwargs)
         ]  # fmt: skip
         made = self.operation(functional, args, read, node)
-        results = made if isinstance(made, list | tuple) else [made]
-        for target, result in zip(targets, results, strict=False):
+        # Of lists every tensor is written.
+        for target, result in zip(_each(targets), _each(made), strict=False):
             if isinstance(target, fx.Node):
                 _refuse_views(target, node)
                 env[target] = result
@@ -355,6 +355,13 @@ def _refuse_writes(op: Any, node: fx.Node) -> None:
         fail(f"fs.partition: {op}", f"{node.name} writes an operand",
              "PyTorch has no form of it that only returns",
              "write it with functions that return new tensors")  # fmt: skip
+
+
+def _each(value: Any) -> list[Any]:
+    """What is in a value, in lists and tuples too."""
+    if isinstance(value, list | tuple):
+        return [each for inner in value for each in _each(inner)]
+    return [value]
 
 
 def _refuse_views(target: fx.Node, node: fx.Node) -> None:
