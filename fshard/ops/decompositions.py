@@ -94,10 +94,10 @@ def _extreme(x: Tensor, dims: list[int], keepdim: bool, highest: bool) -> Tensor
     if not x.is_floating_point() or not dims:
         return kept(best, dims, keepdim) if dims else x
     chosen = _chosen(still, best)
-    share = torch.where(chosen, x / chosen.sum(dims, True), 0).sum(dims, True)
-    # Shares add up to the extreme but for rounding.
-    exact = share + torch.where(best.isfinite(), best - share.detach(), 0)
-    return kept(exact, dims, keepdim)
+    # What is finite is the extreme and shares of zero: exact, and with a gradient.
+    apart = x - torch.where(best.isfinite(), best, 0)
+    share = torch.where(chosen, apart / chosen.sum(dims, True), 0).sum(dims, True)
+    return kept(best + share, dims, keepdim)
 
 
 def _place(x: Tensor, dim: int | None, keepdim: bool, highest: bool) -> Tensor:
@@ -360,9 +360,12 @@ def _log_softmax_kernel(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 @register_decomposition("_safe_softmax")
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    nothing = (x.detach() == -math.inf).all(dim, True)
-    made = _softmax(x, dim, dtype)
-    return torch.where(nothing, 0, made)
+    given, dims = x if dtype is None else x.to(dtype), dims_in(x, dim)
+    numbers = wide(given)
+    most = torch.amax(numbers.detach(), dims, True)
+    powers = (numbers - torch.where(most == -math.inf, 0, most)).exp()
+    sums = powers.sum(dims, True)
+    return (powers / torch.where(sums == 0, 1, sums)).to(given.dtype)
 
 
 @register_decomposition("_softmax_backward_data")
