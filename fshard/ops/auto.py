@@ -70,7 +70,7 @@ class Auto:
         text = [f"{name:<{width}}  {p}" for name, p in zip(names, leaves, strict=True)]
         text.append(f"{time_text(self.time)} a step, {bytes_text(self.memory)} on a rank")
         text += [f"  {name} as {p}: {time_text(more)}" for name, p, more in self.others]
-        return "\n".join((*text, self.partitioned.explain()))
+        return "\n".join((*text, str(self.partitioned)))
 
     def __call__(self, *args: Any) -> Any:
         """Run the partitioned function."""

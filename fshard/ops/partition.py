@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fshard import hooks
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign
 from fshard.ops.call import Meta
-from fshard.ops.lines import Line, Move, Operation, Ref, local_graph, run_everywhere, specs_text
+from fshard.ops.keys import frozen
+from fshard.ops.lines import Line, Move, Ref, local_graph, run_everywhere
 from fshard.ops.trace import trace
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
@@ -23,19 +25,21 @@ from fshard.program.topology import Topology
 from fshard.run.moving import shard, unshard
 from fshard.run.transport import current_rank
 from fshard.spec import Sharded, Spec
-from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, paths, unflatten
-from fshard.units import bytes_text, time_text
+from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 
 __all__ = ["Partition", "Partitioned", "partition"]
 
+MOST_CALLS = 1024
+"""Of calls so many kinds are remembered."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Partitioned:
     """One partitioned call: lines of local operations and programs, for arguments of one kind.
 
     `in_specs` and `out_specs` are those of the leaves of arguments and results, None where a
     result is no tensor; `grad` says whether gradients were asked for, `source` is the traced
-    graph before layouts.
+    graph before layouts, `names` are the paths of the arguments' leaves.
     """
 
     mesh: Mesh
@@ -48,6 +52,7 @@ class Partitioned:
     _topology: Topology
     grad: bool
     source: fx.GraphModule
+    names: tuple[str, ...]
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     @property
@@ -83,25 +88,19 @@ class Partitioned:
             self._graphs[rank] = local_graph(self.lines, rank, self._inputs, outputs)
         return self._graphs[rank]
 
-    def explain(self) -> str:
-        """One line per operation with its layouts, and one per program with what it sends."""
-        text = [f"{len(self.in_specs)} inputs: {specs_text(self.in_specs)}"]
-        for line in self.lines:
-            match line:
-                case Operation():
-                    strategy = line.strategy
-                    text.append(f"{line.name}: {specs_text(strategy.in_specs)}"
-                                f" -> {specs_text(strategy.out_specs)}")  # fmt: skip
-                case Move() if line.program.steps:
-                    cost = line.program.cost(self._topology)
-                    steps = ", ".join(map(str, line.program.steps))
-                    sent = (f"{bytes_text(cost.bytes_received)}, {time_text(cost.time)}"
-                            if cost.launches else "nothing is sent")  # fmt: skip
-                    text.append(f"    {steps}  ({sent})")
-        total = self.cost()
-        text.append(f"{total.launches} collectives, {bytes_text(total.bytes_received)} received, "
-                    f"{time_text(total.time)}")  # fmt: skip
-        return "\n".join(text)
+    def explain(self, topology: Topology | None = None) -> Any:
+        """A table of every operation's layout and of what is sent each way; prints anywhere."""
+        on = self._topology if topology is None else as_topology("explain", topology)
+        return hooks.call("explain_partitioned", self, on)
+
+    def __str__(self) -> str:
+        return str(self.explain())
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        bundle: dict[str, str] = self.explain()._repr_mimebundle_()
+        return bundle
 
     def run(self, locals_: Sequence[Any]) -> list[Any]:
         """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
@@ -109,7 +108,9 @@ class Partitioned:
         if all(isinstance(each, torch.Tensor) for each in locals_):
             rank = current_rank(self.mesh, "a partitioned function").rank
             made = self.graph(rank)(*locals_)
-            found = {at: each for at, each in zip(self._outputs, made, strict=True) if type(at) is int}
+            found = {
+                at: each for at, each in zip(self._outputs, made, strict=True) if type(at) is int
+            }
         else:
             given = dict(zip(self._inputs, locals_, strict=True))
             found = run_everywhere(self.lines, self.mesh, given, wanted)
@@ -140,13 +141,12 @@ class Partition:
         self.params = params
         self.topology = as_topology("fs.partition", cost)
         self._made: dict[Any, Partitioned] = {}
+        self._calls: dict[Any, tuple[Partitioned, Sequence[Spec | None]]] = {}
         self._traces = {} if traces is None else traces
 
     def __call__(self, *args: Any) -> Any:
         """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
-        leaves, tree = flatten(list(args))
-        specs = self._specs(args, leaves)
-        made = self._of(leaves, tree, specs)
+        leaves, made, specs = self._called(args)
         pairs = any(map(is_pair, leaves))
         locals_ = [
             leaf[0] if is_pair(leaf) else shard(leaf, spec).local
@@ -160,13 +160,37 @@ class Partition:
             results = [unshard(each) if isinstance(each, Sharded) else each for each in results]
         return unflatten(made._tree, results)
 
+    def _called(
+        self, args: tuple[Any, ...]
+    ) -> tuple[list[Any], Partitioned, Sequence[Spec | None]]:
+        """The leaves of a call, what it is partitioned to, and their specs: looked up by kind."""
+        leaves: list[Any] = []
+        key: list[Any] = [torch.is_grad_enabled()]
+        # A list: two arguments of which the second is a spec would be a pair.
+        outline(list(args), leaves, key)
+        key += [
+            _wants_grad(leaf) if is_pair(leaf) or isinstance(leaf, torch.Tensor) else frozen(leaf)
+            for leaf in leaves
+        ]
+        try:
+            found = self._calls.get(tuple(key))
+        except TypeError:  # of what cannot be a key nothing is remembered
+            found, key = None, [object()]
+        if found is None:
+            specs = self._specs(args, leaves)
+            made = self._of(leaves, flatten(list(args))[1], specs)
+            if len(self._calls) >= MOST_CALLS:
+                self._calls.clear()
+            found = self._calls[tuple(key)] = made, specs
+        return leaves, *found
+
     def trace(self, *args: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
         leaves, tree = flatten(list(args))
         return self._of(leaves, tree, self._specs(args, leaves))
 
-    def explain(self, *args: Any) -> str:
-        """What a call does: one line per operation, with its specs, programs and cost."""
+    def explain(self, *args: Any) -> Any:
+        """What a call does: a table of operations, their layouts, and what is sent each way."""
         if args:
             return self.trace(*args).explain()
         if not self._made:
@@ -254,10 +278,12 @@ class Partition:
         wished = [p.partition if isinstance(p, Spec) else p for p in asked]
         made, results = assign(graph, inputs, self.topology, grad=enabled, outputs=wished)
         outputs, out_specs = self._finish(made, results, asked)
+        names = paths(unflatten(tree, list(leaves)), "args")
         return Partitioned(
             self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs),
             tuple(made.inputs), tuple(outputs), shape, self.topology,
             enabled and any(wants), graph,
+            tuple(n for n, s in zip(names, specs, strict=True) if s is not None),
         )  # fmt: skip
 
     def _trace(
@@ -300,7 +326,9 @@ class Partition:
                 spec = p if isinstance(p, Spec) else spec.replace(partition=p)
             if spec not in value.versions:
                 prog = redistribute(value.spec, spec, cost=self.topology)
-                made.lines.append(Move(made.count, Ref(value.versions[value.spec]), prog, value.grad))
+                made.lines.append(
+                    Move(made.count, Ref(value.versions[value.spec]), prog, value.grad)
+                )
                 value.versions[spec] = made.count
                 made.count += 1
             outputs.append(value.versions[spec])
@@ -351,15 +379,24 @@ def partition(
     >>> mesh = fs.Mesh(dp=2, tp=2)
     >>> f = partition(lambda w, x: (x @ w).relu(), mesh=mesh,
     ...               in_specs=(fs.P(None, "tp"), fs.P("dp")))
-    >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4)))  # doctest: +ELLIPSIS
-    2 inputs: f32[4,8@tp], f32[2@dp,4]
-    ...
-    relu: f32[2@dp,8@tp] -> f32[2@dp,8@tp]
-    0 collectives, 0 B received, 0.00 µs
+    >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4)))
+    2 operations on Mesh(dp=2, tp=2), topology node
+              spec            forward
+    ─────────────────────────────────
+    args[0]   f32[4,8@tp]
+    args[1]   f32[2@dp,4]
+    matmul    f32[2@dp,8@tp]
+    relu      f32[2@dp,8@tp]
+    result    f32[2@dp,8@tp]
+    ─────────────────────────────────
+    launches                        0
+    sent                          0 B
+    time                         0 µs
     """
     if not callable(fn) or not isinstance(mesh, Mesh):
         fail("fs.partition", f"{type(fn).__name__} and {type(mesh).__name__}",
-             "it takes a function and a mesh", "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
+             "it takes a function and a mesh",
+             "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
     run = fn
     if isinstance(fn, torch.nn.Module):
         module = fn

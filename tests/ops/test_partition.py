@@ -180,20 +180,49 @@ def test_a_second_call_of_the_same_kind_lays_nothing_out_anew() -> None:
 def test_explain_has_a_line_for_every_operation() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),))  # fmt: skip
-    text = part.explain(MLP, sample(4, 8))
-    assert text.splitlines() == [
-        "3 inputs: f64[8,16@tp], f64[16@tp,8], f64[4@dp,8]",
-        "    invariant_to_reduced(tp)  (nothing is sent)",
-        "    invariant_to_reduced(dp)  (nothing is sent)",
-        "matmul: f64[4@dp,8]{reduced: tp}, f64[8,16@tp]{reduced: dp} -> f64[4@dp,16@tp]",
-        "relu: f64[4@dp,16@tp] -> f64[4@dp,16@tp]",
-        "    invariant_to_reduced(dp)  (nothing is sent)",
-        "matmul_1: f64[4@dp,16@tp], f64[16@tp,8]{reduced: dp} -> f64[4@dp,8]{unreduced: tp}",
-        "    all_reduce(tp)  (128 B, 6.75 µs)",
-        "add: f64[4@dp,8], f64[4@dp,8] -> f64[4@dp,8]",
-        "1 collectives, 128 B received, 6.75 µs",
+    made = part.trace(MLP, sample(4, 8))
+    assert str(made).splitlines() == [
+        "4 operations on Mesh(dp=2, tp=2), topology node",
+        "                  spec                        forward  backward",
+        "───────────────────────────────────────────────────────────────",
+        "args[0]['a']      f64[8,16@tp]",
+        "← all_reduce(dp)  f64[8,16@tp]                            512 B",
+        "args[0]['b']      f64[16@tp,8]",
+        "← all_reduce(dp)  f64[16@tp,8]                            512 B",
+        "args[1]           f64[4@dp,8]",
+        "← all_reduce(tp)  f64[4@dp,8]                             128 B",
+        "matmul            f64[4@dp,16@tp]",
+        "relu              f64[4@dp,16@tp]",
+        "matmul_1          f64[4@dp,8]{unreduced: tp}",
+        "→ all_reduce(tp)  f64[4@dp,8]                   128 B",
+        "add               f64[4@dp,8]",
+        "result            f64[4@dp,8]",
+        "───────────────────────────────────────────────────────────────",
+        "launches                                            1         3",
+        "sent                                            128 B   1,152 B",
+        "time                                          6.75 µs   20.3 µs",
     ]
+    assert str(part.explain()) == str(part.explain(MLP, sample(4, 8))) == str(made)
+    assert str(made.explain(fs.Topology.cluster(2))).startswith("4 operations on ")
+    assert made._repr_mimebundle_()["text/plain"] == str(made)
     assert "torch.ops.aten.matmul.default" in part.graph.code
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_explain_fits_80_columns_and_adds_up(name: str) -> None:
+    fn, params, asked, shape = BLOCKS[name]
+    p = params()
+    made = fs.partition(fn, mesh=MESH, params={k: asked.get(k, P()) for k in p},
+                        in_specs=(P("dp"),)).trace(p, sample(*shape))  # fmt: skip
+    table = made.explain()
+    assert max(map(len, str(table).splitlines())) <= 80
+    for way, place in ((False, 2), (True, 3)):
+        cells = [row[place] for row in table.rows if row[place]]
+        sent = sum(int(each.removesuffix(" B").replace(",", "")) for each in cells)
+        assert sent == made.cost(backward=way).bytes_sent
+    without = fs.partition(fn, mesh=MESH, in_specs=P()).trace(
+        {k: v.detach() for k, v in p.items()}, sample(*shape).detach())  # fmt: skip
+    assert [column.name for column in without.explain().columns] == ["", "spec", "forward"]
 
 
 def test_uneven_shards_and_closures() -> None:
