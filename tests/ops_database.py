@@ -14,6 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ import fshard as fs
 from fshard.layout import state_problems
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
+from fshard.ops.partition import partition
 from fshard.partition import PartitionSpec
 from fshard.spec import Sharded, Spec
 from fshard.tree import is_pair
@@ -248,8 +250,13 @@ def calls_of(case: Case) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     return found
 
 
-def on_pairs(case: Case, pairs: Sequence[Any]) -> list[Any]:
-    """The results of a case on pairs, by `apply`, as whole tensors."""
+@lru_cache(maxsize=8)
+def _at_once(function: Callable[..., Any], mesh: Mesh) -> Any:
+    return partition(lambda *given: function(given), mesh=mesh)
+
+
+def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list[Any]:
+    """The results of a case on pairs as whole tensors: call by call, or by `fs.partition`."""
 
     def run(op: Any, args: Any, kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs), is_leaf=is_pair)
@@ -258,7 +265,9 @@ def on_pairs(case: Case, pairs: Sequence[Any]) -> list[Any]:
         return apply(op, *args, mode="auto", **kwargs)
 
     packet = getattr(torch.ops.aten, case.name, None)
-    if case.graph is not None:
+    if at_once:
+        made = _at_once(case.function, pairs[0].spec.mesh)(*pairs)
+    elif case.graph is not None:
         made = walk(case.graph, pairs, run)
     elif packet is not None:
         made = case.function(pairs, lambda *args, **kwargs: run(packet, args, kwargs))
@@ -384,16 +393,18 @@ class Outcome:
     text: str = ""
 
 
-def try_layout(case: Case, specs: Sequence[Spec], *, gradients: bool = True) -> Outcome:
+def try_layout(
+    case: Case, specs: Sequence[Spec], *, gradients: bool = True, at_once: bool = False
+) -> Outcome:
     """Run a case on pairs that lie as `specs`, and judge its values, and gradients if asked."""
     where = f"{case.name} #{case.number} [{', '.join(map(str, specs))}]"
     try:
         with torch.no_grad():
             places = enumerate(zip(case.tensors, specs, strict=True))
             pairs = [Sharded(lie(x, spec, at), spec) for at, (x, spec) in places]
-            wrong = judged(on_pairs(case, pairs), case.expected)
+            wrong = judged(on_pairs(case, pairs, at_once=at_once), case.expected)
         if not wrong and gradients and any(case.wanted):
-            wrong = _gradients(case, specs)
+            wrong = _gradients(case, specs, at_once)
     except TimeoutError:
         raise
     except Exception as error:
@@ -409,7 +420,7 @@ def judged(made: Sequence[Any], expected: Sequence[Any]) -> str:
     return next((f"result {at}: {text}" for at, text in enumerate(texts) if text), "")
 
 
-def _gradients(case: Case, specs: Sequence[Spec]) -> str:
+def _gradients(case: Case, specs: Sequence[Spec], at_once: bool) -> str:
     kinds = {kind for spec in specs for _, kind in spec.partition.unreduced_kinds}
     if not kinds <= {"sum", "avg"}:
         return ""
@@ -417,7 +428,8 @@ def _gradients(case: Case, specs: Sequence[Spec]) -> str:
     right = _gradient_of(flat(case.function([x.view_as(x) for x in leaves])), leaves)
     if right is None:
         return ""
-    made = on_pairs(case, [fs.shard(x, s) for x, s in zip(leaves, specs, strict=True)])
+    pairs = [fs.shard(x, s) for x, s in zip(leaves, specs, strict=True)]
+    made = on_pairs(case, pairs, at_once=at_once)
     found = _gradient_of(made, leaves) or [torch.zeros_like(each) for each in right]
     texts = (differ(one, other) for one, other in zip(found, right, strict=True))
     return next((f"gradient {at}: {text}" for at, text in enumerate(texts) if text), "")

@@ -46,16 +46,24 @@ def refused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str
     call, rule, _, tensors = call_with(op, args, kwargs)
     if not tensors or len(tensors) > MOST_OPERANDS:
         return []
-    whole = flat(call.op(*args, **kwargs))
-    if any(each is None or not each.numel() for each in whole) or not whole:
-        return []
     accepted = {_text(role.operands, role.results) for role in roles_of(rule, call, grad=False)}
     right: set[Layout] | None = None
-    for mesh in MESHES:
-        found = set(_right(call.op, args, kwargs, tensors, whole, mesh))
-        right = found if right is None else right & found
+    # Signs can hide what is wrong: of a maximum, or of an absolute value.
+    for given in (tensors, [_negative(each) for each in tensors]):
+        whole = flat(_placed(call.op, args, kwargs, given))
+        if not whole or any(each is None or not each.numel() for each in whole):
+            return []
+        if right is not None and any(differ(each, each.nan_to_num()) for each in whole):
+            continue
+        for mesh in MESHES:
+            found = set(_right(call.op, args, kwargs, given, whole, mesh))
+            right = found if right is None else right & found
     assert right is not None
     return [f"{', '.join(ins)} -> {', '.join(outs)}" for ins, outs in sorted(right - accepted)]
+
+
+def _negative(x: torch.Tensor) -> torch.Tensor:
+    return -x if x.dtype.is_floating_point or x.dtype.is_complex else x
 
 
 def _text(operands: Sequence[State], results: Sequence[State | None]) -> Layout:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +60,16 @@ class Options:
     """What is looked at."""
 
     samples: int
+    partition: bool
     dtensor: bool
     refused: bool
     seconds: float
+
+    @property
+    def libraries(self) -> list[str]:
+        """The names of what is tried."""
+        more = {"fs.partition": self.partition, "DTensor": self.dtensor}
+        return ["fshard", *(name for name, asked in more.items() if asked)]
 
 
 @contextmanager
@@ -100,7 +108,9 @@ def report(place: int, options: Options) -> Report:
 
 
 def _judge(case: Case, made: Report, options: Options) -> None:
-    tries = {"fshard": try_layout}
+    tries: dict[str, Any] = {"fshard": try_layout}
+    if options.partition:
+        tries["fs.partition"] = partial(try_layout, at_once=True)
     if options.dtensor:
         from tests.ops_dtensor import try_dtensor
 
@@ -143,7 +153,7 @@ def _quiet() -> None:
 
 def show(reports: Sequence[Report], options: Options, *, details: bool) -> None:
     """Print the tables."""
-    libraries = ("fshard", "DTensor") if options.dtensor else ("fshard",)
+    libraries = options.libraries
     print(f"{len(reports)} OpInfos, up to {options.samples} samples of each")
     for library in libraries:
         print(f"\n{library:26}" + "".join(f"{word:>15}" for word in WORDS))
@@ -215,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--ops", help="names of OpInfos, with commas; all if absent")
     parser.add_argument("--samples", type=int, default=2, help="samples of each OpInfo")
+    parser.add_argument("--partition", action="store_true", help="whole functions too")
     parser.add_argument("--dtensor", action="store_true", help="DTensor too, on the same layouts")
     parser.add_argument("--refused", action="store_true", help="what is right and refused")
     parser.add_argument("--details", action="store_true", help="why layouts raise")
@@ -227,7 +238,7 @@ def main() -> None:
     ]
     if not places:
         sys.exit(f"no OpInfo is called {given.ops}")
-    options = Options(given.samples, given.dtensor, given.refused, given.seconds)
+    options = Options(given.samples, given.partition, given.dtensor, given.refused, given.seconds)
     start = time.perf_counter()
     show(run(places, options, given.n), options, details=given.details)
     print(f"\n{time.perf_counter() - start:.0f} s")
