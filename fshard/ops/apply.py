@@ -9,21 +9,24 @@ from typing import Any, NoReturn
 import torch
 
 from fshard.errors import fail
+from fshard.lines import below, columns
 from fshard.mesh import Mesh
-from fshard.ops.call import map_tensors
+from fshard.ops.call import READ, Plain, map_tensors
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
 from fshard.ops.partition import Partition, partition
 from fshard.ops.propagate import is_several, local_strategy_for, specs_in, strategy_for
 from fshard.ops.registry import decomposition_of
-from fshard.ops.strategy import Strategy
+from fshard.ops.strategy import Strategy, name_of
 from fshard.partition import PartitionSpec
+from fshard.program.cost import Cost
 from fshard.program.topology import Topology
 from fshard.run.execute import check_tuple
 from fshard.run.moving import spread
 from fshard.run.transport import current_rank
 from fshard.spec import Sharded, Spec
 from fshard.tree import is_pair
+from fshard.units import bytes_text, time_text
 
 __all__ = ["apply"]
 
@@ -82,10 +85,10 @@ def _by_others(
     made = part.trace(*pairs)
     progs = [prog for prog in made.programs if not prog.is_local]
     if mode == "explicit" and progs:
-        fail(f"fs.apply({op})", ", ".join(str(spec) for _, spec in pairs),
-             "it is made of operations that need communication:\n"
-             + "\n".join(f"    {prog.ends}" for prog in progs),
-             'mode="auto" runs it; fs.partition(...).explain() has a line for each')  # fmt: skip
+        ways = [(str(prog.src), f"-> {prog.dst}", prog.cost(cost)) for prog in progs]
+        fail(f"fs.apply({name_of(op)})", ", ".join(str(spec) for _, spec in pairs),
+             f"it is made of operations that need communication:\n{_table(ways)}",
+             'mode="auto" runs it; fs.partition(...).explain() shows each of them')  # fmt: skip
     return part(*pairs)
 
 
@@ -124,11 +127,11 @@ def _mesh(op: Any, given: Sequence[Any]) -> tuple[Mesh, bool]:
     """The mesh of the pairs, and whether their locals are all ranks' shards."""
     pairs = [each for each in given if is_pair(each)]
     if not pairs:
-        fail(f"fs.apply({op})", "no pairs", "at least one argument is a pair (local, spec)",
+        fail(f"fs.apply({name_of(op)})", "no pairs", "at least one argument is a pair (local, spec)",
              "fs.shard(tensor, spec) makes one")  # fmt: skip
     simulated = [not isinstance(local, torch.Tensor) for local, _ in pairs]
     if len(set(simulated)) > 1:
-        fail(f"fs.apply({op})", "locals of one rank and of all ranks",
+        fail(f"fs.apply({name_of(op)})", "locals of one rank and of all ranks",
              "all pairs hold one rank's local, or all hold the tuple of all shards",
              "make them the same way")  # fmt: skip
     return pairs[0][1].mesh, simulated[0]
@@ -148,10 +151,20 @@ def _wants_grad(local: Any) -> bool:
 
 
 def _all_send(best: Strategy) -> NoReturn:
-    choices = "\n".join(f"    {each.summary}" for each in (best, *best.alternatives))
-    fail(f"fs.apply({best.op})", ", ".join(map(str, best.sources)),
-         f"every way to run it needs communication:\n{choices}",
-         'mode="auto" runs the first; fs.reshard an operand before for another')  # fmt: skip
+    ways = [
+        (", ".join(map(str, each.in_specs)), f"-> {', '.join(map(str, each.out_specs))}", each.cost)
+        for each in (best, *best.alternatives)
+    ]
+    fail(f"fs.apply({name_of(best.op)})", ", ".join(map(str, best.sources)),
+         f"every way to run it needs communication:\n{_table(ways)}",
+         'mode="auto" runs the first; fs.reshard(pair, spec) of the operands before for another')
+
+
+def _table(ways: Sequence[tuple[str, str, Cost]]) -> str:
+    """Layouts, what comes of them, and what is sent for it."""
+    rows = [(one, other, f"{bytes_text(cost.bytes_received)} received, {time_text(cost.time)}")
+            for one, other, cost in ways]  # fmt: skip
+    return "\n".join(f"  {line}" for line in columns(rows, {2}) or below(rows))
 
 
 def _run(
@@ -163,6 +176,12 @@ def _run(
     kwargs: Mapping[str, Any],
 ) -> Any:
     outs = {each.name for each in getattr(strategy.op, "_schema", _NONE).arguments if each.is_out}
+    if strategy.tree is READ:
+        # Its operands are the same on every rank, and so is the number.
+        read = iter([each[0] for each in locals_] if everywhere else locals_)
+        placed = [_map(each, lambda _: next(read)) for each in args]
+        named = {key: _map(each, lambda _: next(read)) for key, each in kwargs.items()}
+        return strategy.call.op(*placed, **named)
 
     def on(rank: int, mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         left = iter(mine)
@@ -192,8 +211,8 @@ class _NONE:
 
 def _as_returned(tree: Any, pairs: Sequence[Any]) -> Any:
     """The results in the tree in which the operation returns them."""
-    if isinstance(tree, bool) or not isinstance(tree, int | list | tuple):
-        return tree
+    if isinstance(tree, Plain):
+        return tree.value
     if isinstance(tree, int):
         return pairs[tree]
     return type(tree)(*(_as_returned(each, pairs) for each in tree)) if hasattr(tree, "_fields") else (

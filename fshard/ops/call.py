@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from fshard.errors import fail
 
-__all__ = ["Call", "Meta", "map_tensors", "meta_results", "schema_of"]
+__all__ = ["READ", "Call", "Meta", "Plain", "map_tensors", "meta_results", "schema_of"]
 
 Op = OpOverload[..., Any]
 
@@ -78,6 +78,25 @@ class Call:
         raise KeyError(name)
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What an operation returns beside tensors, which shapes alone tell."""
+
+    value: Any
+
+
+READ = Plain("a number that is read from a tensor")
+"""In the place of what an operation returns that turns a tensor into a number."""
+
+_READING = frozenset(("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"))
+
+
+def reads_number(op: Any) -> bool:
+    """Whether an operation turns what is in tensors into a number of Python's."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and schema.name.partition("::")[2] in _READING
+
+
 def schema_of(op: Any) -> Sequence[Any]:
     """The arguments of an operation's schema."""
     arguments: Sequence[Any] = op._schema.arguments
@@ -107,12 +126,14 @@ def map_tensors(value: Any, kind: type | tuple[type, ...], change: Callable[[Any
 def meta_results(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Meta | None, ...], Any]:
-    """What a call returns, flat, and the tree of it with numbers in the place of tensors.
+    """What a call returns, flat, and the tree of it with their numbers in the place of tensors.
 
     The operation runs on meta tensors: it computes shapes and nothing else; or on zeros, where
     PyTorch has no meta form of it. Raises `ShardingError` where it refuses its arguments, and
     where the shape of what it returns is not known from them.
     """
+    if reads_number(op):
+        return (), READ
     try:
         out = _dry(op, args, kwargs, "meta")
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -129,7 +150,7 @@ def meta_results(
         if isinstance(value, list | tuple):
             return type(value)(*map(number, value)) if hasattr(value, "_fields") else (
                 type(value)(number(each) for each in value))  # fmt: skip
-        return value
+        return Plain(value)
 
     tree = number(out)
     return tuple(found), tree

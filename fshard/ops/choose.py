@@ -162,8 +162,10 @@ def _wished(
     call: Call, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], wish: PartitionSpec | None
 ) -> dict[str, str]:
     """The factor that each axis cuts where the first result lies as it is wished to."""
+    if wish is None or not call.results:
+        return {}
     meta, dims = call.results[0], rule.results[0]
-    if wish is None or meta is None or dims is None or len(wish.dims) > len(dims):
+    if meta is None or dims is None or len(wish.dims) > len(dims):
         return {}
     spec = Spec(mesh, wish, shape=meta.shape, dtype=meta.dtype, uneven="chunk")
     return {

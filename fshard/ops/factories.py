@@ -20,6 +20,18 @@ def alike(call: Call) -> Rule:
     return Rule((own,), (own,), modes=unmoved(0))
 
 
+@register_rule("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose", family="factories")
+def number(call: Call) -> Rule:
+    """A number of Python's is of whole tensors, never of a rank's part or addend."""
+    return Rule(tuple(((),) * each.ndim for each in call.operands), ())
+
+
+@register_rule("linspace", "logspace", family="factories")
+def between(call: Call) -> Rule:
+    """Numbers between two ends, of which a tensor has one at least; all ranks make all."""
+    return Rule(((),) * len(call.operands), (((),),))
+
+
 @register_rule(
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", family="factories"
 )

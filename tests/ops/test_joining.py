@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import Mesh, P, Spec
+from fshard import Mesh, P, ShardingError, Spec
 from fshard.ops.apply import apply
 from fshard.ops.propagate import propagate
 from tests.op_checks import call_with, check_call
@@ -111,3 +111,23 @@ def test_filling_addends_leaves_none() -> None:
     made = apply(A.fill_.Scalar, x, 3.0)
     assert made.spec == Spec(mesh, P(), shape=(4,))
     assert torch.equal(fs.unshard(made), torch.full((4,), 3.0))
+
+
+def test_numbers_are_of_whole_tensors() -> None:
+    mesh = Mesh(x=2)
+    addends = fs.Sharded(
+        (torch.tensor(1.0), torch.tensor(2.0)), Spec(mesh, P(unreduced={"x"}), shape=())
+    )
+    assert apply(A.item.default, addends, mode="auto") == 3.0
+    x, y = torch.arange(4.0), torch.tensor([0.0, 1.0, 2.0, 4.0])
+    one, other = (fs.shard(each, Spec(mesh, P("x"), shape=(4,))) for each in (x, y))
+    assert apply(torch.equal, one, fs.shard(x, Spec(mesh, P(), shape=(4,))), mode="auto") is True
+    assert apply(torch.equal, one, other, mode="auto") is False
+    assert apply(torch.allclose, one, other, 0.0, 1.0, mode="auto") is True
+    with pytest.raises(ShardingError, match="every way to run it needs communication"):
+        apply(A.item.default, addends)
+
+
+def test_what_is_no_tensor_is_told_from_shapes() -> None:
+    x = fs.shard(torch.ones(4, 6), Spec(Mesh(x=2), P("x"), shape=(4, 6)))
+    assert apply(A.is_same_size.default, x, x) is True
