@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch import fx
 
 from fshard import hooks
-from fshard.errors import Problem, fail, raise_if
+from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign
 from fshard.ops.call import Meta
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Line, Move, Ref, local_graph, run_everywhere
+from fshard.ops.strategy import name_of
 from fshard.ops.trace import trace
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
@@ -189,6 +191,10 @@ class Partition:
         leaves, tree = flatten(list(args))
         return self._of(leaves, tree, self._specs(args, leaves))
 
+    def __repr__(self) -> str:
+        kinds = plural(len(self._made), "signature")
+        return f"fs.partition({name_of(self.fn)}) on {self.mesh}, laid out for {kinds}"
+
     def explain(self, *args: Any) -> Any:
         """What a call does: a table of operations, their layouts, and what is sent each way."""
         if args:
@@ -237,13 +243,19 @@ class Partition:
         if isinstance(given, Spec) and asked is None:
             return given
         p = PartitionSpec() if asked is None else asked
-        spec = p if isinstance(p, Spec) else Spec(
-            self.mesh, p, shape=tuple(given.shape), dtype=given.dtype,
-            sizes=_own_sizes(given, p))  # fmt: skip
+        try:
+            spec = p if isinstance(p, Spec) else Spec(
+                self.mesh, p, shape=tuple(given.shape), dtype=given.dtype,
+                sizes=_own_sizes(given, p))  # fmt: skip
+        except ShardingError as error:
+            problems += [Problem(f"{name}: {p}, {each.given}", each.rule, each.fix)
+                         for each in error.problems]  # fmt: skip
+            return None
         if isinstance(given, Spec) and given != spec:
             prog = redistribute(given, spec)
             problems.append(Problem(f"{name}: {given}", f"the function asks for {spec}",
-                                    f"fs.reshard(pair, spec), which is\n{prog}"))  # fmt: skip
+                                    "fs.reshard(pair, spec), which is\n"
+                                    + textwrap.indent(str(prog), "    ")))  # fmt: skip
         return spec
 
     # -- making ----------------------------------------------------------------------------
