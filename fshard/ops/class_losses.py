@@ -3,8 +3,8 @@
 A likelihood is looked up, so that classes may be cut: every rank has those of its classes, an
 unreduced sum. A mean is weighted by the classes that occur, which no rank knows alone where
 samples are cut: by decomposition it is two unreduced sums and a division. A cross entropy over cut
-classes is, by decomposition, a maximum, a sum of exponentials and a lookup, after Megatron-LM's
-vocabulary-parallel cross entropy (arXiv 1909.08053).
+classes is, by decomposition, a softmax's maximum and sum of exponentials and a lookup, after
+Megatron-LM's vocabulary-parallel cross entropy (arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from fshard.ops.rule import Dims, Rule
 from fshard.ops.shifting import locate, part_of
 
 __all__: list[str] = []
+
+aten = torch.ops.aten
 
 AWAY = -100
 """The class of what is ignored here, and of what other ranks have."""
@@ -166,72 +168,89 @@ register_rule("cross_entropy_loss", family="losses")(_cross_entropy)
 # -- decompositions ---------------------------------------------------------------------------
 
 
-def _along(weight: Tensor, x: Tensor, at: int) -> Tensor:
-    """Weights of classes as they broadcast to a tensor with classes."""
-    return weight.reshape([-1 if dim == at else 1 for dim in range(x.ndim)])
-
-
-def _looked_up(x: Tensor, target: Tensor, ignored: int, at: int) -> Tensor:
-    """What a tensor with classes has for every sample's class; the first's where it is ignored."""
-    return x.gather(at, target.masked_fill(target == ignored, 0).unsqueeze(at)).squeeze(at)
-
-
-def _weighted(loss: Tensor, scale: Tensor, reduction: int) -> Tensor:
-    """Losses reduced: a mean is divided by the sum of what the samples weigh."""
-    if reduction == NONE:
-        return loss
-    return loss.sum() if reduction == SUM else loss.sum() / scale.sum()
+def _inner(reduction: int) -> int:
+    """The reduction whose rule cuts samples and classes, from which a mean is made."""
+    return NONE if reduction == NONE else SUM
 
 
 def _decomposed_nll(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = AWAY,
 ) -> Tensor:  # fmt: skip
-    """A lookup, two sums and a division."""
-    scale = _weights_of(target, weight, ignore_index, x.dtype)
-    found = _looked_up(x, target, ignore_index, _class_dim(x.ndim))
-    return _weighted((-found * scale).masked_fill(target == ignore_index, 0), scale, reduction)
+    """A mean is two sums and a division."""
+    loss: Tensor = aten.nll_loss_nd(x, target, weight, _inner(reduction), ignore_index)
+    if reduction != MEAN:
+        return loss
+    return loss / _weights_of(target, weight, ignore_index, x.dtype).sum()
 
 
 def _decomposed_forward(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """As `_decomposed_nll`, with the sum of the weights."""
-    scale = _weights_of(target, weight, ignore_index, x.dtype)
-    total = x.new_zeros(()) if reduction == NONE else scale.sum()
-    return _decomposed_nll(x, target, weight, reduction, ignore_index), total
+    loss: Tensor = aten.nll_loss_nd(x, target, weight, _inner(reduction), ignore_index)
+    if reduction == NONE:
+        return loss, x.new_zeros(())
+    total = _weights_of(target, weight, ignore_index, x.dtype).sum()
+    return (loss if reduction == SUM else loss / total), total
 
 
 def _decomposed_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = AWAY, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """A maximum, a sum of exponentials, and a lookup or a product with the probabilities."""
+    """A mean is a sum and a division; the rest a maximum, a sum of exponentials and a lookup."""
+    if reduction == MEAN:
+        total: Tensor = aten.cross_entropy_loss(
+            x, target, weight, SUM, ignore_index, label_smoothing
+        )
+        if target.dtype.is_floating_point:
+            return total / (x.numel() // max(x.shape[_class_dim(x.ndim)], 1))
+        return total / _weights_of(target, weight, ignore_index, x.dtype).sum()
     at = _class_dim(x.ndim)
-    classes = x.shape[at]
     shifted = x - x.detach().amax(at, keepdim=True)
-    total = shifted.exp().sum(at, keepdim=True).log()
-    if is_likely(target):
-        if label_smoothing:
-            target = target * (1 - label_smoothing) + label_smoothing / classes
-        aim = target if weight is None else target * _along(weight, x, at)
-        loss = -((shifted - total) * aim).sum(at)
-        if reduction == MEAN:
-            return loss.sum() / (x.numel() // max(classes, 1))
-        return loss if reduction == NONE else loss.sum()
-    ignored = target == ignore_index
-    scale = _weights_of(target, weight, ignore_index, x.dtype)
-    loss = (total.squeeze(at) - _looked_up(shifted, target, ignore_index, at)) * scale
-    if label_smoothing:
-        spread = total - shifted
-        even = (spread if weight is None else spread * _along(weight, x, at)).sum(at)
-        loss = (1 - label_smoothing) * loss + label_smoothing / classes * even
-    return _weighted(loss.masked_fill(ignored, 0), scale, reduction)
+    if target.dtype.is_floating_point:
+        return _of_probabilities(shifted, target, weight, reduction, label_smoothing, at)
+    return _of_labels(shifted, target, weight, reduction, ignore_index, label_smoothing, at)
 
 
-def is_likely(target: Tensor) -> bool:
-    """Whether a target has probabilities of classes, not their numbers."""
-    return target.dtype.is_floating_point
+def _of_probabilities(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float, at: int
+) -> Tensor:
+    """The loss of logits whose maximum is zero, of which nothing overflows.
+
+    What is a sum over the classes of a rank is reduced apart from what every rank has: it is a
+    number then.
+    """
+    total = x.exp().sum(at, keepdim=True).log()
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / x.shape[at]
+    if weight is not None:
+        target = target * weight.reshape(_along(x.ndim, at))
+    even, found = total.squeeze(at) * target.sum(at), (x * target).sum(at)
+    return even - found if reduction == NONE else even.sum() - found.sum()
+
+
+def _of_labels(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int,
+    smoothing: float, at: int,
+) -> Tensor:  # fmt: skip
+    """As `_of_probabilities`, with a lookup."""
+    total = x.exp().sum(at, keepdim=True).log()
+    even = total.squeeze(at) * _weights_of(target, weight, ignored, x.dtype)
+    found: Tensor = aten.nll_loss_nd(x, target, weight, reduction, ignored)
+    loss = even + found if reduction == NONE else even.sum() + found
+    if not smoothing:
+        return loss
+    apart = total - x if weight is None else (total - x) * weight.reshape(_along(x.ndim, at))
+    share = apart.sum(at).masked_fill(target == ignored, 0)
+    share = share if reduction == NONE else share.sum()
+    return (1 - smoothing) * loss + smoothing / x.shape[at] * share
+
+
+def _along(ndim: int, at: int) -> list[int]:
+    """The shape of weights of classes that broadcasts to a tensor with classes."""
+    return [-1 if dim == at else 1 for dim in range(ndim)]
 
 
 register_decomposition("nll_loss", "nll_loss2d", "nll_loss_nd")(_decomposed_nll)
