@@ -192,7 +192,8 @@ class Traced:
 
 KINDS: dict[str, str | None] = {
     "sum": "sum", "nansum": "sum", "mean": "sum", "count_nonzero": "sum", "prod": "product",
-    "any": "max", "all": "min", "amax": "max", "amin": "min", "max": "max", "min": "min",
+    "linalg__powsum": "sum", "any": "max", "all": "min", "_is_any_true": "max",
+    "_is_all_true": "min", "amax": "max", "amin": "min", "max": "max", "min": "min",
 }  # fmt: skip
 """How the parts' results are put together; everything else needs its dims whole."""
 EXTREMES = ("amax", "amin", "max", "min")

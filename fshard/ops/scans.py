@@ -63,13 +63,24 @@ def masked_softmax(call: Call) -> Rule:
     """A mask is for a square of the last dims (type 0), for batch and last dim (1), or for all."""
     x, mask = call.operands
     given, kind = call.get("dim"), call.get("mask_type")
-    factors, dims = dims_of(x.ndim), (wrap(-1 if given is None else given, x.ndim),)
-    masked = factors
+    factors = masked = dims_of(x.ndim)
+    dims: tuple[int, ...] = (wrap(-1 if given is None else given, x.ndim),)
     if kind in (0, 1) and mask.ndim < x.ndim:
         # The kernel asks for as many rows as columns.
         dims = (x.ndim - 2, x.ndim - 1)
         masked = factors[-2:] if kind == 0 else (factors[0], factors[-1])
     return Rule((factors, masked), (factors,), whole=_whole(x.ndim, dims), local=OfSome())
+
+
+def segment_reduce(call: Call) -> Rule:
+    """The dim of the segments is whole; others are free, those before it as the lengths have them."""
+    x, axis = call.operands[0], wrap(call.get("axis"), call.operands[0].ndim)
+    factors = dims_of(x.ndim)
+    inner = (*factors[:axis], (), *factors[axis + 1 :])
+    lengths = ((*factors[:axis], ()),) * (len(call.operands) - 1)
+    linear_too = call.get("reduce") in ("sum", "mean") and call.get("initial") is None
+    return Rule((factors, *lengths), (inner,), whole=_whole(x.ndim, (axis,)),
+                modes=linear(0) if linear_too else (), local=OfSome())  # fmt: skip
 
 
 def trapezoid(call: Call) -> Rule:
@@ -104,4 +115,5 @@ def gradient(call: Call) -> Rule:
 register_rule(*named(*LINEAR, *OTHERS), family="scans")(along)
 register_rule(*named("trapezoid", "trapz", "cumulative_trapezoid"), family="scans")(trapezoid)
 register_rule(*named("_masked_softmax"), family="scans")(masked_softmax)
+register_rule(*named("segment_reduce"), family="scans")(segment_reduce)
 register_rule(*named("gradient"), family="scans")(gradient)

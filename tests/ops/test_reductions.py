@@ -75,6 +75,9 @@ OF_ONE: Samples = {
     "quantile of all": lambda: (aten.quantile.default, rand(4, 3), torch.tensor(0.5).double()),
     "cov": lambda: (aten.cov.default, rand(3, 4)),
     "corrcoef": lambda: (aten.corrcoef.default, rand(3, 4)),
+    "powsum": lambda: (aten.linalg__powsum.default, rand(4, 3), 3, [0]),
+    "all are true": lambda: (aten._is_all_true.default, whole(4, 3) > -3),
+    "any is true": lambda: (aten._is_any_true.default, whole(4, 3) > 2),
     "trace of rows": lambda: (aten.trace.default, rand(5, 2)),
     "sum_to_size": lambda: (aten.sum_to_size.default, rand(4, 3, 2), [3, 1]),
     "any of bools": lambda: (aten.any.default, whole(4, 3) > 2),
@@ -119,7 +122,8 @@ NORMS: Samples = {
 @pytest.mark.parametrize("name", [*OF_ONE, *NORMS])
 def test_rules_are_right(name: str) -> None:
     op, *args = {**OF_ONE, **NORMS}[name]()
-    assert check_call(op, *args) == []
+    # PyTorch has no gradient of this.
+    assert check_call(op, *args, grad=name != "powsum") == []
 
 
 @pytest.mark.parametrize("name", ["mean", "amax", "sum.dim_IntList", "any.dim"])

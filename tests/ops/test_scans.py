@@ -92,6 +92,14 @@ def test_gradients_along_listed_dims_are_right() -> None:
     assert check_call(aten.gradient.tensorarray, x, spacing=[rand(3)], dim=[1]) == []
 
 
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "prod"])
+def test_segments_are_whole(reduce: str) -> None:
+    lengths = torch.tensor([[1, 3], [2, 2], [4, 0]])
+    x = rand(3, 4, 2)
+    assert check_call(aten.segment_reduce.default, x, reduce, lengths=lengths, axis=1) == []
+    assert check_call(aten.segment_reduce.default, x[0], reduce, lengths=lengths[0]) == []
+
+
 def test_rules_on_two_axes() -> None:
     assert check_call(aten.softmax.int, rand(4, 3, 5), 1, two_axes=True) == []
     assert check_call(aten.cummax.default, rand(4, 3, 5), 1, two_axes=True) == []
