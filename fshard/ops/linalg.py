@@ -38,7 +38,7 @@ OF_NUMBERS = frozenset(("atol", "rtol", "tol", "rcond"))
 def batched(call: Call, cores: Mapping[str, int] = MappingProxyType({})) -> Rule:
     """Dims before the last ones pass, which are two, or as many as `cores` says by argument."""
     ranks = [cores.get(name, 2) for name in names_of(call)]
-    lead = [meta.ndim - rank for meta, rank in zip(call.operands, ranks, strict=True)]
+    lead = [max(meta.ndim - rank, 0) for meta, rank in zip(call.operands, ranks, strict=True)]
     batch = letters(max(*lead, 0))
     dims = [
         trailing(batch, count) + ((),) * (meta.ndim - count)
@@ -78,6 +78,12 @@ def unbatched(call: Call) -> Rule:
     """One matrix made of a whole tensor."""
     made = tuple(None if each is None else untouched(each) for each in call.results)
     return Rule(tuple(map(untouched, call.operands)), made)
+
+
+@register_rule(aten._linalg_check_errors, family="linalg")
+def checked(call: Call) -> Rule:
+    """Every matrix's code of failure is looked at; nothing is returned."""
+    return Rule((dims_of_text(letters(call.operands[0].ndim)),), (None,))
 
 
 # -- equations ------------------------------------------------------------------------------
