@@ -278,3 +278,88 @@ def test_classes_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
         aten.nll_loss(x, labels, None, SUM, -100)
     with pytest.raises(IndexError, match="out of bounds"):
         apply(aten.nll_loss, fs.shard(x, spec), labels, None, SUM, -100)
+
+
+# -- as parts of functions --------------------------------------------------------------------
+
+GRID = fs.Mesh(dp=2, tp=2)
+BYTES = fs.Topology("bytes", inner=fs.Link(1e-9, 1e9), launch=1e-9, message=0.0)
+
+
+def run(function: Any, specs: Sequence[fs.PartitionSpec], *given: torch.Tensor) -> list[str]:
+    """The steps that send, in order, of a function that must be right with its gradients."""
+    made = fs.partition(function, mesh=GRID, in_specs=tuple(specs), cost=BYTES)
+    value, right = made(*given), function(*given)
+    wanted = [x for x in given if x.requires_grad]
+    assert torch.allclose(value, right)
+    found = torch.autograd.grad(value, wanted)
+    assert all(
+        torch.allclose(one, other)
+        for one, other in zip(found, torch.autograd.grad(right, wanted), strict=True)
+    )
+    steps = [step for prog in made.trace(*given).programs for step in prog.steps]
+    return [str(step) for step in steps if type(step).__name__ not in FREE]
+
+
+FREE = {"InvariantToReduced", "ReducedToInvariant", "AllSlice"}
+
+
+def test_a_cross_entropy_of_cut_classes_is_megatrons() -> None:
+    """Two numbers of a sample, and single numbers; samples are cut on the other axis."""
+    x, w = real(8, 16).requires_grad_(), real(32, 16).requires_grad_()
+    labels = below(32, 8)
+    labels[:3] = -100
+    specs = (fs.P("dp"), fs.P("tp"), fs.P("dp"))
+
+    def loss(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x @ w.T, labels)
+
+    assert run(loss, specs, x, w, labels) == [
+        "all_reduce(tp) to reduced",  # maxima
+        "all_reduce(tp)",  # sums of exponentials
+        "all_reduce(tp)",  # what was looked up, a number
+        "all_reduce(dp) to reduced",  # how many samples count, a number
+    ]
+
+
+def test_a_mean_over_cut_samples_counts_those_that_count() -> None:
+    """PyTorch's own kernel, and one number."""
+    x, weight = real(8, 6).requires_grad_(), real(6)
+    labels = below(6, 8)
+    labels[:4] = -100
+
+    def loss(x: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x, labels, weight)
+
+    sent = run(loss, (fs.P("dp"), fs.P("dp"), fs.P()), x, labels, weight)
+    assert sent == ["all_reduce(dp) to reduced"]
+
+
+def test_cosines_of_cut_features() -> None:
+    """Three sums of every row."""
+    x, y = real(4, 8).requires_grad_(), real(4, 8).requires_grad_()
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        signs = torch.ones(4, dtype=torch.float64)
+        return torch.nn.functional.cosine_embedding_loss(x, y, signs)
+
+    sent = run(loss, (fs.P(None, "tp"),) * 2, x, y)
+    assert sent == ["reduce_scatter(tp, dim 0)"] * 3
+
+
+def test_one_table_as_embedding_and_output() -> None:
+    """Rows are cut: a sum of looked up rows, then as above."""
+    w, tokens = real(32, 16).requires_grad_(), below(32, 8)
+
+    def loss(w: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.embedding(tokens, w)
+        return torch.nn.functional.cross_entropy(h @ w.T, tokens)
+
+    sent = run(loss, (fs.P("tp"), fs.P("dp")), w, tokens)
+    assert sent == [
+        "all_reduce(tp) to reduced",
+        "all_reduce(tp) to reduced",
+        "all_reduce(tp)",
+        "all_reduce(tp)",
+        "all_reduce(dp) to reduced",
+    ]
