@@ -73,7 +73,7 @@ def masked_softmax(call: Call) -> Rule:
 
 
 def segment_reduce(call: Call) -> Rule:
-    """The dim of the segments is whole; others are free, those before it as the lengths have them."""
+    """The dim of the segments is whole; others are free, leading ones as the lengths have them."""
     x, axis = call.operands[0], wrap(call.get("axis"), call.operands[0].ndim)
     factors = dims_of(x.ndim)
     inner = (*factors[:axis], (), *factors[axis + 1 :])
