@@ -16,6 +16,7 @@ import torch
 from fshard.errors import fail
 from fshard.ops.build import linear
 from fshard.ops.call import Call, Meta
+from fshard.ops.local import Here, LocalCall, argument, with_argument
 from fshard.ops.parts import Parts, dims_of_text, fitted, letters, untouched
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Rule
@@ -76,24 +77,42 @@ def _refuse_dropout(call: Call) -> None:
              "whose draws do not depend on the layout")  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Causal:
+    """A change: where causal queries begin in the middle, the mask says so."""
+
+    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+        """The call with it."""
+        op, args, kwargs = call
+        query, key = args[0], args[1]
+        dim = query.dim() - 2
+        if not argument(op, args, kwargs, "is_causal") or here.is_whole(0, dim):
+            return call
+        rows = torch.arange(here.begin(0, dim), here.end(0, dim), device=query.device)
+        mask = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
+        call = with_argument(*call, "is_causal", False)
+        return with_argument(*call, "attn_mask", mask)
+
+
 @register_rule(aten.scaled_dot_product_attention, family="attention")
 def attention(call: Call) -> Rule:
-    """`bhqe,bhke,bhkv->bhqv`: linear in the values; causal queries need to be whole."""
+    """`bhqe,bhke,bhkv->bhqv`: linear in the values; causal queries that are cut get a mask."""
     _refuse_dropout(call)
     heads = _heads(call)
     made = call.results[0]
     assert made is not None
-    query = "" if call.get("is_causal") else "q"
     sizes = (*made.shape[:-1], _named(call, "key").shape[-2])
     dims = [
-        heads.operand((query, ""), of_keys=False),
+        heads.operand(("q", ""), of_keys=False),
         heads.operand(("", ""), of_keys=True),
         heads.operand(("", "v"), of_keys=True),
     ]
     if call.place("attn_mask") is not None:
-        dims.append(heads.aligned(call.operands[3], (query, ""), sizes))
-    result = heads.operand((query, "v"), of_keys=False)
-    return Rule(fitted(dims, call.operands), (result,), modes=linear(2), local=Parts())
+        dims.append(heads.aligned(call.operands[3], ("q", ""), sizes))
+    result = heads.operand(("q", "v"), of_keys=False)
+    return Rule(
+        fitted(dims, call.operands), (result,), modes=linear(2), local=Parts(changes=(_Causal(),))
+    )
 
 
 # -- the fused forms ------------------------------------------------------------------------
@@ -167,11 +186,11 @@ def attention_backward(call: Call) -> Rule:
     by_name = {"query": queries, "grad_out": queries, "out": queries, "key": keys, "value": keys}
     operands: list[Dims] = []
     mask: Dims = ()
-    for argument in call.op._schema.arguments:
-        place = call.place(argument.name)
+    for each in call.op._schema.arguments:
+        place = call.place(each.name)
         if place is None:
             continue
-        name, meta = argument.name.rstrip("_"), call.operands[place]
+        name, meta = each.name.rstrip("_"), call.operands[place]
         if name in ("attn_bias", "attn_mask"):
             mask = heads.aligned(meta, (q, ""), sizes) if meta.ndim > 1 else untouched(meta)
             operands.append(mask)

@@ -91,7 +91,7 @@ def test_rows_that_may_look_at_nothing_are_zero() -> None:
 
 def test_texts() -> None:
     assert text(SDPA, *three()) == ("bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}")
-    assert loops(SDPA, *three(), is_causal=True) == "bh11,bh11,bh1v->bh1v"
+    assert loops(SDPA, *three(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
     assert loops(SDPA, *three(6), rand(2, 6, 5, 6), enable_gqa=True) == (
         "b(hg)q1,bh11,bh1v,b(hg)q1->b(hg)qv"
     )
