@@ -16,7 +16,7 @@ from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
 from fshard.ops.partition import Partition, partition
 from fshard.ops.propagate import is_several, local_strategy_for, specs_in, strategy_for
-from fshard.ops.registry import decomposition_of
+from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy, name_of
 from fshard.partition import PartitionSpec
 from fshard.program.cost import Cost
@@ -55,6 +55,7 @@ def apply(
     """
     if mode not in MODES:
         fail("fs.apply", f"mode={mode!r}", "mode is 'explicit' or 'auto'", "mode='auto'")
+    kwargs = read_by(op, kwargs)
     given = [pair for each in (*args, *kwargs.values()) for pair in _operands(each)]
     mesh, everywhere = _mesh(op, given)
     pairs = [_as_pair(each, mesh, everywhere) for each in given]
@@ -85,7 +86,7 @@ def _by_others(
     made = part.trace(*pairs)
     progs = [prog for prog in made.programs if not prog.is_local]
     if mode == "explicit" and progs:
-        ways = [(str(prog.src), f"-> {prog.dst}", prog.cost(cost)) for prog in progs]
+        ways = [(f"{prog.src} -> {prog.dst}", prog.cost(cost)) for prog in progs]
         fail(f"fs.apply({name_of(op)})", ", ".join(str(spec) for _, spec in pairs),
              f"it is made of operations that need communication:\n{_table(ways)}",
              'mode="auto" runs it; fs.partition(...).explain() shows each of them')  # fmt: skip
@@ -101,7 +102,9 @@ def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partit
     def run(*tensors: torch.Tensor) -> Any:
         left = iter(tensors)
         placed = [map_tensors(each, Spec, lambda _: next(left)) for each in given]
-        return op(*placed, **{k: map_tensors(v, Spec, lambda _: next(left)) for k, v in named.items()})
+        return op(
+            *placed, **{k: map_tensors(v, Spec, lambda _: next(left)) for k, v in named.items()}
+        )
 
     return partition(run, mesh=meshes[0], cost=cost)
 
@@ -127,7 +130,8 @@ def _mesh(op: Any, given: Sequence[Any]) -> tuple[Mesh, bool]:
     """The mesh of the pairs, and whether their locals are all ranks' shards."""
     pairs = [each for each in given if is_pair(each)]
     if not pairs:
-        fail(f"fs.apply({name_of(op)})", "no pairs", "at least one argument is a pair (local, spec)",
+        fail(f"fs.apply({name_of(op)})", "no pairs",
+             "at least one argument is a pair (local, spec)",
              "fs.shard(tensor, spec) makes one")  # fmt: skip
     simulated = [not isinstance(local, torch.Tensor) for local, _ in pairs]
     if len(set(simulated)) > 1:
@@ -151,20 +155,26 @@ def _wants_grad(local: Any) -> bool:
 
 
 def _all_send(best: Strategy) -> NoReturn:
-    ways = [
-        (", ".join(map(str, each.in_specs)), f"-> {', '.join(map(str, each.out_specs))}", each.cost)
-        for each in (best, *best.alternatives)
-    ]
+    ways = []
+    for each in (best, *best.alternatives):
+        ins, outs = ", ".join(map(_told, each.in_specs)), ", ".join(map(str, each.out_specs))
+        ways.append((f"{ins} -> {outs}", each.cost))
     fail(f"fs.apply({name_of(best.op)})", ", ".join(map(str, best.sources)),
-         f"every way to run it needs communication:\n{_table(ways)}",
-         'mode="auto" runs the first; fs.reshard(pair, spec) of the operands before for another')
+         f"all ways need communication (by time, later reducing included):\n{_table(ways)}",
+         'mode="auto" runs the first; fs.reshard(pair, spec) before for another')  # fmt: skip
 
 
-def _table(ways: Sequence[tuple[str, str, Cost]]) -> str:
-    """Layouts, what comes of them, and what is sent for it."""
-    rows = [(one, other, f"{bytes_text(cost.bytes_received)} received, {time_text(cost.time)}")
-            for one, other, cost in ways]  # fmt: skip
-    return "\n".join(f"  {line}" for line in columns(rows, {2}) or below(rows))
+def _told(spec: Spec) -> str:
+    """A spec without the axes that it is reduced on: from invariant that takes nothing."""
+    p = spec.partition
+    return str(spec.replace(partition=PartitionSpec._of(p.dims, p.unreduced_kinds, ())))
+
+
+def _table(ways: Sequence[tuple[str, Cost]]) -> str:
+    """Layouts, and what must be sent for them."""
+    rows = [(each, f"{bytes_text(cost.bytes_received)} received, {time_text(cost.time)}")
+            for each, cost in ways]  # fmt: skip
+    return "\n".join(f"  {line}" for line in columns(rows) or below(rows))
 
 
 def _run(
@@ -175,7 +185,6 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    outs = {each.name for each in getattr(strategy.op, "_schema", _NONE).arguments if each.is_out}
     if strategy.tree is READ:
         # Its operands are the same on every rank, and so is the number.
         read = iter([each[0] for each in locals_] if everywhere else locals_)
@@ -186,7 +195,7 @@ def _run(
     def on(rank: int, mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         left = iter(mine)
         placed = [_map(each, lambda _: next(left)) for each in args]
-        named = {key: _map(v, lambda _: next(left)) for key, v in kwargs.items() if key not in outs}
+        named = {key: _map(v, lambda _: next(left)) for key, v in kwargs.items()}
         return run_local(strategy, rank, placed, named)
 
     if everywhere:
@@ -203,10 +212,6 @@ def _run(
         for local, spec in zip(found, strategy.out_specs, strict=True)
     ]
     return _as_returned(strategy.tree, pairs)
-
-
-class _NONE:
-    arguments: tuple[Any, ...] = ()
 
 
 def _as_returned(tree: Any, pairs: Sequence[Any]) -> Any:

@@ -28,6 +28,7 @@ from fshard.run.moving import shard, unshard
 from fshard.run.transport import current_rank
 from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
+from fshard.units import plural
 
 __all__ = ["Partition", "Partitioned", "partition"]
 

@@ -20,10 +20,10 @@ from fshard.program.topology import Topology
 from fshard.spec import Spec
 from fshard.units import bytes_text, time_text
 
-__all__ = ["Strategy", "lay"]
+__all__ = ["Strategy", "lay", "name_of"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Strategy:
     """One way to run a call: what it asks of the operands, what it gives, and what that costs.
 
@@ -86,13 +86,22 @@ class Strategy:
 
     def __str__(self) -> str:
         made = ", ".join("none" if spec is None else str(spec) for spec in self.out_specs)
-        lines = [f"{_name(self.op)}: {', '.join(map(str, self.in_specs))} -> {made}", self.summary]
+        taken = ", ".join(map(str, self.in_specs))
+        lines = [f"{name_of(self.op)}: {taken} -> {made}", self.summary]
         lines += [f"operand {at}: {prog}" for at, prog in enumerate(self.programs) if prog.steps]
         return "\n".join(lines)
 
+    __repr__ = __str__
 
-def _name(op: Any) -> str:
-    return str(op) if not hasattr(op, "__name__") else str(getattr(op, "__name__", op))
+
+def name_of(op: Any) -> str:
+    """An operation's name without the space that it is in, a function's without its address.
+
+    >>> import torch
+    >>> name_of(torch.ops.aten.mm.default), name_of(torch.matmul)
+    ('mm.default', 'matmul')
+    """
+    return str(getattr(op, "__name__", op))
 
 
 # -- from roles to specs -------------------------------------------------------------------
