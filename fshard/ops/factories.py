@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fshard.ops.build import unmoved
 from fshard.ops.call import Call
-from fshard.ops.local import resized
+from fshard.ops.local import Here, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
 from fshard.ops.rule import Dims, Rule
@@ -18,6 +20,32 @@ def alike(call: Call) -> Rule:
     """Lies as the operand does; where that is unreduced it is the same on every rank."""
     own: Dims = tuple((name,) for name in letters(call.operands[0].ndim))
     return Rule((own,), (own,), modes=unmoved(0))
+
+
+TOLD = """
+    sym_size sym_numel sym_stride sym_storage_offset sym_is_contiguous size.default size.int
+    numel.default dim.default stride is_complex is_floating_point is_signed is_same_size
+    is_contiguous is_conj is_neg result_type.Tensor result_type.Scalar result_type.Scalar_Tensor
+    _assert_tensor_metadata
+"""
+
+
+@register_rule(*TOLD.split(), family="factories")
+def told(call: Call) -> Rule:
+    """What shapes and dtypes tell, of whole tensors however they lie."""
+    places = range(len(call.operands))
+    return Rule(tuple(((),) * each.ndim for each in call.operands), (None,) * len(call.results),
+                local=_nothing, unread=frozenset(places))  # fmt: skip
+
+
+def _nothing(op: Any, args: Any, kwargs: Any, here: Here) -> None:
+    """A rank's part has another shape: nothing is asked of it."""
+
+
+@register_rule("_assert_async.default", "_assert_async.msg", family="factories")
+def asserted(call: Call) -> Rule:
+    """Every rank asserts the same."""
+    return Rule(((),), (None,))
 
 
 @register_rule("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose", family="factories")

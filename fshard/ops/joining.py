@@ -120,6 +120,12 @@ def products(call: Call) -> Rule:
     return Rule(operands, (rows,), modes=moved(*range(len(own))))
 
 
+@register_rule("combinations", family="joining")
+def combinations(call: Call) -> Rule:
+    """Every element meets all that come after it."""
+    return Rule(((("a",),),), (((), ()),), whole=frozenset("a"), modes=moved(0))
+
+
 # -- several results, each of one operand -------------------------------------------------
 
 

@@ -68,8 +68,9 @@ UNTAGGED = """
     not_equal polar real rsub softplus_backward softshrink_backward special_digamma special_erf
     special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
     special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
-    special_polygamma special_psi special_round special_sinc special_xlogy subtract true_divide
-    where _add_relu _masked_scale _neg_view _neg_view_copy _prelu_kernel _prelu_kernel_backward
+    special_multigammaln special_polygamma special_psi special_round special_sinc special_xlogy
+    subtract true_divide where _add_relu _masked_scale _neg_view _neg_view_copy _prelu_kernel
+    _prelu_kernel_backward
 """
 """What PyTorch does not tag, for it is made of what is tagged, or of more than one result."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -165,6 +165,14 @@ def functional_of(op: Any) -> Any:
     (<OpOverload(op='aten.add', overload='Tensor')>, <OpOverload(op='aten.add', overload='Tensor')>)
     """
     return _functional(op) if isinstance(op, OpOverload) else op
+
+
+def read_by(op: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name that an operation reads: without those that it writes into."""
+    outs = {"out"}
+    if isinstance(op, OpOverload):
+        outs = {each.name for each in op._schema.arguments if each.is_out}
+    return {key: each for key, each in kwargs.items() if key not in outs}
 
 
 @cache

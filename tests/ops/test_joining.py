@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "pad_sequence by a number": (A.pad_sequence.default, [tensor(4, 6), tensor(2, 6)], True, 1.5),
     "block_diag": (A.block_diag.default, [tensor(2, 3), tensor(4), tensor()]),
     "cartesian_prod": (A.cartesian_prod.default, [tensor(4), tensor(3), tensor(2)]),
+    "combinations": (A.combinations.default, tensor(4), 2),
     "broadcast_tensors": (A.broadcast_tensors.default, [tensor(4, 1), tensor(6), tensor()]),
     "zeros_like": (A.zeros_like.default, tensor(4, 6)),
     "full_like": (A.full_like.default, WHOLE, 3),
@@ -128,6 +129,12 @@ def test_numbers_are_of_whole_tensors() -> None:
         apply(A.item.default, addends)
 
 
-def test_what_is_no_tensor_is_told_from_shapes() -> None:
-    x = fs.shard(torch.ones(4, 6), Spec(Mesh(x=2), P("x"), shape=(4, 6)))
+@pytest.mark.parametrize("partition", [P("x"), P(None, "x"), P(unreduced={"x"})])
+def test_what_is_no_tensor_is_told_from_shapes(partition: P) -> None:
+    spec = Spec(Mesh(x=2), partition, shape=(4, 6))
+    x = fs.Sharded(tuple(torch.ones(spec.local_shape(rank)) for rank in (0, 1)), spec)
     assert apply(A.is_same_size.default, x, x) is True
+    assert apply(A.sym_size.int, x, 1) == 6
+    assert apply(A.numel.default, x) == 24
+    assert apply(A.is_complex.default, x) is False
+    assert apply(A._assert_tensor_metadata.default, x, size=[4, 6]) is None
