@@ -15,9 +15,9 @@ from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
 from fshard.ops.choose import choose
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.lists import in_lists, is_list
-from fshard.ops.registry import functional_of, row_of, version
+from fshard.ops.registry import functional_of, read_by, row_of, version
 from fshard.ops.rule import Rule
-from fshard.ops.strategy import Strategy
+from fshard.ops.strategy import Strategy, name_of
 from fshard.ops.trace import own_way
 from fshard.partition import PartitionSpec
 from fshard.program.program import as_topology
@@ -128,10 +128,11 @@ def _compute(
     local: bool,
     wish: PartitionSpec | None,
 ) -> Strategy | None:
-    topology = as_topology("fs.propagate", cost)
+    topology, kwargs = as_topology("fs.propagate", cost), read_by(op, kwargs)
     specs = [spec for each in (*args, *kwargs.values()) for spec in specs_in(each)]
     if not specs:
-        fail(f"fs.propagate({op})", "no specs", "a spec stands in the place of every tensor",
+        fail(f"fs.propagate({name_of(op)})", "no specs",
+             "a spec stands in the place of every tensor",
              "fs.Spec(mesh, P(...), shape=..., dtype=...)")  # fmt: skip
     _check_mesh(op, specs)
     as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
@@ -139,9 +140,8 @@ def _compute(
     named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
     if is_list(call.op):
-        read = {key: each for key, each in kwargs.items() if key in call.kwargs}
         one = lambda op, args, kwargs: _strategy(op, args, kwargs, cost, grad, local, None)  # noqa: E731
-        return in_lists(call, tree, args, read, specs, one, grad=grad)
+        return in_lists(call, tree, args, kwargs, specs, one, grad=grad)
     return choose(call, tree, rule_of(call), specs, topology, grad=grad, local=local,
                   wish=wish)  # fmt: skip
 
@@ -158,7 +158,7 @@ def specs_in(value: Any) -> list[Spec]:
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
     meshes = dict.fromkeys(spec.mesh for spec in specs)
     if len(meshes) > 1:
-        fail(f"fs.propagate({op})", f"operands on {' and '.join(map(str, meshes))}",
+        fail(f"fs.propagate({name_of(op)})", f"operands on {' and '.join(map(str, meshes))}",
              "an operation runs on one mesh",
              "move one of them there first: fs.reshard(pair, spec)")  # fmt: skip
 
@@ -188,9 +188,10 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return op
     packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
     if packet is None:
-        fail("fs.propagate", f"{op}", "a function of its own needs a rule, or is one of several",
-             "fs.register_rule(function)('bd,d->bd') gives it one; "
-             "fs.partition takes whole functions apart")  # fmt: skip
+        fail(f"fs.propagate({name_of(op)})", "a function that is no operation of PyTorch",
+             "what runs as one operation has a sharding rule",
+             f"fs.register_rule({name_of(op)})('bd,d->bd') gives it one; "
+             "fs.partition lays out what it is made of")  # fmt: skip
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
     real = [map_tensors(each, Meta, make) for each in args]
     named = {key: map_tensors(each, Meta, make) for key, each in kwargs.items()}
