@@ -15,7 +15,7 @@ from fshard.ops.rule import Dims, Rule
 
 __all__ = ["transformed"]
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 OF_ONE_TENSOR = """
     fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2
@@ -24,7 +24,7 @@ OF_ONE_TENSOR = """
 """
 
 
-@register_rule(*named(OF_ONE_TENSOR), family="fft")
+@register_rule(*named(OF_ONE_TENSOR), prims.fft_c2c, prims.fft_r2c, prims.fft_c2r, family="fft")
 def transformed(call: Call) -> Rule:
     """Dims that are not transformed pass."""
     ndim, given = call.operands[0].ndim, call.get("dim")

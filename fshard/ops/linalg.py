@@ -63,7 +63,7 @@ def names_of(call: Call) -> list[str]:
     return [each.name for each in schema_of(call.op) if call.place(each.name) is not None]
 
 
-@register_rule(*named(FACTORED), family="linalg")
+@register_rule(*named(FACTORED), torch.ops.prims.svd, family="linalg")
 def factored(call: Call) -> Rule:
     """A factorization or a function of every matrix of a batch."""
     name = call.op._schema.name

@@ -26,6 +26,9 @@ OTHERS: dict[str, Sample] = {
     "_fft_c2c of none": lambda: (aten._fft_c2c, rand(3, 4, dtype=COMPLEX), [], 0, True),
     "_fft_r2c": lambda: (aten._fft_r2c, rand(3, 4), [0], 0, True),
     "_fft_c2r": lambda: (aten._fft_c2r, rand(3, 4, dtype=COMPLEX), [1], 0, 6),
+    "prims.fft_r2c": lambda: (torch.ops.prims.fft_r2c, rand(3, 4), {"dim": [1], "onesided": True}),
+    "prims.fft_c2r": lambda: (torch.ops.prims.fft_c2r, rand(3, 4, dtype=COMPLEX),
+                              {"dim": [1], "last_dim_size": 6}),
     "shifted": lambda: (aten.fft_fftshift, rand(3, 4)),
     "shifted back": lambda: (aten.fft_ifftshift, rand(3, 4), [1]),
     "stft": lambda: (aten.stft.center, rand(3, 32), 8, 4, 8, hann(), {"return_complex": True}),
@@ -49,7 +52,7 @@ def test_of_complex_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others(name: str) -> None:
-    assert wrong(OTHERS[name]) == []
+    assert wrong(OTHERS[name], grad=not name.startswith("prims")) == []
 
 
 @pytest.mark.parametrize("whole", [(3, 5, 9), (5, 9)])

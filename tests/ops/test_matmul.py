@@ -142,6 +142,17 @@ def test_bytes_that_are_summed_wider_pass_no_addends() -> None:
     )
 
 
+def test_groups() -> None:
+    """Of rows in groups only the columns can be cut, and what the products sum over."""
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    rows = rand(8, 32, dtype=torch.bfloat16)
+    modes = "unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
+    batch = rand(2, 32, 16, dtype=torch.bfloat16)
+    assert text(aten._grouped_mm, rows, batch, ends) == f"1k,1kj,1->1j  {{k sum; {modes}"
+    whole = rand(2, 8, 32, dtype=torch.bfloat16)
+    assert text(aten._grouped_mm, whole, batch) == f"gik,gkj->gij  {{k sum; {modes}"
+
+
 def test_the_first_dim_of_three_is_the_whole_tensors() -> None:
     """A rank's part may have a dim of three before the one that the whole has."""
     x, y = rand(6, 3), rand(6, 3, seed=1)
