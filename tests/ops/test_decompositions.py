@@ -24,8 +24,8 @@ from tests.ops import test_norms, test_reductions, test_scans
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     name: make
     for samples in (
-        test_norms.LAYERS, test_norms.GROUPS, test_norms.BATCHES, test_norms.OTHERS,
-        test_reductions.OF_ONE, test_reductions.NORMS, test_scans.SAMPLES,
+        test_norms.LAYERS, test_norms.GROUPS, test_norms.BATCHES, test_norms.WITH_RUNNING,
+        test_norms.OTHERS, test_reductions.OF_ONE, test_reductions.NORMS, test_scans.SAMPLES,
     )
     for name, make in samples.items()
     if decomposition_of(functional_of(make()[0])) is not None
@@ -56,10 +56,12 @@ def run(op: Any, args: Sequence[Any], grad: bool) -> tuple[list[Any], list[torch
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_same_is_computed(name: str) -> None:
     op, *args = SAMPLES[name]()
+    op = functional_of(op)
     how = decomposition_of(op)
     assert how is not None
-    # Gradients of gradients' kernels are not asked for; nor of NaN, which has any.
-    grad = "backward" not in op._schema.name and "nan" not in name
+    # Not asked for: gradients of gradients' kernels and of NaN; running statistics have none.
+    without = "backward" in op._schema.name or "nan" in name or name in test_norms.WITH_RUNNING
+    grad = not without
     made, grads = run(how, args, grad)
     expected, right = run(op, args, grad)
     assert len(made) == len(expected)
