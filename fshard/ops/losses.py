@@ -17,9 +17,9 @@ from torch import Tensor
 from fshard.ops.build import aligned, dims_of, linear
 from fshard.ops.call import Call
 from fshard.ops.indexing import broadcast_shape, whole
-from fshard.ops.local import Here, with_argument
+from fshard.ops.local import Here, argument, with_argument
 from fshard.ops.registry import register_decomposition, register_rule
-from fshard.ops.rule import Mode, Rule
+from fshard.ops.rule import Dims, Mode, Rule
 
 __all__ = ["MEAN", "NONE", "SUM", "Averaged", "reduced"]
 
@@ -188,5 +188,32 @@ def _triplet_margin(
 # -- connectionist temporal classification ----------------------------------------------------
 
 
-# A recursion over time, classes and labels: nothing is cut.
-register_rule("ctc_loss", family="losses")(whole)
+def _classified(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """The losses of a rank's sequences, whose lengths may be listed for all of them."""
+    x, total = argument(op, args, kwargs, "log_probs"), here.operands[0].shape[1]
+    begin, end = here.begin(0, 1), here.end(0, 1)
+    if end - begin == total:
+        return op(*args, **kwargs)
+    if end == begin:
+        return x.new_zeros(here.shape())
+    for name in ("input_lengths", "target_lengths"):
+        lengths = argument(op, args, kwargs, name)
+        if not isinstance(lengths, Tensor):
+            _, args, kwargs = with_argument(op, args, kwargs, name, lengths[begin:end])
+    out = op(*args, **kwargs)
+    return out * ((end - begin) / total) if argument(op, args, kwargs, "reduction") == MEAN else out
+
+
+def _ctc(call: Call) -> Rule:
+    """Sequences pass or are summed; time, classes and labels are a recursion, needed whole."""
+    x, targets = call.operands[:2]
+    if x.ndim != 3 or targets.ndim != 2:
+        return whole(call)
+    lengths: tuple[Dims, ...] = ((("n",),),) * (len(call.operands) - 2)
+    reduction = call.get("reduction")
+    made: Dims = (("n",),) if reduction == NONE else ()
+    return Rule((((), ("n",), ()), (("n",), ()), *lengths), (made,),
+                () if reduction == NONE else (("n", "sum"),), local=_classified)  # fmt: skip
+
+
+register_rule("ctc_loss", family="losses")(_ctc)
