@@ -255,6 +255,13 @@ def _at_once(function: Callable[..., Any], mesh: Mesh) -> Any:
     return partition(lambda *given: function(given), mesh=mesh)
 
 
+def _single(name: str) -> Any:
+    """The operation, or the function of PyTorch's, that has the name of an OpInfo."""
+    if name.startswith("nn.functional."):
+        return getattr(torch.nn.functional, name.removeprefix("nn.functional."), None)
+    return getattr(torch.ops.aten, name, None)
+
+
 def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list[Any]:
     """The results of a case on pairs as whole tensors: call by call, or by `fs.partition`."""
 
@@ -264,13 +271,13 @@ def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list
             return op(*args, **kwargs)
         return apply(op, *args, mode="auto", **kwargs)
 
-    packet = getattr(torch.ops.aten, case.name, None)
+    single = _single(case.name)
     if at_once:
         made = _at_once(case.function, pairs[0].spec.mesh)(*pairs)
     elif case.graph is not None:
         made = walk(case.graph, pairs, run)
-    elif packet is not None:
-        made = case.function(pairs, lambda *args, **kwargs: run(packet, args, kwargs))
+    elif single is not None:
+        made = case.function(pairs, lambda *args, **kwargs: run(single, args, kwargs))
     else:
         raise Unsupported(case.untraced)
     out = pytree.tree_leaves(made, is_leaf=is_pair)
@@ -282,62 +289,72 @@ def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list
 
 @dataclass(frozen=True)
 class Column:
-    """A kind of layouts: on which mesh, and how many of a case are tried."""
+    """A kind of layouts: on which mesh, and how many of a case are tried.
+
+    `states` are those that a tensor may be in, all tensors whole aside; `foreign` are layouts that
+    DTensor has not.
+    """
 
     name: str
     mesh: Mesh
     limit: int
-    unreduced: bool = False
-    skewed: bool = False
-    even: bool = False
+    states: tuple[str, ...]
+    foreign: bool = False
 
 
 COLUMNS = (
-    Column("replicate, 4 ranks", Mesh(x=4), 1),
-    Column("even, 4 ranks", Mesh(x=4), 12, even=True),
-    Column("uneven, 3 ranks", Mesh(x=3), 12),
-    Column("empty and one, 3 ranks", Mesh(x=3), 6, skewed=True),
-    Column("unreduced, 4 ranks", Mesh(x=4), 6, unreduced=True),
-    Column("two axes, 2x2 ranks", Mesh(x=2, y=2), 6),
+    Column("replicate, 4 ranks", Mesh(x=4), 1, ()),
+    Column("even, 4 ranks", Mesh(x=4), 12, ("even",)),
+    Column("uneven, 3 ranks", Mesh(x=3), 12, ("chunks",)),
+    Column("empty and one, 3 ranks", Mesh(x=3), 6, ("skewed",), foreign=True),
+    Column("unreduced, 4 ranks", Mesh(x=4), 6, ("unreduced",)),
+    Column("reduced, 4 ranks", Mesh(x=4), 3, ("reduced", "even"), foreign=True),
+    Column("two axes, 2x2 ranks", Mesh(x=2, y=2), 8, ("chunks", "sum")),
 )
+WHOLE = PartitionSpec()
 KINDS = ("sum", "max", "avg", "min")
 
 
 def layouts(case: Case, column: Column) -> list[tuple[Spec, ...]]:
     """The layouts of a column's kind that a case is tried on; none if it has none such."""
-    if column.unreduced and case.name in EXACT:
+    if not column.states:
+        return [tuple(_whole(column, x) for x in case.tensors)]
+    if case.name in EXACT and {"unreduced", "sum"} & {*column.states}:
         return []
     draw = random.Random(f"{case.name} {case.number} {column.name}")
-    options = [_options(each, column) for each in case.tensors]
-    if column.name.startswith("replicate"):
-        return [tuple(each[0] for each in options)]
-    if len(column.mesh.axes) > 1:
-        options = [
-            _options(each, column, axis) for axis in column.mesh.axes for each in case.tensors
-        ]
-    found = list(_choices(options, column.limit * len(column.mesh.axes), draw))
-    if len(column.mesh.axes) > 1:
-        n = len(case.tensors)
+    axes, n = column.mesh.axes, len(case.tensors)
+    options = [_options(each, column, axis) for axis in axes for each in case.tensors]
+    found = list(_choices(options, column.limit * len(axes), draw))
+    if len(axes) > 1:
         draw.shuffle(found)
-        joined = [_joined(each[:n], each[n:], case.tensors) for each in found]
-        found = [each for each in joined if each is not None]
+        found = [_joined(each[:n], each[n:], case.tensors) for each in found]
     return found[: column.limit]
 
 
+def _whole(column: Column, x: torch.Tensor, p: PartitionSpec = WHOLE, **more: Any) -> Spec:
+    return Spec(column.mesh, p, shape=x.shape, dtype=x.dtype, **more)
+
+
 def _options(x: torch.Tensor, column: Column, axis: str = "x") -> list[Spec]:
-    """How one tensor may lie: whole first, then cut along each dim, or unreduced."""
-    lay = lambda p, **more: Spec(column.mesh, p, shape=x.shape, dtype=x.dtype, **more)  # noqa: E731
-    n, made = column.mesh.shape[axis], [lay(PartitionSpec())]
+    """How one tensor may lie on an axis: whole first, then in the states of the column."""
+    n, made = column.mesh.shape[axis], [_whole(column, x)]
     for dim, size in enumerate(x.shape):
         partition = PartitionSpec(*[None] * dim, axis)
-        if column.skewed:
+        if "skewed" in column.states:
             last = max(size - 1, 0)
-            made.append(lay(partition, sizes={dim: (0,) * (n - 2) + (size - last, last)}))
-        elif not column.even or (size and size % n == 0):
-            made.append(lay(partition, uneven="chunk"))
-    if column.unreduced:
-        kinds = [kind for kind in KINDS if _reduces(kind, x.dtype)]
-        made = made[:1] + [lay(PartitionSpec(unreduced={axis: kind})) for kind in kinds]
+            sizes = {dim: (0,) * (n - 2) + (size - last, last)}
+            made.append(_whole(column, x, partition, sizes=sizes))
+        elif "chunks" in column.states or ("even" in column.states and size and size % n == 0):
+            made.append(_whole(column, x, partition, uneven="chunk"))
+    kinds = {"unreduced": KINDS, "sum": KINDS[:1]}
+    made += [
+        _whole(column, x, PartitionSpec(unreduced={axis: kind}))
+        for state in column.states
+        for kind in kinds.get(state, ())
+        if _reduces(kind, x.dtype)
+    ]
+    if "reduced" in column.states and _inexact(x):
+        made.append(_whole(column, x, PartitionSpec(reduced={axis})))
     return made
 
 
@@ -371,14 +388,14 @@ def _choices(
 
 def _joined(
     one: Sequence[Spec], other: Sequence[Spec], tensors: Sequence[torch.Tensor]
-) -> tuple[Spec, ...] | None:
+) -> tuple[Spec, ...]:
     """Layouts on two axes from layouts on each."""
     found = []
     for a, b, x in zip(one, other, tensors, strict=True):
         dims = [(*a.partition.dims[d], *b.partition.dims[d]) for d in range(x.ndim)]
-        found.append(
-            Spec(a.mesh, PartitionSpec(*dims), shape=x.shape, dtype=x.dtype, uneven="chunk")
-        )
+        unreduced = {**a.partition.unreduced, **b.partition.unreduced}
+        p = PartitionSpec(*dims, unreduced=unreduced)
+        found.append(Spec(a.mesh, p, shape=x.shape, dtype=x.dtype, uneven="chunk"))
     return tuple(found)
 
 
@@ -425,7 +442,10 @@ def _gradients(case: Case, specs: Sequence[Spec], at_once: bool) -> str:
     if not kinds <= {"sum", "avg"}:
         return ""
     leaves = [x.clone().requires_grad_(w) for x, w in zip(case.tensors, case.wanted, strict=True)]
-    right = _gradient_of(flat(case.function([x.view_as(x) for x in leaves])), leaves)
+    try:
+        right = _gradient_of(flat(case.function([x.view_as(x) for x in leaves])), leaves)
+    except RuntimeError:
+        return ""  # of what has no gradient for this sum of results, as an eigenvector's phase
     if right is None:
         return ""
     pairs = [fs.shard(x, s) for x, s in zip(leaves, specs, strict=True)]
@@ -444,7 +464,7 @@ def _gradient_of(
         if isinstance(each, torch.Tensor) and each.requires_grad and _inexact(each):
             generator = torch.Generator().manual_seed(at)
             weights = torch.rand(each.shape, generator=generator, dtype=torch.float64)
-            part = torch.view_as_real(each).sum(-1) if each.dtype.is_complex else each
+            part = each.real + each.imag if each.dtype.is_complex else each
             total = total + (part * weights).sum()
     if not total.requires_grad:
         return None

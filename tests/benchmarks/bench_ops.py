@@ -117,7 +117,7 @@ def _judge(case: Case, made: Report, options: Options) -> None:
         tries["DTensor"] = try_dtensor
     for column in COLUMNS:
         for library, attempt in tries.items():
-            if library == "DTensor" and column.skewed:
+            if library == "DTensor" and column.foreign:
                 continue
             for specs in layouts(case, column):
                 outcome = attempt(case, specs)

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops_database import COLUMNS, cases, layouts, named, op_db, try_layout
+from fshard.ops.build import kinds, linear
+from fshard.ops.registry import register_rule
+from fshard.ops.rule import rule
+from tests.ops_database import COLUMNS, case_of, cases, layouts, named, op_db, try_layout
 
 PARTS = 12
 UNSUPPORTED = 260
@@ -57,3 +60,43 @@ def test_nothing_is_wrong_in_the_whole_database() -> None:
     assert not wrong, "\n".join(wrong)
     unsupported = sorted(name for name, (_, raises) in found.items() if raises)
     assert len(unsupported) <= UNSUPPORTED, "\n".join(unsupported)
+
+
+# -- the judge ----------------------------------------------------------------------------
+
+
+LIBRARY = torch.library.Library("fshard_judged", "DEF")
+LIBRARY.define("centered(Tensor x) -> Tensor")
+LIBRARY.impl("centered", lambda x: x - x.mean(0, keepdim=True), "CompositeExplicitAutograd")
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+LIBRARY.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+LIBRARY.define("greatest(Tensor x) -> Tensor")
+LIBRARY.impl("greatest", lambda x: x.amax(0), "CompositeImplicitAutograd")
+
+ops = torch.ops.fshard_judged
+WRONG = {
+    "values": (ops.centered.default, rule("ij->ij"), True),
+    "values, cut elsewhere": (ops.centered.default, rule("ij->ij", whole="i"), False),
+    "addends": (
+        ops.centered.default,
+        rule("ij->ij", whole="ij", modes=linear(0, affine=True)),
+        False,
+    ),
+    "another reduction": (ops.greatest.default, rule("ij->j", reduce="sum"), True),
+    "candidates": (ops.greatest.default, rule("ij->j", whole="i", modes=linear(0)), True),
+    "gradients of ties": (ops.greatest.default, rule("ij->j", reduce="max"), True),
+    "ties without gradients": (ops.greatest.default, rule("ij->j", reduce="max", grad="i"), False),
+    "another kind": (ops.doubled.default, rule("ij->ij", modes=kinds(0, {"max": "min"})), True),
+    "the same kind": (ops.doubled.default, rule("ij->ij", modes=kinds(0, {"max": "max"})), False),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_judge_sees_what_is_wrong(name: str) -> None:
+    """Every kind of wrong rule shows on some layout, and right ones on none."""
+    op, made, is_wrong = WRONG[name]
+    register_rule(op)(lambda _: made)
+    x = torch.tensor([[1.0, 5.0, 2.0], [4.0, 5.0, -2.0], [4.0, 0.0, 1.0], [4.0, 5.0, 1.0]]).double()
+    case = case_of(name, op, x)
+    words = {try_layout(case, specs).word for column in COLUMNS for specs in layouts(case, column)}
+    assert ("wrong" in words) == is_wrong
