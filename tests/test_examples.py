@@ -21,6 +21,7 @@ import fshard as fs
 ROOT = Path(__file__).parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
 DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
+PARTITION_GPT = ROOT / "examples" / "partition_gpt.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
@@ -104,6 +105,25 @@ def test_a_module_is_trained_as_on_one_device() -> None:
     assert err == ""
     assert losses(out) == pytest.approx([first, last], rel=0, abs=2e-10)
     for text in (out, simulated):
+        (apart,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(apart) < 1e-12
+
+
+@pytest.mark.timeout(300)
+def test_a_gpt_is_partitioned_as_on_one_device() -> None:
+    script = [sys.executable, "-W", "error", str(PARTITION_GPT), "10"]
+    simulated, err = run(script, 120)
+    assert err == ""
+    assert max(map(len, simulated.splitlines())) <= 80
+    first, last = losses(simulated)
+    assert last < 2.7 < 3.3 < first
+    out, err = run([sys.executable, *TORCHRUN, *script], 240)
+    assert err == ""
+    assert losses(out) == pytest.approx([first, last], rel=0, abs=2e-10)
+    for text in (out, simulated):
+        # Forward two for each block, the count of words and the loss; backward two for each block
+        # and one for each parameter.
+        assert re.search(r"^total +6 .* B +42 ", text, re.MULTILINE)
         (apart,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
         assert float(apart) < 1e-12
 

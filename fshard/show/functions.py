@@ -85,8 +85,8 @@ def _arguments(made: Partitioned) -> Iterator[Row]:
         alike.setdefault(key, []).append(name)
         first.setdefault(key, moves)
     for key, names in alike.items():
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        yield names[0] + more, str(key[0]), "", ""
+        more = ", ..." if names[1:] else ""
+        yield names[0] + more, _times(len(names)) + str(key[0]), "", ""
         for each in first[key]:
             yield from _moved(each, len(names))
 
@@ -104,5 +104,9 @@ def _steps(sign: str, prog: Program, times: int) -> Iterator[Row]:
         if sent:
             # What it comes to is in the spec after it.
             text = str(step).partition(" to ")[0]
-            count = f"{times} x " if times > 1 else ""
-            yield f"{sign} {count}{text}", str(spec), bytes_text(sent * times), ""
+            yield (f"{sign} {_times(times)}{text}", _times(times) + str(spec),
+                   bytes_text(sent * times), "")  # fmt: skip
+
+
+def _times(n: int) -> str:
+    return f"{n} x " if n > 1 else ""
