@@ -16,7 +16,7 @@ import torch
 
 import fshard as fs
 from fshard.mesh import Mesh
-from fshard.ops.call import Call, Meta, map_tensors
+from fshard.ops.call import Call, Meta, fill_call, map_call
 from fshard.ops.local import flat, run_local
 from fshard.ops.propagate import call_and_tree, overload_of, rule_of
 from fshard.ops.roles import Role, factor_sizes, roles_of
@@ -36,8 +36,7 @@ def call_with(
 ) -> tuple[Call, Rule, Any, list[torch.Tensor]]:
     """The call of `op` on real tensors, its rule, the tree of its results, and the tensors."""
     as_meta = lambda t: Meta(tuple(t.shape), t.dtype)  # noqa: E731
-    metas = [map_tensors(each, torch.Tensor, as_meta) for each in args]
-    named = {key: map_tensors(each, torch.Tensor, as_meta) for key, each in kwargs.items()}
+    metas, named = map_call(args, kwargs, torch.Tensor, as_meta)
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
     tensors = [t for each in (*args, *kwargs.values()) for t in _tensors(each)]
     return call, rule_of(call), tree, tensors
@@ -155,10 +154,7 @@ def check_values(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, A
     shards = [lie(t, s, at) for at, (t, s) in enumerate(zip(tensors, strategy.in_specs, strict=True))]
     found = []
     for rank, mine in zip(mesh.ranks, zip(*shards, strict=True), strict=True):
-        left = iter(mine)
-        placed = [map_tensors(each, torch.Tensor, lambda _: next(left)) for each in args]
-        named = {k: map_tensors(v, torch.Tensor, lambda _: next(left)) for k, v in kwargs.items()}
-        found.append(run_local(strategy, rank, placed, named))
+        found.append(run_local(strategy, rank, *fill_call(args, kwargs, torch.Tensor, mine)))
     for at, (spec, whole) in enumerate(zip(strategy.out_specs, expected, strict=True)):
         if spec is None:
             continue
@@ -176,9 +172,7 @@ def check_gradients(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str
     mesh = strategy.in_specs[0].mesh
 
     def run(given: Sequence[Any]) -> list[Any]:
-        left = iter(given)
-        placed = [map_tensors(each, torch.Tensor, lambda _: next(left)) for each in args]
-        named = {k: map_tensors(v, torch.Tensor, lambda _: next(left)) for k, v in kwargs.items()}
+        placed, named = fill_call(args, kwargs, torch.Tensor, given)
         return flat(strategy.call.op(*placed, **named))
 
     whole = run(leaves)
@@ -188,10 +182,7 @@ def check_gradients(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str
     ]
     found = []
     for rank, mine in zip(mesh.ranks, zip(*pairs, strict=True), strict=True):
-        left = iter(mine)
-        placed = [map_tensors(each, torch.Tensor, lambda _: next(left)) for each in args]
-        named = {k: map_tensors(v, torch.Tensor, lambda _: next(left)) for k, v in kwargs.items()}
-        found.append(run_local(strategy, rank, placed, named))
+        found.append(run_local(strategy, rank, *fill_call(args, kwargs, torch.Tensor, mine)))
     mine_sum = whole_sum = torch.zeros((), dtype=torch.float64)
     for at, (spec, one) in enumerate(zip(strategy.out_specs, whole, strict=True)):
         if spec is None or one is None or not one.requires_grad:

@@ -11,7 +11,7 @@ import torch
 from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
-from fshard.ops.call import READ, Plain, map_tensors
+from fshard.ops.call import READ, Plain, fill_call
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
 from fshard.ops.partition import Partition, partition
@@ -100,11 +100,8 @@ def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partit
     meshes = [spec.mesh for each in (*given, *named.values()) for spec in specs_in(each)]
 
     def run(*tensors: torch.Tensor) -> Any:
-        left = iter(tensors)
-        placed = [map_tensors(each, Spec, lambda _: next(left)) for each in given]
-        return op(
-            *placed, **{k: map_tensors(v, Spec, lambda _: next(left)) for k, v in named.items()}
-        )
+        placed, filled = fill_call(given, named, Spec, tensors)
+        return op(*placed, **filled)
 
     return partition(run, mesh=meshes[0], cost=cost)
 

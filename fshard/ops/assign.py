@@ -18,8 +18,8 @@ from torch import fx
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta, map_tensors
-from fshard.ops.hints import wishes
+from fshard.ops.call import Meta, Plain, fill_call, map_call
+from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
 from fshard.ops.registry import decomposition_of, functional_of, row_of
@@ -75,12 +75,14 @@ def assign(
     topology: Topology,
     *,
     grad: bool,
-    outputs: Sequence[PartitionSpec | None],
+    wishes: Mapping[fx.Node, PartitionSpec],
+    bold: bool,
 ) -> tuple[Assigned, list[Any]]:
     """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
 
     An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
-    other values. `outputs` are how results are asked to lie, which is a wish here. Raises `ShardingError` for an operation that no rule and no other way is for.
+    other values. `wishes` are how values had better lie; only if `bold` they cut what all ranks
+    have whole. Raises `ShardingError` for an operation that no rule and no other way is for.
     """
     made = Assigned()
     known: list[Any] = []
@@ -89,7 +91,7 @@ def assign(
         made.inputs.append(made.count)
         made.count += 1
     mesh = inputs[0][0].mesh
-    walk = _Walk(made, mesh, topology, grad, wishes(graph, mesh, outputs))
+    walk = _Walk(made, mesh, topology, grad, wishes, bold)
     return made, walk.run(graph, known)
 
 
@@ -98,10 +100,10 @@ class _Walk:
 
     def __init__(
         self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool,
-        wishes: Mapping[fx.Node, PartitionSpec],
+        wishes: Mapping[fx.Node, PartitionSpec], bold: bool,
     ) -> None:  # fmt: skip
         self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
-        self.wishes = wishes
+        self.wishes, self.bold = wishes, bold
         self.within: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -138,8 +140,7 @@ class _Walk:
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         op = node.target
         value = lambda each: env[each] if isinstance(each, fx.Node) else each  # noqa: E731
-        args = [map_tensors(each, fx.Node, value) for each in node.args]
-        kwargs = {key: map_tensors(each, fx.Node, value) for key, each in node.kwargs.items()}
+        args, kwargs = map_call(node.args, node.kwargs, fx.Node, value)
         name = getattr(op, "__name__", "")
         if name == "getitem":
             return args[0][args[1]]
@@ -186,21 +187,21 @@ class _Walk:
             return self.from_nothing(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
             return self.constrained(args[0], constraint_of(args[1]))
-        # Within its own decomposition an operation is itself, of what is held constant, say.
-        how = None if op in self.within else decomposition_of(op)
+        # Within its own decomposition an operation is itself, of what is held constant, say;
+        # with other arguments, as the sum that a mean is made of, it may be done by others too.
+        how = None if _call_of(op, args, kwargs) in self.within else decomposition_of(op)
         if row_of(op) is None:
             if how is None and own_way(op) is None:
                 self.refuse(op, args, kwargs)
             return self.by_others(op, how, args, kwargs)
-        chosen = self.choose(op, args, kwargs, known, self.wishes.get(node))
+        chosen = self.choose(op, args, kwargs, known, self.wish(node, known))
         if how is None or not chosen.sends:
             return self.emit(chosen, op, args, kwargs, known, node)
         return self.cheaper(chosen, how, op, args, kwargs, known, node)
 
     def refuse(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
         """Raise what `fs.propagate` says of an operation without a rule."""
-        specs = [map_tensors(each, Known, lambda k: k.spec) for each in args]
-        named = {key: map_tensors(each, Known, lambda k: k.spec) for key, each in kwargs.items()}
+        specs, named = map_call(args, kwargs, Known, lambda k: k.spec)
         strategy_for(op, specs, named, self.topology, self.grad)
         raise AssertionError(f"{op} has no row")
 
@@ -227,6 +228,16 @@ class _Walk:
 
     # -- by the rule -----------------------------------------------------------------------
 
+    def wish(self, node: fx.Node, known: Sequence[Known]) -> PartitionSpec | None:
+        """How the result of an operation had better lie, as far as that is followed."""
+        wish = self.wishes.get(node)
+        if wish is None or self.bold:
+            return wish
+        partitions = [k.spec.partition for k in known]
+        there = {axis for p in partitions for dim in p.dims for axis in dim}
+        there |= {axis for p in partitions for axis in p.unreduced}
+        return PartitionSpec(*(tuple(a for a in dim if a in there) or None for dim in wish.dims))
+
     def choose(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Known],
         wish: PartitionSpec | None,
@@ -236,10 +247,8 @@ class _Walk:
         listed = [list(k.known(self.grad)) for k in known]
         best: Strategy | None = None
         for specs in itertools.islice(itertools.product(*listed), MOST_CHOICES):
-            left = iter(specs)
-            placed = [map_tensors(each, Known, lambda _: next(left)) for each in args]
-            named = {k: map_tensors(v, Known, lambda _: next(left)) for k, v in kwargs.items()}
-            found = strategy_for(op, placed, named, self.topology, grad, wish)
+            filled = fill_call(args, kwargs, Known, specs)
+            found = strategy_for(op, *filled, self.topology, grad, wish)
             if best is None or found.time < best.time:
                 best = found
         assert best is not None
@@ -251,13 +260,11 @@ class _Walk:
     ) -> Any:  # fmt: skip
         """The lines of an operation: programs for its operands, itself, its results apart."""
         refs = [Ref(self.moved(k, s)) for k, s in zip(known, chosen.in_specs, strict=True)]
-        left = iter(refs)
-        placed = tuple(map_tensors(each, Known, lambda _: next(left)) for each in args)
-        named = {k: map_tensors(v, Known, lambda _: next(left)) for k, v in kwargs.items()}
+        filled = fill_call(args, kwargs, Known, refs)
         out, single = self.new(), isinstance(chosen.tree, int) and type(chosen.tree) is int
-        self.made.lines.append(Operation(out, chosen, placed, named, single, node.name))
-        grad = self.grad and any(k.grad for k in known)
-        grad = grad and op._schema.name.partition("::")[2] not in NO_GRADIENT if hasattr(op, "_schema") else grad
+        self.made.lines.append(Operation(out, chosen, *filled, single, node.name))
+        name = op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
+        grad = self.grad and any(k.grad for k in known) and name not in NO_GRADIENT
         results: list[Known | None] = []
         for at, spec in enumerate(chosen.out_specs):
             if spec is None:
@@ -294,13 +301,12 @@ class _Walk:
     def by_others(self, op: Any, how: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The lines of an operation that is done by others."""
         to_meta = lambda k: Meta(k.spec.shape, k.spec.dtype)  # noqa: E731
-        metas = [map_tensors(each, Known, to_meta) for each in args]
-        named = {key: map_tensors(each, Known, to_meta) for key, each in kwargs.items()}
+        metas, named = map_call(args, kwargs, Known, to_meta)
         graph = decompose(op, how, metas, named)
         if graph is None:
             self.refuse(op, args, kwargs)
         grad = self.grad
-        self.within.append(op)
+        self.within.append(_call_of(op, args, kwargs))
         made = self.run(graph, [k for each in (*args, *kwargs.values()) for k in _known(each)])
         self.within.pop()
         if self.grad != grad:
@@ -333,6 +339,12 @@ class _Walk:
         return others
 
 
+def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A call without its tensors."""
+    placed, named = map_call(args, kwargs, Known, lambda _: None)
+    return op, frozen(placed), frozen(named)
+
+
 def _known(value: Any) -> list[Known]:
     if isinstance(value, Known):
         return [value]
@@ -346,7 +358,7 @@ def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
         return results[tree]
     if isinstance(tree, list | tuple):
         return [_as_tree(each, results) for each in tree]
-    return tree
+    return tree.value if isinstance(tree, Plain) else tree
 
 
 def _refuse_writes(op: Any, node: fx.Node) -> None:
@@ -378,7 +390,9 @@ def _refuse_views(target: fx.Node, node: fx.Node) -> None:
 
 
 def _later(target: fx.Node, node: fx.Node) -> list[fx.Node]:
-    return [user for user in target.users if user is not node and user < node and any(node < u for u in user.users)]
+    """What has been made of a value before a node, and is used after it."""
+    before = [user for user in target.users if user is not node and user < node]
+    return [user for user in before if any(node < each for each in user.users)]
 
 
 def _is_view(node: fx.Node) -> bool:

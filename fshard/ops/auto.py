@@ -15,7 +15,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from fshard.ops.call import Meta
 from fshard.ops.elimination import Labelling
 from fshard.ops.hints import call_at
 from fshard.ops.lines import Constant, Move, Operation
+from fshard.ops.measure import FORWARD_AND_BACKWARD, lines_time
 from fshard.ops.partition import Partition, Partitioned
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
-from fshard.ops.strategy import Strategy
 from fshard.ops.weigh import compute_time, moving, nbytes
 from fshard.partition import PartitionSpec
 from fshard.program.cost import max_local_nbytes
@@ -41,8 +40,6 @@ from fshard.units import bytes_text, time_text
 
 __all__ = ["Auto", "auto", "step_memory", "step_time"]
 
-FORWARD_AND_BACKWARD = 3
-"""A gradient takes about two products for each of the forward pass."""
 PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
 """Seconds for a byte that a rank holds: what arguments are charged to fit into memory."""
 
@@ -112,26 +109,7 @@ def auto(
 
 def step_time(made: Partitioned, topology: Topology) -> float:
     """Modelled seconds of a step: programs and their transposes, and what ranks compute."""
-    moves = sum(
-        line.program.cost(topology).time
-        + (line.program.T.cost(topology).time if line.grad and line.program.is_linear else 0.0)
-        for line in made.lines if isinstance(line, Move)
-    )  # fmt: skip
-    times = FORWARD_AND_BACKWARD if made.grad else 1
-    return moves + times * sum(
-        _work(line.strategy, made.mesh, topology)
-        for line in made.lines if isinstance(line, Operation)
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=16384)
-def _work(strategy: Strategy, mesh: Mesh, topology: Topology) -> float:
-    """Seconds that a rank computes for one operation."""
-    whole = compute_time(topology, strategy.rule, strategy.call,
-                         factor_sizes(strategy.rule, strategy.call))  # fmt: skip
-    for axis, role in strategy.roles:
-        whole /= mesh.shape[axis] if role.factor is not None else 1
-    return whole
+    return lines_time(made.lines, made.mesh, topology, grad=made.grad)
 
 
 def step_memory(made: Partitioned) -> int:
@@ -231,8 +209,9 @@ class _Search:
 
     def improved(self, choice: tuple[Any, ...], until: float) -> tuple[Any, ...]:
         """The best choice after every argument has been laid otherwise, largest first."""
-        order = [at for at, m in enumerate(self.metas) if m is not None and at not in self.fixed]
-        for at in sorted(order, key=lambda at: -nbytes(self.metas[at])):
+        sizes = {at: nbytes(m) for at, m in enumerate(self.metas) if m is not None}
+        order = sorted(set(sizes) - set(self.fixed), key=lambda at: (-sizes[at], at))
+        for at in order:
             for p in self.layouts(at):
                 if time.monotonic() > until:
                     return self.best()
@@ -316,7 +295,7 @@ class _Labels:
             self.axis(axis)
         mine = iter(self.dims)
         order = {axis: at for at, axis in enumerate(self.search.mesh.axes)}
-        choice = []
+        choice: list[Any] = []
         for at, meta in enumerate(self.search.metas):
             if meta is None:
                 choice.append(None)
@@ -373,8 +352,9 @@ class _Labels:
     ) -> None:  # fmt: skip
         """The variable of an operation, and its ties to those of its operands."""
         if getattr(node.target, "__name__", "") == "getitem":
-            several = values.get(node.args[0])
-            values[node] = several[node.args[1]] if isinstance(several, list) else several
+            source, place = node.args
+            several = values.get(source)  # type: ignore[arg-type]
+            values[node] = several[place] if isinstance(several, list) else several  # type: ignore[index]
             return
         found = call_at(node)
         if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,7 +11,10 @@ from torch._ops import OpOverload
 
 from fshard.errors import fail
 
-__all__ = ["READ", "Call", "Meta", "Plain", "map_tensors", "meta_results", "schema_of"]
+__all__ = [
+    "READ", "Call", "Meta", "Plain", "fill_call", "map_call", "map_tensors", "meta_results",
+    "schema_of", "tensors_in",
+]  # fmt: skip
 
 Op = OpOverload[..., Any]
 
@@ -123,6 +126,24 @@ def map_tensors(value: Any, kind: type | tuple[type, ...], change: Callable[[Any
     return value
 
 
+def map_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], kind: type | tuple[type, ...],
+    change: Callable[[Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The arguments of a call with `change` applied to what is a `kind` in them."""
+    placed = tuple(map_tensors(each, kind, change) for each in args)
+    return placed, {key: map_tensors(each, kind, change) for key, each in kwargs.items()}
+
+
+def fill_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], kind: type | tuple[type, ...],
+    items: Iterable[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The arguments of a call with what is a `kind` in them replaced by `items`, in order."""
+    left = iter(items)
+    return map_call(args, kwargs, kind, lambda _: next(left))
+
+
 def meta_results(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Meta | None, ...], Any]:
@@ -164,8 +185,7 @@ def _dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
         return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
-    real = [map_tensors(each, Meta, make) for each in args]
-    named = {key: map_tensors(each, Meta, make) for key, each in kwargs.items()}
+    real, named = map_call(args, kwargs, Meta, make)
     if "device" in named:
         named["device"] = torch.device(device)
     with torch.no_grad():

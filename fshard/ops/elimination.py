@@ -9,7 +9,7 @@ chain that is Viterbi's; on the graphs of neural networks, whose cuts are narrow
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch

@@ -16,9 +16,9 @@ from torch import fx
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.ops.call import Call, Meta, map_tensors, tensors_in
-from fshard.ops.registry import functional_of
+from fshard.ops.call import Call, Meta, map_call, tensors_in
 from fshard.ops.propagate import rule_of
+from fshard.ops.registry import functional_of
 from fshard.ops.roles import factor_sizes, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.trace import constraint_of
@@ -83,8 +83,7 @@ def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
         operands.append(each)
         return Meta(tuple(got.shape), got.dtype)
 
-    args = tuple(map_tensors(each, fx.Node, as_meta) for each in node.args)
-    kwargs = {key: map_tensors(each, fx.Node, as_meta) for key, each in node.kwargs.items()}
+    args, kwargs = map_call(node.args, node.kwargs, fx.Node, as_meta)
     metas = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
     results = tuple(
         Meta(tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else None

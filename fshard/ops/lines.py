@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fshard.mesh import Mesh
-from fshard.ops.call import map_tensors
+from fshard.ops.call import map_call, map_tensors
 from fshard.ops.local import Here, _Resized, flat, run_local, with_argument
 from fshard.ops.strategy import Strategy
 from fshard.program.program import Program
@@ -144,8 +144,7 @@ def _on_all(line: Operation, mesh: Mesh, env: Mapping[int, Any]) -> tuple[Any, .
     made = []
     for place, rank in enumerate(mesh.ranks):
         pick = lambda ref, place=place: env[ref.at][place]  # noqa: E731
-        args = [map_tensors(each, Ref, pick) for each in line.args]
-        kwargs = {key: map_tensors(each, Ref, pick) for key, each in line.kwargs.items()}
+        args, kwargs = map_call(line.args, line.kwargs, Ref, pick)
         found = run_local(line.strategy, rank, args, kwargs)
         made.append(found[0] if line.single else found)
     return tuple(made)
@@ -175,16 +174,12 @@ def local_graph(
     graph, root = fx.Graph(), torch.nn.Module()
     env: dict[int, fx.Node] = {at: graph.placeholder(f"x{at}") for at in inputs}
 
-    def node(value: Any) -> Any:
-        return map_tensors(value, Ref, lambda ref: env[ref.at])
-
     for line in lines:
         match line:
             case Operation():
                 target, args, kwargs = _local_call(line, rank)
-                env[line.out] = graph.create_node(
-                    "call_function", target, tuple(map(node, args)),
-                    {key: node(each) for key, each in kwargs.items()}, name=line.name)  # fmt: skip
+                placed = map_call(args, kwargs, Ref, lambda ref: env[ref.at])
+                env[line.out] = graph.create_node("call_function", target, *placed, name=line.name)
             case Move():
                 name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
                 target = _Called(line.program.__call__, name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
-from fshard.ops.call import map_tensors, schema_of
+from fshard.ops.call import schema_of
 from fshard.ops.strategy import Strategy
 from fshard.spec import Spec
 
@@ -129,9 +129,3 @@ def _check(strategy: Strategy, rank: int, found: Sequence[torch.Tensor | None]) 
                  f"result {at} of shape {tuple(tensor.shape)} and {tensor.dtype} on rank {rank}",
                  f"the rule {strategy.rule} makes it {spec}: {spec.local_shape(rank)} there",
                  "correct the rule, or give it a local= that runs on parts")  # fmt: skip
-
-
-def fill(value: Any, kind: type | tuple[type, ...], items: Sequence[Any]) -> Any:
-    """An argument with what is a `kind` in it replaced, one after the other, by `items`."""
-    left = iter(items)
-    return map_tensors(value, kind, lambda _: next(left))

@@ -15,8 +15,10 @@ from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign
 from fshard.ops.call import Meta
+from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Line, Move, Ref, local_graph, run_everywhere
+from fshard.ops.measure import lines_time
 from fshard.ops.strategy import name_of
 from fshard.ops.trace import trace
 from fshard.partition import PartitionSpec
@@ -288,9 +290,7 @@ class Partition:
             self._traces[key] = self._trace(leaves, tree, metas)
         graph, shape = self._traces[key]
         asked = self._asked(shape)
-        wished = [p.partition if isinstance(p, Spec) else p for p in asked]
-        made, results = assign(graph, inputs, self.topology, grad=enabled, outputs=wished)
-        outputs, out_specs = self._finish(made, results, asked)
+        made, outputs, out_specs = self._laid(graph, inputs, enabled, asked)
         names = paths(unflatten(tree, list(leaves)), "args")
         return Partitioned(
             self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs),
@@ -298,6 +298,25 @@ class Partition:
             enabled and any(wants), graph,
             tuple(n for n, s in zip(names, specs, strict=True) if s is not None),
         )  # fmt: skip
+
+    def _laid(
+        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], enabled: bool,
+        asked: Sequence[Any],
+    ) -> tuple[Assigned, list[Any], list[Spec | None]]:  # fmt: skip
+        """The lines of a graph: those of the least time, where there are wishes to follow or not.
+
+        A wish that what every rank computes whole be cut saves work, and may cost a gather where
+        something else needs it whole.
+        """
+        wished = [p.partition if isinstance(p, Spec) else p for p in asked]
+        found = wishes(graph, self.mesh, wished)
+        ways = []
+        for bold in (True, False) if found else (False,):
+            made, results = assign(graph, inputs, self.topology, grad=enabled, wishes=found, bold=bold)
+            ways.append((made, *self._finish(made, results, asked)))
+        grad = enabled and any(wanted for _, wanted in inputs)
+        return min(ways, key=lambda way: lines_time(
+            way[0].lines, self.mesh, self.topology, grad=grad))  # fmt: skip
 
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None]

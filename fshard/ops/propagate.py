@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import fail
 from fshard.ops.acceptable import acceptable
-from fshard.ops.call import Call, Meta, map_tensors, meta_results, tensors_in
+from fshard.ops.call import Call, Meta, map_call, meta_results, tensors_in
 from fshard.ops.choose import choose
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.lists import in_lists, is_list
@@ -136,8 +136,7 @@ def _compute(
              "fs.Spec(mesh, P(...), shape=..., dtype=...)")  # fmt: skip
     _check_mesh(op, specs)
     as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
-    metas = tuple(map_tensors(each, Spec, as_meta) for each in args)
-    named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
+    metas, named = map_call(args, kwargs, Spec, as_meta)
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
     if is_list(call.op):
         one = lambda op, args, kwargs: _strategy(op, args, kwargs, cost, grad, local, None)  # noqa: E731
@@ -173,8 +172,7 @@ def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
         return callable(op)
     as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
-    metas = [map_tensors(each, Spec, as_meta) for each in args]
-    named = {key: map_tensors(each, Spec, as_meta) for key, each in kwargs.items()}
+    metas, named = map_call(args, kwargs, Spec, as_meta)
     overload = overload_of(op, metas, named)
     return row_of(overload) is None and own_way(functional_of(overload)) is not None
 
@@ -193,8 +191,7 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
              f"fs.register_rule({name_of(op)})('bd,d->bd') gives it one; "
              "fs.partition lays out what it is made of")  # fmt: skip
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
-    real = [map_tensors(each, Meta, make) for each in args]
-    named = {key: map_tensors(each, Meta, make) for key, each in kwargs.items()}
+    real, named = map_call(args, kwargs, Meta, make)
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *real, **named)
     except RuntimeError as error:

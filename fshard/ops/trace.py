@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fshard.errors import ShardingError, fail
-from fshard.ops.call import Meta, map_tensors
+from fshard.ops.call import Meta, fill_call
 from fshard.ops.keys import frozen, thawed
 from fshard.partition import PartitionSpec
 
@@ -42,7 +42,7 @@ def trace(
             graph: fx.GraphModule = make_fx(fn, pre_dispatch=above)(*fakes)
         except ShardingError:
             raise
-        except Exception as error:  # of all kinds: it is the user's function that ran
+        except Exception as error:  # noqa: BLE001 - it is the user's function that ran
             text = str(error).splitlines()[0] if str(error) else ""
             fail(where, f"{type(error).__name__}: {text}",
                  "the function is traced once on tensors without numbers, of the global shapes",
@@ -82,9 +82,7 @@ def _decomposed(
     metas = [m for each in (*given, *named.values()) for m in _metas(each)]
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
-        left = iter(tensors)
-        placed = [map_tensors(each, Meta, lambda _: next(left)) for each in given]
-        filled = {key: map_tensors(each, Meta, lambda _: next(left)) for key, each in named.items()}
+        placed, filled = fill_call(given, named, Meta, tensors)
         out = run(*placed, **filled)
         return list(out) if isinstance(out, list | tuple) else [out]
 

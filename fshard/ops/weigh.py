@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-
 from fshard.ops.call import Call, Meta
 from fshard.ops.roles import Role, State
 from fshard.ops.rule import Rule
