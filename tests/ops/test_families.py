@@ -1,0 +1,91 @@
+"""Functions of `torch.nn.functional` and `torch.linalg`, whole, through `partition`.
+
+Layouts that the families' rules take as they are: nothing is sent, and values and gradients are
+those of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from fshard.ops.partition import partition
+from tests.ops.samples import rand
+
+P = fs.P
+BOTH, ROWS = P("x", "y"), P("x")
+Function = Callable[..., torch.Tensor]
+Case = tuple[Function, tuple[tuple[int, ...], ...], tuple[fs.PartitionSpec, ...], str]
+
+IMAGE = (4, 4, 6, 6)
+CASES: dict[str, Case] = {
+    "linear": (F.linear, ((4, 2, 4), (6, 4), (6,)), (P("x", None, "y"), P(None, "y"), P()),
+               "f64[4@x,2,6]{unreduced: y}"),
+    "addmm": (torch.addmm, ((6,), (4, 4), (4, 6)), (P(), BOTH, P("y")),
+              "f64[4@x,6]{unreduced: y}"),
+    "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), ((4, 3, 4), (4, 4, 2)),
+               (P("x", None, "y"), BOTH), "f64[4@x,3,2]{unreduced: y}"),
+    "kron": (torch.kron, ((4, 2), (2, 3)), (ROWS, P()), "f64[8@x,6]"),
+    "cdist": (torch.cdist, ((4, 3), (6, 3)), (ROWS, P("y")), "f64[4@x,6@y]"),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (IMAGE, (6, 4, 3, 3), (6,)),
+               (BOTH, P(None, "y"), P()), "f64[4@x,6,6,6]{unreduced: y}"),
+    "conv2d in groups": (lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=2),
+                         (IMAGE, (6, 2, 3, 3), (6,)), (BOTH, P("y"), P()), "f64[4@x,6@y,6,6]"),
+    "conv_transpose2d": (F.conv_transpose2d, (IMAGE, (4, 6, 3, 3), (6,)), (BOTH, P("y"), P()),
+                         "f64[4@x,6,8,8]{unreduced: y}"),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), (IMAGE,), (BOTH,), "f64[4@x,4@y,3,3]"),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), (IMAGE,), (BOTH,),
+                            "f64[4@x,4@y,1,1]"),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (IMAGE,), (BOTH,),
+                    "f64[4@x,4@y,12,12]"),
+    "pad": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), (IMAGE,), (BOTH,),
+            "f64[4@x,4@y,8,8]"),
+    "unfold": (lambda x: F.unfold(x, 2), (IMAGE,), (BOTH,), "f64[4@x,16@y,25]"),
+    "fold": (lambda x: F.fold(x, (4, 4), 2), ((4, 8, 9),), (BOTH,), "f64[4@x,2@y,4,4]"),
+    "grid_sample": (lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
+                    (IMAGE, (4, 3, 3, 2)), (BOTH, ROWS), "f64[4@x,4@y,3,3]"),
+    "rfft": (lambda x: torch.fft.rfft(x, dim=0).abs(), ((4, 4, 6),), (P(None, "x", "y"),),
+             "f64[3,4@x,6@y]"),
+    "solve": (torch.linalg.solve, ((4, 3, 3), (4, 3, 2)), (ROWS, P("x", None, "y")),
+              "f64[4@x,3,2@y]"),
+    "svdvals": (torch.linalg.svdvals, ((4, 3, 3),), (P(("x", "y")),), "f64[4@(x,y),3]"),
+    "slogdet": (lambda x: torch.linalg.slogdet(x)[1], ((4, 3, 3),), (P(("x", "y")),),
+                "f64[4@(x,y)]"),
+    "attention by heads": (F.scaled_dot_product_attention, ((2, 4, 8, 4),) * 3, (BOTH,) * 3,
+                           "f64[2@x,4@y,8,4]"),
+    "causal queries": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+                       ((2, 4, 8, 4),) * 3, (P("x", None, "y"), ROWS, ROWS), "f64[2@x,4,8@y,4]"),
+    "grouped queries": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                        ((2, 8, 8, 4), (2, 2, 8, 4), (2, 2, 8, 4)), (BOTH,) * 3,
+                        "f64[2@x,8@y,8,4]"),
+    "queries of one key": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        ((2, 8, 8, 4), (2, 1, 8, 4), (2, 1, 8, 4)), (BOTH, ROWS, ROWS), "f64[2@x,8@y,8,4]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_sent(name: str) -> None:
+    function, shapes, parts, layout = CASES[name]
+    mesh = fs.Mesh(x=2, y=2)
+    xs = [rand(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+    made = partition(function, mesh=mesh, in_specs=parts)
+    pairs = [
+        fs.shard(x, fs.Spec(mesh, part, shape=x.shape, dtype=x.dtype))
+        for x, part in zip(xs, parts, strict=True)
+    ]
+    with fs.comm_log() as log:
+        local = made(*pairs)
+    assert not log.counts
+    assert str(local.spec) == layout
+    given, wanted = fs.unshard(local), function(*xs)
+    torch.testing.assert_close(given, wanted)
+    weights = rand(*wanted.shape, seed=9)
+    torch.testing.assert_close(
+        torch.autograd.grad((given * weights).sum(), xs),
+        torch.autograd.grad((wanted * weights).sum(), xs),
+    )
