@@ -6,17 +6,19 @@ are below, part by part: an unreduced sum, since a part of what is sorted is sor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fshard.ops.build import dims_of, wrap
 from fshard.ops.call import Call, Meta
 from fshard.ops.indexing import whole
 from fshard.ops.local import Here, argument, with_argument
-from fshard.ops.registry import register_rule
+from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Rule
 from fshard.ops.shifting import as_first, factored
 
@@ -45,6 +47,32 @@ def _topk(call: Call) -> Rule:
 
 register_rule("sort", "argsort", "msort", family="sorting")(_sorted)
 register_rule("topk", family="sorting")(_topk)
+
+BLOCKS = 16
+"""As many ranks as a dim is cut over where its largest are taken block by block."""
+
+
+@register_decomposition("topk")
+def _topk_of_blocks(
+    x: Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # noqa: A002
+) -> tuple[Tensor, Tensor]:
+    """The largest of every block, and the largest of those: blocks may be on different ranks."""
+    at = wrap(dim, x.ndim)
+    size = x.shape[at] if x.ndim else 1
+    blocks = math.gcd(size, BLOCKS)
+    if not x.ndim or 2 * blocks * k > size:
+        values, indices = torch.topk(x, k, dim, largest, sorted)
+        return values, indices
+    apart = x.unflatten(at, (blocks, size // blocks))
+    values, places = torch.topk(apart, k, at + 1, largest, False)
+    begin = torch.arange(0, size, size // blocks, device=x.device)
+    places = places + begin.reshape([blocks if dim == at else 1 for dim in range(apart.ndim)])
+    values, found = torch.topk(values.flatten(at, at + 1), k, at, largest, sorted)
+    return values, places.flatten(at, at + 1).gather(at, found)
 
 
 # -- searches ---------------------------------------------------------------------------------

@@ -125,6 +125,26 @@ def test_boundaries_on_several_ranks_are_searched_where_they_are() -> None:
     assert torch.equal(fs.unshard(made), torch.bucketize(values, bounds))
 
 
+@pytest.mark.parametrize("largest", [True, False])
+def test_the_largest_of_a_cut_dim_are_taken_block_by_block(largest: bool) -> None:
+    """A rank sends its candidates, not its numbers."""
+    x = real(3, 512).requires_grad_()
+
+    def found(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.topk(x, 4, -1, largest)
+
+    made = fs.partition(found, mesh=MESH, in_specs=(fs.P(None, "x"),))
+    values, indices = made(x)
+    right, places = found(x)
+    assert torch.equal(values, right)
+    assert torch.equal(indices, places)
+    scale = real(3, 4)
+    (one,) = torch.autograd.grad((values * scale).sum(), x)
+    assert torch.equal(one, torch.autograd.grad((right * scale).sum(), x)[0])
+    received = [prog.cost(None).bytes_received for prog in made.trace(x).programs]
+    assert sum(received) < x.nbytes / 4
+
+
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_classes_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
     """By the rank that has the first classes, or the last."""
