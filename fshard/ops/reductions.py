@@ -3,8 +3,9 @@
 A dim that is reduced has a factor that the result lacks. Where the parts' results are put together
 by a sum, a product, a maximum or a minimum the dim may stay cut; a part of no elements gives the
 reduction's neutral element. A mean is a sum of parts, each weighed by its share of all elements.
-Maxima share their gradient among ties as of the whole, so with gradients they are done by others
-(`decompose`), as is what no reduction puts together: variances, norms of other orders, positions.
+Maxima share their gradient among ties as of the whole, so with gradients they are done by others,
+as is what no reduction puts together: variances, norms of other orders, positions. How, the
+`decompositions` say.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.run.interpreter import neutral_like
 
-__all__ = ["keeping", "named", "reducing", "same_numbers"]
+__all__ = ["OfSome", "base_name", "named", "reducing", "same_numbers", "typed", "zeros"]
 
 
 def named(*names: str) -> Iterator[Any]:
@@ -51,14 +52,16 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
     given = None if name is None else call.get(name)
     ndim = call.operands[0].ndim
     listed = given is not None and not isinstance(given, int)
-    if listed and not given and (base_name(call) in ("any", "all") or _is_same_shape(call)):
+    if listed and not given and (base_name(call) in ("any", "all") or _is_untouched(call)):
         return ()
     return axes_of(given, ndim) if ndim else ()
 
 
-def _is_same_shape(call: Call) -> bool:
+def _is_untouched(call: Call) -> bool:
+    """Whether a primitive reduces nothing: some reduce all dims where none is listed."""
     made = call.results[0]
-    return made is not None and made.shape == call.operands[0].shape
+    return call.op.namespace == "prims" and made is not None and (
+        made.shape == call.operands[0].shape)  # fmt: skip
 
 
 def reducing(

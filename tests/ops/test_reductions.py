@@ -64,6 +64,7 @@ OF_ONE: Samples = {
        for name in ("nansum.default", "logsumexp.default", "special_logsumexp.default",
                     "count_nonzero.dim_IntList", "nanmean.default", "var.dim", "std.dim",
                     "var_mean.dim", "std_mean.dim", "var.correction", "std_mean.correction")},
+    "amax of one": lambda: (aten.amax.default, rand(1, 1), [], True),
     "mean": lambda: (aten.mean.default, rand(5, 3)),
     "mean of nan": lambda: (aten.mean.dim, with_nan(5, 3), [0]),
     "mean of nothing": lambda: (aten.mean.dim, rand(0, 3), [0]),
