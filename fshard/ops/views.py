@@ -2,7 +2,8 @@
 
 All elements are moved and none computed with, so that unreduced operands of every kind pass.
 Reshapes, and what takes dims, adds them or puts them in another order, run on parts with shapes of
-parts. Which elements a slice takes is said in the whole dim, so that dim is needed whole.
+parts. Which elements a slice takes is said in the whole dim, so that dim is needed whole; a single
+element is on one rank, and is a sum with zeros of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from fshard.ops.build import axes_of, moved, wrap
 from fshard.ops.call import Call
-from fshard.ops.local import Here
+from fshard.ops.local import Here, argument
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
 from fshard.ops.rule import Dims, Rule
@@ -156,8 +157,30 @@ def sliced(call: Call) -> Rule:
     return keeping(call, dims)
 
 
-@register_rule("select.int", "select_copy.int", "unbind.int", "unbind_copy.int", family="views")
+def select_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """The element where it is on this rank, else zeros, as a sum of no elements."""
+    x: torch.Tensor = args[0]
+    dim = wrap(argument(op, args, kwargs, "dim"), x.ndim)
+    index = argument(op, args, kwargs, "index") % here.operands[0].shape[dim]
+    at = index - here.begin(0, dim)
+    if 0 <= at < x.shape[dim]:
+        return x.select(dim, at)
+    return x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
+
+
+@register_rule("select.int", "select_copy.int", family="views")
 def selected(call: Call) -> Rule:
+    """One rank has the elements, which are a sum then: of zeros on all others."""
+    x = call.operands[0]
+    dim, names = wrap(call.get("dim"), x.ndim), letters(x.ndim)
+    own: Dims = tuple((name,) for name in names)
+    kind = "max" if x.dtype == torch.bool else "sum"
+    return Rule((own,), (own[:dim] + own[dim + 1 :],), reductions=((names[dim], kind),),
+                modes=moved(0), local=select_locally)  # fmt: skip
+
+
+@register_rule("unbind.int", "unbind_copy.int", family="views")
+def unbound(call: Call) -> Rule:
     """The dim that goes is whole."""
     ndim = call.operands[0].ndim
     dim = wrap(call.get("dim"), ndim)
