@@ -161,6 +161,7 @@ class OfSome:
     """
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """The operation, or zeros in the shapes of the rank's results."""
         if args[0].numel() or not math.prod(here.operands[0].shape):
             return typed(op(*args, **kwargs), here)
         return zeros(args[0], here)

@@ -165,6 +165,14 @@ def test_rules_read(name: str) -> None:
     assert str(call_with(op, args, {})[1]) == TEXTS[name]
 
 
+def test_the_rule_of_a_gradient_that_has_no_kernel_here_reads() -> None:
+    args = rand(3, 2, 4), rand(3, 2, 4), [4], rand(3, 2, 1), rand(4), [True, True]
+    assert str(call_with(aten._fused_rms_norm_backward.default, args, {})[1]) == (
+        "d0 d1 d2,d0 d1 d2,d0 d1 (),d2->d0 d1 d2,d2"
+        "  {d0 sum; d1 sum; d2 whole; unreduced 0 sum; unreduced 0 avg}"
+    )
+
+
 def test_running_statistics_are_not_written() -> None:
     mesh, whole, (mean, var) = fs.Mesh(x=2), rand(4, 2), running(2)
     x = fs.shard(whole, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
