@@ -107,7 +107,7 @@ def _sizes(
 
 def lie(x: torch.Tensor, spec: Spec, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """The shards of `x` as `spec` lays it, addends and candidates random."""
-    parts = {rank: x for rank in spec.mesh.ranks}
+    parts = dict.fromkeys(spec.mesh.ranks, x)
     generator = torch.Generator().manual_seed(seed)
     for axis, kind in spec.partition.unreduced_kinds:
         for group in spec.mesh.groups(axis):
@@ -151,7 +151,9 @@ def check_values(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, A
                  tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> str:  # fmt: skip
     """What is wrong with the results of a strategy; an empty text if nothing is."""
     mesh = strategy.in_specs[0].mesh
-    shards = [lie(t, s, at) for at, (t, s) in enumerate(zip(tensors, strategy.in_specs, strict=True))]
+    shards = [
+        lie(t, s, at) for at, (t, s) in enumerate(zip(tensors, strategy.in_specs, strict=True))
+    ]
     found = []
     for rank, mine in zip(mesh.ranks, zip(*shards, strict=True), strict=True):
         found.append(run_local(strategy, rank, *fill_call(args, kwargs, torch.Tensor, mine)))
@@ -250,7 +252,11 @@ def difference(made: torch.Tensor, whole: torch.Tensor) -> str:
         return f"{tuple(made.shape)} {made.dtype} for {tuple(whole.shape)} {whole.dtype}"
     wide = torch.complex128 if whole.dtype.is_complex else torch.float64
     eps = torch.finfo(whole.dtype).eps if _inexact(whole) else 0.0
-    tolerance = 64 * eps * max(1.0, float(whole.to(wide).abs().nan_to_num(0, 0, 0).max())) if whole.numel() else 0
+    tolerance = (
+        64 * eps * max(1.0, float(whole.to(wide).abs().nan_to_num(0, 0, 0).max()))
+        if whole.numel()
+        else 0
+    )
     if torch.allclose(made.to(wide), whole.to(wide), rtol=64 * eps, atol=tolerance, equal_nan=True):
         return ""
     return f"{made.flatten()[:6].tolist()} for {whole.flatten()[:6].tolist()}"

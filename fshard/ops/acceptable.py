@@ -56,7 +56,9 @@ def acceptable(call: Call, lines: Sequence[Line]) -> Rule:
             for each, dims in zip(states, factors, strict=True):
                 if isinstance(each, int):
                     dims[each] = (name,)
-            kinds |= {name: each for each in made if each is not None}
+            kind = next((each for each in made if each is not None), None)
+            if kind is not None:
+                kinds[name] = kind
     raise_if(f"the rule of {call.op}", problems)
     laid: list[Dims] = [tuple(dims) for dims in factors]
     cut = len(call.operands)
@@ -100,5 +102,6 @@ def _problem(
     taken = [s for s, d in zip(states, factors, strict=True) if isinstance(s, int) and d[s]]
     if taken:
         return Problem(given, f"dim {taken[0]} of a tensor is sharded by another line, together "
-                       "with others", "a dim is sharded by one line: leave one of them out")  # fmt: skip
+                       "with others",
+                       "a dim is sharded by one line: leave one of them out")  # fmt: skip
     return None

@@ -217,5 +217,5 @@ def _as_returned(tree: Any, pairs: Sequence[Any]) -> Any:
         return tree.value
     if isinstance(tree, int):
         return pairs[tree]
-    return type(tree)(*(_as_returned(each, pairs) for each in tree)) if hasattr(tree, "_fields") else (
-        type(tree)(_as_returned(each, pairs) for each in tree))  # fmt: skip
+    made = [_as_returned(each, pairs) for each in tree]
+    return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)

@@ -158,7 +158,7 @@ class _Walk:
         self.made.lines.append(GradMode(enabled))
 
     def written(
-        self, node: fx.Node, op: Any, functional: Any, args: list[Any], kwargs: dict[str, Any],
+        self, node: fx.Node, op: Any, functional: Any, args: Sequence[Any], kwargs: dict[str, Any],
         env: dict[fx.Node, Any],
     ) -> Any:  # fmt: skip
         """An operation that writes an operand: from here on that is another value."""

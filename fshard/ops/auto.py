@@ -167,8 +167,8 @@ class _Search:
         ):
             if time.monotonic() < until:
                 self.weigh(_Labels(graph, self, price).run(axes))
-        for choice in dict.fromkeys((self.best(), smallest)):
-            better = self.improved(choice, until)
+        for begun in dict.fromkeys((self.best(), smallest)):
+            choice, better = begun, self.improved(begun, until)
             while better != choice and time.monotonic() < until:
                 choice, better = better, self.improved(better, until)
         return self.chosen(self.best())
@@ -362,7 +362,9 @@ class _Labels:
         call, rule, operands = found
         n, topology = self.search.mesh.shape[axis], self.search.topology
         if rule is None:
-            roles = [Role("invariant", (INVARIANT,) * len(operands), (INVARIANT,) * len(call.results))]
+            roles = [
+                Role("invariant", (INVARIANT,) * len(operands), (INVARIANT,) * len(call.results))
+            ]
             work = 0.0
         else:
             sizes = factor_sizes(rule, call)
@@ -391,7 +393,7 @@ class _Labels:
         values[node] = states[0] if single else states
 
     def fits(self, node: fx.Node, role: Role, sizes: Mapping[str, int], n: int) -> bool:
-        """Whether a factor can be cut by this axis too, evenly, and leads all dims that it is on."""
+        """Whether this axis can cut a factor too, evenly, and it leads all dims that it is on."""
         if role.factor is None:
             return True
         taken = self.factors.get((node, role.factor), 1)

@@ -1,9 +1,9 @@
 """The roles of the axes that a call takes the least time with.
 
-Every axis is weighed for itself, so the work grows with the number of axes and of what each can do,
-not with their product. What axes cannot say alone - results that others leave whole, sizes of shards
-that differ - only adds to their sum, so combinations are looked at by their sums, and no more of them
-once the sums are above the best there is.
+Every axis is weighed for itself, so the work grows with the number of axes and of what each can
+do, not with their product. What axes cannot say alone - results that others leave whole, sizes of
+shards that differ - only adds to their sum, so combinations are looked at by their sums, and no
+more of them once the sums are above the best there is.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def _axes(
                 continue
             ways = [
                 moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
-                for src, dst, size, meta in zip(here, role.operands, held, call.operands, strict=True)
+                for src, dst, size, meta
+                in zip(here, role.operands, held, call.operands, strict=True)
             ]  # fmt: skip
             if local and any(way.sends for way in ways):
                 continue
@@ -175,15 +176,14 @@ def _wished(
     }
 
 
-def _plausible(
-    role: Role, here: Sequence[State], lengths: Mapping[str, int], n: int
-) -> bool:
+def _plausible(role: Role, here: Sequence[State], lengths: Mapping[str, int], n: int) -> bool:
     """Whether a role is worth weighing: nothing is cut or summed that no operand already is."""
     words = {state.word for state in here}
     if role.factor is not None:
         if not words & {"sharded", "unreduced"}:
             return False
-        if any(src.word == "sharded" and src == dst for src, dst in zip(here, role.operands, strict=True)):
+        pairs = zip(here, role.operands, strict=True)
+        if any(src.word == "sharded" and src == dst for src, dst in pairs):
             return True
         return lengths[role.factor] % n == 0 and lengths[role.factor] > 0
     if any(state.word == "unreduced" for state in role.operands):
@@ -215,7 +215,8 @@ def _joint(
             continue
         whole, least = max_local_nbytes(spec), spec.nbytes // mesh.size
         for axis, kind in spec.partition.unreduced_kinds:
-            n, link, state = mesh.shape[axis], topology.link(mesh, axis), State("unreduced", kind=kind)
+            n, link = mesh.shape[axis], topology.link(mesh, axis)
+            state = State("unreduced", kind=kind)
             weigh = partial(leftover, topology, link, n, state, item=spec.dtype.itemsize,
                             made=chosen[axis].factor is not None)  # fmt: skip
             time += weigh(local=whole) - weigh(local=least * n)

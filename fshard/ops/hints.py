@@ -48,16 +48,15 @@ def wishes(
     return found
 
 
-def _before(
-    node: fx.Node, wish: PartitionSpec, mesh: Mesh
-) -> list[tuple[fx.Node, PartitionSpec]]:
+def _before(node: fx.Node, wish: PartitionSpec, mesh: Mesh) -> list[tuple[fx.Node, PartitionSpec]]:
     """How the operands of an operation are asked to lie if its result is."""
     found = call_at(node)
     if found is None or found[1] is None or not isinstance(node.meta["val"], torch.Tensor):
         return []
     call, rule, operands = found
     result = call.results[0]
-    assert result is not None and rule is not None
+    assert result is not None
+    assert rule is not None
     try:
         sizes = factor_sizes(rule, call)
         spec = Spec(mesh, wish, shape=result.shape, dtype=result.dtype, uneven="chunk")
@@ -105,7 +104,10 @@ def _asked(rule: Rule, spec: Spec, sizes: Mapping[str, int]) -> list[PartitionSp
     for axis, state in states.items():
         if state.word == "sharded" and state.place >= 0:
             cut.setdefault(dims[state.dim][state.place], []).append(axis)
+    # A factor that is not the first of its dim can be cut only where those before it are whole
+    # in no part: no wish is worth that.
     return [
-        PartitionSpec(*(tuple(a for f in factors for a in cut.get(f, ())) or None for factors in each))
+        PartitionSpec(*(tuple(cut.get(factors[0], ())) or None if factors else None
+                        for factors in each))
         for each in rule.operands
-    ]
+    ]  # fmt: skip

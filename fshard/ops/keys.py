@@ -1,4 +1,4 @@
-"""Arguments of calls as keys of caches: what is equal to Python and other to PyTorch stays apart."""
+"""Arguments as keys of caches: what is equal to Python and other to PyTorch stays apart."""
 
 from __future__ import annotations
 

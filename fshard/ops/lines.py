@@ -192,8 +192,8 @@ def local_graph(
                 root.register_buffer(f"constant{line.out}", line.tensor)
                 env[line.out] = graph.get_attr(f"constant{line.out}")
             case Whole():
-                env[line.out] = graph.create_node(
-                    "call_function", line.op, line.args, dict(line.kwargs), name=line.name)  # fmt: skip
+                call = line.op, line.args, dict(line.kwargs)
+                env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case GradMode():
                 graph.call_function(torch._C._set_grad_enabled, (line.enabled,))
     graph.output(tuple(None if at is None else env[at] for at in outputs))

@@ -312,7 +312,9 @@ class Partition:
         found = wishes(graph, self.mesh, wished)
         ways = []
         for bold in (True, False) if found else (False,):
-            made, results = assign(graph, inputs, self.topology, grad=enabled, wishes=found, bold=bold)
+            made, results = assign(
+                graph, inputs, self.topology, grad=enabled, wishes=found, bold=bold
+            )
             ways.append((made, *self._finish(made, results, asked)))
         grad = enabled and any(wanted for _, wanted in inputs)
         return min(ways, key=lambda way: lines_time(

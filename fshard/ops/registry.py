@@ -1,4 +1,4 @@
-"""The registry of rules: one row for each operation, found by the overload or its functional form."""
+"""The registry of rules: a row for each operation, found by its overload or functional form."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _COUNT = [0]
 _FAMILIES = (
-    "pointwise", "matmul", "reductions", "scans", "views", "diagonals", "blocks", "joining", "indexing", "scattering",
-    "embedding", "losses", "class_losses", "sorting", "norms", "convolution", "pooling", "attention", "linalg", "fft",
-    "factories", "random", "backward", "recurrent", "decompositions", "normalizing",
+    "pointwise", "matmul", "reductions", "scans", "views", "diagonals", "blocks", "joining",
+    "indexing", "scattering", "embedding", "losses", "class_losses", "sorting", "norms",
+    "convolution", "pooling", "attention", "linalg", "fft", "factories", "random", "backward",
+    "recurrent", "decompositions", "normalizing",
 )  # fmt: skip
 """The modules of this package that register rows, loaded when the first row is asked for."""
 

@@ -153,7 +153,8 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     known = [(dims, meta) for dims, meta in pairs if dims is not None and meta is not None]
     for dims, meta in known:
         if len(dims) != meta.ndim:
-            fail(where, f"a tensor of shape {meta.shape}", f"the rule writes it with {len(dims)} dims",
+            fail(where, f"a tensor of shape {meta.shape}",
+                 f"the rule writes it with {len(dims)} dims",
                  "one letter, 1 or parenthesis for every dim")  # fmt: skip
     flat = [(dim, size) for dims, m in known for dim, size in zip(dims, m.shape, strict=True)]
     for dim, size in flat:

@@ -5,11 +5,11 @@ runs along. `"ik,kj->ij"` is a matrix product: `i` and `j` pass through, `k` is 
 be a product of factors, major to minor: `"(ij)k->i(jk)"` reshapes. After einops, and Shardy's
 sharding rules (`sdy.op_sharding_rule`), from which the kinds of factors are.
 
-What makes a rule right: cut the loop `f` in n parts, give each rank the parts of the operands that
-its part of the loop reads (whole operands where `f` does not occur), run the same operation there,
-and put the results together - one after the other along the dims that have `f`, by `f`'s reduction
-where a result has it not. That must give the result of the whole. It is asked of every factor alone:
-several mesh axes cut several factors, or one factor several times.
+What makes a rule right: cut the loop `f` in n parts, give each rank the parts of the operands
+that its part of the loop reads (whole operands where `f` does not occur), run the same operation
+there, and put the results together - one after the other along the dims that have `f`, by `f`'s
+reduction where a result has it not. That must give the result of the whole. It is asked of every
+factor alone: several mesh axes cut several factors, or one factor several times.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ def rule(
 
     Letters are factors, `1` a dim that no factor runs along (of size 1, or one that must be
     whole), `(ij)` a dim that is a product of factors; operands before the arrow, results after
-    it; nothing after it is a result of no dims. `reduce` is the reduction of factors that results lack: one of `sum`, `avg`, `max`, `min`,
-    `product` for all, or a mapping from factor. `linear` are the operands that the operation is
-    linear in: numbers for each alone, tuples for several together. For the rest see `Rule`.
+    it; nothing after it is a result of no dims. `reduce` is the reduction of factors that results
+    lack: one of `sum`, `avg`, `max`, `min`, `product` for all, or a mapping from factor. `linear`
+    are the operands that the operation is linear in: numbers for each alone, tuples for several
+    together. For the rest see `Rule`.
 
     Raises `ShardingError`, listing everything that is wrong.
 
@@ -169,7 +170,8 @@ def _parse(text: str, problems: list[Problem]) -> Dims:
     for group, letter, wrong in tokens:
         if wrong:
             problems.append(Problem(f"{wrong!r} in {text!r}",
-                "a dim is a letter, 1, or letters in parentheses", '"(ij)k->i(jk)", say'))  # fmt: skip
+                "a dim is a letter, 1, or letters in parentheses",
+                '"(ij)k->i(jk)", say'))  # fmt: skip
         dims.append(tuple(f for f in (letter or group) if f != "1"))
     named = [f for dim in dims for f in dim]
     problems += [

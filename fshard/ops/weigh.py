@@ -120,5 +120,3 @@ def compute_time(topology: Topology, rule: Rule, call: Call, sizes: Mapping[str,
 def nbytes(meta: Meta) -> int:
     """Bytes of a whole tensor."""
     return math.prod(meta.shape) * meta.dtype.itemsize
-
-

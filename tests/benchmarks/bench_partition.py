@@ -1,8 +1,8 @@
 """What a partitioned block costs beside the same block written by hand for one rank.
 
 `python -m tests.benchmarks.bench_partition` prints medians of one run, forward alone and with the
-gradients of all parameters, on the `fake` process group, where nothing is sent: what is left is what
-runs on a rank. The hand-written block is Megatron's: PyTorch's functions on the local shards, and
+gradients of all parameters, on the `fake` process group, where nothing is sent: what is left is
+what runs on a rank. The hand-written block is Megatron's: PyTorch's functions on the local shards, and
 fshard's collectives at the two places where there are some; DTensor's is the single-device function
 on distributed tensors. The contenders take turns.
 """
@@ -52,7 +52,7 @@ def block(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(mesh: Mesh) -> Callable[[Params, torch.Tensor], torch.Tensor]:
-    """The same on one rank's shards: what enters the cut layers is reduced, what leaves is summed."""
+    """One rank's part: what enters the cut layers is reduced, what leaves them is summed."""
 
     def run(p: Params, x: torch.Tensor) -> torch.Tensor:
         enter = lambda h: fs.pcast(h, "tp", src="invariant", to="reduced", mesh=mesh)  # noqa: E731
@@ -130,8 +130,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     fs.init(Mesh(tp=RANKS))
-    table = Table("width", "what", "forward, ms", "over by hand", "with gradients, ms", "over by hand",
-                  title=f"A decoder block on one of {RANKS} ranks (goal {GOAL})")  # fmt: skip
+    table = Table("width", "what", "forward, ms", "over by hand", "with gradients, ms",
+                  "over by hand", title=f"A decoder block on one of {RANKS} ranks (goal {GOAL})")  # fmt: skip
     for width in WIDTHS:
         made = contenders(width)
         forward = medians({name: run for name, (run, _) in made.items()}, 5, 30)

@@ -38,7 +38,7 @@ def gpt_params(width: int = 16, seed: int = 0) -> Params:
     shapes: dict[str, tuple[int, ...]] = {
         "w1": (4 * width, width), "b1": (4 * width,), "w2": (width, 4 * width), "b2": (width,),
         **{f"w{c}": (width, width) for c in "qkvo"}, **{f"b{c}": (width,) for c in "qkvo"},
-        **{name: (width,) for name in ("ln1", "ln1b", "ln2", "ln2b")},
+        **dict.fromkeys(("ln1", "ln1b", "ln2", "ln2b"), (width,)),
     }  # fmt: skip
     return _make(shapes, seed)
 

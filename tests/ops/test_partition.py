@@ -27,7 +27,8 @@ def sample(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-BLOCKS: dict[str, tuple[Block, Callable[[], blocks.Params], dict[str, PartitionSpec], torch.Size]] = {
+Case = tuple[Block, Callable[[], blocks.Params], dict[str, PartitionSpec], torch.Size]
+BLOCKS: dict[str, Case] = {
     "gpt": (
         blocks.gpt, blocks.gpt_params,
         {**{f"{t}{c}": COLUMNS for t in "wb" for c in "qkv1"}, "wo": ROWS, "w2": ROWS},
@@ -81,7 +82,7 @@ def test_blocks_from_specs_on_parameters_alone_equal_one_device(name: str) -> No
     check_equal(part, fn, p, sample(*shape))
 
 
-@pytest.mark.parametrize("name, pairs", [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
+@pytest.mark.parametrize(("name", "pairs"), [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
 def test_megatron_collectives(name: str, pairs: int) -> None:
     """One all-reduce for each pair of layers forward and backward, and one for every gradient."""
     fn, params, asked, shape = BLOCKS[name]
@@ -94,7 +95,8 @@ def test_megatron_collectives(name: str, pairs: int) -> None:
     forward, backward = sent(part.trace(p, x))
     assert forward == {("AllReduce", ("tp",)): pairs}
     data = sum(n for (kind, axes), n in backward.items() if kind == "AllReduce" and "dp" in axes)
-    assert backward["AllReduce", ("tp",)] == pairs and data == len(p)
+    assert backward["AllReduce", ("tp",)] == pairs
+    assert data == len(p)
     assert backward.total() == pairs + len(p)
 
 
@@ -147,7 +149,8 @@ def test_what_constraints_and_out_specs_ask_for_is_reduced_where_it_is_made() ->
     check_equal(part, hinted, MLP, x)
     made = part.trace(MLP, x)
     assert sent(made)[0] == {("ReduceScatter", ("tp",)): 1}
-    assert made.out_specs[0] is not None and made.out_specs[0].partition == P(("dp", "tp"), None)
+    assert made.out_specs[0] is not None
+    assert made.out_specs[0].partition == P(("dp", "tp"), None)
 
 
 def test_pairs_give_pairs_and_locals_of_one_rank_run_the_graph() -> None:
@@ -157,7 +160,8 @@ def test_pairs_give_pairs_and_locals_of_one_rank_run_the_graph() -> None:
     specs = part.trace(MLP, x).in_specs
     a, b, whole = (fs.shard(t.detach(), s) for t, s in zip((*MLP.values(), x), specs, strict=True))
     out = part({"a": a, "b": b}, whole)
-    assert isinstance(out, fs.ops.partition.Sharded) and out.spec.partition == P("dp", None)
+    assert isinstance(out, fs.ops.partition.Sharded)
+    assert out.spec.partition == P("dp", None)
     torch.testing.assert_close(fs.unshard(out), mlp(MLP, x).detach())
 
     def on_rank(a: Any, b: Any, x: Any) -> Any:

@@ -37,12 +37,18 @@ def test_an_operation_of_ones_own_takes_a_text() -> None:
     torch.testing.assert_close(part(x, w), OP(x, w).relu())
 
 
-@pytest.mark.parametrize("states", [(0, 1, None, "sum"), (Shard(0), Shard(1), Replicate(), Partial())])
+@pytest.mark.parametrize(
+    "states", [(0, 1, None, "sum"), (Shard(0), Shard(1), Replicate(), Partial())]
+)
 def test_lists_of_acceptable_shardings(states: tuple[Any, ...]) -> None:
     rows, columns, whole, summed = states
 
     def lines(call: Call) -> list[Any]:
-        return [([rows], [rows, whole]), ([columns], [columns, columns]), ([summed], [summed, whole])]
+        return [
+            ([rows], [rows, whole]),
+            ([columns], [columns, columns]),
+            ([summed], [summed, whole]),
+        ]
 
     fs.register_rule(OP)(lines)
     x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
@@ -60,7 +66,9 @@ def test_wrong_lines_are_all_told() -> None:
         fs.propagate(OP, x, x)
     text = str(error.value)
     assert "a line has a state for each of 1 results and 2 operands" in text
-    assert "correct 7" in text and "not both" in text and "leave one of them out" in text
+    assert "correct 7" in text
+    assert "not both" in text
+    assert "leave one of them out" in text
 
 
 def test_the_last_registration_wins_and_plain_functions_have_rules_too() -> None:
