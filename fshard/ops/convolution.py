@@ -25,9 +25,8 @@ aten = torch.ops.aten
 
 WITH_GROUPS = (
     aten.conv1d, aten.conv2d, aten.conv3d, aten.conv_transpose1d, aten.conv_transpose2d,
-    aten.conv_transpose3d, aten.convolution, aten.convolution_overrideable, aten._convolution,
-    aten._convolution_mode, aten.cudnn_convolution, aten.cudnn_convolution_transpose,
-    aten.mkldnn_convolution,
+    aten.conv_transpose3d, aten.convolution, aten._convolution,
+    aten._convolution_mode,
 )  # fmt: skip
 OF_ONE = (
     aten.thnn_conv2d, aten._slow_conv2d_forward, aten.slow_conv3d, aten.slow_conv3d_forward,
@@ -126,20 +125,6 @@ def convolution(call: Call) -> Rule:
     )  # fmt: skip
 
 
-@register_rule(aten._conv_depthwise2d, aten.conv_depthwise3d, family="convolution")
-def depthwise(call: Call) -> Rule:
-    """One filter or several for every channel alone: groups of one channel each."""
-    x, weight = call.operands[0], call.operands[1]
-    spatial, bias = ((),) * (weight.ndim - 2), call.place("bias")
-    batch = (("n",),) if x.ndim == weight.ndim else ()
-    outs = ("g", "o")
-    operands = ((*batch, ("g",), *spatial), (outs, (), *spatial), (outs,))
-    # The filters of a channel are found by its number: on a part of them there is another count.
-    return Rule(operands[: len(call.operands)], ((*batch, outs, *spatial),), whole=frozenset("o"),
-                modes=linear(0, 1) if bias is None else added(bias, (0, 1)),
-                local=Parts(() if bias is None else (bias,), along=len(batch)))  # fmt: skip
-
-
 @register_rule(aten.conv_tbc, family="convolution")
 def conv_tbc(call: Call) -> Rule:
     """A convolution in one dim, of tensors that lie time, batch, channels."""
@@ -176,8 +161,6 @@ class _Backward:
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         name = "bias_sizes"
-        if all(each.name != name for each in op._schema.arguments):
-            return tuple(args), dict(kwargs)
         if argument(op, args, kwargs, name) is None:
             return tuple(args), dict(kwargs)
         size = here.operands[0].local_shape(here.rank)[self.channel]
@@ -185,8 +168,7 @@ class _Backward:
         return placed, named
 
 
-@register_rule(aten.convolution_backward, aten.convolution_backward_overrideable,
-               family="convolution")  # fmt: skip
+@register_rule(aten.convolution_backward, family="convolution")
 def convolution_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias: every one sums over what it has not."""
     x, weight, groups = call.operands[1], call.operands[2], call.get("groups")

@@ -28,13 +28,13 @@ AVERAGES = """
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
     upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-    replication_pad3d max_unpool2d max_unpool3d mkldnn_adaptive_avg_pool2d
+    replication_pad3d max_unpool2d max_unpool3d
 """
 """Linear in their first operand."""
 MAXIMA = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices
     max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    fractional_max_pool2d fractional_max_pool3d mkldnn_max_pool2d mkldnn_max_pool3d
+    fractional_max_pool2d fractional_max_pool3d
 """
 
 
@@ -131,9 +131,7 @@ def col2im(call: Call) -> Rule:
     return Rule((lies,), ((*first, (), ()),), whole=frozenset("k"), modes=linear(0), local=Parts())
 
 
-@register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d,
-               aten._grid_sampler_2d_cpu_fallback, aten.cudnn_grid_sampler,
-               family="pooling")  # fmt: skip
+@register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d, family="pooling")
 def grid_sampler(call: Call) -> Rule:
     """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
     x, made = sampled(call.operands[0].ndim - 2)
@@ -172,11 +170,11 @@ def affine_grid(call: Call) -> Rule:
 
 POOL_GRADIENTS = """
     avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward
-    _adaptive_avg_pool3d_backward max_pool2d_backward max_pool2d_with_indices_backward
+    _adaptive_avg_pool3d_backward max_pool2d_with_indices_backward
     max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     fractional_max_pool2d_backward reflection_pad1d_backward
     reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
-    replication_pad2d_backward replication_pad3d_backward mkldnn_adaptive_avg_pool2d_backward
+    replication_pad2d_backward replication_pad3d_backward
 """
 UPSAMPLE_GRADIENTS = " ".join(f"{name}_backward" for name in AVERAGES.split() if "upsample" in name)
 
@@ -194,8 +192,7 @@ def upsample_backward(call: Call) -> Rule:
     return replace(made, local=Parts(changes=(Sized("input_size"),)))
 
 
-@register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward,
-               aten._grid_sampler_2d_cpu_fallback_backward, family="pooling")  # fmt: skip
+@register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward, family="pooling")
 def grid_sampler_backward(call: Call) -> Rule:
     """The planes' gradient sums over points, that of the grid over channels."""
     x, made = sampled(call.operands[1].ndim - 2)
