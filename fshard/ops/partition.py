@@ -268,10 +268,14 @@ class Partition:
     ) -> Partitioned:
         enabled = torch.is_grad_enabled()
         wants = tuple(enabled and _wants_grad(leaf) for leaf in leaves)
-        others = tuple(leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None)
-        key = tree, tuple(specs), wants, others, enabled
-        made = self._made.get(key)
+        key = tree, tuple(specs), wants, _others(leaves, specs), enabled
+        try:
+            made = self._made.get(key)
+        except TypeError:  # of what cannot be a key nothing is remembered
+            return self._make(leaves, tree, specs, wants, enabled)
         if made is None:
+            if len(self._made) >= MOST_CALLS:
+                self._made.clear()
             made = self._made[key] = self._make(leaves, tree, specs, wants, enabled)
         return made
 
@@ -284,11 +288,7 @@ class Partition:
             fail("a partitioned function", "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
         metas = tuple(None if s is None else Meta(s.shape, s.dtype) for s in specs)
-        others = tuple(leaf for leaf, s in zip(leaves, specs, strict=True) if s is None)
-        key = tree, metas, others, enabled
-        if key not in self._traces:
-            self._traces[key] = self._trace(leaves, tree, metas)
-        graph, shape = self._traces[key]
+        graph, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled))
         asked = self._asked(shape)
         made, outputs, out_specs = self._laid(graph, inputs, enabled, asked)
         names = paths(unflatten(tree, list(leaves)), "args")
@@ -319,6 +319,21 @@ class Partition:
         grad = enabled and any(wanted for _, wanted in inputs)
         return min(ways, key=lambda way: lines_time(
             way[0].lines, self.mesh, self.topology, grad=grad))  # fmt: skip
+
+    def _traced(
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], rest: Any
+    ) -> tuple[fx.GraphModule, TreeDef]:
+        """`_trace`, once for arguments of one kind; `rest` is what tells apart beside tensors."""
+        key = tree, tuple(metas), rest
+        try:
+            found = self._traces.get(key)
+        except TypeError:
+            return self._trace(leaves, tree, metas)
+        if found is None:
+            if len(self._traces) >= MOST_CALLS:
+                self._traces.clear()
+            found = self._traces[key] = self._trace(leaves, tree, metas)
+        return found
 
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None]
@@ -368,6 +383,11 @@ class Partition:
             outputs.append(value.versions[spec])
             specs.append(spec)
         return outputs, specs
+
+
+def _others(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> tuple[Any, ...]:
+    """The leaves that are no tensors, as a key: 1, 1.0 and True trace to other graphs."""
+    return tuple(frozen(leaf) for leaf, spec in zip(leaves, specs, strict=True) if spec is None)
 
 
 def _own_sizes(given: Any, p: PartitionSpec) -> Mapping[int, Sequence[int] | None] | None:

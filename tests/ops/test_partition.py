@@ -181,6 +181,17 @@ def test_a_second_call_of_the_same_kind_lays_nothing_out_anew() -> None:
     assert part.trace(MLP, x.detach()) is not first or not first.grad
 
 
+def test_arguments_that_are_no_tensors_are_told_apart_by_type_too() -> None:
+    part = fs.partition(lambda x, by: x * by, mesh=MESH)
+    x = torch.arange(4)
+    for by in (1, 1.0, True, 2, 0.0, -0.0):
+        made, whole = part(x, by), x * by
+        assert made.dtype == whole.dtype
+        assert torch.equal(1 / made, 1 / whole)
+    part = fs.partition(lambda x, keep: x * len(keep), mesh=MESH)
+    assert [int(part(x, each)[1]) for each in ({1}, {1, 2}, {3})] == [1, 2, 1]  # no hash: no key
+
+
 def test_explain_has_a_line_for_every_operation() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),))  # fmt: skip
