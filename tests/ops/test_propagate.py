@@ -220,7 +220,7 @@ def _no_rule(x: torch.Tensor) -> torch.Tensor:
 
 def test_an_operation_without_specs() -> None:
     assert said(lambda: propagate(torch.add, 1, 2)) == (
-        f"fs.propagate({torch.add})\n"
+        "fs.propagate(add)\n"
         "  given: no specs\n"
         "  rule:  a spec stands in the place of every tensor\n"
         "  fix:   fs.Spec(mesh, P(...), shape=..., dtype=...)"
@@ -231,7 +231,7 @@ def test_specs_on_two_meshes() -> None:
     other = Mesh(dp=4)
     text = said(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=other)))
     assert text == (
-        f"fs.propagate({torch.add})\n"
+        "fs.propagate(add)\n"
         f"  given: operands on {MESH} and {other}\n"
         "  rule:  an operation runs on one mesh\n"
         "  fix:   move one of them there first: fs.reshard(pair, spec)"
