@@ -226,7 +226,8 @@ def _cast(source: Meta, made: Meta | None, place: int) -> Modes:
 
 def _overwritten(call: Call) -> Modes:
     """What is written over does not matter; what is written is moved, and cast."""
-    return unmoved(0) + _cast(call.operands[1], call.results[0], 1)
+    written = _cast(call.operands[1], call.results[0], 1) if len(call.operands) > 1 else ()
+    return unmoved(0) + written
 
 
 def _absolute(call: Call) -> Modes:

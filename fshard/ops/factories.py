@@ -48,7 +48,15 @@ def asserted(call: Call) -> Rule:
     return Rule(((),), (None,))
 
 
-@register_rule("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose", family="factories")
+@register_rule(
+    "item",
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "allclose",
+    "prims::item",
+    family="factories",
+)
 def number(call: Call) -> Rule:
     """A number of Python's is of whole tensors, never of a rank's part or addend."""
     return Rule(tuple(((),) * each.ndim for each in call.operands), ())

@@ -73,11 +73,19 @@ UNTAGGED = """
     _prelu_kernel_backward
 """
 """What PyTorch does not tag, for it is made of what is tagged, or of more than one result."""
+PRIMS = """
+    abs acos acosh add asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e
+    bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cbrt ceil cos cosh digamma
+    div eq erf erf_inv erfc erfcx exp exp2 expm1 fill floor fmax fmin fmod frexp gcd ge gt hypot
+    igamma igammac isfinite le lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg
+    nextafter pow reciprocal remainder round rsqrt shift_left shift_right_arithmetic sign signbit
+    sin sinh spherical_bessel_j0 sqrt sub tan tanh trunc zeta
+"""
 
 
 def _listed() -> list[Any]:
     """The overloads of tensors among the operations that are listed by name."""
-    found = []
+    found = [getattr(torch.ops.prims, name).default for name in PRIMS.split()]
     for name in dict.fromkeys((*UNTAGGED.split(), *sorted(SAME), *sorted(CASTS))):
         base, _, overload = name.partition(".")
         for space in (torch.ops.aten, torch.ops.prims):

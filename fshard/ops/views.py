@@ -15,7 +15,7 @@ import torch
 
 from fshard.ops.build import axes_of, moved, wrap
 from fshard.ops.call import Call
-from fshard.ops.local import Here, argument
+from fshard.ops.local import Here, argument, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
 from fshard.ops.rule import Dims, Rule
@@ -240,6 +240,20 @@ def expanded(call: Call) -> Rule:
     )
     return Rule((own, *(names,) * (len(call.operands) - 1)), (names,), modes=moved(0),
                 local=expand_locally)  # fmt: skip
+
+
+@register_rule("prims::broadcast_in_dim", family="views")
+def broadcast(call: Call) -> Rule:
+    """Dims go where they are said to; those of one element may be repeated there."""
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    names: Dims = tuple((name,) for name in letters(result.ndim))
+    places = call.get("broadcast_dimensions")
+    own = tuple(
+        names[at] if size == result.shape[at] else ()
+        for at, size in zip(places, x.shape, strict=True)
+    )
+    return Rule((own,), (names,), modes=moved(0), local=resized("shape"))
 
 
 def repeat_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:

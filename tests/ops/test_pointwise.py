@@ -164,3 +164,12 @@ def test_composites_and_writes_have_rules(name: str) -> None:
     packet = getattr(A, name)
     found = [row_of(getattr(packet, each)) for each in packet.overloads()]
     assert any(row is not None and row.family == "pointwise" for row in found)
+
+
+@pytest.mark.parametrize("name", ["add", "neg", "where", "maximum", "convert_element_type", "fill"])
+def test_prims(name: str) -> None:
+    args = {
+        "add": (X, Y), "neg": (X,), "where": (MASK, X, Y), "maximum": (X, Y),
+        "convert_element_type": (X.round(), torch.float32), "fill": (X, 2.0),
+    }[name]  # fmt: skip
+    assert check_call(getattr(torch.ops.prims, name).default, *args, grad=False) == []

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fshard.errors import ShardingError
-from fshard.ops.registry import row_of
 from fshard.ops.reshaping import reshaping
 from tests.op_checks import call_with, check_call
 
@@ -193,8 +192,17 @@ def test_strides_of_memory_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["transpose", "reshape", "squeeze", "rev", "split_dim"])
-def test_prims_have_rules(name: str) -> None:
-    row = row_of(getattr(torch.ops.prims, name).default)
-    assert row is not None
-    assert row.family == "views"
+PRIMS: dict[str, tuple[Any, ...]] = {
+    "transpose": (tensor(4, 6), [1, 0]),
+    "reshape": (tensor(4, 6), [24]),
+    "squeeze": (tensor(1, 4), [0]),
+    "rev": (tensor(4, 6), [0]),
+    "split_dim": (tensor(4, 6), 1, 2),
+    "collapse_view": (tensor(4, 6), 0, 1),
+    "broadcast_in_dim": (tensor(4, 1), [3, 4, 6], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", PRIMS)
+def test_prims(name: str) -> None:
+    assert check_call(getattr(torch.ops.prims, name).default, *PRIMS[name], grad=False) == []
