@@ -23,13 +23,14 @@ from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
 from fshard.ops.registry import decomposition_of, functional_of, row_of
-from fshard.ops.strategy import Strategy
+from fshard.ops.strategy import Strategy, name_of
 from fshard.ops.trace import constraint_of, decompose, own_way
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.topology import Topology
 from fshard.spec import Spec
+from fshard.spmd.kinds import STATE, writes_state
 
 __all__ = ["Assigned", "Known", "assign"]
 
@@ -150,7 +151,7 @@ class _Walk:
         functional = functional_of(op)
         if functional is not op:
             return self.written(node, op, functional, args, kwargs, env)
-        _refuse_writes(op, node)
+        _refuse_writes(op, args, kwargs, node)
         return self.operation(op, args, kwargs, node)
 
     def grad_mode(self, enabled: bool) -> None:
@@ -361,12 +362,19 @@ def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
     return tree.value if isinstance(tree, Plain) else tree
 
 
-def _refuse_writes(op: Any, node: fx.Node) -> None:
+def _refuse_writes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node) -> None:
+    """Raise `ShardingError` for an operation that writes what it is given, said or not."""
     schema = getattr(op, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        fail(f"fs.partition: {op}", f"{node.name} writes an operand",
-             "PyTorch has no form of it that only returns",
-             "write it with functions that return new tensors")  # fmt: skip
+    name = schema.name.partition("::")[2] if schema is not None else ""
+    hidden = name in STATE and any(
+        each is not None for each in writes_state(op, name, args, kwargs)
+    )
+    if schema is not None and (schema.is_mutable or hidden):
+        what = "running statistics, or a weight" if hidden else "an operand"
+        fail(f"fs.partition: {name_of(op)}", f"{node.name} writes {what}",
+             "a partitioned function returns what it makes, and writes nothing that it was given",
+             "eval(), track_running_stats=False, max_norm=None; or compute what is written, and "
+             "return it")  # fmt: skip
 
 
 def _each(value: Any) -> list[Any]:

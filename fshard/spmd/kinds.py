@@ -28,6 +28,7 @@ from fshard.spmd.types import Rule
 
 __all__ = [
     "OVERWRITES",
+    "STATE",
     "Kind",
     "Word",
     "adds_a_number",

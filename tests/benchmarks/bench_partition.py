@@ -2,9 +2,9 @@
 
 `python -m tests.benchmarks.bench_partition` prints medians of one run, forward alone and with the
 gradients of all parameters, on the `fake` process group, where nothing is sent: what is left is
-what runs on a rank. The hand-written block is Megatron's: PyTorch's functions on the local shards, and
-fshard's collectives at the two places where there are some; DTensor's is the single-device function
-on distributed tensors. The contenders take turns.
+what runs on a rank. The hand-written block is Megatron's: PyTorch's functions on the local shards,
+and fshard's collectives at the two places where there are some; DTensor's is the single-device
+function on distributed tensors. The contenders take turns.
 """
 
 from __future__ import annotations
@@ -130,16 +130,17 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     fs.init(Mesh(tp=RANKS))
-    table = Table("width", "what", "forward, ms", "over by hand", "with gradients, ms",
-                  "over by hand", title=f"A decoder block on one of {RANKS} ranks (goal {GOAL})")  # fmt: skip
+    title = f"A decoder block on one of {RANKS} ranks (goal {GOAL})"
+    over = "over by hand"
+    table = Table("width", "what", "forward, ms", over, "with gradients, ms", over, title=title)
     for width in WIDTHS:
         made = contenders(width)
         forward = medians({name: run for name, (run, _) in made.items()}, 5, 30)
         both = medians({name: run for name, (_, run) in made.items()}, 5, 30)
         for name in made:
             cells = [f"{times[name] / 1000:.2f}" for times in (forward, both)]
-            over = [f"{times[name] / times['by hand']:.3f}" for times in (forward, both)]
-            table.add_row(str(width), name, cells[0], over[0], cells[1], over[1])
+            more = [f"{times[name] / times['by hand']:.3f}" for times in (forward, both)]
+            table.add_row(str(width), name, cells[0], more[0], cells[1], more[1])
         table.add_section()
     Console(width=110).print(table)
     dist.destroy_process_group()

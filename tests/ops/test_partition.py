@@ -308,3 +308,18 @@ def test_a_module_is_called_with_its_parameters() -> None:
     x = sample(4, 4)
     torch.testing.assert_close(part(params, x), module(x))
     assert sum(isinstance(line, Operation) for line in part.trace(params, x).lines) == 3
+
+
+def test_a_norm_that_would_keep_running_statistics_is_refused() -> None:
+    module = torch.nn.BatchNorm2d(4).double()
+    part = fs.partition(
+        lambda x, mean, var: torch.nn.functional.batch_norm(x, mean, var, training=True), mesh=MESH
+    )
+    x = sample(2, 4, 3, 3)
+    with pytest.raises(fs.ShardingError, match="writes running statistics"):
+        part(x, module.running_mean, module.running_var)
+    whole = fs.partition(lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
+                         mesh=MESH, in_specs=(P("dp", "tp"),))  # fmt: skip
+    torch.testing.assert_close(
+        whole(x), torch.nn.functional.batch_norm(x, None, None, training=True)
+    )
