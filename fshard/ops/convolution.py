@@ -1,7 +1,7 @@
 """Rules of convolutions: batch, groups, and channels in and out can be cut, windows need all.
 
-Channels in are summed, so that they leave the result unreduced; the bias is counted once. Windows
-of one element, unpadded and one after the other, leave the spatial dims to be cut as well.
+Channels in are summed, so that they leave the result unreduced; the bias is counted once. Where
+windows lie one beside the other, as those of patches, spatial dims can be cut between them as well.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fshard.ops.build import linear
-from fshard.ops.call import Call
+from fshard.ops.call import Call, Meta
 from fshard.ops.local import Here, LocalCall, argument, with_argument
-from fshard.ops.parts import Parts, added, has_nothing, letters, nil
+from fshard.ops.parts import Parts, added, are_apart, has_nothing, letters, nil
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Rule
 
@@ -37,55 +37,46 @@ OF_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class _Letters:
-    """The dims of a convolution's tensors: input, weight, bias, and result."""
+    """The dims of a convolution's tensors: input, weight, bias, result; and factors in windows."""
 
     x: Dims
     weight: Dims
     bias: Dims
     made: Dims
+    whole: frozenset[str]
 
 
-def _dims(call: Call, x_ndim: int, weight_ndim: int, groups: int) -> _Letters:
-    """`n(gc)s` and `(go)ck` make `n(go)s`; groups only where there are some."""
-    spatial = weight_ndim - 2
-    every = tuple((each,) for each in letters(spatial, "cgnok"))
-    # A window of one element reads one element: what it makes lies where that does.
-    own = every if _is_pointwise(call, spatial) else ((),) * spatial
+def _dims(call: Call, x: Meta, weight: Meta, groups: int) -> _Letters:
+    """`n(gc)s` and `(go)ck` make `n(go)s`; groups only where there are some.
+
+    A spatial dim whose windows lie apart is one of windows, major, and of elements in each.
+    """
+    spatial, transposed = weight.ndim - 2, _transposed(call)
+    every = letters(2 * spatial, "cgnok")
+    many: list[tuple[str, ...]] = []
+    one: list[tuple[str, ...]] = []
+    kernel: list[tuple[str, ...]] = []
+    for at in range(spatial):
+        size, width = x.shape[x.ndim - spatial + at], weight.shape[2 + at]
+        # A transposed window makes what another reads.
+        apart = are_apart(call, at, size * width if transposed else size, width)
+        inner = (every[spatial + at],) if apart and width > 1 else ()
+        one.append((every[at],) if apart else ())
+        many.append(one[-1] + inner)
+        kernel.append(inner)
     g = ("g",) if groups > 1 else ()
     ins, outs = (*g, "c"), (*g, "o")
-    batch = (("n",),) if x_ndim == weight_ndim else ()
-    kernel = ((),) * spatial
-    weight = (ins, ("o",), *kernel) if _transposed(call) else (outs, ("c",), *kernel)
-    return _Letters((*batch, ins, *own), weight, (outs,), (*batch, outs, *own))
+    batch = (("n",),) if x.ndim == weight.ndim else ()
+    sides = (one, many) if transposed else (many, one)
+    own = (ins, ("o",), *kernel) if transposed else (outs, ("c",), *kernel)
+    whole = frozenset(f for dim in kernel for f in dim)
+    return _Letters((*batch, ins, *sides[0]), own, (outs,), (*batch, outs, *sides[1]), whole)
 
 
 def _transposed(call: Call) -> bool:
     if call.has("transposed"):
         return bool(call.get("transposed"))
     return "transpose" in call.op._schema.name
-
-
-def _is_pointwise(call: Call, spatial: int) -> bool:
-    """Whether every window is one element, of which there is one for every result."""
-    kernel = call.operands[_weight(call)].shape[2:]
-    padding = call.get("padding")
-    flat = [padding] if isinstance(padding, int | str) else padding
-    steps = call.get("stride")
-    steps = [steps] if isinstance(steps, int) else steps
-    more = call.get("output_padding") if call.has("output_padding") else 0
-    more = [more] if isinstance(more, int) else more
-    return (
-        all(size == 1 for size in kernel[-spatial:])
-        and all(each in (0, "valid", "same") for each in flat)
-        and all(step == 1 for step in steps)
-        and not any(more)
-    )
-
-
-def _weight(call: Call) -> int:
-    place = call.place("weight")
-    assert place is not None
-    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +104,13 @@ def convolution(call: Call) -> Rule:
     """Sums over channels in of products; groups are cut with their channels, in and out."""
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
-    dims, bias = _dims(call, x.ndim, weight.ndim, groups), call.place("bias")
+    dims, bias = _dims(call, x, weight, groups), call.place("bias")
     operands = [dims.x, dims.weight] + ([dims.bias] if bias is not None else [])
     channel = x.ndim - weight.ndim + 1
     changes = (_Groups(0, 1, channel, _transposed(call)),) if groups > 1 else ()
     once = () if bias is None else (bias,)
     return Rule(
-        tuple(operands), (dims.made,), (("c", "sum"),),
+        tuple(operands), (dims.made,), (("c", "sum"),), dims.whole,
         modes=linear(0, 1) if bias is None else added(bias, (0, 1)),
         local=Parts(once, changes, along=channel),
     )  # fmt: skip
@@ -172,7 +163,7 @@ class _Backward:
 def convolution_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias: every one sums over what it has not."""
     x, weight, groups = call.operands[1], call.operands[2], call.get("groups")
-    dims = _dims(call, x.ndim, weight.ndim, groups)
+    dims = _dims(call, x, weight, groups)
     channel = x.ndim - weight.ndim + 1
     made = (dims.x, dims.weight, dims.bias)
     results = tuple(
@@ -185,6 +176,7 @@ def convolution_backward(call: Call) -> Rule:
     return Rule(
         (dims.made, dims.x, dims.weight), results,
         tuple(sorted((f, "sum") for f in seen if f != "g")),
+        dims.whole,
         modes=linear(0, results=3),
         local=_Backward(Parts(changes=changes), channel),
     )  # fmt: skip

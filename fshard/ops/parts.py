@@ -21,8 +21,9 @@ from fshard.ops.rule import Dims, Mode, Rule
 from fshard.spec import Spec
 
 __all__ = [
-    "Expanded", "Parts", "Pinned", "Sized", "added", "contracted", "dims_of_text", "fitted",
-    "has_nothing", "is_widened", "letters", "named", "nil", "nothing", "trailing", "untouched",
+    "Expanded", "Parts", "Pinned", "Sized", "added", "are_apart", "contracted", "dims_of_text",
+    "fitted", "has_nothing", "is_widened", "letters", "named", "nil", "nothing", "trailing",
+    "untouched",
 ]  # fmt: skip
 
 Change = Callable[[LocalCall, Here], LocalCall]
@@ -66,6 +67,30 @@ def trailing(text: str, ndim: int) -> Dims:
     ((('j',),), ())
     """
     return dims_of_text(text[len(text) - ndim :])
+
+
+def are_apart(call: Call, at: int, size: int, kernel: int) -> bool:
+    """Whether windows of `kernel` along the spatial dim `at` lie one beside the other.
+
+    Then all of a dim of `size` is read, every element by one window. Reads the arguments stride,
+    padding, output_padding and dilation, of which a number or one in a list is of all dims.
+    """
+
+    def value(name: str, default: int) -> int | str:
+        given = call.get(name) if call.has(name) else default
+        if isinstance(given, list | tuple):
+            given = given[at if len(given) > 1 else 0] if given else default
+        return default if given is None else given
+
+    padding = value("padding", 0)
+    return (
+        kernel > 0
+        and size % kernel == 0
+        and value("stride", kernel) == kernel
+        and (padding in (0, "valid") or (padding == "same" and kernel == 1))
+        and value("output_padding", 0) == 0
+        and (value("dilation", 1) == 1 or kernel == 1)
+    )
 
 
 def untouched(meta: Meta) -> Dims:

@@ -1,6 +1,7 @@
 """Rules of pooling, resampling, padding and windows: batch and channels pass, spatial dims do not.
 
-What a window reads may lie on another rank: cutting spatial dims is `fs.domain`'s.
+What a window reads may lie on another rank: cutting spatial dims is `fs.domain`'s, but where
+windows lie one beside the other and dims are cut between them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from fshard.ops.build import is_inexact, kinds, linear
 from fshard.ops.call import Call, Meta
 from fshard.ops.local import Here, LocalCall, argument, with_argument
-from fshard.ops.parts import Parts, Sized, dims_of_text, letters, named
+from fshard.ops.parts import Parts, Sized, are_apart, dims_of_text, letters, named
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
@@ -69,17 +70,39 @@ def per_plane(call: Call, modes: tuple[Mode, ...] = ()) -> Rule:
     return Rule(tuple(dims), results, modes=modes, local=Parts())
 
 
+WINDOWED = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d")
+
+
+def windowed(call: Call, modes: tuple[Mode, ...]) -> Rule:
+    """Where windows lie apart, as `per_plane` with dims of windows that can be cut between them."""
+    x, spatial, kernel = call.operands[0], spatial_dims(call), call.get("kernel_size")
+    every = letters(2 * spatial, "cn")
+    lead = planes(x, spatial)[: x.ndim - spatial]
+    reads: list[tuple[str, ...]] = []
+    makes: list[tuple[str, ...]] = []
+    for at in range(spatial):
+        width = kernel[at if len(kernel) > 1 else 0]
+        apart = are_apart(call, at, x.shape[x.ndim - spatial + at], width)
+        reads.append((every[at], every[spatial + at]) if apart else ())
+        makes.append((every[at],) if apart else ())
+    whole = frozenset(f for dim in reads for f in dim[1:])
+    return Rule(((*lead, *reads),), ((*lead, *makes),), whole=whole, modes=modes, local=Parts())
+
+
 @register_rule(*named(AVERAGES), family="pooling")
 def averaged(call: Call) -> Rule:
     """Linear in the tensor that it reads, but where integers are divided."""
     moves = any(word in name_of(call) for word in ("pad", "unpool", "nearest"))
-    return per_plane(call, linear(0) if moves or is_inexact(call.operands[0]) else ())
+    modes = linear(0) if moves or is_inexact(call.operands[0]) else ()
+    return windowed(call, modes) if name_of(call) in WINDOWED else per_plane(call, modes)
 
 
 @register_rule(*named(MAXIMA), family="pooling")
 def largest(call: Call) -> Rule:
     """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
-    return per_plane(call, kinds(0, {"max": "max"}) if len(call.results) == 1 else ())
+    if name_of(call) in WINDOWED:
+        return windowed(call, kinds(0, {"max": "max"}))
+    return per_plane(call)
 
 
 # -- padding --------------------------------------------------------------------------------

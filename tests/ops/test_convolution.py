@@ -29,6 +29,10 @@ FORWARD: dict[str, Sample] = {
                             [1, 1], "same"),
     "conv2d complex": lambda: (aten.conv2d, rand(2, 4, 3, 3, dtype=torch.complex128),
                                rand(3, 4, 2, 2, dtype=torch.complex128)),
+    "patches": lambda: (aten.conv2d, rand(2, 3, 6, 4), rand(5, 3, 2, 2), rand(5), [2, 2]),
+    "patches with a rest": lambda: (aten.conv2d, rand(2, 3, 7, 4), rand(5, 3, 2, 2), None, [2, 2]),
+    "patches transposed": lambda: (aten.conv_transpose2d, rand(2, 3, 3, 2), rand(3, 4, 2, 2),
+                                   rand(4), [2, 2]),
     "conv3d": lambda: (aten.conv3d, rand(2, 2, 3, 3, 3), rand(3, 2, 2, 2, 2), rand(3)),
     "conv_transpose1d": lambda: (aten.conv_transpose1d, rand(2, 6, 5), rand(6, 2, 3), rand(6),
                                  [2], [1], [1], 3),
@@ -56,6 +60,10 @@ BACKWARD: dict[str, Sample] = {
                            [6], [1], [0], [1], True, [0], 3),
     "elements": lambda: (aten.convolution_backward, rand(2, 6, 3, 4), rand(2, 4, 3, 4),
                          rand(6, 4, 1, 1), [6], [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    "patches": lambda: (aten.convolution_backward, rand(2, 5, 3, 2), rand(2, 3, 6, 4),
+                        rand(5, 3, 2, 2), [5], [2, 2], [0, 0], [1, 1], False, [0, 0], 1),
+    "patches transposed": lambda: (aten.convolution_backward, rand(2, 4, 6, 4), rand(2, 3, 3, 2),
+                                   rand(3, 4, 2, 2), [4], [2, 2], [0, 0], [1, 1], True, [0, 0], 1),
 }  # fmt: skip
 
 
@@ -84,6 +92,9 @@ def test_texts() -> None:
     assert loops(*FORWARD["conv_transpose1d"]()) == "n(gc)1,(gc)o1,(go)->n(go)1"
     assert loops(*FORWARD["conv2d of elements"]()) == "ncbd,oc11,o->nobd"
     assert loops(*FORWARD["conv2d of every other"]()) == "nc11,oc11->no11"
+    assert loops(*FORWARD["patches"]()) == "nc(be)(df),ocef,o->nobd"
+    assert loops(*FORWARD["patches with a rest"]()) == "nc1(df),oc1f->no1d"
+    assert loops(*FORWARD["patches transposed"]()) == "ncbd,coef,o->no(be)(df)"
     assert text(*BACKWARD["groups"](), [True, False, True]) == (
         "n(go)1,n(gc)1,(go)c1->n(gc)1,none,(go)  "
         "{n sum; o sum; c sum; unreduced 0 sum; unreduced 0 avg}"

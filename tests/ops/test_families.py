@@ -33,6 +33,8 @@ CASES: dict[str, Case] = {
     "cdist": (torch.cdist, ((4, 3), (6, 3)), (ROWS, P("y")), "f64[4@x,6@y]"),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (IMAGE, (6, 4, 3, 3), (6,)),
                (BOTH, P(None, "y"), P()), "f64[4@x,6,6,6]{unreduced: y}"),
+    "patches": (lambda x, w, b: F.conv2d(x, w, b, stride=2), ((4, 3, 8, 8), (6, 3, 2, 2), (6,)),
+                (P("x", None, "y"), P(), P()), "f64[4@x,6,4@y,4]"),
     "conv2d in groups": (lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=2),
                          (IMAGE, (6, 2, 3, 3), (6,)), (BOTH, P("y"), P()), "f64[4@x,6@y,6,6]"),
     "conv_transpose2d": (F.conv_transpose2d, (IMAGE, (4, 6, 3, 3), (6,)), (BOTH, P("y"), P()),

@@ -36,6 +36,9 @@ FORWARD: dict[str, Sample] = {
        for n in (1, 2, 3) for kind in ("reflection", "replication")},
     **{f"pad {mode}": lambda mode=mode: (aten.pad, rand(*TWO), [1, 2, 0, 1], mode)
        for mode in ("constant", "reflect", "replicate", "circular")},
+    **{f"{kind}_pool2d of overlapping ones": lambda kind=kind: (
+        getattr(aten, f"{kind}_pool2d"), rand(*TWO), [3, 3], [2, 2], [1, 1])
+       for kind in ("avg", "max")},
     "avg_pool2d of one": lambda: (aten.avg_pool2d, rand(3, 6, 6), [2, 2]),
     "avg_pool1d of none": lambda: (aten.avg_pool1d, rand(0, 3, 6), [2]),
     "avg_pool1d of integers": lambda: (aten.avg_pool1d, rand(2, 3, 6, dtype=torch.int64), [2]),
@@ -131,11 +134,13 @@ def test_gradients_of_grids(mask: list[bool]) -> None:
 
 
 def test_texts() -> None:
-    assert text(aten.avg_pool2d, rand(*TWO), [2, 2]) == (
+    assert text(aten.avg_pool2d, rand(*TWO), [2, 2], [1, 1]) == (
         "nc11->nc11  {unreduced 0 sum; unreduced 0 avg}"
     )
-    assert text(aten.max_pool2d, rand(*TWO), [2, 2]) == "nc11->nc11  {unreduced 0 max}"
-    assert text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc1->nc1"
+    assert text(aten.max_pool2d, rand(*TWO), [3, 4]) == (
+        "nc(be)1->ncb1  {e whole; unreduced 0 max}"
+    )
+    assert text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc(bd)->ncb  {d whole}"
     assert text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
         "bc1e->bc1e  {unreduced 0 avg}"
     )
