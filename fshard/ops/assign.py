@@ -366,8 +366,11 @@ def _refuse_writes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node
     """Raise `ShardingError` for an operation that writes what it is given, said or not."""
     schema = getattr(op, "_schema", None)
     name = schema.name.partition("::")[2] if schema is not None else ""
-    hidden = name in STATE and any(
-        each is not None for each in writes_state(op, name, args, kwargs)
+    # Embeddings write by an operation of its own, `embedding_renorm_`; norms inside of theirs.
+    hidden = (
+        name in STATE
+        and "norm" in name
+        and any(each is not None for each in writes_state(op, name, args, kwargs))
     )
     if schema is not None and (schema.is_mutable or hidden):
         what = "running statistics, or a weight" if hidden else "an operand"

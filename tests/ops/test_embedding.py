@@ -135,3 +135,17 @@ def test_a_sparse_gradient_cuts_nothing() -> None:
     _, rule, _, _ = call_with(aten.embedding, (W, below(7, 3), -1, False, True), {})
     assert rule.grad == frozenset(rule.factors)
     assert check_call(aten.embedding, W, below(7, 3), -1, False, True, grad=False) == []
+
+
+def test_bags_of_cut_rows_in_a_function() -> None:
+    """Nothing is written, and nothing but the bags is a result."""
+    w, index = real(8, 4).requires_grad_(), below(8, 3, 2)
+
+    def bags(w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding_bag(index, w)
+
+    made = fs.partition(bags, mesh=MESH, in_specs=(fs.P("tp"),))(w)
+    assert torch.allclose(made, bags(w))
+    scale = real(3, 4)
+    (found,) = torch.autograd.grad((made * scale).sum(), w)
+    assert torch.allclose(found, torch.autograd.grad((bags(w) * scale).sum(), w)[0])
