@@ -73,7 +73,7 @@ def is_list(op: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Spec | torch.Tensor) or type(value).__name__ == "Meta"
+    return isinstance(value, Spec | torch.Tensor)
 
 
 def elements_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Element]:

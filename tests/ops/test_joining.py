@@ -125,7 +125,7 @@ def test_numbers_are_of_whole_tensors() -> None:
     assert apply(torch.equal, one, fs.shard(x, Spec(mesh, P(), shape=(4,))), mode="auto") is True
     assert apply(torch.equal, one, other, mode="auto") is False
     assert apply(torch.allclose, one, other, 0.0, 1.0, mode="auto") is True
-    with pytest.raises(ShardingError, match="every way to run it needs communication"):
+    with pytest.raises(ShardingError, match="need communication"):
         apply(A.item.default, addends)
 
 
