@@ -95,7 +95,7 @@ def auto(
     Raises `ShardingError` where nothing that was tried fits into `memory`.
 
     >>> import fshard as fs
-    >>> args = [fs.Spec(fs.Mesh(x=4), fs.P(), shape=s) for s in ((4096, 64), (64, 64))]
+    >>> args = [fs.Spec(fs.Mesh(x=4), fs.P(), shape=s) for s in ((65536, 1024), (1024, 1024))]
     >>> auto(lambda x, w: (x @ w).relu(), fs.Mesh(x=4), args).in_specs
     [P('x', None), P(None, None)]
     """
