@@ -57,6 +57,7 @@ def test_there_are_notebooks() -> None:
         "01_layouts_and_programs.ipynb",
         "02_shard_map.ipynb",
         "03_changes_of_layout.ipynb",
+        "04_operations_on_layouts.ipynb",
     ]
 
 
