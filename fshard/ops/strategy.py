@@ -88,7 +88,9 @@ class Strategy:
         made = ", ".join("none" if spec is None else str(spec) for spec in self.out_specs)
         taken = ", ".join(map(str, self.in_specs))
         lines = [f"{name_of(self.op)}: {taken} -> {made}", self.summary]
-        lines += [f"operand {at}: {prog}" for at, prog in enumerate(self.programs) if not prog.is_local]
+        lines += [
+            f"operand {at}: {prog}" for at, prog in enumerate(self.programs) if not prog.is_local
+        ]
         return "\n".join(lines)
 
     __repr__ = __str__
