@@ -24,14 +24,17 @@ aten = torch.ops.aten
 
 AVERAGES = """
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-    upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa
+    _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    _upsample_lanczos2d_aa
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
     replication_pad3d max_unpool2d max_unpool3d
 """
 """Linear in their first operand."""
+NEAREST = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d
+"""
 MAXIMA = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices
     max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
@@ -89,10 +92,57 @@ def windowed(call: Call, modes: tuple[Mode, ...]) -> Rule:
     return Rule(((*lead, *reads),), ((*lead, *makes),), whole=whole, modes=modes, local=Parts())
 
 
+MOST_REPEATED = 32
+"""Up to 40 times PyTorch's single-precision source of an element is the right one, not at 41."""
+
+
+@register_rule(*named(NEAREST), family="pooling")
+def repeated(call: Call) -> Rule:
+    """Where every element is repeated as often, dims can be cut between elements."""
+    x, made, spatial = call.operands[0], call.results[0], spatial_dims(call)
+    assert made is not None
+    every = letters(2 * spatial, "cn")
+    reads: list[tuple[str, ...]] = []
+    makes: list[tuple[str, ...]] = []
+    for at in range(spatial):
+        size, larger = x.shape[at - spatial], made.shape[at - spatial]
+        whole = size > 0 and larger % size == 0 and larger // size <= MOST_REPEATED
+        whole = whole and _scales_as(call, at, larger, size)
+        reads.append((every[at],) if whole else ())
+        makes.append((every[at], every[spatial + at]) if whole else ())
+    lead = planes(x, spatial)[: x.ndim - spatial]
+    inner = frozenset(f for dim in makes for f in dim[1:])
+    return Rule(((*lead, *reads),), ((*lead, *makes),), whole=inner, modes=linear(0),
+                local=Parts(changes=(_Enlarged(spatial),)))  # fmt: skip
+
+
+def _scales_as(call: Call, at: int, larger: int, size: int) -> bool:
+    """Whether a scale that is given along a dim is that of the sizes."""
+    if call.has("scale_factors"):
+        given = call.get("scale_factors")
+    else:
+        names = ("scales_d", "scales_h", "scales_w") if call.has("scales_h") else ("scales",)
+        given = [call.get(name) for name in names if call.has(name)]
+    return not given or given[at] is None or given[at] * size == larger
+
+
+@dataclass(frozen=True, slots=True)
+class _Enlarged:
+    """A change: the size that comes out is the rank's."""
+
+    spatial: int
+
+    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+        """The call with it."""
+        if argument(*call, "output_size") is None:
+            return call
+        return with_argument(*call, "output_size", list(here.shape()[-self.spatial :]))
+
+
 @register_rule(*named(AVERAGES), family="pooling")
 def averaged(call: Call) -> Rule:
     """Linear in the tensor that it reads, but where integers are divided."""
-    moves = any(word in name_of(call) for word in ("pad", "unpool", "nearest"))
+    moves = any(word in name_of(call) for word in ("pad", "unpool"))
     modes = linear(0) if moves or is_inexact(call.operands[0]) else ()
     return windowed(call, modes) if name_of(call) in WINDOWED else per_plane(call, modes)
 
@@ -199,7 +249,9 @@ POOL_GRADIENTS = """
     reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
     replication_pad2d_backward replication_pad3d_backward
 """
-UPSAMPLE_GRADIENTS = " ".join(f"{name}_backward" for name in AVERAGES.split() if "upsample" in name)
+UPSAMPLE_GRADIENTS = " ".join(
+    f"{name}_backward" for name in (AVERAGES + NEAREST).split() if "upsample" in name
+)
 
 
 @register_rule(*named(POOL_GRADIENTS), family="pooling")

@@ -62,6 +62,12 @@ FORWARD: dict[str, Sample] = {
 RESAMPLED: dict[str, Sample] = {
     "upsample_nearest1d": lambda: (aten.upsample_nearest1d, rand(*ONE), [9]),
     "upsample_nearest2d": lambda: (aten.upsample_nearest2d.vec, rand(*TWO), None, [2.0, 2.0]),
+    "upsample_nearest2d by a fraction": lambda: (aten.upsample_nearest2d, rand(*TWO), [8, 9]),
+    "upsample_nearest2d by twice":
+        lambda: (aten.upsample_nearest2d, rand(*TWO), [12, 18], 2.0, 3.0),
+    "upsample_nearest1d of bytes":
+        lambda: (aten.upsample_nearest1d, rand(*ONE).abs().to(torch.uint8), [12]),
+    "_upsample_nearest_exact1d": lambda: (aten._upsample_nearest_exact1d, rand(*ONE), [12]),
     "upsample_nearest3d": lambda: (aten.upsample_nearest3d, rand(*THREE), [6, 6, 6]),
     "_upsample_nearest_exact2d": lambda: (aten._upsample_nearest_exact2d, rand(*TWO), [8, 8]),
     "upsample_linear1d": lambda: (aten.upsample_linear1d, rand(*ONE), [9], False),
@@ -144,6 +150,8 @@ def test_texts() -> None:
     assert text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
         "bc1e->bc1e  {unreduced 0 avg}"
     )
+    assert loops(*RESAMPLED["upsample_nearest2d by twice"]()) == "ncbd->nc(be)(df)"
+    assert loops(*RESAMPLED["upsample_nearest2d by a fraction"]()) == "nc11->nc11"
     assert text(*FORWARD["im2col"]()) == (
         "nc11->n(ck)1  {k whole; unreduced 0 sum; unreduced 0 avg}"
     )
