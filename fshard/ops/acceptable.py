@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fshard.errors import Problem, raise_if
-from fshard.ops.call import Call
+from fshard.ops.call import Call, name_of
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.partition import REDUCTIONS
 
@@ -59,7 +59,7 @@ def acceptable(call: Call, lines: Sequence[Line]) -> Rule:
             kind = next((each for each in made if each is not None), None)
             if kind is not None:
                 kinds[name] = kind
-    raise_if(f"the rule of {call.op}", problems)
+    raise_if(f"the rule of {name_of(call.op)}", problems)
     laid: list[Dims] = [tuple(dims) for dims in factors]
     cut = len(call.operands)
     return Rule(

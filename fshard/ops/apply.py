@@ -11,13 +11,13 @@ import torch
 from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
-from fshard.ops.call import READ, Plain, fill_call
+from fshard.ops.call import READ, Plain, fill_call, name_of
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
 from fshard.ops.partition import Partition, partition
 from fshard.ops.propagate import is_several, local_strategy_for, specs_in, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
-from fshard.ops.strategy import Strategy, name_of
+from fshard.ops.strategy import Strategy
 from fshard.partition import PartitionSpec
 from fshard.program.cost import Cost
 from fshard.program.topology import Topology

@@ -18,12 +18,12 @@ from torch import fx
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta, Plain, fill_call, map_call
+from fshard.ops.call import Meta, Plain, fill_call, map_call, name_of
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
 from fshard.ops.registry import decomposition_of, functional_of, row_of
-from fshard.ops.strategy import Strategy, name_of
+from fshard.ops.strategy import Strategy
 from fshard.ops.trace import constraint_of, decompose, own_way
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute

@@ -99,6 +99,10 @@ def auto(
     >>> auto(lambda x, w: (x @ w).relu(), fs.Mesh(x=4), args).in_specs
     [P('x', None), P(None, None)]
     """
+    if not isinstance(example_args, list | tuple):
+        fail("fs.auto", f"example_args of type {type(example_args).__name__}",
+             "they are the arguments of a call, one after the other",
+             "fs.auto(fn, mesh, [x])")  # fmt: skip
     topology = as_topology("fs.auto", cost)
     search = _Search(fn, mesh, list(example_args), topology, memory, dict(fixed or {}))
     return search.run(time.monotonic() + seconds)

@@ -13,7 +13,7 @@ from fshard.errors import fail
 
 __all__ = [
     "READ", "Call", "Meta", "Plain", "fill_call", "map_call", "map_tensors", "meta_results",
-    "schema_of", "tensors_in",
+    "name_of", "schema_of", "tensors_in",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
@@ -98,6 +98,15 @@ def reads_number(op: Any) -> bool:
     """Whether an operation turns what is in tensors into a number of Python's."""
     schema = getattr(op, "_schema", None)
     return schema is not None and schema.name.partition("::")[2] in _READING
+
+
+def name_of(op: Any) -> str:
+    """An operation's name without the space that it is in, a function's without its address.
+
+    >>> name_of(torch.ops.aten.mm.default), name_of(torch.matmul)
+    ('mm.default', 'matmul')
+    """
+    return str(getattr(op, "__name__", op))
 
 
 def schema_of(op: Any) -> Sequence[Any]:

@@ -14,12 +14,11 @@ from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign
-from fshard.ops.call import Meta
+from fshard.ops.call import Meta, name_of
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Line, Move, Ref, local_graph, run_everywhere
 from fshard.ops.measure import lines_time
-from fshard.ops.strategy import name_of
 from fshard.ops.trace import trace
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
@@ -243,6 +242,11 @@ class Partition:
         given = leaf[1] if is_pair(leaf) else leaf
         if not isinstance(given, torch.Tensor | Spec):
             return None
+        if isinstance(given, Spec) and given.mesh != self.mesh:
+            problems.append(Problem(f"{name}: {given} on {given.mesh}",
+                                    f"the function runs on {self.mesh}",
+                                    "fs.reshard(pair, spec) with a spec on that mesh"))  # fmt: skip
+            return None
         if isinstance(given, Spec) and asked is None:
             return given
         p = PartitionSpec() if asked is None else asked
@@ -251,8 +255,7 @@ class Partition:
                 self.mesh, p, shape=tuple(given.shape), dtype=given.dtype,
                 sizes=_own_sizes(given, p))  # fmt: skip
         except ShardingError as error:
-            problems += [Problem(f"{name}: {p}, {each.given}", each.rule, each.fix)
-                         for each in error.problems]  # fmt: skip
+            problems += _at(f"{name}: {p}", error)
             return None
         if isinstance(given, Spec) and given != spec:
             prog = redistribute(given, spec)
@@ -365,14 +368,19 @@ class Partition:
         """The values that come out, brought to `out_specs` where they are given."""
         outputs: list[Any] = []
         specs: list[Spec | None] = []
-        for value, p in zip(results, asked, strict=True):
+        problems: list[Problem] = []
+        for at, (value, p) in enumerate(zip(results, asked, strict=True)):
             if not isinstance(value, Known):
                 outputs.append(_Other(value))
                 specs.append(None)
                 continue
             spec = value.spec
-            if p is not None:
-                spec = p if isinstance(p, Spec) else spec.replace(partition=p)
+            try:
+                if p is not None:
+                    spec = p if isinstance(p, Spec) else spec.replace(partition=p)
+            except ShardingError as error:
+                problems += _at(f"result {at}: {p}", error)
+                continue
             if spec not in value.versions:
                 prog = redistribute(value.spec, spec, cost=self.topology)
                 made.lines.append(
@@ -382,7 +390,13 @@ class Partition:
                 made.count += 1
             outputs.append(value.versions[spec])
             specs.append(spec)
+        raise_if("fs.partition: out_specs", problems)
         return outputs, specs
+
+
+def _at(place: str, error: ShardingError) -> list[Problem]:
+    """The problems of an error, each with the place where it is."""
+    return [Problem(f"{place}, {each.given}", each.rule, each.fix) for each in error.problems]
 
 
 def _others(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> tuple[Any, ...]:
@@ -454,5 +468,13 @@ def partition(
     run = fn
     if isinstance(fn, torch.nn.Module):
         module = fn
-        run = lambda given, *args: torch.func.functional_call(module, given, args)  # noqa: E731
+
+        def run(params: Any, *args: Any) -> Any:
+            if not isinstance(params, dict):
+                fail(f"fs.partition({type(module).__name__})",
+                     "a first argument that is no dict",
+                     "a module is called with its parameters, and then with its arguments",
+                     "part(dict(module.named_parameters()), *args)")  # fmt: skip
+            return torch.func.functional_call(module, params, args)
+
     return Partition(run, mesh, in_specs, out_specs, params, cost)

@@ -11,13 +11,13 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import fail
 from fshard.ops.acceptable import acceptable
-from fshard.ops.call import Call, Meta, map_call, meta_results, tensors_in
+from fshard.ops.call import Call, Meta, map_call, meta_results, name_of, tensors_in
 from fshard.ops.choose import choose
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.lists import in_lists, is_list
 from fshard.ops.registry import functional_of, read_by, row_of, version
 from fshard.ops.rule import Rule
-from fshard.ops.strategy import Strategy, name_of
+from fshard.ops.strategy import Strategy
 from fshard.ops.trace import own_way
 from fshard.partition import PartitionSpec
 from fshard.program.program import as_topology

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fshard.errors import fail
 from fshard.layout import state_problems
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call, Meta, name_of
 from fshard.ops.rule import Dims, Rule
 from fshard.spec import Spec
 
@@ -139,7 +139,7 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
 
     Raises `ShardingError` where the rule does not fit the shapes.
     """
-    where = f"the rule of {call.op}: {rule}"
+    where = f"the rule of {name_of(call.op)}: {rule}"
     sizes = dict(rule.sizes)
     pairs: list[tuple[Dims | None, Meta | None]] = [
         *zip(rule.operands, call.operands, strict=False),

@@ -9,7 +9,7 @@ from typing import Any
 
 from fshard.layout import mixed_kinds
 from fshard.mesh import Mesh
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call, Meta, name_of
 from fshard.ops.roles import Role, State
 from fshard.ops.rule import Dims, Rule
 from fshard.partition import Kinds, PartitionSpec, chunk_sizes
@@ -20,7 +20,7 @@ from fshard.program.topology import Topology
 from fshard.spec import Spec
 from fshard.units import bytes_text, time_text
 
-__all__ = ["Strategy", "lay", "name_of"]
+__all__ = ["Strategy", "lay"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -94,16 +94,6 @@ class Strategy:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def name_of(op: Any) -> str:
-    """An operation's name without the space that it is in, a function's without its address.
-
-    >>> import torch
-    >>> name_of(torch.ops.aten.mm.default), name_of(torch.matmul)
-    ('mm.default', 'matmul')
-    """
-    return str(getattr(op, "__name__", op))
 
 
 # -- from roles to specs -------------------------------------------------------------------

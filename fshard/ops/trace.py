@@ -46,8 +46,8 @@ def trace(
             text = str(error).splitlines()[0] if str(error) else ""
             fail(where, f"{type(error).__name__}: {text}",
                  "the function is traced once on tensors without numbers, of the global shapes",
-                 "keep .item(), numpy() and branches on values out of it, and check that it runs "
-                 "on whole tensors")  # fmt: skip
+                 "check that it runs on whole tensors; then torch.where instead of masks and "
+                 "branches on values, no .item(), no numpy()")  # fmt: skip
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
     return graph
 

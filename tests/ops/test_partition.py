@@ -298,6 +298,54 @@ def test_refusals_teach() -> None:
         part(pair)
 
 
+def said(part: fs.ops.partition.Partition, *args: Any) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises(fs.ShardingError) as caught:
+        part(*args)
+    return str(caught.value)
+
+
+def test_refusals_name_the_place() -> None:
+    x = torch.ones(3, 4)
+    part = fs.partition(lambda *xs: xs, mesh=MESH, in_specs=(P("dp"), P("zz"), P()))
+    assert said(part, x, x, x) == (
+        "a partitioned function\n"
+        "  given: args[0]: P('dp'), dim 0 of size 3 over dp=2\n"
+        "  rule:  2 shards divide a dim evenly; 3 % 2 = 1\n"
+        "  fix:   uneven='chunk' (shards of (2, 1)), sizes={0: (...)}, or pad the dim to 4\n\n"
+        "  given: args[1]: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
+        "  rule:  the mesh's axes are dp, tp\n"
+        "  fix:   use one of dp, tp"
+    )
+    part = fs.partition(lambda x: (x, x), mesh=MESH, out_specs=(P(), P("zz")))
+    assert said(part, x) == (
+        "fs.partition: out_specs\n"
+        "  given: result 1: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
+        "  rule:  the mesh's axes are dp, tp\n"
+        "  fix:   use one of dp, tp"
+    )
+    pair = fs.shard(torch.ones(4), fs.Spec(Mesh(a=2), P("a"), shape=(4,)))
+    assert said(fs.partition(lambda x: x, mesh=MESH), pair) == (
+        "a partitioned function\n"
+        "  given: args[0]: f32[4@a] on Mesh(a=2)\n"
+        "  rule:  the function runs on Mesh(dp=2, tp=2)\n"
+        "  fix:   fs.reshard(pair, spec) with a spec on that mesh"
+    )
+    assert said(fs.partition(torch.nn.Linear(4, 4), mesh=MESH), x) == (
+        "fs.partition(Linear)\n"
+        "  given: a first argument that is no dict\n"
+        "  rule:  a module is called with its parameters, and then with its arguments\n"
+        "  fix:   part(dict(module.named_parameters()), *args)"
+    )
+
+
+def test_a_partition_says_what_it_is() -> None:
+    part = fs.partition(mlp, mesh=MESH)
+    assert repr(part) == "fs.partition(mlp) on Mesh(dp=2, tp=2), laid out for 0 signatures"
+    part(MLP, sample(4, 8))
+    assert repr(part) == "fs.partition(mlp) on Mesh(dp=2, tp=2), laid out for 1 signature"
+
+
 def test_a_module_is_called_with_its_parameters() -> None:
     module = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
