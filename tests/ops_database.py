@@ -77,10 +77,13 @@ def named(op: Any) -> str:
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
-def cases(op: Any, count: int) -> list[Case]:
-    """Up to `count` samples of an OpInfo, of different shapes, those that can be cut first."""
-    dtype = _dtype(op)
-    if dtype is None:
+def cases(op: Any, count: int, dtype: torch.dtype | None = None) -> list[Case]:
+    """Up to `count` samples of an OpInfo, of different shapes, those that can be cut first.
+
+    Of a dtype if it has that one; without, of float64, or the first that it has.
+    """
+    dtype = _dtype(op) if dtype is None else dtype
+    if dtype is None or not op.supports_dtype(dtype, "cpu"):
         return []
     try:
         wants = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)

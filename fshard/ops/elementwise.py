@@ -41,9 +41,12 @@ LINEAR = _words("""
 RISES = _words("""
     arcsinh arctan asinh atan cbrt ceil celu clamp_max clamp_min deg2rad erf exp exp2 expit expm1
     fix floor hardsigmoid hardtanh log_ndtr log_sigmoid logsigmoid ndtr rad2deg relu relu6 round
-    selu sigmoid sinh softplus tanh trunc clamp clip maximum minimum
+    selu sigmoid sinh tanh trunc clamp clip maximum minimum
 """)
-"""Never smaller for a larger operand, as PyTorch rounds them too, in each of their tensors."""
+"""Never smaller for a larger operand, as PyTorch rounds them too, in each of their tensors.
+
+A softplus falls at a low threshold.
+"""
 FALLS = _words("neg negative bitwise_not logical_not _neg_view _neg_view_copy")
 CASTS = _words("""
     _autocast_to_full_precision _autocast_to_reduced_precision _cast_Byte _cast_Char _cast_Double
@@ -70,9 +73,16 @@ def modes_of(call: Call) -> Modes:
         found += linear(0, results=results)
     if name in RISES and results == 1:
         found += tuple(mode for at in range(n) for mode in kinds(at, RISING))
-    if name in FALLS:
+    if name in FALLS and _falls(name, call.operands[0].dtype):
         found += kinds(0, FALLING)
     return found
+
+
+def _falls(name: str, dtype: torch.dtype) -> bool:
+    """Whether order is turned around: not by what wraps at zero, nor by numbers as booleans."""
+    if name == "logical_not":
+        return dtype == torch.bool
+    return name == "bitwise_not" or dtype.is_signed
 
 
 # -- arithmetic ----------------------------------------------------------------------------

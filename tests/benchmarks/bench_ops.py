@@ -64,6 +64,7 @@ class Options:
     dtensor: bool
     refused: bool
     seconds: float
+    dtype: torch.dtype | None = None
 
     @property
     def libraries(self) -> list[str]:
@@ -94,7 +95,7 @@ def report(place: int, options: Options) -> Report:
     try:
         with limited(options.seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for case in cases(op_db[place], options.samples):
+            for case in cases(op_db[place], options.samples, options.dtype):
                 if case.reason:
                     made.reasons.append(case.reason)
                 else:
@@ -225,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--ops", help="names of OpInfos, with commas; all if absent")
     parser.add_argument("--samples", type=int, default=2, help="samples of each OpInfo")
+    parser.add_argument("--dtype", help="int64, bool, complex128, ...; float64 if absent")
     parser.add_argument("--partition", action="store_true", help="whole functions too")
     parser.add_argument("--dtensor", action="store_true", help="DTensor too, on the same layouts")
     parser.add_argument("--refused", action="store_true", help="what is right and refused")
@@ -238,7 +240,9 @@ def main() -> None:
     ]
     if not places:
         sys.exit(f"no OpInfo is called {given.ops}")
-    options = Options(given.samples, given.partition, given.dtensor, given.refused, given.seconds)
+    dtype = getattr(torch, given.dtype) if given.dtype else None
+    asked = given.partition, given.dtensor, given.refused
+    options = Options(given.samples, *asked, given.seconds, dtype)
     start = time.perf_counter()
     show(run(places, options, given.n), options, details=given.details)
     print(f"\n{time.perf_counter() - start:.0f} s")

@@ -338,6 +338,17 @@ def test_any_and_all_of_unreduced_values() -> None:
     assert not value(apply(aten.all.default, candidates, mode="auto"))
 
 
+def test_order_is_turned_around_only_where_it_is() -> None:
+    """By the negative of unsigned integers it is not, nor by `not` of numbers."""
+    numbers = unreduced(torch.tensor([-1, 3]), torch.tensor([0, 0]), kind="max")
+    assert value(apply(aten.logical_not.default, numbers, mode="auto")).tolist() == [True, False]
+    small = unreduced(*torch.tensor([[0, 3], [2, 1]], dtype=torch.uint8), kind="max")
+    assert value(apply(aten.neg.default, small, mode="auto")).tolist() == [254, 253]
+    low = unreduced(torch.tensor([-0.1, 2.0]), torch.tensor([0.1, 1.0]), kind="max")
+    made = value(apply(aten.softplus.default, low, 1.0, 0.0, mode="auto"))
+    torch.testing.assert_close(made, F.softplus(torch.tensor([0.1, 2.0]), 1.0, 0.0))
+
+
 @pytest.mark.parametrize("place", [0, 4])
 def test_nan_in_one_shard_comes_through(place: int) -> None:
     x = draw(5, 2)
