@@ -18,6 +18,7 @@ from fshard.ops.partition import Partition, partition
 from fshard.ops.propagate import is_several, local_strategy_for, specs_in, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy
+from fshard.ops.trace import refuse_autocast
 from fshard.partition import PartitionSpec
 from fshard.program.cost import Cost
 from fshard.program.topology import Topology
@@ -56,6 +57,7 @@ def apply(
     if mode not in MODES:
         fail("fs.apply", f"mode={mode!r}", "mode is 'explicit' or 'auto'", "mode='auto'")
     kwargs = read_by(op, kwargs)
+    refuse_autocast(f"fs.apply({name_of(op)})")
     given = [pair for each in (*args, *kwargs.values()) for pair in _operands(each)]
     mesh, everywhere = _mesh(op, given)
     pairs = [_as_pair(each, mesh, everywhere) for each in given]

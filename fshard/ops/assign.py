@@ -25,6 +25,7 @@ from fshard.ops.propagate import strategy_for
 from fshard.ops.registry import decomposition_of, functional_of, row_of
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import constraint_of, decompose, own_way
+from fshard.ops.writes import same_tensors
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
@@ -172,12 +173,29 @@ class _Walk:
             and (at < len(node.args) or each.name in node.kwargs)
         ]  # fmt: skip
         made = self.operation(functional, args, read, node)
-        # Of lists every tensor is written.
-        for target, result in zip(_each(targets), _each(made), strict=False):
+        # What it returns beside what it writes comes first; of lists every tensor is written.
+        fresh = sum(each.alias_info is None for each in op._schema.returns)
+        results = _each(made)
+        for at, target in enumerate(_each(targets), fresh):
             if isinstance(target, fx.Node):
-                _refuse_views(target, node)
-                env[target] = result
-        return made
+                same = same_tensors(target, node)
+                results[at] = self.overwriting(env[target], results[at], op, node)
+                env |= dict.fromkeys((each for each in same if each in env), results[at])
+        if fresh:
+            return results[:fresh] if fresh > 1 else results[0]
+        return results if isinstance(made, list) else results[0]
+
+    def overwriting(self, old: Known, new: Known, op: Any, node: fx.Node) -> Known:
+        """A tensor after it has been written: of its dtype, whatever was computed with."""
+        if old.grad and not self.grad and _name(op) not in NO_GRADIENT:
+            fail("fs.partition", f"{node.name} writes a tensor that has a gradient under no_grad",
+                 "PyTorch passes gradients by such a write, as if it had not been",
+                 "write it where gradients are tracked, or write its detach().clone()")  # fmt: skip
+        if new.spec.dtype == old.spec.dtype:
+            return new
+        cast = torch.ops.aten.to.dtype
+        found: Known = self.operation(cast, (new, old.spec.dtype), {}, node)
+        return found
 
     def operation(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
@@ -264,8 +282,7 @@ class _Walk:
         filled = fill_call(args, kwargs, Known, refs)
         out, single = self.new(), isinstance(chosen.tree, int) and type(chosen.tree) is int
         self.made.lines.append(Operation(out, chosen, *filled, single, node.name))
-        name = op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
-        grad = self.grad and any(k.grad for k in known) and name not in NO_GRADIENT
+        grad = self.grad and any(k.grad for k in known) and _name(op) not in NO_GRADIENT
         results: list[Known | None] = []
         for at, spec in enumerate(chosen.out_specs):
             if spec is None:
@@ -340,6 +357,11 @@ class _Walk:
         return others
 
 
+def _name(op: Any) -> str:
+    """An operation's name without its namespace and overload; none of other functions."""
+    return op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
+
+
 def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call without its tensors."""
     placed, named = map_call(args, kwargs, Known, lambda _: None)
@@ -385,31 +407,3 @@ def _each(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [each for inner in value for each in _each(inner)]
     return [value]
-
-
-def _refuse_views(target: fx.Node, node: fx.Node) -> None:
-    """Raise `ShardingError` where a write is seen through other tensors than the one written."""
-    if target.op == "placeholder":
-        fail("fs.partition", f"{node.name} writes the argument {target.name}",
-             "a partitioned function writes nothing that it was given",
-             "write a clone(), or return the new value")  # fmt: skip
-    views = [each for each in (target, *_later(target, node)) if _is_view(each)]
-    if views:
-        fail("fs.partition", f"{node.name} writes {target.name}, and {views[0].name} is a view",
-             "what is written in place shares memory with no other tensor that is used",
-             "torch.where, index_put or select_scatter return new tensors")  # fmt: skip
-
-
-def _later(target: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """What has been made of a value before a node, and is used after it."""
-    before = [user for user in target.users if user is not node and user < node]
-    return [user for user in before if any(node < each for each in user.users)]
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns:
-        return False
-    return any(
-        each.alias_info is not None and not each.alias_info.is_write for each in schema.arguments
-    ) and any(each.alias_info is not None for each in schema.returns)

@@ -19,7 +19,7 @@ from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy, lay
 from fshard.ops.weigh import compute_time, leftover, moving, nbytes, undone
-from fshard.partition import PartitionSpec
+from fshard.partition import LINEAR, PartitionSpec
 from fshard.program.cost import max_local_nbytes
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -135,6 +135,8 @@ def _axes(
             asked = role.factor is not None and wished.get(axis) == role.factor
             if not asked and not _plausible(role, here, lengths, n):
                 continue
+            if not all(_can_be(*ends, grad=grad) for ends in zip(here, role.operands, strict=True)):
+                continue
             ways = [
                 moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
                 for src, dst, size, meta
@@ -192,6 +194,18 @@ def _plausible(role: Role, here: Sequence[State], lengths: Mapping[str, int], n:
     if role.name == "reduced":
         return "reduced" in words
     return True
+
+
+def _can_be(src: State, dst: State, *, grad: bool) -> bool:
+    """Whether one program changes a state so, and gradients pass it where they are asked for.
+
+    Candidates of a maximum are no addends, nor are addends candidates; and neutral elements of a
+    maximum beside a value have no gradient.
+    """
+    if dst.word != "unreduced" or src == dst:
+        return True
+    kinds = {dst.kind, src.kind} if src.word == "unreduced" else {dst.kind}
+    return kinds <= set(LINEAR) or (src.word != "unreduced" and not grad)
 
 
 def _joint(

@@ -12,7 +12,7 @@ from torch import fx
 
 from fshard.mesh import Mesh
 from fshard.ops.call import map_call, map_tensors
-from fshard.ops.local import Here, _Resized, flat, run_local, with_argument
+from fshard.ops.local import Here, _Resized, flat, run_local, tracked, with_argument
 from fshard.ops.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.moving import spread
@@ -218,8 +218,12 @@ def _local_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping
         _, args, kwargs = with_argument(op, line.args, line.kwargs, local.name, shape)
         return local.op or op, args, kwargs
 
+    empty = local is not None and here.has_empty
+
     def run(*args: Any, **kwargs: Any) -> Any:
         out = op(*args, **kwargs) if local is None else local(op, args, kwargs, here)
+        if empty:
+            out = tracked(out, (*args, *kwargs.values()))
         return flat(out)[0] if line.single else flat(out)
 
     return _Called(run, line.name), line.args, line.kwargs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
-from fshard.ops.call import schema_of
+from fshard.ops.call import map_tensors, schema_of
 from fshard.ops.strategy import Strategy
 from fshard.spec import Spec
 
@@ -44,6 +44,11 @@ class Here:
         spec = self.results[result]
         assert spec is not None
         return spec.offsets(self.rank)[dim]
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether a rank, which may be another one, holds nothing of an operand."""
+        return any(sizes is not None and 0 in sizes for s in self.operands for sizes in s.sizes)
 
     def is_whole(self, operand: int, dim: int) -> bool:
         """Whether an operand is not cut along a dim."""
@@ -106,9 +111,50 @@ def run_local(
     else:
         here = Here(rank, strategy.in_specs, strategy.out_specs)
         out = local(call.op, tuple(args), dict(kwargs), here)
+        if here.has_empty:
+            out = tracked(out, (*args, *kwargs.values()))
     found = flat(out)
     _check(strategy, rank, found)
     return found
+
+
+class _Tracked(torch.autograd.Function):
+    """A result as one of the operands' too; what has no gradient of its own gives them zeros."""
+
+    @staticmethod
+    def forward(made: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        return made.view_as(made)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        made, *operands = inputs
+        ctx.own = made.requires_grad
+        ctx.like = [] if ctx.own else [(x.shape, x.dtype, x.device) for x in operands]
+        ctx.count = len(operands)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.own:
+            return grad, *[None] * ctx.count
+        return None, *(torch.zeros(s, dtype=d, device=e) for s, d, e in ctx.like)
+
+
+def tracked(out: Any, operands: Sequence[Any]) -> Any:
+    """What a rank made, with gradients that go to all operands.
+
+    A rank that holds nothing may have made its result of nothing. Without a gradient there, its
+    backward pass would leave out the collectives that the other ranks wait in.
+    """
+    wanted = [x for x in flat(list(operands)) if x is not None and x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return out
+
+    def attach(x: torch.Tensor) -> Any:
+        if not (x.dtype.is_floating_point or x.dtype.is_complex):
+            return x
+        return _Tracked.apply(x, *wanted)  # type: ignore[no-untyped-call]
+
+    return map_tensors(out, torch.Tensor, attach)
 
 
 def flat(out: Any) -> list[torch.Tensor | None]:

@@ -19,7 +19,7 @@ from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Line, Move, Ref, local_graph, run_everywhere
 from fshard.ops.measure import lines_time
-from fshard.ops.trace import trace
+from fshard.ops.trace import refuse_autocast, trace
 from fshard.partition import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost import Cost
@@ -168,6 +168,7 @@ class Partition:
         self, args: tuple[Any, ...]
     ) -> tuple[list[Any], Partitioned, Sequence[Spec | None]]:
         """The leaves of a call, what it is partitioned to, and their specs: looked up by kind."""
+        refuse_autocast("a partitioned function")
         leaves: list[Any] = []
         key: list[Any] = [torch.is_grad_enabled()]
         # A list: two arguments of which the second is a spec would be a pair.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from fshard.ops.call import Meta, fill_call
 from fshard.ops.keys import frozen, thawed
 from fshard.partition import PartitionSpec
 
-__all__ = ["constrain", "constraint_of", "decompose", "own_way", "trace"]
+__all__ = ["constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace"]
 
 
 def trace(
@@ -48,8 +48,22 @@ def trace(
                  "the function is traced once on tensors without numbers, of the global shapes",
                  "check that it runs on whole tensors; then torch.where instead of masks and "
                  "branches on values, no .item(), no numpy()")  # fmt: skip
+    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
+        _no_autocast(where)
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
     return graph
+
+
+def refuse_autocast(where: str) -> None:
+    """Raise `ShardingError` under `torch.autocast`, which layouts know nothing of."""
+    if torch._C._is_any_autocast_enabled():
+        _no_autocast(where)
+
+
+def _no_autocast(where: str) -> NoReturn:
+    fail(where, "torch.autocast", "the dtype of every result is in its spec, and autocast would "
+         "give it another one where it runs",
+         "cast the tensors that are to be of another dtype: x.to(torch.bfloat16)")  # fmt: skip
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -265,6 +265,125 @@ def test_what_is_written_in_place_is_another_value_from_then_on() -> None:
     check_equal(part, fn, MLP, sample(4, 8))
 
 
+def test_what_is_written_keeps_its_dtype() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.float() * 2
+        z = y.add_(torch.ones(4, dtype=torch.float64)).mul_(2)
+        out = torch.zeros(4)
+        torch.add(x.detach().float(), 1, out=out)
+        return y + z + out
+
+    x = torch.arange(4.0, dtype=torch.float64).requires_grad_()
+    made, whole = fs.partition(fn, mesh=MESH, in_specs=(P("dp"),))(x), fn(x)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, whole)
+    one, other = (torch.autograd.grad(y.sum(), x) for y in (made, whole))
+    torch.testing.assert_close(one, other)
+
+
+def of_views(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    view = y.view(2, 2).view(4)
+    y.add_(1)
+    return view
+
+
+def of_parts(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    part = y.chunk(2)[0]
+    y.add_(1)
+    return part
+
+
+def a_part(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.chunk(2)[0].add_(1)
+    return y
+
+
+HELD = torch.ones(4, dtype=torch.float64)
+
+
+def what_is_held(x: torch.Tensor) -> torch.Tensor:
+    HELD.add_(1)
+    return x + HELD
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("fn", "given"),
+    [
+        (of_views, "add_ writes mul, and view_1 is a view"),
+        (of_parts, "add_ writes mul, and getitem is a view"),
+        (a_part, "add_ writes getitem, and getitem is a view"),
+        (what_is_held, "add_ writes the constant _tensor_constant0"),
+        (without_gradient, "mul_ writes a tensor that has a gradient under no_grad"),
+    ],
+)
+def test_writes_that_others_see_are_refused(fn: Callable[..., Any], given: str) -> None:
+    part = fs.partition(fn, mesh=MESH)
+    with pytest.raises(fs.ShardingError) as caught:
+        part(torch.ones(4, dtype=torch.float64, requires_grad=True))
+    assert str(caught.value).splitlines()[1] == f"  given: {given}"
+
+
+def test_autocast_is_refused() -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x
+
+    x = torch.ones(4, 4)
+    part = fs.partition(lambda x: x @ x, mesh=MESH)
+    part(x)
+    pair = fs.shard(x, fs.Spec(MESH, P("dp"), shape=(4, 4)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for run in (lambda: part(x), lambda: fs.apply(torch.matmul, pair, x)):
+            with pytest.raises(fs.ShardingError, match="the dtype of every result is in its spec"):
+                run()
+    with pytest.raises(fs.ShardingError, match="the dtype of every result is in its spec"):
+        fs.partition(inside, mesh=MESH)(x)
+
+
+def on_parts_that_are_empty(case: str) -> Callable[[], list[torch.Tensor]]:
+    mesh = Mesh(x=3)
+    fn = EMPTY[case]
+    x = sample(4, 5)
+    spec = fs.Spec(mesh, P("x"), shape=(4, 5), dtype=torch.float64, sizes={0: (4, 0, 0)})
+    part = fs.partition(fn, mesh=mesh, in_specs=(spec,))
+
+    def on_rank() -> list[torch.Tensor]:
+        mine = x.detach().clone().requires_grad_()
+        out = fs.unshard(part(fs.shard(mine, spec)))
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), mine)]
+
+    return on_rank
+
+
+EMPTY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "layer norm": lambda x: torch.nn.functional.layer_norm(x, (5,)),
+    "sum": lambda x: x.sum(0),
+    "embedding": lambda x: torch.nn.functional.embedding(torch.tensor([0, 2]), x),
+    "select": lambda x: x.select(0, 1),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0, 1])),
+    "logsumexp": lambda x: x.logsumexp(0),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_ranks_that_hold_nothing_take_part_in_the_backward_pass(case: str) -> None:
+    x = sample(4, 5)
+    whole = EMPTY[case](x)
+    right = [whole.detach(), *torch.autograd.grad(whole.sin().sum(), x)]
+    for found in fs.simulate(Mesh(x=3), on_parts_that_are_empty(case)):
+        torch.testing.assert_close(found, right)
+
+
 def test_no_grad_regions_and_detached_values_ask_for_no_gradient() -> None:
     def fn(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
