@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fshard.ops.build import axes_of, is_inexact, linear
+from fshard.ops.build import axes_of, is_inexact, linear, moved
 from fshard.ops.call import Call
 from fshard.ops.parts import Parts, dims_of_text, letters, named
 from fshard.ops.registry import register_rule
@@ -49,7 +49,7 @@ def shifted(call: Call) -> Rule:
     over = axes_of(call.get("dim"), ndim)
     dims = dims_of_text(every)
     return Rule((dims,), (dims,), permuted=frozenset(every[dim] for dim in over),
-                modes=linear(0), local=Parts())  # fmt: skip
+                modes=moved(0), local=Parts())  # fmt: skip
 
 
 @register_rule(aten.stft, family="fft")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fshard.ops.build import is_inexact, kinds, linear
+from fshard.ops.build import is_inexact, kinds, linear, moved
 from fshard.ops.call import Call, Meta
 from fshard.ops.local import Here, LocalCall, argument, with_argument
 from fshard.ops.parts import Parts, Sized, are_apart, dims_of_text, letters, named
@@ -112,7 +112,7 @@ def repeated(call: Call) -> Rule:
         makes.append((every[at], every[spatial + at]) if whole else ())
     lead = planes(x, spatial)[: x.ndim - spatial]
     inner = frozenset(f for dim in makes for f in dim[1:])
-    return Rule(((*lead, *reads),), ((*lead, *makes),), whole=inner, modes=linear(0),
+    return Rule(((*lead, *reads),), ((*lead, *makes),), whole=inner, modes=moved(0),
                 local=Parts(changes=(_Enlarged(spatial),)))  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def padded(call: Call) -> Rule:
     every = letters(x.ndim)
     dims = tuple(() if dim in whole else (every[dim],) for dim in range(x.ndim))
     value = (call.get("value") if call.has("value") else 0) or 0
-    modes = linear(0, affine=constant and value != 0)
+    modes = linear(0, affine=value != 0) if constant else moved(0)
     if constant and not is_inexact(x) and value != 0:
         modes = ()
     return Rule((dims,), (dims,), modes=modes, local=Parts())

@@ -72,7 +72,8 @@ def test_texts() -> None:
         "b1d->b1d  {unreduced 0 sum; unreduced 0 avg}"
     )
     assert text(aten.fft_fftshift, rand(3, 4), [0]) == (
-        "bc->bc  {b permuted; unreduced 0 sum; unreduced 0 avg}"
+        "bc->bc  {b permuted; unreduced 0 sum; unreduced 0 avg; unreduced 0 max; "
+        "unreduced 0 min; unreduced 0 product}"
     )
     assert text(*OTHERS["stft"]()).startswith("b1,1->b11  {unreduced 0 sum; unreduced 0 avg; ")
 
