@@ -14,13 +14,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from fshard.errors import fail
+from fshard.lines import below, columns
 from fshard.mesh import Mesh
 from fshard.ops.call import Meta
 from fshard.ops.elimination import Labelling
@@ -40,16 +41,18 @@ from fshard.units import bytes_text, time_text
 
 __all__ = ["Auto", "auto", "step_memory", "step_time"]
 
+BEGINS = 2
+"""So many of the first choices are changed argument by argument."""
 PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
 """Seconds for a byte that a rank holds: what arguments are charged to fit into memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Auto:
     """What `fs.auto` chose: `in_specs` like the arguments, and the function partitioned so.
 
     `time` is the modelled time of a step, forward and backward, `memory` the bytes of a rank;
-    `others` what a step would take with one argument laid otherwise, the nearest first.
+    `others` both with one argument laid otherwise, the fastest first.
     """
 
     in_specs: list[Any]
@@ -57,7 +60,7 @@ class Auto:
     partitioned: Partitioned
     time: float
     memory: int
-    others: tuple[tuple[str, str, float], ...] = field(repr=False)
+    others: tuple[tuple[str, PartitionSpec, float, int], ...]
 
     def explain(self) -> str:
         """The choice: every argument's layout, what the nearest others cost, and every line."""
@@ -65,13 +68,23 @@ class Auto:
         names = paths(self.in_specs, "args")
         width = max(map(len, names))
         text = [f"{name:<{width}}  {p}" for name, p in zip(names, leaves, strict=True)]
-        text.append(f"{time_text(self.time)} a step, {bytes_text(self.memory)} on a rank")
-        text += [f"  {name} as {p}: {time_text(more)}" for name, p, more in self.others]
+        text.append(_taken(self.time, self.memory))
+        rows = [(f"{name} as {p}", _taken(spent, held)) for name, p, spent, held in self.others]
+        text += columns(rows) or below(rows)
         return "\n".join((*text, str(self.partitioned)))
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    __repr__ = __str__
 
     def __call__(self, *args: Any) -> Any:
         """Run the partitioned function."""
         return self.partition(*args)
+
+
+def _taken(time: float, memory: int) -> str:
+    return f"{time_text(time)} a step, {bytes_text(memory)} on a rank"
 
 
 def auto(
@@ -151,6 +164,9 @@ class _Search:
             else torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=_wants(leaf))
             for leaf, m in zip(leaves, self.metas, strict=True)
         ])  # fmt: skip
+        self.wants = [
+            meta is not None and _wants(x) for x, meta in zip(leaves, self.metas, strict=True)
+        ]
         self.traces: dict[Any, Any] = {}
         self.fn = fn
         at = [number for number, arg in enumerate(args) for _ in flatten(arg)[0]]
@@ -163,7 +179,8 @@ class _Search:
         start = self.whole()
         self.weigh(start)
         smallest = self.smallest()
-        self.weigh(smallest)
+        for choice in (smallest, self.batch()):
+            self.weigh(choice)
         graph = self.seen[start][3].source
         assert graph is not None
         for price, axes in itertools.product(
@@ -171,7 +188,8 @@ class _Search:
         ):
             if time.monotonic() < until:
                 self.weigh(_Labels(graph, self, price).run(axes))
-        for begun in dict.fromkeys((self.best(), smallest)):
+        begins = sorted(self.seen, key=self.rank)[:BEGINS]
+        for begun in dict.fromkeys((*begins, *([smallest] if self.memory is not None else []))):
             choice, better = begun, self.improved(begun, until)
             while better != choice and time.monotonic() < until:
                 choice, better = better, self.improved(better, until)
@@ -179,8 +197,15 @@ class _Search:
 
     def whole(self) -> tuple[Any, ...]:
         return tuple(
-            self.fixed.get(at, None if meta is None else PartitionSpec())
+            self.fixed.get(at, None if meta is None else PartitionSpec(*[None] * meta.ndim))
             for at, meta in enumerate(self.metas)
+        )
+
+    def batch(self) -> tuple[Any, ...]:
+        """What asks for no gradient in as many parts as it can be, all else whole."""
+        whole, least = self.whole(), self.smallest()
+        return tuple(
+            w if wants else p for w, p, wants in zip(whole, least, self.wants, strict=True)
         )
 
     def smallest(self) -> tuple[Any, ...]:
@@ -243,10 +268,10 @@ class _Search:
                  f"of {len(self.seen)} choices the smallest takes {held} bytes on a rank",
                  f"memory={held}, or a larger mesh")  # fmt: skip
         others = []
-        for choice, (other, _, _, _) in self.seen.items():
+        for choice, (other, size, _, _) in self.seen.items():
             differ = [at for at, (a, b) in enumerate(zip(choice, best, strict=True)) if a != b]
             if len(differ) == 1:
-                others.append((self.names[differ[0]], str(choice[differ[0]]), other))
+                others.append((self.names[differ[0]], choice[differ[0]], other, size))
         nearest = tuple(sorted(others, key=lambda each: each[2])[:8])
         return Auto(unflatten(self.tree, list(best)), made, laid, spent, held, nearest)
 

@@ -80,6 +80,12 @@ def test_what_it_chooses_runs_and_explains_itself() -> None:
     lines = found.explain().splitlines()
     assert lines[0].startswith("args[0]['a']  P(")
     assert " a step, " in lines[3]
+    assert str(found) == found.explain()
+    # No other is what was chosen, written otherwise.
+    chosen = [line.partition("  ")[::2] for line in lines[:3]]
+    others = [(name, str(p)) for name, p, _, _ in found.others]
+    assert others
+    assert not set(chosen) & set(others)
 
 
 def test_fixed_arguments_stay_as_they_are_and_memory_bounds() -> None:
