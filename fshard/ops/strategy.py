@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fshard.layout import mixed_kinds
+from fshard.lines import folded
 from fshard.mesh import Mesh
 from fshard.ops.call import Call, Meta, name_of
 from fshard.ops.roles import Role, State
@@ -87,7 +88,7 @@ class Strategy:
     def __str__(self) -> str:
         made = ", ".join("none" if spec is None else str(spec) for spec in self.out_specs)
         taken = ", ".join(map(str, self.in_specs))
-        lines = [f"{name_of(self.op)}: {taken} -> {made}", self.summary]
+        lines = [*folded(f"{name_of(self.op)}: {taken} -> {made}"), self.summary]
         lines += [
             f"operand {at}: {prog}" for at, prog in enumerate(self.programs) if not prog.is_local
         ]

@@ -102,8 +102,17 @@ def test_alternatives_are_other_ways_and_no_better() -> None:
 
 def test_a_strategy_prints() -> None:
     made = propagate(torch.mm, spec(P("dp", "tp"), 8, 16), spec(P("tp"), 16, 8))
-    assert str(made).splitlines()[0] == (
-        "mm.default: f32[8@dp,16@tp], f32[16@tp,8]{reduced: dp} -> f32[8@dp,8]{unreduced: tp}"
+    assert str(made) == (
+        "mm.default: f32[8@dp,16@tp], f32[16@tp,8]{reduced: dp}\n"
+        "    -> f32[8@dp,8]{unreduced: tp}\n"
+        "dp: i, tp: k  (nothing is sent)"
+    )
+    other = propagate(torch.softmax, spec(P("dp", "tp"), 8, 16), 1)
+    assert str(other) == (
+        "softmax.int: f32[8@dp,16] -> f32[8@dp,16]\n"
+        "dp: d0, tp: invariant  (192 B received, 7.05 µs)\n"
+        "operand 0: f32[8@dp,16@tp] -> f32[8@dp,16] on Mesh(dp=2, tp=4)\n"
+        "  all_gather(tp, dim 1)  f32[8@dp,16]  192 B"
     )
 
 
