@@ -26,14 +26,14 @@ from fshard.ops.registry import decomposition_of, functional_of, row_of
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import constraint_of, decompose, own_way
 from fshard.ops.writes import same_tensors
-from fshard.partition import PartitionSpec
+from fshard.partition import LINEAR, PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 from fshard.spmd.kinds import STATE, writes_state
 
-__all__ = ["Assigned", "Known", "assign"]
+__all__ = ["Assigned", "Known", "assign", "brought"]
 
 MOST_CHOICES = 16
 """So many combinations of the operands' layouts are tried for one operation."""
@@ -298,21 +298,7 @@ class _Walk:
 
     def moved(self, x: Known, spec: Spec) -> int:
         """The value of `x` laid as `spec`; a program brings it there if it was not before."""
-        there = x.known(self.grad)
-        if spec in there:
-            return there[spec]
-        progs = [(redistribute(have, spec, cost=self.topology), at) for have, at in there.items()]
-        prog, at = min(progs, key=lambda each: self.seconds(each[0], x.grad))
-        out = self.new()
-        self.made.lines.append(Move(out, Ref(at), prog, self.grad and x.grad))
-        self.made.time += self.seconds(prog, x.grad)
-        (x.quiet if x.grad and not self.grad else x.versions)[spec] = out
-        return out
-
-    def seconds(self, prog: Program, grad: bool) -> float:
-        """A program's time, with that of the gradient's way back if it has one."""
-        time = prog.cost(self.topology).time
-        return time + prog.T.cost(self.topology).time if grad and prog.is_linear else time
+        return brought(self.made, x, spec, self.topology, grad=self.grad)
 
     # -- by others -------------------------------------------------------------------------
 
@@ -355,6 +341,39 @@ class _Walk:
         before.lines, before.time, before.count = self.made.lines, self.made.time, self.made.count
         self.made = before
         return others
+
+
+def brought(made: Assigned, x: Known, spec: Spec, topology: Topology, *, grad: bool) -> int:
+    """The value of `x` laid as `spec`; a program brings it there from the nearest that it has."""
+    there = x.known(grad)
+    if spec in there:
+        return there[spec]
+
+    def seconds(prog: Program) -> float:
+        """A program's time, with that of the gradient's way back if it has one."""
+        time = prog.cost(topology).time
+        return time + prog.T.cost(topology).time if x.grad and prog.is_linear else time
+
+    progs = [(_way(have, spec, topology), at) for have, at in there.items()]
+    prog, at = min(progs, key=lambda each: seconds(each[0]))
+    out, made.count = made.count, made.count + 1
+    made.lines.append(Move(out, Ref(at), prog, grad and x.grad))
+    made.time += seconds(prog)
+    (x.quiet if x.grad and not grad else x.versions)[spec] = out
+    return out
+
+
+def _way(src: Spec, dst: Spec, topology: Topology) -> Program:
+    """The program between two layouts; candidates that are to be addends are reduced before."""
+    p, to = src.partition, dict(dst.partition.unreduced_kinds)
+    kept = tuple(
+        (axis, kind) for axis, kind in p.unreduced_kinds
+        if to.get(axis, kind) == kind or {kind, to[axis]} <= set(LINEAR)
+    )  # fmt: skip
+    if kept == p.unreduced_kinds:
+        return redistribute(src, dst, cost=topology)
+    via = src.replace(partition=PartitionSpec._of(p.dims, kept, p.reduced_kinds))
+    return redistribute(src, via, cost=topology) >> redistribute(via, dst, cost=topology)
 
 
 def _name(op: Any) -> str:

@@ -13,11 +13,11 @@ from torch import fx
 from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.ops.assign import Assigned, Known, assign
+from fshard.ops.assign import Assigned, Known, assign, brought
 from fshard.ops.call import Meta, name_of
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
-from fshard.ops.lines import Line, Move, Ref, local_graph, run_everywhere
+from fshard.ops.lines import Line, Move, local_graph, run_everywhere
 from fshard.ops.measure import lines_time
 from fshard.ops.trace import refuse_autocast, trace
 from fshard.partition import PartitionSpec
@@ -382,14 +382,7 @@ class Partition:
             except ShardingError as error:
                 problems += _at(f"result {at}: {p}", error)
                 continue
-            if spec not in value.versions:
-                prog = redistribute(value.spec, spec, cost=self.topology)
-                made.lines.append(
-                    Move(made.count, Ref(value.versions[value.spec]), prog, value.grad)
-                )
-                value.versions[spec] = made.count
-                made.count += 1
-            outputs.append(value.versions[spec])
+            outputs.append(brought(made, value, spec, self.topology, grad=True))
             specs.append(spec)
         raise_if("fs.partition: out_specs", problems)
         return outputs, specs

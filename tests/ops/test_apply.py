@@ -93,6 +93,17 @@ def test_gradients_come_through_moved_operands() -> None:
     torch.testing.assert_close((x.grad, w.grad), right)
 
 
+def test_candidates_are_not_made_addends_nor_of_what_has_a_gradient() -> None:
+    x, y = draw(4, 6), draw(4, 6, seed=1)
+    least = lay(x, unreduced={"x": "min"})
+    made = apply(torch.add, least, lay(y, unreduced={"x"}), mode="auto")
+    torch.testing.assert_close(fs.unshard(made), x + y)
+    y.requires_grad_()
+    made = apply(torch.cat, [least, lay(y, "x")], 1, mode="auto")
+    (grad,) = torch.autograd.grad(fs.unshard(made).sum(), y)
+    torch.testing.assert_close(grad, torch.ones(4, 6, dtype=torch.float64))
+
+
 def test_second_derivatives() -> None:
     x = draw(4, 3).requires_grad_()
     cube = lambda pair: apply(torch.mul, apply(torch.mul, pair, pair), pair)  # noqa: E731

@@ -153,6 +153,29 @@ def test_what_constraints_and_out_specs_ask_for_is_reduced_where_it_is_made() ->
     assert made.out_specs[0].partition == P(("dp", "tp"), None)
 
 
+def test_results_are_brought_to_out_specs_from_the_nearest_layout() -> None:
+    def fn(p: blocks.Params, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(x @ p["a"]) @ p["b"]
+        return y, torch.relu(y)
+
+    part = fs.partition(fn, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
+                        in_specs=(P("dp"),), out_specs=(P("dp"), P("dp")))  # fmt: skip
+    x = sample(4, 8)
+    assert sent(part.trace(MLP, x))[0] == {("AllReduce", ("tp",)): 1}
+    torch.testing.assert_close(part(MLP, x), fn(MLP, x))
+
+
+def test_candidates_of_a_maximum_are_reduced_before_they_are_addends() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.amax(0)
+
+    part = fs.partition(fn, mesh=MESH, in_specs=(P("dp"),), out_specs=P(unreduced={"dp"}))
+    x = sample(4, 8)
+    made = part(fs.shard(x, part.trace(x).in_specs[0]))
+    assert str(made.spec) == "f64[8]{unreduced: dp}"
+    check_equal(part, fn, x)
+
+
 def test_pairs_give_pairs_and_locals_of_one_rank_run_the_graph() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),))  # fmt: skip
