@@ -28,7 +28,7 @@ import torch
 
 from fshard.ops.registry import rows
 from tests.ops_database import COLUMNS, Case, calls_of, cases, layouts, named, op_db, try_layout
-from tests.ops_refused import refused, rule_summary
+from tests.ops_refused import refused, works
 
 WORDS = ("ok", "mixed", "raising", "wrong", "not exercised")
 
@@ -40,7 +40,7 @@ class Report:
     name: str
     words: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     texts: list[tuple[str, str, str]] = field(default_factory=list)
-    rules: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    rules: dict[str, bool] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -127,7 +127,7 @@ def _judge(case: Case, made: Report, options: Options) -> None:
                     made.texts.append((library, outcome.word, outcome.text))
     for op, args, kwargs in calls_of(case):
         try:
-            made.rules[str(op)] = rule_summary(op, args, kwargs)
+            made.rules[str(op)] = works(op, args, kwargs) or made.rules.get(str(op), False)
             if options.refused:
                 made.refused += [f"{op}: {each}" for each in refused(op, args, kwargs)]
         except TimeoutError:
@@ -194,8 +194,8 @@ def _with_word(reports: Sequence[Report], library: str, word: str) -> list[Repor
 
 
 def _show_rules(reports: Sequence[Report], options: Options) -> None:
-    rules = {op: given for each in reports for op, given in each.rules.items()}
-    idle = sorted(op for op, (_, works) in rules.items() if not works)
+    rules = {op for each in reports for op in each.rules}
+    idle = sorted(rules - {op for each in reports for op, cuts in each.rules.items() if cuts})
     print(f"\n{len(rows())} operations have a rule, {len(rules)} of them are in the samples; "
           f"{len(idle)} always replicated: {', '.join(idle) or 'none'}")  # fmt: skip
     if options.refused:
