@@ -11,11 +11,11 @@ import torch
 from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
-from fshard.ops.call import READ, Plain, fill_call, name_of
+from fshard.ops.call import READ, Plain, fill_call, name_of, parts_of
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
 from fshard.ops.partition import Partition, partition
-from fshard.ops.propagate import is_several, local_strategy_for, specs_in, strategy_for
+from fshard.ops.propagate import is_several, local_strategy_for, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import refuse_autocast
@@ -99,13 +99,13 @@ def _by_others(
 def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partition:
     """An operation as a function of its tensors alone."""
     given, named = tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
-    meshes = [spec.mesh for each in (*given, *named.values()) for spec in specs_in(each)]
+    mesh = parts_of((*given, *named.values()), Spec)[0].mesh
 
     def run(*tensors: torch.Tensor) -> Any:
         placed, filled = fill_call(given, named, Spec, tensors)
         return op(*placed, **filled)
 
-    return partition(run, mesh=meshes[0], cost=cost)
+    return partition(run, mesh=mesh, cost=cost)
 
 
 def _operands(value: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta, Plain, fill_call, map_call, name_of
+from fshard.ops.call import Meta, Plain, fill_call, map_call, name_of, parts_of
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
@@ -201,7 +201,7 @@ class _Walk:
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
     ) -> Any:
         """One operation: by its rule, or by others; what it returns."""
-        known = [k for each in (*args, *kwargs.values()) for k in _known(each)]
+        known = parts_of((*args, *kwargs.values()), Known)
         if not known:
             return self.from_nothing(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
@@ -311,7 +311,7 @@ class _Walk:
             self.refuse(op, args, kwargs)
         grad = self.grad
         self.within.append(_call_of(op, args, kwargs))
-        made = self.run(graph, [k for each in (*args, *kwargs.values()) for k in _known(each)])
+        made = self.run(graph, parts_of((*args, *kwargs.values()), Known))
         self.within.pop()
         if self.grad != grad:
             self.grad_mode(grad)
@@ -385,14 +385,6 @@ def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call without its tensors."""
     placed, named = map_call(args, kwargs, Known, lambda _: None)
     return op, frozen(placed), frozen(named)
-
-
-def _known(value: Any) -> list[Known]:
-    if isinstance(value, Known):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [k for each in value for k in _known(each)]
-    return []
 
 
 def _as_tree(tree: Any, results: Sequence[Any]) -> Any:

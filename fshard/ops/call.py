@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -13,10 +13,11 @@ from fshard.errors import fail
 
 __all__ = [
     "READ", "Call", "Meta", "Plain", "fill_call", "map_call", "map_tensors", "meta_results",
-    "name_of", "schema_of", "tensors_in",
+    "name_of", "parts_of", "schema_of",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
+T = TypeVar("T")
 
 
 class Meta(NamedTuple):
@@ -77,7 +78,7 @@ class Call:
                 given = self.args[at] if not argument.kwarg_only else None
             if argument.name == name:
                 return seen if isinstance(given, Meta) else None
-            seen += len(tensors_in(given))
+            seen += len(parts_of(given, Meta))
         raise KeyError(name)
 
 
@@ -115,12 +116,12 @@ def schema_of(op: Any) -> Sequence[Any]:
     return arguments
 
 
-def tensors_in(value: Any) -> list[Meta]:
-    """The `Meta`s in an argument: itself, or those in a list of them."""
-    if isinstance(value, Meta):
+def parts_of(value: Any, kind: type[T]) -> list[T]:
+    """What is a `kind` in an argument: itself, or those in a list of them, in order."""
+    if isinstance(value, kind):
         return [value]
     if isinstance(value, list | tuple):
-        return [each for inner in value for each in tensors_in(inner)]
+        return [each for inner in value for each in parts_of(inner, kind)]
     return []
 
 

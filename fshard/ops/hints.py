@@ -16,7 +16,7 @@ from torch import fx
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.ops.call import Call, Meta, map_call, tensors_in
+from fshard.ops.call import Call, Meta, map_call, parts_of
 from fshard.ops.propagate import rule_of
 from fshard.ops.registry import functional_of
 from fshard.ops.roles import factor_sizes, states_of
@@ -83,7 +83,7 @@ def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
         return Meta(tuple(got.shape), got.dtype)
 
     args, kwargs = map_call(node.args, node.kwargs, fx.Node, as_meta)
-    metas = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
+    metas = tuple(parts_of((*args, *kwargs.values()), Meta))
     results = tuple(
         Meta(tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else None
         for each in (value if isinstance(value, list | tuple) else [value])

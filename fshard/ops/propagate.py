@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import fail
 from fshard.ops.acceptable import acceptable
-from fshard.ops.call import Call, Meta, map_call, meta_results, name_of, tensors_in
+from fshard.ops.call import Call, Meta, map_call, meta_results, name_of, parts_of
 from fshard.ops.choose import choose
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.lists import in_lists, is_list
@@ -25,7 +25,7 @@ from fshard.program.topology import Topology
 from fshard.spec import Spec
 
 __all__ = [
-    "call_of", "is_several", "local_strategy_for", "overload_of", "propagate", "specs_in",
+    "call_of", "is_several", "local_strategy_for", "overload_of", "propagate",
     "strategy_for",
 ]  # fmt: skip
 
@@ -61,9 +61,18 @@ def propagate(
     return strategy_for(op, args, kwargs, cost, grad)
 
 
+class _Asked(NamedTuple):
+    """What a strategy is asked for beside the call."""
+
+    cost: Topology | None
+    grad: bool
+    local: bool = False
+    wish: PartitionSpec | None = None
+
+
 def strategy_for(
     op: Any,
-    args: Any,
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
     cost: Topology | None,
     grad: bool,
@@ -73,46 +82,31 @@ def strategy_for(
 
     `wish` is how the result had better lie: such cuts need no operand that has them.
     """
-    return _strategy(op, args, kwargs, cost, grad, False, wish) or _no_way(op)
+    return _strategy(op, args, kwargs, _Asked(cost, grad, wish=wish)) or _no_way(op)
 
 
 def local_strategy_for(
-    op: Any, args: Any, kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
 ) -> Strategy | None:
     """The best strategy that sends nothing; None if there is none."""
-    return _strategy(op, args, kwargs, cost, grad, True, None)
+    return _strategy(op, args, kwargs, _Asked(cost, grad, local=True))
 
 
 def _strategy(
-    op: Any,
-    args: Any,
-    kwargs: Any,
-    cost: Topology | None,
-    grad: bool,
-    local: bool,
-    wish: PartitionSpec | None,
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: _Asked
 ) -> Strategy | None:
-    key = (op, frozen(tuple(args)), frozen(kwargs), cost, grad, local, wish)
+    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), asked)
     try:
         hash(key)
     except TypeError:
-        return _compute(op, args, kwargs, cost, grad, local, wish)
+        return _compute(op, args, kwargs, asked)
     return _cached(version(), *key)
 
 
 @lru_cache(maxsize=16384)
-def _cached(
-    rules: int,
-    op: Any,
-    args: Any,
-    kwargs: Any,
-    cost: Topology | None,
-    grad: bool,
-    local: bool,
-    wish: PartitionSpec | None,
-) -> Strategy | None:
+def _cached(rules: int, op: Any, args: Any, kwargs: Any, asked: _Asked) -> Strategy | None:
     named = {key: thawed(each) for key, each in kwargs}
-    return _compute(op, tuple(map(thawed, args)), named, cost, grad, local, wish)
+    return _compute(op, tuple(map(thawed, args)), named, asked)
 
 
 def _no_way(op: Any) -> NoReturn:
@@ -120,16 +114,10 @@ def _no_way(op: Any) -> NoReturn:
 
 
 def _compute(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    cost: Topology | None,
-    grad: bool,
-    local: bool,
-    wish: PartitionSpec | None,
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: _Asked
 ) -> Strategy | None:
-    topology, kwargs = as_topology("fs.propagate", cost), read_by(op, kwargs)
-    specs = [spec for each in (*args, *kwargs.values()) for spec in specs_in(each)]
+    topology, kwargs = as_topology("fs.propagate", asked.cost), read_by(op, kwargs)
+    specs = parts_of((*args, *kwargs.values()), Spec)
     if not specs:
         fail(f"fs.propagate({name_of(op)})", "no specs",
              "a spec stands in the place of every tensor",
@@ -139,19 +127,11 @@ def _compute(
     metas, named = map_call(args, kwargs, Spec, as_meta)
     call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
     if is_list(call.op):
-        one = lambda op, args, kwargs: _strategy(op, args, kwargs, cost, grad, local, None)  # noqa: E731
-        return in_lists(call, tree, args, kwargs, specs, one, grad=grad)
-    return choose(call, tree, rule_of(call), specs, topology, grad=grad, local=local,
-                  wish=wish)  # fmt: skip
-
-
-def specs_in(value: Any) -> list[Spec]:
-    """The specs in an argument, those in lists included."""
-    if isinstance(value, Spec):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [spec for each in value for spec in specs_in(each)]
-    return []
+        each = asked._replace(wish=None)
+        one = lambda op, args, kwargs: _strategy(op, args, kwargs, each)  # noqa: E731
+        return in_lists(call, tree, args, kwargs, specs, one, grad=asked.grad)
+    return choose(call, tree, rule_of(call), specs, topology, grad=asked.grad,
+                  local=asked.local, wish=asked.wish)  # fmt: skip
 
 
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
@@ -242,7 +222,7 @@ def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
         outs = {each.name for each in op._schema.arguments if each.is_out}
         kwargs = {key: each for key, each in kwargs.items() if key not in outs}
     results, tree = meta_results(functional, args, kwargs)
-    operands = tuple(m for each in (*args, *kwargs.values()) for m in tensors_in(each))
+    operands = tuple(parts_of((*args, *kwargs.values()), Meta))
     return Call(functional, args, dict(kwargs), operands, results), tree
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fshard.errors import ShardingError, fail
-from fshard.ops.call import Meta, fill_call
+from fshard.ops.call import Meta, fill_call, parts_of
 from fshard.ops.keys import frozen, thawed
 from fshard.partition import PartitionSpec
 
@@ -93,7 +93,7 @@ def _decomposed(
     op: Any, run: Callable[..., Any], above: bool, args: Any, kwargs: Any, grad: bool
 ) -> fx.GraphModule:
     given, named = tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
-    metas = [m for each in (*given, *named.values()) for m in _metas(each)]
+    metas = parts_of((*given, *named.values()), Meta)
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
         placed, filled = fill_call(given, named, Meta, tensors)
@@ -101,14 +101,6 @@ def _decomposed(
         return list(out) if isinstance(out, list | tuple) else [out]
 
     return trace(flat, metas, f"fs.partition: {op}", above=above)
-
-
-def _metas(value: Any) -> list[Meta]:
-    if isinstance(value, Meta):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [m for each in value for m in _metas(each)]
-    return []
 
 
 def own_way(op: Any) -> Callable[..., Any] | None:
