@@ -52,13 +52,14 @@ class _Heads:
 def _heads(call: Call) -> _Heads:
     q, k = _named(call, "query"), _named(call, "key")
     v = _named(call, "value")
-    if q.ndim < 3:
+    widest = max(each.ndim for each in (q, k, v))
+    if widest < 3:
         return _Heads((), (), ())
-    batch = dims_of_text(letters(q.ndim - 3, "hgqkv"))
-    counts = {each.shape[-3] for each in (q, k, v)} - {1}
+    batch = dims_of_text(letters(widest - 3, "hgqkv"))
+    counts = {each.shape[-3] for each in (q, k, v) if each.ndim > 2} - {1}
     if len(counts) <= 1:
         return _Heads(batch, (("h",),), (("h",),))
-    shared = k.shape[-3] == v.shape[-3] != 0
+    shared = min(k.ndim, v.ndim) > 2 and k.shape[-3] == v.shape[-3] != 0
     return _Heads(batch, (("h", "g"),), (("h",),)) if shared else _Heads(batch, ((),), ((),))
 
 
@@ -110,8 +111,10 @@ def attention(call: Call) -> Rule:
     if call.place("attn_mask") is not None:
         dims.append(heads.aligned(call.operands[3], ("q", ""), sizes))
     result = heads.operand(("q", "v"), of_keys=False)
+    # Tensors of fewer dims broadcast along the first ones.
+    last = [each[len(each) - m.ndim :] for each, m in zip(dims, call.operands, strict=True)]
     return Rule(
-        fitted(dims, call.operands), (result,), modes=linear(2), local=Parts(changes=(_Causal(),))
+        fitted(last, call.operands), (result,), modes=linear(2), local=Parts(changes=(_Causal(),))
     )
 
 
