@@ -289,18 +289,6 @@ def grouped(call: Call) -> Rule | None:
     return contracted(call, dims, _hidden(made, hidden), linear_in=(0, 1))
 
 
-@register_rule(aten._foreach_mm, family="matmul")
-def foreach_mm(call: Call) -> Rule:
-    """Many matrix products: every one has factors of its own."""
-    count = len(call.operands) // 2
-    left = tuple(((f"i{at}",), (f"k{at}",)) for at in range(count))
-    right = tuple(((f"k{at}",), (f"j{at}",)) for at in range(count))
-    made = tuple(((f"i{at}",), (f"j{at}",)) for at in range(count))
-    # A factor cuts one product: the others would be repeated, and nothing says how.
-    own = [f"{letter}{at}" for letter in "ijk" for at in range(count)]
-    return Rule((*left, *right), made, whole=frozenset(own if count > 1 else ()),
-                reductions=(("k0", "sum"),) if count == 1 else ())  # fmt: skip
-
 
 def _name(call: Call) -> str:
     name: Any = call.op._schema.name

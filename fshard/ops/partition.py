@@ -75,15 +75,7 @@ class Partitioned:
             line.program.T if backward else line.program for line in moves
             if not backward or (line.grad and line.program.is_linear)
         ]  # fmt: skip
-        costs = [prog.cost(on) for prog in progs]
-        return Cost(
-            time=sum(each.time for each in costs),
-            bytes_sent=sum(each.bytes_sent for each in costs),
-            bytes_received=sum(each.bytes_received for each in costs),
-            peak_memory=max((each.peak_memory for each in costs), default=0),
-            launches=sum(each.launches for each in costs),
-            messages=sum(each.messages for each in costs),
-        )
+        return Cost.in_turn(prog.cost(on) for prog in progs)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
         """The FX graph of local operations and programs that a rank runs."""

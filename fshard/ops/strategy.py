@@ -66,15 +66,7 @@ class Strategy:
     @property
     def cost(self) -> Cost:
         """The exact cost of the programs, one after the other."""
-        costs = [prog.cost(self.topology) for prog in self.programs]
-        return Cost(
-            time=sum(each.time for each in costs),
-            bytes_sent=sum(each.bytes_sent for each in costs),
-            bytes_received=sum(each.bytes_received for each in costs),
-            peak_memory=max((each.peak_memory for each in costs), default=0),
-            launches=sum(each.launches for each in costs),
-            messages=sum(each.messages for each in costs),
-        )
+        return Cost.in_turn(prog.cost(self.topology) for prog in self.programs)
 
     @property
     def summary(self) -> str:

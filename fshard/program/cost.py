@@ -64,6 +64,23 @@ class Cost:
     launches: int
     messages: int
 
+    @staticmethod
+    def in_turn(costs: Iterable[Cost]) -> Cost:
+        """The cost of programs that run one after the other.
+
+        >>> Cost.in_turn([Cost(1.0, 2, 3, 4, 5, 6)] * 2)
+        Cost(time=2.0, bytes_sent=4, bytes_received=6, peak_memory=4, launches=10, messages=12)
+        """
+        each = tuple(costs)
+        return Cost(
+            time=sum(cost.time for cost in each),
+            bytes_sent=sum(cost.bytes_sent for cost in each),
+            bytes_received=sum(cost.bytes_received for cost in each),
+            peak_memory=max((cost.peak_memory for cost in each), default=0),
+            launches=sum(cost.launches for cost in each),
+            messages=sum(cost.messages for cost in each),
+        )
+
     def __str__(self) -> str:
         sent, received, peak = map(
             bytes_text, (self.bytes_sent, self.bytes_received, self.peak_memory)

@@ -43,7 +43,6 @@ PRODUCTS: dict[str, Sample] = {
     "vecdot": lambda: (aten.linalg_vecdot, rand(4, 1), rand(2, 4, 3), {"dim": 1}),
     "cross": lambda: (aten.cross, rand(4, 3), rand(4, 3, seed=1), 1),
     "linalg_cross": lambda: (aten.linalg_cross, rand(3, 3), rand(1, 3)),
-    "_foreach_mm": lambda: (aten._foreach_mm, [rand(4, 3), rand(2, 2)], [rand(3, 2), rand(2, 5)]),
 }  # fmt: skip
 
 ADDED: dict[str, Sample] = {
