@@ -230,15 +230,16 @@ def in_products(
     With the keys cut every rank has the weights of its own, and only maxima and sums are reduced;
     with the width cut the first product is. Rows that may look at nothing are zero, as PyTorch's.
     """
-    shape = query.shape
-    if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
+    width = query.shape[-1]
+    grouped = enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]
+    if grouped:
         query = query.unflatten(-3, (key.shape[-3], -1))
         key, value = key.unsqueeze(-3), value.unsqueeze(-3)
         if attn_mask is not None and attn_mask.dim() > 2:
             heads = attn_mask.shape[-3]
             attn_mask = (attn_mask.unflatten(-3, (key.shape[-4], -1)) if heads > 1
                          else attn_mask.unsqueeze(-3))  # fmt: skip
-    scores = (query @ key.mT) * (1 / math.sqrt(shape[-1]) if scale is None else scale)
+    scores = (query @ key.mT) * (1 / math.sqrt(width) if scale is None else scale)
     if is_causal:
         rows = torch.arange(scores.shape[-2], device=scores.device)
         columns = torch.arange(scores.shape[-1], device=scores.device)
@@ -252,4 +253,4 @@ def in_products(
     weights = (scores - largest).exp()
     total = weights.sum(-1, keepdim=True)
     made = (weights @ value) / total.masked_fill(total == 0, 1.0)
-    return made.reshape(*shape[:-1], value.shape[-1])
+    return made.flatten(-4, -3) if grouped else made
