@@ -12,7 +12,7 @@ from fshard.ops.propagate import propagate
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import rule
 from fshard.ops.trace import constrain
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.batch import Batch
 from fshard.plan.redistribute import redistribute
 from fshard.program import rewrite as _rewrite  # noqa: F401 - registers Program.simplify

@@ -10,7 +10,7 @@ import torch
 
 from fshard.errors import Problem, did_you_mean
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR, Kinds, PartitionSpec, chunk_sizes
+from fshard.partition_spec import LINEAR, Kinds, PartitionSpec, chunk_sizes
 
 __all__ = [
     "Sizes",

@@ -24,7 +24,7 @@ from fshard.layout import (
     whole_numbers,
 )
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec, chunk_sizes
+from fshard.partition_spec import PartitionSpec, chunk_sizes
 
 __all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec", "mixed_kinds"]
 

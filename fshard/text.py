@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from fshard.errors import did_you_mean, fail
 from fshard.mesh import Mesh
-from fshard.partition import REDUCTIONS, PartitionSpec
+from fshard.partition_spec import REDUCTIONS, PartitionSpec
 from fshard.spec import DTYPE_NAMES, Spec
 
 __all__ = ["parse"]

@@ -13,7 +13,7 @@ import optree
 import torch
 
 from fshard.errors import Problem, raise_if
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Sharded, Spec
 
 __all__ = [

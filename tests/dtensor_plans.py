@@ -23,7 +23,7 @@ from torch.distributed.tensor import _redistribute as dtensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 from fshard.mesh import Mesh
-from fshard.partition import chunk_sizes
+from fshard.partition_spec import chunk_sizes
 from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 
 __all__ = [

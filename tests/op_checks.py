@@ -22,7 +22,7 @@ from fshard.ops.propagate import call_and_tree, overload_of, rule_of
 from fshard.ops.roles import Role, factor_sizes, roles_of
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy, lay
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.topology import Topology
 from fshard.spec import Sharded, Spec

@@ -29,7 +29,7 @@ from fshard.layout import state_problems
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
 from fshard.ops.partition import partition
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Sharded, Spec
 from fshard.tree import is_pair
 from tests.op_checks import lie

@@ -20,7 +20,7 @@ from fshard.mesh import Mesh
 from fshard.ops.call import map_tensors
 from fshard.ops.local import flat
 from fshard.ops.roles import State, roles_of
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Sharded, Spec
 from tests.op_checks import call_with, lie
 from tests.ops_database import differ

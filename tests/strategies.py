@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR, PartitionSpec, chunk_sizes
+from fshard.partition_spec import LINEAR, PartitionSpec, chunk_sizes
 from fshard.spec import Spec
 
 __all__ = ["meshes", "partitions", "shapes", "spec_pairs", "specs"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.program.boxes import (
     Box,
     exchange_group,

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.held import MOST_RANKS, Held
 from fshard.plan.search import search
 from fshard.plan.state import Problem

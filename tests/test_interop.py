@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 import fshard.interop  # noqa: F401  (registers the hooks)
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
-from fshard.partition import chunk_sizes
+from fshard.partition_spec import PartitionSpec as P
+from fshard.partition_spec import chunk_sizes
 from fshard.spec import Spec
 from tests.helpers import all_partitions, all_specs, ordered_placements
 from tests.strategies import specs

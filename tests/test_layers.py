@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "fshard"
 LAYERS = (
     {"errors", "hooks", "lines", "units"},
     {"mesh"},
-    {"partition"},
+    {"partition_spec"},
     {"subaxes"},
     {"layout"},
     {"spec"},

@@ -181,12 +181,12 @@ def test_pickle_across_hash_seeds() -> None:
     """A pickle from a process with other string hashes is equal here, hash included."""
     code = (
         "import pickle, sys; from fshard.mesh import Mesh\n"
-        "from fshard.partition import PartitionSpec as P; from fshard.spec import Spec\n"
+        "from fshard.partition_spec import PartitionSpec as P; from fshard.spec import Spec\n"
         "mesh = Mesh({'dp': 2, 'tp': 2}, devices=(3, 1, 0, 2))\n"
         "spec = Spec(mesh, P('dp', unreduced={'tp': 'max'}), shape=(5, 4), uneven='chunk')\n"
         "sys.stdout.buffer.write(pickle.dumps((mesh, spec.partition, spec, hash('dp'))))"
     )
-    from fshard.partition import PartitionSpec as P
+    from fshard.partition_spec import PartitionSpec as P
     from fshard.spec import Spec
 
     mesh = Mesh({"dp": 2, "tp": 2}, devices=(3, 1, 0, 2))

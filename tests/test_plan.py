@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import LINEAR
+from fshard.partition_spec import PartitionSpec as P
 from fshard.plan.moves import Moves
 from fshard.plan.redistribute import redistribute
 from fshard.plan.search import search

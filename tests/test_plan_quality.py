@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.plan.redistribute import redistribute
 from fshard.program.bounds import lower_bound
 from fshard.program.program import Program

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.program import steps as steps_module
 from fshard.program.bounds import lower_bound
 from fshard.program.boxes import Piece, reduced_axes, sends

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.plan.redistribute import redistribute
 from fshard.program.casts import holds, passes
 from fshard.program.infer import infer

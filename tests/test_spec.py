@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fshard.errors import Problem, ShardingError, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
-from fshard.partition import chunk_sizes
+from fshard.partition_spec import PartitionSpec as P
+from fshard.partition_spec import chunk_sizes
 from fshard.spec import Sharded, Spec
 from tests.helpers import (
     all_partitions,

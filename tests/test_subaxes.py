@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import Spec
 from fshard.subaxes import Refinement, common_refinement, prime_refinement
 from tests.helpers import all_partitions

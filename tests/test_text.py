@@ -8,7 +8,7 @@ from hypothesis import given
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import DTYPE_NAMES, Spec
 from fshard.text import parse
 from tests.helpers import all_specs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import Sharded, Spec
 from fshard.tree import broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
 from tests.helpers import message

@@ -13,7 +13,7 @@ from typing import Any
 from fshard.errors import Problem, raise_if
 from fshard.ops.call import Call, name_of
 from fshard.ops.rule import Dims, Mode, Rule
-from fshard.partition import REDUCTIONS
+from fshard.partition_spec import REDUCTIONS
 
 __all__ = ["acceptable"]
 

@@ -19,7 +19,7 @@ from fshard.ops.propagate import is_several, local_strategy_for, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import refuse_autocast
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.cost import Cost
 from fshard.program.topology import Topology
 from fshard.run.execute import check_tuple

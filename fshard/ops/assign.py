@@ -26,7 +26,7 @@ from fshard.ops.registry import decomposition_of, functional_of, row_of
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import constraint_of, decompose, own_way
 from fshard.ops.writes import same_tensors
-from fshard.partition import LINEAR, PartitionSpec
+from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.topology import Topology

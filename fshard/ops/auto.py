@@ -31,7 +31,7 @@ from fshard.ops.measure import FORWARD_AND_BACKWARD, lines_time
 from fshard.ops.partition import Partition, Partitioned
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
 from fshard.ops.weigh import compute_time, moving, nbytes
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.cost import max_local_nbytes
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology

@@ -19,7 +19,7 @@ from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy, lay
 from fshard.ops.weigh import compute_time, leftover, moving, nbytes, undone
-from fshard.partition import LINEAR, PartitionSpec
+from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.program.cost import max_local_nbytes
 from fshard.program.topology import Topology
 from fshard.spec import Spec

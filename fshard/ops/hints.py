@@ -22,7 +22,7 @@ from fshard.ops.registry import functional_of
 from fshard.ops.roles import factor_sizes, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.trace import constraint_of
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 
 __all__ = ["call_at", "wishes"]

@@ -18,7 +18,7 @@ from fshard.ops.local import Here, flat, run_local
 from fshard.ops.registry import register_decomposition
 from fshard.ops.roles import Role, State
 from fshard.ops.strategy import Strategy
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 
 __all__ = ["Element", "elements_of", "in_lists", "is_list"]

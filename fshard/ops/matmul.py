@@ -289,7 +289,6 @@ def grouped(call: Call) -> Rule | None:
     return contracted(call, dims, _hidden(made, hidden), linear_in=(0, 1))
 
 
-
 def _name(call: Call) -> str:
     name: Any = call.op._schema.name
     return str(name).partition("::")[2].rstrip("_")

@@ -20,7 +20,7 @@ from fshard.ops.keys import frozen
 from fshard.ops.lines import Line, Move, local_graph, run_everywhere
 from fshard.ops.measure import lines_time
 from fshard.ops.trace import refuse_autocast, trace
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost import Cost
 from fshard.program.program import as_topology

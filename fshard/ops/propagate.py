@@ -19,7 +19,7 @@ from fshard.ops.registry import functional_of, read_by, row_of, version
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import own_way
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.spec import Spec

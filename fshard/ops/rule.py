@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.errors import Problem, raise_if
-from fshard.partition import REDUCTIONS
+from fshard.partition_spec import REDUCTIONS
 
 __all__ = ["Dims", "Mode", "Rule", "rule"]
 

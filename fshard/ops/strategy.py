@@ -13,7 +13,7 @@ from fshard.mesh import Mesh
 from fshard.ops.call import Call, Meta, name_of
 from fshard.ops.roles import Role, State
 from fshard.ops.rule import Dims, Rule
-from fshard.partition import Kinds, PartitionSpec, chunk_sizes
+from fshard.partition_spec import Kinds, PartitionSpec, chunk_sizes
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost import Cost
 from fshard.program.program import Program

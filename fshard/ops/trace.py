@@ -17,7 +17,7 @@ from torch import fx
 from fshard.errors import ShardingError, fail
 from fshard.ops.call import Meta, fill_call, parts_of
 from fshard.ops.keys import frozen, thawed
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 
 __all__ = ["constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace"]
 

@@ -64,7 +64,7 @@ class Batch:
     a rank holds at most 6 `bucket_bytes`, or 6 times what it has of larger leaves.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> from fshard.plan.redistribute import redistribute
     >>> from fshard.spec import Spec
     >>> mesh = Mesh(dp=2)

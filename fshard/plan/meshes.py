@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.state import LAUNCH
 from fshard.plan.subaxes import plan_steps
 from fshard.program.cost import max_local_nbytes, step_time, traffic

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from fshard.partition import Kinds
+from fshard.partition_spec import Kinds
 from fshard.plan.runs import Runs
 from fshard.plan.state import Axes, Problem, State, partition_of, subsets, with_kinds
 from fshard.plan.targets import all_targets, direct_targets

@@ -10,7 +10,7 @@ import torch
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.layout import state_problems
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.batch import BUCKET, Batch, bucket_problems
 from fshard.plan.meshes import plan_between
 from fshard.plan.together import plan_batch
@@ -105,7 +105,7 @@ def redistribute(
     path of each leaf, and where they are of different structures.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> mesh = Mesh(dp=2, tp=4)
     >>> src = Spec(mesh, P("dp", "tp"), shape=(1024, 512))
     >>> print(redistribute(src, src.replace(partition=P(("dp", "tp"), None))))

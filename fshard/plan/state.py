@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fshard.mesh import Mesh
-from fshard.partition import Kinds, PartitionSpec
+from fshard.partition_spec import Kinds, PartitionSpec
 from fshard.plan.held import Cuts, Held
 from fshard.program.cost import (
     Parts,

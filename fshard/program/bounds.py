@@ -57,7 +57,7 @@ def lower_bound(src: Spec, dst: Spec, /, *, forward_dtype: torch.dtype | None = 
     of a `Batch` has the bounds of its leaves.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> mesh = Mesh(x=4)
     >>> lower_bound(Spec(mesh, P(unreduced={"x"}), shape=(8,)), Spec(mesh, P(), shape=(8,)))
     Bound(bytes_received=48, peak_memory=32)
@@ -85,7 +85,7 @@ def lower_bound_together(moves: Iterable[Move]) -> Bound:
     spread over all ranks; and the largest bound of one tensor.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> mesh = Mesh(x=2)
     >>> src = Spec(mesh, P("x"), shape=(4,))
     >>> owners = [src.replace(sizes={0: sizes}) for sizes in ((4, 0), (0, 4))]

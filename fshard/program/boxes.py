@@ -57,7 +57,7 @@ def sends(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     in the order of the ranks that need it and cut into equal runs, one per holder, who sends the
     pieces that have their middles in its run.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> mesh = Mesh(x=2, y=2)
     >>> src = Spec(mesh, P("x"), shape=(4, 2))
     >>> sends(src, src.replace(partition=P(None, "y")), 1)
@@ -76,7 +76,7 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
 
     In the order of the ranks that send it; empty for a rank outside of the target's mesh.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> mesh = Mesh(x=2, y=2)
     >>> src = Spec(mesh, P("x"), shape=(4, 2))
     >>> receives(src, src.replace(partition=P(None, "y")), 1)
@@ -99,7 +99,7 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
 def kept(src: Spec, dst: Spec, rank: int) -> Box | None:
     """The box of its target that a rank holds already (its addend of it); None where none is.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2), P("x"), shape=(4, 2))
     >>> kept(src, src.replace(partition=P(None, "y")), 1)
     ((0, 2), (1, 2))
@@ -123,7 +123,7 @@ def moving_axes(src: Spec, dst: Spec) -> tuple[str, ...]:
     Along the others nothing does: they stay unreduced, or shard nothing before and after, or
     cut the same dim at the same places, so that a rank and all it needs agree in them.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2, z=2), P(("x", "y")), shape=(8,))
     >>> moving_axes(src, src.replace(partition=P(("x", "z"))))
     ('y', 'z')

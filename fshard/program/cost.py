@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.boxes import moving_axes
 from fshard.program.overlap import even_boxes, on_one_mesh, overlaps, pieces, pieces_even
 from fshard.program.steps import (

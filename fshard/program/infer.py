@@ -10,7 +10,7 @@ from typing import assert_never
 
 from fshard.errors import raise_if
 from fshard.layout import state_problems
-from fshard.partition import Kinds, PartitionSpec, chunk_sizes
+from fshard.partition_spec import Kinds, PartitionSpec, chunk_sizes
 from fshard.program.relayout import exchanged, padded, refuse, remeshed
 from fshard.program.steps import (
     AllGather,

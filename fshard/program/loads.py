@@ -58,7 +58,7 @@ def load(step: Step, src: Spec, dst: Spec, ranks: Ranks) -> Load:
     """What each of `ranks`, among them those of both specs, moves in a step.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2), P("x"), shape=(8,))
     >>> load(Exchange(P("x"), sizes=((8, 0),)), src, src.replace(sizes={0: (8, 0)}), range(2))
     Load(sent=(0, 16), received=(16, 0), copied=(96, 32))

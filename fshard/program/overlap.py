@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
@@ -150,7 +150,7 @@ def dim_pieces(have: Sequence[int], need: Sequence[int]) -> int:
 def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
     """Both specs on a mesh that both of their meshes are coarser than; as they are if none is.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src, dst = (Spec(mesh, P(mesh.axes), shape=(8,)) for mesh in (Mesh(x=4), Mesh(a=2, b=2)))
     >>> on_one_mesh(src, dst)
     (f32[8@(x_0,x_1)], f32[8@(x_0,x_1)])
@@ -194,7 +194,7 @@ def meeting(src: Spec, dst: Spec) -> int:
     Of those, and of no others, some rank that holds an addend is one that needs the sum. Where it
     depends on more than `MOST_PLACES` places, all are counted.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2), P("x", "y"), shape=(8, 8))
     >>> meeting(src, src.replace(partition=P("y"))), meeting(src, src.replace(partition=P("x")))
     (32, 64)

@@ -13,7 +13,7 @@ from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.lines import below, columns, folded
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR
+from fshard.partition_spec import LINEAR
 from fshard.program.cost import Cost, max_local_nbytes, step_time, traffic
 from fshard.program.infer import infer, way_back
 from fshard.program.steps import (
@@ -47,7 +47,7 @@ class Program:
     `backward_dtype` what the transpose sends.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2), P("x"), shape=(4,))
     >>> prog = Program(src, (AllGather("x", 0),))
     >>> print(prog)
@@ -183,7 +183,7 @@ class Program:
         anew. After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
 
         >>> from fshard.mesh import Mesh
-        >>> from fshard.partition import PartitionSpec as P
+        >>> from fshard.partition_spec import PartitionSpec as P
         >>> src = Spec(Mesh(x=2, y=2), P("y", unreduced={"x"}), shape=(4096, 4096))
         >>> prog = Program(src, (AllReduce("x"), AllGather("y", 0), AllSlice("x", 1)))
         >>> print(prog.simplify())

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec, chunk_sizes
+from fshard.partition_spec import PartitionSpec, chunk_sizes
 from fshard.program.steps import Exchange, Remesh, Step
 from fshard.spec import Spec
 

@@ -29,7 +29,7 @@ import torch
 
 from fshard import hooks
 from fshard.errors import ShardingError, raise_if
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.casts import holds, passes
 from fshard.program.cost import max_local_nbytes, step_time
 from fshard.program.infer import infer

@@ -39,7 +39,7 @@ def single_steps(src: Spec, dst: Spec, /) -> tuple[Step, ...]:
     What a step does to each axis is read off the two layouts; `infer` has the last word.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2), P("x", "y"), shape=(4, 4))
     >>> for step in single_steps(src, src.replace(partition=P("y", "x"))):
     ...     print(step)

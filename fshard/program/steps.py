@@ -14,7 +14,7 @@ import torch
 from fshard.errors import Problem, fail, raise_if
 from fshard.layout import whole_numbers
 from fshard.mesh import Mesh, as_axes
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import DTYPE_NAMES
 
 __all__ = [

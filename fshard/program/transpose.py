@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 
 from fshard.errors import fail
-from fshard.partition import LINEAR
+from fshard.partition_spec import LINEAR
 from fshard.program.infer import replicated_kind, unreduced_kind, way_back
 from fshard.program.steps import (
     AllGather,

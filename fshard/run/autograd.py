@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.rounds import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.abstract import is_abstract, shapes_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fshard.errors import fail
-from fshard.partition import LINEAR, PartitionSpec
+from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.program.boxes import reduced_axes
 from fshard.program.program import Program
 from fshard.program.steps import (

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from fshard import hooks
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import LINEAR, PartitionSpec
+from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step

@@ -58,7 +58,7 @@ def shards_of(global_tensor: torch.Tensor, spec: Spec) -> Shards:
     elsewhere (an average has the value everywhere); one reduced by avg has the value over n.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(x=2), P(unreduced={"x"}), shape=(2,), dtype=torch.int64)
     >>> shards_of(torch.tensor([3, 4]), spec)
     (tensor([3, 4]), tensor([0, 0]))
@@ -81,7 +81,7 @@ def global_value(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
     tensor is unreduced by reductions that do not commute.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(x=2), P("x"), shape=(3,), sizes={0: (1, 2)}, dtype=torch.int64)
     >>> global_value((torch.tensor([3]), torch.tensor([4, 5])), spec)
     tensor([3, 4, 5])
@@ -111,7 +111,7 @@ def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], spec: Spec) ->
     global values; no conjugate is taken.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(x=2), P(unreduced={"x"}), shape=(), dtype=torch.int64)
     >>> pairing(tuple(torch.tensor([3, 4])), tuple(torch.tensor([5, 5])), spec)
     tensor(35)
@@ -132,7 +132,7 @@ def simulate(prog: Program, shards: Sequence[torch.Tensor]) -> Shards:
     """The shards of `prog.dst` that a program makes of shards of `prog.src`.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2), P("x"), shape=(2,), dtype=torch.int64)
     >>> prog = Program(src, (AllGather("x", 0),))
     >>> simulate(prog, (torch.tensor([3]), torch.tensor([4])))
@@ -153,7 +153,7 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
     """The shards of `infer(step, spec)` that one step makes of shards of `spec`.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(x=2), P(), shape=(2,), dtype=torch.int64)
     >>> simulate_step(AllSlice("x", 0), spec, (torch.tensor([3, 4]),) * 2)
     (tensor([3]), tensor([4]))

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.rounds import is_even
 from fshard.program.boxes import exchange_group, kept, moving_axes, receives, reduced_axes, sends
 from fshard.program.cost import share

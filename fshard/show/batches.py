@@ -114,7 +114,7 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     """The hook of `Batch.explain`.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> from fshard.program.program import Program
     >>> from fshard.program.steps import AllGather
     >>> from fshard.program.topology import Link

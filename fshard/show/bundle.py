@@ -21,7 +21,7 @@ def mimebundle(value: Spec | Program | Batch) -> dict[str, str]:
     """Plain `str` and HTML: tables of a program or a batch, a spec's picture where it is small.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> sorted(mimebundle(Spec(Mesh(x=2), P("x"), shape=(4,))))
     ['text/html', 'text/plain']
     """

@@ -165,7 +165,7 @@ def comm_log() -> Iterator[CommLog]:
 
     >>> import torch
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> from fshard.run.moving import reshard, shard
     >>> from fshard.spec import Spec
     >>> x = shard(torch.arange(4.0), Spec(Mesh(tp=2), P("tp"), shape=(4,)))

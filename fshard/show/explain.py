@@ -94,7 +94,7 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     """The hook of `Program.explain`.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> from fshard.plan.redistribute import redistribute
     >>> from fshard.program.topology import Link
     >>> from fshard.spec import Spec

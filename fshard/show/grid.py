@@ -48,7 +48,7 @@ def segments(spec: Spec, dim: int, most: int) -> tuple[Segment, ...]:
     """The shards of a dim that hold anything; of more than `most` the first ones and the last.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> [each.span for each in segments(Spec(Mesh(x=64), P("x"), shape=(128,)), 0, 4)]
     ['0:2', '2:4', '…', '126:128']
     """

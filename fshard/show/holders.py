@@ -75,7 +75,7 @@ def holders_text(spec: Spec, places: Sequence[int], brief: bool = False) -> str:
 
     `brief` leaves out the blanks, and names only the first and the last of many.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=2), P(None, unreduced={"tp"}), shape=(4,))
     >>> holders_text(spec, (0,)), holders_text(spec, (0,), brief=True)
     ('0 + 1, 2 + 3', '0+1,2+3')
@@ -93,7 +93,7 @@ def holders_text(spec: Spec, places: Sequence[int], brief: bool = False) -> str:
 def equations(spec: Spec, places: Sequence[int]) -> str:
     """One shard of the global tensor in terms of a simulation's locals.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=2), P("dp", unreduced={"tp"}), shape=(4,))
     >>> equations(spec, (1,))
     'global[2:4] = local[2] + local[3]'
@@ -147,7 +147,7 @@ def _expression(
 def states_in_words(spec: Spec) -> list[str]:
     """One sentence for each state that the cells of a picture do not show by their place.
 
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=4), P("tp", unreduced={"dp"}), shape=(8,))
     >>> states_in_words(spec)
     ['unreduced over dp: each value is the sum of 2 ranks, such as 0, 4']

@@ -116,7 +116,7 @@ def visualize(value: Spec | tuple[Any, Spec], /) -> Picture:
     Raises `ShardingError` for a local that does not fit its spec, and for other values.
 
     >>> from fshard.mesh import Mesh
-    >>> from fshard.partition import PartitionSpec as P
+    >>> from fshard.partition_spec import PartitionSpec as P
     >>> print(visualize(Spec(Mesh(dp=2, tp=2), P("tp"), shape=(4,))))
     f32[4@tp] on Mesh(dp=2, tp=2)
                      tp=0                     tp=1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.errors import fail
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 from fshard.tree import broadcast_prefix, paths
 

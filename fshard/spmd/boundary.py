@@ -11,7 +11,7 @@ import torch
 
 from fshard.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards

@@ -16,7 +16,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.mesh import Axes, Mesh, as_axes
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllToAll, ReduceScatter
 from fshard.spec import Spec

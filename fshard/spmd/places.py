@@ -9,7 +9,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.mesh import Axes, Mesh, as_axes
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
 from fshard.run.autograd import Run, apply_linear, is_differentiated

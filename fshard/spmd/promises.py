@@ -16,7 +16,7 @@ import torch
 
 from fshard.errors import Problem, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import ReducedToInvariant
 from fshard.run.autograd import Run, apply_linear

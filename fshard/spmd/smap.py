@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spmd.arguments import AtDim
 from fshard.spmd.scope import check_mesh
 from fshard.spmd.shard_map import mapped

@@ -10,7 +10,7 @@ import torch
 
 from fshard import hooks
 from fshard.errors import fail
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.run.execute import Pending
 from fshard.run.fingerprint import explain_with
 from fshard.spec import Spec

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 import torch
 
 from fshard.errors import did_you_mean
-from fshard.partition import LINEAR, PartitionSpec
+from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.spec import DTYPE_NAMES
 
 __all__ = [

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch.distributed.tensor import _redistribute as dtensor
 
 from fshard.mesh import Mesh
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.topology import Topology
 from fshard.spec import Spec

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from fshard.mesh import Mesh
 from fshard.ops.propagate import propagate
 from fshard.ops.registry import rows
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 from tests.dtensor_plans import as_dtensor, device_mesh
 

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import Spec
 from tests.distributed.harness import run_ranks
 from tests.ops.test_apply import body

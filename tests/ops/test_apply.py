@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import Sharded, Spec
 
 MESH = Mesh(x=2, y=2)

@@ -19,7 +19,7 @@ import fshard as fs
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import Sharded, Spec
 from tests.ops_database import COLUMNS, case_of, layouts, try_layout
 

@@ -19,7 +19,7 @@ from fshard.mesh import Mesh
 from fshard.ops.propagate import frozen, propagate, thawed
 from fshard.ops.registry import register_rule
 from fshard.ops.strategy import Strategy
-from fshard.partition import PartitionSpec as P
+from fshard.partition_spec import PartitionSpec as P
 from fshard.plan.redistribute import redistribute
 from fshard.spec import Spec
 from tests.helpers import all_partitions

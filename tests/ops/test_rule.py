@@ -13,7 +13,7 @@ from fshard.mesh import Mesh
 from fshard.ops.call import Call, Meta
 from fshard.ops.roles import INVARIANT, NOWHERE, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Mode, Rule, rule
-from fshard.partition import PartitionSpec
+from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 from tests.helpers import message
 
