@@ -15,7 +15,7 @@ import torch
 
 from fshard.ops.build import axes_of, moved, wrap
 from fshard.ops.call import Call
-from fshard.ops.local import Here, argument, resized
+from fshard.ops.local import Here, argument, resized, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
 from fshard.ops.rule import Dims, Rule
@@ -154,7 +154,17 @@ def sliced(call: Call) -> Rule:
     assert made is not None
     if made.shape[dim] != x.shape[dim]:
         dims[dim] = None
-    return keeping(call, dims)
+        return keeping(call, dims)
+    return keeping(call, dims, local=narrow_locally if call.has("length") else None)
+
+
+def narrow_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """All of a dim is all that a rank has of it."""
+    size = args[0].shape[wrap(argument(op, args, kwargs, "dim"), args[0].ndim)]
+    for name, value in (("start", 0), ("length", size)):
+        op, args, kwargs = with_argument(op, args, kwargs, name, value)
+    made: torch.Tensor = op(*args, **kwargs)
+    return made
 
 
 def select_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:

@@ -53,6 +53,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "slice": (A.slice.Tensor, tensor(4, 6), 1, 2, 4),
     "slice all": (A.slice.Tensor, tensor(4, 6), 1, 0, 9),
     "narrow": (A.narrow.default, tensor(4, 6), 1, 0, 3),
+    "narrow all": (A.narrow.default, tensor(4, 6), 1, -6, 6),
+    "narrow_copy all": (A.narrow_copy.default, tensor(4, 6), 0, 0, 4),
     "select": (A.select.int, tensor(4, 6), 1, 2),
     "select from the end": (A.select.int, tensor(4, 6), 0, -1),
     "select booleans": (A.select.int, tensor(4, 6) > 0, 1, 2),
