@@ -328,7 +328,9 @@ def plain_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | No
     mean the same, 0 and 0.0 do not.
     """
     try:
-        return _token(*(_written(args) if list in map(type, args) else args), **kwargs)
+        if list in map(type, args):
+            return _token(_WRITTEN, marshal.dumps(args, 0), **kwargs)
+        return _token(*args, **kwargs)
     except (TypeError, ValueError):  # a list by name, or a tuple of more than names
         pass
     try:
