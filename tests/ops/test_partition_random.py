@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, Spec
-from fshard.partition import LINEAR, chunk_sizes
+from fshard.partition_spec import LINEAR, chunk_sizes
 from tests.ops.programs import numbers, program
 
 MESHES = (Mesh(x=2), Mesh(x=3), Mesh(x=2, y=2), Mesh(x=2, y=3), Mesh(x=3, y=2), Mesh(x=1, y=2),
