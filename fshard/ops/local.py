@@ -121,6 +121,8 @@ def run_local(
 class _Tracked(torch.autograd.Function):
     """A result as one of the operands' too; what has no gradient of its own gives them zeros."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(made: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
         return made.view_as(made)
@@ -131,6 +133,10 @@ class _Tracked(torch.autograd.Function):
         ctx.own = made.requires_grad
         ctx.like = [] if ctx.own else [(x.shape, x.dtype, x.device) for x in operands]
         ctx.count = len(operands)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return tangent.view_as(tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

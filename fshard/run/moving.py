@@ -47,10 +47,19 @@ T = TypeVar("T")
 class _Spread(torch.autograd.Function):
     """A tensor that every one of n ranks holds; its cotangent is invariant, so any rank's."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.n = n
+    def forward(n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(x.detach() for _ in range(n))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.n = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return spread(tangent, ctx.n)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -66,10 +75,19 @@ def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
 class _First(torch.autograd.Function):
     """The value that every one of n ranks holds; its cotangent is every rank's."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, *xs: torch.Tensor) -> torch.Tensor:
-        ctx.n = len(xs)
+    def forward(*xs: torch.Tensor) -> torch.Tensor:
         return xs[0].detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.n = len(inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        return tangents[0].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -407,6 +407,36 @@ def test_ranks_that_hold_nothing_take_part_in_the_backward_pass(case: str) -> No
         torch.testing.assert_close(found, right)
 
 
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),)),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x + 1, x * 2])),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 0)])
+def test_torch_func_transforms_partitioned_functions_and_apply(
+    name: str, sizes: tuple[int, ...]
+) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm((x * x).cumsum(0), (3,)).select(0, 1)
+
+    spec = fs.Spec(Mesh(x=2), P("x"), shape=(4, 3), dtype=torch.float64, sizes={0: sizes})
+    part = fs.partition(fn, mesh=spec.mesh, in_specs=(spec,))
+    x = sample(4, 3).detach()
+    torch.testing.assert_close(TRANSFORMS[name](part, x), TRANSFORMS[name](fn, x))
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return fs.unshard(fs.apply(torch.cumsum, fs.shard(x, spec), 0, mode="auto"))
+
+    right = TRANSFORMS[name](lambda x: x.cumsum(0), x)
+    torch.testing.assert_close(TRANSFORMS[name](summed, x), right)
+
+
 def test_no_grad_regions_and_detached_values_ask_for_no_gradient() -> None:
     def fn(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
