@@ -14,7 +14,7 @@ from fshard.mesh import Mesh
 from fshard.ops.call import READ, Plain, fill_call, name_of, parts_of
 from fshard.ops.keys import frozen, thawed
 from fshard.ops.local import run_local
-from fshard.ops.partition import Partition, partition
+from fshard.ops.partition import Partition
 from fshard.ops.propagate import is_several, local_strategy_for, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy
@@ -105,7 +105,7 @@ def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partit
         placed, filled = fill_call(given, named, Spec, tensors)
         return op(*placed, **filled)
 
-    return partition(run, mesh=mesh, cost=cost)
+    return Partition(run, mesh, None, None, None, cost, drop_writes=True)
 
 
 def _operands(value: Any) -> list[Any]:

@@ -79,12 +79,14 @@ def assign(
     grad: bool,
     wishes: Mapping[fx.Node, PartitionSpec],
     bold: bool,
+    drop_writes: bool = False,
 ) -> tuple[Assigned, list[Any]]:
     """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
 
     An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
     other values. `wishes` are how values had better lie; only if `bold` they cut what all ranks
-    have whole. Raises `ShardingError` for an operation that no rule and no other way is for.
+    have whole. Running statistics that an operation writes are refused, or with `drop_writes`
+    left as they are. Raises `ShardingError` for an operation that no rule and no other way is for.
     """
     made = Assigned()
     known: list[Any] = []
@@ -93,7 +95,7 @@ def assign(
         made.inputs.append(made.count)
         made.count += 1
     mesh = inputs[0][0].mesh
-    walk = _Walk(made, mesh, topology, grad, wishes, bold)
+    walk = _Walk(made, mesh, topology, grad, wishes, bold, drop_writes)
     return made, walk.run(graph, known)
 
 
@@ -102,10 +104,10 @@ class _Walk:
 
     def __init__(
         self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool,
-        wishes: Mapping[fx.Node, PartitionSpec], bold: bool,
+        wishes: Mapping[fx.Node, PartitionSpec], bold: bool, drop_writes: bool,
     ) -> None:  # fmt: skip
         self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
-        self.wishes, self.bold = wishes, bold
+        self.wishes, self.bold, self.drop_writes = wishes, bold, drop_writes
         self.within: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -152,7 +154,7 @@ class _Walk:
         functional = functional_of(op)
         if functional is not op:
             return self.written(node, op, functional, args, kwargs, env)
-        _refuse_writes(op, args, kwargs, node)
+        _refuse_writes(op, node, [] if self.drop_writes else _kept(op, args, kwargs))
         return self.operation(op, args, kwargs, node)
 
     def grad_mode(self, enabled: bool) -> None:
@@ -395,22 +397,23 @@ def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
     return tree.value if isinstance(tree, Plain) else tree
 
 
-def _refuse_writes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node) -> None:
+def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The running statistics that a norm writes, which its schema does not say."""
+    name = op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
+    if name not in STATE or "norm" not in name:
+        return []
+    return [each for each in writes_state(op, name, args, kwargs) if each is not None]
+
+
+def _refuse_writes(op: Any, node: fx.Node, hidden: Sequence[Any]) -> None:
     """Raise `ShardingError` for an operation that writes what it is given, said or not."""
     schema = getattr(op, "_schema", None)
-    name = schema.name.partition("::")[2] if schema is not None else ""
-    # Embeddings write by an operation of its own, `embedding_renorm_`; norms inside of theirs.
-    hidden = (
-        name in STATE
-        and "norm" in name
-        and any(each is not None for each in writes_state(op, name, args, kwargs))
-    )
-    if schema is not None and (schema.is_mutable or hidden):
-        what = "running statistics, or a weight" if hidden else "an operand"
+    if hidden or (schema is not None and schema.is_mutable):
+        what = "running statistics" if hidden else "an operand"
         fail(f"fs.partition: {name_of(op)}", f"{node.name} writes {what}",
              "a partitioned function returns what it makes, and writes nothing that it was given",
-             "eval(), track_running_stats=False, max_norm=None; or compute what is written, and "
-             "return it")  # fmt: skip
+             "eval() or track_running_stats=False; or compute what is written, and return "
+             "it")  # fmt: skip
 
 
 def _each(value: Any) -> list[Any]:

@@ -132,9 +132,11 @@ class Partition:
         params: Any,
         cost: Topology | None,
         traces: dict[Any, tuple[fx.GraphModule, TreeDef]] | None = None,
+        *,
+        drop_writes: bool = False,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = fn, mesh, in_specs, out_specs
-        self.params = params
+        self.params, self.drop_writes = params, drop_writes
         self.topology = as_topology("fs.partition", cost)
         self._made: dict[Any, Partitioned] = {}
         self._calls: dict[Any, tuple[Partitioned, Sequence[Spec | None]]] = {}
@@ -309,7 +311,13 @@ class Partition:
         ways = []
         for bold in (True, False) if found else (False,):
             made, results = assign(
-                graph, inputs, self.topology, grad=enabled, wishes=found, bold=bold
+                graph,
+                inputs,
+                self.topology,
+                grad=enabled,
+                wishes=found,
+                bold=bold,
+                drop_writes=self.drop_writes,
             )
             ways.append((made, *self._finish(made, results, asked)))
         grad = enabled and any(wanted for _, wanted in inputs)
