@@ -7,6 +7,7 @@ one operation, as rules are written for, and so that autograd runs on what is re
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -20,6 +21,10 @@ from fshard.ops.keys import frozen, thawed
 from fshard.partition_spec import PartitionSpec
 
 __all__ = ["constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace"]
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""What traces patches PyTorch for all threads; a function that is traced may trace others."""
 
 
 def trace(
@@ -36,7 +41,7 @@ def trace(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with _ONE_AT_A_TIME, mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
         try:
             graph: fx.GraphModule = make_fx(fn, pre_dispatch=above)(*fakes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -405,6 +406,14 @@ def test_ranks_that_hold_nothing_take_part_in_the_backward_pass(case: str) -> No
     right = [whole.detach(), *torch.autograd.grad(whole.sin().sum(), x)]
     for found in fs.simulate(Mesh(x=3), on_parts_that_are_empty(case)):
         torch.testing.assert_close(found, right)
+
+
+def test_threads_may_call_one_partitioned_function() -> None:
+    part = fs.partition(mlp, mesh=MESH, params=P(), in_specs=(P("dp"),))
+    inputs = [sample(2 * (1 + each % 3), 8).detach() for each in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda x: part(MLP, x), inputs))
+    torch.testing.assert_close(found, [mlp(MLP, x) for x in inputs])
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
