@@ -104,6 +104,13 @@ def test_candidates_are_not_made_addends_nor_of_what_has_a_gradient() -> None:
     torch.testing.assert_close(grad, torch.ones(4, 6, dtype=torch.float64))
 
 
+def test_the_negative_of_the_least_integer_is_no_candidate() -> None:
+    x = torch.tensor([1, -2, 0, 3])
+    for kind in ("max", "min"):
+        made = apply(torch.neg, lay(x, unreduced={"x": kind}), mode="auto")
+        assert torch.equal(fs.unshard(made), -x)
+
+
 def test_second_derivatives() -> None:
     x = draw(4, 3).requires_grad_()
     cube = lambda pair: apply(torch.mul, apply(torch.mul, pair, pair), pair)  # noqa: E731
