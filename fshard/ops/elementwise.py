@@ -79,9 +79,7 @@ def modes_of(call: Call) -> Modes:
 
 
 def _falls(name: str, dtype: torch.dtype) -> bool:
-    """Whether order is turned around: not by what wraps around, as the least integer's negative,
-    which stands for no candidate of a maximum, nor by numbers as booleans.
-    """
+    """Whether order is turned around: not by the least integer, nor by numbers as booleans."""
     if name == "logical_not":
         return dtype == torch.bool
     return name == "bitwise_not" or dtype.is_floating_point
