@@ -23,7 +23,7 @@ from fshard.partition_spec import PartitionSpec
 from fshard.program.cost import Cost
 from fshard.program.topology import Topology
 from fshard.run.execute import check_tuple
-from fshard.run.moving import spread
+from fshard.run.spreading import spread
 from fshard.run.transport import current_rank
 from fshard.spec import Sharded, Spec
 from fshard.tree import is_pair

@@ -15,7 +15,7 @@ from fshard.ops.call import map_call, map_tensors
 from fshard.ops.local import Here, _Resized, flat, run_local, tracked, with_argument
 from fshard.ops.strategy import Strategy
 from fshard.program.program import Program
-from fshard.run.moving import spread
+from fshard.run.spreading import spread
 from fshard.spec import Spec
 
 __all__ = ["Constant", "GradMode", "Line", "Move", "Operation", "Pick", "Ref", "Whole",

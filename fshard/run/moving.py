@@ -22,6 +22,7 @@ from fshard.run.fingerprint import place
 from fshard.run.interpreter import neutral_like
 from fshard.run.memory import own
 from fshard.run.numbers import over
+from fshard.run.spreading import common, spread
 from fshard.run.transport import (
     Label,
     Transport,
@@ -35,63 +36,10 @@ from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
 __all__ = [
-    "check_sharding", "from_local", "lay_out", "reshard", "scatter", "shard", "spread", "unshard",
+    "check_sharding", "from_local", "lay_out", "reshard", "scatter", "shard", "unshard",
 ]  # fmt: skip
 
 T = TypeVar("T")
-
-
-# -- one tensor and the tuple of all ranks' -------------------------------------------
-
-
-class _Spread(torch.autograd.Function):
-    """A tensor that every one of n ranks holds; its cotangent is invariant, so any rank's."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.detach() for _ in range(n))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.n = inputs[0]
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return spread(tangent, ctx.n)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, _First.apply(*grads)  # type: ignore[no-untyped-call]
-
-
-def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
-    """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
-    ranks: tuple[torch.Tensor, ...] = _Spread.apply(n, x)  # type: ignore[no-untyped-call]
-    return ranks
-
-
-class _First(torch.autograd.Function):
-    """The value that every one of n ranks holds; its cotangent is every rank's."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*xs: torch.Tensor) -> torch.Tensor:
-        return xs[0].detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.n = len(inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return tangents[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Spread.apply(ctx.n, grad)  # type: ignore[no-untyped-call]
 
 
 def _absent(spec: Spec, rank: int) -> str | None:
@@ -221,7 +169,7 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
         gather = lambda x: own(prog(x), [x])  # noqa: E731
         return _typed("fs.unshard", local, spec, prog.dst, gather)
     shards = check_shards(local, spec, "fs.unshard")
-    whole: torch.Tensor = _First.apply(*prog(shards))  # type: ignore[no-untyped-call]
+    whole = common(prog(shards))
     return own(whole, shards)
 
 

@@ -17,9 +17,9 @@ import torch
 from fshard.errors import fail
 from fshard.run.autograd import is_transformed
 from fshard.run.memory import own_all
-from fshard.run.moving import spread
 from fshard.run.settings import ThreadSettings
 from fshard.run.simulate import run_ranks
+from fshard.run.spreading import spread
 from fshard.run.transport import backward_phase
 from fshard.spmd.axes import Bound, stay_bound
 from fshard.spmd.closures import closures_of

@@ -1,0 +1,66 @@
+"""One tensor and the tuple of all ranks' that hold it; differentiable, and for torch.func too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["common", "spread"]
+
+
+class _Spread(torch.autograd.Function):
+    """A tensor that every one of n ranks holds; its cotangent is invariant, so any rank's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.detach() for _ in range(n))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.n = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return spread(tangent, ctx.n)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, _First.apply(*grads)  # type: ignore[no-untyped-call]
+
+
+def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+    """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
+    ranks: tuple[torch.Tensor, ...] = _Spread.apply(n, x)  # type: ignore[no-untyped-call]
+    return ranks
+
+
+class _First(torch.autograd.Function):
+    """The value that every one of n ranks holds; its cotangent is every rank's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*xs: torch.Tensor) -> torch.Tensor:
+        return xs[0].detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.n = len(inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        return tangents[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Spread.apply(ctx.n, grad)  # type: ignore[no-untyped-call]
+
+
+def common(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The value that all ranks hold; differentiable."""
+    found: torch.Tensor = _First.apply(*xs)  # type: ignore[no-untyped-call]
+    return found
