@@ -13,7 +13,7 @@ from fshard.lines import below, columns
 from fshard.mesh import Mesh
 from fshard.ops.call import READ, Plain, fill_call, name_of, parts_of
 from fshard.ops.keys import frozen, thawed
-from fshard.ops.local import run_local
+from fshard.ops.local import rank_here, run_local
 from fshard.ops.partition import Partition
 from fshard.ops.propagate import is_several, local_strategy_for, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
@@ -24,7 +24,6 @@ from fshard.program.cost import Cost
 from fshard.program.topology import Topology
 from fshard.run.execute import check_tuple
 from fshard.run.spreading import spread
-from fshard.run.transport import current_rank
 from fshard.spec import Sharded, Spec
 from fshard.tree import is_pair
 from fshard.units import bytes_text, time_text
@@ -205,7 +204,7 @@ def _run(
             for at, spec in enumerate(strategy.out_specs)
         ]
     else:
-        found = list(on(current_rank(mesh, "fs.apply").rank, locals_))
+        found = list(on(rank_here(mesh, "fs.apply"), locals_))
     pairs = [
         None if spec is None else Sharded(local, spec)
         for local, spec in zip(found, strategy.out_specs, strict=True)

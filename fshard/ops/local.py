@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
+from fshard.mesh import Mesh
 from fshard.ops.call import map_tensors, schema_of
 from fshard.ops.strategy import Strategy
+from fshard.run.transport import current_rank
 from fshard.spec import Spec
 
-__all__ = ["Here", "argument", "resized", "run_local"]
+__all__ = ["Here", "argument", "rank_here", "resized", "run_local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,16 @@ def resized(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]
     memory otherwise than the whole tensor.
     """
     return _Resized(name, result, op)
+
+
+def rank_here(mesh: Mesh, where: str) -> int:
+    """The rank that this code runs as; raises `ShardingError` where it is none of the mesh."""
+    rank = current_rank(mesh, where).rank
+    if rank not in mesh:
+        fail(where, f"rank {rank}", f"the operation runs on {mesh}, whose ranks are "
+             f"{', '.join(map(str, mesh.ranks[:8]))}{', ...' if mesh.size > 8 else ''}",
+             "call it on these ranks alone, or fs.reshard to a mesh with all")  # fmt: skip
+    return rank
 
 
 def run_local(

@@ -18,6 +18,7 @@ from fshard.ops.call import Meta, name_of
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Line, Move, local_graph, run_everywhere
+from fshard.ops.local import rank_here
 from fshard.ops.measure import lines_time
 from fshard.ops.trace import refuse_autocast, trace
 from fshard.partition_spec import PartitionSpec
@@ -26,7 +27,6 @@ from fshard.program.cost import Cost
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.run.moving import shard, unshard
-from fshard.run.transport import current_rank
 from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
@@ -102,7 +102,7 @@ class Partitioned:
         """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
         wanted = [each for each in self._outputs if type(each) is int]
         if all(isinstance(each, torch.Tensor) for each in locals_):
-            rank = current_rank(self.mesh, "a partitioned function").rank
+            rank = rank_here(self.mesh, "a partitioned function")
             made = self.graph(rank)(*locals_)
             found = {
                 at: each for at, each in zip(self._outputs, made, strict=True) if type(at) is int

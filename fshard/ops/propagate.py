@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from fshard.errors import fail
+from fshard.errors import ShardingError, fail
 from fshard.ops.acceptable import acceptable
 from fshard.ops.call import Call, Meta, map_call, meta_results, name_of, parts_of
 from fshard.ops.choose import choose
@@ -153,7 +153,11 @@ def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return callable(op)
     as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
     metas, named = map_call(args, kwargs, Spec, as_meta)
-    overload = overload_of(op, metas, named)
+    try:
+        overload = overload_of(op, metas, named)
+    except ShardingError:
+        # Functions of `torch` take a number in the place of a list of one: they are traced.
+        return not isinstance(op, OpOverload | OpOverloadPacket)
     return row_of(overload) is None and own_way(functional_of(overload)) is not None
 
 

@@ -232,7 +232,7 @@ def test_backward_of_something_else() -> None:
     done = outcomes(2, backward_apart)
     at = line(backward_apart, 5)
     same(done, f"""ranks of the group (0, 1) call different collectives
-  rank 0 (x=0): backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 1, 2)) \
+  rank 0 (x=0): backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 2)) \
 {at}, of the call {line(two_ways, 1)}
   rank 1 (x=1): backward of fs.ppermute over x: all_to_all(torch.float32) \
 {at}, of the call {line(two_ways, 2)}{ALIKE}""", (0, 1))  # fmt: skip

@@ -199,3 +199,21 @@ def test_rank_local_code_in_a_simulation() -> None:
     right = [made.detach(), *torch.autograd.grad(made.square().sum(), (x, w))]
     for rank in fs.simulate(Mesh(x=2), body, 2):
         torch.testing.assert_close(rank, right)
+
+
+def test_functions_that_take_a_number_for_a_list() -> None:
+    mesh = fs.Mesh(x=2)
+    x = torch.arange(12.0).reshape(4, 3)
+    pair = fs.shard(x, fs.Spec(mesh, fs.P("x"), shape=(4, 3)))
+    torch.testing.assert_close(fs.unshard(fs.apply(torch.roll, pair, 1, 1)), torch.roll(x, 1, 1))
+
+
+def test_a_rank_outside_of_the_mesh_is_told() -> None:
+    elsewhere = fs.Mesh({"x": 2}, devices=(4, 5))
+    pair = (torch.ones(2), fs.Spec(elsewhere, fs.P("x"), shape=(4,)))
+    for run in (
+        lambda: fs.apply(torch.relu, pair),
+        lambda: fs.partition(torch.relu, mesh=elsewhere)(pair),
+    ):
+        with pytest.raises(fs.ShardingError, match=r"rank 0\n  rule:  the operation runs on Mesh"):
+            fs.simulate(fs.Mesh(x=2), run)
