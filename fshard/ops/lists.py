@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.ops.call import Call
+from fshard.ops.call import Call, Meta, map_call, meta_results
 from fshard.ops.local import Here, flat, run_local
 from fshard.ops.registry import register_decomposition
 from fshard.ops.roles import Role, State
@@ -109,8 +109,7 @@ def _with(
 
 
 def in_lists(
-    call: Call,
-    tree: Any,
+    op: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     specs: Sequence[Spec],
@@ -118,8 +117,14 @@ def in_lists(
     *,
     grad: bool,
 ) -> Strategy | None:
-    """The strategy of a call on lists, of those of its elements; None if one has none."""
-    elements = elements_of(call.op, args, kwargs)
+    """The strategy of a call on lists, of those of its elements; None if one has none.
+
+    The operation itself is not asked what it returns: its elements are, the same of them once.
+    """
+    metas, named = map_call(args, kwargs, Spec, lambda spec: Meta(spec.shape, spec.dtype))
+    if len({len(each) for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)}) > 1:
+        meta_results(op, metas, named)  # which refuses lists of other lengths
+    elements = elements_of(op, args, kwargs)
     uses = [at for element in elements for at in element.places]
     shared = [at for at in dict.fromkeys(uses) if uses.count(at) > 1]
     cut = _cut_axes(spec for at, spec in enumerate(specs) if at not in shared)
@@ -130,9 +135,9 @@ def in_lists(
     chosen: list[Strategy] = []
     for element in elements:
         left = iter(element.places)
-        op, given, named, _ = element
+        one, given, options, _ = element
         placed = tuple(_placed(each, left, asked) for each in given)
-        found = choose(op, placed, {key: _placed(v, left, asked) for key, v in named.items()})
+        found = choose(one, placed, {key: _placed(v, left, asked) for key, v in options.items()})
         if found is None:
             return None
         chosen.append(found)
@@ -142,7 +147,11 @@ def in_lists(
             ins[at] = asked[at] if at in shared else spec
     # PyTorch's own operations on lists have no gradient of what all elements use.
     apart = bool(grad and shared) or any(each.rule.local is not None for each in chosen)
-    return _together(call, tree, specs, ins, chosen, apart)
+    call = Call(
+        op, metas, named, tuple(Meta(spec.shape, spec.dtype) for spec in specs),
+        tuple(meta for each in chosen for meta in each.call.results),
+    )  # fmt: skip
+    return _together(call, specs, ins, chosen, apart)
 
 
 def _placed(value: Any, places: Iterator[int], asked: Mapping[int, Spec]) -> Any:
@@ -175,14 +184,13 @@ def _everywhere(spec: Spec, axes: frozenset[str], *, whole: bool = False) -> Spe
 
 
 def _together(
-    call: Call, tree: Any, specs: Sequence[Spec], ins: Sequence[Spec], chosen: Sequence[Strategy],
-    apart: bool,
-) -> Strategy:  # fmt: skip
+    call: Call, specs: Sequence[Spec], ins: Sequence[Spec], chosen: Sequence[Strategy], apart: bool
+) -> Strategy:
     """One strategy of many; its rule is that of the first element, its roles name all."""
     rule = replace(chosen[0].rule, local=_OneByOne(tuple(chosen)) if apart else None)
     return Strategy(
         call.op, rule, call, _roles(chosen), tuple(specs), tuple(ins),
-        tuple(spec for each in chosen for spec in each.out_specs), tree,
+        tuple(spec for each in chosen for spec in each.out_specs), list(range(len(call.results))),
         sum(each.time for each in chosen),
         any(each.sends for each in chosen) or tuple(specs) != tuple(ins), chosen[0].topology,
     )  # fmt: skip

@@ -125,11 +125,12 @@ def _compute(
     _check_mesh(op, specs)
     as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
     metas, named = map_call(args, kwargs, Spec, as_meta)
-    call, tree = call_and_tree(overload_of(op, metas, named), metas, named)
-    if is_list(call.op):
+    overload = overload_of(op, metas, named)
+    if is_list(functional := functional_of(overload)):
         each = asked._replace(wish=None)
         one = lambda op, args, kwargs: _strategy(op, args, kwargs, each)  # noqa: E731
-        return in_lists(call, tree, args, kwargs, specs, one, grad=asked.grad)
+        return in_lists(functional, args, kwargs, specs, one, grad=asked.grad)
+    call, tree = call_and_tree(overload, metas, named)
     return choose(call, tree, rule_of(call), specs, topology, grad=asked.grad,
                   local=asked.local, wish=asked.wish)  # fmt: skip
 
@@ -175,13 +176,20 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
              f"fs.register_rule({name_of(op)})('bd,d->bd') gives it one; "
              "fs.partition lays out what it is made of")  # fmt: skip
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
-    real, named = map_call(args, kwargs, Meta, make)
+    # One tensor of a list stands for all: PyTorch writes every one down for each overload in vain.
+    real, named = map_call(args, kwargs, list, lambda each: each[:1] if _is_list(each) else each)
+    real, named = map_call(real, named, Meta, make)
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *real, **named)
     except RuntimeError as error:
         fail(f"fs.propagate({packet})", "these arguments", f"no overload takes them: {error}",
              "check them with the same call on whole tensors")  # fmt: skip
     return getattr(packet, name)
+
+
+def _is_list(value: list[Any]) -> bool:
+    """Whether a list is one of tensors."""
+    return bool(value) and all(isinstance(each, Meta) for each in value)
 
 
 @lru_cache(maxsize=4096)
