@@ -44,6 +44,10 @@ def _result_dims(meta: Meta | None) -> Dims | None:
     return None if meta is None else dims_of(meta.ndim)
 
 
+ELSEWHERE = ("equal", "rrelu")
+"""What is tagged, and gives a number or draws some."""
+
+
 def _tagged() -> Sequence[Any]:
     """Every overload of aten and prims that PyTorch calls pointwise, and computes something new."""
     found = []
@@ -54,7 +58,8 @@ def _tagged() -> Sequence[Any]:
             continue
         packet = getattr(getattr(torch.ops, space), base, None)
         op = getattr(packet, overload or "default", None)
-        if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags:
+        tagged = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
+        if tagged and base not in ELSEWHERE:
             found.append(op)
     return found
 

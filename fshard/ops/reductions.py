@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverloadPacket
 
-from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
+from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear
 from fshard.ops.call import Call, Meta, schema_of
 from fshard.ops.local import Here, resized
 from fshard.ops.registry import register_rule
@@ -352,17 +352,6 @@ def pairwise_distance(call: Call) -> Rule:
                 local=Filled(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
 
 
-def selecting_backward(call: Call) -> Rule:
-    """The gradient of what chooses one element of a dim: that dim is whole."""
-    made = call.results[0]
-    assert made is not None
-    dim = wrap(call.get("dim"), made.ndim)
-    factors = tuple(() if at == dim else each for at, each in enumerate(dims_of(made.ndim)))
-    less = factors if call.get("keepdim") else factors[:dim] + factors[dim + 1 :]
-    given = less[: call.operands[0].ndim]
-    return Rule((given, given), (factors,), modes=linear(0), local=resized("sizes"))
-
-
 def _of_one(name: str, *more: str) -> list[Any]:
     """The overloads of operations that reduce one tensor: `max` of two tensors is none."""
     return [op for op in named(name, *more) if not any(a.name == "other" for a in schema_of(op))]
@@ -375,7 +364,6 @@ NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "nat
 OTHERS = {
     "trace": trace, "sum_to_size": sum_to_size, "quantile": quantile, "nanquantile": quantile,
     "dist": dist, "pairwise_distance": pairwise_distance, "cov": all_whole, "corrcoef": all_whole,
-    "value_selecting_reduction_backward": selecting_backward,
 }  # fmt: skip
 
 register_rule(*_of_one(*KINDS, *WHOLE), *PRIMS, family="reductions")(reduction)

@@ -46,6 +46,7 @@ class _Always:
 _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _COUNT = [0]
+USER = "user"
 _FAMILIES = (
     "pointwise", "matmul", "reductions", "scans", "views", "diagonals", "blocks", "joining",
     "indexing", "scattering", "embedding", "losses", "class_losses", "sorting", "norms",
@@ -55,7 +56,7 @@ _FAMILIES = (
 """The modules of this package that register rows, loaded when the first row is asked for."""
 
 
-def register_rule(*ops: Any, family: str = "user") -> Callable[[Any], Any]:
+def register_rule(*ops: Any, family: str = USER) -> Callable[[Any], Any]:
     """Give operations a sharding rule: as decorator of a generator, or with a rule's text.
 
     An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
@@ -75,7 +76,11 @@ def register_rule(*ops: Any, family: str = "user") -> Callable[[Any], Any]:
         generator: Generator = _Always(made) if isinstance(made, Rule) else made
         for op in ops:
             for each in overloads(op):
-                _ROWS[each] = Row(each, generator, family)
+                # Families are loaded in any order, by whoever needs one of them first.
+                before = _ROWS.get(each)
+                assert family == USER or before is None or before.family in (family, USER), each
+                if before is None or family == USER or before.family != USER:
+                    _ROWS[each] = Row(each, generator, family)
         _COUNT[0] += 1
         _functional.cache_clear()
         return given
@@ -119,12 +124,9 @@ def rows() -> dict[Any, Row]:
 
 @lru_cache(maxsize=1)
 def _load() -> None:
-    # A second of PyTorch's own work, which who only moves tensors need not wait for. What users
-    # have registered before wins.
-    own = dict(_ROWS)
+    # A second of PyTorch's own work, which who only moves tensors need not wait for.
     for family in _FAMILIES:
         importlib.import_module(f"fshard.ops.{family}")
-    _ROWS.update(own)
 
 
 def overloads(op: Any) -> Iterable[Any]:

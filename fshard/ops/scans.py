@@ -17,8 +17,7 @@ from fshard.ops.rule import Dims, Mode, Rule
 __all__ = ["along"]
 
 LINEAR = (
-    "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "cumprod_backward",
-    "cummaxmin_backward", "glu_backward",
+    "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "glu_backward",
 )  # fmt: skip
 """Linear in their first operand; a difference in all of them together."""
 OTHERS = (
