@@ -436,3 +436,13 @@ def test_an_error_in_reading_results_is_the_one_that_is_raised() -> None:
 
     with pytest.raises(ShardingError, match=r"different collectives|rank 1 returned"):
         fs.simulate(MESH, lambda: mapped(ragged)(torch.arange(4.0)))
+
+
+def test_ranks_have_as_many_threads_as_the_caller() -> None:
+    mesh, threads = fs.Mesh(x=3), torch.get_num_threads()
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            assert fs.simulate(mesh, torch.get_num_threads) == [count] * 3
+    finally:
+        torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """Grad and inference mode, autocast, and the function and dispatch modes of one thread.
+    """Grad and inference mode, autocast, function and dispatch modes, and threads of operations.
 
     The default device is a function mode, fake tensors and flop counters are dispatch modes.
     """
@@ -28,6 +28,7 @@ class ThreadSettings:
     autocast: tuple[tuple[str, torch.dtype], ...]
     functions: tuple[Any, ...]
     dispatches: tuple[Any, ...]
+    threads: int
 
     @staticmethod
     def current() -> ThreadSettings:
@@ -43,6 +44,7 @@ class ThreadSettings:
             autocast,
             tuple(_get_current_function_mode_stack()),
             tuple(dispatch._get_current_dispatch_mode_stack()),
+            torch.get_num_threads(),
         )
 
     @contextmanager
@@ -52,6 +54,9 @@ class ThreadSettings:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             torch.set_grad_enabled(self.grad)
+            # Sums of other numbers of threads differ in their last bits.
+            if torch.get_num_threads() != self.threads:
+                torch.set_num_threads(self.threads)
             # Backward must run in the rank's own thread: it meets other ranks there.
             torch._C._set_multithreading_enabled(False)
             stack.enter_context(self.casting())
