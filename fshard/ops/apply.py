@@ -12,9 +12,9 @@ from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
 from fshard.ops.call import READ, Plain, fill_call, name_of, parts_of
-from fshard.ops.keys import frozen, thawed
+from fshard.ops.keys import frozen, thawed_call
 from fshard.ops.local import rank_here, run_local
-from fshard.ops.partition import Partition
+from fshard.ops.partition import Partition, wants_grad
 from fshard.ops.propagate import is_several, local_strategy_for, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy
@@ -60,7 +60,7 @@ def apply(
     given = [pair for each in (*args, *kwargs.values()) for pair in _operands(each)]
     mesh, everywhere = _mesh(op, given)
     pairs = [_as_pair(each, mesh, everywhere) for each in given]
-    grad = torch.is_grad_enabled() and any(_wants_grad(local) for local, _ in pairs)
+    grad = torch.is_grad_enabled() and any(wants_grad(local) for local, _ in pairs)
     left = iter(pairs)
     specs = [_map(each, lambda _: next(left)[1]) for each in args]
     named = {key: _map(each, lambda _: next(left)[1]) for key, each in kwargs.items()}
@@ -97,7 +97,7 @@ def _by_others(
 @lru_cache(maxsize=1024)
 def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partition:
     """An operation as a function of its tensors alone."""
-    given, named = tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
+    given, named = thawed_call(args, kwargs)
     mesh = parts_of((*given, *named.values()), Spec)[0].mesh
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -145,11 +145,6 @@ def _as_pair(given: Any, mesh: Mesh, everywhere: bool) -> tuple[Any, Spec]:
         return (check_tuple(local, spec.mesh, "fs.apply") if everywhere else local), spec
     spec = Spec(mesh, PartitionSpec(), shape=given.shape, dtype=given.dtype)
     return (spread(given, mesh.size) if everywhere else given), spec
-
-
-def _wants_grad(local: Any) -> bool:
-    shards = (local,) if isinstance(local, torch.Tensor) else local
-    return any(shard.requires_grad for shard in shards)
 
 
 def _all_send(best: Strategy) -> NoReturn:

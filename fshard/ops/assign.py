@@ -18,11 +18,11 @@ from torch import fx
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta, Plain, fill_call, map_call, name_of, parts_of
+from fshard.ops.call import Meta, Plain, base_name, fill_call, map_call, name_of, parts_of
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
-from fshard.ops.registry import decomposition_of, functional_of, row_of
+from fshard.ops.registry import decomposition_of, functional_of, read_by, row_of
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import constraint_of, decompose, own_way
 from fshard.ops.writes import same_tensors
@@ -166,15 +166,13 @@ class _Walk:
         env: dict[fx.Node, Any],
     ) -> Any:  # fmt: skip
         """An operation that writes an operand: from here on that is another value."""
-        outs = {each.name for each in op._schema.arguments if each.is_out}
-        read = {key: each for key, each in kwargs.items() if key not in outs}
         targets = [
             node.args[at] if at < len(node.args) else node.kwargs[each.name]
             for at, each in enumerate(op._schema.arguments)
             if each.alias_info is not None and each.alias_info.is_write
             and (at < len(node.args) or each.name in node.kwargs)
         ]  # fmt: skip
-        made = self.operation(functional, args, read, node)
+        made = self.operation(functional, args, read_by(op, kwargs), node)
         # What it returns beside what it writes comes first; of lists every tensor is written.
         fresh = sum(each.alias_info is None for each in op._schema.returns)
         results = _each(made)
@@ -189,7 +187,7 @@ class _Walk:
 
     def overwriting(self, old: Known, new: Known, op: Any, node: fx.Node) -> Known:
         """A tensor after it has been written: of its dtype, whatever was computed with."""
-        if old.grad and not self.grad and _name(op) not in NO_GRADIENT:
+        if old.grad and not self.grad and base_name(op) not in NO_GRADIENT:
             fail("fs.partition", f"{node.name} writes a tensor that has a gradient under no_grad",
                  "PyTorch passes gradients by such a write, as if it had not been",
                  "write it where gradients are tracked, or write its detach().clone()")  # fmt: skip
@@ -282,9 +280,9 @@ class _Walk:
         """The lines of an operation: programs for its operands, itself, its results apart."""
         refs = [Ref(self.moved(k, s)) for k, s in zip(known, chosen.in_specs, strict=True)]
         filled = fill_call(args, kwargs, Known, refs)
-        out, single = self.new(), isinstance(chosen.tree, int) and type(chosen.tree) is int
+        out, single = self.new(), type(chosen.tree) is int
         self.made.lines.append(Operation(out, chosen, *filled, single, node.name))
-        grad = self.grad and any(k.grad for k in known) and _name(op) not in NO_GRADIENT
+        grad = self.grad and any(k.grad for k in known) and base_name(op) not in NO_GRADIENT
         results: list[Known | None] = []
         for at, spec in enumerate(chosen.out_specs):
             if spec is None:
@@ -306,8 +304,7 @@ class _Walk:
 
     def by_others(self, op: Any, how: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The lines of an operation that is done by others."""
-        to_meta = lambda k: Meta(k.spec.shape, k.spec.dtype)  # noqa: E731
-        metas, named = map_call(args, kwargs, Known, to_meta)
+        metas, named = map_call(args, kwargs, Known, lambda k: Meta.of(k.spec))
         graph = decompose(op, how, metas, named)
         if graph is None:
             self.refuse(op, args, kwargs)
@@ -378,11 +375,6 @@ def _way(src: Spec, dst: Spec, topology: Topology) -> Program:
     return redistribute(src, via, cost=topology) >> redistribute(via, dst, cost=topology)
 
 
-def _name(op: Any) -> str:
-    """An operation's name without its namespace and overload; none of other functions."""
-    return op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
-
-
 def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call without its tensors."""
     placed, named = map_call(args, kwargs, Known, lambda _: None)
@@ -399,7 +391,7 @@ def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
 
 def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The running statistics that a norm writes, which its schema does not say."""
-    name = op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
+    name = base_name(op)
     if name not in STATE or "norm" not in name:
         return []
     return [each for each in writes_state(op, name, args, kwargs) if each is not None]

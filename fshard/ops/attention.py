@@ -15,8 +15,8 @@ import torch
 
 from fshard.errors import fail
 from fshard.ops.build import linear
-from fshard.ops.call import Call, Meta
-from fshard.ops.local import Here, LocalCall, argument, with_argument
+from fshard.ops.call import Call, Meta, argument
+from fshard.ops.local import Here, LocalCall, with_argument
 from fshard.ops.parts import Parts, dims_of_text, fitted, letters, untouched
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Rule

@@ -28,7 +28,7 @@ from fshard.ops.elimination import Labelling
 from fshard.ops.hints import call_at
 from fshard.ops.lines import Constant, Move, Operation
 from fshard.ops.measure import FORWARD_AND_BACKWARD, lines_time
-from fshard.ops.partition import Partition, Partitioned
+from fshard.ops.partition import Partition, Partitioned, wants_grad
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
 from fshard.ops.weigh import compute_time, moving, nbytes
 from fshard.partition_spec import PartitionSpec
@@ -161,11 +161,11 @@ class _Search:
         self.names = paths(args, "args")
         self.args = unflatten(self.tree, [
             leaf if m is None
-            else torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=_wants(leaf))
+            else torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=wants_grad(leaf))
             for leaf, m in zip(leaves, self.metas, strict=True)
         ])  # fmt: skip
         self.wants = [
-            meta is not None and _wants(x) for x, meta in zip(leaves, self.metas, strict=True)
+            meta is not None and wants_grad(x) for x, meta in zip(leaves, self.metas, strict=True)
         ]
         self.traces: dict[Any, Any] = {}
         self.fn = fn
@@ -281,15 +281,6 @@ def _meta(leaf: Any) -> Meta | None:
     if isinstance(given, torch.Tensor | Spec):
         return Meta(tuple(given.shape), given.dtype)
     return None
-
-
-def _wants(leaf: Any) -> bool:
-    """Whether an argument's gradient is asked for; of specs, which cannot say, if it may be."""
-    if isinstance(leaf, Spec):
-        return leaf.dtype.is_floating_point
-    local = leaf[0] if is_pair(leaf) else leaf
-    shards = (local,) if isinstance(local, torch.Tensor) else local
-    return any(each.requires_grad for each in shards)
 
 
 def _orders(mesh: Mesh) -> list[tuple[str, ...]]:

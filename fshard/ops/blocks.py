@@ -9,8 +9,8 @@ import torch
 
 from fshard.errors import fail
 from fshard.ops.build import linear, moved, wrap
-from fshard.ops.call import Call
-from fshard.ops.local import Here, argument, resized
+from fshard.ops.call import Call, argument
+from fshard.ops.local import Here, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
 from fshard.ops.rule import Dims, Rule

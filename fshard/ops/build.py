@@ -8,9 +8,10 @@ import torch
 
 from fshard.ops.call import Call, Meta
 from fshard.ops.rule import Dims, Mode
+from fshard.partition_spec import REDUCTIONS
 
 __all__ = [
-    "KINDS", "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear",
+    "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear",
     "moved", "tensors", "unmoved", "wrap",
 ]  # fmt: skip
 
@@ -88,18 +89,15 @@ def is_whole_number(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-KINDS = ("sum", "avg", "max", "min", "product")
-
-
 def moved(*places: int, results: int = 1) -> tuple[Mode, ...]:
     """Modes of operands whose elements are moved and not computed with: every kind passes.
 
     >>> [str(each) for each in moved(0)]
     ['0 sum', '0 avg', '0 max', '0 min', '0 product']
     """
-    return tuple(Mode(places, kind, (kind,) * results) for kind in KINDS)
+    return tuple(Mode(places, kind, (kind,) * results) for kind in REDUCTIONS)
 
 
 def unmoved(place: int, results: int = 1) -> tuple[Mode, ...]:
     """Modes of an operand whose elements do not matter: the results are the same on every rank."""
-    return tuple(Mode((place,), kind, (None,) * results) for kind in KINDS)
+    return tuple(Mode((place,), kind, (None,) * results) for kind in REDUCTIONS)

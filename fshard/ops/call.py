@@ -10,10 +10,11 @@ import torch
 from torch._ops import OpOverload
 
 from fshard.errors import fail
+from fshard.spec import Spec
 
 __all__ = [
-    "READ", "Call", "Meta", "Plain", "fill_call", "map_call", "map_tensors", "meta_results",
-    "name_of", "parts_of", "schema_of",
+    "READ", "Call", "Meta", "Plain", "argument", "base_name", "fill_call", "map_call",
+    "map_tensors", "meta_results", "name_of", "parts_of", "schema_of",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
@@ -25,6 +26,11 @@ class Meta(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor | Spec) -> Meta:
+        """That of a tensor, or of one that lies as a spec."""
+        return Meta(tuple(tensor.shape), tensor.dtype)
 
     @property
     def ndim(self) -> int:
@@ -56,14 +62,7 @@ class Call:
         >>> call_of(torch.ops.aten.sum.dim_IntList, (x, [1]), {}).get("keepdim")
         False
         """
-        for at, argument in enumerate(schema_of(self.op)):
-            if argument.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                if at < len(self.args) and not argument.kwarg_only:
-                    return self.args[at]
-                return argument.default_value if argument.has_default_value() else None
-        raise KeyError(name)
+        return argument(self.op, self.args, self.kwargs, name)
 
     def has(self, name: str) -> bool:
         """Whether the schema has an argument of that name."""
@@ -97,8 +96,17 @@ _READING = frozenset(("item", "_local_scalar_dense", "equal", "is_nonzero", "all
 
 def reads_number(op: Any) -> bool:
     """Whether an operation turns what is in tensors into a number of Python's."""
+    return base_name(op) in _READING
+
+
+def base_name(op: Any) -> str:
+    """An operation's name without its space and overload; empty for other functions.
+
+    >>> base_name(torch.ops.aten.add_.Tensor), base_name(torch.add)
+    ('add_', '')
+    """
     schema = getattr(op, "_schema", None)
-    return schema is not None and schema.name.partition("::")[2] in _READING
+    return "" if schema is None else str(schema.name.partition("::")[2])
 
 
 def name_of(op: Any) -> str:
@@ -108,6 +116,16 @@ def name_of(op: Any) -> str:
     ('mm.default', 'matmul')
     """
     return str(getattr(op, "__name__", op))
+
+
+def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The argument called `name` of a call, its default where it is not given."""
+    for at, each in enumerate(schema_of(op)):
+        if each.name == name:
+            if name in kwargs:
+                return kwargs[name]
+            return args[at] if at < len(args) else each.default_value
+    raise KeyError(name)
 
 
 def schema_of(op: Any) -> Sequence[Any]:
@@ -173,7 +191,7 @@ def meta_results(
 
     def number(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            found.append(Meta(tuple(value.shape), value.dtype))
+            found.append(Meta.of(value))
             return len(found) - 1
         if value is None:
             found.append(None)

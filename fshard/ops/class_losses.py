@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fshard.ops.build import dims_of, is_inexact, linear
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call, Meta, argument
 from fshard.ops.indexing import whole
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.losses import MEAN, NONE, SUM, Averaged
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Rule

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fshard.ops.build import linear
-from fshard.ops.call import Call, Meta
-from fshard.ops.local import Here, LocalCall, argument, with_argument
+from fshard.ops.call import Call, Meta, argument
+from fshard.ops.local import Here, LocalCall, with_argument
 from fshard.ops.parts import Parts, added, are_apart, has_nothing, letters, nil
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Rule

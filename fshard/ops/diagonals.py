@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import pad
 
 from fshard.ops.build import moved, wrap
-from fshard.ops.call import Call
-from fshard.ops.local import Here, argument, resized, with_argument
+from fshard.ops.call import Call, argument
+from fshard.ops.local import Here, resized, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
 from fshard.ops.rule import Dims, Rule

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fshard.ops.build import is_inexact, kinds, linear, moved, unmoved
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call, Meta, base_name
 from fshard.ops.rule import Mode
 
 __all__ = ["modes_of"]
@@ -57,7 +57,7 @@ CASTS = _words("""
 
 def modes_of(call: Call) -> Modes:
     """The unreduced operands that a call on single elements passes."""
-    name = call.op._schema.name.partition("::")[2].rstrip("_").removeprefix("special_")
+    name = base_name(call.op).rstrip("_").removeprefix("special_")
     n, results = len(call.operands), len(call.results)
     if name in SAME:
         return moved(0, results=results)
@@ -107,7 +107,7 @@ def _added(call: Call) -> Modes:
 
 def _shifted(call: Call) -> Modes:
     """A tensor and a number: of numbers subtracted from one the larger is the smaller."""
-    name = call.op._schema.name.partition("::")[2]
+    name = base_name(call.op)
     number, tensor = _scalar(call), call.operands[0]
     times = call.get("alpha") if call.has("alpha") else 1
     if not _is_finite(number) or tensor.dtype.is_complex or not is_inexact(tensor):

@@ -15,8 +15,8 @@ import torch
 
 from fshard.errors import fail
 from fshard.ops.build import dims_of, linear
-from fshard.ops.call import Call
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.call import Call, argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Rule
 from fshard.ops.shifting import filled, locate, padded, part_of, selecting

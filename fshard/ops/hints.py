@@ -80,12 +80,12 @@ def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
         if not isinstance(got, torch.Tensor):
             return got
         operands.append(each)
-        return Meta(tuple(got.shape), got.dtype)
+        return Meta.of(got)
 
     args, kwargs = map_call(node.args, node.kwargs, fx.Node, as_meta)
     metas = tuple(parts_of((*args, *kwargs.values()), Meta))
     results = tuple(
-        Meta(tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else None
+        Meta.of(each) if isinstance(each, torch.Tensor) else None
         for each in (value if isinstance(value, list | tuple) else [value])
     )
     call = Call(functional_of(node.target), args, kwargs, metas, results)

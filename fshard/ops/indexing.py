@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fshard.ops.build import aligned, dims_of, wrap
-from fshard.ops.call import Call, Meta
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.call import Call, Meta, argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Rule
 from fshard.ops.shifting import (

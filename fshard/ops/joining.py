@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fshard.ops.build import KINDS, aligned, moved, wrap
-from fshard.ops.call import Call
+from fshard.ops.build import aligned, moved, wrap
+from fshard.ops.call import Call, base_name
 from fshard.ops.local import Here
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
 from fshard.ops.rule import Dims, Mode, Rule
+from fshard.partition_spec import REDUCTIONS
 
 __all__ = ["joined"]
 
@@ -86,7 +87,7 @@ _STACKS = {
 @register_rule(*_STACKS, family="joining")
 def stacked(call: Call) -> Rule:
     """Tensors of few dims are given more, and lie along one of them."""
-    places = _STACKS[call.op._schema.name.partition("::")[2]]
+    places = _STACKS[base_name(call.op)]
     given = [places(each.ndim) for each in call.operands]
     return joined(call, [each for each, _ in given], given[0][1])
 
@@ -133,7 +134,7 @@ def _each_alone(count: int) -> tuple[Mode, ...]:
     """Modes of operands of which each makes the result of its number: all together, or one."""
     alone = () if count == 1 else tuple(
         Mode((at,), kind, tuple(kind if other == at else None for other in range(count)))
-        for at in range(count) for kind in KINDS
+        for at in range(count) for kind in REDUCTIONS
     )  # fmt: skip
     return moved(*range(count), results=count) + alone
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fshard.spec import Spec
 
-__all__ = ["frozen", "thawed"]
+__all__ = ["frozen", "thawed", "thawed_call"]
 
 
 class _List(tuple[Any, ...]):
@@ -59,3 +59,8 @@ def thawed(value: Any) -> Any:
     if kind is tuple:
         return tuple(map(thawed, value))
     return value
+
+
+def thawed_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, by place and by name, from their keys."""
+    return tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from fshard.ops.build import linear
-from fshard.ops.call import Call, Meta, schema_of
+from fshard.ops.call import Call, Meta, base_name, schema_of
 from fshard.ops.parts import Parts, dims_of_text, fitted, letters, named, trailing, untouched
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Rule
@@ -101,7 +101,7 @@ SIDES = {
 @register_rule(*named(" ".join(SIDES)), family="linalg")
 def solving(call: Call) -> Rule:
     """`bij,bjk->bik`: columns of the right-hand side are solved alone, linear in it."""
-    name = call.op._schema.name.partition("::")[2]
+    name = base_name(call.op)
     matrix, side = SIDES[name]
     at, a = call.place(side), call.place(matrix)
     made = call.results[0]

@@ -121,7 +121,7 @@ def in_lists(
 
     The operation itself is not asked what it returns: its elements are, the same of them once.
     """
-    metas, named = map_call(args, kwargs, Spec, lambda spec: Meta(spec.shape, spec.dtype))
+    metas, named = map_call(args, kwargs, Spec, Meta.of)
     if len({len(each) for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)}) > 1:
         meta_results(op, metas, named)  # which refuses lists of other lengths
     elements = elements_of(op, args, kwargs)
@@ -148,7 +148,7 @@ def in_lists(
     # PyTorch's own operations on lists have no gradient of what all elements use.
     apart = bool(grad and shared) or any(each.rule.local is not None for each in chosen)
     call = Call(
-        op, metas, named, tuple(Meta(spec.shape, spec.dtype) for spec in specs),
+        op, metas, named, tuple(map(Meta.of, specs)),
         tuple(meta for each in chosen for meta in each.call.results),
     )  # fmt: skip
     return _together(call, specs, ins, chosen, apart)

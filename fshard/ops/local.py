@@ -15,7 +15,7 @@ from fshard.ops.strategy import Strategy
 from fshard.run.transport import current_rank
 from fshard.spec import Spec
 
-__all__ = ["Here", "argument", "rank_here", "resized", "run_local"]
+__all__ = ["Here", "rank_here", "resized", "run_local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,6 @@ class Here:
 
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-
-def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The argument called `name` of a call, its default where it is not given."""
-    for at, each in enumerate(schema_of(op)):
-        if each.name == name:
-            if name in kwargs:
-                return kwargs[name]
-            return args[at] if at < len(args) else each.default_value
-    raise KeyError(name)
 
 
 def with_argument(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fshard.ops.build import aligned, dims_of, linear
-from fshard.ops.call import Call
+from fshard.ops.call import Call, argument
 from fshard.ops.indexing import broadcast_shape, whole
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 

@@ -7,12 +7,11 @@ leave it unreduced, and every operand may be unreduced. What is added to a produ
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any
 
 import torch
 
 from fshard.ops.build import wrap
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call, Meta, base_name
 from fshard.ops.parts import (
     Expanded,
     Parts,
@@ -60,10 +59,10 @@ SUMS = {
 @register_rule(*(getattr(aten, name) for name in SUMS), family="matmul")
 def product_added(call: Call) -> Rule:
     """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
-    made, a, b = SUMS[_name(call)]
+    made, a, b = SUMS[base_name(call.op).rstrip("_")]
     dims = (trailing(made, call.operands[0].ndim), dims_of_text(a), dims_of_text(b))
     # Of an empty product with a vector PyTorch returns the input's shape, not the sum's.
-    changes = (Expanded("self"),) if _name(call) == "addmv" else ()
+    changes = (Expanded("self"),) if base_name(call.op).rstrip("_") == "addmv" else ()
     return contracted(call, dims, dims_of_text(made), addend=0,
                       local=Parts((0,), changes, zeros=False))  # fmt: skip
 
@@ -287,8 +286,3 @@ def grouped(call: Call) -> Rule | None:
         *(untouched(each) for each in call.operands[2:]),
     ]
     return contracted(call, dims, _hidden(made, hidden), linear_in=(0, 1))
-
-
-def _name(call: Call) -> str:
-    name: Any = call.op._schema.name
-    return str(name).partition("::")[2].rstrip("_")

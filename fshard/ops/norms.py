@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from fshard.ops.build import aligned, dims_of, linear, wrap
-from fshard.ops.call import Call, Meta, schema_of
-from fshard.ops.local import Here, argument
-from fshard.ops.reductions import OfSome, base_name, named, typed, zeros
+from fshard.ops.call import Call, Meta, argument, base_name, schema_of
+from fshard.ops.local import Here
+from fshard.ops.reductions import OfSome, named, typed, zeros
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
@@ -114,7 +114,7 @@ def group_norm(call: Call) -> Rule:
     groups = call.get("num_groups" if call.has("num_groups") else "group")
     per = x.shape[1] // groups
     factors: Dims = (("n",), ("g", "c"), *dims_of(x.ndim - 2))
-    backward = base_name(call).endswith("backward")
+    backward = base_name(call.op).endswith("backward")
     results = (factors, (("g", "c"),), (("g", "c"),)) if backward else (
         (factors, (("n",), ("g",)), (("n",), ("g",))))  # fmt: skip
     shapes = {x.ndim: factors, 1: (("g", "c"),)}
@@ -166,7 +166,7 @@ def _own_statistics(call: Call) -> bool:
     for name in ("training", "use_input_stats", "train", "update"):
         if call.has(name):
             return bool(call.get(name))
-    return "with_update" in base_name(call)
+    return "with_update" in base_name(call.op)
 
 
 def batch_norm(call: Call) -> Rule:
@@ -177,7 +177,7 @@ def batch_norm(call: Call) -> Rule:
     results = tuple(_of_channels(each, x, factors) for each in call.results)
     over = _names((factors[0], *factors[2:]))
     whole = over if own else frozenset()
-    if base_name(call) == "instance_norm":
+    if base_name(call.op) == "instance_norm":
         whole -= {"n"}
     # Statistics that are given are the same on all ranks: any maximum of them is one of them.
     same = tuple((f, "max") for f in sorted(_names(factors)))
@@ -227,14 +227,14 @@ def weight_norm(call: Call) -> Rule:
     """The dim that has norms of its own is free, those that they are over are whole."""
     widest = max(call.operands, key=lambda m: m.ndim)
     factors, dim = dims_of(widest.ndim), call.get("dim")
-    kept = {wrap(dim, widest.ndim)} if dim >= 0 or "interface" in base_name(call) else set()
+    kept = {wrap(dim, widest.ndim)} if dim >= 0 or "interface" in base_name(call.op) else set()
 
     def dims(meta: Meta | None) -> Dims | None:
         if meta is None or meta.shape == widest.shape:
             return meta and factors
         return tuple(each if at in kept else () for at, each in enumerate(dims_of(meta.ndim)))
 
-    name, rest = base_name(call), (None,) * (len(call.results) - 1)
+    name, rest = base_name(call.op), (None,) * (len(call.results) - 1)
     modes: tuple[Mode, ...] = ()
     if name in ("_weight_norm", "_weight_norm_interface"):
         modes = tuple(Mode((1,), kind, (kind, *rest)) for kind in ("sum", "avg"))

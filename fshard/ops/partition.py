@@ -31,7 +31,7 @@ from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
 
-__all__ = ["Partition", "Partitioned", "partition"]
+__all__ = ["Partition", "Partitioned", "partition", "wants_grad"]
 
 MOST_CALLS = 1024
 """Of calls so many kinds are remembered."""
@@ -168,20 +168,26 @@ class Partition:
         # A list: two arguments of which the second is a spec would be a pair.
         outline(list(args), leaves, key)
         key += [
-            _wants_grad(leaf) if is_pair(leaf) or isinstance(leaf, torch.Tensor) else frozen(leaf)
+            wants_grad(leaf) if is_pair(leaf) or isinstance(leaf, torch.Tensor) else frozen(leaf)
             for leaf in leaves
         ]
+        kind = tuple(key)
         try:
-            found = self._calls.get(tuple(key))
+            found = self._calls.get(kind)
         except TypeError:  # of what cannot be a key nothing is remembered
-            found, key = None, [object()]
+            return leaves, *self._new(args, leaves)
         if found is None:
-            specs = self._specs(args, leaves)
-            made = self._of(leaves, flatten(list(args))[1], specs)
             if len(self._calls) >= MOST_CALLS:
                 self._calls.clear()
-            found = self._calls[tuple(key)] = made, specs
+            found = self._calls[kind] = self._new(args, leaves)
         return leaves, *found
+
+    def _new(
+        self, args: tuple[Any, ...], leaves: Sequence[Any]
+    ) -> tuple[Partitioned, Sequence[Spec | None]]:
+        """What a call of a kind not seen before is partitioned to, and its leaves' specs."""
+        specs = self._specs(args, leaves)
+        return self._of(leaves, flatten(list(args))[1], specs), specs
 
     def trace(self, *args: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
@@ -265,7 +271,7 @@ class Partition:
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None]
     ) -> Partitioned:
         enabled = torch.is_grad_enabled()
-        wants = tuple(enabled and _wants_grad(leaf) for leaf in leaves)
+        wants = tuple(enabled and wants_grad(leaf) for leaf in leaves)
         key = tree, tuple(specs), wants, _others(leaves, specs), enabled
         try:
             made = self._made.get(key)
@@ -285,7 +291,7 @@ class Partition:
         if not inputs:
             fail("a partitioned function", "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
-        metas = tuple(None if s is None else Meta(s.shape, s.dtype) for s in specs)
+        metas = tuple(None if s is None else Meta.of(s) for s in specs)
         graph, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled))
         asked = self._asked(shape)
         made, outputs, out_specs = self._laid(graph, inputs, enabled, asked)
@@ -406,7 +412,8 @@ def _own_sizes(given: Any, p: PartitionSpec) -> Mapping[int, Sequence[int] | Non
     return {d: given.sizes[d] for d in range(given.ndim) if dims[d] == given.partition.dims[d]}
 
 
-def _wants_grad(leaf: Any) -> bool:
+def wants_grad(leaf: Any) -> bool:
+    """Whether a leaf's gradient is asked for; of specs, which cannot say, if it may be."""
     if isinstance(leaf, Spec):
         return leaf.dtype.is_floating_point
     local = leaf[0] if is_pair(leaf) else leaf

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fshard.ops.build import is_inexact, linear
-from fshard.ops.call import Call, Meta, map_tensors
-from fshard.ops.local import Here, LocalCall, argument, with_argument
+from fshard.ops.call import Call, Meta, argument, map_tensors
+from fshard.ops.local import Here, LocalCall, with_argument
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.spec import Spec
 

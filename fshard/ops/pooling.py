@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fshard.ops.build import is_inexact, kinds, linear, moved
-from fshard.ops.call import Call, Meta
-from fshard.ops.local import Here, LocalCall, argument, with_argument
+from fshard.ops.call import Call, Meta, argument, base_name
+from fshard.ops.local import Here, LocalCall, with_argument
 from fshard.ops.parts import Parts, Sized, are_apart, dims_of_text, letters, named
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
@@ -42,15 +42,9 @@ MAXIMA = """
 """
 
 
-def name_of(call: Call) -> str:
-    """The operation's name without its namespace."""
-    name: str = call.op._schema.name.partition("::")[2]
-    return name
-
-
 def spatial_dims(call: Call) -> int:
     """The number of spatial dims, as the operation's name says it."""
-    found = re.search(r"([123])d", name_of(call))
+    found = re.search(r"([123])d", base_name(call.op))
     assert found is not None
     return int(found[1])
 
@@ -142,15 +136,15 @@ class _Enlarged:
 @register_rule(*named(AVERAGES), family="pooling")
 def averaged(call: Call) -> Rule:
     """Linear in the tensor that it reads, but where integers are divided."""
-    moves = any(word in name_of(call) for word in ("pad", "unpool"))
+    moves = any(word in base_name(call.op) for word in ("pad", "unpool"))
     modes = linear(0) if moves or is_inexact(call.operands[0]) else ()
-    return windowed(call, modes) if name_of(call) in WINDOWED else per_plane(call, modes)
+    return windowed(call, modes) if base_name(call.op) in WINDOWED else per_plane(call, modes)
 
 
 @register_rule(*named(MAXIMA), family="pooling")
 def largest(call: Call) -> Rule:
     """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
-    if name_of(call) in WINDOWED:
+    if base_name(call.op) in WINDOWED:
         return windowed(call, kinds(0, {"max": "max"}))
     return per_plane(call)
 
@@ -180,7 +174,7 @@ def padded(call: Call) -> Rule:
 
 def _is_constant(call: Call) -> bool:
     mode = call.get("mode") if call.has("mode") else "constant"
-    return mode in ("constant", 0) and name_of(call) != "_pad_circular"
+    return mode in ("constant", 0) and base_name(call.op) != "_pad_circular"
 
 
 # -- windows and grids ----------------------------------------------------------------------

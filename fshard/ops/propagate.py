@@ -13,7 +13,7 @@ from fshard.errors import ShardingError, fail
 from fshard.ops.acceptable import acceptable
 from fshard.ops.call import Call, Meta, map_call, meta_results, name_of, parts_of
 from fshard.ops.choose import choose
-from fshard.ops.keys import frozen, thawed
+from fshard.ops.keys import frozen, thawed_call
 from fshard.ops.lists import in_lists, is_list
 from fshard.ops.registry import functional_of, read_by, row_of, version
 from fshard.ops.rule import Rule
@@ -105,8 +105,7 @@ def _strategy(
 
 @lru_cache(maxsize=16384)
 def _cached(rules: int, op: Any, args: Any, kwargs: Any, asked: _Asked) -> Strategy | None:
-    named = {key: thawed(each) for key, each in kwargs}
-    return _compute(op, tuple(map(thawed, args)), named, asked)
+    return _compute(op, *thawed_call(args, kwargs), asked)
 
 
 def _no_way(op: Any) -> NoReturn:
@@ -123,8 +122,7 @@ def _compute(
              "a spec stands in the place of every tensor",
              "fs.Spec(mesh, P(...), shape=..., dtype=...)")  # fmt: skip
     _check_mesh(op, specs)
-    as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
-    metas, named = map_call(args, kwargs, Spec, as_meta)
+    metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
     if is_list(functional := functional_of(overload)):
         each = asked._replace(wish=None)
@@ -150,10 +148,23 @@ def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function is more than one operation, or one that has no rule and can be others."""
     if row_of(op) is not None:
         return False
+    key = op, frozen(tuple(args)), frozen(dict(kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return _is_several(op, args, kwargs)
+    return _is_several_before(version(), *key)
+
+
+@lru_cache(maxsize=16384)
+def _is_several_before(rules: int, op: Any, args: Any, kwargs: Any) -> bool:
+    return _is_several(op, *thawed_call(args, kwargs))
+
+
+def _is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
         return callable(op)
-    as_meta = lambda spec: Meta(spec.shape, spec.dtype)  # noqa: E731
-    metas, named = map_call(args, kwargs, Spec, as_meta)
+    metas, named = map_call(args, kwargs, Spec, Meta.of)
     try:
         overload = overload_of(op, metas, named)
     except ShardingError:
@@ -225,14 +236,11 @@ def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 @lru_cache(maxsize=16384)
 def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[Call, Any]:
-    return _called(op, tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs})
+    return _called(op, *thawed_call(args, kwargs))
 
 
 def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
-    functional = functional_of(op)
-    if functional is not op:
-        outs = {each.name for each in op._schema.arguments if each.is_out}
-        kwargs = {key: each for key, each in kwargs.items() if key not in outs}
+    functional, kwargs = functional_of(op), read_by(op, kwargs)
     results, tree = meta_results(functional, args, kwargs)
     operands = tuple(parts_of((*args, *kwargs.values()), Meta))
     return Call(functional, args, dict(kwargs), operands, results), tree

@@ -19,13 +19,13 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear
-from fshard.ops.call import Call, Meta, schema_of
+from fshard.ops.call import Call, Meta, base_name, schema_of
 from fshard.ops.local import Here, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.run.interpreter import neutral_like
 
-__all__ = ["OfSome", "base_name", "named", "reducing", "same_numbers", "typed", "zeros"]
+__all__ = ["OfSome", "named", "reducing", "same_numbers", "typed", "zeros"]
 
 
 def named(*names: str) -> Iterator[Any]:
@@ -40,19 +40,13 @@ def named(*names: str) -> Iterator[Any]:
                 yield op
 
 
-def base_name(call: Call) -> str:
-    """The operation's name without namespace and overload."""
-    name: str = call.op._schema.name.partition("::")[2]
-    return name
-
-
 def reduced_dims(call: Call) -> tuple[int, ...]:
     """The dims that a call reduces, from 0 on; an empty list is all, or none in some."""
     name = next((each for each in ("dim", "dims") if call.has(each)), None)
     given = None if name is None else call.get(name)
     ndim = call.operands[0].ndim
     listed = given is not None and not isinstance(given, int)
-    if listed and not given and (base_name(call) in ("any", "all") or _is_untouched(call)):
+    if listed and not given and (base_name(call.op) in ("any", "all") or _is_untouched(call)):
         return ()
     return axes_of(given, ndim) if ndim else ()
 
@@ -209,7 +203,7 @@ WHOLE = (
 
 def reduction(call: Call) -> Rule:
     """Dims that are reduced by the operation's kind, or whole where several results differ."""
-    name, dims = base_name(call), reduced_dims(call)
+    name, dims = base_name(call.op), reduced_dims(call)
     kind = KINDS.get(name) if len(call.results) == 1 else None
     made = reducing(call, dict.fromkeys(dims, kind), modes=_modes(call, name, kind),
                     shares=name in (*EXTREMES, "prod"))  # fmt: skip
@@ -295,7 +289,7 @@ class Norm:
 
 def norm_of(call: Call) -> Norm:
     """The norm that a call of any of PyTorch's norms computes."""
-    name, ndim = base_name(call), call.operands[0].ndim
+    name, ndim = base_name(call.op), call.operands[0].ndim
     order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
     given = call.get("dim") if call.has("dim") else None
     dims = axes_of(given, ndim) if ndim else ()

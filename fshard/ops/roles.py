@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fshard.errors import fail
 from fshard.layout import state_problems
+from fshard.ops.build import is_inexact
 from fshard.ops.call import Call, Meta, name_of
 from fshard.ops.rule import Dims, Rule
 from fshard.spec import Spec
@@ -51,17 +52,13 @@ class Role:
     factor: str | None = None
 
 
-def _inexact(meta: Meta | None) -> bool:
-    return meta is not None and (meta.dtype.is_floating_point or meta.dtype.is_complex)
-
-
 @lru_cache(maxsize=8192)
 def _roles(
     rule: Rule, operands: tuple[Meta, ...], results: tuple[Meta | None, ...], grad: bool
 ) -> tuple[Role, ...]:
     # What every rank uses for other work is reduced: its gradients then are addends.
     same = tuple(
-        ANY if at in rule.unread else REDUCED if _inexact(each) else INVARIANT
+        ANY if at in rule.unread else REDUCED if is_inexact(each) else INVARIANT
         for at, each in enumerate(operands)
     )
     roles = [
@@ -81,11 +78,11 @@ def _roles(
         given = tuple(
             None if meta is None
             else State("unreduced", kind=kind) if kind is not None
-            else alike if _inexact(meta) else INVARIANT
+            else alike if is_inexact(meta) else INVARIANT
             for meta, kind in zip(results, mode.results, strict=True)
         )  # fmt: skip
         roles.append(Role(f"unreduced {mode}", asked, given))
-    made = tuple(None if m is None else REDUCED if _inexact(m) else INVARIANT for m in results)
+    made = tuple(None if m is None else REDUCED if is_inexact(m) else INVARIANT for m in results)
     roles.append(Role("reduced", same, made))
     everywhere = tuple(ANY if at in rule.unread else INVARIANT for at, _ in enumerate(operands))
     roles.append(Role("invariant", everywhere,

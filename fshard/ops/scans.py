@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
-from fshard.ops.call import Call, Meta
-from fshard.ops.reductions import OfSome, base_name, named, same_numbers
+from fshard.ops.call import Call, Meta, base_name
+from fshard.ops.reductions import OfSome, named, same_numbers
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
@@ -48,7 +48,7 @@ def _whole(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:
 
 
 def _modes(call: Call) -> tuple[Mode, ...]:
-    name, results = base_name(call), len(call.results)
+    name, results = base_name(call.op), len(call.results)
     if not all(same_numbers(call, at) for at in range(len(call.operands))):
         return ()
     if name == "diff":

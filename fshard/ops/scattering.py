@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from fshard.ops.build import aligned, dims_of, is_inexact, wrap
-from fshard.ops.call import Call
+from fshard.ops.call import Call, argument
 from fshard.ops.indexing import index_dims, whole
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.ops.shifting import (

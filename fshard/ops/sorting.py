@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fshard.ops.build import dims_of, wrap
-from fshard.ops.call import Call, Meta
+from fshard.ops.call import Call, Meta, argument
 from fshard.ops.indexing import whole
-from fshard.ops.local import Here, argument, with_argument
+from fshard.ops.local import Here, with_argument
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Rule
 from fshard.ops.shifting import as_first, factored

@@ -17,7 +17,7 @@ from torch import fx
 
 from fshard.errors import ShardingError, fail
 from fshard.ops.call import Meta, fill_call, parts_of
-from fshard.ops.keys import frozen, thawed
+from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
 
 __all__ = ["constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace"]
@@ -97,7 +97,7 @@ def decompose(
 def _decomposed(
     op: Any, run: Callable[..., Any], above: bool, args: Any, kwargs: Any, grad: bool
 ) -> fx.GraphModule:
-    given, named = tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
+    given, named = thawed_call(args, kwargs)
     metas = parts_of((*given, *named.values()), Meta)
 
     def flat(*tensors: torch.Tensor) -> list[Any]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fshard.ops.build import axes_of, moved, wrap
-from fshard.ops.call import Call
-from fshard.ops.local import Here, argument, resized, with_argument
+from fshard.ops.call import Call, argument, base_name
+from fshard.ops.local import Here, resized, with_argument
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
 from fshard.ops.rule import Dims, Rule
@@ -104,7 +104,7 @@ def permuting(call: Call) -> Rule:
 @register_rule("flip", "fliplr", "flipud", "prims::rev", family="views")
 def flipped(call: Call) -> Rule:
     """The dims that are turned around keep their elements on other ranks."""
-    name, ndim = call.op._schema.name.partition("::")[2], call.operands[0].ndim
+    name, ndim = base_name(call.op), call.operands[0].ndim
     at = {"fliplr": [1], "flipud": [0]}.get(name)
     dims = call.args[1] if at is None and call.args[1:] else call.kwargs.get("dims", at)
     turned = [wrap(dim, ndim) for dim in dims or ()]
@@ -213,7 +213,7 @@ SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 def split(call: Call) -> Rule:
     """The dim that is split is whole, but where there is one piece."""
     x = call.operands[0]
-    name = call.op._schema.name.partition("::")[2]
+    name = base_name(call.op)
     dim = SPLITS[name] if name in SPLITS else wrap(call.get("dim"), x.ndim)
     dims = list[int | None](range(x.ndim))
     dims[min(dim, x.ndim - 1)] = None

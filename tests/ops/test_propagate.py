@@ -16,7 +16,8 @@ import torch
 
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.ops.propagate import frozen, propagate, thawed
+from fshard.ops.keys import frozen, thawed
+from fshard.ops.propagate import propagate
 from fshard.ops.registry import register_rule
 from fshard.ops.strategy import Strategy
 from fshard.partition_spec import PartitionSpec as P
