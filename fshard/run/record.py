@@ -285,10 +285,12 @@ class Launchers:
     Recording costs more than a call: what comes once is not recorded.
     """
 
-    __slots__ = ("_known",)
+    __slots__ = ("_known", "get")
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
+        # What is kept for a key, a `Launcher` or not: a builtin costs a fifth of calling `of`.
+        self.get = self._known.get
 
     def of(
         self, key: Hashable, make: Callable[..., Launcher | None], *args: Any
@@ -328,10 +330,8 @@ def plain_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | No
     mean the same, 0 and 0.0 do not.
     """
     try:
-        if list in map(type, args):
-            return _token(_WRITTEN, marshal.dumps(args, 0), **kwargs)
-        return _token(*args, **kwargs)
-    except (TypeError, ValueError):  # a list by name, or a tuple of more than names
+        return _token(_WRITTEN, marshal.dumps(args, 0), **kwargs)
+    except (TypeError, ValueError):  # a mesh or a dtype by its place, a list by its name
         pass
     try:
         return (_token(*_written((*args, *kwargs.values()))), *kwargs)

@@ -247,6 +247,9 @@ def _launcher(
         of_plan, transport, x.shape, x.stride(), x.dtype, x.device, wanted,
         torch.get_default_dtype(),
     )  # fmt: skip
+    found = _LAUNCHERS.get(key)
+    if type(found) is Launcher:
+        return found
     return _LAUNCHERS.of(key, _record, of_plan, plan, args, kwargs, x, transport, wanted)
 
 

@@ -143,7 +143,8 @@ def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
 def on_simulated_ranks() -> dict[str, dict[str, float]]:
     """Microseconds of one operation of all ranks: of many in a simulation, without its start.
 
-    `LocalTensorMode` is faster, and is measured, with parts that were made outside of it.
+    `LocalTensorMode` is faster, and is measured, with parts that were made outside of it. `bare`
+    is the operation on plain tensors in a loop: what of the time nobody can save.
     """
     from torch.distributed import _local_tensor as local_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -176,11 +177,16 @@ def on_simulated_ranks() -> dict[str, dict[str, float]]:
 
                 runs[f"fshard {steps}"] = lambda m=mapped, x=x: m(x)  # type: ignore[misc]
                 runs[f"theirs {steps}"] = by_mode
+                if what == "x + 1":
+                    runs[f"bare {steps}"] = lambda op=theirs, parts=parts, steps=steps: [  # type: ignore[misc]
+                        repeated(op, part, steps) for part in parts.values()
+                    ]
             times = medians(runs, rounds=8, repeats=3)
             few, many = STEPS
             found[f"{what}, {4 * size:,} B"] = {
                 who: (times[f"{who} {many}"] - times[f"{who} {few}"]) / (many - few)
-                for who in ("fshard", "theirs")
+                for who in ("fshard", "theirs", "bare")
+                if f"{who} {few}" in times
             }
     dist.destroy_process_group()
     return found
@@ -243,11 +249,12 @@ def main() -> None:
 
     shown = table(
         f"{SIMULATED} simulated ranks, µs per operation of all (goals: 0.20, collectives 0.33)",
-        "", "fshard", "LocalTensorMode", "ratio",
+        "", "bare", "fshard", "LocalTensorMode", "ratio",
     )  # fmt: skip
     for what, found in on_simulated_ranks().items():
-        ours, theirs = found.values()
-        shown.add_row(what, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}")
+        ours, theirs = found["fshard"], found["theirs"]
+        bare = f"{found['bare']:,.1f}" if "bare" in found else ""
+        shown.add_row(what, bare, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}")
     console.print(shown)
 
 
