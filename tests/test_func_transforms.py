@@ -265,6 +265,50 @@ def test_batches_of_gradients_of_a_simulated_program() -> None:
         assert torch.equal(found, torch.stack(want))
 
 
+BATCHED: dict[str, tuple[Body, P]] = {
+    "whole": (lambda v: fs.psum(v * v, "i") * scale, P()),
+    "cut": (lambda v: v.sin() * fs.psum(v, "i") * scale, P("i")),
+    "gathered": (lambda v: fs.all_gather(v * scale, "i", tiled=True, to="invariant").sin(), P()),
+    "permuted": (lambda v: fs.ppermute(v * scale, "i", [(0, 1), (3, 2)]), P("i")),
+    "largest": (lambda v: fs.pmax(v * scale, "i") * v, P("i")),
+    "reduced, scattered": (
+        lambda v: fs.psum_scatter(fs.all_gather(v, "i", tiled=True) * scale * v, "i", tiled=True),
+        P("i"),
+    ),
+}
+scale = torch.tensor(3.0, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_of_gradients_of_a_mapped_function(name: str) -> None:
+    body, out_specs = BATCHED[name]
+    mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=out_specs)
+    x = torch.arange(1.0, 9.0).reshape(4, 2).requires_grad_()
+    y = mapped(x)
+    cts = torch.arange(3.0 * y.numel()).reshape(3, *y.shape)
+    found = torch.autograd.grad(y, (x, scale), cts, is_grads_batched=True, create_graph=True)
+    rows = [torch.autograd.grad(y, (x, scale), ct, create_graph=True) for ct in cts]
+    wanted = list(map(torch.stack, zip(*rows, strict=True)))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    losses = [sum((g * g).sum() for g in gs) for gs in (found, wanted)]
+    seconds = [torch.autograd.grad(loss, (x, scale), retain_graph=True) for loss in losses]
+    for a, b in zip(*seconds, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_hessian_in_one_batch() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return fs.psum((v * fs.psum(v, "i")).sin().sum(), "i")
+
+    x = torch.arange(4.0)
+    mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P())
+    found = torch.autograd.functional.hessian(mapped, x, vectorize=True)
+    wanted = torch.autograd.functional.hessian(lambda x: (x * x.sum()).sin().sum(), x)
+    torch.testing.assert_close(found, wanted)
+
+
 def refused(run: Callable[[], Any], where: str, *lines: str) -> None:
     with pytest.raises(ShardingError) as caught:
         run()

@@ -22,6 +22,7 @@ from fshard.partition_spec import PartitionSpec
 from fshard.plan.rounds import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.abstract import is_abstract, shapes_of
+from fshard.run.batches import around, held, is_batched
 from fshard.run.buckets import launch_all
 from fshard.run.extremes import extreme_gradient, linear_parts
 from fshard.run.fingerprint import backward_label
@@ -39,8 +40,6 @@ from fshard.run.transport import (
     unobserved,
 )
 from fshard.spec import Spec
-
-is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
 __all__ = [
     "Everywhere", "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program",
@@ -268,8 +267,8 @@ def apply_linear(
 
     `launched` is its own start.
     """
-    if any(map(is_legacy_batchedtensor, xs)):
-        return _apply_batched(op, xs, everywhere, _legacy_level())
+    if any(map(is_batched, xs)):
+        return _apply_batched(op, xs, everywhere, around())
     if any(map(is_differentiated, xs)):
         out: Shards = _Apply.apply(op, everywhere, launched, *xs)  # type: ignore[no-untyped-call]
         return out
@@ -277,26 +276,14 @@ def apply_linear(
 
 
 def _apply_batched(op: Linear, xs: Shards, everywhere: bool, level: int) -> Shards:
-    """Run `op` on what `torch.autograd.grad(is_grads_batched=True)` gives to a backward pass.
-
-    Its wrappers, of levels from 1 on, are older than those of `torch.func` and know few
-    operations: the batch goes through as one more dim.
-    """
+    """Run `op` on what holds a batch of each level: it goes through as one more dim."""
     if level == 0:
         return apply_linear(op, xs, everywhere)
-    n = max(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in xs)
-    wide = tuple(torch._remove_batch_dim(x, level, n, 0).movedim(0, -1) for x in xs)
+    n, wide = held(xs, level, -1)
     if n == 1:  # or of no batch at this level
         return _apply_batched(op, tuple(x.squeeze(-1) for x in wide), everywhere, level - 1)
     out = _outside_too(_apply_batched(op.wider(n), wide, everywhere, level - 1), n)
     return tuple(torch._add_batch_dim(y, y.ndim - 1, level) for y in out)
-
-
-def _legacy_level() -> int:
-    """How many of those batches there are around what is running."""
-    level: int = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    return level
 
 
 def apply_program(

@@ -11,6 +11,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 
+from fshard.run.batches import around
+
 __all__ = ["ThreadSettings"]
 
 DEVICES = ("cpu", "cuda")
@@ -18,7 +20,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """Grad and inference mode, autocast, function and dispatch modes, and threads of operations.
+    """Grad and inference mode, autocast, modes, batches of gradients, threads of operations.
 
     The default device is a function mode, fake tensors and flop counters are dispatch modes.
     """
@@ -28,6 +30,7 @@ class ThreadSettings:
     autocast: tuple[tuple[str, torch.dtype], ...]
     functions: tuple[Any, ...]
     dispatches: tuple[Any, ...]
+    batches: int
     threads: int
 
     @staticmethod
@@ -44,6 +47,7 @@ class ThreadSettings:
             autocast,
             tuple(_get_current_function_mode_stack()),
             tuple(dispatch._get_current_dispatch_mode_stack()),
+            around(),
             torch.get_num_threads(),
         )
 
@@ -67,6 +71,9 @@ class ThreadSettings:
             for mode in self.dispatches:
                 dispatch._push_mode(mode)
                 stack.callback(dispatch._pop_mode)
+            for _ in range(self.batches):
+                torch._C._vmapmode_increment_nesting()
+                stack.callback(torch._C._vmapmode_decrement_nesting)
             yield
 
     @contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fshard.run.batches import along
+
 __all__ = ["common", "spread"]
 
 
@@ -29,13 +31,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, _First.apply(*grads)  # type: ignore[no-untyped-call]
+        return None, common(grads)
 
 
 def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
     """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
-    ranks: tuple[torch.Tensor, ...] = _Spread.apply(n, x)  # type: ignore[no-untyped-call]
-    return ranks
+    return along(lambda xs: _Spread.apply(n, *xs), (x,))  # type: ignore[no-untyped-call]
 
 
 class _First(torch.autograd.Function):
@@ -57,10 +58,9 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Spread.apply(ctx.n, grad)  # type: ignore[no-untyped-call]
+        return spread(grad, ctx.n)
 
 
 def common(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The value that all ranks hold; differentiable."""
-    found: torch.Tensor = _First.apply(*xs)  # type: ignore[no-untyped-call]
-    return found
+    return along(lambda xs: (_First.apply(*xs),), xs)[0]  # type: ignore[no-untyped-call]

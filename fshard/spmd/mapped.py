@@ -16,6 +16,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.run.autograd import is_transformed
+from fshard.run.batches import each
 from fshard.run.memory import own_all
 from fshard.run.settings import ThreadSettings
 from fshard.run.simulate import run_ranks
@@ -141,19 +142,19 @@ class _Mapped(torch.autograd.Function):
                 "Trying to backward through the graph a second time: "
                 "the first backward() needs retain_graph=True"
             )
-        rows = _rows(grads, len(grads) // call.scope.mesh.size)
+        ran, saved, width = call, ctx.saved_tensors, len(grads) // call.scope.mesh.size
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         with backward_phase():
             if torch.is_grad_enabled():
-                back = _again(call, ctx.saved_tensors, rows)
+                back = each(lambda gs: _again(ran, saved, _rows(gs, width)), grads)
             else:
-                back = _once(call, rows, keep)
+                back = _once(call, _rows(grads, width), keep)
         if not keep:  # nor the arguments, which the results would hold as long as they live
             ctx.call = None
-        return None, *(g for row in back for g in row)
+        return None, *back
 
 
-def _once(call: _Ran, rows: list[Locals], keep: bool) -> list[tuple[torch.Tensor | None, ...]]:
+def _once(call: _Ran, rows: list[Locals], keep: bool) -> tuple[torch.Tensor | None, ...]:
     """The gradients of every rank's graph, each by its own thread."""
 
     def run(_: object, work: tuple[tuple[Locals, Locals], Locals]) -> Any:
@@ -163,12 +164,13 @@ def _once(call: _Ran, rows: list[Locals], keep: bool) -> list[tuple[torch.Tensor
         with Bound(call.scope.names, call.scope.bound):
             return _gradients(xs + call.closures, ys, grads, retain_graph=retain)
 
-    return run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
+    back = run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
+    return tuple(g for row in back for g in row)
 
 
 def _again(
     call: _Ran, flat: tuple[torch.Tensor, ...], rows: list[Locals]
-) -> list[tuple[torch.Tensor | None, ...]]:
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients as a mapped function of inputs and cotangents, itself differentiable."""
     width, closures, body, settings = call.width, call.closures, call.body, call.settings
     inputs = _rows(flat, width + len(closures))
@@ -188,10 +190,11 @@ def _again(
     values = [xs[:width] + grads for xs, grads in zip(inputs, rows, strict=True)]
     with _random_again(call.random):
         back = map_ranks(call.scope, product, values, call.fn)
-    return [
-        tuple(g if x.requires_grad else None for g, x in zip(row, xs, strict=True))
+    return tuple(
+        g if x.requires_grad else None
         for row, xs in zip(back, inputs, strict=True)
-    ]
+        for g, x in zip(row, xs, strict=True)
+    )
 
 
 def _random_state() -> Random:
