@@ -124,6 +124,8 @@ def lie(x: torch.Tensor, spec: Spec, seed: int = 0) -> tuple[torch.Tensor, ...]:
 def _split(x: torch.Tensor, kind: str, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     exact = not (x.dtype.is_floating_point or x.dtype.is_complex)
     draw = lambda: torch.randint(1, 4, x.shape, generator=generator)  # noqa: E731
+    if kind == "sum" and x.dtype.is_floating_point and x.dtype.itemsize < 4:
+        return _exactly(x, n, generator)
     if kind in ("sum", "avg"):
         others = [(draw() if exact else draw() / 4).to(x.dtype) for _ in range(n - 1)]
         whole = x * n if kind == "avg" else x
@@ -142,6 +144,13 @@ def _split(x: torch.Tensor, kind: str, n: int, generator: torch.Generator) -> li
         losing = (torch.minimum(x, x - draw().to(x.dtype)) if kind == "max"
                   else torch.maximum(x, x + draw().to(x.dtype)))  # fmt: skip
     return [torch.where(owner == rank, x, losing) for rank in range(n)]
+
+
+def _exactly(x: torch.Tensor, n: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Addends whose sums, in any order, are exact in few bits: the tensor, its negative, zeros."""
+    times = torch.tensor([1.0, 1.0, -1.0, *[0.0] * n] if n > 2 else [0.5, 0.5])[:n].to(x.dtype)
+    order = torch.rand((n, *x.shape), generator=generator).argsort(0)
+    return [x * times[each] for each in order]
 
 
 # -- the checks ---------------------------------------------------------------------------

@@ -48,6 +48,9 @@ UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empt
 """Operations whose results are whatever was in memory."""
 EXACT = {"hash_tensor"}
 """Operations that show the last bit of a sum: not tried on addends."""
+STATISTICS = {"native_layer_norm", "native_batch_norm", "_native_batch_norm_legit",
+              "_batch_norm_with_update"}  # fmt: skip
+"""Operations whose statistics of half precision are half on a CPU, single by their meta form."""
 LOOKED_AT, LARGEST = 24, 50_000
 """Samples of an OpInfo that are looked at, and elements of a sample that is taken."""
 
@@ -78,7 +81,7 @@ def named(op: Any) -> str:
 
 
 def cases(op: Any, count: int, dtype: torch.dtype | None = None) -> list[Case]:
-    """Up to `count` samples of an OpInfo, of different shapes, those that can be cut first.
+    """Up to `count` samples of an OpInfo: of every shape one first, and what can be cut before.
 
     Of a dtype if it has that one; without, of float64, or the first that it has.
     """
@@ -94,14 +97,16 @@ def cases(op: Any, count: int, dtype: torch.dtype | None = None) -> list[Case]:
             samples.close()
     except Exception:
         return []
-    by_shapes: dict[Any, Any] = {}
+    by_shapes: dict[Any, list[Any]] = {}
     for sample in found:
         leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
         given = [each for each in leaves if isinstance(each, torch.Tensor)]
         if given and sum(each.numel() for each in given) <= LARGEST:
-            by_shapes.setdefault(tuple(tuple(each.shape) for each in given), sample)
+            by_shapes.setdefault(tuple(tuple(each.shape) for each in given), []).append(sample)
     ordered = sorted(by_shapes.items(), key=lambda item: not _can_be_cut(item[0]))
-    return [_case(op, dtype, at, sample) for at, (_, sample) in enumerate(ordered[:count])]
+    rounds = itertools.zip_longest(*(alike for _, alike in ordered))
+    taken = [sample for each in rounds for sample in each if sample is not None][:count]
+    return [_case(op, dtype, at, sample) for at, sample in enumerate(taken)]
 
 
 def _dtype(op: Any) -> torch.dtype | None:
@@ -128,6 +133,8 @@ def _case(op: Any, dtype: torch.dtype, number: int, sample: Any) -> Case:
     made = Case(named(op), number, function, tensors)
     if op.name in UNDEFINED:
         return _with(made, reason="what it returns is undefined")
+    if op.name in STATISTICS and dtype.itemsize == 2:
+        return _with(made, reason="statistics of a dtype that depends on the device")
     if any(each.layout != torch.strided for each in tensors):
         return _with(made, reason="sparse tensors")
     try:
@@ -362,8 +369,13 @@ def _options(x: torch.Tensor, column: Column, axis: str = "x") -> list[Spec]:
 
 
 def _reduces(kind: str, dtype: torch.dtype) -> bool:
-    """Whether addends of a dtype exist, and PyTorch adds them on a CPU: not floats of 8 bits."""
-    small = dtype.is_floating_point and dtype.itemsize == 1
+    """Whether addends of a dtype exist, and PyTorch adds them on a CPU: not floats of 8 bits.
+
+    Averages of those of 16 bits are rounded: they are not told from wrong ones.
+    """
+    small = dtype.is_floating_point and (
+        dtype.itemsize == 1 or (kind, dtype.itemsize) == ("avg", 2)
+    )
     return not small and not state_problems((("x", kind),), (), dtype)
 
 

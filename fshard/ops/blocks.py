@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -10,11 +11,11 @@ import torch
 from fshard.errors import fail
 from fshard.ops.build import linear, moved, wrap
 from fshard.ops.call import Call, argument
-from fshard.ops.local import Here, resized
+from fshard.ops.local import Here, LocalCall, Rewritten, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters
-from fshard.ops.rule import Dims, Rule
-from fshard.ops.views import keeping
+from fshard.ops.rule import Dims, Rule, Slice
+from fshard.ops.views import elements, keeping
 
 __all__ = ["unfolded"]
 
@@ -88,16 +89,56 @@ def pixels(call: Call) -> Rule:
 # -- writing into parts --------------------------------------------------------------------
 
 
-@register_rule("slice_scatter", "select_scatter", family="views")
-def into_part(call: Call) -> Rule:
-    """The dim that is written into is whole, but where all of it is; others pass."""
+@dataclass(frozen=True, slots=True)
+class _Into(Rewritten):
+    """What a rank has of a slice of `dim`, written into what it has of the dim."""
+
+    dim: int
+    start: int
+    step: int
+
+    def call(self, op: Any, args: Any, kwargs: Kwargs, here: Here) -> LocalCall:
+        """The slice as the rank counts its elements."""
+        src = here.operands[1]
+        count, at = (
+            each[self.dim] for each in (src.local_shape(here.rank), src.offsets(here.rank))
+        )
+        begin = self.start + at * self.step - here.begin(0, self.dim)
+        ends = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
+        return op, (*args[:2], self.dim, *ends, self.step), {}
+
+
+@register_rule("slice_scatter", family="views")
+def into_slice(call: Call) -> Rule:
+    """The dim that is written into stays cut, and the slice is cut with it."""
     x, src = call.operands
+    names = letters(x.ndim + 1)
+    dim, own = wrap(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
+    taken = elements(call, x.shape[dim])
+    local = _Into(dim, taken.start, taken.step)
+    if src.shape == x.shape:
+        return Rule((own, own), (own,), modes=moved(0, 1), local=local)
+    part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
+    return Rule((own, (*own[:dim], (part.name,), *own[dim + 1 :])), (own,), modes=moved(0, 1),
+                local=local, slices=(part,))  # fmt: skip
+
+
+def _into_one(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """The element where it is on this rank; the others leave what they have."""
+    x, src = args[:2]
+    dim = wrap(argument(op, args, kwargs, "dim"), x.ndim)
+    index = argument(op, args, kwargs, "index") % here.operands[0].shape[dim]
+    places = torch.arange(x.shape[dim], device=x.device) == index - here.begin(0, dim)
+    places = places.reshape([-1 if at == dim else 1 for at in range(x.ndim)])
+    return torch.where(places, src.unsqueeze(dim).to(x.dtype), x)
+
+
+@register_rule("select_scatter", family="views")
+def into_element(call: Call) -> Rule:
+    """The dim that is written into stays cut: one rank has the element."""
+    x = call.operands[0]
     dim, own = wrap(call.get("dim"), x.ndim), _dims(x.ndim)
-    if src.ndim == x.ndim and src.shape[dim] == x.shape[dim]:
-        return Rule((own, own), (own,), modes=moved(0, 1))
-    whole = tuple(() if at == dim else each for at, each in enumerate(own))
-    part = whole if src.ndim == x.ndim else whole[:dim] + whole[dim + 1 :]
-    return Rule((whole, part), (whole,), modes=moved(0, 1))
+    return Rule((own, own[:dim] + own[dim + 1 :]), (own,), modes=moved(0, 1), local=_into_one)
 
 
 @register_rule("slice_backward", "select_backward", family="views")

@@ -12,7 +12,7 @@ from torch import fx
 
 from fshard.mesh import Mesh
 from fshard.ops.call import map_call, map_tensors
-from fshard.ops.local import Here, _Resized, flat, run_local, tracked, with_argument
+from fshard.ops.local import Here, Rewritten, flat, run_local, tracked
 from fshard.ops.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.spreading import spread
@@ -213,10 +213,10 @@ def _local_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping
     if local is None and not several:
         return op, line.args, line.kwargs
     here = Here(rank, strategy.in_specs, strategy.out_specs)
-    if isinstance(local, _Resized) and not several:
-        shape = list(here.shape(local.result))
-        _, args, kwargs = with_argument(op, line.args, line.kwargs, local.name, shape)
-        return local.op or op, args, kwargs
+    if isinstance(local, Rewritten) and not several:
+        call: tuple[Any, Sequence[Any], Mapping[str, Any]]
+        call = local.call(op, line.args, line.kwargs, here)
+        return call
 
     empty = local is not None and here.has_empty
 

@@ -15,7 +15,7 @@ from fshard.ops.strategy import Strategy
 from fshard.run.transport import current_rank
 from fshard.spec import Spec
 
-__all__ = ["Here", "rank_here", "resized", "run_local"]
+__all__ = ["Here", "Rewritten", "rank_here", "resized", "run_local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,39 @@ def with_argument(
 
 
 @dataclass(frozen=True, slots=True)
-class _Resized:
+class Rewritten:
+    """A local call that is one call of PyTorch's, which does not depend on what is in the tensors.
+
+    It is written down once for every rank, and nothing of fshard runs when it is called.
+    """
+
+    def call(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+    ) -> LocalCall:
+        """The operation that runs on the rank, and its arguments."""
+        raise NotImplementedError
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """What the call returns."""
+        run, placed, named = self.call(op, args, kwargs, here)
+        return run(*placed, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resized(Rewritten):
     """A local call with a result's local shape in the place of an argument."""
 
     name: str
     result: int = 0
     op: Any = None
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def call(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+    ) -> LocalCall:
+        """The call with the shape that the rank makes."""
         shape = list(here.shape(self.result))
         _, placed, named = with_argument(op, args, kwargs, self.name, shape)
-        return (self.op or op)(*placed, **named)
+        return self.op or op, placed, named
 
 
 def resized(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]:

@@ -7,16 +7,18 @@ windows lie one beside the other and dims are cut between them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fshard.ops.build import is_inexact, kinds, linear, moved
 from fshard.ops.call import Call, Meta, argument, base_name
-from fshard.ops.local import Here, LocalCall, with_argument
+from fshard.ops.local import Here, LocalCall, Rewritten, with_argument
 from fshard.ops.parts import Parts, Sized, are_apart, dims_of_text, letters, named
 from fshard.ops.registry import register_rule
-from fshard.ops.rule import Dims, Mode, Rule
+from fshard.ops.rule import Dims, Mode, Rule, Slice
 
 __all__ = ["padded", "per_plane", "spatial_dims"]
 
@@ -152,24 +154,58 @@ def largest(call: Call) -> Rule:
 # -- padding --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Padded(Rewritten):
+    """A rank's part with what is added before its first and after its last element.
+
+    `before` has for every dim how many elements the operation adds in front of all.
+    """
+
+    before: tuple[int, ...]
+
+    def call(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+    ) -> LocalCall:
+        """The padding by as much as the result begins before the part, and ends after it."""
+        pairs = []
+        for dim, before in reversed(list(enumerate(self.before))):
+            begin = here.result_begin(dim) - before
+            end = begin + here.shape()[dim]
+            pairs += [here.begin(0, dim) - begin, end - here.end(0, dim)]
+        value = argument(op, args, kwargs, "value")
+        return aten.constant_pad_nd.default, (args[0], pairs, value or 0), {}
+
+
 @register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular,
                family="pooling")  # fmt: skip
 def padded(call: Call) -> Rule:
-    """Dims that nothing is added to pass; zeros are linear, other constants keep averages."""
-    x = call.operands[0]
-    pairs = call.get("pad")
-    whole = {x.ndim - 1 - at // 2 for at, size in enumerate(pairs) if size}
-    constant = _is_constant(call)
-    if not constant:
-        # Reflections and their like refuse dims of size 0 that they do not pad, too.
-        whole = set(range(x.ndim - len(pairs) // 2, x.ndim))
-    every = letters(x.ndim)
-    dims = tuple(() if dim in whole else (every[dim],) for dim in range(x.ndim))
+    """Constants are added at the first and the last part of a dim that is cut.
+
+    Zeros are linear, other constants keep averages and extremes. Dims that reflections and their
+    like are for are whole: those of size 0 they refuse, padded or not.
+    """
+    x, pairs = call.operands[0], call.get("pad")
+    every = letters(2 * x.ndim)
+    dims: Dims = tuple((each,) for each in every[: x.ndim])
+    if not _is_constant(call):
+        whole = range(x.ndim - len(pairs) // 2, x.ndim)
+        dims = tuple(() if dim in whole else each for dim, each in enumerate(dims))
+        return Rule((dims,), (dims,), modes=moved(0), local=Parts())
+    added = {x.ndim - 1 - at // 2: pairs[at : at + 2] for at in range(0, len(pairs), 2)}
+    given, made, slices = list(dims), list(dims), list[Slice]()
+    for dim, (before, after) in added.items():
+        if min(before, after) < 0:
+            given[dim] = made[dim] = ()
+        elif before or after:
+            size, name = x.shape[dim], every[x.ndim + dim]
+            slices.append(Slice(name, dims[dim][0], -before, size + after))
+            made[dim] = (name,)
     value = (call.get("value") if call.has("value") else 0) or 0
-    modes = linear(0, affine=value != 0) if constant else moved(0)
-    if constant and not is_inexact(x) and value != 0:
-        modes = ()
-    return Rule((dims,), (dims,), modes=modes, local=Parts())
+    modes = linear(0, affine=value != 0) if is_inexact(x) or value == 0 else ()
+    modes += kinds(0, {"max": "max", "min": "min"})
+    fronts = tuple(added[dim][0] if dim in added else 0 for dim in range(x.ndim))
+    return Rule((tuple(given),), (tuple(made),), modes=modes, local=_Padded(fronts),
+                slices=tuple(slices))  # fmt: skip
 
 
 def _is_constant(call: Call) -> bool:

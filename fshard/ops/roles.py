@@ -103,12 +103,10 @@ def _cutting(
     rule: Rule, factor: str, same: Sequence[State], results: Sequence[Meta | None]
 ) -> Role:
     def where(dims: Dims) -> State | None:
-        for dim, factors in enumerate(dims):
-            if factor in factors:
-                return State("sharded", dim, factors.index(factor))
-        return None
+        found = ((dim, place, f) for dim, each in enumerate(dims) for place, f in enumerate(each))
+        return next((State("sharded", dim, place) for dim, place, f in found if f in cut), None)
 
-    kinds = dict(rule.reductions)
+    kinds, cut = dict(rule.reductions), rule.as_cut(factor)
     return Role(
         factor,
         tuple(where(dims) or each for dims, each in zip(rule.operands, same, strict=True)),

@@ -14,6 +14,7 @@ factor alone: several mesh axes cut several factors, or one factor several times
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 from fshard.errors import Problem, raise_if
 from fshard.partition_spec import REDUCTIONS
 
-__all__ = ["Dims", "Mode", "Rule", "rule"]
+__all__ = ["Dims", "Mode", "Rule", "Slice", "rule"]
 
 Dims = tuple[tuple[str, ...], ...]
 """Of every dim its factors, major to minor; none for a dim that no factor runs along."""
@@ -50,6 +51,40 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """A factor `name` that is elements of another: `start`, `start + step`, ... up to `stop`.
+
+    It is cut where that one is: every rank has of the slice what it has of the whole, which may be
+    another number on each, and nothing is sent. Places before the first element of `of` and after
+    its last one, those of a padding, are the first and the last rank's.
+    """
+
+    name: str
+    of: str
+    start: int
+    stop: int
+    step: int = 1
+
+    def __len__(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+    def sizes(self, parts: Sequence[int]) -> tuple[int, ...]:
+        """How many of the elements lie in each of the parts, by the sizes of those.
+
+        >>> Slice("b", "a", 2, 7).sizes((3, 3, 3)), Slice("b", "a", -1, 10).sizes((3, 3, 3))
+        ((1, 3, 1), (4, 3, 4))
+        """
+        ends = list(itertools.accumulate(parts))
+        places = range(self.start, self.stop, self.step)
+        below = [len(range(self.start, min(end, self.stop), self.step)) for end in ends[:-1]]
+        return tuple(b - a for a, b in itertools.pairwise((0, *below, len(places))))
+
+    def __str__(self) -> str:
+        step = f":{self.step}" if self.step != 1 else ""
+        return f"{self.name} {self.of}[{self.start}:{self.stop}{step}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """How one call of an operation acts on layouts; made by `fs.rule`.
 
@@ -61,7 +96,7 @@ class Rule:
     changes there; `grad` are factors that can be cut, and modes that pass, only where no gradient
     is asked for, since the pieces' gradients are not the gradient's pieces. `sizes` are lengths of
     factors that the tensors' dims do not tell; `unread` operands give their dtype alone and may lie
-    as they will.
+    as they will; `slices` are factors of results that are cut as another is.
     """
 
     operands: tuple[Dims, ...]
@@ -74,12 +109,19 @@ class Rule:
     local: Local | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     unread: frozenset[int] = frozenset()
+    slices: tuple[Slice, ...] = ()
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Every factor once, in the order of the text."""
+        """Every factor once, in the order of the text; those that are slices are none."""
         sides = (*self.operands, *(dims for dims in self.results if dims is not None))
-        return tuple(dict.fromkeys(f for dims in sides for dim in dims for f in dim))
+        sliced = {each.name for each in self.slices}
+        found = dict.fromkeys(f for dims in sides for dim in dims for f in dim)
+        return tuple(f for f in found if f not in sliced)
+
+    def as_cut(self, factor: str) -> frozenset[str]:
+        """A factor and its slices, which are cut with it."""
+        return frozenset((factor, *(each.name for each in self.slices if each.of == factor)))
 
     def kind(self, factor: str) -> str:
         """What happens to a factor: pass-through, a reduction, whole (needed), or permuted.
@@ -92,7 +134,8 @@ class Rule:
             return "whole"
         if factor in self.permuted:
             return "permuted"
-        if all(dims is None or _has(dims, factor) for dims in self.results):
+        cut = self.as_cut(factor)
+        if all(dims is None or any(_has(dims, f) for f in cut) for dims in self.results):
             return "pass-through"
         return dict(self.reductions).get(factor, "whole")
 
@@ -101,6 +144,7 @@ class Rule:
         text += ",".join("none" if dims is None else _dims_text(dims) for dims in self.results)
         kinds = [(f, self.kind(f)) for f in self.factors]
         told = [f"{f} {kind}" for f, kind in kinds if kind != "pass-through"]
+        told += map(str, self.slices)
         modes = [f"unreduced {mode}" for mode in self.modes]
         return text + ("  {" + "; ".join((*told, *modes)) + "}" if told or modes else "")
 

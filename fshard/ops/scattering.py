@@ -44,12 +44,15 @@ class Written:
     """A tensor that is written to along `dim`, which may be cut, at indices that may be cut.
 
     `counting` is the dim of the index operand along which they may be cut, where that adds: what
-    is written to then counts once. Indices may count from the end with `negative`.
+    is written to then counts once. Indices may count from the end with `negative`. `values` is the
+    argument that is multiplied: by ones where it falls elsewhere, lest the products overflow there,
+    and their gradients be no numbers.
     """
 
     dim: int
     counting: int | None = None
     negative: bool = False
+    values: str = ""
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
         """The write on one rank."""
@@ -62,6 +65,12 @@ class Written:
             x = padded(x, self.dim)
         _, placed, named = with_argument(op, args, kwargs, "self", x)
         _, placed, named = with_argument(op, placed, named, "index", index)
+        if self.values and not part.is_whole:
+            given = argument(op, args, kwargs, self.values)
+            beside = (1,) * (given.ndim - self.dim - 1) if index.ndim < given.ndim else ()
+            there = index.reshape((*index.shape, *beside)) != 0
+            ones = torch.where(there, given, 1)
+            _, placed, named = with_argument(op, placed, named, self.values, ones)
         out = op(*placed, **named)
         return out if part.is_whole else unpadded(out, self.dim)
 
@@ -120,7 +129,8 @@ def _scatter(call: Call) -> Rule:
     many = values is None or values.shape[dim] == index.shape[dim]
     read = dims("k") if many else tuple(() if at == dim else f for at, f in enumerate(dims("k")))
     operands = (dims("v"), read) + (() if values is None else (read,))
-    return _written(operands, dims("v"), parts if many else "", modes, Written(dim), dim)
+    local = Written(dim, values="src" if kind == "prod" and values is not None else "")
+    return _written(operands, dims("v"), parts if many else "", modes, local, dim)
 
 
 def _written(
@@ -165,7 +175,7 @@ def _index_write(call: Call) -> Rule:
         operands += (beside if name != "index_fill" else (),)
     if values is not None and name != "index_fill" and call.operands[values].ndim != x.ndim:
         return replace(whole(call), modes=modes)
-    local = Written(dim, negative=name == "index_fill")
+    local = Written(dim, negative=name == "index_fill", values="source" if kind == "prod" else "")
     return _written(operands, given, parts if index.ndim else "", modes, local, 0)
 
 

@@ -154,6 +154,11 @@ def _cuts(
                 seen += [a for a in sources[at].partition.dims[dim] if a in axes and a not in seen]
         order[factor] = (*seen, *(axis for axis in axes if axis not in seen))
         sizes[factor] = _parts(rule, mesh, order[factor], factor, sources, largest, lengths)
+    for each in rule.slices:
+        if each.of in order:
+            n = math.prod(mesh.shape[axis] for axis in order[each.of])
+            parts = sizes[each.of] or (lengths[each.of] // n,) * n
+            order[each.name], sizes[each.name] = order[each.of], each.sizes(parts)
     return order, sizes
 
 

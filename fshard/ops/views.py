@@ -2,25 +2,28 @@
 
 All elements are moved and none computed with, so that unreduced operands of every kind pass.
 Reshapes, and what takes dims, adds them or puts them in another order, run on parts with shapes of
-parts. Which elements a slice takes is said in the whole dim, so that dim is needed whole; a single
-element is on one rank, and is a sum with zeros of the others.
+parts. Of a slice every rank has what it has of the dim, which may be another number on each; a
+single element is on one rank, and is a sum with zeros of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fshard.ops.build import axes_of, moved, wrap
 from fshard.ops.call import Call, argument, base_name
-from fshard.ops.local import Here, resized, with_argument
+from fshard.ops.local import Here, LocalCall, Rewritten, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
-from fshard.ops.rule import Dims, Rule
+from fshard.ops.rule import Dims, Rule, Slice
 
-__all__ = ["keeping", "reshaped"]
+__all__ = ["elements", "keeping", "reshaped"]
+
+aten = torch.ops.aten
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -145,26 +148,46 @@ def shuffled(call: Call) -> Rule:
 # -- parts of dims -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Sliced(Rewritten):
+    """What a rank has of a slice of `dim`: every `step`-th element from `start` on in the whole."""
+
+    dim: int
+    start: int
+    step: int
+
+    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: Here) -> LocalCall:
+        """The slice as the rank counts its elements."""
+        count = here.shape()[self.dim]
+        begin = self.start + here.result_begin(self.dim) * self.step - here.begin(0, self.dim)
+        ends = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
+        run = aten.slice_copy.Tensor if base_name(op).endswith("copy") else aten.slice.Tensor
+        return run, (args[0], self.dim, *ends, self.step), {}
+
+
 @register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy", family="views")
 def sliced(call: Call) -> Rule:
-    """The dim that is sliced is whole, but where all of it is taken."""
-    x = call.operands[0]
-    dim, dims = wrap(call.get("dim"), x.ndim), list[int | None](range(x.ndim))
-    made = call.results[0]
+    """The dim that is sliced stays cut: every rank has what it has of it."""
+    x, made = call.operands[0], call.results[0]
     assert made is not None
-    if made.shape[dim] != x.shape[dim]:
-        dims[dim] = None
-        return keeping(call, dims)
-    return keeping(call, dims, local=narrow_locally if call.has("length") else None)
+    names = letters(x.ndim + 1)
+    dim, own = wrap(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
+    taken = elements(call, x.shape[dim])
+    local = _Sliced(dim, taken.start, taken.step)
+    if made.shape == x.shape:
+        return Rule((own,), (own,), modes=moved(0), local=local)
+    part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
+    return Rule((own,), ((*own[:dim], (part.name,), *own[dim + 1 :]),), modes=moved(0),
+                local=local, slices=(part,))  # fmt: skip
 
 
-def narrow_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
-    """All of a dim is all that a rank has of it."""
-    size = args[0].shape[wrap(argument(op, args, kwargs, "dim"), args[0].ndim)]
-    for name, value in (("start", 0), ("length", size)):
-        op, args, kwargs = with_argument(op, args, kwargs, name, value)
-    made: torch.Tensor = op(*args, **kwargs)
-    return made
+def elements(call: Call, size: int) -> range:
+    """The places that a slice takes of a dim of that size."""
+    if call.has("length"):
+        start = call.get("start")
+        start += size if start < 0 else 0
+        return range(start, start + call.get("length"))
+    return range(*slice(call.get("start"), call.get("end"), call.get("step")).indices(size))
 
 
 def select_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
@@ -201,6 +224,20 @@ def unbound(call: Call) -> Rule:
 SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
 
+@dataclass(frozen=True, slots=True)
+class _Split(Rewritten):
+    """A rank's part of every piece: they lie one after the other there, too."""
+
+    dim: int
+
+    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: Here) -> LocalCall:
+        """A split in the sizes that the pieces have on the rank."""
+        sizes = [here.shape(at)[self.dim] for at in range(len(here.results))]
+        copies = base_name(op).endswith("copy")
+        run = aten.split_with_sizes_copy if copies else aten.split_with_sizes
+        return run.default, (args[0], sizes, self.dim), {}
+
+
 @register_rule(
     *_rows("""
     split.Tensor split.sizes split.default split_copy.Tensor split_with_sizes
@@ -211,21 +248,22 @@ SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
     family="views",
 )
 def split(call: Call) -> Rule:
-    """The dim that is split is whole, but where there is one piece."""
+    """Every piece is a slice of the dim, which stays cut: every rank has its part of each."""
     x = call.operands[0]
     name = base_name(call.op)
     dim = SPLITS[name] if name in SPLITS else wrap(call.get("dim"), x.ndim)
-    dims = list[int | None](range(x.ndim))
-    dims[min(dim, x.ndim - 1)] = None
-    if len(call.results) == 1:
-        dims = list(range(x.ndim))
-    return keeping(
-        call, *[dims] * len(call.results), local=_one_piece if len(call.results) == 1 else None
-    )
-
-
-def _one_piece(op: Any, args: Args, kwargs: Kwargs, here: Here) -> tuple[torch.Tensor, ...]:
-    return (args[0].view_as(args[0]),)
+    dim = min(dim, x.ndim - 1)
+    names = letters(x.ndim + len(call.results))
+    own, pieces, begin = tuple((each,) for each in names[: x.ndim]), list[Slice](), 0
+    for each, made in zip(names[x.ndim :], call.results, strict=True):
+        assert made is not None
+        pieces.append(Slice(each, names[dim], begin, begin + made.shape[dim]))
+        begin += made.shape[dim]
+    results = tuple((*own[:dim], (each.name,), *own[dim + 1 :]) for each in pieces)
+    if len(pieces) == 1:
+        results, pieces = (own,), []
+    return Rule((own,), results, modes=moved(0, results=len(results)), local=_Split(dim),
+                slices=tuple(pieces))  # fmt: skip
 
 
 # -- more elements -------------------------------------------------------------------------

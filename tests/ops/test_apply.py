@@ -12,6 +12,7 @@ import fshard as fs
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.apply import apply
+from fshard.ops.propagate import propagate
 from fshard.partition_spec import PartitionSpec as P
 from fshard.spec import Sharded, Spec
 
@@ -37,6 +38,26 @@ def said(make: Callable[[], object]) -> str:
 
 
 # -- values -------------------------------------------------------------------------------
+
+
+def test_slices_of_a_cut_dim_send_nothing() -> None:
+    x = draw(8, 3)
+    made = apply(aten.slice.Tensor, lay(x, ("x", "y")), 0, 3, 8)
+    assert str(made.spec) == "f64[5@(x,y):0+1+2+2,3]"
+    assert torch.equal(fs.unshard(made), x[3:8])
+    one, other = apply(torch.split, lay(x, ("x", "y")), 5)
+    assert (str(one.spec), str(other.spec)) == ("f64[5@(x,y):2+2+1+0,3]", "f64[3@(x,y):0+0+1+2,3]")
+    padded = apply(aten.constant_pad_nd.default, lay(x, ("x", "y")), [0, 0, 1, 2])
+    assert str(padded.spec) == "f64[11@(x,y):3+2+2+4,3]"
+    assert torch.equal(fs.unshard(padded), torch.nn.functional.pad(x, (0, 0, 1, 2)))
+
+
+def test_what_is_shifted_is_sent_at_the_borders_alone() -> None:
+    x = draw(12, 3)
+    after, before = (apply(aten.slice.Tensor, lay(x, "x"), 0, at, 11 + at) for at in (1, 0))
+    step = propagate(torch.sub, after.spec, before.spec)
+    assert step.cost.bytes_received == 3 * 8
+    assert torch.equal(fs.unshard(apply(torch.sub, after, before, mode="auto")), x[1:] - x[:-1])
 
 
 def test_plain_tensors_are_whole_on_every_rank() -> None:

@@ -113,6 +113,16 @@ def test_index_reduce(kind: str, include: bool) -> None:
     assert check_call(aten.index_reduce, *args, include_self=include) == []
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
+def test_products_of_what_falls_elsewhere_are_not_counted() -> None:
+    """Gradients are numbers where the product of all other ranks' elements is too large to be."""
+    x, index = real(4, 2), torch.tensor([0, 3, 1, 3, 2, 3])
+    many = torch.full((6, 2), 1e60, dtype=torch.float64)
+    rows = torch.stack([index, index], 1)
+    assert check_call(aten.scatter_reduce, x, 0, rows, many, "prod") == []
+    assert check_call(aten.index_reduce, x, 0, index, many, "prod") == []
+
+
 def test_two_axes_cut_one_lookup_and_one_write() -> None:
     """Rows on one axis and columns on the other, or both on one dim."""
     x, index = real(5, 4), below(4, 5, 3)

@@ -45,7 +45,8 @@ FORWARD: dict[str, Sample] = {
     "max_unpool2d": lambda: (aten.max_unpool2d,
                              *aten.max_pool2d_with_indices(rand(*TWO), [2, 2]), [6, 6]),
     "constant_pad_nd": lambda: (aten.constant_pad_nd, rand(*TWO), [1, 0, 0, 0, 1, 1]),
-    "constant_pad_nd of ones": lambda: (aten.constant_pad_nd, rand(*TWO), [1, -1], 1.0),
+    "constant_pad_nd of ones": lambda: (aten.constant_pad_nd, rand(*TWO), [1, -1, 2, 3], 1.0),
+    "constant_pad_nd of nothing": lambda: (aten.constant_pad_nd, rand(3, 0), [1, 2], 1.0),
     "constant_pad_nd of integers":
         lambda: (aten.constant_pad_nd, rand(4, 3, dtype=torch.int64), [1, 1], 3),
     "im2col": lambda: (aten.im2col, rand(*TWO), [2, 2], [1, 1], [1, 0], [2, 1]),
@@ -148,7 +149,7 @@ def test_texts() -> None:
     )
     assert text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc(bd)->ncb  {d whole}"
     assert text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
-        "bc1e->bc1e  {unreduced 0 avg}"
+        "bcde->bche  {h d[-1:7]; unreduced 0 avg; unreduced 0 max; unreduced 0 min}"
     )
     assert loops(*RESAMPLED["upsample_nearest2d by twice"]()) == "ncbd->nc(be)(df)"
     assert loops(*RESAMPLED["upsample_nearest2d by a fraction"]()) == "nc11->nc11"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.call import Call, Meta
 from fshard.ops.roles import INVARIANT, NOWHERE, State, factor_sizes, roles_of, states_of
-from fshard.ops.rule import Mode, Rule, rule
+from fshard.ops.rule import Mode, Rule, Slice, rule
 from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 from tests.helpers import message
@@ -99,6 +100,35 @@ def test_kinds_of_factors() -> None:
 def test_a_factor_that_one_of_two_results_lacks_is_reduced() -> None:
     assert rule("ij->ij,i").kind("j") == "sum"
     assert rule("ij->ij,i", reduce={}).kind("j") == "whole"
+
+
+def test_every_rank_has_of_a_slice_what_it_has_of_the_whole() -> None:
+    """All slices and paddings of 7 places, in all parts of three ranks: counted one by one."""
+    cuts = [(a, b - a, 7 - b) for a in range(8) for b in range(a, 8)]
+    for start, stop, step in itertools.product(range(-2, 8), range(10), (1, 2, 3)):
+        found = Slice("b", "a", start, stop, step)
+        places = range(start, stop, step)
+        assert len(found) == len(places)
+        for parts in cuts:
+            first, second = parts[0], parts[0] + parts[1]
+            mine = (
+                [at for at in places if at < first],
+                [at for at in places if first <= at < second],
+                [at for at in places if max(first, second) <= at],
+            )
+            assert found.sizes(parts) == tuple(map(len, mine)), (found, parts)
+
+
+def test_a_slice_is_cut_as_what_it_is_of() -> None:
+    made = replace(rule("ab->ac", reduce={}), slices=(Slice("c", "b", 1, 4),))
+    assert str(made) == "ab->ac  {c b[1:4]}"
+    assert made.factors == ("a", "b")
+    assert made.kind("b") == "pass-through"
+    laid = {
+        role.name: role.results
+        for role in roles_of(made, call(made, (2, 6), results=((2, 3),)), grad=False)
+    }
+    assert laid["b"] == (State("sharded", 1, 0),)
 
 
 # -- errors -------------------------------------------------------------------------------

@@ -52,7 +52,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "rot90 thrice": (A.rot90.default, tensor(4, 3, 2), 3, [0, 1]),
     "slice": (A.slice.Tensor, tensor(4, 6), 1, 2, 4),
     "slice all": (A.slice.Tensor, tensor(4, 6), 1, 0, 9),
+    "slice by steps": (A.slice.Tensor, tensor(4, 6), 1, 1, 6, 2),
+    "slice the end": (A.slice.Tensor, tensor(7, 2), 0, -3),
+    "slice nothing": (A.slice.Tensor, tensor(7, 2), 0, 5, 3),
+    "slice_copy": (A.slice_copy.Tensor, tensor(7, 2), 0, 1, 6, 3),
     "narrow": (A.narrow.default, tensor(4, 6), 1, 0, 3),
+    "narrow from the end": (A.narrow.default, tensor(4, 6), 1, -4, 3),
     "narrow all": (A.narrow.default, tensor(4, 6), 1, -6, 6),
     "narrow_copy all": (A.narrow_copy.default, tensor(4, 6), 0, 0, 4),
     "select": (A.select.int, tensor(4, 6), 1, 2),
@@ -62,6 +67,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "unbind": (A.unbind.int, tensor(4, 3), 1),
     "split": (A.split.Tensor, tensor(4, 6), 4, 1),
     "chunk": (A.chunk.default, tensor(4, 6), 3, -1),
+    "split in sizes": (A.split_with_sizes.default, tensor(7, 2), [2, 0, 4, 1]),
+    "split_copy": (A.split_copy.Tensor, tensor(4, 6), 4, 1),
     "one chunk": (A.chunk.default, tensor(4, 6), 1, -1),
     "hsplit": (A.hsplit.int, tensor(4), 2),
     "tensor_split": (A.tensor_split.indices, tensor(4, 6), [2, 3], 1),
@@ -94,8 +101,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     "pixel_unshuffle": (A.pixel_unshuffle.default, tensor(2, 3, 4, 4), 2),
     "channel_shuffle": (A.channel_shuffle.default, tensor(2, 6, 2, 2), 3),
     "slice_scatter": (A.slice_scatter.default, tensor(4, 6), tensor(4, 2), 1, 2, 4),
+    "slice_scatter by steps": (A.slice_scatter.default, tensor(7, 2), tensor(2, 2), 0, 1, None, 4),
     "slice_scatter all": (A.slice_scatter.default, tensor(4, 6), tensor(4, 6), 1),
     "select_scatter": (A.select_scatter.default, tensor(4, 6), tensor(4), 1, 2),
+    "select_scatter of integers": (
+        A.select_scatter.default,
+        torch.arange(12).reshape(3, 4),
+        torch.arange(4),
+        0,
+        -1,
+    ),
     "slice_backward": (A.slice_backward.default, tensor(4, 2), [4, 6], 1, 2, 4, 1),
     "select_backward": (A.select_backward.default, tensor(4), [4, 6], 1, 2),
     "bits": (A.view.dtype, tensor(4, 6), torch.int32),
@@ -111,7 +126,12 @@ def test_parts_give_what_the_whole_gives(name: str) -> None:
     assert check_call(op, *args) == []
 
 
-@pytest.mark.parametrize("name", ["move a border", "patches", "expand", "diag_embed"])
+ON_TWO_AXES = (
+    "move a border", "patches", "expand", "diag_embed", "slice by steps", "split", "slice_scatter",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_TWO_AXES)
 def test_on_two_axes(name: str) -> None:
     op, *args = CASES[name]
     assert check_call(op, *args, grad=False, two_axes=True) == []
@@ -134,7 +154,13 @@ TEXTS = {
     "repeat_interleave": "ab->(ac)b  {c whole; ",
     "roll": "ab->ab  {a permuted; ",
     "rot90 once": "abc->bac  {b permuted; ",
-    "slice": "ab->a1  {b whole; ",
+    "slice": "ab->ac  {c b[2:4]; ",
+    "slice by steps": "ab->ac  {c b[1:6:2]; ",
+    "slice all": "ab->ab",
+    "split": "ab->ac,ad  {c b[0:4]; d b[4:6]; ",
+    "tensor_split": "ab->ac,ad,ae  {c b[0:2]; d b[2:3]; e b[3:6]; ",
+    "one chunk": "ab->ab",
+    "slice_scatter": "ab,ac->ab  {c b[2:4]; ",
     "select": "ab->a  {b sum; ",
     "select booleans": "ab->a  {b max; ",
     "unbind": "ab->a,a,a  {b whole; ",
@@ -150,7 +176,8 @@ TEXTS = {
 def test_what_rules_say(name: str) -> None:
     op, *args = CASES[name]
     text = TEXTS[name]
-    assert str(call_with(op, args, {})[1]) == text + ("" if "{" in text else "  {") + MOVED + "}"
+    moved = MOVED if "scatter" not in name else MOVED.replace("unreduced 0", "unreduced 0+1")
+    assert str(call_with(op, args, {})[1]) == text + ("" if "{" in text else "  {") + moved + "}"
 
 
 def test_bytes_are_not_linear() -> None:
