@@ -53,6 +53,7 @@ from fshard.spmd.reductions import pargmax, pargmin, pmax, pmean, pmin, pprod, p
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.spmd.smap import smap
 from fshard.spmd.tracking import typeof
+from fshard.state import random
 from fshard.text import parse
 
 P = PartitionSpec
@@ -114,6 +115,7 @@ __all__ = [
     "psum_scatter",
     "pswapaxes",
     "ragged_all_to_all",
+    "random",
     "redistribute",
     "register_decomposition",
     "register_rule",

@@ -1,8 +1,9 @@
-"""Rules of operations that draw random numbers: they are refused, with what to use in their place.
+"""Rules of operations that draw random numbers: those of a key pass, those of a generator do not.
 
 What a rank's generator draws is no part of what one device's draws, and is either the same on
-every rank or of no use to who wants to repeat it elsewhere. `fs.random` draws by keys, of which
-every element of the whole tensor has one. What draws nothing, a dropout that is off, passes.
+every rank or of no use to who wants to repeat it elsewhere: such an operation is refused, with what
+to use in its place. `fs.random` draws by a key, every element from its place in the whole tensor,
+so that a draw can be cut as one likes. What draws nothing, a dropout that is off, passes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,71 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from fshard.errors import fail
-from fshard.ops.build import dims_of
+from fshard.ops.build import aligned, dims_of, unmoved
 from fshard.ops.call import Call
+from fshard.ops.draws import DRAWN
 from fshard.ops.local import Here
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.ops.shifting import EQUAL, selecting
 
-__all__: list[str] = []
+__all__ = ["KEYED", "drawn", "folded", "split"]
+
+KEYED = "with fs.random.keyed(key): around it draws by a key, the same on every layout"
+"""The way out for code that draws by itself, as modules do."""
+
+
+# -- by a key ---------------------------------------------------------------------------------
+
+
+@register_rule(*(f"fshard::{name}" for name in DRAWN), family="random")
+def drawn(call: Call) -> Rule:
+    """Every dim can be cut on every axis: a rank draws its part. It lies as what it is to be like.
+
+    Several keys make as many tensors, so their dims come first.
+    """
+    place, made = call.place("key"), call.results[0]
+    assert place is not None
+    assert made is not None
+    keys = dims_of(call.operands[place].ndim - 1, "k")
+    dims = keys + dims_of(made.ndim - len(keys))
+    if not place:
+        return Rule(((*keys, ()),), (dims,), local=_part)
+    like = dims[made.ndim - call.operands[0].ndim :]
+    return Rule((like, (*keys, ())), (dims,), modes=unmoved(0), local=_part)
+
+
+def _part(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """The draw of what a rank holds: its place in the whole, and its size."""
+    like, key, shape, start, size, *rest = args
+    mine = here.shape()
+    keys = len(mine) - len(size)
+    begins = [begin + here.result_begin(keys + dim) for dim, begin in enumerate(start)]
+    return op(like, key, shape, begins, mine[keys:], *rest, **kwargs)
+
+
+@register_rule("fshard::split", family="random")
+def split(call: Call) -> Rule:
+    """Of a key all that follow, on every rank."""
+    keys = dims_of(call.operands[0].ndim - 1)
+    return Rule(((*keys, ()),), ((*keys, (), ()),))
+
+
+@register_rule("fshard::fold_in", family="random")
+def folded(call: Call) -> Rule:
+    """Keys and numbers broadcast; the words of a key stay together."""
+    key, *data = call.operands
+    made = call.results[0]
+    assert made is not None
+    shape, dims = made.shape[:-1], dims_of(made.ndim - 1)
+    operands = (
+        (*aligned(key.shape[:-1], shape, dims), ()),
+        *(aligned(each.shape, shape, dims) for each in data),
+    )
+    return Rule(tuple(operands), ((*dims, ()),))
+
+
+# -- by a generator ---------------------------------------------------------------------------
 
 
 def _refused(call: Call, instead: str) -> NoReturn:
@@ -30,14 +88,11 @@ def _refused(call: Call, instead: str) -> NoReturn:
          instead)  # fmt: skip
 
 
-# -- dropout ----------------------------------------------------------------------------------
-
-
 def _dropout(call: Call) -> Rule:
     """Off, a dropout is the identity: every dim passes."""
     p, train = call.get("p"), call.get("train")
     if p and train is not False:
-        _refused(call, "x * fs.random.dropout_mask(key, spec, p) drops by a key; "
+        _refused(call, f"{KEYED}, as x * fs.random.dropout_mask(key, x, p) does; "
                        "p=0.0 or train=False drops nothing")  # fmt: skip
     x = call.operands[0]
     dims = dims_of(x.ndim)
@@ -65,7 +120,7 @@ register_rule(*DROPOUTS, family="random")(_dropout)
 def _mixed(call: Call) -> Rule:
     """Off, a leaky rectifier of one slope for all elements: every dim passes."""
     if call.get("training"):
-        _refused(call, "training=False has one slope; fs.random.uniform(key, spec) draws slopes")
+        _refused(call, f"{KEYED}; training=False has one slope")
     dims = dims_of(call.operands[0].ndim)
     results: tuple[Dims, ...] = (dims,) * len(call.results)
     return Rule((dims,) * len(call.operands), results)
@@ -74,27 +129,24 @@ def _mixed(call: Call) -> Rule:
 register_rule("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional", family="random")(_mixed)
 
 
-# -- draws ------------------------------------------------------------------------------------
-
 DRAWS = {
-    "fs.random.uniform(key, spec) draws by a key": "rand_like uniform random",
-    "fs.random.normal(key, spec) draws by a key": "randn_like normal normal_functional log_normal",
-    "fs.random.randint(key, spec, low, high) draws by a key": "randint_like",
-    "fs.random.uniform(key, spec) < p draws by a key": "bernoulli",
-    "draw whole with a generator of the same seed on every rank, and fs.shard that": (
-        "multinomial poisson binomial exponential geometric cauchy _standard_gamma "
-        "_sample_dirichlet _fused_dropout"
-    ),
+    "fs.random.uniform(key, x)": "rand_like uniform",
+    "fs.random.normal(key, x)": "randn_like normal normal_functional",
+    "fs.random.randint(key, x, low, high)": "randint_like random",
+    "fs.random.bernoulli(key, x, p)": "bernoulli",
+    "fs.random.exponential(key, x)": "exponential log_normal geometric cauchy multinomial",
 }
-"""What to use in the place of operations that draw."""
+"""Operations that draw, by what draws by a key in their place or is a part of it."""
+UNKEYED = "poisson binomial _standard_gamma _sample_dirichlet _fused_dropout"
 
 
-def _draws(instead: str) -> None:
+def _draws(instead: str, names: str) -> None:
     def refuse(call: Call) -> Rule:
         _refused(call, instead)
 
-    register_rule(*DRAWS[instead].split(), family="random")(refuse)
+    register_rule(*names.split(), family="random")(refuse)
 
 
-for _instead in DRAWS:
-    _draws(_instead)
+for _instead, _names in DRAWS.items():
+    _draws(f"{KEYED}, as {_instead} does", _names)
+_draws("draw whole with a generator of the same seed on every rank, and fs.shard that", UNKEYED)

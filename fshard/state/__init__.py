@@ -1,0 +1,1 @@
+"""State of programs: random numbers by key."""
