@@ -16,8 +16,10 @@ import torch
 from fshard.errors import fail
 from fshard.ops.build import linear
 from fshard.ops.call import Call, Meta, argument
+from fshard.ops.decompositions import wide
 from fshard.ops.local import Here, LocalCall, with_argument
 from fshard.ops.parts import Parts, dims_of_text, fitted, letters, untouched
+from fshard.ops.random import KEYED
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Rule
 
@@ -74,8 +76,7 @@ def _refuse_dropout(call: Call) -> None:
     if rate:
         fail(f"fs.propagate({call.op})", f"dropout_p={rate}",
              "a rank's generator does not draw what the whole tensor's does",
-             "dropout_p=0.0, and on what comes out fs.random.dropout_mask(key, spec), "
-             "whose draws do not depend on the layout")  # fmt: skip
+             f"{KEYED}; dropout_p=0.0 drops nothing")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +230,10 @@ def in_products(
 
     With the keys cut every rank has the weights of its own, and only maxima and sums are reduced;
     with the width cut the first product is. Rows that may look at nothing are zero, as PyTorch's.
+    Numbers of half precision are multiplied in single, as its kernels add them up.
     """
-    width = query.shape[-1]
+    width, dtype = query.shape[-1], query.dtype
+    query, key, value = wide(query), wide(key), wide(value)
     grouped = enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]
     if grouped:
         query = query.unflatten(-3, (key.shape[-3], -1))
@@ -252,5 +255,5 @@ def in_products(
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - largest).exp()
     total = weights.sum(-1, keepdim=True)
-    made = (weights @ value) / total.masked_fill(total == 0, 1.0)
+    made = ((weights @ value) / total.masked_fill(total == 0, 1.0)).to(dtype)
     return made.flatten(-4, -3) if grouped else made

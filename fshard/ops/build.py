@@ -11,9 +11,13 @@ from fshard.ops.rule import Dims, Mode
 from fshard.partition_spec import REDUCTIONS
 
 __all__ = [
-    "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear",
+    "BLOCKS", "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear",
     "moved", "tensors", "unmoved", "wrap",
 ]  # fmt: skip
+
+
+BLOCKS = 16
+"""As many ranks as a dim may be cut over evenly where it is worked on block by block."""
 
 
 def dims_of(ndim: int, prefix: str = "d") -> Dims:

@@ -22,7 +22,7 @@ from fshard.ops.reductions import named
 from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Rule
 
-__all__ = ["kept", "positions", "root", "vector_norm", "wide"]
+__all__ = ["kept", "log_sum_exp", "positions", "root", "vector_norm", "wide"]
 
 Dims = int | Sequence[int] | None
 
@@ -320,7 +320,8 @@ def _shifted(x: Tensor, dims: list[int]) -> Tensor:
 
 
 @register_decomposition("logsumexp", "special_logsumexp")
-def _logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
+def log_sum_exp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    """The logarithm of a sum of exponentials; minus infinity, of nothing, with gradient zero."""
     inexact = x.is_floating_point() or x.is_complex()
     given = x if inexact else x.to(torch.get_default_dtype())
     dims, numbers = dims_in(x, dim), wide(given)

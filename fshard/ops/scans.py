@@ -1,17 +1,24 @@
 """Rules of operations along a dim: cumulative ones, softmaxes, differences.
 
 The dim they run along is whole and every other is cut freely. How a softmax is done over a dim that
-stays cut, `decompositions` says.
+stays cut, `decompositions` says. Cumulative ones are done so block by block, each going on where
+the one before ends, so that only last elements are sent; differences are those of two slices.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable
 
-from fshard.ops.build import aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fshard.ops.build import BLOCKS, aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
 from fshard.ops.call import Call, Meta, base_name
+from fshard.ops.decompositions import log_sum_exp
 from fshard.ops.reductions import OfSome, named, same_numbers
-from fshard.ops.registry import register_rule
+from fshard.ops.registry import register_decomposition, register_rule
 from fshard.ops.rule import Dims, Mode, Rule
 
 __all__ = ["along"]
@@ -116,3 +123,122 @@ register_rule(*named("trapezoid", "trapz", "cumulative_trapezoid"), family="scan
 register_rule(*named("_masked_softmax"), family="scans")(masked_softmax)
 register_rule(*named("segment_reduce"), family="scans")(segment_reduce)
 register_rule(*named("gradient"), family="scans")(gradient)
+
+
+# -- block by block -------------------------------------------------------------------------
+
+
+def _blocks(x: Tensor, dim: int) -> tuple[Tensor, int] | None:
+    """A tensor whose `dim` is blocks, which may be on different ranks, and what is in each.
+
+    None where that saves nothing.
+    """
+    at = wrap(dim, x.ndim)
+    blocks = math.gcd(x.shape[at], BLOCKS) if x.ndim else 1
+    if blocks < 2 or x.shape[at] < 2 * blocks:
+        return None
+    return x.unflatten(at, (blocks, x.shape[at] // blocks)), at
+
+
+def _before(last: Tensor, at: int, first: float | int | bool) -> Tensor:
+    """Of every block what is before it, from what is at the blocks' ends; `first` before all."""
+    ahead = last.narrow(at, 0, last.shape[at] - 1)
+    rest = [0, 0] * (last.ndim - 1 - at)
+    return pad(ahead, [*rest, 1, 0], value=first).unsqueeze(at + 1)
+
+
+def _scanned(
+    x: Tensor, dim: int, scan: Callable[[Tensor, int], Tensor], first: float,
+    join: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """A cumulative operation: that of every block, joined to that of the blocks before it."""
+    found = _blocks(x, dim)
+    if found is None:
+        return scan(x, dim)
+    apart, at = found
+    inner = scan(apart, at + 1)
+    ends = scan(inner.select(at + 1, -1), at)
+    return join(inner, _before(ends, at, first)).flatten(at, at + 1)
+
+
+@register_decomposition("cumsum.default")
+def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    scan = lambda t, at: torch.cumsum(t, at, dtype=dtype)  # noqa: E731
+    return _scanned(x, dim, scan, 0, torch.add)
+
+
+@register_decomposition("cumprod.default")
+def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    scan = lambda t, at: torch.cumprod(t, at, dtype=dtype)  # noqa: E731
+    return _scanned(x, dim, scan, 1, torch.mul)
+
+
+@register_decomposition("logcumsumexp")
+def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    found = None if x.is_complex() else _blocks(x, dim)
+    if found is None:
+        return torch.logcumsumexp(x, dim)
+    apart, at = found
+    ends = torch.logcumsumexp(log_sum_exp(apart, at + 1), at)
+    before = _before(ends, at, -math.inf)
+    # A block begins with what is before it: where it begins with logarithms of nothing, its own
+    # gradient would be no number.
+    some = before != -math.inf
+    first = apart.narrow(at + 1, 0, 1)
+    first = torch.where(some, torch.logaddexp(first, torch.where(some, before, 0)), first)
+    rest = apart.narrow(at + 1, 1, apart.shape[at + 1] - 1)
+    return torch.cat([first, rest], at + 1).logcumsumexp(at + 1).flatten(at, at + 1)
+
+
+def _extreme_so_far(x: Tensor, dim: int, highest: bool) -> tuple[Tensor, Tensor]:
+    """The extreme up to every element, and the last place of it; that of NaN where there is one."""
+    scan = torch.cummax if highest else torch.cummin
+    found = _blocks(x, dim)
+    if found is None:
+        values, places = scan(x, dim)
+        return values, places
+    apart, at = found
+    inner, places = scan(apart, at + 1)
+    length = apart.shape[at + 1]
+    begin = torch.arange(0, x.shape[at], length, device=x.device)
+    places = places + begin.reshape([-1 if d == at else 1 for d in range(apart.ndim)])
+    ends, which = scan(inner.select(at + 1, -1), at)
+    where = places.select(at + 1, -1).gather(at, which)
+    least = _least(x.dtype, highest)
+    before, there = _before(ends, at, least), _before(where, at, 0)
+    mine = inner >= before if highest else inner <= before
+    if x.is_floating_point():
+        mine = inner.isnan() | (mine & ~before.isnan())
+    made = torch.where(mine, inner, before), torch.where(mine, places, there)
+    return made[0].flatten(at, at + 1), made[1].flatten(at, at + 1)
+
+
+def _least(dtype: torch.dtype, highest: bool) -> float | int | bool:
+    """What every number is at least, or with `highest` false at most."""
+    if dtype == torch.bool:
+        return not highest
+    if dtype.is_floating_point:
+        return -math.inf if highest else math.inf
+    return torch.iinfo(dtype).min if highest else torch.iinfo(dtype).max
+
+
+@register_decomposition("cummax.default")
+def _cummax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return _extreme_so_far(x, dim, True)
+
+
+@register_decomposition("cummin.default")
+def _cummin(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return _extreme_so_far(x, dim, False)
+
+
+@register_decomposition("diff")
+def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None,
+          append: Tensor | None = None) -> Tensor:  # fmt: skip
+    given = [each for each in (prepend, x, append) if each is not None]
+    made = torch.cat(given, dim) if len(given) > 1 else x
+    for _ in range(min(n, made.shape[dim])):
+        size = made.shape[dim] - 1
+        after, before = made.narrow(dim, 1, size), made.narrow(dim, 0, size)
+        made = after ^ before if x.dtype == torch.bool else after - before
+    return made

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.ops.build import dims_of, wrap
+from fshard.ops.build import BLOCKS, dims_of, wrap
 from fshard.ops.call import Call, Meta, argument
 from fshard.ops.indexing import whole
 from fshard.ops.local import Here, with_argument
@@ -47,9 +47,6 @@ def _topk(call: Call) -> Rule:
 
 register_rule("sort", "argsort", "msort", family="sorting")(_sorted)
 register_rule("topk", family="sorting")(_topk)
-
-BLOCKS = 16
-"""As many ranks as a dim is cut over where its largest are taken block by block."""
 
 
 @register_decomposition("topk")

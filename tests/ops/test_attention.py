@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from fshard.errors import ShardingError
 from fshard.ops.attention import in_products
 from fshard.ops.call import Meta
 from fshard.ops.propagate import call_of, rule_of
+from fshard.program.topology import Link, Topology
 from tests.ops.samples import Sample, loops, rand, taken_apart, text, wrong
 
 aten = torch.ops.aten
@@ -128,6 +131,29 @@ def test_kernels_of_other_devices() -> None:
         "bh11,bh11,bh11,bh11,bh11,bh11,bh1,,->bh11,bh11,bh11,none  "
         "{unreduced 0 sum; unreduced 0 avg}"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [2, 3])
+def test_half_precision_loses_no_more_than_on_one_device(cut: int) -> None:
+    """Over cut keys and over a cut width, values and gradients."""
+    heads = [3 * rand(2, 4, 12, 8, seed=at) for at in range(3)]
+    weights = rand(2, 4, 12, 8, seed=3)
+
+    def gradients(fn: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = [x.to(dtype).requires_grad_() for x in heads]
+        made = fn(*given)
+        return [made, *torch.autograd.grad((made * weights).sum(), given)]
+
+    mesh = fs.Mesh(x=4)
+    spec = fs.Spec(mesh, fs.P(*[None] * cut, "x"), shape=(2, 4, 12, 8), dtype=torch.bfloat16)
+    slow = Topology(inner=Link(latency=1e-7, bandwidth=1e8), launch=1e-7)
+    attend = F.scaled_dot_product_attention
+    part = fs.partition(attend, mesh=mesh, in_specs=(spec,) * 3, cost=slow)
+    right = gradients(attend, torch.float64)
+    one, mine = gradients(attend, torch.bfloat16), gradients(part, torch.bfloat16)
+    for each, other, exact in zip(one, mine, right, strict=True):
+        assert other.dtype == torch.bfloat16
+        assert (other - exact).abs().max() <= 2 * (each - exact).abs().max()
 
 
 def test_dropout_is_refused() -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import fshard as fs
+from fshard.ops.lines import Move
+from fshard.program.topology import Link, Topology
 from tests.op_checks import call_with, check_call
 
 aten = torch.ops.aten
@@ -126,3 +129,79 @@ TEXTS = {
 def test_rules_read(name: str) -> None:
     op, *args = SAMPLES[name]()
     assert str(call_with(op, args, {})[1]) == TEXTS[name]
+
+
+# -- over a dim that stays cut ------------------------------------------------------------
+
+# Numbers are slow to move and messages cheap, so that what is small need not be large here.
+SLOW = Topology(inner=Link(latency=1e-7, bandwidth=1e8), launch=1e-7)
+N, FOUR = 256, fs.Mesh(x=4)
+
+
+def _numbers() -> torch.Tensor:
+    return torch.randn(3, N, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _odd() -> torch.Tensor:
+    """Ties, infinities, and numbers that are none, in several parts."""
+    x = _numbers().round()
+    x[0, 90, 0] = x[1, 3, 1] = x[1, 200, 1] = math.nan
+    x[2, 80:96] = math.inf
+    x[2, :75, 1] = -math.inf
+    return x
+
+
+SCANNED: dict[str, tuple[Callable[..., Any], Callable[[], torch.Tensor], int]] = {
+    "cumsum": (lambda x: x.cumsum(1), _numbers, 1),
+    "cumsum from the end": (lambda x: x.mT.cumsum(-1), _numbers, 1),
+    "cumsum of integers": (lambda x: x.cumsum(1), lambda: whole(3, N, 2).int(), 1),
+    "cumsum of booleans": (lambda x: x.cumsum(1), lambda: whole(3, N, 2) > 2, 1),
+    "cumsum of single numbers": (lambda x: x.cumsum(1, dtype=torch.float32), _numbers, 1),
+    "cumprod": (lambda x: x.cumprod(1), lambda: _numbers().round(), 1),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), _numbers, 1),
+    "logcumsumexp of nothing": (
+        lambda x: x.logcumsumexp(1), lambda: _numbers().where(_numbers() > 1, -math.inf), 1),
+    "cummax": (lambda x: x.cummax(1), _numbers, 2),
+    "cummax of ties": (lambda x: x.cummax(1), lambda: _numbers().round(), 2),
+    "cummin of ties": (lambda x: x.cummin(1), lambda: _numbers().round(), 2),
+    "cummax of what is odd": (lambda x: x.cummax(1), _odd, 2),
+    "cummin of what is odd": (lambda x: x.cummin(1), _odd, 2),
+    "cummax of integers": (lambda x: x.cummax(1), lambda: whole(3, N, 2), 2),
+    "cummin of bytes": (lambda x: x.cummin(1), lambda: whole(3, N, 2).byte(), 2),
+    "diff": (lambda x: x.diff(dim=1), _numbers, 1),
+    "diff twice": (lambda x: x.diff(2, 1), _numbers, 2),
+    "diff of booleans": (lambda x: x.diff(dim=1), lambda: whole(3, N, 2) > 2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_only_what_is_at_the_ends_of_parts_is_sent(name: str) -> None:
+    """Values and gradients are one device's; a sixteenth of all is gathered, or summed."""
+    fn, make, moves = SCANNED[name]
+    x = make()
+    x.requires_grad_(x.is_floating_point())
+    spec = fs.Spec(FOUR, fs.P(None, "x"), shape=x.shape, dtype=x.dtype)
+    part = fs.partition(fn, mesh=FOUR, in_specs=(spec,), cost=SLOW)
+    programs = [line.program for line in part.trace(x).lines if isinstance(line, Move)]
+    sent = [prog.cost(SLOW).bytes_received for prog in programs]
+    assert sum(map(bool, sent)) <= moves
+    # Places are of eight bytes whatever they are of; a sum takes twice what a gather does.
+    assert sum(sent) <= 2 * 8 * x.numel() // 16 * moves
+    made, right = (each if isinstance(each, tuple) else (each,) for each in (part(x), fn(x)))
+    for one, other in zip(made, right, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    if x.requires_grad:
+        weights = torch.rand(right[0].shape, generator=torch.Generator().manual_seed(1))
+        found, whole_ = ((each[0] * weights).sum() for each in (made, right))
+        (one,), (other,) = (torch.autograd.grad(each, x) for each in (found, whole_))
+        # Of what begins with the logarithm of nothing PyTorch's gradient is no number.
+        single = {"rtol": 1e-4, "atol": 1e-4} if "single" in name else {}
+        torch.testing.assert_close(one.where(~other.isnan(), 0), other.nan_to_num(), **single)
+
+
+def test_what_has_no_blocks_is_brought_together() -> None:
+    x = rand(3, 7)
+    spec = fs.Spec(FOUR, fs.P(None, "x"), shape=x.shape, dtype=x.dtype, uneven="chunk")
+    part = fs.partition(lambda x: x.cumsum(1), mesh=FOUR, in_specs=(spec,), cost=SLOW)
+    torch.testing.assert_close(part(x), x.cumsum(1))
+    assert len(part.trace(x).programs) == 1
