@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -13,8 +14,9 @@ from fshard.errors import fail
 from fshard.spec import Spec
 
 __all__ = [
-    "READ", "Call", "Meta", "Plain", "argument", "base_name", "fill_call", "map_call",
-    "map_tensors", "meta_results", "name_of", "parts_of", "schema_of",
+    "READ", "REFUSALS", "Call", "Meta", "Plain", "Results", "argument", "base_name", "dry",
+    "fill_call", "map_call", "map_tensors", "meta_results", "name_of", "parts_of", "schema_of",
+    "taken_apart",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
@@ -90,6 +92,14 @@ class Plain:
 
 READ = Plain("a number that is read from a tensor")
 """In the place of what an operation returns that turns a tensor into a number."""
+
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+"""What PyTorch raises for arguments that it does not take."""
+Results = tuple[tuple[Meta | None, ...], Any]
+"""What a call returns: tensors, flat, and the tree of them by number."""
+
+SMALL = 4096
+"""Of so many elements there may be zeros, which then can be written."""
 
 _READING = frozenset(("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"))
 
@@ -172,9 +182,7 @@ def fill_call(
     return map_call(args, kwargs, kind, lambda _: next(left))
 
 
-def meta_results(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Meta | None, ...], Any]:
+def meta_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results:
     """What a call returns, flat, and the tree of it with their numbers in the place of tensors.
 
     The operation runs on meta tensors: it computes shapes and nothing else; or on zeros, where
@@ -184,9 +192,13 @@ def meta_results(
     if reads_number(op):
         return (), READ
     try:
-        out = _dry(op, args, kwargs, "meta")
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        out = _on_zeros(op, args, kwargs, error)
+        return taken_apart(dry(op, args, kwargs, "meta"))
+    except REFUSALS as error:
+        return taken_apart(_on_zeros(op, args, kwargs, error))
+
+
+def taken_apart(out: Any) -> Results:
+    """Of what an operation returned the tensors' metas, flat, and the tree with their numbers."""
     found: list[Meta | None] = []
 
     def number(value: Any) -> Any:
@@ -205,12 +217,14 @@ def meta_results(
     return tuple(found), tree
 
 
-def _dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
-    """The operation on tensors without numbers: meta ones, or a single zero in every place."""
+def dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
+    """The operation on tensors without numbers: meta ones, or zeros; one for all that is large."""
 
     def make(meta: Meta) -> torch.Tensor:
         if device == "meta":
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        if math.prod(meta.shape) <= SMALL:
+            return torch.zeros(meta.shape, dtype=meta.dtype)
         return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
     real, named = map_call(args, kwargs, Meta, make)
@@ -232,8 +246,8 @@ def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Ex
     if not lacking:
         _refused(op, args, kwargs, error)
     try:
-        return _dry(op, args, kwargs, "cpu")
-    except (RuntimeError, IndexError, TypeError, ValueError) as refused:
+        return dry(op, args, kwargs, "cpu")
+    except REFUSALS as refused:
         _refused(op, args, kwargs, refused)
 
 

@@ -9,25 +9,26 @@ more of them once the sums are above the best there is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from fshard.mesh import Mesh
 from fshard.ops.call import Call
 from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
-from fshard.ops.rule import Rule
+from fshard.ops.rule import Mode, Rule
 from fshard.ops.strategy import Strategy, lay
-from fshard.ops.weigh import compute_time, leftover, moving, nbytes, undone
+from fshard.ops.weigh import Weight, compute_time, leftover, moving, nbytes, undone
 from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.program.cost import max_local_nbytes
-from fshard.program.topology import Topology
+from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
 
 __all__ = ["choose"]
 
 KEPT = 6
 """How many alternatives are told of."""
+ALIKE = 0.999
 
 
 class _Option(NamedTuple):
@@ -61,32 +62,40 @@ def choose(
     wished = _wished(call, rule, mesh, lengths, wish)
     axes = _axes(call, rule, specs, topology, lengths, grad, local, wished)
 
-    def ways() -> Iterator[tuple[float, Strategy]]:
-        """The ways that can be laid out by the axes' sum, which is at most their time."""
-        for least, picked in _best_first(list(axes.values())):
-            chosen = {axis: each.role for axis, each in zip(axes, picked, strict=True)}
-            laid = lay(call, rule, mesh, chosen, specs, lengths)
-            if laid is None:
-                continue
-            time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
-            if not (local and sends):
-                yield least, Strategy(call.op, rule, call, tuple(chosen.items()), tuple(specs),
-                                      *laid, tree, time, sends, topology, others)  # fmt: skip
+    def way(picked: Sequence[_Option]) -> Strategy | None:
+        """These options together, where they can be laid out."""
+        chosen = {axis: each.role for axis, each in zip(axes, picked, strict=True)}
+        laid = lay(call, rule, mesh, chosen, specs, lengths)
+        if laid is None:
+            return None
+        time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
+        if local and sends:
+            return None
+        return Strategy(call.op, rule, call, tuple(chosen.items()), tuple(specs),
+                        *laid, tree, time, sends, topology, others)  # fmt: skip
 
     def others() -> tuple[Strategy, ...]:
-        return tuple(_least(ways(), 1 + KEPT)[1:])
+        return tuple(_least(list(axes.values()), way, 1 + KEPT)[1:])
 
-    found = _least(ways(), 1)
+    found = _least(list(axes.values()), way, 1)
     return found[0] if found else None
 
 
-def _least(ways: Iterator[tuple[float, Strategy]], count: int) -> list[Strategy]:
-    """The `count` ways of the least time, the best first."""
+def _least(
+    axes: Sequence[list[_Option]], way: Callable[[Sequence[_Option]], Strategy | None], count: int
+) -> list[Strategy]:
+    """The `count` ways of the least time, the best first: none takes less than its axes' sum.
+
+    Those that could be faster by a thousandth at the most are not looked at: small tensors have
+    many.
+    """
     found: list[Strategy] = []
-    for least, way in ways:
-        if len(found) >= count and least >= found[count - 1].time:
+    for least, picked in _best_first(axes):
+        if len(found) >= count and least >= ALIKE * found[count - 1].time:
             break
-        found = sorted([*found, way], key=lambda each: each.time)[:count]
+        made = way(picked)
+        if made is not None:
+            found = sorted([*found, made], key=lambda each: each.time)[:count]
     return found
 
 
@@ -123,42 +132,77 @@ def _axes(
 ) -> dict[str, list[_Option]]:
     mesh = specs[0].mesh
     states = [states_of(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
-    held = [max_local_nbytes(spec) for spec in specs]
+    held = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
+    made = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in call.results]
     total = compute_time(topology, rule, call, lengths)
     roles = roles_of(rule, call, grad=grad)
     axes: dict[str, list[_Option]] = {}
     for axis in mesh.axes:
-        here = [each[axis] for each in states]
-        n, link = mesh.shape[axis], topology.link(mesh, axis)
-        weighed = []
-        for at, role in enumerate(roles):
-            asked = role.factor is not None and wished.get(axis) == role.factor
-            if not asked and not _plausible(role, here, lengths, n):
-                continue
-            if not all(_can_be(*ends, grad=grad) for ends in zip(here, role.operands, strict=True)):
-                continue
-            ways = [
-                moving(topology, link, n, src, dst, size, meta.dtype.itemsize)
-                for src, dst, size, meta
-                in zip(here, role.operands, held, call.operands, strict=True)
-            ]  # fmt: skip
-            if local and any(way.sends for way in ways):
-                continue
-            # Of results the least: all other axes may cut them.
-            later = sum(
-                leftover(topology, link, n, state, nbytes(meta) * n // mesh.size,
-                         meta.dtype.itemsize, made=role.factor is not None)
-                for meta, state in zip(call.results, role.results, strict=True)
-                if meta is not None and state is not None
-            )  # fmt: skip
-            made = sum(nbytes(meta) * n // mesh.size for meta in call.results if meta is not None)
-            later += 0.0 if asked else undone(topology, link, n, here, role, made)
-            work = total * n / mesh.size / (n if role.factor else 1)
-            time = sum(way.time for way in ways) + later + work
-            back = sum(way.back for way in ways)
-            weighed.append(_Option((time, back, at), role, any(way.sends for way in ways)))
-        axes[axis] = sorted(weighed, key=lambda each: each.weight)
+        n = mesh.shape[axis]
+        # Of results the least: all other axes may cut them.
+        least = [(size * n // mesh.size, item) for size, item in made]
+        here = _Here(
+            topology, topology.link(mesh, axis), n, [each[axis] for each in states], held, least,
+            total * n / mesh.size, lengths, grad, local, [{} for _ in specs],
+        )  # fmt: skip
+        wish = wished.get(axis)
+        found = (_weighed(role, at, here, role.factor is not None and role.factor == wish)
+                 for at, role in enumerate(roles))  # fmt: skip
+        axes[axis] = sorted((each for each in found if each), key=lambda each: each.weight)
     return axes
+
+
+class _Here(NamedTuple):
+    """An axis of `n`, the states of the operands on it, and what its roles are weighed with.
+
+    `held` and `made` are bytes of operands and results, each with those of an element; `ways` are
+    those of every operand that were weighed before, by the state that they lead to.
+    """
+
+    topology: Topology
+    link: Link
+    n: int
+    states: list[State]
+    held: list[tuple[int, int]]
+    made: list[tuple[int, int]]
+    work: float
+    lengths: Mapping[str, int]
+    grad: bool
+    local: bool
+    ways: list[dict[State, Weight | None]]
+
+
+def _weighed(role: Role, at: int, here: _Here, asked: bool) -> _Option | None:
+    """A role on an axis; None where it is not worth weighing, or cannot be."""
+    topology, link, n = here.topology, here.link, here.n
+    if not asked and not _plausible(role, here.states, here.lengths, n):
+        return None
+    time = back = 0.0
+    sends = False
+    for place, dst in enumerate(role.operands):
+        known = here.ways[place]
+        way = known[dst] if dst in known else _way(here, place, dst)
+        if way is None:
+            return None
+        time, back, sends = time + way.time, back + way.back, sends or way.sends
+    cuts = role.factor is not None
+    for state, (size, item) in zip(role.results, here.made, strict=True):
+        if state is not None and state.word == "unreduced":
+            time += leftover(topology, link, n, state, size, item, made=cuts)
+    if cuts and not asked:
+        time += undone(topology, link, n, here.states, role, sum(size for size, _ in here.made))
+    return _Option((time + here.work / (n if cuts else 1), back, at), role, sends)
+
+
+def _way(here: _Here, place: int, dst: State) -> Weight | None:
+    """An operand's way to a state; None where it has none, or none that will do."""
+    src, (size, item) = here.states[place], here.held[place]
+    way = None
+    if _can_be(src, dst, grad=here.grad):
+        way = moving(here.topology, here.link, here.n, src, dst, size, item)
+        way = None if here.local and way.sends else way
+    here.ways[place][dst] = way
+    return way
 
 
 def _wished(
@@ -180,20 +224,22 @@ def _wished(
 
 def _plausible(role: Role, here: Sequence[State], lengths: Mapping[str, int], n: int) -> bool:
     """Whether a role is worth weighing: nothing is cut or summed that no operand already is."""
-    words = {state.word for state in here}
+    words = [state.word for state in here]
     if role.factor is not None:
-        if not words & {"sharded", "unreduced"}:
+        if "sharded" not in words and "unreduced" not in words:
             return False
-        pairs = zip(here, role.operands, strict=True)
-        if any(src.word == "sharded" and src == dst for src, dst in pairs):
+        if lengths[role.factor] % n == 0 and lengths[role.factor] > 0:
             return True
-        return lengths[role.factor] % n == 0 and lengths[role.factor] > 0
-    if any(state.word == "unreduced" for state in role.operands):
-        return any(src == dst and src.word == "unreduced"
-                   for src, dst in zip(here, role.operands, strict=True))  # fmt: skip
-    if role.name == "reduced":
-        return "reduced" in words
-    return True
+        return _keeps(role, here, "sharded")
+    if isinstance(role.label, Mode):
+        return "unreduced" in words and _keeps(role, here, "unreduced")
+    return role.label != "reduced" or "reduced" in words
+
+
+def _keeps(role: Role, here: Sequence[State], word: str) -> bool:
+    """Whether some operand is in a state of that word, and stays in it."""
+    pairs = zip(here, role.operands, strict=True)
+    return any(src.word == word and src == dst for src, dst in pairs)
 
 
 def _can_be(src: State, dst: State, *, grad: bool) -> bool:

@@ -11,10 +11,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import ShardingError, fail
 from fshard.ops.acceptable import acceptable
-from fshard.ops.call import Call, Meta, map_call, meta_results, name_of, parts_of
+from fshard.ops.call import Call, Meta, map_call, name_of, parts_of
 from fshard.ops.choose import choose
 from fshard.ops.keys import frozen, thawed_call
 from fshard.ops.lists import in_lists, is_list
+from fshard.ops.outcomes import results_of
 from fshard.ops.registry import functional_of, read_by, row_of, version
 from fshard.ops.rule import Rule
 from fshard.ops.strategy import Strategy
@@ -241,7 +242,7 @@ def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[Call, Any]:
 
 def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
     functional, kwargs = functional_of(op), read_by(op, kwargs)
-    results, tree = meta_results(functional, args, kwargs)
+    results, tree = results_of(functional, args, kwargs)
     operands = tuple(parts_of((*args, *kwargs.values()), Meta))
     return Call(functional, args, dict(kwargs), operands, results), tree
 

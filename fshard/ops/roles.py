@@ -12,7 +12,7 @@ from fshard.errors import fail
 from fshard.layout import state_problems
 from fshard.ops.build import is_inexact
 from fshard.ops.call import Call, Meta, name_of
-from fshard.ops.rule import Dims, Rule
+from fshard.ops.rule import Dims, Mode, Rule
 from fshard.spec import Spec
 
 __all__ = ["Role", "State", "factor_sizes", "roles_of", "states_of"]
@@ -41,15 +41,20 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an axis does: its name in texts, and the states it asks of operands and gives results.
+    """What an axis does: what it is called, the states it asks of operands and gives results.
 
     `factor` is the one that it cuts, if it does.
     """
 
-    name: str
+    label: str | Mode
     operands: tuple[State, ...]
     results: tuple[State | None, ...]
     factor: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in texts."""
+        return self.label if isinstance(self.label, str) else f"unreduced {self.label}"
 
 
 @lru_cache(maxsize=8192)
@@ -61,8 +66,9 @@ def _roles(
         ANY if at in rule.unread else REDUCED if is_inexact(each) else INVARIANT
         for at, each in enumerate(operands)
     )
+    places = [_places(dims) for dims in rule.operands], [_places(dims) for dims in rule.results]
     roles = [
-        _cutting(rule, factor, same, results)
+        _cutting(rule, factor, same, places, results)
         for factor in rule.factors
         if _may_cut(rule, factor, grad)
     ]
@@ -70,18 +76,18 @@ def _roles(
         if grad and mode in rule.grad:
             continue
         asked = tuple(
-            State("unreduced", kind=mode.kind) if place in mode.operands else each
+            State("unreduced", 0, 0, mode.kind) if place in mode.operands else each
             for place, each in enumerate(same)
         )
         # What other operands make is used for other work there, as they are.
         alike = REDUCED if REDUCED in asked else INVARIANT
         given = tuple(
             None if meta is None
-            else State("unreduced", kind=kind) if kind is not None
+            else State("unreduced", 0, 0, kind) if kind is not None
             else alike if is_inexact(meta) else INVARIANT
             for meta, kind in zip(results, mode.results, strict=True)
         )  # fmt: skip
-        roles.append(Role(f"unreduced {mode}", asked, given))
+        roles.append(Role(mode, asked, given))
     made = tuple(None if m is None else REDUCED if is_inexact(m) else INVARIANT for m in results)
     roles.append(Role("reduced", same, made))
     everywhere = tuple(ANY if at in rule.unread else INVARIANT for at, _ in enumerate(operands))
@@ -99,21 +105,37 @@ def _may_cut(rule: Rule, factor: str, grad: bool) -> bool:
     return rule.kind(factor) not in ("whole", "permuted") and not (grad and factor in rule.grad)
 
 
-def _cutting(
-    rule: Rule, factor: str, same: Sequence[State], results: Sequence[Meta | None]
-) -> Role:
-    def where(dims: Dims) -> State | None:
-        found = ((dim, place, f) for dim, each in enumerate(dims) for place, f in enumerate(each))
-        return next((State("sharded", dim, place) for dim, place, f in found if f in cut), None)
+Places = dict[str, State]
 
+
+def _places(dims: Dims | None) -> Places:
+    """The state of a tensor on an axis that cuts a factor, by factor."""
+    return {
+        factor: State("sharded", dim, place)
+        for dim, factors in enumerate(dims or ())
+        for place, factor in enumerate(factors)
+    }
+
+
+def _cutting(
+    rule: Rule,
+    factor: str,
+    same: Sequence[State],
+    places: tuple[Sequence[Places], Sequence[Places]],
+    results: Sequence[Meta | None],
+) -> Role:
     kinds, cut = dict(rule.reductions), rule.as_cut(factor)
+
+    def where(found: Places) -> State | None:
+        return next((state for name, state in found.items() if name in cut), None)
+
     return Role(
         factor,
-        tuple(where(dims) or each for dims, each in zip(rule.operands, same, strict=True)),
+        tuple(where(found) or each for found, each in zip(places[0], same, strict=True)),
         tuple(
             None if dims is None or meta is None
-            else where(dims) or State("unreduced", kind=kinds[factor])
-            for dims, meta in zip(rule.results, results, strict=True)
+            else where(found) or State("unreduced", 0, 0, kinds[factor])
+            for dims, found, meta in zip(rule.results, places[1], results, strict=True)
         ),
         factor,
     )  # fmt: skip
@@ -121,12 +143,13 @@ def _cutting(
 
 def _exists(role: Role, operands: Sequence[Meta], results: Sequence[Meta | None]) -> bool:
     """Whether tensors of these dtypes can be in the states of the role."""
-    pairs = [*zip(role.operands, operands, strict=True), *zip(role.results, results, strict=True)]
-    return not any(
-        state_problems((("x", state.kind),), (), meta.dtype)
-        for state, meta in pairs
-        if state is not None and meta is not None and state.word == "unreduced"
-    )
+    pairs = *zip(role.operands, operands, strict=True), *zip(role.results, results, strict=True)
+    for state, meta in pairs:
+        if state is None or meta is None or state.word != "unreduced":
+            continue
+        if state_problems((("x", state.kind),), (), meta.dtype):
+            return False
+    return True
 
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:

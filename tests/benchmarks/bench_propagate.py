@@ -1,7 +1,8 @@
 """Times of propagation, cold and warm, beside DTensor's in the same process.
 
 `python -m tests.benchmarks.bench_propagate` prints milliseconds of one cold and microseconds of
-one warm propagation, for a few operations on meshes of one to four axes. Cold means that nothing
+one warm propagation, for a few operations on meshes of one to four axes, and of the first call of
+every operation that PyTorch's operator database has samples of. Cold means that nothing
 is remembered of any call, layout, plan or cost; the rules are loaded. DTensor's propagator is
 asked past its cache, warm through it, with the caches of its plans cleared before each cold run.
 The fastest of some runs counts. Times are the processor's: a busy machine does not change them.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import statistics
 import sys
 import time
 import warnings
@@ -26,12 +28,15 @@ from torch.distributed.tensor import _redistribute as dtensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils import _pytree as pytree
 
+from fshard.errors import ShardingError
 from fshard.mesh import Mesh
+from fshard.ops.call import map_call, parts_of
 from fshard.ops.propagate import propagate
 from fshard.ops.registry import rows
 from fshard.partition_spec import PartitionSpec
 from fshard.spec import Spec
 from tests.dtensor_plans import as_dtensor, device_mesh
+from tests.ops_database import calls_of, cases, op_db
 
 MESHES = (Mesh(a=8), Mesh(a=4, b=4), Mesh(a=4, b=4, c=4), Mesh(a=4, b=4, c=4, d=4))
 REPEATS, WARM = 3, 2000
@@ -117,8 +122,66 @@ def times(op: Any, args: Sequence[Any], mesh: Mesh, most: int) -> list[str]:
         return [*cells, type(error).__name__, "-"]
 
 
+Calls = dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]
+GOAL = 1.0
+"""Milliseconds."""
+
+
+def every_call() -> Calls:
+    """Of every operation in the first samples of the database its first call on tensors."""
+    found: Calls = {}
+    for info in op_db:
+        for case in cases(info, 1):
+            for op, args, kwargs in () if case.reason else calls_of(case):
+                if parts_of((*args, *kwargs.values()), torch.Tensor):
+                    found.setdefault(op, (args, kwargs))
+    return found
+
+
+def every_row(calls: Calls, mesh: Mesh) -> tuple[list[tuple[float, str]], int]:
+    """Milliseconds of the first propagation of every call, and how many calls are refused."""
+
+    def lay(x: torch.Tensor) -> Spec:
+        n = min(x.ndim, 2)
+        p = PartitionSpec(*[tuple(mesh.axes[at::n]) for at in range(n)])
+        return Spec(mesh, p, shape=x.shape, dtype=x.dtype, uneven="chunk")
+
+    taken, refused = [], 0
+    for op, call in calls.items():
+        args, kwargs = map_call(*call, torch.Tensor, lay)
+        run = lambda op=op, args=args, kwargs=kwargs: propagate(op, *args, **kwargs)  # noqa: E731
+        try:
+            run()
+        except ShardingError:
+            refused += 1
+        else:
+            taken.append((cold(run), str(op)))
+    return taken, refused
+
+
+def rows_table(most: int) -> Table:
+    """Of the first calls on every mesh the median, the slowest, and how many miss the goal."""
+    table = Table(title="every operation of the database, its first call, cold in ms")
+    for head in ("axes", "operations", "refused", "median", "p90", "worst", f"above {GOAL}", ""):
+        table.add_column(head, justify="left" if not head else "right")
+    found = every_call()
+    gc.disable()
+    for mesh in MESHES[:most]:
+        taken, refused = every_row(found, mesh)
+        order = sorted(time for time, _ in taken)
+        slow = sorted((each for each in taken if each[0] > GOAL), reverse=True)
+        table.add_row(
+            str(len(mesh.axes)), str(len(taken)), str(refused), f"{statistics.median(order):.2f}",
+            f"{order[len(order) * 9 // 10]:.2f}", f"{order[-1]:.2f}", str(len(slow)),
+            ", ".join(name for _, name in slow[:6]),
+        )  # fmt: skip
+        gc.collect()
+    gc.enable()
+    return table
+
+
 def main() -> None:
-    """Measure every call on every mesh and print one table."""
+    """Measure every call on every mesh and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--axes", type=int, default=4, help="the most axes of a mesh")
     parser.add_argument("--dtensor", type=int, default=3, help="the most that DTensor is given")
@@ -140,6 +203,7 @@ def main() -> None:
             gc.enable()
         table.add_section()
     Console(width=100).print(table)
+    Console(width=140).print(rows_table(given.axes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""Laws of what operations return: everywhere what PyTorch's meta form says, or nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fshard.errors import ShardingError
+from fshard.ops.call import Meta, map_call, meta_results, parts_of
+from fshard.ops.outcomes import law_of, results_of
+from fshard.ops.registry import functional_of, read_by
+from tests.ops_database import calls_of, cases, op_db
+
+aten = torch.ops.aten
+F32, HALF, LONG = torch.float32, torch.bfloat16, torch.int64
+DTYPES = (torch.float64, HALF, LONG)
+MOST_SILENT = 12
+"""Calls of the database's of which a law says nothing."""
+
+
+def unlike(infos: Sequence[Any], dtype: torch.dtype, samples: int) -> tuple[set[Any], list[str]]:
+    """Operations with a law that were called, and the calls of which theirs says nothing."""
+    seen: set[Any] = set()
+    silent = []
+    for info in infos:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for full, args, kwargs in [
+                call for case in cases(info, samples, dtype) for call in calls_of(case)
+            ]:
+                op, law = functional_of(full), law_of(functional_of(full))
+                given, named = map_call(args, read_by(full, kwargs), torch.Tensor, Meta.of)
+                if law is None or not parts_of((*given, *named.values()), Meta):
+                    continue
+                told = law(op, given, named)
+                assert told is None or told == meta_results(op, given, named), (op, given, named)
+                silent += [] if told else [str(op)]
+                seen.add(op)
+    return seen, silent
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_laws_say_what_meta_tensors_say(dtype: torch.dtype) -> None:
+    """Shapes, dtypes and trees of a sixth of the database."""
+    seen, silent = unlike(op_db[DTYPES.index(dtype) :: 6], dtype, 1)
+    assert len(seen) > 20
+    assert len(silent) <= MOST_SILENT, silent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", [*DTYPES, F32, torch.bool, torch.complex64])
+def test_laws_say_what_meta_tensors_say_of_the_whole_database(dtype: torch.dtype) -> None:
+    seen, silent = unlike(op_db, dtype, 3)
+    assert len(seen) > 60
+    assert len(silent) <= MOST_SILENT, silent
+
+
+def meta(*shape: int, dtype: torch.dtype = F32) -> Meta:
+    return Meta(shape, dtype)
+
+
+REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "no broadcast": (aten.add.Tensor, (meta(4, 3), meta(4, 2))),
+    "a loss of other shapes": (aten.mse_loss.default, (meta(4, 3), meta(5, 3))),
+    "another normalized shape": (aten.layer_norm.default, (meta(4, 3), [4])),
+    "a weight of another shape": (aten.layer_norm.default, (meta(4, 3), [3], meta(4))),
+    "matrices that do not fit": (aten.addmm.default, (meta(4), meta(2, 3), meta(4, 4))),
+    "a vector for a matrix": (aten.addmm.default, (meta(4), meta(2, 3), meta(3))),
+    "a bias that does not broadcast": (aten.addmm.default, (meta(5), meta(2, 3), meta(3, 4))),
+    "groups that do not divide": (
+        aten.native_group_norm.default, (meta(2, 5, 3), None, None, 2, 5, 3, 2, 1e-5)),
+    "classes of another batch": (
+        aten.cross_entropy_loss.default, (meta(4, 3), meta(5, dtype=LONG))),
+    "keys of another width": (
+        aten.scaled_dot_product_attention.default, (meta(2, 4, 8), meta(2, 4, 6), meta(2, 4, 8))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_operation_refuses_no_law_accepts(name: str) -> None:
+    op, args = REFUSED[name]
+    law = law_of(op)
+    assert law is not None
+    assert law(op, args, {}) is None
+    with pytest.raises(ShardingError, match="it must run on tensors of these shapes"):
+        results_of(op, args, {})
+
+
+LARGE: dict[str, tuple[Any, tuple[Any, ...], list[Meta]]] = {
+    "elements": (aten.hardswish.default, (meta(10**6, 10**6),), [meta(10**6, 10**6)]),
+    "types": (aten.add.Tensor, (meta(10**9, dtype=HALF), meta()), [meta(10**9, dtype=HALF)]),
+    "norm": (
+        aten.native_layer_norm.default, (meta(10**6, 10**6), [10**6], None, None, 1e-5),
+        [meta(10**6, 10**6), meta(10**6, 1), meta(10**6, 1)]),
+    "loss": (
+        aten.cross_entropy_loss.default, (meta(10**9, 10), meta(10**9, dtype=LONG)), [meta()]),
+    "all elements": (aten.logsumexp.default, (meta(10**5, 10**5), [0, 1]), [meta()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_nothing_of_the_whole_size_is_made(name: str) -> None:
+    op, args, right = LARGE[name]
+    law = law_of(op)
+    assert law is not None
+    told = law(op, args, {})
+    assert told is not None
+    assert list(told[0]) == right
