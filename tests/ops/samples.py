@@ -22,6 +22,21 @@ def rand(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torc
     return made + 0.1 * made.sgn()
 
 
+class Draws:
+    """Numbers by a generator of one's own, the same ones every time, whatever else is run."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def real(self, *shape: int) -> torch.Tensor:
+        """Numbers between 0 and 1."""
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def below(self, high: int, *shape: int, low: int = 0) -> torch.Tensor:
+        """Integers from `low` on below `high`."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+
 def taken_apart(sample: Sample) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Operation, arguments, and keyword arguments of a sample."""
     op, *args = sample()

@@ -12,20 +12,11 @@ from fshard.errors import ShardingError
 from fshard.ops.apply import apply
 from fshard.ops.propagate import propagate
 from tests.op_checks import call_with, check_call
+from tests.ops.samples import Draws
 
 aten = torch.ops.aten
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def real(*shape: int) -> torch.Tensor:
-    """Numbers between 0 and 1."""
-    return torch.rand(shape, generator=GENERATOR, dtype=torch.float64)
-
-
-def below(high: int, *shape: int) -> torch.Tensor:
-    """Indices below `high`."""
-    return torch.randint(0, high, shape, generator=GENERATOR)
-
+DRAWS = Draws()
+real, below = DRAWS.real, DRAWS.below
 
 W, BAGS = real(7, 4), torch.tensor([0, 2, 2])
 CASES: dict[str, tuple[Any, ...]] = {

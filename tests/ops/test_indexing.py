@@ -12,19 +12,11 @@ from fshard.errors import ShardingError
 from fshard.ops.apply import apply
 from fshard.ops.propagate import propagate
 from tests.op_checks import call_with, check_call
+from tests.ops.samples import Draws
 
 aten = torch.ops.aten
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def real(*shape: int) -> torch.Tensor:
-    """Numbers between 0 and 1."""
-    return torch.rand(shape, generator=GENERATOR, dtype=torch.float64)
-
-
-def below(high: int, *shape: int, low: int = 0) -> torch.Tensor:
-    """Indices from `low` on below `high`."""
-    return torch.randint(low, high, shape, generator=GENERATOR)
+DRAWS = Draws()
+real, below = DRAWS.real, DRAWS.below
 
 
 def mask(*shape: int) -> torch.Tensor:
@@ -32,8 +24,8 @@ def mask(*shape: int) -> torch.Tensor:
     return real(*shape) > 0.5
 
 
-X, ORDER = real(5, 4, 3), torch.randperm(12, generator=GENERATOR)
-ONCE = torch.stack([torch.randperm(4, generator=GENERATOR)[:2] for _ in range(15)], -1)
+X, ORDER = real(5, 4, 3), torch.randperm(12, generator=DRAWS.generator)
+ONCE = torch.stack([torch.randperm(4, generator=DRAWS.generator)[:2] for _ in range(15)], -1)
 
 READS: dict[str, tuple[Any, ...]] = {
     "gather": (aten.gather, X, 1, below(4, 5, 2, 3)),

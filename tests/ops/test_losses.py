@@ -13,21 +13,12 @@ import fshard as fs
 from fshard.ops.apply import apply
 from fshard.ops.registry import decomposition_of
 from tests.op_checks import call_with, check_call
+from tests.ops.samples import Draws
 
 aten = torch.ops.aten
-GENERATOR = torch.Generator().manual_seed(0)
+DRAWS = Draws()
+real, below = DRAWS.real, DRAWS.below
 NONE, MEAN, SUM = range(3)
-
-
-def real(*shape: int) -> torch.Tensor:
-    """Numbers between 0 and 1."""
-    return torch.rand(shape, generator=GENERATOR, dtype=torch.float64)
-
-
-def below(high: int, *shape: int) -> torch.Tensor:
-    """Classes below `high`."""
-    return torch.randint(0, high, shape, generator=GENERATOR)
-
 
 X, Y, SIGNS = real(5, 4), real(5, 4), torch.where(real(5, 4) > 0.5, 1.0, -1.0).double()
 
