@@ -19,6 +19,7 @@ from torch import fx
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.ops.call import Meta, Plain, base_name, fill_call, map_call, name_of, parts_of
+from fshard.ops.draws import DRAWN
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
@@ -37,7 +38,7 @@ __all__ = ["Assigned", "Known", "assign", "brought"]
 
 MOST_CHOICES = 16
 """So many combinations of the operands' layouts are tried for one operation."""
-NO_GRADIENT = {"detach", "detach_"}
+NO_GRADIENT = {"detach", "detach_", *DRAWN}
 
 
 @dataclass(slots=True)
@@ -96,7 +97,8 @@ def assign(
         made.count += 1
     mesh = inputs[0][0].mesh
     walk = _Walk(made, mesh, topology, grad, wishes, bold, drop_writes)
-    return made, walk.run(graph, known)
+    returned = walk.run(graph, known)
+    return walk.made, returned
 
 
 class _Walk:
@@ -231,7 +233,8 @@ class _Walk:
         if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
             fail(f"fs.partition: {op}", f"{node.name} draws numbers",
                  "a rank's generator is not the whole tensor's",
-                 "draw before, and give the function the tensor")  # fmt: skip
+                 "with fs.random.keyed(key): around it draws by a key; or draw before, and give "
+                 "the function the tensor")  # fmt: skip
         out, made = self.new(), node.meta.get("val")
         self.made.lines.append(Whole(out, op, tuple(args), dict(kwargs), node.name))
         if not isinstance(made, torch.Tensor):
@@ -323,23 +326,36 @@ class _Walk:
         kwargs: Mapping[str, Any], known: Sequence[Known], node: fx.Node,
     ) -> Any:  # fmt: skip
         """The operation by its rule or by others, whichever moves for less time."""
-        before, held = self.made, [(dict(k.versions), dict(k.quiet)) for k in known]
-        grad = self.grad
-        self.made = before.copy()
+        before = _State.of(self, known)
         direct = self.emit(chosen, op, args, kwargs, known, node)
-        first, after = self.made, [(k.versions, k.quiet) for k in known]
-        for k, (versions, quiet) in zip(known, held, strict=True):
-            k.versions, k.quiet = versions, quiet
-        self.made, self.grad = before.copy(), grad
+        after = _State.of(self, known)
+        before.restore(self)
         others = self.by_others(op, how, args, kwargs)
-        if first.time <= self.made.time:
-            self.made = first
-            for k, (versions, quiet) in zip(known, after, strict=True):
-                k.versions, k.quiet = versions, quiet
-            others = direct
-        before.lines, before.time, before.count = self.made.lines, self.made.time, self.made.count
-        self.made = before
-        return others
+        if after.made.time > self.made.time:
+            return others
+        after.restore(self)
+        return direct
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where a walk stands: what it has made, and the layouts that some tensors have."""
+
+    made: Assigned
+    grad: bool
+    layouts: tuple[tuple[Known, dict[Spec, int], dict[Spec, int]], ...]
+
+    @staticmethod
+    def of(walk: _Walk, known: Sequence[Known]) -> _State:
+        """That of a walk, of which only these tensors can get other layouts until it is back."""
+        layouts = tuple((k, dict(k.versions), dict(k.quiet)) for k in known)
+        return _State(walk.made.copy(), walk.grad, layouts)
+
+    def restore(self, walk: _Walk) -> None:
+        """Set the walk back to where it stood; once, for it goes on with what is in here."""
+        walk.made, walk.grad = self.made, self.grad
+        for k, versions, quiet in self.layouts:
+            k.versions, k.quiet = versions, quiet
 
 
 def brought(made: Assigned, x: Known, spec: Spec, topology: Topology, *, grad: bool) -> int:

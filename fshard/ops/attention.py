@@ -7,7 +7,7 @@ Dropout inside is refused: the draws of a rank's generator are not those of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,12 +225,14 @@ def in_products(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
     """Attention as a product, an exponential, and a product that is divided by its weights' sums.
 
     With the keys cut every rank has the weights of its own, and only maxima and sums are reduced;
     with the width cut the first product is. Rows that may look at nothing are zero, as PyTorch's.
-    Numbers of half precision are multiplied in single, as its kernels add them up.
+    Numbers of half precision are multiplied in single, as its kernels add them up. `drop` drops
+    weights; `dropout_p`, which does not say which, the rule has refused.
     """
     width, dtype = query.shape[-1], query.dtype
     query, key, value = wide(query), wide(key), wide(value)
@@ -255,5 +257,6 @@ def in_products(
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - largest).exp()
     total = weights.sum(-1, keepdim=True)
+    weights = drop(weights) if drop is not None else weights
     made = ((weights @ value) / total.masked_fill(total == 0, 1.0)).to(dtype)
     return made.flatten(-4, -3) if grouped else made

@@ -38,7 +38,7 @@ DRAWN = {
     "bits": f"({PLACE}, *, {MADE}) -> Tensor",
     "uniform": f"({PLACE}, float low, float high, *, {MADE}) -> Tensor",
     "normal": f"({PLACE}, *, {MADE}) -> Tensor",
-    "randint": f"({PLACE}, int low, int high, *, {MADE}) -> Tensor",
+    "randint": f"({PLACE}, int low, int last, *, {MADE}) -> Tensor",
     "bernoulli": f"({PLACE}, float p, *, {MADE}) -> Tensor",
     "permutation": f"({PLACE}, *, {MADE}) -> Tensor",
 }
@@ -131,13 +131,13 @@ def _true(words: Words, p: float) -> Write:
     return write
 
 
-def _integer(keys: Sequence[Words], dtype: torch.dtype, low: int, high: int) -> Write:
+def _integer(keys: Sequence[Words], dtype: torch.dtype, low: int, last: int) -> Write:
     """The remainder of twice as many bits as are asked for, at least of 64.
 
     All is computed modulo the width, as JAX does.
     """
     width = 64 if dtype.itemsize == 8 else 32
-    span = high - low
+    span = last - low + 1
     whole = span == 1 << width
     half = (1 << width // 2) % span
     upper = (half * half & (1 << width) - 1) % span
@@ -183,7 +183,7 @@ def _drawn(
     write: Callable[[torch.Tensor], Write],
 ) -> torch.Tensor:  # fmt: skip
     """The part of a draw under one key, or under each of several; `write` is of one key."""
-    out = torch.empty(*key.shape[:-1], *box.size, dtype=dtype, device=device)
+    out = torch.empty((*key.shape[:-1], *box.size), dtype=dtype, device=device)
     if key.device.type != "cpu" and key.device != device:
         key = key.to(device)
     for one, part in zip(key.reshape(-1, 2), out.reshape(-1, *box.size), strict=True):
@@ -226,14 +226,14 @@ def _normal_op(
 
 def _randint_op(
     like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], low: int, high: int, *, dtype: torch.dtype,
+    size: Sequence[int], low: int, last: int, *, dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> torch.Tensor:  # fmt: skip
     box, on = Box(tuple(shape), tuple(start), tuple(size)), _place(like, key, device)
 
     def write(one: torch.Tensor) -> Write:
         keys = derived(one, torch.arange(2, device=one.device))
-        return _integer([words_of(each) for each in keys], dtype, low, high)
+        return _integer([words_of(each) for each in keys], dtype, low, last)
 
     return _drawn(key, box, dtype, on, write)
 
@@ -279,7 +279,7 @@ def _drawn_shape(
     like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
     size: Sequence[int], *_: Any, dtype: torch.dtype, device: torch.device | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    return torch.empty(*key.shape[:-1], *size, dtype=dtype, device=_place(like, key, device))
+    return torch.empty((*key.shape[:-1], *size), dtype=dtype, device=_place(like, key, device))
 
 
 def _split_shape(key: torch.Tensor, count: int) -> torch.Tensor:

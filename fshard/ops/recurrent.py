@@ -26,7 +26,7 @@ def layers(call: Call) -> Rule:
         fail(f"fs.propagate({call.op})", f"dropout={call.get('dropout')} while training",
              "a rank's generator does not draw what the whole tensor's does",
              "dropout=0.0, and between the layers, each called alone, "
-             "fs.random.dropout_mask(key, spec)")  # fmt: skip
+             "x * fs.random.dropout_mask(key, x, p)")  # fmt: skip
     states = 2 if call.op._schema.name == "aten::lstm" else 1
     rows: Dims = (("n",), (), ()) if call.get("batch_first") else ((), ("n",), ())
     state: Dims = ((), ("n",), ())

@@ -118,7 +118,8 @@ MAYBE_RANDOM = _words("""
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
     _triton_scaled_dot_attention miopen_rnn
     alpha_dropout dropout dropout1d dropout2d dropout3d dropout_ feature_alpha_dropout
-    feature_dropout fractional_max_pool2d fractional_max_pool3d gru lstm
+    feature_dropout fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    fractional_max_pool3d_with_indices gru lobpcg lstm pca_lowrank svd_lowrank
     multi_head_attention_forward native_dropout rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise
     rrelu_with_noise_ rrelu_with_noise_functional
     scaled_dot_product_attention
@@ -235,7 +236,9 @@ def _classify(func: Callable[..., Any]) -> Kind:
         return Kind(name, Word.BACKWARD, Rule.OTHER)
     written = _written(func, name)
     if isinstance(func, OpOverload | OpOverloadPacket) and not _is_aten(func):
-        return Kind(name, Word.STATE if written else Word.OP, Rule.OTHER)
+        first = {each.name for schema in _schemas(func, name) for each in schema.arguments[:1]}
+        word = Word.FRESH if first == {"like"} else Word.STATE if written else Word.OP
+        return Kind(name, word, Rule.OTHER)
     if name == "__getitem__":
         return Kind(name, Word.INDEX, RULES[name])
     for word, names in (

@@ -210,7 +210,7 @@ def randint(
                 f"the range is not empty, and within {held.min} to {held.max + 1}",
                 "randint(key, spec, 0, 2), say"))  # fmt: skip
     raise_if(where, problems)
-    return to.drawn(where, key, OPS.randint, low, high)
+    return to.drawn(where, key, OPS.randint, low, high - 1)
 
 
 def bernoulli(

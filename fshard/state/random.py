@@ -32,8 +32,9 @@ from fshard.state.draws import (
     split,
     uniform,
 )
+from fshard.state.keyed import keyed
 
 __all__ = [
-    "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "key", "normal",
-    "permutation", "randint", "split", "uniform",
+    "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "key", "keyed",
+    "normal", "permutation", "randint", "split", "uniform",
 ]  # fmt: skip
