@@ -102,7 +102,7 @@ class World:
             moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_gather")
             return lambda: moved().view(n, *x.shape)
         flat, restore = _as_bytes(_as_long(x, 0) if x.dtype in NATIVE else x.reshape(-1))
-        name, order = self._group(group)
+        name, order = self._group(group, "all_gather")
         label = LABEL.get()
         out = OPS.all_gather_into_tensor(flat, len(group), name)
         shape = (len(group), *x.shape)
@@ -127,7 +127,7 @@ class World:
             return lambda: REDUCE[op](moved().view(n, *x.shape))
         wire, restore = as_number(x, op)
         label = LABEL.get()
-        out = OPS.all_reduce(wire.contiguous(), op, self._group(group)[0])
+        out = OPS.all_reduce(wire.contiguous(), op, self._group(group, "all_reduce")[0])
         return lambda: restore(_wait(out, label, "all_reduce", group))
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
@@ -147,7 +147,7 @@ class World:
             each = [x[0].numel()] * n
             moved = self._all_to_all(x.reshape(-1), each, each, group, "reduce_scatter")
             return lambda: REDUCE[op](moved().view(x.shape))
-        name, order = self._group(group)
+        name, order = self._group(group, "reduce_scatter")
         wire, restore = as_number(x, op)
         if order is not None:
             wire = torch.stack([wire[order.index(place)] for place in range(len(order))])
@@ -166,7 +166,7 @@ class World:
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group, op: str
     ) -> Finish:
         """An all-to-all as a collective, or as the way that another one, `op`, goes."""
-        name, order = self._group(group)
+        name, order = self._group(group, op)
         if order is not None:
             # The process group is in rank order: put the pieces so, and the results back.
             place = [order.index(at) for at in range(len(order))]
@@ -213,15 +213,21 @@ class World:
         natively = dtype in NATIVE and dtype.is_floating_point
         return natively and AVERAGING.issuperset(self.backends.values())
 
-    def _group(self, ranks: Group) -> tuple[str, list[int] | None]:
-        """The process group of `ranks`, and their places in it where they are not in order."""
+    def _group(self, ranks: Group, op: str) -> tuple[str, list[int] | None]:
+        """The process group of `ranks`, and their places in it where they are not in order.
+
+        They make it when they first come to it, for `op`: one that does not come is missed here.
+        """
         ordered = tuple(sorted(ranks))
         name = self.names.get(ordered)
         if name is None:
             if ordered == tuple(range(dist.get_world_size())):
                 name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             else:
-                name = _new_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
+                try:
+                    name = _new_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
+                except RuntimeError as error:
+                    raise lost(error, LABEL.get(), op, ranks) from error
             self.names[ordered] = name
         return name, None if ordered == ranks else [ordered.index(rank) for rank in ranks]
 
