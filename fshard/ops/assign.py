@@ -18,27 +18,24 @@ from torch import fx
 
 from fshard.errors import fail
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta, Plain, base_name, fill_call, map_call, name_of, parts_of
-from fshard.ops.draws import DRAWN
+from fshard.ops.call import Meta, Plain, base_name, fill_call, map_call, parts_of
+from fshard.ops.functional import NO_GRADIENT
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
-from fshard.ops.registry import decomposition_of, functional_of, read_by, row_of
+from fshard.ops.registry import decomposition_of, row_of
 from fshard.ops.strategy import Strategy
 from fshard.ops.trace import constraint_of, decompose, own_way
-from fshard.ops.writes import same_tensors
 from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.topology import Topology
 from fshard.spec import Spec
-from fshard.spmd.kinds import STATE, writes_state
 
 __all__ = ["Assigned", "Known", "assign", "brought"]
 
 MOST_CHOICES = 16
 """So many combinations of the operands' layouts are tried for one operation."""
-NO_GRADIENT = {"detach", "detach_", *DRAWN}
 
 
 @dataclass(slots=True)
@@ -80,14 +77,12 @@ def assign(
     grad: bool,
     wishes: Mapping[fx.Node, PartitionSpec],
     bold: bool,
-    drop_writes: bool = False,
 ) -> tuple[Assigned, list[Any]]:
     """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
 
     An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
     other values. `wishes` are how values had better lie; only if `bold` they cut what all ranks
-    have whole. Running statistics that an operation writes are refused, or with `drop_writes`
-    left as they are. Raises `ShardingError` for an operation that no rule and no other way is for.
+    have whole. Raises `ShardingError` for an operation that no rule and no other way is for.
     """
     made = Assigned()
     known: list[Any] = []
@@ -96,7 +91,7 @@ def assign(
         made.inputs.append(made.count)
         made.count += 1
     mesh = inputs[0][0].mesh
-    walk = _Walk(made, mesh, topology, grad, wishes, bold, drop_writes)
+    walk = _Walk(made, mesh, topology, grad, wishes, bold)
     returned = walk.run(graph, known)
     return walk.made, returned
 
@@ -106,10 +101,10 @@ class _Walk:
 
     def __init__(
         self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool,
-        wishes: Mapping[fx.Node, PartitionSpec], bold: bool, drop_writes: bool,
+        wishes: Mapping[fx.Node, PartitionSpec], bold: bool,
     ) -> None:  # fmt: skip
         self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
-        self.wishes, self.bold, self.drop_writes = wishes, bold, drop_writes
+        self.wishes, self.bold = wishes, bold
         self.within: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -153,51 +148,11 @@ class _Walk:
         if op is torch._C._set_grad_enabled:
             self.grad_mode(args[0])
             return None
-        functional = functional_of(op)
-        if functional is not op:
-            return self.written(node, op, functional, args, kwargs, env)
-        _refuse_writes(op, node, [] if self.drop_writes else _kept(op, args, kwargs))
         return self.operation(op, args, kwargs, node)
 
     def grad_mode(self, enabled: bool) -> None:
         self.grad = enabled
         self.made.lines.append(GradMode(enabled))
-
-    def written(
-        self, node: fx.Node, op: Any, functional: Any, args: Sequence[Any], kwargs: dict[str, Any],
-        env: dict[fx.Node, Any],
-    ) -> Any:  # fmt: skip
-        """An operation that writes an operand: from here on that is another value."""
-        targets = [
-            node.args[at] if at < len(node.args) else node.kwargs[each.name]
-            for at, each in enumerate(op._schema.arguments)
-            if each.alias_info is not None and each.alias_info.is_write
-            and (at < len(node.args) or each.name in node.kwargs)
-        ]  # fmt: skip
-        made = self.operation(functional, args, read_by(op, kwargs), node)
-        # What it returns beside what it writes comes first; of lists every tensor is written.
-        fresh = sum(each.alias_info is None for each in op._schema.returns)
-        results = _each(made)
-        for at, target in enumerate(_each(targets), fresh):
-            if isinstance(target, fx.Node):
-                same = same_tensors(target, node)
-                results[at] = self.overwriting(env[target], results[at], op, node)
-                env |= dict.fromkeys((each for each in same if each in env), results[at])
-        if fresh:
-            return results[:fresh] if fresh > 1 else results[0]
-        return results if isinstance(made, list) else results[0]
-
-    def overwriting(self, old: Known, new: Known, op: Any, node: fx.Node) -> Known:
-        """A tensor after it has been written: of its dtype, whatever was computed with."""
-        if old.grad and not self.grad and base_name(op) not in NO_GRADIENT:
-            fail("fs.partition", f"{node.name} writes a tensor that has a gradient under no_grad",
-                 "PyTorch passes gradients by such a write, as if it had not been",
-                 "write it where gradients are tracked, or write its detach().clone()")  # fmt: skip
-        if new.spec.dtype == old.spec.dtype:
-            return new
-        cast = torch.ops.aten.to.dtype
-        found: Known = self.operation(cast, (new, old.spec.dtype), {}, node)
-        return found
 
     def operation(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
@@ -403,29 +358,3 @@ def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
     if isinstance(tree, list | tuple):
         return [_as_tree(each, results) for each in tree]
     return tree.value if isinstance(tree, Plain) else tree
-
-
-def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The running statistics that a norm writes, which its schema does not say."""
-    name = base_name(op)
-    if name not in STATE or "norm" not in name:
-        return []
-    return [each for each in writes_state(op, name, args, kwargs) if each is not None]
-
-
-def _refuse_writes(op: Any, node: fx.Node, hidden: Sequence[Any]) -> None:
-    """Raise `ShardingError` for an operation that writes what it is given, said or not."""
-    schema = getattr(op, "_schema", None)
-    if hidden or (schema is not None and schema.is_mutable):
-        what = "running statistics" if hidden else "an operand"
-        fail(f"fs.partition: {name_of(op)}", f"{node.name} writes {what}",
-             "a partitioned function returns what it makes, and writes nothing that it was given",
-             "eval() or track_running_stats=False; or compute what is written, and return "
-             "it")  # fmt: skip
-
-
-def _each(value: Any) -> list[Any]:
-    """What is in a value, in lists and tuples too."""
-    if isinstance(value, list | tuple):
-        return [each for inner in value for each in _each(inner)]
-    return [value]

@@ -19,7 +19,7 @@ from fshard.run.spreading import spread
 from fshard.spec import Spec
 
 __all__ = ["Constant", "GradMode", "Line", "Move", "Operation", "Pick", "Ref", "Whole",
-           "local_graph", "run_everywhere"]  # fmt: skip
+           "Write", "local_graph", "run_everywhere"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,16 @@ class GradMode:
     enabled: bool
 
 
-Line = Operation | Move | Pick | Constant | Whole | GradMode
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """An argument becomes another value, without gradient."""
+
+    target: Ref
+    source: Ref
+    name: str
+
+
+Line = Operation | Move | Pick | Constant | Whole | GradMode | Write
 
 
 def _last_uses(lines: Sequence[Line], outputs: Sequence[int]) -> dict[int, int]:
@@ -107,8 +116,16 @@ def _refs(line: Line) -> list[int]:
             return found
         case Move() | Pick():
             return [line.source.at]
+        case Write():
+            return [line.target.at, line.source.at]
         case _:
             return []
+
+
+def write(local: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a local another value, where it is."""
+    with torch.no_grad():
+        local.copy_(value)
 
 
 # -- all ranks in one process ---------------------------------------------------------------
@@ -134,6 +151,9 @@ def run_everywhere(
                     env[line.out] = spread(line.op(*line.args, **line.kwargs), mesh.size)
                 case GradMode():
                     torch.set_grad_enabled(line.enabled)
+                case Write():
+                    for local, value in zip(env[line.target.at], env[line.source.at], strict=True):
+                        write(local, value)
             for at in {*_refs(line)}:
                 if last.get(at) == place:
                     env.pop(at, None)
@@ -196,6 +216,8 @@ def local_graph(
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case GradMode():
                 graph.call_function(torch._C._set_grad_enabled, (line.enabled,))
+            case Write():
+                graph.call_function(write, (env[line.target.at], env[line.source.at]))
     graph.output(tuple(None if at is None else env[at] for at in outputs))
     return fx.GraphModule(root, graph, "partitioned")
 

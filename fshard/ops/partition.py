@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from fshard import hooks
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign, brought
 from fshard.ops.call import Meta, name_of
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
-from fshard.ops.lines import Line, Move, local_graph, run_everywhere
-from fshard.ops.local import rank_here
+from fshard.ops.lines import Ref, Write
 from fshard.ops.measure import lines_time
-from fshard.ops.trace import refuse_autocast, trace
+from fshard.ops.partitioned import Other, Partitioned
+from fshard.ops.trace import Traced, refuse_autocast, trace
 from fshard.partition_spec import PartitionSpec
 from fshard.plan.redistribute import redistribute
-from fshard.program.cost import Cost
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.run.moving import shard, unshard
@@ -31,93 +28,10 @@ from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
 
-__all__ = ["Partition", "Partitioned", "partition", "wants_grad"]
+__all__ = ["Partition", "partition", "wants_grad"]
 
 MOST_CALLS = 1024
 """Of calls so many kinds are remembered."""
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Partitioned:
-    """One partitioned call: lines of local operations and programs, for arguments of one kind.
-
-    `in_specs` and `out_specs` are those of the leaves of arguments and results, None where a
-    result is no tensor; `grad` says whether gradients were asked for, `source` is the traced
-    graph before layouts, `names` are the paths of the arguments' leaves.
-    """
-
-    mesh: Mesh
-    lines: tuple[Line, ...]
-    in_specs: tuple[Spec, ...]
-    out_specs: tuple[Spec | None, ...]
-    _inputs: tuple[int, ...]
-    _outputs: tuple[Any, ...]
-    _tree: TreeDef
-    _topology: Topology
-    grad: bool
-    source: fx.GraphModule
-    names: tuple[str, ...]
-    _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
-
-    @property
-    def programs(self) -> tuple[Any, ...]:
-        """Every program that runs, in order."""
-        return tuple(line.program for line in self.lines if isinstance(line, Move))
-
-    def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
-        """The cost of all programs, one after the other; with `backward` that of their transposes.
-
-        Local operations are not in it.
-        """
-        on = topology or self._topology
-        moves = [line for line in self.lines if isinstance(line, Move)]
-        progs = [
-            line.program.T if backward else line.program for line in moves
-            if not backward or (line.grad and line.program.is_linear)
-        ]  # fmt: skip
-        return Cost.in_turn(prog.cost(on) for prog in progs)
-
-    def graph(self, rank: int = 0) -> fx.GraphModule:
-        """The FX graph of local operations and programs that a rank runs."""
-        if rank not in self._graphs:
-            outputs = [each if type(each) is int else None for each in self._outputs]
-            self._graphs[rank] = local_graph(self.lines, rank, self._inputs, outputs)
-        return self._graphs[rank]
-
-    def explain(self, topology: Topology | None = None) -> Any:
-        """A table of every operation's layout and of what is sent each way; prints anywhere."""
-        on = self._topology if topology is None else as_topology("explain", topology)
-        return hooks.call("explain_partitioned", self, on)
-
-    def __str__(self) -> str:
-        return str(self.explain())
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = self.explain()._repr_mimebundle_()
-        return bundle
-
-    def run(self, locals_: Sequence[Any]) -> list[Any]:
-        """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
-        wanted = [each for each in self._outputs if type(each) is int]
-        if all(isinstance(each, torch.Tensor) for each in locals_):
-            rank = rank_here(self.mesh, "a partitioned function")
-            made = self.graph(rank)(*locals_)
-            found = {
-                at: each for at, each in zip(self._outputs, made, strict=True) if type(at) is int
-            }
-        else:
-            given = dict(zip(self._inputs, locals_, strict=True))
-            found = run_everywhere(self.lines, self.mesh, given, wanted)
-        return [found[each] if type(each) is int else each.value for each in self._outputs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Other:
-    """A result that is no tensor."""
-
-    value: Any
 
 
 class Partition:
@@ -131,7 +45,7 @@ class Partition:
         out_specs: Any,
         params: Any,
         cost: Topology | None,
-        traces: dict[Any, tuple[fx.GraphModule, TreeDef]] | None = None,
+        traces: dict[Any, tuple[Traced, TreeDef]] | None = None,
         *,
         drop_writes: bool = False,
     ) -> None:
@@ -150,10 +64,14 @@ class Partition:
             leaf[0] if is_pair(leaf) else shard(leaf, spec).local
             for leaf, spec in zip(leaves, specs, strict=True) if spec is not None
         ]  # fmt: skip
+        if made.written:
+            made.check_apart(_tensors(leaves, specs))
         results: list[Any] = [
             local if spec is None else Sharded(local, spec)
             for local, spec in zip(made.run(locals_), made.out_specs, strict=True)
         ]
+        if made.written:
+            made.write_wholes(_tensors(leaves, specs), locals_)
         if not pairs:
             results = [unshard(each) if isinstance(each, Sharded) else each for each in results]
         return unflatten(made._tree, results)
@@ -292,15 +210,22 @@ class Partition:
             fail("a partitioned function", "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
         metas = tuple(None if s is None else Meta.of(s) for s in specs)
-        graph, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled))
+        traced, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled))
+        listed = zip(paths(unflatten(tree, list(leaves)), "args"), specs, strict=True)
+        names = tuple(name for name, spec in listed if spec is not None)
+        wrote = () if self.drop_writes else traced.written
+        traced.check([enabled and w for _, w in inputs], wrote, names)
         asked = self._asked(shape)
-        made, outputs, out_specs = self._laid(graph, inputs, enabled, asked)
-        names = paths(unflatten(tree, list(leaves)), "args")
+        count = len(asked)
+        asked += [inputs[at][0] if at in wrote else None for at in traced.written]
+        made, outputs, out_specs = self._laid(traced.graph, inputs, enabled, asked)
+        for at, value in zip(traced.written, outputs[count:], strict=True):
+            if at in wrote:
+                made.lines.append(Write(Ref(made.inputs[at]), Ref(value), names[at]))
         return Partitioned(
-            self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs),
-            tuple(made.inputs), tuple(outputs), shape, self.topology,
-            enabled and any(wants), graph,
-            tuple(n for n, s in zip(names, specs, strict=True) if s is not None),
+            self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs[:count]),
+            tuple(made.inputs), tuple(outputs[:count]), wrote, shape, self.topology,
+            enabled and any(wants), traced.graph, names,
         )  # fmt: skip
 
     def _laid(
@@ -323,7 +248,6 @@ class Partition:
                 grad=enabled,
                 wishes=found,
                 bold=bold,
-                drop_writes=self.drop_writes,
             )
             ways.append((made, *self._finish(made, results, asked)))
         grad = enabled and any(wanted for _, wanted in inputs)
@@ -332,7 +256,7 @@ class Partition:
 
     def _traced(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], rest: Any
-    ) -> tuple[fx.GraphModule, TreeDef]:
+    ) -> tuple[Traced, TreeDef]:
         """`_trace`, once for arguments of one kind; `rest` is what tells apart beside tensors."""
         key = tree, tuple(metas), rest
         try:
@@ -347,8 +271,8 @@ class Partition:
 
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None]
-    ) -> tuple[fx.GraphModule, TreeDef]:
-        """The graph of the function on whole tensors, and the structure of its results."""
+    ) -> tuple[Traced, TreeDef]:
+        """The function on whole tensors as a graph, and the structure of its results."""
         outer: list[TreeDef] = []
 
         def flat(*tensors: torch.Tensor) -> list[Any]:
@@ -359,8 +283,8 @@ class Partition:
             outer.append(shape)
             return results
 
-        graph = trace(flat, [meta for meta in metas if meta is not None], "fs.partition")
-        return graph, outer[-1]
+        made = trace(flat, [meta for meta in metas if meta is not None], "fs.partition")
+        return made, outer[-1]
 
     def _asked(self, tree: TreeDef) -> list[Any]:
         """What `out_specs` ask of every result; None where nothing."""
@@ -378,7 +302,7 @@ class Partition:
         problems: list[Problem] = []
         for at, (value, p) in enumerate(zip(results, asked, strict=True)):
             if not isinstance(value, Known):
-                outputs.append(_Other(value))
+                outputs.append(Other(value))
                 specs.append(None)
                 continue
             spec = value.spec
@@ -392,6 +316,11 @@ class Partition:
             specs.append(spec)
         raise_if("fs.partition: out_specs", problems)
         return outputs, specs
+
+
+def _tensors(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
+    """The leaves that are tensors or pairs."""
+    return [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is not None]
 
 
 def _at(place: str, error: ShardingError) -> list[Problem]:
@@ -438,11 +367,13 @@ def partition(
     `in_specs` of the rest; a module is then called with its parameters as the first argument.
     `out_specs` are those of the results; None leaves them as they come out, unreduced too.
     The function is traced once for each signature on tensors without numbers; `cost` is the
-    topology that layouts are weighed on.
+    topology that layouts are weighed on. What the function writes in place it writes here too:
+    arguments that it writes, running statistics say, are written where they lie, without gradient.
 
-    Raises `ShardingError` for what no rule is for, for writes to arguments and views, and for
-    pairs that lie otherwise than asked. After GSPMD (arXiv 2105.04663) and JAX's `jit`, but the
-    result is a value: `.explain()` has a line for every operation, `.graph` is code.
+    Raises `ShardingError` for what no rule is for, for writes to what the function closes over or
+    that autograd would not see, and for pairs that lie otherwise than asked. After GSPMD (arXiv
+    2105.04663) and JAX's `jit`, but the result is a value: `.explain()` has a line for every
+    operation, `.graph` is code.
 
     >>> import fshard as fs
     >>> mesh = fs.Mesh(dp=2, tp=2)

@@ -9,27 +9,64 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from fshard.errors import ShardingError, fail
+from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.ops.call import Meta, fill_call, parts_of
+from fshard.ops.functional import Held, check_writes, functional, writes
 from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
 
-__all__ = ["constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace"]
+__all__ = [
+    "Traced", "constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace",
+]  # fmt: skip
 
 
 _ONE_AT_A_TIME = threading.RLock()
 """What traces patches PyTorch for all threads; a function that is traced may trace others."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A function's graph, in which nothing is written, and what the function writes.
+
+    `written` are the places of the arguments that it writes: the graph returns what they are in
+    the end after the results. `lost` are writes by which the gradient of some arguments would be
+    lost, by name.
+    """
+
+    graph: fx.GraphModule
+    written: tuple[int, ...] = ()
+    lost: tuple[tuple[str, frozenset[int]], ...] = ()
+
+    def check(self, wanted: Sequence[bool], written: Sequence[int], names: Sequence[str]) -> None:
+        """Raise `ShardingError` for writes that gradients would not see as PyTorch's do.
+
+        `wanted` are the arguments whose gradients are asked for.
+        """
+        problems = [
+            Problem(f"{name} writes a tensor that has a gradient, under no_grad or by its detach()",
+                    "PyTorch passes gradients by such a write, as if it had not been",
+                    "write it where gradients are tracked, or write its detach().clone()")
+            for name, flow in self.lost if any(wanted[at] for at in flow)
+        ]  # fmt: skip
+        problems += [
+            Problem(f"{names[at]} is written, and requires grad",
+                    "what is written to an argument has no gradient",
+                    "write a clone(), return the new value, or call it under torch.no_grad()")
+            for at in written if wanted[at]
+        ]  # fmt: skip
+        raise_if("fs.partition", problems)
+
+
 def trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True
-) -> fx.GraphModule:
+) -> Traced:
     """The graph of a function of tensors that returns a flat list.
 
     With `above` operations are recorded above PyTorch's decomposition, else below it.
@@ -41,10 +78,16 @@ def trace(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _ONE_AT_A_TIME, mode:
+    written: tuple[int, ...] = ()
+    lost: list[tuple[str, frozenset[int]]] = []
+    with _ONE_AT_A_TIME, Held(), mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
         try:
             graph: fx.GraphModule = make_fx(fn, pre_dispatch=above)(*fakes)
+            if any(map(writes, graph.graph.nodes)):
+                _check_shapes(fakes, metas, where)
+                lost = check_writes(graph, grad=torch.is_grad_enabled())
+                graph, written = functional(graph, fakes, above=above)
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
@@ -56,7 +99,16 @@ def trace(
     if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
         _no_autocast(where)
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
-    return graph
+    return Traced(graph, written, tuple(lost))
+
+
+def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:
+    """Raise `ShardingError` for arguments that have another shape after the function ran."""
+    for at, (fake, meta) in enumerate(zip(fakes, metas, strict=True)):
+        if tuple(fake.shape) != tuple(meta.shape):
+            fail(where, f"argument {at} of shape {tuple(meta.shape)} becomes one of "
+                 f"{tuple(fake.shape)}", "an argument that is written keeps its shape",
+                 "return the new tensor: x.t() in place of x.t_()")  # fmt: skip
 
 
 def refuse_autocast(where: str) -> None:
@@ -72,10 +124,7 @@ def _no_autocast(where: str) -> NoReturn:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema.is_mutable if schema is not None else node.target is torch._C._set_grad_enabled
+    return node.op in ("placeholder", "output") or node.target is torch._C._set_grad_enabled
 
 
 def decompose(
@@ -105,7 +154,9 @@ def _decomposed(
         out = run(*placed, **filled)
         return list(out) if isinstance(out, list | tuple) else [out]
 
-    return trace(flat, metas, f"fs.partition: {op}", above=above)
+    made = trace(flat, metas, f"fs.partition: {op}", above=above)
+    assert not made.written, f"{op} writes what it is given"
+    return made.graph
 
 
 def own_way(op: Any) -> Callable[..., Any] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fshard.hooks import register
-from fshard.ops.lines import Line, Move, Operation, Whole, specs_text
-from fshard.ops.partition import Partitioned
+from fshard.ops.lines import Line, Move, Operation, Whole, Write, specs_text
+from fshard.ops.partitioned import Partitioned
 from fshard.program.program import Program
 from fshard.program.topology import Topology
 from fshard.show.table import Column, Row, Table
@@ -71,6 +71,8 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
             yield line.name, specs_text(line.strategy.out_specs), "", ""
         case Whole():
             yield line.name, "the same on every rank", "", ""
+        case Write():
+            yield f"writes {line.name}", "", "", ""
         case Move() if line.source.at not in inputs:
             yield from _moved(line, 1)
 

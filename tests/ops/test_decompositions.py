@@ -15,7 +15,7 @@ import fshard as fs
 from fshard import Mesh, P, PartitionSpec
 from fshard.ops.lines import Move
 from fshard.ops.local import flat
-from fshard.ops.partition import Partitioned
+from fshard.ops.partitioned import Partitioned
 from fshard.ops.registry import decomposition_of, functional_of
 from fshard.program.topology import Link, Topology
 from tests.op_checks import difference

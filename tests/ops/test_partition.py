@@ -13,7 +13,7 @@ import torch
 import fshard as fs
 from fshard import Mesh, P, PartitionSpec
 from fshard.ops.lines import Move, Operation
-from fshard.ops.partition import Partitioned
+from fshard.ops.partitioned import Partitioned
 from tests.ops import blocks
 
 MESH = Mesh(dp=2, tp=2)
@@ -305,58 +305,6 @@ def test_what_is_written_keeps_its_dtype() -> None:
     torch.testing.assert_close(one, other)
 
 
-def of_views(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    view = y.view(2, 2).view(4)
-    y.add_(1)
-    return view
-
-
-def of_parts(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    part = y.chunk(2)[0]
-    y.add_(1)
-    return part
-
-
-def a_part(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    y.chunk(2)[0].add_(1)
-    return y
-
-
-HELD = torch.ones(4, dtype=torch.float64)
-
-
-def what_is_held(x: torch.Tensor) -> torch.Tensor:
-    HELD.add_(1)
-    return x + HELD
-
-
-def without_gradient(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    with torch.no_grad():
-        y.mul_(3)
-    return y
-
-
-@pytest.mark.parametrize(
-    ("fn", "given"),
-    [
-        (of_views, "add_ writes mul, and view_1 is a view"),
-        (of_parts, "add_ writes mul, and getitem is a view"),
-        (a_part, "add_ writes getitem, and getitem is a view"),
-        (what_is_held, "add_ writes the constant _tensor_constant0"),
-        (without_gradient, "mul_ writes a tensor that has a gradient under no_grad"),
-    ],
-)
-def test_writes_that_others_see_are_refused(fn: Callable[..., Any], given: str) -> None:
-    part = fs.partition(fn, mesh=MESH)
-    with pytest.raises(fs.ShardingError) as caught:
-        part(torch.ones(4, dtype=torch.float64, requires_grad=True))
-    assert str(caught.value).splitlines()[1] == f"  given: {given}"
-
-
 def test_autocast_is_refused() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -468,9 +416,6 @@ def test_refusals_teach() -> None:
     part = fs.partition(lambda x: x.sum().item(), mesh=MESH)
     with pytest.raises(fs.ShardingError, match="traced once on tensors without numbers"):
         part(torch.ones(2))
-    part = fs.partition(lambda x: x.add_(1), mesh=MESH)
-    with pytest.raises(fs.ShardingError, match="writes nothing that it was given"):
-        part(torch.ones(2))
     part = fs.partition(lambda x: x + torch.rand(2), mesh=MESH)
     with pytest.raises(fs.ShardingError, match="draws numbers"):
         part(torch.ones(2))
@@ -538,18 +483,3 @@ def test_a_module_is_called_with_its_parameters() -> None:
     x = sample(4, 4)
     torch.testing.assert_close(part(params, x), module(x))
     assert sum(isinstance(line, Operation) for line in part.trace(params, x).lines) == 3
-
-
-def test_a_norm_that_would_keep_running_statistics_is_refused() -> None:
-    module = torch.nn.BatchNorm2d(4).double()
-    part = fs.partition(
-        lambda x, mean, var: torch.nn.functional.batch_norm(x, mean, var, training=True), mesh=MESH
-    )
-    x = sample(2, 4, 3, 3)
-    with pytest.raises(fs.ShardingError, match="writes running statistics"):
-        part(x, module.running_mean, module.running_var)
-    whole = fs.partition(lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
-                         mesh=MESH, in_specs=(P("dp", "tp"),))  # fmt: skip
-    torch.testing.assert_close(
-        whole(x), torch.nn.functional.batch_norm(x, None, None, training=True)
-    )

@@ -1,0 +1,250 @@
+"""Graphs without writes: what a function writes in place is another value from there on.
+
+Writes into results, views, lists, arguments and running statistics are all made values by
+PyTorch's functionalization, the one that `torch.export` uses, which knows how to put a written view
+back into what it is a view of. What cannot be said so, because others than the function would see
+it or because autograd would, is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard.errors import fail
+from fshard.ops.call import base_name
+from fshard.ops.draws import DRAWN
+from fshard.spmd.kinds import STATE, writes_state
+from fshard.tree import tensors_in
+
+__all__ = ["NO_GRADIENT", "Held", "check_writes", "functional", "refuse_held", "writes"]
+
+NO_GRADIENT = {"detach", "detach_", *DRAWN}
+"""Operations whose results have no gradient."""
+_NONE: frozenset[int] = frozenset()
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The operands that an operation writes, running statistics too, of which no schema tells."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return []
+    found = [*_written(op, node.args, node.kwargs), *_statistics(node)]
+    return [each for each in _each(found) if isinstance(each, fx.Node)]
+
+
+def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The operands that an operation writes by its schema."""
+    arguments = op._schema.arguments
+    given = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+    return [given.get(each.name) for each in arguments
+            if each.alias_info is not None and each.alias_info.is_write]  # fmt: skip
+
+
+def _statistics(node: fx.Node) -> list[Any]:
+    """The running statistics that a norm writes, which its schema does not say."""
+    name = base_name(node.target)
+    if name not in STATE or "norm" not in name:
+        return []
+    return writes_state(node.target, name, node.args, node.kwargs)  # type: ignore[arg-type]
+
+
+def functional(
+    graph: fx.GraphModule, fakes: Sequence[torch.Tensor], *, above: bool
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The same function without writes, and the places of the arguments that it wrote.
+
+    What they are in the end it returns after its results.
+    """
+    from torch._functorch._aot_autograd.functional_utils import (
+        from_fun,
+        sync_functional_tensor,
+        to_fun,
+    )
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    written: list[int] = []
+
+    def run(*args: torch.Tensor) -> list[Any]:
+        with FunctionalTensorMode(pre_dispatch=above, export=True):
+            given = [to_fun(arg) for arg in args]
+            results = [from_fun(each) for each in _Run(graph).run(*given)]
+            written.clear()
+            for at, (arg, each) in enumerate(zip(args, given, strict=True)):
+                sync_functional_tensor(each)
+                after = from_fun(each)
+                if after is not arg:
+                    written.append(at)
+                    results.append(after)
+        return results
+
+    # The function may end in another mode of gradients; a mode that is set inside is traced.
+    with warnings.catch_warnings(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        # Of operations that are made of others, and that do not write: they are kept as they are.
+        warnings.filterwarnings("ignore", "At pre-dispatch tracing, we assume")
+        made: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes)
+    return made, tuple(written)
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph; what functionalization does not know to write, as what writes it openly."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        openly = _OPENLY.get(base_name(n.target)) if n.op == "call_function" else None
+        if openly is None or not writes(n):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return openly(*args, **kwargs)
+
+
+def _instance_norm(
+    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, var: torch.Tensor,
+    use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> torch.Tensor:  # fmt: skip
+    given, dims = x.detach(), [*range(2, x.ndim)]
+    mean.lerp_(given.mean([0, *dims]).to(mean.dtype), momentum)
+    var.lerp_(given.var(dims).mean(0).to(var.dtype), momentum)
+    return torch.instance_norm(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+
+
+def _fill_diagonal(x: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    if x.ndim != 2 or (wrap and x.shape[0] > x.shape[1]):
+        return x.fill_diagonal_(fill_value, wrap)
+    x.diagonal().fill_(fill_value)
+    return x
+
+
+def _polygamma(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x.copy_(torch.polygamma(n, x))
+
+
+_OPENLY: dict[str, Callable[..., torch.Tensor]] = {
+    "instance_norm": _instance_norm, "fill_diagonal_": _fill_diagonal, "polygamma_": _polygamma,
+}  # fmt: skip
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+def check_writes(graph: fx.GraphModule, *, grad: bool) -> list[tuple[str, frozenset[int]]]:
+    """The writes that would lose a gradient, each with the arguments whose gradient that is.
+
+    PyTorch passes gradients by what is written under `no_grad`, or through `detach()`, as if it
+    had not been; a new value has none. `grad` says whether gradients are tracked at first.
+    Raises `ShardingError` for writes to tensors that the function closes over.
+    """
+    flows: dict[fx.Node, frozenset[int]] = {}
+    found: list[tuple[str, frozenset[int]]] = []
+    arguments = 0
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            flows[node] = frozenset((arguments,)) if _is_inexact(node) else _NONE
+            arguments += 1
+        if node.target is torch._C._set_grad_enabled:
+            grad = node.args[0]
+        if node.op != "call_function":
+            continue
+        passes = grad and base_name(node.target) not in NO_GRADIENT
+        before = [flows.get(each, _NONE) for each in node.all_input_nodes if passes]
+        into = _NONE.union(*before)
+        for target in writes(node):
+            found += _lost(target, node, flows, grad)
+            flows.update((each, flows.get(each, _NONE) | into) for each in _memory(target))
+        flows[node] = into if _is_inexact(node) else _NONE
+    return found
+
+
+class Held(TorchDispatchMode):
+    """Refuses to write tensors that a traced function closes over, for they would be written."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for each in tensors_in(_written(func, args, kwargs or {})):
+            if not isinstance(each, FakeTensor) and _memory_of(each) not in self.own:
+                refuse_held(base_name(func))
+        out = func(*args, **(kwargs or {}))
+        before = {_memory_of(each) for each in tensors_in((args, kwargs))}
+        self.own |= {_memory_of(each) for each in tensors_in(out)} - before
+        return out
+
+
+def refuse_held(name: str) -> NoReturn:
+    """Raise `ShardingError` for an operation that writes what the function closes over."""
+    fail("fs.partition", f"{name} writes a tensor that the function closes over",
+         "a function writes what it makes and what it is given, nothing else",
+         "give it as an argument: to a module its buffers with its parameters, "
+         "{**dict(m.named_parameters()), **dict(m.named_buffers())}")  # fmt: skip
+
+
+def _lost(
+    target: fx.Node, node: fx.Node, flows: dict[fx.Node, frozenset[int]], grad: bool
+) -> list[tuple[str, frozenset[int]]]:
+    """What `check_writes` says of one operand that is written."""
+    root, cut = target, not grad
+    while (below := _below(root)) is not None:
+        cut = cut or base_name(root.target) in NO_GRADIENT
+        root = below
+    if root.op == "get_attr":
+        refuse_held(node.name)
+    flow = flows.get(root, _NONE)
+    used = any(node < user for each in _memory(target) for user in each.users)
+    return [(node.name, flow)] if cut and flow and used else []
+
+
+def _memory(node: fx.Node) -> list[fx.Node]:
+    """The values that lie in the same memory as one, itself too."""
+    while (below := _below(node)) is not None:
+        node = below
+    return [node, *_above(node)]
+
+
+def _below(node: fx.Node) -> fx.Node | None:
+    """The value in whose memory an operation's result is, or may be."""
+    if node.target is operator.getitem:
+        # Of several results, which share memory if they are views all.
+        source = node.args[0]
+        return _below(source) if isinstance(source, fx.Node) else None
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None or all(each.alias_info is None for each in schema.returns):
+        return None
+    given = dict(zip((each.name for each in schema.arguments), node.args, strict=False))
+    given |= node.kwargs
+    found = [given.get(each.name) for each in schema.arguments if each.alias_info is not None]
+    return next((each for each in found if isinstance(each, fx.Node)), None)
+
+
+def _above(node: fx.Node) -> Iterator[fx.Node]:
+    """The values in the memory of one."""
+    for user in node.users:
+        if _below(user) is node or user.target is operator.getitem:
+            yield user
+            yield from _above(user)
+
+
+def _memory_of(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _is_inexact(node: fx.Node) -> bool:
+    made = [each for each in _each(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+    return any(each.is_floating_point() or each.is_complex() for each in made)
+
+
+def _each(value: Any) -> list[Any]:
+    """What is in a value, in lists and tuples too."""
+    if isinstance(value, list | tuple):
+        return [each for inner in value for each in _each(inner)]
+    return [value]
