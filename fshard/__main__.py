@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fshard",
-        description="Plan the program of collectives from one layout to another, and show both "
+        description="Plan the program of collectives from one layout to another, and show both\n"
         "layouts, the program, what it costs, and the lower bound beside it.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

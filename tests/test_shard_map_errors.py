@@ -98,8 +98,9 @@ REFUSED: list[Case] = [
      "6 shards divide a dim evenly; 5 % 6 = 5",
      ("a Spec in in_specs with uneven='chunk' (shards of (1, 1, 1, 1, 1, 0)), "
      "sizes={0: (...)}, or pad the dim to 6")),
-    (identity, P("x"), P(), (3,), "v: a int with P('x')", "only tensors and pairs can be cut",
-     "None, or P() for a number"),
+    (identity, P("x"), P(), (3,), "v: a value of type int with P('x')",
+     "only tensors and pairs can be cut",
+     "torch.as_tensor(x) of an array; None, or P() for a number"),
     # results
     (identity, P("x"), None, (X,), "result: a tensor of shape (3, 6) with the out spec None",
      "None is for what is no tensor",

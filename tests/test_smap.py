@@ -147,9 +147,9 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         3,
         message(
             "smap(sin)",
-            "args[0]: a int with in_axes 0",
+            "args[0]: a value of type int with in_axes 0",
             "only tensors and pairs can be cut",
-            "None, or P() for a number",
+            "torch.as_tensor(x) of an array; None, or P() for a number",
         ),
     ),
 ]

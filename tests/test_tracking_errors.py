@@ -256,6 +256,21 @@ def test_what_the_host_learns_is_compared() -> None:
     assert torch.equal(same, torch.tensor([7.0, 8.0]))
 
 
+def test_arguments_that_differ_are_made_equal_before_the_call() -> None:
+    mesh = Mesh(x=2, y=2)
+    spec = fs.Spec(mesh, P("x"), shape=(2,))
+    mapped = fs.shard_map(lambda v: v, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check="values")
+    with pytest.raises(ShardingError) as error:
+        mapped((tuple(torch.tensor([n]) for n in (1.0, 1.0, 2.0, 3.0)), spec))
+    assert str(error.value) == message(
+        "shard_map(<lambda>)",
+        "v: element (0,) is 2.0 on rank 2 and 3.0 on rank 3",
+        "what a spec leaves y out of is one value along it",
+        "the same seed, or fs.pbroadcast(x, 'y', 0, mesh=mesh) before the call, or name it in the "
+        "spec",
+    )
+
+
 # -- PyTorch -----------------------------------------------------------------------------------
 
 

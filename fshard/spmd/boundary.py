@@ -122,9 +122,9 @@ def place_all(
         if not isinstance(given, PartitionSpec) or given.axes:
             fail(
                 where,
-                f"a {type(value).__name__} with {_word(given)}",
+                f"a value of type {type(value).__name__} with {_word(given)}",
                 "only tensors and pairs can be cut",
-                "None, or P() for a number",
+                "torch.as_tensor(x) of an array; None, or P() for a number",
             )
         return Argument(path)
 

@@ -26,7 +26,7 @@ from fshard.spmd.movements import all_gather
 from fshard.spmd.tracking import Tracker, has_gradient
 from fshard.spmd.types import VARYING, State, States, named_axes, states_of, word_of
 
-__all__ = ["Other", "Promise", "check_promises", "check_values", "other_problem"]
+__all__ = ["TAKEN", "Other", "Promise", "check_promises", "check_values", "other_problem"]
 
 
 class Promise(NamedTuple):
@@ -41,6 +41,9 @@ class Promise(NamedTuple):
 
 Other = tuple[str, Any]
 """The path of a result that is no tensor, and the result."""
+
+RETURNED, TAKEN = "what it returned", "its arguments"
+"""What is compared."""
 
 SHOWN = 48
 """So many bytes of what ranks returned are compared as they are, and told of."""
@@ -160,6 +163,7 @@ def check_values(
     where: str,
     told: Sequence[str] = (),
     others: Sequence[Other] = (),
+    what: str = RETURNED,
 ) -> None:
     """Raise `ShardingError`, the same on every rank, where values promised equal differ.
 
@@ -167,7 +171,7 @@ def check_values(
     """
     rows = [(each, _equal_along(each.p, axes)) for each in promises]
     rows = [(each, along) for each, along in rows if along]
-    with torch.no_grad(), labelled(Label("the check of what it returned", mesh)):
+    with torch.no_grad(), labelled(Label(f"the check of {what}", mesh)):
         # Ranks that parted may have returned other structures: that is seen first.
         tensors, rest = [each.path for each, _ in rows], [path for path, _ in others]
         device = getattr(current_transport(), "device", torch.device("cpu"))  # what it moves
@@ -190,7 +194,8 @@ def check_values(
             digests = [row[at] for row in everyones]
             groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
             if any(digests[i] != digests[group[0]] for group in groups for i in group):
-                found = _difference(mesh, along, groups, each, digests, device, told)
+                fix = f"{_equal_by(along, what)}, or name it in the spec{_parted(told)}"
+                found = _difference(mesh, along, groups, each, digests, device, fix)
                 if found is not None:
                     raise_if(where, [found], everywhere=True)
 
@@ -263,12 +268,10 @@ def _difference(
     promise: Promise,
     digests: Sequence[Sequence[int]],
     device: torch.device,
-    told: Sequence[str],
+    fix: str,
 ) -> Problem | None:
     """The first element that differs in a group, and on which ranks; None for equal numbers."""
-    names = ", ".join(along)
-    rule = f"what a spec leaves {names} out of is one value along it"
-    fix = f"fs.psum or fs.pbroadcast over {names}, or name it in the spec{_parted(told)}"
+    rule = f"what a spec leaves {', '.join(along)} out of is one value along it"
     if len({tuple(each[1:]) for each in digests}) > 1:
         given = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
         return Problem(given, rule, fix)
@@ -287,6 +290,13 @@ def _difference(
                 )
                 return Problem(given, rule, fix)
     return None
+
+
+def _equal_by(along: Sequence[str], what: str) -> str:
+    """How values become equal along axes."""
+    if what == RETURNED:
+        return f"fs.psum or fs.pbroadcast over {', '.join(along)}"
+    return f"the same seed, or fs.pbroadcast(x, {named_axes(along)}, 0, mesh=mesh) before the call"
 
 
 def _parted(told: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from fshard.spec import Spec
 from fshard.spmd.arguments import Argument, AtDim, Slot
 from fshard.spmd.axes import innermost, tracking
 from fshard.spmd.mode import tracked
-from fshard.spmd.promises import Other, Promise, check_promises, check_values
+from fshard.spmd.promises import TAKEN, Other, Promise, check_promises, check_values
 from fshard.spmd.scope import Scope
 from fshard.spmd.tracking import Tracker
 from fshard.spmd.types import INVARIANT, States, states_of
@@ -111,7 +111,7 @@ def enter_types(
         promises.append(Promise(each.path, x, each.spec.partition))
     if tracker.values:
         with tracker.pause():
-            check_values(tracker.mesh, _mapped(scope), promises, tracker.name)
+            check_values(tracker.mesh, _mapped(scope), promises, tracker.name, what=TAKEN)
 
 
 def leave_types(
