@@ -22,7 +22,7 @@ from fshard.ops.shifting import EQUAL, selecting
 
 __all__ = ["KEYED", "drawn", "folded", "split"]
 
-KEYED = "with fs.random.keyed(key): around it draws by a key, the same on every layout"
+KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the key"
 """The way out for code that draws by itself, as modules do."""
 
 
@@ -92,7 +92,7 @@ def _dropout(call: Call) -> Rule:
     """Off, a dropout is the identity: every dim passes."""
     p, train = call.get("p"), call.get("train")
     if p and train is not False:
-        _refused(call, f"{KEYED}, as x * fs.random.dropout_mask(key, x, p) does; "
+        _refused(call, f"fs.random.dropout_mask(key, spec, p), a factor, drops by a key; {KEYED}; "
                        "p=0.0 or train=False drops nothing")  # fmt: skip
     x = call.operands[0]
     dims = dims_of(x.ndim)
@@ -120,7 +120,8 @@ register_rule(*DROPOUTS, family="random")(_dropout)
 def _mixed(call: Call) -> Rule:
     """Off, a leaky rectifier of one slope for all elements: every dim passes."""
     if call.get("training"):
-        _refused(call, f"{KEYED}; training=False has one slope")
+        _refused(call, f"fs.random.uniform(key, spec) draws slopes; {KEYED}; training=False has "
+                       "one slope")  # fmt: skip
     dims = dims_of(call.operands[0].ndim)
     results: tuple[Dims, ...] = (dims,) * len(call.results)
     return Rule((dims,) * len(call.operands), results)
@@ -130,13 +131,15 @@ register_rule("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional", family
 
 
 DRAWS = {
-    "fs.random.uniform(key, x)": "rand_like uniform",
-    "fs.random.normal(key, x)": "randn_like normal normal_functional",
-    "fs.random.randint(key, x, low, high)": "randint_like random",
-    "fs.random.bernoulli(key, x, p)": "bernoulli",
-    "fs.random.exponential(key, x)": "exponential log_normal geometric cauchy multinomial",
+    "fs.random.uniform(key, spec) draws by a key": "rand_like uniform cauchy",
+    "fs.random.normal(key, spec) draws by a key": (
+        "randn_like normal normal_functional log_normal"
+    ),
+    "fs.random.randint(key, spec, low, high) draws by a key": "randint_like random",
+    "fs.random.uniform(key, spec) < p draws by a key": "bernoulli",
+    "fs.random.exponential(key, spec) draws by a key": "exponential geometric multinomial",
 }
-"""Operations that draw, by what draws by a key in their place or is a part of it."""
+"""Operations that draw, by what draws by a key in their place, or what they are made of."""
 UNKEYED = "poisson binomial _standard_gamma _sample_dirichlet _fused_dropout"
 
 
@@ -148,5 +151,5 @@ def _draws(instead: str, names: str) -> None:
 
 
 for _instead, _names in DRAWS.items():
-    _draws(f"{KEYED}, as {_instead} does", _names)
+    _draws(f"{_instead}; {KEYED}", _names)
 _draws("draw whole with a generator of the same seed on every rank, and fs.shard that", UNKEYED)

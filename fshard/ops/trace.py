@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -24,11 +26,27 @@ from fshard.partition_spec import PartitionSpec
 
 __all__ = [
     "Traced", "constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace",
+    "traces",
 ]  # fmt: skip
 
 
 _ONE_AT_A_TIME = threading.RLock()
 """What traces patches PyTorch for all threads; a function that is traced may trace others."""
+_DEPTH: ContextVar[int] = ContextVar("fshard_traces", default=0)
+
+
+def traces() -> int:
+    """So many functions, one in another, are being traced around this place."""
+    return _DEPTH.get()
+
+
+@contextmanager
+def _deeper() -> Iterator[None]:
+    token = _DEPTH.set(_DEPTH.get() + 1)
+    try:
+        yield
+    finally:
+        _DEPTH.reset(token)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +98,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     written: tuple[int, ...] = ()
     lost: list[tuple[str, frozenset[int]]] = []
-    with _ONE_AT_A_TIME, Held(), mode:
+    with _ONE_AT_A_TIME, Held(), mode, _deeper():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
         try:
             graph: fx.GraphModule = make_fx(fn, pre_dispatch=above)(*fakes)

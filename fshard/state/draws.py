@@ -14,6 +14,7 @@ from fshard.errors import Problem, fail, raise_if
 from fshard.layout import whole_numbers
 from fshard.ops.draws import BITS, FLOATS, INTEGERS, OPS
 from fshard.ops.local import rank_here
+from fshard.ops.trace import traces
 from fshard.partition_spec import PartitionSpec
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, Step
@@ -368,6 +369,11 @@ def _pair(
     where: str, key: torch.Tensor, spec: Spec, part: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> Sharded:
     """The parts of the ranks that this process is, as one pair."""
+    if traces():
+        fail(where, f"{spec} in a function that is traced",
+             "it is traced on whole tensors; fs.partition finds how they lie",
+             "a tensor that the draw is to lie as, or a shape; fs.constrain(x, P(...)) asks for "
+             "a layout")  # fmt: skip
     if current_transport() is None:
         drawn: dict[Any, torch.Tensor] = {}
         shards = []

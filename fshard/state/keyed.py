@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from fshard.errors import fail, raise_if
+from fshard.ops.trace import traces
 from fshard.spmd.kinds import Word, draws, kind_of
 from fshard.state.draws import _key_problems, fold_in
 from fshard.state.instead import INSTEAD
@@ -32,10 +33,14 @@ class _Keyed(TorchFunctionMode):
 
     def __init__(self, key: torch.Tensor, count: int = 0) -> None:
         super().__init__()
-        self.key, self.count = key, count
+        self.key, self.count, self.traces = key, count, traces()
 
     def next(self) -> torch.Tensor:
         """The key of the next draw."""
+        if traces() > self.traces:
+            fail("fs.random.keyed", "a block around a function that is traced",
+                 "what is traced is run again with other keys: the key is an argument of it",
+                 "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
         made = fold_in(self.key, self.count)
         self.count += 1
         return made

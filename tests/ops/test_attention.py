@@ -164,6 +164,6 @@ def test_dropout_is_refused() -> None:
         "fs.propagate(aten.scaled_dot_product_attention.default)\n"
         "  given: dropout_p=0.5\n"
         "  rule:  a rank's generator does not draw what the whole tensor's does\n"
-        "  fix:   dropout_p=0.0, and on what comes out fs.random.dropout_mask(key, spec), "
-        "whose draws do not depend on the layout"
+        "  fix:   with fs.random.keyed(key): in a function for fs.partition draws by the key; "
+        "dropout_p=0.0 drops nothing"
     )

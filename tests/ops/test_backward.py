@@ -109,5 +109,5 @@ def test_dropout_between_layers_is_refused() -> None:
         "  given: dropout=0.5 while training\n"
         "  rule:  a rank's generator does not draw what the whole tensor's does\n"
         "  fix:   dropout=0.0, and between the layers, each called alone, "
-        "fs.random.dropout_mask(key, spec)"
+        "x * fs.random.dropout_mask(key, x, p)"
     )

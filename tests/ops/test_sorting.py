@@ -146,22 +146,27 @@ def test_classes_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
         apply(aten.one_hot, cut(x, "x"), 4)
 
 
+KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the key"
 MASKED = (
-    "x * fs.random.dropout_mask(key, spec, p) drops by a key; p=0.0 or train=False drops nothing"
+    f"fs.random.dropout_mask(key, spec, p), a factor, drops by a key; {KEYED}; "
+    "p=0.0 or train=False drops nothing"
 )
 INSTEAD = {
     (aten.dropout.default, 0.5, True): MASKED,
     (aten.native_dropout.default, 0.5, None): MASKED,
     (aten.rrelu.default, 0.1, 0.3, True): (
-        "training=False has one slope; fs.random.uniform(key, spec) draws slopes"
+        f"fs.random.uniform(key, spec) draws slopes; {KEYED}; training=False has one slope"
     ),
-    (aten.bernoulli.default,): "fs.random.uniform(key, spec) < p draws by a key",
-    (aten.rand_like.default,): "fs.random.uniform(key, spec) draws by a key",
-    (aten.uniform_.default,): "fs.random.uniform(key, spec) draws by a key",
-    (aten.randn_like.default,): "fs.random.normal(key, spec) draws by a key",
-    (aten.normal_.default,): "fs.random.normal(key, spec) draws by a key",
-    (aten.randint_like.default, 3): "fs.random.randint(key, spec, low, high) draws by a key",
-    (aten.multinomial.default, 2): (
+    (aten.bernoulli.default,): f"fs.random.uniform(key, spec) < p draws by a key; {KEYED}",
+    (aten.rand_like.default,): f"fs.random.uniform(key, spec) draws by a key; {KEYED}",
+    (aten.uniform_.default,): f"fs.random.uniform(key, spec) draws by a key; {KEYED}",
+    (aten.randn_like.default,): f"fs.random.normal(key, spec) draws by a key; {KEYED}",
+    (aten.normal_.default,): f"fs.random.normal(key, spec) draws by a key; {KEYED}",
+    (aten.randint_like.default, 3): (
+        f"fs.random.randint(key, spec, low, high) draws by a key; {KEYED}"
+    ),
+    (aten.multinomial.default, 2): f"fs.random.exponential(key, spec) draws by a key; {KEYED}",
+    (aten.poisson.default,): (
         "draw whole with a generator of the same seed on every rank, and fs.shard that"
     ),
 }
