@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
-from fshard.ops.call import READ, Plain, fill_call, name_of, parts_of
+from fshard.ops.call import READ, Plain, fill_call, map_call, name_of, parts_of
 from fshard.ops.keys import frozen, thawed_call
 from fshard.ops.local import rank_here, run_local
 from fshard.ops.partition import Partition, wants_grad
@@ -25,7 +26,7 @@ from fshard.program.topology import Topology
 from fshard.run.execute import check_tuple
 from fshard.run.spreading import spread
 from fshard.spec import Sharded, Spec
-from fshard.tree import is_pair
+from fshard.tree import is_pair, map_leaves
 from fshard.units import bytes_text, time_text
 
 __all__ = ["apply"]
@@ -55,15 +56,11 @@ def apply(
     """
     if mode not in MODES:
         fail("fs.apply", f"mode={mode!r}", "mode is 'explicit' or 'auto'", "mode='auto'")
-    kwargs = read_by(op, kwargs)
     refuse_autocast(f"fs.apply({name_of(op)})")
-    given = [pair for each in (*args, *kwargs.values()) for pair in _operands(each)]
-    mesh, everywhere = _mesh(op, given)
-    pairs = [_as_pair(each, mesh, everywhere) for each in given]
-    grad = torch.is_grad_enabled() and any(wants_grad(local) for local, _ in pairs)
-    left = iter(pairs)
-    specs = [_map(each, lambda _: next(left)[1]) for each in args]
-    named = {key: _map(each, lambda _: next(left)[1]) for key, each in kwargs.items()}
+    args, kwargs, mesh, everywhere = _laid(op, args, read_by(op, kwargs))
+    pairs = parts_of((*args, *kwargs.values()), Sharded)
+    grad = torch.is_grad_enabled() and any(map(wants_grad, pairs))
+    specs, named = map_call(args, kwargs, Sharded, lambda pair: pair.spec)
     if is_several(op, specs, named):
         return _by_others(op, specs, named, pairs, mode, cost)
     strategy = strategy_for(op, specs, named, cost, grad)
@@ -76,6 +73,37 @@ def apply(
         for (local, _), prog in zip(pairs, strategy.programs, strict=True)
     ]
     return _run(strategy, mesh, everywhere, locals_, args, kwargs)
+
+
+def _laid(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Mesh, bool]:
+    """The arguments with `Sharded` for every tensor, the mesh, and whether locals are all ranks'.
+
+    A tensor that is in no pair is whole on every rank.
+    """
+    as_sharded = lambda each: Sharded(*each) if is_pair(each) else each  # noqa: E731
+    given, named = map_leaves(as_sharded, list(args)), map_leaves(as_sharded, kwargs)
+    pairs = parts_of((*given, *named.values()), Sharded)
+    if not pairs:
+        fail(f"fs.apply({name_of(op)})", "no pairs",
+             "at least one argument is a pair (local, spec)",
+             "fs.shard(tensor, spec) makes one")  # fmt: skip
+    simulated = [not isinstance(local, torch.Tensor) for local, _ in pairs]
+    if len(set(simulated)) > 1:
+        fail(f"fs.apply({name_of(op)})", "locals of one rank and of all ranks",
+             "all pairs hold one rank's local, or all hold the tuple of all shards",
+             "make them the same way")  # fmt: skip
+    mesh, everywhere = pairs[0].spec.mesh, simulated[0]
+
+    def lay(each: Sharded | torch.Tensor) -> Sharded:
+        if isinstance(each, torch.Tensor):
+            spec = Spec(mesh, PartitionSpec(), shape=each.shape, dtype=each.dtype)
+            return Sharded(spread(each, mesh.size) if everywhere else each, spec)
+        local, spec = each
+        return Sharded(check_tuple(local, spec.mesh, "fs.apply") if everywhere else local, spec)
+
+    return *map_call(given, named, (Sharded, torch.Tensor), lay), mesh, everywhere
 
 
 def _by_others(
@@ -94,57 +122,41 @@ def _by_others(
     return part(*pairs)
 
 
-@lru_cache(maxsize=1024)
+MOST_CALLS = 1024
+"""Of every operation so many kinds of calls are remembered."""
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Partition]] = weakref.WeakKeyDictionary()
+
+
 def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partition:
-    """An operation as a function of its tensors alone."""
+    """An operation as a function of its tensors alone, remembered as long as the operation lives.
+
+    A method lives as long as what it is one of; what holds no weak references is not remembered.
+    """
+    owner, function = (op.__self__, op.__func__) if isinstance(op, MethodType) else (op, None)
+    key = function, args, kwargs, cost
+    try:
+        known = _KNOWN.setdefault(owner, {})
+        found = known.get(key)
+    except TypeError:
+        return _alone(lambda: op, args, kwargs, cost)
+    if found is None:
+        if len(known) >= MOST_CALLS:
+            known.clear()
+        # Who calls it has the operation at hand; what is remembered must not keep it alive.
+        there = weakref.WeakMethod(op) if function is not None else weakref.ref(op)
+        found = known[key] = _alone(there, args, kwargs, cost)
+    return found
+
+
+def _alone(there: Callable[[], Any], args: Any, kwargs: Any, cost: Topology | None) -> Partition:
     given, named = thawed_call(args, kwargs)
     mesh = parts_of((*given, *named.values()), Spec)[0].mesh
 
     def run(*tensors: torch.Tensor) -> Any:
         placed, filled = fill_call(given, named, Spec, tensors)
-        return op(*placed, **filled)
+        return there()(*placed, **filled)
 
     return Partition(run, mesh, None, None, None, cost, drop_writes=True)
-
-
-def _operands(value: Any) -> list[Any]:
-    """The pairs and tensors in an argument, in order."""
-    if is_pair(value) or isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [each for inner in value for each in _operands(inner)]
-    return []
-
-
-def _map(value: Any, change: Any) -> Any:
-    if is_pair(value) or isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_map(each, change) for each in value)
-    return value
-
-
-def _mesh(op: Any, given: Sequence[Any]) -> tuple[Mesh, bool]:
-    """The mesh of the pairs, and whether their locals are all ranks' shards."""
-    pairs = [each for each in given if is_pair(each)]
-    if not pairs:
-        fail(f"fs.apply({name_of(op)})", "no pairs",
-             "at least one argument is a pair (local, spec)",
-             "fs.shard(tensor, spec) makes one")  # fmt: skip
-    simulated = [not isinstance(local, torch.Tensor) for local, _ in pairs]
-    if len(set(simulated)) > 1:
-        fail(f"fs.apply({name_of(op)})", "locals of one rank and of all ranks",
-             "all pairs hold one rank's local, or all hold the tuple of all shards",
-             "make them the same way")  # fmt: skip
-    return pairs[0][1].mesh, simulated[0]
-
-
-def _as_pair(given: Any, mesh: Mesh, everywhere: bool) -> tuple[Any, Spec]:
-    if is_pair(given):
-        local, spec = given
-        return (check_tuple(local, spec.mesh, "fs.apply") if everywhere else local), spec
-    spec = Spec(mesh, PartitionSpec(), shape=given.shape, dtype=given.dtype)
-    return (spread(given, mesh.size) if everywhere else given), spec
 
 
 def _all_send(best: Strategy) -> NoReturn:
@@ -180,16 +192,12 @@ def _run(
 ) -> Any:
     if strategy.tree is READ:
         # Its operands are the same on every rank, and so is the number.
-        read = iter([each[0] for each in locals_] if everywhere else locals_)
-        placed = [_map(each, lambda _: next(read)) for each in args]
-        named = {key: _map(each, lambda _: next(read)) for key, each in kwargs.items()}
+        read = [each[0] for each in locals_] if everywhere else locals_
+        placed, named = fill_call(args, kwargs, Sharded, read)
         return strategy.call.op(*placed, **named)
 
     def on(rank: int, mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        left = iter(mine)
-        placed = [_map(each, lambda _: next(left)) for each in args]
-        named = {key: _map(v, lambda _: next(left)) for key, v in kwargs.items()}
-        return run_local(strategy, rank, placed, named)
+        return run_local(strategy, rank, *fill_call(args, kwargs, Sharded, mine))
 
     if everywhere:
         shards = [on(rank, mine) for rank, mine in

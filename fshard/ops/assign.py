@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fshard.errors import fail
+from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.call import Meta, Plain, base_name, fill_call, map_call, parts_of
 from fshard.ops.functional import NO_GRADIENT
@@ -162,7 +162,7 @@ class _Walk:
         if not known:
             return self.from_nothing(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
-            return self.constrained(args[0], constraint_of(args[1]))
+            return self.constrained(*args)
         # Within its own decomposition an operation is itself, of what is held constant, say;
         # with other arguments, as the sum that a mean is made of, it may be done by others too.
         how = None if _call_of(op, args, kwargs) in self.within else decomposition_of(op)
@@ -198,9 +198,17 @@ class _Walk:
                  "make it before, and give the function the tensors")  # fmt: skip
         return self.whole(made, out)
 
-    def constrained(self, x: Known, partition: PartitionSpec) -> Known:
+    def constrained(self, x: Known, written: str, place: str) -> Known:
         """The value as `fs.constrain` asks for it, which is its layout from there on."""
-        spec = x.spec.replace(partition=partition)
+        asked = constraint_of(written)
+        try:
+            spec = x.spec.replace(partition=asked, uneven="chunk")
+        except ShardingError as error:
+            raise_if(f"fs.constrain{place}", [
+                Problem(f"{asked} for {x.spec}: {each.given}", each.rule, each.fix)
+                for each in error.problems
+            ])  # fmt: skip
+            raise
         return Known(spec, x.grad, {spec: self.moved(x, spec)})
 
     # -- by the rule -----------------------------------------------------------------------

@@ -31,17 +31,22 @@ __all__ = ["call_at", "wishes"]
 def wishes(
     graph: fx.GraphModule, mesh: Mesh, outputs: Sequence[PartitionSpec | None]
 ) -> dict[fx.Node, PartitionSpec]:
-    """Of every value how it is asked to lie, if something after it asks; the nearest counts."""
+    """Of every value how it is asked to lie, if something after it asks; the nearest counts.
+
+    Raises `ShardingError` for a constraint on axes that the mesh has not.
+    """
     found: dict[fx.Node, PartitionSpec] = {}
     for node in reversed(graph.graph.nodes):
         if node.op == "output":
             listed = node.args[0]
             listed = listed if isinstance(listed, list | tuple) else [listed]
             for each, p in zip(listed, outputs, strict=True):
-                if isinstance(each, fx.Node) and p is not None:
+                if isinstance(each, fx.Node) and p is not None and {*p.axes} <= {*mesh.axes}:
                     found.setdefault(each, p)
         elif node.target is torch.ops.fshard.constrain.default:
-            found[node.args[0]] = constraint_of(node.args[1])
+            operand, written, place = node.args
+            found[operand] = constraint_of(written)
+            mesh.check_axes(found[operand].axes, f"fs.constrain{place}")
         elif node in found and isinstance(node.target, torch._ops.OpOverload):
             for operand, p in _before(node, found[node], mesh):
                 found.setdefault(operand, p)

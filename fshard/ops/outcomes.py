@@ -225,7 +225,8 @@ _LAWS: tuple[tuple[Law, str], ...] = (
     (product(1, 1), "addr"),
     (attention, "scaled_dot_product_attention"),
     (channels, """
-        instance_norm batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update
+        instance_norm batch_norm native_batch_norm _native_batch_norm_legit
+        _native_batch_norm_legit_functional _batch_norm_with_update_functional
     """),
     (groups, "native_group_norm"),
 )  # fmt: skip

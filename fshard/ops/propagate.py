@@ -149,6 +149,8 @@ def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function is more than one operation, or one that has no rule and can be others."""
     if row_of(op) is not None:
         return False
+    if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
+        return callable(op)
     key = op, frozen(tuple(args)), frozen(dict(kwargs))
     try:
         hash(key)
@@ -163,8 +165,6 @@ def _is_several_before(rules: int, op: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
-        return callable(op)
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     try:
         overload = overload_of(op, metas, named)
@@ -204,12 +204,17 @@ def _is_list(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(each, Meta) for each in value)
 
 
-@lru_cache(maxsize=4096)
+BUILTIN = ("builtin_function_or_method", "method_descriptor")
+
+
 def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
     """The operation that a builtin of PyTorch calls; None for functions written in Python."""
-    name = getattr(op, "__name__", "")
-    if type(op).__name__ not in ("builtin_function_or_method", "method_descriptor"):
-        return None
+    # What a user writes is not remembered, for it would be kept alive.
+    return _packet_named(op.__name__) if type(op).__name__ in BUILTIN else None
+
+
+@lru_cache(maxsize=4096)
+def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
     for each in (name, name.strip("_"), f"linalg_{name}"):
         packet = getattr(torch.ops.aten, each, None)
         if isinstance(packet, OpOverloadPacket):

@@ -23,6 +23,7 @@ from fshard.ops.call import Meta, fill_call, parts_of
 from fshard.ops.functional import Held, check_writes, functional, writes
 from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
+from fshard.run.fingerprint import here
 
 __all__ = [
     "Traced", "constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace",
@@ -194,29 +195,32 @@ def own_way(op: Any) -> Callable[..., Any] | None:
 
 
 @torch.library.custom_op("fshard::constrain", mutates_args=())
-def _constrain(x: torch.Tensor, partition: str) -> torch.Tensor:
+def _constrain(x: torch.Tensor, partition: str, place: str) -> torch.Tensor:
     return x.clone()
 
 
 @_constrain.register_fake
-def _(x: torch.Tensor, partition: str) -> torch.Tensor:
+def _(x: torch.Tensor, partition: str, place: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-_constrain.register_autograd(lambda ctx, grad: (grad, None))
+_constrain.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
     """The same tensor, which `fs.partition` lays as `partition` at this place.
 
-    Outside of a partitioned function it changes nothing. JAX's `with_sharding_constraint`.
+    A dim that the partition does not divide is chunked, as `fs.reshard` does. Outside of a
+    partitioned function it changes nothing. JAX's `with_sharding_constraint`.
 
     >>> constrain(torch.ones(2), PartitionSpec("dp"))
     tensor([1., 1.])
     """
     if not isinstance(partition, PartitionSpec):
         fail("fs.constrain", f"{partition!r}", "a layout is a PartitionSpec", 'fs.P("dp", None)')
-    made: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition))
+    # The line is told with what cannot be laid so, which is found after the whole was traced.
+    place = "" if torch.compiler.is_compiling() else here()
+    made: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition), place)
     return made
 
 

@@ -21,8 +21,8 @@ from fshard.run.transport import CHECKED, LABEL, Group, Label, current_transport
 
 __all__ = [
     "Fingerprint", "Stand", "backward_label", "blame", "call_line", "diverged", "explain_with",
-    "fingerprint", "lost", "one_line", "place", "raise_line", "stranded", "unsent", "user_frame",
-    "user_line", "words",
+    "fingerprint", "here", "lost", "one_line", "place", "raise_line", "stranded", "unsent",
+    "user_frame", "user_line", "words",
 ]  # fmt: skip
 
 Fingerprint = tuple[object, ...]
@@ -84,6 +84,11 @@ def call_line() -> str:
     if CHECKED.get() is None and not is_simulated():
         return ""
     return _line(sys._getframe())
+
+
+def here() -> str:
+    """` at file:line` for the user's call, for what is looked at later."""
+    return user_line(None, None)
 
 
 def backward_label() -> Label | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +150,58 @@ def test_a_function_of_several_operations() -> None:
 
     made = apply(layer, lay(x, "x"), w)
     torch.testing.assert_close(fs.unshard(made), layer(x, w))
+
+
+def test_functions_that_nobody_holds_are_not_kept() -> None:
+    pair = lay(draw(4, 6), "x")
+    held = torch.ones(6, dtype=torch.float64)
+
+    class Scale:
+        def by(self, x: torch.Tensor) -> torch.Tensor:
+            return x * held + 1
+
+    def of_function() -> weakref.ref[Any]:
+        add = lambda x: x + held * 2  # noqa: E731
+        torch.testing.assert_close(fs.unshard(apply(add, pair)), draw(4, 6) + 2)
+        return weakref.ref(add)
+
+    def of_method() -> weakref.ref[Any]:
+        scale = Scale()
+        for _ in range(2):
+            torch.testing.assert_close(fs.unshard(apply(scale.by, pair)), draw(4, 6) + 1)
+        return weakref.ref(scale)
+
+    found = [of_function(), of_method()]
+    gc.collect()
+    assert [each() for each in found] == [None, None]
+
+
+def test_a_function_is_traced_once() -> None:
+    pair, traced = lay(draw(4, 6), "x"), []
+
+    class Scale:
+        def by(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            traced.append(factor)
+            return x * factor + 1
+
+    def function(x: torch.Tensor, factor: float) -> torch.Tensor:
+        traced.append(factor)
+        return x * factor + 1
+
+    scale = Scale()
+    for op in (lambda: scale.by, lambda: function):
+        traced.clear()
+        for factor in (2, 2.0, 2, 2.0):
+            torch.testing.assert_close(fs.unshard(apply(op(), pair, factor)), draw(4, 6) * 2 + 1)
+        assert len(traced) == 2
+
+
+def test_pairs_without_names_and_in_lists_are_pairs() -> None:
+    x = draw(4, 6)
+    local, spec = lay(x, "x")
+    for pairs in ([(local, spec), x], [Sharded(local, spec), (local, spec)]):
+        made = apply(aten.cat.default, pairs, 1)
+        assert torch.equal(fs.unshard(made), torch.cat([x, x], 1))
 
 
 # -- modes --------------------------------------------------------------------------------

@@ -444,7 +444,7 @@ def test_refusals_name_the_place() -> None:
         "  rule:  the mesh's axes are dp, tp\n"
         "  fix:   use one of dp, tp"
     )
-    part = fs.partition(lambda x: (x, x), mesh=MESH, out_specs=(P(), P("zz")))
+    part = fs.partition(lambda x: (x, x * 2), mesh=MESH, out_specs=(P(), P("zz")))
     assert said(part, x) == (
         "fs.partition: out_specs\n"
         "  given: result 1: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
@@ -464,6 +464,37 @@ def test_refusals_name_the_place() -> None:
         "  rule:  a module is called with its parameters, and then with its arguments\n"
         "  fix:   part(dict(module.named_parameters()), *args)"
     )
+
+
+def test_constraints_that_cannot_be_name_their_line() -> None:
+    def axis(x: torch.Tensor) -> torch.Tensor:
+        return fs.constrain(x * 2, P("zz")) + 1
+
+    def dims(x: torch.Tensor) -> torch.Tensor:
+        return fs.constrain(x * 2, P(None, "dp")) + 1
+
+    line = f"fs.constrain at {__file__}:{axis.__code__.co_firstlineno + 1}"
+    assert said(fs.partition(axis, mesh=MESH), torch.ones(4)) == (
+        f"{line}\n"
+        "  given: axis 'zz' on Mesh(dp=2, tp=2)\n"
+        "  rule:  the mesh's axes are dp, tp\n"
+        "  fix:   use one of dp, tp"
+    )
+    line = f"fs.constrain at {__file__}:{dims.__code__.co_firstlineno + 1}"
+    assert said(fs.partition(dims, mesh=MESH), torch.ones(4)) == (
+        f"{line}\n"
+        "  given: P(None, 'dp') for f32[4]: P(None, 'dp') with 2 entries for shape (4,)\n"
+        "  rule:  a tensor of 1 dims has at most 1 entries\n"
+        "  fix:   drop 1 of them, trailing None too"
+    )
+
+
+def test_a_constraint_chunks_what_it_does_not_divide() -> None:
+    x = sample(5, 3).detach()
+    part = fs.partition(lambda x: fs.constrain(x * 2, P("dp")) + 1, mesh=MESH)
+    made = part(fs.shard(x, fs.Spec(MESH, P(), shape=x.shape, dtype=x.dtype)))
+    assert str(made.spec) == "f64[5@dp:chunk,3]"
+    torch.testing.assert_close(fs.unshard(made), x * 2 + 1)
 
 
 def test_a_partition_says_what_it_is() -> None:
