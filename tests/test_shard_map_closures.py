@@ -282,3 +282,36 @@ def test_nested_closures() -> None:
     torch.testing.assert_close(mapped(x), want)
     got = torch.autograd.grad((mapped(x) ** 2).sum(), (x, w))
     torch.testing.assert_close(got, torch.autograd.grad((want**2).sum(), (x, w)))
+
+
+@pytest.mark.parametrize("check", [True, "values", False])
+def test_hooks_of_what_is_closed_over_see_its_whole_gradient_once(check: Any) -> None:
+    seen: list[Any] = []
+
+    def hooked(name: str, each: torch.Tensor) -> torch.Tensor:
+        each.register_hook(lambda g: seen.append((name, g.tolist())) or g * 0.5)
+        return each
+
+    leaf, root = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
+    w = hooked("w", root * 3)
+    hooked("leaf", leaf)
+    w.retain_grad()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        own, other = fs.pcast((w, leaf), "x", to="varying")
+        return fs.psum((x * own * own * other).sum(), "x")
+
+    mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P(), check=check)
+    loss = mapped(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    for create_graph in (False, True):
+        seen.clear()
+        w.grad = None
+        found = torch.autograd.grad(
+            loss, (root, leaf), retain_graph=True, create_graph=create_graph
+        )
+        # Of a w^2 leaf, where a are the sums of columns, [4, 6].
+        assert sorted(seen) == [("leaf", [36.0, 216.0]), ("w", [24.0, 144.0])]
+        retained = w.grad
+        assert retained is not None
+        assert retained.tolist() == [12.0, 72.0]
+        assert [each.tolist() for each in found] == [[36.0, 216.0], [18.0, 108.0]]

@@ -8,8 +8,8 @@ function holds. A history that was not found is followed to its leaves, by every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fshard.tree import flatten, is_pair
 
-__all__ = ["closures_of", "leaves_of"]
+__all__ = ["closures_of", "leaves_of", "without_hooks"]
 
 Edge = tuple[Any, int]
 """A node of an autograd graph and which of its outputs: what identifies a tensor there."""
@@ -53,6 +53,26 @@ def leaves_of(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The leaves that a graph goes back to from `ys`."""
     ends = _reached([_edge(y) for y in ys if y.requires_grad], frozenset())
     return tuple(edge[0].variable for edge in ends)
+
+
+@contextmanager
+def without_hooks(xs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Run a block in which gradients of tensors meet no hooks of theirs, nor are retained.
+
+    What single ranks find for a tensor that is not theirs is a part of its gradient: the whole has
+    yet to come to it, once.
+    """
+    hooked = [(x._backward_hooks, dict(x._backward_hooks)) for x in xs if x._backward_hooks]
+    retained = [(x, x.grad) for x in xs if x.retains_grad]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+        for x, grad in retained:
+            x.grad = grad
 
 
 def _edge(x: torch.Tensor) -> Edge:

@@ -23,7 +23,7 @@ from fshard.run.simulate import run_ranks
 from fshard.run.spreading import spread
 from fshard.run.transport import backward_phase
 from fshard.spmd.axes import Bound, stay_bound
-from fshard.spmd.closures import closures_of
+from fshard.spmd.closures import closures_of, without_hooks
 from fshard.spmd.scope import Scope
 
 __all__ = ["check_untransformed", "map_ranks", "run_body"]
@@ -144,7 +144,7 @@ class _Mapped(torch.autograd.Function):
             )
         ran, saved, width = call, ctx.saved_tensors, len(grads) // call.scope.mesh.size
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        with backward_phase():
+        with backward_phase(), without_hooks(call.closures):
             if torch.is_grad_enabled():
                 back = each(lambda gs: _again(ran, saved, _rows(gs, width)), grads)
             else:
