@@ -117,10 +117,16 @@ def into_slice(call: Call) -> Rule:
     taken = elements(call, x.shape[dim])
     local = _Into(dim, taken.start, taken.step)
     if src.shape == x.shape:
-        return Rule((own, own), (own,), modes=moved(0, 1), local=local)
+        return Rule((own, own), (own,), modes=moved(1), local=_all_of, unread=frozenset({0}))
     part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
     return Rule((own, (*own[:dim], (part.name,), *own[dim + 1 :])), (own,), modes=moved(0, 1),
                 local=local, slices=(part,))  # fmt: skip
+
+
+def _all_of(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+    """What is written over all that was there, which may lie otherwise."""
+    made: torch.Tensor = args[1].to(args[0].dtype, copy=True)
+    return made
 
 
 def _into_one(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:

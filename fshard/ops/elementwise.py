@@ -39,15 +39,15 @@ LINEAR = _words("""
 """)
 """Linear in their first tensor."""
 RISES = _words("""
-    arcsinh arctan asinh atan cbrt ceil celu clamp_max clamp_min deg2rad erf exp exp2 expit expm1
-    fix floor hardsigmoid hardtanh log_ndtr log_sigmoid logsigmoid ndtr rad2deg relu relu6 round
-    selu sigmoid sinh tanh trunc clamp clip maximum minimum
+    arcsinh arctan asinh atan cbrt ceil celu deg2rad erf exp exp2 expit expm1
+    fix floor hardsigmoid hardtanh log_ndtr log_sigmoid logaddexp logaddexp2 logsigmoid ndtr rad2deg
+    relu relu6 round selu sigmoid sinh tanh trunc clamp clip maximum minimum
 """)
 """Never smaller for a larger operand, as PyTorch rounds them too, in each of their tensors.
 
 A softplus falls at a low threshold.
 """
-FALLS = _words("neg negative bitwise_not logical_not _neg_view _neg_view_copy")
+FALLS = _words("neg negative bitwise_not logical_not erfc erfcx _neg_view _neg_view_copy")
 CASTS = _words("""
     _autocast_to_full_precision _autocast_to_reduced_precision _cast_Byte _cast_Char _cast_Double
     _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short _to_copy _to_cpu chalf
@@ -59,7 +59,7 @@ def modes_of(call: Call) -> Modes:
     """The unreduced operands that a call on single elements passes."""
     name = base_name(call.op).rstrip("_").removeprefix("special_")
     n, results = len(call.operands), len(call.results)
-    if name in SAME:
+    if name in SAME or (name == "real" and not call.operands[0].dtype.is_complex):
         return moved(0, results=results)
     if name in CASTS:
         return _cast(call.operands[0], call.results[0], 0)
@@ -248,6 +248,32 @@ def _leaky(call: Call) -> Modes:
     return kinds(0, RISING) if call.get("negative_slope") > 0 else ()
 
 
+def _elu(call: Call) -> Modes:
+    rises = all(call.get(name) > 0 for name in ("alpha", "scale", "input_scale"))
+    return kinds(0, RISING) if rises else ()
+
+
+def _shrunk(call: Call) -> Modes:
+    return kinds(0, RISING) if call.get("lambd") >= 0 else ()
+
+
+def _threshold(call: Call) -> Modes:
+    return kinds(0, RISING) if call.get("value") <= call.get("threshold") else ()
+
+
+def _compared(first: str, second: str) -> Callable[[Call], Modes]:
+    """Comparisons that are true where they are of all candidates, and false of what is no number.
+
+    Of the least of all, or of the greatest; true where any candidate's is, they are not of NaN.
+    """
+
+    def both(call: Call) -> Modes:
+        sides = zip((first, second), range(len(call.operands)), strict=False)
+        return tuple(mode for kind, at in sides for mode in kinds(at, {kind: "min"}))
+
+    return both
+
+
 def _names(
     words: str, modes: Callable[[Call], Modes]
 ) -> Iterable[tuple[str, Callable[[Call], Modes]]]:
@@ -264,8 +290,13 @@ _BY_NAME = dict((
     *_names("complex", _paired),
     *_names("where", _where),
     *_names("masked_fill", _masked),
-    *_names("maximum max", _extreme("max")),
-    *_names("minimum min", _extreme("min")),
+    *_names("maximum max clamp_min", _extreme("max")),
+    *_names("minimum min clamp_max", _extreme("min")),
+    *_names("ge gt greater greater_equal", _compared("min", "max")),
+    *_names("le lt less less_equal", _compared("max", "min")),
+    *_names("elu", _elu),
+    *_names("hardshrink softshrink", _shrunk),
+    *_names("threshold", _threshold),
     *_names("logical_or bitwise_or __or", _logical("max")),
     *_names("logical_and bitwise_and __and", _logical("min")),
     *_names("copy fill copy_to", _overwritten),

@@ -15,7 +15,7 @@ from fshard.ops.build import linear
 from fshard.ops.call import Call, Meta, base_name, schema_of
 from fshard.ops.parts import Parts, dims_of_text, fitted, letters, named, trailing, untouched
 from fshard.ops.registry import register_rule
-from fshard.ops.rule import Dims, Rule
+from fshard.ops.rule import Dims, Mode, Rule
 
 __all__ = ["batched", "solving"]
 
@@ -77,7 +77,8 @@ def factored(call: Call) -> Rule:
 def unbatched(call: Call) -> Rule:
     """One matrix made of a whole tensor."""
     made = tuple(None if each is None else untouched(each) for each in call.results)
-    return Rule(tuple(map(untouched, call.operands)), made)
+    solves = base_name(call.op) == "linalg_tensorsolve"
+    return Rule(tuple(map(untouched, call.operands)), made, modes=linear(1) if solves else ())
 
 
 @register_rule(aten._linalg_check_errors, family="linalg")
@@ -121,9 +122,10 @@ def solving(call: Call) -> Rule:
     results = (dims_of_text(batch) + own, *(
         None if each is None else _made(each, batch) for each in call.results[1:]
     ))  # fmt: skip
-    # A second result is of the matrix alone: it needs every column's rank to have it.
-    return Rule(fitted(dims, call.operands), results,
-                modes=linear(at) if len(results) == 1 else (), local=Parts())  # fmt: skip
+    # Other results are of the matrix alone, the same on every rank; they need all columns' ranks.
+    modes = tuple(Mode((at,), kind, (kind, *(None,) * (len(results) - 1)))
+                  for kind in ("sum", "avg"))  # fmt: skip
+    return Rule(fitted(dims, call.operands), results, modes=modes, local=Parts())
 
 
 def _is_vector(a: Meta, b: Meta) -> bool:

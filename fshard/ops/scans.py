@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fshard.ops.build import BLOCKS, aligned, axes_of, dims_of, is_inexact, kinds, linear, wrap
+from fshard.ops.build import (
+    BLOCKS,
+    aligned,
+    axes_of,
+    dims_of,
+    is_inexact,
+    kinds,
+    linear,
+    moved,
+    wrap,
+)
 from fshard.ops.call import Call, Meta, base_name
 from fshard.ops.decompositions import log_sum_exp
 from fshard.ops.reductions import OfSome, named, same_numbers
@@ -37,6 +47,9 @@ def along(call: Call) -> Rule:
     """Every dim but one is cut as it is on all tensors."""
     x = call.operands[0]
     dim = wrap(call.get("dim"), x.ndim)
+    if base_name(call.op) == "diff" and call.get("n") == 0:
+        own = dims_of(x.ndim)
+        return Rule((own,) * len(call.operands), (own,), modes=moved(0))
     return Rule(tuple(_dims(each, x, dim) for each in call.operands),
                 tuple(each and _dims(each, x, dim) for each in call.results),
                 whole=_whole(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip
@@ -84,9 +97,14 @@ def segment_reduce(call: Call) -> Rule:
     factors = dims_of(x.ndim)
     inner = (*factors[:axis], (), *factors[axis + 1 :])
     lengths = ((*factors[:axis], ()),) * (len(call.operands) - 1)
-    linear_too = call.get("reduce") in ("sum", "mean") and call.get("initial") is None
-    return Rule((factors, *lengths), (inner,), whole=_whole(x.ndim, (axis,)),
-                modes=linear(0) if linear_too else (), local=OfSome())  # fmt: skip
+    reduce, modes = call.get("reduce"), tuple[Mode, ...]()
+    if reduce in ("max", "min"):
+        modes = kinds(0, {reduce: reduce})
+    elif reduce in ("sum", "mean") and call.get("initial") is None:
+        modes = linear(0)
+    return Rule((factors, *lengths), (inner,), whole=_whole(x.ndim, (axis,)), modes=modes,
+                grad=frozenset(modes if reduce in ("max", "min") else ()),
+                local=OfSome())  # fmt: skip
 
 
 def trapezoid(call: Call) -> Rule:

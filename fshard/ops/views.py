@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from fshard.ops.build import axes_of, moved, wrap
+from fshard.ops.build import axes_of, moved, unmoved, wrap
 from fshard.ops.call import Call, argument, base_name
 from fshard.ops.local import Here, LocalCall, Rewritten, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
-from fshard.ops.rule import Dims, Rule, Slice
+from fshard.ops.rule import Dims, Mode, Rule, Slice
 
 __all__ = ["elements", "keeping", "reshaped"]
 
@@ -82,8 +82,13 @@ def reshaped(call: Call) -> Rule:
     assert result is not None
     found = reshaping(call.operands[0].shape, result.shape)
     others = (found.after,) * (len(call.operands) - 1)
-    return Rule((found.before, *others), (found.after,), whole=found.whole, modes=moved(0),
+    return Rule((found.before, *others), (found.after,), whole=found.whole, modes=_shaped(call),
                 local=reshape_locally, sizes=found.sizes)  # fmt: skip
+
+
+def _shaped(call: Call) -> tuple[Mode, ...]:
+    """The modes of what a second operand, if there is one, gives its shape alone."""
+    return moved(0) if len(call.operands) == 1 else (*moved(0), *unmoved(1), *moved(0, 1))
 
 
 # -- other orders of dims ------------------------------------------------------------------
@@ -116,9 +121,13 @@ def flipped(call: Call) -> Rule:
 
 @register_rule("roll", family="views")
 def rolled(call: Call) -> Rule:
-    """Without dims the whole tensor is rolled as one dim."""
-    ndim = call.operands[0].ndim
-    dims = axes_of(call.get("dims"), ndim)
+    """Without dims the whole tensor is rolled as one dim; all around it, it stays as it is."""
+    x, given = call.operands[0], call.get("dims")
+    ndim, shifts = x.ndim, call.get("shifts")
+    dims: Iterable[int] = axes_of(given, ndim)
+    if given and x.ndim:
+        pairs = zip(dims, shifts if isinstance(shifts, list | tuple) else [shifts], strict=True)
+        dims = [dim for dim, shift in pairs if x.shape[dim] and shift % x.shape[dim]]
     return keeping(call, range(ndim), permuted=_long(call, dims))
 
 
@@ -286,7 +295,7 @@ def expanded(call: Call) -> Rule:
         names[more + at] if size == result.shape[more + at] else ()
         for at, size in enumerate(x.shape)
     )
-    return Rule((own, *(names,) * (len(call.operands) - 1)), (names,), modes=moved(0),
+    return Rule((own, *(names,) * (len(call.operands) - 1)), (names,), modes=_shaped(call),
                 local=expand_locally)  # fmt: skip
 
 

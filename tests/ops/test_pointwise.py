@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -140,6 +141,9 @@ def test_what_rules_say(name: str) -> None:
     assert str(call_with(op, args, named)[1]) == TEXTS[name]
 
 
+ENDS = torch.tensor(
+    [math.nan, -math.inf, -1e30, -1.5, -0.0, 0.0, 0.5, 1e30, math.inf], dtype=torch.float64
+)
 RISING = [
     "asinh", "atan", "ceil", "celu", "erf", "exp", "exp2", "expm1", "floor", "hardsigmoid",
     "hardtanh", "log_sigmoid", "relu", "relu6", "round", "selu", "sigmoid", "sinh",
@@ -150,13 +154,52 @@ RISING = [
 @pytest.mark.parametrize("name", RISING)
 def test_maxima_pass_also_where_a_candidate_is_no_number(name: str) -> None:
     """The maximum of the results is the result of the maximum, for every pair of candidates."""
-    ends = [float("nan"), float("-inf"), -1e30, -1.5, -0.0, 0.0, 0.5, 1e30, float("inf")]
-    one = torch.tensor(ends, dtype=torch.float64).repeat(9, 1)
-    other = one.T
+    one, other = torch.meshgrid(ENDS, ENDS, indexing="ij")
     op = getattr(A, name).default
     assert [m.kind for m in call_with(op, (one,), {})[1].modes] == ["max", "min"]
     whole = op(torch.maximum(one, other))
     assert torch.allclose(torch.maximum(op(one), op(other)), whole, equal_nan=True)
+
+
+JOINS = {"max": torch.maximum, "min": torch.minimum}
+ORDERED: dict[str, tuple[Any, int, tuple[Any, ...], int]] = {
+    "elu": (A.elu.default, 1, (), 2),
+    "elu that falls": (A.elu.default, 1, (-1.0,), 0),
+    "hardshrink": (A.hardshrink.default, 1, (), 2),
+    "softshrink": (A.softshrink.default, 1, (), 2),
+    "threshold": (A.threshold.default, 1, (0.5, 0.25), 2),
+    "threshold that falls": (A.threshold.default, 1, (0.5, 0.75), 0),
+    "erfc": (A.erfc.default, 1, (), 2),
+    "erfcx": (A.special_erfcx.default, 1, (), 2),
+    "logaddexp": (A.logaddexp.default, 2, (), 4),
+    "logaddexp2": (A.logaddexp2.default, 2, (), 4),
+    **{f"{name} of two": (getattr(A, name).Tensor, 2, (), 2) for name in ("ge", "gt", "le", "lt")},
+    **{f"{name} a number": (getattr(A, name).Scalar, 1, (0.5,), 1)
+       for name in ("ge", "gt", "le", "lt")},
+    **{f"{name} of two": (getattr(A, name).Tensor, 2, (), 5 if "clamp" in name else 0)
+       for name in ("clamp_min", "clamp_max", "eq")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_extremes_of_results_are_results_of_extremes(name: str) -> None:
+    """For every pair of candidates beside every constant, infinite ones and NaN too."""
+    op, operands, more, count = ORDERED[name]
+    one, other, constant = torch.meshgrid(ENDS, ENDS, ENDS, indexing="ij")
+    modes = call_with(op, (one,) * operands + more, {})[1].modes
+    assert len(modes) == count
+    for mode in modes:
+
+        def run(candidate: torch.Tensor, places: tuple[int, ...] = mode.operands) -> torch.Tensor:
+            given = [candidate if at in places else constant for at in range(operands)]
+            made: torch.Tensor = op(*given, *more)
+            return made
+
+        (kind,) = mode.results
+        assert kind is not None
+        whole = run(JOINS[mode.kind](one, other)).double()
+        parts = JOINS[kind](run(one).double(), run(other).double())
+        assert torch.allclose(parts, whole, equal_nan=True), mode
 
 
 @pytest.mark.parametrize("name", ["add_", "__and__", "absolute", "special_expit", "multiply"])
