@@ -95,14 +95,26 @@ def functional(
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph; what functionalization does not know to write, as what writes it openly."""
+    """Runs a graph with writes and views that functionalization does not know made openly."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False  # errors say what there is to say
 
     def run_node(self, n: fx.Node) -> Any:
-        openly = _OPENLY.get(base_name(n.target)) if n.op == "call_function" else None
-        if openly is None or not writes(n):
+        if n.op != "call_function":
             return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return openly(*args, **kwargs)
+        operand = _shared(n)
+        if operand is not None and _is_same(n, operand):
+            return self.env[operand]
+        openly = _OPENLY.get(base_name(n.target)) if writes(n) else None
+        if openly is not None:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return openly(*args, **kwargs)
+        made = super().run_node(n)
+        if operand is not None and not _are_views(made, self.env[operand]):
+            _refuse_views(n, operand)
+        return made
 
 
 def _instance_norm(
@@ -129,6 +141,66 @@ def _polygamma(x: torch.Tensor, n: int) -> torch.Tensor:
 _OPENLY: dict[str, Callable[..., torch.Tensor]] = {
     "instance_norm": _instance_norm, "fill_diagonal_": _fill_diagonal, "polygamma_": _polygamma,
 }  # fmt: skip
+
+
+# -- memory that no schema tells of ------------------------------------------------------------
+
+_DROPS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
+
+
+def _shared(node: fx.Node) -> fx.Node | None:
+    """The operand in whose memory a result is, where the schema says that it is new."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or any(each.alias_info is not None for each in schema.returns):
+        return None
+    if _drops_nothing(node):
+        return node.all_input_nodes[0]
+    made = _memories(node)
+    return next((each for each in node.all_input_nodes if made & _memories(each)), None)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether it is a dropout that returns what it is given, if only on tensors with numbers."""
+    if base_name(node.target) not in _DROPS:
+        return False
+    given: dict[str, Any] = dict(zip(("input", "p", "train"), node.args, strict=False))
+    given |= node.kwargs
+    return not given["train"] or given["p"] == 0
+
+
+def _is_same(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a result in the memory of an operand is that operand itself."""
+    if _drops_nothing(node):
+        return True
+    one, other = operand.meta.get("val"), node.meta.get("val")
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    mine, theirs = (
+        (x.shape, x.stride(), x.storage_offset(), x.dtype) for x in (one, other)
+    )  # fmt: skip
+    return mine == theirs
+
+
+def _are_views(made: Any, operand: Any) -> bool:
+    """Whether functionalization knows of results that they are in the memory of an operand."""
+    share: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    mine: list[Any] = list(tensors_in(operand))
+    theirs: list[Any] = list(tensors_in(made))
+    return all(any(share(x.elem, y.elem) for y in mine) for x in theirs)
+
+
+def _refuse_views(node: fx.Node, operand: fx.Node) -> None:
+    """Raise `ShardingError` where the memory that an operation shares in secret is written."""
+    memory = {*_memory(node)}
+    for each in node.graph.nodes:
+        if memory & {*writes(each)}:
+            fail("fs.partition", f"{each.name} writes the memory of {operand.name}, in which "
+                 f"{node.name} is too", "an operation that returns a view says so in its schema",
+                 f"a clone() of {node.name}, or of what is written")  # fmt: skip
+
+
+def _memories(node: fx.Node) -> set[int]:
+    return {_memory_of(each) for each in tensors_in(node.meta.get("val"))}
 
 
 # -- what is refused --------------------------------------------------------------------------
@@ -219,7 +291,7 @@ def _below(node: fx.Node) -> fx.Node | None:
         return _below(source) if isinstance(source, fx.Node) else None
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or all(each.alias_info is None for each in schema.returns):
-        return None
+        return _shared(node)
     given = dict(zip((each.name for each in schema.arguments), node.args, strict=False))
     given |= node.kwargs
     found = [given.get(each.name) for each in schema.arguments if each.alias_info is not None]

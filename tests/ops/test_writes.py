@@ -307,6 +307,61 @@ def test_writes_that_gradients_or_others_would_see_are_refused(
     torch.testing.assert_close(HELD, torch.ones(4, dtype=torch.float64))
 
 
+def dropped_into(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.nn.functional.dropout(y, 0.5, training=False).add_(1)
+    return y
+
+
+def dropped_before(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.nn.functional.feature_alpha_dropout(y, 0.0, training=True)
+    y.add_(1)
+    return z
+
+
+def summed_into(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.einsum("ij->ij", y).add_(1)
+    return y
+
+
+def copied(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.einsum("ij->ji", y).clone().add_(1)
+    return z + y.t()
+
+
+@pytest.mark.parametrize("fn", [dropped_into, dropped_before, summed_into, copied])
+@pytest.mark.parametrize("grad", [False, True])
+def test_operands_that_operations_return_are_written_with_them(
+    fn: Callable[[Tensor], Tensor], grad: bool
+) -> None:
+    """Though their schemas say that what they return is new."""
+    x = sample(4, 6).requires_grad_(grad)
+    made = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x)
+    torch.testing.assert_close(made, fn(x))
+    if grad:
+        found = [torch.autograd.grad(y.sin().sum(), x) for y in (made, fn(x))]
+        torch.testing.assert_close(*found)
+
+
+def test_views_that_no_schema_tells_of_are_refused_where_they_are_written() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        torch.einsum("ij->ji", y).add_(1)
+        return y
+
+    with pytest.raises(fs.ShardingError) as caught:
+        fs.partition(fn, mesh=MESH)(sample(4, 6))
+    assert str(caught.value) == (
+        "fs.partition\n"
+        "  given: add_ writes the memory of mul, in which einsum is too\n"
+        "  rule:  an operation that returns a view says so in its schema\n"
+        "  fix:   a clone() of einsum, or of what is written"
+    )
+
+
 def test_without_gradients_they_are_right() -> None:
     for fn in (without_gradient, detached, an_argument, an_argument_before_it_is_used):
         x = sample(4)
