@@ -206,8 +206,12 @@ def _memories(node: fx.Node) -> set[int]:
 # -- what is refused --------------------------------------------------------------------------
 
 
-def check_writes(graph: fx.GraphModule, *, grad: bool) -> list[tuple[str, frozenset[int]]]:
+def check_writes(
+    graph: fx.GraphModule, *, grad: bool
+) -> tuple[list[tuple[str, frozenset[int]]], frozenset[int]]:
     """The writes that would lose a gradient, each with the arguments whose gradient that is.
+
+    And the arguments that are written where gradients are tracked.
 
     PyTorch passes gradients by what is written under `no_grad`, or through `detach()`, as if it
     had not been; a new value has none. `grad` says whether gradients are tracked at first.
@@ -215,7 +219,7 @@ def check_writes(graph: fx.GraphModule, *, grad: bool) -> list[tuple[str, frozen
     """
     flows: dict[fx.Node, frozenset[int]] = {}
     found: list[tuple[str, frozenset[int]]] = []
-    arguments = 0
+    arguments, tracked = 0, _NONE
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             flows[node] = frozenset((arguments,)) if _is_inexact(node) else _NONE
@@ -228,10 +232,12 @@ def check_writes(graph: fx.GraphModule, *, grad: bool) -> list[tuple[str, frozen
         before = [flows.get(each, _NONE) for each in node.all_input_nodes if passes]
         into = _NONE.union(*before)
         for target in writes(node):
-            found += _lost(target, node, flows, grad)
+            lost, root, cut = _lost(target, node, flows, grad)
+            found += lost
+            tracked |= flows[root] if root.op == "placeholder" and not cut else _NONE
             flows.update((each, flows.get(each, _NONE) | into) for each in _memory(target))
         flows[node] = into if _is_inexact(node) else _NONE
-    return found
+    return found, tracked
 
 
 class Held(TorchDispatchMode):
@@ -263,8 +269,11 @@ def refuse_held(name: str) -> NoReturn:
 
 def _lost(
     target: fx.Node, node: fx.Node, flows: dict[fx.Node, frozenset[int]], grad: bool
-) -> list[tuple[str, frozenset[int]]]:
-    """What `check_writes` says of one operand that is written."""
+) -> tuple[list[tuple[str, frozenset[int]]], fx.Node, bool]:
+    """What `check_writes` says of one operand that is written, in whose memory it lies.
+
+    And whether autograd does not see the write.
+    """
     root, cut = target, not grad
     while (below := _below(root)) is not None:
         cut = cut or base_name(root.target) in NO_GRADIENT
@@ -273,7 +282,7 @@ def _lost(
         refuse_held(node.name)
     flow = flows.get(root, _NONE)
     used = any(node < user for each in _memory(target) for user in each.users)
-    return [(node.name, flow)] if cut and flow and used else []
+    return [(node.name, flow)] if cut and flow and used else [], root, cut
 
 
 def _memory(node: fx.Node) -> list[fx.Node]:

@@ -210,11 +210,13 @@ class Partition:
             fail("a partitioned function", "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
         metas = tuple(None if s is None else Meta.of(s) for s in specs)
-        traced, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled))
+        wanted = tuple(w for _, w in inputs)
+        traced, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled, wanted))
         listed = zip(paths(unflatten(tree, list(leaves)), "args"), specs, strict=True)
         names = tuple(name for name, spec in listed if spec is not None)
         wrote = () if self.drop_writes else traced.written
-        traced.check([enabled and w for _, w in inputs], wrote, names)
+        if not self.drop_writes:
+            traced.check(wanted, names)
         asked = self._asked(shape)
         count = len(asked)
         asked += [inputs[at][0] if at in wrote else None for at in traced.written]
@@ -262,16 +264,17 @@ class Partition:
         try:
             found = self._traces.get(key)
         except TypeError:
-            return self._trace(leaves, tree, metas)
+            return self._trace(leaves, tree, metas, rest[-1])
         if found is None:
             if len(self._traces) >= MOST_CALLS:
                 self._traces.clear()
-            found = self._traces[key] = self._trace(leaves, tree, metas)
+            found = self._traces[key] = self._trace(leaves, tree, metas, rest[-1])
         return found
 
     def _trace(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None]
-    ) -> tuple[Traced, TreeDef]:
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
+        wanted: Sequence[bool],
+    ) -> tuple[Traced, TreeDef]:  # fmt: skip
         """The function on whole tensors as a graph, and the structure of its results."""
         outer: list[TreeDef] = []
 
@@ -283,7 +286,8 @@ class Partition:
             outer.append(shape)
             return results
 
-        made = trace(flat, [meta for meta in metas if meta is not None], "fs.partition")
+        given = [meta for meta in metas if meta is not None]
+        made = trace(flat, given, "fs.partition", wanted=wanted)
         return made, outer[-1]
 
     def _asked(self, tree: TreeDef) -> list[Any]:

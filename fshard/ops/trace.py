@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.ops.call import Meta, fill_call, parts_of
 from fshard.ops.functional import Held, check_writes, functional, writes
+from fshard.ops.inner import Above, Below, TakesGradients, custom_functions
 from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
 from fshard.run.fingerprint import here
@@ -56,14 +58,15 @@ class Traced:
 
     `written` are the places of the arguments that it writes: the graph returns what they are in
     the end after the results. `lost` are writes by which the gradient of some arguments would be
-    lost, by name.
+    lost, by name, and `tracked` the arguments that are written where gradients are tracked.
     """
 
     graph: fx.GraphModule
     written: tuple[int, ...] = ()
     lost: tuple[tuple[str, frozenset[int]], ...] = ()
+    tracked: frozenset[int] = frozenset()
 
-    def check(self, wanted: Sequence[bool], written: Sequence[int], names: Sequence[str]) -> None:
+    def check(self, wanted: Sequence[bool], names: Sequence[str]) -> None:
         """Raise `ShardingError` for writes that gradients would not see as PyTorch's do.
 
         `wanted` are the arguments whose gradients are asked for.
@@ -77,35 +80,67 @@ class Traced:
         problems += [
             Problem(f"{names[at]} is written, and requires grad",
                     "what is written to an argument has no gradient",
-                    "write a clone(), return the new value, or call it under torch.no_grad()")
-            for at in written if wanted[at]
+                    "write a clone(), return the new value, or write it under torch.no_grad()")
+            for at in sorted(self.tracked) if wanted[at]
         ]  # fmt: skip
         raise_if("fs.partition", problems)
 
 
 def trace(
-    fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True
-) -> Traced:
+    fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True,
+    wanted: Sequence[bool] = (),
+) -> Traced:  # fmt: skip
     """The graph of a function of tensors that returns a flat list.
 
-    With `above` operations are recorded above PyTorch's decomposition, else below it.
+    With `above` operations are recorded above PyTorch's decomposition, else below it; and those of
+    a function that takes gradients itself below it in any case. `wanted` are the tensors whose
+    gradients are asked for.
 
-    Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run.
+    Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run, and where
+    gradients are asked for one that calls a custom `autograd.Function`.
     """
+    made = None
+    with _ONE_AT_A_TIME, custom_functions(any(wanted), traces, where):
+        if above:
+            with suppress(TakesGradients):
+                made = _traced(fn, metas, where, above, wanted, Above())
+        if made is None:
+            made = _traced(fn, metas, where, False, wanted, Below() if any(wanted) else None)
+    graph = made.graph
+    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
+        _no_autocast(where)
+    graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
+    return made
+
+
+def _traced(
+    fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
+    wanted: Sequence[bool], watch: TorchFunctionMode | None,
+) -> Traced:  # fmt: skip
+    """`trace`, before what is not used is left out."""
     # What traces is imported where something is traced: it takes a second.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    def watched(*tensors: torch.Tensor) -> Sequence[Any]:
+        with watch or nullcontext():
+            return fn(*tensors)
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     written: tuple[int, ...] = ()
     lost: list[tuple[str, frozenset[int]]] = []
-    with _ONE_AT_A_TIME, Held(), mode, _deeper():
+    grads: frozenset[int] = frozenset()
+    with mode, _deeper():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
+        if not above:
+            for fake, want in zip(fakes, wanted, strict=False):
+                fake.requires_grad_(want)
         try:
-            graph: fx.GraphModule = make_fx(fn, pre_dispatch=above)(*fakes)
+            with Held():
+                graph: fx.GraphModule = make_fx(watched, pre_dispatch=above)(*fakes)
             if any(map(writes, graph.graph.nodes)):
                 _check_shapes(fakes, metas, where)
-                lost = check_writes(graph, grad=torch.is_grad_enabled())
+                lost, grads = check_writes(graph, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, above=above)
         except ShardingError:
             raise
@@ -115,10 +150,7 @@ def trace(
                  "the function is traced once on tensors without numbers, of the global shapes",
                  "check that it runs on whole tensors; then torch.where instead of masks and "
                  "branches on values, no .item(), no numpy()")  # fmt: skip
-    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
-        _no_autocast(where)
-    graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
-    return Traced(graph, written, tuple(lost))
+    return Traced(graph, written, tuple(lost), grads if above else frozenset())
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:
