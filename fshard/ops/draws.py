@@ -10,7 +10,7 @@ From bits to numbers it goes as in `jax.random`, whose numbers come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -184,12 +184,21 @@ def _drawn(
 ) -> torch.Tensor:  # fmt: skip
     """The part of a draw under one key, or under each of several; `write` is of one key."""
     out = torch.empty((*key.shape[:-1], *box.size), dtype=dtype, device=device)
-    if key.device.type != "cpu" and key.device != device:
-        key = key.to(device)
-    for one, part in zip(key.reshape(-1, 2), out.reshape(-1, *box.size), strict=True):
-        if part.numel():
-            fill(box, part, write(one))
+    for one, part in _by_key(key, out):
+        fill(box, part, write(one))
     return out
+
+
+def _by_key(key: torch.Tensor, out: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Every key with its part of a result; none where there is nothing to draw.
+
+    A key on the host stays there: its words are numbers to a kernel elsewhere.
+    """
+    if not out.numel():
+        return ()
+    keys = key if key.device.type == "cpu" else key.to(out.device)
+    return zip(keys.reshape(-1, 2), out.flatten(0, key.dim() - 2) if key.dim() > 1 else out[None],
+               strict=True)  # fmt: skip
 
 
 def _place(
@@ -253,15 +262,15 @@ def _permutation_op(
     """Numbers sorted by bits, so often that ties hardly matter; a part is one of the whole."""
     on, (n,) = _place(like, key, device), shape
     turns = math.ceil(3 * math.log(max(n, 1)) / math.log((1 << 32) - 1))
-    made = []
-    for one in key.to(on).reshape(-1, 2):
+    out = torch.empty((*key.shape[:-1], *size), dtype=dtype, device=on)
+    for one, part in _by_key(key, out):
         found = torch.arange(n, dtype=dtype, device=on)
         for _ in range(turns):
-            one, sub = derived(one, torch.arange(2, device=on))  # noqa: PLW2901
-            drawn = _bits_op(None, sub, (n,), (0,), (n,), dtype=torch.int32).long() & 0xFFFFFFFF
+            one, sub = derived(one, torch.arange(2, device=one.device))  # noqa: PLW2901
+            drawn = _bits_op(found, sub, (n,), (0,), (n,), dtype=torch.int32).long() & 0xFFFFFFFF
             found = found[drawn.sort(stable=True).indices]
-        made.append(found[start[0] : start[0] + size[0]])
-    return torch.stack(made).reshape(*key.shape[:-1], size[0])
+        part.copy_(found[start[0] : start[0] + size[0]])
+    return out
 
 
 def _split_op(key: torch.Tensor, count: int) -> torch.Tensor:

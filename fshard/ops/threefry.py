@@ -26,7 +26,7 @@ FEW = 16
 """So many pairs of words are faster in Python's numbers, without a kernel."""
 BLOCK = 1 << 15
 """Elements that a thread draws at once, with what it needs for them: they fit its cache."""
-BLOCK_ELSEWHERE = 1 << 24
+BLOCK_ELSEWHERE = 1 << 22
 """Elements that are drawn at once where a kernel costs a launch."""
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
