@@ -5,10 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
 import fshard as fs
-from fshard import Mesh
+from fshard import Mesh, P
 from tests.distributed.harness import run_ranks
+from tests.ops.test_inner import in_place, made
 from tests.ops.test_partition_random import Case, Found
 
 MESH = Mesh(x=2)
@@ -24,3 +26,28 @@ def test_random_functions(seed: int) -> None:
     case = Case(Random(seed), [MESH])
     for found in run_ranks(2, on_rank, seed):
         case.compare(found)
+
+
+def train_on_rank(layout: str) -> tuple[torch.Tensor, ...]:
+    """Three training steps that write parameters where they lie; whole afterwards."""
+    fs.init(MESH)
+    specs = {"a": P(layout), "b": P(None, layout)}
+    part = fs.partition(in_place, mesh=MESH, params=specs, in_specs=(P("x"),))
+    x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
+    params = {}
+    for name, each in made().items():
+        local, spec = fs.shard(each, fs.Spec(MESH, specs[name], shape=each.shape, dtype=each.dtype))
+        params[name] = fs.Sharded(local.clone().requires_grad_(), spec)
+    pair = fs.shard(x, fs.Spec(MESH, P("x"), shape=x.shape, dtype=x.dtype))
+    values = [fs.unshard(part(params, pair)) for _ in range(3)]
+    return (*(fs.unshard(each).detach() for each in params.values()), *values)
+
+
+@pytest.mark.parametrize("layout", ["x", ()])
+def test_training_steps_write_parameters_where_they_lie(layout: str) -> None:
+    params = {name: each.requires_grad_() for name, each in made().items()}
+    x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
+    values = [in_place(params, x) for _ in range(3)]
+    for found in run_ranks(2, train_on_rank, layout):
+        for one, other in zip(found, (*params.values(), *values), strict=True):
+            torch.testing.assert_close(one, other.detach())
