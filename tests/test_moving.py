@@ -467,3 +467,31 @@ def test_rank_local_code_outside_of_ranks() -> None:
     for run in itertools.chain([lambda: prog(SHARDS[0]), lambda: fs.unshard((SHARDS[0], SPEC))]):
         with pytest.raises(ShardingError, match=r"or after fs\.init\(mesh\)"):
             run()
+
+
+def test_a_mesh_of_ranks_that_are_not_there_is_told() -> None:
+    elsewhere = Mesh({"x": 2}, devices=(4, 5))
+    spec = Spec(elsewhere, P("x"), shape=(4,))
+    pair = (torch.ones(2), spec)
+    runs = (
+        lambda: fs.unshard(pair),
+        lambda: fs.reshard(pair, P()),
+        lambda: fs.shard(torch.ones(4), spec),
+        lambda: fs.redistribute(spec, spec.replace(partition=P()))(torch.ones(2)),
+    )
+    for run in runs:
+        with pytest.raises(ShardingError) as caught:
+            fs.simulate(Mesh(x=2), run)
+        assert str(caught.value).splitlines()[1:] == [
+            f"  given: {elsewhere}, on rank 0",
+            "  rule:  the ranks of a mesh are among those that run, which are 0, 1",
+            "  fix:   fs.simulate(mesh, fn) with a mesh of all ranks, or under torchrun as many "
+            + "processes; or a mesh of these ranks",
+        ]
+
+
+def test_a_rank_outside_of_a_mesh_that_is_there_has_nothing() -> None:
+    part = Mesh({"x": 2}, devices=(3, 1))
+    spec = Spec(part, P("x"), shape=(4,))
+    found = fs.simulate(Mesh(x=4), lambda: fs.unshard(fs.shard(torch.arange(4.0), spec)))
+    assert [each.tolist() for each in found] == [[], [0.0, 1, 2, 3], [], [0.0, 1, 2, 3]]

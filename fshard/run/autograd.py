@@ -34,6 +34,7 @@ from fshard.run.transport import (
     Label,
     Transport,
     backward_phase,
+    check_ranks,
     current_rank,
     is_simulated,
     labelled,
@@ -168,6 +169,7 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
             "torch.func.vjp or jacrev; forward mode is for ranks that are processes, by torchrun",
         )
     if transport.rank not in mesh:
+        check_ranks(mesh, transport, where)
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
         return op.launch(transport, xs)

@@ -103,6 +103,11 @@ class _Checked:
         )
         self.known: set[Group] = set()
 
+    @property
+    def everyone(self) -> range:
+        """The ranks of all processes."""
+        return self.world.everyone
+
     def moves(self, device: torch.device) -> bool:
         return self.world.moves(device)
 

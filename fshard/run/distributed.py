@@ -90,6 +90,11 @@ class World:
         main = self.main()
         return main is not None and main is dist.group.WORLD
 
+    @property
+    def everyone(self) -> range:
+        """The ranks of all processes."""
+        return range(dist.get_world_size())
+
     def moves(self, device: torch.device) -> bool:
         return device.type in self.backends
 

@@ -13,7 +13,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +132,11 @@ class _Rank:
     result: Any = None
     count: dict[Group, int] = field(default_factory=dict)
     remark: Callable[[], str] = str
+
+    @property
+    def everyone(self) -> Collection[int]:
+        """All ranks of the simulation."""
+        return self.world.ranks
 
     def moves(self, device: torch.device) -> bool:
         return True

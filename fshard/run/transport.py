@@ -8,7 +8,7 @@ gradients, is written once on top of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,9 +23,9 @@ from fshard.mesh import Mesh
 
 __all__ = [
     "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Parts", "Transport", "as_checked",
-    "as_rank", "backward_phase", "current_rank", "current_transport", "direct_transport",
-    "is_simulated", "label_of", "labelled", "notify", "observe", "own_transport", "set_world",
-    "stacked", "under", "unobserved",
+    "as_rank", "backward_phase", "check_ranks", "current_rank", "current_transport",
+    "direct_transport", "is_simulated", "label_of", "labelled", "notify", "observe",
+    "own_transport", "set_world", "stacked", "under", "unobserved",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -156,6 +156,18 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
          f"and a tuple of {mesh.size} shards outside",
          "call it inside fs.shard_map, or after fs.init(mesh); a program also takes the tuple of "
          "all shards, as fs.shard makes it")  # fmt: skip
+
+
+def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
+    """Raise `ShardingError` for a mesh with ranks that are not there: nobody would do its work."""
+    there: Collection[int] = getattr(transport, "everyone", mesh.ranks)
+    if not set(mesh.ranks) <= set(there):
+        label = LABEL.get()
+        listed = ", ".join(map(str, sorted(there)[:8])) + (", ..." if len(there) > 8 else "")
+        fail(where if label is None else label.name, f"{mesh}, on rank {transport.rank}",
+             f"the ranks of a mesh are among those that run, which are {listed}",
+             "fs.simulate(mesh, fn) with a mesh of all ranks, or under torchrun as many processes; "
+             "or a mesh of these ranks")  # fmt: skip
 
 
 # -- labels ---------------------------------------------------------------------------
