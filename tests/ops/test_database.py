@@ -1,7 +1,8 @@
 """PyTorch's operator database through `apply`, on layouts of all kinds; see `tests.ops_database`.
 
-In every run the OpInfos of a part of the names, one sample of each on few layouts; with
-`-m slow` all of them, two samples each, with the columns of `tests.benchmarks.bench_ops`.
+In every run the OpInfos of a part of the names, one sample of each on few layouts, and a part of
+those in other dtypes; with `-m slow` all of them, two samples each, in every dtype, with the
+columns of `tests.benchmarks.bench_ops`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ UNSUPPORTED = 40
 FAST = [place for place, op in enumerate(op_db) if op.name.isidentifier()][::2]
 
 
-def outcomes(op: Any, samples: int, most: int) -> tuple[list[str], bool]:
+DTYPES = (torch.int64, torch.bool, torch.complex128, torch.float16, torch.bfloat16)
+
+
+def outcomes(
+    op: Any, samples: int, most: int, dtype: torch.dtype | None = None
+) -> tuple[list[str], bool]:
     """What is wrong with an OpInfo, and whether some layout of it raises."""
     wrong, raises = [], False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case in cases(op, samples):
+        for case in cases(op, samples, dtype):
             if case.reason:
                 continue
             for column in COLUMNS:
@@ -50,8 +56,27 @@ def test_nothing_is_wrong(part: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_is_wrong_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Nor in integers, booleans, complex numbers and those of half precision."""
+    torch.set_num_threads(1)
+    part = FAST[DTYPES.index(dtype) :: 10]
+    wrong = [text for at in part for text in outcomes(op_db[at], 1, 1, dtype)[0]]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_is_wrong_in_the_whole_database_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Four samples of all operations that have the dtype."""
+    torch.set_num_threads(1)
+    wrong = [text for op in op_db for text in outcomes(op, 4, 8, dtype)[0]]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_nothing_is_wrong_in_the_whole_database() -> None:
     """And no more operations than before are refused."""
     torch.set_num_threads(1)
