@@ -352,8 +352,8 @@ class Tracker:
             frame = user_frame(sys._getframe())
             text = (
                 f"{op} draws from this process's generator: ranks draw different numbers, and "
-                "other ones on another mesh. Draw before the call and pass the numbers in; "
-                "fs.random draws what does not depend on the layout"
+                "other ones on another mesh. In a block of fs.random.keyed(key) it draws by a "
+                "key; or draw before the call and pass the numbers in"
             )
             if frame is None:
                 warnings.warn(text, stacklevel=2)
