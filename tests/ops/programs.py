@@ -205,7 +205,8 @@ def along(r: Random, values: list[torch.Tensor]) -> Made | None:
     if at is None:
         return None
     dim = r.randrange(values[at].ndim)
-    op = r.choice([torch.softmax, torch.log_softmax, torch.cumsum, F.normalize])
+    op = r.choice([torch.softmax, torch.log_softmax, torch.cumsum, torch.logcumsumexp,
+                   torch.diff, F.normalize])  # fmt: skip
     return f"{op.__name__} {dim}", lambda c, x: c(op, x, dim=dim), (at,)
 
 
@@ -233,7 +234,7 @@ def view(r: Random, values: list[torch.Tensor]) -> Made | None:
     if not x.ndim:
         return None
     dim = r.randrange(x.ndim)
-    size, kind = x.shape[dim], r.randrange(9)
+    size, kind = x.shape[dim], r.randrange(10)
     match kind:
         case 0 if x.ndim > 1:
             return "flatten", lambda c, x: c(torch.flatten, x), (at,)
@@ -262,6 +263,9 @@ def view(r: Random, values: list[torch.Tensor]) -> Made | None:
         case 8 if size == 1:
             shape = (*x.shape[:dim], 3, *x.shape[dim + 1 :])
             return f"expand {shape}", lambda c, x: c(torch.Tensor.expand, x, shape), (at,)
+        case 9:
+            pads = [0, 0] * (x.ndim - 1 - dim) + [r.randrange(3), r.randrange(3)]
+            return f"pad {pads}", lambda c, x: c(F.pad, x, pads), (at,)
     return None
 
 
