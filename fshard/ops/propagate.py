@@ -196,7 +196,26 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     except RuntimeError as error:
         fail(f"fs.propagate({packet})", "these arguments", f"no overload takes them: {error}",
              "check them with the same call on whole tensors")  # fmt: skip
-    return getattr(packet, name)
+    overload = getattr(packet, name)
+    if packet is not op and (other := _misread(overload, real)):
+        fail(f"fs.propagate({packet})", f"{other[0]!r}, which {overload} takes for its {other[1]}",
+             "of functions of torch a number is no flag and no dtype",
+             "a list of one in its place, or the argument by name, dim=0 say")  # fmt: skip
+    return overload
+
+
+_FLAGS = frozenset(("bool", "Optional[bool]", "ScalarType", "Optional[ScalarType]"))
+
+
+def _misread(overload: OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, str] | None:
+    """A number that stands for a flag or a dtype, and its name there.
+
+    TorchScript's choice of overloads allows it, Python's does not: `torch.var(x, 0)` names a dim.
+    """
+    for each, value in zip(overload._schema.arguments, args, strict=False):
+        if type(value) is int and str(each.real_type) in _FLAGS:
+            return value, each.name
+    return None
 
 
 def _is_list(value: list[Any]) -> bool:

@@ -283,6 +283,36 @@ def test_functions_that_take_a_number_for_a_list() -> None:
     torch.testing.assert_close(fs.unshard(fs.apply(torch.roll, pair, 1, 1)), torch.roll(x, 1, 1))
 
 
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        *((op, (dim,)) for op in (torch.var, torch.std, torch.Tensor.var) for dim in (0, 1)),
+        (torch.std_mean, (1,)), (torch.var, (1, True)), (torch.var, (False,)),
+        (torch.Tensor.view, (24,)), (torch.Tensor.view, (2, -1)),
+        (torch.Tensor.view, (torch.int64,)), (torch.Tensor.sum, (0,)),
+        (torch.Tensor.to, (torch.float32,)), (torch.cumsum, (0,)),
+    ],
+)  # fmt: skip
+def test_a_number_is_no_flag_and_no_dtype(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    x = draw(4, 6)
+    found, wanted = apply(op, lay(x, "x"), *args, mode="auto"), op(x, *args)
+    if isinstance(wanted, torch.Tensor):
+        found, wanted = (found,), (wanted,)
+    for pair, each in zip(found, wanted, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), each)
+
+
+def test_a_number_in_the_place_of_a_flag_is_told() -> None:
+    spec = Spec(MESH, P("x"), shape=(4, 6))
+    assert said(lambda: propagate(torch.var, spec, 0)) == (
+        "fs.propagate(aten.var)\n"
+        "  given: 0, which aten.var.default takes for its unbiased\n"
+        "  rule:  of functions of torch a number is no flag and no dtype\n"
+        "  fix:   a list of one in its place, or the argument by name, dim=0 say"
+    )
+    assert str(propagate(torch.var, spec, dim=0).out_specs[0]) == "f32[6]"
+
+
 def test_a_rank_outside_of_the_mesh_is_told() -> None:
     elsewhere = fs.Mesh({"x": 2}, devices=(4, 5))
     pair = (torch.ones(2), fs.Spec(elsewhere, fs.P("x"), shape=(4,)))
