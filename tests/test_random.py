@@ -213,6 +213,24 @@ def test_a_tensor_gives_shape_and_dtype() -> None:
     assert fs.random.uniform(KEY, (2,), device="meta").is_meta
 
 
+def test_default_devices() -> None:
+    """Draws are where PyTorch makes tensors; keys, and what is computed on the way, on the host."""
+    x = torch.zeros(3, 4)
+    with torch.device("meta"):
+        key = fs.random.key(7)
+        first, second = fs.random.split(key)
+        assert fs.random.uniform(first, 3).is_meta
+        assert fs.random.normal(second, SPEC).local[0].is_meta
+        for dtype, draw in DRAWS.values():
+            assert draw(x.to(dtype)).device == x.device
+        assert fs.random.randint(key, 5, 0, 9, device="cpu").device == x.device
+        assert fs.random.permutation(key, 5, device="cpu").device == x.device
+        drawn_ = fs.random.normal(fs.random.fold_in(first, 3), x, dtype=F64)
+    assert torch.equal(key, KEY)
+    wanted = fs.random.normal(fs.random.fold_in(fs.random.split(KEY)[0], 3), (3, 4), dtype=F64)
+    assert torch.equal(drawn_, wanted)
+
+
 def test_extreme_rates() -> None:
     for p, all_of in ((0.0, 1.0), (1.0, 0.0)):
         mask = fs.random.dropout_mask(KEY, (100,), p)

@@ -92,24 +92,24 @@ def _between(words: Words, dtype: torch.dtype, low: float, high: float) -> Write
     unit = _unit(words, dtype)
     if (low, high) == (0.0, 1.0):
         return unit
-    least = torch.tensor(low, dtype=dtype)
-    span = (torch.tensor(high, dtype=dtype) - least).item()
+    least, most = (torch.tensor(x, dtype=dtype, device="cpu") for x in (low, high))
+    span, first = (most - least).item(), least.item()
     exact = math.frexp(span)[0] == 0.5  # the product is, of a power of two
 
     def write(hash_: Hash, out: torch.Tensor) -> None:
         unit(hash_, out)
         # XLA rounds a product and a sum once. In float64 there is nothing wider to do so in.
         wide = out.double() if dtype == torch.float32 and not exact else out
-        out.copy_(wide.mul_(span).add_(least.item()).clamp_(min=least.item()))
+        out.copy_(wide.mul_(span).add_(first).clamp_(min=first))
 
     return write
 
 
 def _normal(words: Words, dtype: torch.dtype) -> Write:
     """The inverse of the distribution function, of numbers from -1 to 1 without either."""
-    below = torch.nextafter(torch.tensor(-1.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
-    between = _between(words, dtype, below.item(), 1.0)
-    scale = torch.tensor(math.sqrt(2), dtype=dtype).item()
+    ends = torch.tensor([-1.0, 0.0, math.sqrt(2)], dtype=dtype, device="cpu")
+    between = _between(words, dtype, torch.nextafter(ends[0], ends[1]).item(), 1.0)
+    scale = ends[2].item()
 
     def write(hash_: Hash, out: torch.Tensor) -> None:
         between(hash_, out)
@@ -121,7 +121,8 @@ def _normal(words: Words, dtype: torch.dtype) -> Write:
 
 def _true(words: Words, p: float) -> Write:
     """Whether a number from 0 to 1 is less than `p`, in float32; ones and zeros in other dtypes."""
-    unit, least = _unit(words, torch.float32), torch.tensor(p, dtype=torch.float32).item()
+    unit = _unit(words, torch.float32)
+    least = torch.tensor(p, dtype=torch.float32, device="cpu").item()
 
     def write(hash_: Hash, out: torch.Tensor) -> None:
         drawn = torch.empty(out.shape, dtype=torch.float32, device=out.device)

@@ -52,11 +52,11 @@ def hashed(key: Sequence[int], counter: Sequence[int]) -> tuple[int, int]:
     return x, y
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def word(value: int) -> torch.Tensor:
     """A number as a word, in an int32 tensor of no dims: as an operand that costs no conversion."""
     value &= MASK
-    return torch.tensor(value - (value >> 31 << 32), dtype=torch.int32)
+    return torch.tensor(value - (value >> 31 << 32), dtype=torch.int32, device="cpu")
 
 
 def words_of(key: torch.Tensor) -> Words:
@@ -90,7 +90,7 @@ def derived(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     if low.numel() <= FEW and low.device.type == "cpu":
         listed = zip(*(each.flatten().tolist() for each in (first, second, low)), strict=True)
         made = [hashed((a, b), (0, c & MASK)) for a, b, c in listed]
-        return torch.tensor(made, dtype=torch.int64).reshape(*low.shape, 2)
+        return torch.tensor(made, dtype=torch.int64, device="cpu").reshape(*low.shape, 2)
     words = words_of(torch.stack((first, second), -1))
     x, y = words[0].clone(), words[1] + low.to(torch.int32)
     mix(x, y, torch.empty_like(x), words)
@@ -186,8 +186,7 @@ def _blocks(
 def _line(begin: int, places: torch.Tensor) -> _Counters:
     def write(words: Words, x: torch.Tensor, y: torch.Tensor) -> None:
         x.copy_(words[0] + word(begin >> 32))
-        # No cached word: there is another one for every block.
-        torch.add(places, words[1] + torch.tensor(begin & MASK).to(torch.int32), out=y)
+        torch.add(places, words[1] + word(begin), out=y)
 
     return write
 

@@ -36,12 +36,12 @@ Draw = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 # -- keys -----------------------------------------------------------------------------------
 
 
-def key(seed: int, /, *, device: torch.device | str | None = None) -> torch.Tensor:
+def key(seed: int, /, *, device: torch.device | str = "cpu") -> torch.Tensor:
     """A key from a seed of 64 bits: an int64 tensor of two words of 32 bits.
 
     The words of `jax.random.key(seed)`, with `jax_enable_x64` for seeds that need more than 32
-    bits. Keys are best left on the host, where what follows from them takes no kernel: `device`
-    is of what is drawn. Raises `ShardingError` for a seed of more bits.
+    bits. It is best left on the host, where the keys that follow take no kernel; a draw has a
+    `device` of its own. Raises `ShardingError` for a seed of more bits.
 
     >>> key(42)
     tensor([ 0, 42])
@@ -119,7 +119,9 @@ def uniform(
     alone, and `fs.unshard(uniform(key, spec))` is `uniform(key, spec.shape)` to the bit, on every
     layout. Along unreduced axes coordinate 0 holds the numbers, as with `fs.shard`. In the place
     of the spec a shape draws on one device; a tensor gives its shape, dtype, device, and in
-    `fs.partition` its layout. `dtype` is then one of float16, bfloat16, float32 and float64.
+    `fs.partition` its layout. `dtype` is one of float16, bfloat16, float32 and float64, PyTorch's
+    default if nothing says otherwise; `device` is by default PyTorch's, or that of a key which is
+    not on the host.
 
     The numbers are `jax.random.uniform`'s; float64 to rounding where the limits are given.
     Raises `ShardingError` for what is no key and for other dtypes.
@@ -352,7 +354,16 @@ class _To:
         then: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
     ) -> Any:  # fmt: skip
         """The draw, changed by `then`: a pair of a spec, a tensor of anything else."""
-        shape, made = list(self.shape), {"dtype": self.dtype, "device": self.device}
+        shape, like = (
+            list(self.shape),
+            self.target if isinstance(self.target, torch.Tensor) else None,
+        )
+        place = self.device
+        if place is None and like is None and key.device.type == "cpu":
+            # What a mode says is the default is not seen in an operation; of none it is the key's.
+            default = torch.empty(0).device
+            place = default if default.type != "cpu" else None
+        made = {"dtype": self.dtype, "device": place}
         if isinstance(self.target, Spec):
             spec = self.target
 
@@ -361,7 +372,6 @@ class _To:
                 return then(op(None, key, shape, start, size, *arguments, **made))
 
             return _pair(where, key, spec, part)
-        like = self.target if isinstance(self.target, torch.Tensor) else None
         return then(op(like, key, shape, [0] * len(shape), shape, *arguments, **made))
 
 
