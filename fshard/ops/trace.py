@@ -7,6 +7,7 @@ one operation, as rules are written for, and so that autograd runs on what is re
 from __future__ import annotations
 
 import ast
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,7 +26,7 @@ from fshard.ops.functional import Held, check_writes, functional, writes
 from fshard.ops.inner import Above, Below, TakesGradients, custom_functions
 from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
-from fshard.run.fingerprint import here
+from fshard.run.fingerprint import here, one_line, raise_line
 
 __all__ = [
     "Traced", "constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace",
@@ -130,7 +131,7 @@ def _traced(
     written: tuple[int, ...] = ()
     lost: list[tuple[str, frozenset[int]]] = []
     grads: frozenset[int] = frozenset()
-    with mode, _deeper():
+    with mode, _deeper(), _quiet():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
         if not above:
             for fake, want in zip(fakes, wanted, strict=False):
@@ -145,12 +146,41 @@ def _traced(
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
-            text = str(error).splitlines()[0] if str(error) else ""
-            fail(where, f"{type(error).__name__}: {text}",
-                 "the function is traced once on tensors without numbers, of the global shapes",
-                 "check that it runs on whole tensors; then torch.where instead of masks and "
-                 "branches on values, no .item(), no numpy()")  # fmt: skip
+            _refuse(where, error)
     return Traced(graph, written, tuple(lost), grads if above else frozenset())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Run a block without the pages that PyTorch logs of a function that cannot run."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _refuse(where: str, error: Exception) -> NoReturn:
+    """Raise `ShardingError` for a function that cannot be traced, with the user's line in it."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+
+    place, given = f"{where}{raise_line(error.__traceback__)}", one_line(error)
+    if isinstance(error, DataDependentOutputException):
+        given = f"{error.func} reads a tensor's numbers"
+    elif isinstance(error, DynamicOutputShapeException):
+        given = f"{error.func} returns a shape that depends on a tensor's numbers"
+    else:
+        fail(place, given, "the function is traced once on tensors of the global shapes",
+             "check that it runs on whole tensors; no numpy() of them")  # fmt: skip
+    fail(place, given,
+         "the function is traced once on tensors without numbers, of the global shapes",
+         "torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
+         "validate_args=False of a distribution")  # fmt: skip
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:

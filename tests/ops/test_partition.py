@@ -412,6 +412,48 @@ def test_no_grad_regions_and_detached_values_ask_for_no_gradient() -> None:
         torch.testing.assert_close(g, e)
 
 
+NUMBERS = (
+    "the function is traced once on tensors without numbers, of the global shapes",
+    ("torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
+     "validate_args=False of a distribution"),
+)  # fmt: skip
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def selects(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0].sum()
+
+
+def multiplies(x: torch.Tensor) -> torch.Tensor:
+    return x @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "given", "rule", "fix"),
+    [
+        (branches, "aten._local_scalar_dense.default reads a tensor's numbers", *NUMBERS),
+        (selects, "aten.nonzero.default returns a shape that depends on a tensor's numbers",
+         *NUMBERS),
+        (multiplies, "RuntimeError: a and b must have same reduction dim, but got [2, 2] X [3, 3].",
+         "the function is traced once on tensors of the global shapes",
+         "check that it runs on whole tensors; no numpy() of them"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_traced_names_its_line(
+    fn: Any, given: str, rule: str, fix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(fs.ShardingError) as error:
+        fs.partition(fn, mesh=MESH)(torch.ones(2, 2))
+    line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
+    assert str(error.value) == (
+        f"fs.partition at {line}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
+    )
+    assert not [each for each in caplog.records if each.levelname != "DEBUG"]
+
+
 def test_refusals_teach() -> None:
     part = fs.partition(lambda x: x.sum().item(), mesh=MESH)
     with pytest.raises(fs.ShardingError, match="traced once on tensors without numbers"):
