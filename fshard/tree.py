@@ -38,7 +38,7 @@ def is_pair(value: object) -> bool:
         and len(value) == 2
         and isinstance(value[1], Spec)
         # Two specs are a tree of specs.
-        and not isinstance(value[0], PartitionSpec | Spec)
+        and not isinstance(value[0], (PartitionSpec, Spec))
     )
 
 

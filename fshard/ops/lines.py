@@ -236,9 +236,9 @@ def _local_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping
         return op, line.args, line.kwargs
     here = Here(rank, strategy.in_specs, strategy.out_specs)
     if isinstance(local, Rewritten) and not several:
-        call: tuple[Any, Sequence[Any], Mapping[str, Any]]
         call = local.call(op, line.args, line.kwargs, here)
-        return call
+        if call is not None:
+            return call
 
     empty = local is not None and here.has_empty
 

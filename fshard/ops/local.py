@@ -79,13 +79,15 @@ class Rewritten:
 
     def call(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
-    ) -> LocalCall:
-        """The operation that runs on the rank, and its arguments."""
+    ) -> LocalCall | None:
+        """The operation that runs on the rank, and its arguments; None where more runs there."""
         raise NotImplementedError
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
         """What the call returns."""
-        run, placed, named = self.call(op, args, kwargs, here)
+        found = self.call(op, args, kwargs, here)
+        assert found is not None
+        run, placed, named = found
         return run(*placed, **named)
 
 

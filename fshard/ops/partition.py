@@ -58,11 +58,12 @@ class Partition:
 
     def __call__(self, *args: Any) -> Any:
         """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
-        leaves, made, specs = self._called(args)
-        pairs = any(map(is_pair, leaves))
+        leaves, given, made, specs = self._called(args)
+        pairs = any(each is not leaf for each, leaf in zip(given, leaves, strict=True))
+        # Of a leaf that is no pair the whole is given.
         locals_ = [
-            leaf[0] if is_pair(leaf) else shard(leaf, spec).local
-            for leaf, spec in zip(leaves, specs, strict=True) if spec is not None
+            each if each is not leaf else shard(each, spec).local
+            for each, leaf, spec in zip(given, leaves, specs, strict=True) if spec is not None
         ]  # fmt: skip
         if made.written:
             made.check_apart(_tensors(leaves, specs))
@@ -78,27 +79,38 @@ class Partition:
 
     def _called(
         self, args: tuple[Any, ...]
-    ) -> tuple[list[Any], Partitioned, Sequence[Spec | None]]:
-        """The leaves of a call, what it is partitioned to, and their specs: looked up by kind."""
+    ) -> tuple[list[Any], list[Any], Partitioned, Sequence[Spec | None]]:
+        """The leaves of a call, their locals, what it is partitioned to, and their specs.
+
+        It is looked up by kind.
+        """
         refuse_autocast("a partitioned function")
         leaves: list[Any] = []
         key: list[Any] = [torch.is_grad_enabled()]
         # A list: two arguments of which the second is a spec would be a pair.
         outline(list(args), leaves, key)
-        key += [
-            wants_grad(leaf) if is_pair(leaf) or isinstance(leaf, torch.Tensor) else frozen(leaf)
-            for leaf in leaves
-        ]
+        given: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                given.append(leaf)
+            elif isinstance(leaf, tuple) and is_pair(leaf):
+                local = leaf[0]
+                given.append(local)
+                one = isinstance(local, torch.Tensor)
+                key.append(local.requires_grad if one else wants_grad(leaf))
+            else:
+                given.append(leaf)
+                key.append(frozen(leaf))
         kind = tuple(key)
         try:
             found = self._calls.get(kind)
         except TypeError:  # of what cannot be a key nothing is remembered
-            return leaves, *self._new(args, leaves)
+            return leaves, given, *self._new(args, leaves)
         if found is None:
             if len(self._calls) >= MOST_CALLS:
                 self._calls.clear()
             found = self._calls[kind] = self._new(args, leaves)
-        return leaves, *found
+        return leaves, given, *found
 
     def _new(
         self, args: tuple[Any, ...], leaves: Sequence[Any]

@@ -97,16 +97,16 @@ class Partitioned:
 
     def run(self, locals_: Sequence[Any]) -> list[Any]:
         """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
-        wanted = [each for each in self._outputs if type(each) is int]
-        if all(isinstance(each, torch.Tensor) for each in locals_):
-            rank = rank_here(self.mesh, "a partitioned function")
-            made = self.graph(rank)(*locals_)
-            found = {
-                at: each for at, each in zip(self._outputs, made, strict=True) if type(at) is int
-            }
+        for each in locals_:
+            if not isinstance(each, torch.Tensor):
+                break
         else:
-            given = dict(zip(self._inputs, locals_, strict=True))
-            found = run_everywhere(self.lines, self.mesh, given, wanted)
+            made = self.graph(rank_here(self.mesh, "a partitioned function")).forward(*locals_)
+            return [y if type(at) is int else at.value
+                    for at, y in zip(self._outputs, made, strict=True)]  # fmt: skip
+        wanted = [each for each in self._outputs if type(each) is int]
+        given = dict(zip(self._inputs, locals_, strict=True))
+        found = run_everywhere(self.lines, self.mesh, given, wanted)
         return [found[each] if type(each) is int else each.value for each in self._outputs]
 
     def check_apart(self, given: Sequence[Any]) -> None:

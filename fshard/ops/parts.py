@@ -16,7 +16,7 @@ import torch
 
 from fshard.ops.build import is_inexact, linear
 from fshard.ops.call import Call, Meta, argument, map_tensors
-from fshard.ops.local import Here, LocalCall, with_argument
+from fshard.ops.local import Here, LocalCall, Rewritten, with_argument
 from fshard.ops.rule import Dims, Mode, Rule
 from fshard.spec import Spec
 
@@ -156,7 +156,7 @@ def added(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Rewritten):
     """A local call: arguments changed, addends counted once, and zeros where a part is empty.
 
     Of an axis over which the first result is a sum, the ranks after the first take zeros for the
@@ -170,6 +170,24 @@ class Parts:
     zeros: bool = True
     along: int = -1
 
+    def call(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+    ) -> LocalCall | None:
+        """The call with its changes, where the rank has a part and adds what there is to add."""
+        parts = any(_is_later(here, at) for at in self.once) or has_nothing(here)
+        parts = parts or _is_cut_off(here.results[0], here.rank)
+        if parts or not all(isinstance(change, Pinned | Sized) for change in self.changes):
+            return None
+        return self._changed(op, args, kwargs, here)
+
+    def _changed(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+    ) -> LocalCall:
+        call: LocalCall = op, tuple(args), dict(kwargs)
+        for change in self.changes:
+            call = change(call, here)
+        return call
+
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
         """Run it on a rank."""
         args, kwargs = tuple(args), dict(kwargs)
@@ -180,8 +198,7 @@ class Parts:
             return nothing(args, kwargs, here)
         if self.zeros and has_nothing(here):
             return nothing(args, kwargs, here, dict.fromkeys(self.once, self.along))
-        for change in self.changes:
-            op, args, kwargs = change((op, args, kwargs), here)
+        op, args, kwargs = self._changed(op, args, kwargs, here)
         return op(*args, **kwargs)
 
 

@@ -61,10 +61,21 @@ def keeping(
 # -- reshapes ------------------------------------------------------------------------------
 
 
-def reshape_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
-    """What a rank holds in the shape of what it makes; its memory may not allow a `view`."""
-    x: torch.Tensor = args[0]
-    return x.reshape(here.shape())
+@dataclass(frozen=True, slots=True)
+class _Shaped(Rewritten):
+    """What a rank holds, brought to the shape of what it makes.
+
+    That is by `reshape` also where a `view` is asked for, which its memory may not allow.
+    """
+
+    op: Any
+
+    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: Here) -> LocalCall:
+        """The call with the shape that the rank makes."""
+        return self.op, (args[0], list(here.shape())), {}
+
+
+_RESHAPED, _EXPANDED = _Shaped(aten.reshape.default), _Shaped(aten.expand.default)
 
 
 @register_rule(
@@ -83,7 +94,7 @@ def reshaped(call: Call) -> Rule:
     found = reshaping(call.operands[0].shape, result.shape)
     others = (found.after,) * (len(call.operands) - 1)
     return Rule((found.before, *others), (found.after,), whole=found.whole, modes=_shaped(call),
-                local=reshape_locally, sizes=found.sizes)  # fmt: skip
+                local=_RESHAPED, sizes=found.sizes)  # fmt: skip
 
 
 def _shaped(call: Call) -> tuple[Mode, ...]:
@@ -278,12 +289,6 @@ def split(call: Call) -> Rule:
 # -- more elements -------------------------------------------------------------------------
 
 
-def expand_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
-    """What a rank holds, expanded to what it makes."""
-    made: torch.Tensor = args[0].expand(here.shape())
-    return made
-
-
 @register_rule(*_rows("expand expand_copy expand_as broadcast_to"), family="views")
 def expanded(call: Call) -> Rule:
     """Dims that are made have a factor that the operand has not."""
@@ -296,7 +301,7 @@ def expanded(call: Call) -> Rule:
         for at, size in enumerate(x.shape)
     )
     return Rule((own, *(names,) * (len(call.operands) - 1)), (names,), modes=_shaped(call),
-                local=expand_locally)  # fmt: skip
+                local=_EXPANDED)  # fmt: skip
 
 
 @register_rule("prims::broadcast_in_dim", family="views")
