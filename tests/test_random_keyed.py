@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard.ops.lines import Operation
 from tests.helpers import message
 
 KEY, OTHER = fs.random.key(7), fs.random.key(8)
@@ -490,3 +491,28 @@ def test_transforms() -> None:
     together = torch.vmap(torch.func.grad(loss))(torch.ones(3, 6), keys)
     assert torch.equal(alone, together)
     assert set(alone.unique().tolist()) == {0.0, 2.0}
+
+
+def test_draws_of_a_shape_lie_as_what_they_meet() -> None:
+    """Of a tensor that is there before, through operations of one operand: nobody draws all."""
+
+    def noisy(key: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+        with fs.random.keyed(key):
+            one = x + (torch.randn(4, 8) * 0.1).tanh()
+            two = torch.where(torch.rand(4, 8) < 0.5, x, y.T)
+            alone = torch.rand(4, 8)
+            early = torch.rand(8, 4) + y
+        return one, two, alone, early
+
+    x, y = numbers(4, 8), numbers(8, 4)
+    part = fs.partition(noisy, mesh=MESH, in_specs=(P(), P("dp", "tp"), P("tp")))
+    made = part.trace(KEY, x, y)
+    assert all(map(torch.equal, part(KEY, x, y), noisy(KEY, x, y)))
+    drawn = {
+        line.name: str(line.strategy.out_specs[0]) for line in made.lines
+        if isinstance(line, Operation) and line.name.startswith(("uniform", "normal"))
+    }  # fmt: skip
+    assert drawn == {
+        "normal": "f32[4@dp,8@tp]", "uniform": "f32[4@dp,8@tp]", "uniform_1": "f32[4,8]",
+        "uniform_2": "f32[8@tp,4]",
+    }  # fmt: skip

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.ops.call import Meta, fill_call, parts_of
+from fshard.ops.followers import follow
 from fshard.ops.functional import Held, check_writes, functional, writes
 from fshard.ops.inner import Above, Below, TakesGradients, custom_functions
 from fshard.ops.keys import frozen, thawed_call
@@ -111,6 +112,7 @@ def trace(
     if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
         _no_autocast(where)
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
+    follow(graph)
     return made
 
 
