@@ -107,7 +107,8 @@ def lay(
     """The specs of operands and results under one role for every axis; None if there are none.
 
     Factors that several axes cut are cut in the order in which the largest operand is; sizes of
-    shards are those of an operand that is cut by the same axes, else as `torch.chunk`'s.
+    shards are those of an operand that is cut by the same axes, else as `torch.chunk`'s, which
+    they also are where operands differ and the largest one's are far from even.
     """
     order, sizes = _cuts(rule, mesh, chosen, sources, lengths)
     cut = _Cut(mesh, chosen, order, sizes, lengths)
@@ -175,8 +176,13 @@ def _parts(
     largest: Sequence[int],
     lengths: Mapping[str, int],
 ) -> tuple[int, ...] | None:
-    """The sizes of a factor's parts: an operand's own, none if it divides, else chunks."""
+    """The sizes of a factor's parts: an operand's own, none if it divides, else chunks.
+
+    Where operands differ some are sent anyway: then no rank is given twice its share of the work.
+    """
     whole = lengths[factor]
+    parts = [mesh.shape[axis] for axis in axes]
+    n, found = math.prod(parts), list[tuple[int, ...] | None]()
     for at in largest:
         dim = _dim_of(rule.operands[at], factor)
         if dim is None:
@@ -185,11 +191,12 @@ def _parts(
         if spec.partition.dims[dim] == axes and factors[0] == factor:
             own, minor = spec.sizes[dim], math.prod(lengths[f] for f in factors[1:])
             if own is None and whole % spec.dim_shards(dim) == 0:
-                return None
+                found.append(None)
             if own is not None and minor and all(size % minor == 0 for size in own):
-                return tuple(size // minor for size in own)
-    parts = [mesh.shape[axis] for axis in axes]
-    return None if whole % math.prod(parts) == 0 else chunk_sizes(whole, parts)
+                found.append(tuple(size // minor for size in own))
+    if found and (len({*found}) == 1 or max(found[0] or (0,)) < 2 * -(-whole // n)):
+        return found[0]
+    return None if whole % n == 0 else chunk_sizes(whole, parts)
 
 
 @dataclass(frozen=True, slots=True)
