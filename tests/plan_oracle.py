@@ -17,7 +17,7 @@ from fshard.plan.state import LAUNCH, LOCAL, MESSAGE
 from fshard.program.cost import step_time, traffic
 from fshard.program.infer import infer
 from fshard.program.single import single_steps
-from fshard.program.steps import Exchange, ShardedToUnreduced, Step
+from fshard.program.steps import Exchange, Step
 from fshard.program.topology import Topology
 from fshard.spec import Spec
 from tests import helpers
@@ -63,17 +63,21 @@ def graph(specs: Sequence[Spec], topology: Topology | None, exclude: Excluded) -
     return found
 
 
-def shortest(edges: Graph, src: Spec, skip: Excluded = frozenset()) -> Distances:
-    """The weight of the lightest path to every spec that one leads to (Dijkstra)."""
+def shortest(edges: Graph, src: Spec, *, plain: bool = False) -> Distances:
+    """The weight of the lightest path to every spec that one leads to (Dijkstra).
+
+    By specs without addends alone where the way is to be `plain`.
+    """
     least, ticket = {src: 0.0}, itertools.count()
     queue = [(0.0, next(ticket), src)]
     while queue:
         weight, _, spec = heapq.heappop(queue)
         if weight > least[spec]:
             continue
-        for after, (more, step) in edges[spec].items():
+        for after, (more, _) in edges[spec].items():
             reached = weight + more
-            if type(step) not in skip and reached < least.get(after, math.inf):
+            allowed = not (plain and after.partition.unreduced)
+            if allowed and reached < least.get(after, math.inf):
                 least[after] = reached
                 heapq.heappush(queue, (reached, next(ticket), after))
     return least
@@ -86,7 +90,7 @@ class Paths:
         self.edges = edges
         self.free = {spec: shortest(edges, spec) for spec in edges}
         self.plain = {
-            spec: shortest(edges, spec, frozenset({ShardedToUnreduced}))
+            spec: shortest(edges, spec, plain=True)
             for spec in edges
             if not spec.partition.unreduced
         }
@@ -105,8 +109,9 @@ def paths(
     exclude: Excluded = frozenset(),
     max_memory: int | None = None,
 ) -> tuple[tuple[Spec, ...], Paths]:
-    """All sharded, invariant and unreduced specs of a mesh, and what lies between them."""
+    """All sharded, invariant and unreduced specs of a mesh, and what lies between all specs."""
     import torch
 
     specs = helpers.all_specs(mesh, shape, ("invariant", "unreduced"), dtype=torch.float32)
-    return tuple(specs), Paths(graph(tuple(specs), topology, exclude))
+    every = helpers.all_specs(mesh, shape, dtype=torch.float32)
+    return tuple(specs), Paths(graph(tuple(every), topology, exclude))

@@ -24,6 +24,7 @@ from fshard.program.boxes import (
     receives,
     reduced_axes,
     sends,
+    turned_axes,
 )
 from fshard.program.infer import infer
 from fshard.program.program import Program, check
@@ -66,13 +67,14 @@ def exchange(src: Spec, dst: Spec) -> Exchange:
 
 
 def allowed(src: Spec, dst: Spec) -> bool:
-    """The rule: unreduced before where it is after, reduced after where it is before."""
+    """The rule: unreduced or sharded before where unreduced after, and its dual for reduced."""
+    p, q = src.partition, dst.partition
     if src.mesh != dst.mesh:
-        return not src.partition.reduced and not dst.partition.unreduced
-    return (
-        src.partition.unreduced.items() >= dst.partition.unreduced.items()
-        and src.partition.reduced.items() <= dst.partition.reduced.items()
-    )
+        return not p.reduced and not q.unreduced
+    before, after = ({axis for axes in each.dims for axis in axes} for each in (p, q))
+    made = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
+    lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
+    return made <= before and lost <= after
 
 
 def pairs_on(mesh: Mesh, shape: Sequence[int], uneven: str | None = None) -> Iterator[
@@ -141,10 +143,19 @@ def assert_tables(
             if rank in src.mesh and peer != rank:
                 assert holds(src, rank, gone) != holds(src, peer, gone)
         here = (slice(None), *dst.index(rank))
-        assert bool((times[here] == 1).all())
+        assert bool((times[here] == at_own_place(src, dst, rank)).all())
         assert times.sum() == times[here].sum()
         assert torch.equal(addends[here].sum(0), result[rank])
     assert_balanced(src, dst)
+
+
+def at_own_place(src: Spec, dst: Spec, rank: int) -> torch.Tensor:
+    """1 for the elements of a rank's target that have its place along what becomes addends."""
+    axes = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+    place = torch.zeros(src.shape, dtype=torch.int64)
+    for each in src.mesh.ranks:
+        place[src.index(each)] = src.mesh.index(each, axes)
+    return (place[dst.index(rank)] == dst.mesh.index(rank, axes)).long()
 
 
 def local(spec: Spec, rank: int, box: Box) -> tuple[slice, ...]:
@@ -224,7 +235,7 @@ def exchanges(draw: st.DrawFn, kinds: Sequence[str] = ("sum",)) -> tuple[Spec, S
         plain = P(*first.partition.partitions, unreduced=first.partition.unreduced)
         return first.replace(partition=plain), last
     last = draw(strategies.specs(one, shape, dtype=torch.int64, states=STATES[:2]))
-    return first, like(draw, first, last)
+    return first, like(draw, first, last, kinds)
 
 
 def shifted(draw: st.DrawFn, mesh: Mesh) -> Mesh:
@@ -234,21 +245,27 @@ def shifted(draw: st.DrawFn, mesh: Mesh) -> Mesh:
     return Mesh(dict(other.shape), devices=[first + device for device in other.devices])
 
 
-def like(draw: st.DrawFn, first: Spec, last: Spec) -> Spec:
+def like(draw: st.DrawFn, first: Spec, last: Spec, kinds: Sequence[str]) -> Spec:
     """`last` with the states that an exchange from `first` leaves, and some that it may make."""
     before, p = first.partition, last.partition
-    keep = {axis for axis in before.unreduced if draw(st.booleans())}
-    reduced = dict(before.reduced)
-    dims = [[axis for axis in dim if axis not in keep and axis not in reduced] for dim in p.dims]
+    unreduced = {axis: kind for axis, kind in before.unreduced_kinds if draw(st.booleans())}
+    kind = next(iter(unreduced.values()), None) or draw(st.sampled_from(kinds))
+    shards = [axis for axes in before.dims for axis in axes]
+    unreduced |= {axis: kind for axis in shards if draw(st.booleans())}
+    cut = {axis for axes in p.dims for axis in axes}
+    reduced = {
+        axis: kind for axis, kind in before.reduced_kinds if axis not in cut or draw(st.booleans())
+    }
+    keep = {*unreduced, *reduced}
+    dims = [[axis for axis in dim if axis not in keep] for dim in p.dims]
     free = [a for a in last.mesh.axes if a not in keep and not any(a in dim for dim in dims)]
-    reduced |= {axis: "sum" for axis in free if axis not in reduced and draw(st.booleans())}
-    unreduced = {axis: kind for axis, kind in before.unreduced_kinds if axis in keep}
+    reduced |= {axis: "sum" for axis in free if draw(st.booleans())}
     partition = P(*map(tuple, dims), unreduced=unreduced, reduced=reduced)
     sizes = {}
     for dim, axes in enumerate(dims):
-        shards = last.mesh.axis_size(tuple(axes))
-        sizes[dim] = draw(strategies.cut(last.shape[dim], shards))
-        if last.shape[dim] % shards == 0 and draw(st.booleans()):
+        count = last.mesh.axis_size(tuple(axes))
+        sizes[dim] = draw(strategies.cut(last.shape[dim], count))
+        if last.shape[dim] % count == 0 and draw(st.booleans()):
             del sizes[dim]
     return Spec(last.mesh, partition, shape=last.shape, dtype=last.dtype, sizes=sizes)
 
@@ -264,7 +281,7 @@ def test_other_reductions(pair: tuple[Spec, Spec]) -> None:
     prog = Program(src, (exchange(src, dst),))
     x = helpers.random_locals(src)
     assert torch.equal(helpers.global_of(dst, simulate(prog, x)), helpers.global_of(src, x))
-    assert prog.is_linear == (not src.partition.unreduced)
+    assert prog.is_linear == (not src.partition.unreduced and not dst.partition.unreduced)
 
 
 AVERAGES = [
@@ -275,6 +292,11 @@ AVERAGES = [
     ("f64[12]{unreduced: x=avg, y=avg}", "f64[12@y]{unreduced: x=avg}"),
     ("f64[12@y]{unreduced: x=avg}", "f64[12]{reduced: x=avg, y}"),
     ("f64[12@y]{reduced: x=avg}", "f64[12]{reduced: x=avg, y=avg}"),
+    ("f64[16@y]{reduced: x=avg}", "f64[16@(x,y)]"),
+    ("f64[16@(y,x)]", "f64[16]{unreduced: x=avg, y}"),
+    ("f64[16@(x,y)]", "f64[16]{unreduced: x=avg; reduced: y=avg}"),
+    ("f64[16@y]{unreduced: x=avg}", "f64[16@x]{unreduced: y=avg}"),
+    ("f64[16]{unreduced: y=avg; reduced: x=avg}", "f64[16@(x,y)]"),
 ]
 
 
@@ -518,8 +540,8 @@ def test_specs_of_two_meshes_are_told_apart() -> None:
 # -- refusals -----------------------------------------------------------------------------
 
 XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)
-ADDENDS = "what an exchange leaves unreduced is so before, by the same reduction"
-STAYS = "what is reduced stays so in an exchange, by the same reduction"
+ADDENDS = "what an exchange leaves unreduced is so before, by the same reduction, or sharded"
+STAYS = "what is reduced stays so in an exchange, by the same reduction, or is sharded then"
 PLAN = "fs.redistribute(src, dst) plans what has to move"
 
 # step, source, then what the error says: where, given, rule, fix
@@ -691,7 +713,8 @@ def test_maxima_have_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> No
     found = [pair for pair in itertools.product(before, after) if allowed(*pair)]
     for src, dst in found:
         axes = reduced_axes(src, dst)
-        if not axes:
+        # Shards among neutral elements are candidates, which have no gradient.
+        if not axes or any(axis in dst.partition.unreduced for axis in turned_axes(src, dst)):
             continue
         apart = Program(src, (AllReduce(axes), exchange(infer(AllReduce(axes), src), dst)))
         at_once = Program(src, (exchange(src, dst),))
@@ -707,6 +730,7 @@ CANDIDATES = [
     (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), ReduceScatter("b", 0)),
     (Exchange(P("y")),),
     (Exchange(P("a"), ((2, 1, 5),), ELSEWHERE),),
+    (Exchange(P("y", unreduced={"x"})), AllReduce("x")),
 ]
 
 

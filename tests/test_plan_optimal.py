@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,14 +74,16 @@ def test_collectives_alone(mesh: Mesh, shape: tuple[int, ...], topology: Topolog
         assert found == []
     # Of orders of axes on the way only the goal's are tried, and few axes become addends.
     assert len(found) <= 2
-    assert max(found, default=1) <= 1.1
+    assert max(found, default=1) <= 1.21
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_permutations_do_what_is_left_out(mesh: Mesh, topology: Topology | None) -> None:
     found = gaps(mesh, (4800, 4800), topology, frozenset({Exchange, AllToAll}))
-    assert max(found, default=1) <= (1.25 if topology else 1)
+    # Layouts are permuted as they are: copies are not first made inside of the nodes.
+    most = {"bytes": 1, "node": 1.21, "cluster": 2}
+    assert max(found, default=1) <= most[topology.name if topology else "bytes"]
 
 
 # -- laws ----------------------------------------------------------------------------------
@@ -165,78 +168,59 @@ def is_busy(spec: Spec) -> bool:
     return len(spec.partition.axes) == len(spec.mesh.axes)
 
 
-def skews(mesh: Mesh, shape: tuple[int, ...], topology: Topology | None) -> list[float]:
-    """Of all pairs without invariant axes those whose dual pair costs something else."""
-    specs = list(filter(is_busy, helpers.all_specs(mesh, shape, dtype=torch.float32)))
-    assert len(specs) == 18
+def skews(pairs: Iterable[tuple[Spec, Spec]], topology: Topology | None) -> list[float]:
+    """Of pairs without invariant axes how much more one way costs than its transpose, or back."""
     found = []
-    for src, dst in itertools.product(specs, specs):
+    for src, dst in pairs:
         there, back = weight(src, dst, topology), weight(dst.dual, src.dual, topology)
         if there != pytest.approx(back, rel=EXACT, abs=1e-15):
             found.append(max(there / back, back / there))
     return found
 
 
-def leaves_combs(src: Spec, dst: Spec) -> bool:
-    """Whether an axis becomes unreduced from behind others of its dim, which leave the dim.
-
-    What its ranks hold of a shard without those others are strips far apart. To receive the other
-    strips of one's own place is least; but then addends are not whole among zeros, a block each,
-    as all steps leave them. The transpose only takes those strips from whole copies.
-    """
-    q = dst.partition
-    return any(
-        axis in q.unreduced and before != q.dims[dim][: len(before)]
-        for dim, axes in enumerate(src.partition.dims)
-        for at, axis in enumerate(axes)
-        for before in [tuple(other for other in axes[:at] if other not in q.unreduced)]
-    )
+def busy_pairs(mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Spec, Spec]]:
+    """All 324 of two axes."""
+    specs = list(filter(is_busy, helpers.all_specs(mesh, shape, dtype=torch.float32)))
+    assert len(specs) == 18
+    return list(itertools.product(specs, specs))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_bytes_are_those_of_the_transpose_unless_combs_are_left(
-    mesh: Mesh, shape: tuple[int, ...]
-) -> None:
+def test_bytes_are_those_of_the_transpose(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    assert skews(busy_pairs(mesh, shape), None) == []
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 32, 32)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(x=2, y=2, z=2), Mesh(x=4, y=2, z=2)], ids=str)
+def test_bytes_on_three_axes_are_those_of_the_transpose(mesh: Mesh, shape: tuple[int, ...]) -> None:
     specs = list(filter(is_busy, helpers.all_specs(mesh, shape, dtype=torch.float32)))
-    dear = 0
-    for src, dst in itertools.product(specs, specs):
-        there, back = weight(src, dst, None), weight(dst.dual, src.dual, None)
-        more = 1.0
-        if leaves_combs(src, dst):
-            dear += 1
-            ((major, minor),) = [map(mesh.axis_size, axes) for axes in src.partition.dims if axes]
-            # Of each shard that the minor axis makes all but the own strip, or but the own block.
-            more = (1 - 1 / (major * minor)) / (1 - 1 / major)
-        elif leaves_combs(dst.dual, src.dual):
-            continue
-        assert there == pytest.approx(back * more, rel=1e-4 if more > 1 else EXACT), (src, dst)
-    # Each order of the axes of a dim, each dim, the major axis to the other dim or reduced.
-    assert dear == 2 * 2 * 2
+    assert skews(helpers.sample_pairs(specs, 120, seed=6), None) == []
 
 
-def test_bytes_on_three_axes_are_those_of_the_transpose_unless_combs_are_left() -> None:
-    shape, mesh = (32, 32, 32), Mesh(x=2, y=2, z=2)
-    specs = list(filter(is_busy, helpers.all_specs(mesh, shape, dtype=torch.float32)))
-    for src, dst in helpers.sample_pairs(specs, 120, seed=6):
-        there, back = weight(src, dst, None), weight(dst.dual, src.dual, None)
-        combs = leaves_combs(src, dst) or leaves_combs(dst.dual, src.dual)
-        assert combs or there == pytest.approx(back, rel=EXACT, abs=1e-15), (src, dst)
+def adds(src: Spec, dst: Spec) -> bool:
+    return bool(src.partition.unreduced or dst.partition.unreduced)
 
 
-FREE_COPIES = [Topology(memory=1e30), Topology(memory=1e30, node_size=4)]
+FREE_COPIES = [replace(topology, memory=1e30) for topology in TOPOLOGIES if topology is not None]
 
 
 @pytest.mark.parametrize("topology", FREE_COPIES, ids=["node", "cluster"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_seconds_on_wires_are_mostly_those_of_the_transpose(
+def test_seconds_on_wires_are_those_of_the_transpose(
     mesh: Mesh, shape: tuple[int, ...], topology: Topology
 ) -> None:
     # Copies are not alike: a slice reads a part, the addends that it came from are a whole.
-    found = skews(mesh, shape, topology)
-    assert len(found) <= 44
-    assert max(found) <= 1.75
+    pairs = busy_pairs(mesh, shape)
+    both = [(a, b) for a, b in pairs if adds(a, b) and adds(b.dual, a.dual)]
+    # Replicas share what they send, sums are made in one place: of small tensors messages count.
+    found = skews(both, topology)
+    assert max(found, default=1) <= (1.04 if shape == SHAPES[0] else 1)
+    # Where nothing is to be added no zeros are, though sums that are cut again go back so.
+    one_way = skews([pair for pair in pairs if pair not in both], topology)
+    assert len(one_way) <= 24
+    assert max(one_way, default=1) <= 1.11
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)

@@ -20,7 +20,7 @@ from fshard.mesh import Mesh
 from fshard.partition_spec import PartitionSpec as P
 from fshard.program import steps as steps_module
 from fshard.program.bounds import lower_bound
-from fshard.program.boxes import Piece, reduced_axes, sends
+from fshard.program.boxes import Piece, reduced_axes, sends, turned_axes
 from fshard.program.cost import step_axes, traffic
 from fshard.program.infer import infer
 from fshard.program.program import Program, check
@@ -122,6 +122,17 @@ TABLE: list[tuple[Step, str, str, Step]] = [
      Exchange(P(reduced=XY))),
     (Exchange(P("x", reduced=("y", "z"))), "f64[4]{reduced: y}", "f64[4@x]{reduced: y, z}",
      Exchange(P(unreduced={"y"}))),
+    (Exchange(P(None, "x", unreduced={"y"})), "f64[12@(x,y),6]", "f64[12,6@x]{unreduced: y}",
+     Exchange(P(XY))),
+    (Exchange(P(YX)), "f64[12,6@x]{reduced: y}", "f64[12@(y,x),6]",
+     Exchange(P(None, "x", unreduced={"y"}))),
+    (Exchange(P("x", unreduced={"y"})), "f64[12@y]", "f64[12@x]{unreduced: y}",
+     Exchange(P("y"))),
+    (Exchange(P("x", reduced={"z"}, unreduced={"y": "avg"}), ((1, 4),)),
+     "f64[5@(y,z):1+1+0+0+2+1]{unreduced: x}", "f64[5@x:1+4]{unreduced: y=avg; reduced: z}",
+     Exchange(P(("y", "z"), reduced={"x"}), ((1, 1, 0, 0, 2, 1),))),
+    (Exchange(P("z", "y")), "f64[4@x,6]{reduced: y=avg}", "f64[4@z,6@y]",
+     Exchange(P("x", unreduced={"y": "avg"}))),
     (Remesh(MESH, P("x", unreduced={"z"})), "f64[4@x]{unreduced: z}", "f64[4@x]{unreduced: z}",
      Remesh(MESH, P("x", reduced={"z"}))),
     (InvariantToReduced(XY), "f64[4@z]", "f64[4@z]{reduced: x, y}", AllReduce(XY)),
@@ -627,13 +638,16 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
     if isinstance(step, Cast | Remesh):
         return 0, 0
     if isinstance(step, Exchange):
-        parts = mesh.axis_size(reduced_axes(src, dst))
+        parts, least = mesh.axis_size(reduced_axes(src, dst)), [0]
+        made = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+        place = torch.empty(src.shape, dtype=torch.int64)
+        for rank in mesh.ranks:
+            place[src.index(rank)] = mesh.index(rank, made)
+        for rank in mesh.ranks:
+            own = int((place[dst.index(rank)] == mesh.index(rank, made)).sum())
+            least.append(parts * own - common(src.index(rank), dst.index(rank)))
         most = max(sum(map(volume, sends(src, dst, rank))) for rank in mesh.ranks)
-        least = max(
-            parts * numel(dst.index(rank)) - common(src.index(rank), dst.index(rank))
-            for rank in mesh.ranks
-        )
-        return most * item, least * item
+        return most * item, max(least) * item
     sent, received = [0], [0]
     pairs = step.pairs if isinstance(step, AllToAll) else (step,)
     for group in mesh.groups(tuple(axis for each in pairs for axis in each.axes)):

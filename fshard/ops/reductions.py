@@ -23,7 +23,7 @@ from fshard.ops.call import Call, Meta, base_name, schema_of
 from fshard.ops.local import Here, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.rule import Dims, Mode, Rule
-from fshard.run.interpreter import neutral_like
+from fshard.run.numbers import neutral_like
 
 __all__ = ["OfSome", "named", "reducing", "same_numbers", "typed", "zeros"]
 

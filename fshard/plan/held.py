@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 from fshard.mesh import Mesh
 from fshard.program.cost import Traffic
-from fshard.program.overlap import dim_pieces
+from fshard.program.overlap import NONE, alike_shards, dim_pieces
 
 __all__ = ["Cuts", "Held"]
 
@@ -42,7 +42,8 @@ class Held:
         self.count = len(ranks)
         self.found: dict[tuple[int, Cut], Intervals] = {}
         self.pairs: dict[tuple[int, Cut, Cut], list[int]] = {}
-        self.met: dict[tuple[int, Cut, Cut], int] = {}
+        self.met: dict[tuple[int, Cut, Cut, Set[str]], int] = {}
+        self.owns: dict[tuple[int, Cut, Cut, Set[str]], list[int]] = {}
         self.whole: dict[Cuts, list[int]] = {}
         self.shared: dict[tuple[Cuts, Cuts], list[int]] = {}
 
@@ -77,35 +78,70 @@ class Held:
         addends: int,
         needers: int,
         holders: int,
+        turned: Set[str] = NONE,
     ) -> Traffic:
         """The traffic of an exchange, of elements of `item` bytes, where all ranks are looked at.
 
         As `traffic` of specs says it: so many ranks need and hold each shard.
         """
-        wanted, own, held = self.boxes(need), self.boxes(have), self.common(have, need)
+        wanted, own = self.at_own(have, need, turned), self.at_own(need, have, turned)
+        held = self.common(have, need)
         received = max([addends * a - b for a, b in zip(wanted, held, strict=True)])
         if received == 0:
             return Traffic()
         sent = max([-(-needers * a // holders) - b for a, b in zip(own, held, strict=True)])
         here = min(held) > 0
-        come = addends * self.pieces(have, need) - (here or self.keeps(wanted, held))
-        go = -(-needers * self.pieces(need, have) // holders) - (here or self.keeps(own, held))
+        come = addends * self.pieces(have, need, turned) - (here or self.keeps(wanted, held))
+        theirs = -(-needers * self.pieces(need, have, turned) // holders)
+        go = theirs - (here or self.keeps(own, held))
         return Traffic(sent * item, received * item, max(1, come, go), 1)
 
     def keeps(self, boxes: list[int], held: list[int]) -> bool:
         """Whether every rank holds some of its box, if that has any elements."""
         return all(b > 0 for a, b in zip(boxes, held, strict=True) if a)
 
-    def pieces(self, have: Cuts, need: Cuts) -> int:
+    def pieces(self, have: Cuts, need: Cuts, turned: Set[str]) -> int:
         """The most source shards that a target shard meets: dim by dim."""
         count = 1
-        for dim, key in enumerate(zip(have, need, strict=True)):
-            found = self.met.get((dim, *key))
+        for dim, (one, other) in enumerate(zip(have, need, strict=True)):
+            key = dim, one, other, turned
+            found = self.met.get(key)
             if found is None:
-                mine, theirs = (self.sizes(dim, cut) for cut in key)
-                found = self.met[dim, *key] = dim_pieces(mine, theirs)
+                mine, theirs = self.sizes(dim, one), self.sizes(dim, other)
+                alike = alike_shards(self.mesh.shape, one[0], turned)
+                found = max(dim_pieces(mine, theirs, some) for some in alike)
+                self.met[key] = found
             count *= found
         return count
+
+    def at_own(self, have: Cuts, need: Cuts, turned: Set[str]) -> list[int]:
+        """The elements of each rank's box of `need` from its own places along axes of `have`."""
+        if not turned or turned.isdisjoint(itertools.chain(*(axes for axes, _ in have))):
+            return self.boxes(need)
+        found = [1] * self.count
+        for dim, (one, other) in enumerate(zip(have, need, strict=True)):
+            part = self.owns.get((dim, one, other, turned))
+            if part is None:
+                part = self.owns[dim, one, other, turned] = self._at_own(dim, one, other, turned)
+            found = [a * b for a, b in zip(found, part, strict=True)]
+        return found
+
+    def _at_own(self, dim: int, have: Cut, need: Cut, turned: Set[str]) -> list[int]:
+        """One dim's part in `at_own`."""
+        stops = itertools.accumulate(self.sizes(dim, have), initial=0)
+        cuts = list(itertools.pairwise(stops))
+        goals = list(itertools.accumulate(self.sizes(dim, need), initial=0))
+        # For each place along the turned axes how much of the dim is there, up to each goal.
+        below = [
+            [sum([min(goal, b) - a for a, b in own if a < goal]) for goal in goals]
+            for some in alike_shards(self.mesh.shape, have[0], turned)
+            for own in [list(itertools.compress(cuts, some))]
+        ]
+        places = self.index(tuple(axis for axis in have[0] if axis in turned))
+        return [
+            below[place][at + 1] - below[place][at]
+            for place, at in zip(places, self.index(need[0]), strict=True)
+        ]
 
     def boxes(self, cuts: Cuts) -> list[int]:
         """The elements of each rank's box."""
@@ -139,14 +175,18 @@ class Held:
         """The interval of a dim that each rank has."""
         found = self.found.get((dim, cut))
         if found is None:
-            axes, _ = cut
-            index = [0] * self.count
-            for axis in axes:
-                n = self.mesh.shape[axis]
-                index = [n * a + b for a, b in zip(index, self.coords[axis], strict=True)]
             stops = list(itertools.accumulate(self.sizes(dim, cut), initial=0))
+            index = self.index(cut[0])
             found = self.found[dim, cut] = [(stops[at], stops[at + 1]) for at in index]
         return found
+
+    def index(self, axes: Axes) -> list[int]:
+        """The place of each rank along axes, row-major."""
+        index = [0] * self.count
+        for axis in axes:
+            n = self.mesh.shape[axis]
+            index = [n * a + b for a, b in zip(index, self.coords[axis], strict=True)]
+        return index
 
     def sizes(self, dim: int, cut: Cut) -> Sequence[int]:
         """The sizes of the shards of a dim."""

@@ -17,7 +17,7 @@ from fshard.partition_spec import Kinds
 from fshard.plan.runs import Runs
 from fshard.plan.state import Axes, Problem, State, partition_of, subsets, with_kinds
 from fshard.plan.targets import all_targets, direct_targets
-from fshard.program.cost import Traffic, all_reduced, gathered, swapped
+from fshard.program.cost import NOTHING, Traffic, all_reduced, gathered, swapped
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -34,6 +34,9 @@ from fshard.program.steps import (
 from fshard.spec import mixed_kinds
 
 __all__ = ["Move", "Moves"]
+
+MOST_UNLIKE = 16
+"""On more ranks no exchanges are tried in which they receive unlike much of even shards."""
 
 Make = partial[Any]
 Move = tuple[float, Make, State]
@@ -54,7 +57,8 @@ class Moves:
         self.goals = problem.goals
         self.exclude = problem.exclude
         self.targets: dict[object, list[State]] = {}
-        self.aims: dict[Kinds, list[Aim]] = {}
+        self.aims: dict[tuple[Kinds, frozenset[str]], list[Aim]] = {}
+        self.addends = {axis for axis, _ in problem.goal.unreduced}
         # What both ends begin a dim with stays: each such shard is a problem of its own.
         self.fixed = [
             next((at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b),
@@ -66,6 +70,9 @@ class Moves:
         self.runs = Runs(problem, self.fixed)
         # Where nothing else moves shards from dim to dim, permutations of finer ones do.
         self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
+        # Where ranks receive unlike much no bytes are saved, at best a copy: few ranks are counted.
+        by_time = problem.topology is not None and not direct
+        self.lopsided = by_time and problem.thorough and problem.mesh.size <= MOST_UNLIKE
         self.helpers = self.find_helpers()
         self.found: list[State] = []
         p, q = problem.src.partition, problem.dst.partition
@@ -73,9 +80,9 @@ class Moves:
         self.stand_ins = frozenset(
             by
             for dim, mine in enumerate(p.dims)
-            for axis, by in itertools.product(mine[:-1], q.dims[dim])
+            for axis, by in itertools.product(mine, q.dims[dim])
             if self.goals[axis][0] == "unreduced" and self.size[axis] == self.size[by]
-        ) - {axis for mine in p.dims for axis in mine}
+        )
 
     @property
     def ends(self) -> list[State]:
@@ -190,12 +197,22 @@ class Moves:
                 new = state._replace(reduced=with_kinds(state.reduced, axes, kind))
                 make = partial(InvariantToReduced, axes, str(kind))
                 copied = 2 * nbytes if kind == "avg" else 0
-            elif now is None and word == "sharded" and self.stand_ins.issuperset(axes):
-                new = state._replace(reduced=with_kinds(state.reduced, axes, "sum"))
-                make = partial(InvariantToReduced, axes)
+            elif now is None and word == "sharded" and (lent := self.lent(axes)):
+                new = state._replace(reduced=with_kinds(state.reduced, lent, "sum"))
+                make = partial(InvariantToReduced, lent)
             else:
                 continue
             yield self.local(make, new, copied)
+
+    def lent(self, axes: Axes) -> Axes:
+        """Those of invariant axes that are to cut a dim that are better reduced before.
+
+        Then nothing moves along them: not over a slow link either.
+        """
+        if self.stand_ins.issuperset(axes):
+            return axes
+        slow = () if self.direct or Exchange in self.exclude else self.problem.slow
+        return tuple([axis for axis in axes if axis in slow])
 
     def slices(self, state: State) -> Iterator[Move]:
         """Replicated axes of one state onto every dim."""
@@ -252,7 +269,7 @@ class Moves:
         """Reduced axes in the place of equally many ranks' that become unreduced."""
         free = [axis for axis, _ in state.reduced if axis in self.stand_ins]
         for dim, mine in enumerate(state.dims):
-            for at, by in itertools.product(range(len(mine) - 1), free):
+            for at, by in itertools.product(range(len(mine)), free):
                 word, kind = self.goals[mine[at]]
                 if word != "unreduced" or self.size[mine[at]] != self.size[by]:
                     continue
@@ -419,32 +436,40 @@ class Moves:
         """Straight to the goal, or to what one more step makes the goal of."""
         if Exchange in self.exclude:
             return
-        aims = self.aims.get(state.unreduced)
+        shards = frozenset(self.addends.intersection(itertools.chain(*state.dims)))
+        key = state.unreduced, shards
+        aims = self.aims.get(key)
         if aims is None:
-            aims = self.aims[state.unreduced] = self.find_aims(state.unreduced)
+            aims = self.aims[key] = self.find_aims(*key)
         problem, packed = self.problem, 2 * self.problem.nbytes(state)
         begun = problem.weigh_at_least(0, 0) + problem.weigh_local(packed)
         for target, addends, unpacked, rest in aims:
             if begun + rest > self.limit and problem.even:
                 continue
-            if target == state or not set(state.reduced) <= set(target.reduced):
+            if target == state or not is_kept(state.reduced, target):
                 continue
             make = partial(Exchange, partition_of(target), target.sizes)
             moved, copied = None, packed + unpacked
-            if problem.is_even_along(state, target):
-                moved = problem.exchanged(state, target, addends)
-                if not moved.launches:  # slices do
+            even, turned = problem.is_even_along(state, target), problem.turned(state, target)
+            if even:
+                moved = problem.exchanged(state, target, addends, turned)
+            if moved is None and turned:
+                if not self.lopsided:
                     continue
+                moved = problem.exchanged_by_rank(state, target, addends, turned)
+            if even and moved == NOTHING:  # slices do
+                continue
             axes = problem.moving(state, target)
             if move := self.collective(make, axes, state, target, moved, copied, addends):
                 yield move
 
-    def find_aims(self, unreduced: Kinds) -> list[Aim]:
-        """The layouts to exchange to where so much is unreduced."""
+    def find_aims(self, unreduced: Kinds, shards: frozenset[str]) -> list[Aim]:
+        """The layouts to exchange to where so much is unreduced, and sharded of what will be."""
         problem = self.problem
         found: dict[State, Aim] = {}
-        for goal in self.ends:
-            target = goal._replace(unreduced=tuple(a for a in goal.unreduced if a in unreduced))
+        for goal, some in itertools.product(self.ends, (shards, ()) if shards else ((),)):
+            stay = tuple(a for a in goal.unreduced if a in unreduced or a[0] in some)
+            target = goal._replace(unreduced=stay)
             less = [each for each in unreduced if each not in target.unreduced]
             if target not in found and len({kind for _, kind in less}) < 2:
                 addends = problem.count(tuple(axis for axis, _ in less))
@@ -452,6 +477,12 @@ class Moves:
                 rest = problem.bound(target) + problem.weigh_local(copied)
                 found[target] = target, addends, copied, rest
         return list(found.values())
+
+
+def is_kept(reduced: Kinds, target: State) -> bool:
+    """Whether all that is reduced stays so or shards the target, as an exchange allows."""
+    lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
+    return not lost or {*lost} <= {*itertools.chain(*target.dims)}
 
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:

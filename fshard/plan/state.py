@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from fshard.program.cost import (
     traffic,
 )
 from fshard.program.infer import cut_sizes, join_sizes, permute_signature
+from fshard.program.overlap import NONE
 from fshard.program.steps import AllToAll, Exchange, Step
 from fshard.program.topology import Link, Topology
 from fshard.spec import Spec
@@ -88,12 +89,14 @@ class Problem:
     volumes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = field(init=False, default_factory=dict)
     bounds: dict[State, float] = field(init=False, default_factory=dict)
     specs: dict[State, Spec] = field(init=False, default_factory=dict)
-    held: Held = field(init=False)
+    held: Held | None = field(init=False, default=None)
     finer: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = field(
         init=False, default_factory=dict
     )
     counts: dict[Axes, int] = field(init=False, default_factory=dict)
-    parts: dict[tuple[int, Axes, Axes], Parts] = field(init=False, default_factory=dict)
+    parts: dict[tuple[int, Axes, Axes, Set[str]], Parts | None] = field(
+        init=False, default_factory=dict
+    )
     cuts: dict[Cuts, dict[str, object]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,8 +116,6 @@ class Problem:
         self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
         self.goals |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
         self.goals |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
-        if not self.even:
-            self.held = Held(self.mesh, self.src.shape)
         self._tiers()
 
     def _tiers(self) -> None:
@@ -195,11 +196,11 @@ class Problem:
 
     def traffic(self, step: Step, before: State, after: State, addends: int) -> Traffic:
         """What any step moves: where closed forms do not hold."""
-        if self.held.all and not self.empty:
+        if self.ranks().all and not self.empty:
             if isinstance(step, Exchange):
-                return self._exchanged_uneven(before, after, addends)
+                return self.exchanged_by_rank(before, after, addends, self.turned(before, after))
             if isinstance(step, AllToAll) and step.also:
-                moved = self._exchanged_uneven(before, after, 1)
+                moved = self.exchanged_by_rank(before, after, 1, NONE)
                 axes = tuple(axis for pair in step.pairs for axis in pair.axes)
                 return moved._replace(messages=self.count(axes) - 1, rounds=1)
         return traffic(step, self.spec(before), self.spec(after))
@@ -265,27 +266,57 @@ class Problem:
         word, kind = next(iter(goals))
         return (True, str(kind)) if len(goals) == 1 and word == "reduced" else (False, "sum")
 
-    def exchanged(self, before: State, after: State, addends: int = 1) -> Traffic:
-        """What moves between any two even layouts, each rank receiving what it lacks."""
+    def ranks(self) -> Held:
+        """What ranks hold, for where closed forms do not."""
+        if self.held is None:
+            self.held = Held(self.mesh, self.src.shape)
+        return self.held
+
+    def exchanged(
+        self, before: State, after: State, addends: int = 1, turned: Set[str] = NONE
+    ) -> Traffic | None:
+        """What moves between any two even layouts, each rank receiving what it lacks.
+
+        None where `turned` axes make some ranks receive more than others.
+        """
         found = []
         for at, (have, need) in enumerate(zip(before.dims, after.dims, strict=True)):
-            part = self.parts.get((at, have, need))
+            key = at, have, need, turned
+            if key not in self.parts:
+                self.parts[key] = dim_parts(self.src.shape[at], self.size, have, need, turned)
+            part = self.parts[key]
             if part is None:
-                part = dim_parts(self.src.shape[at], self.size, have, need)
-                self.parts[at, have, need] = part
+                return None
             found.append(part)
         return joined(found, self.item, addends)
 
+    def turned(self, before: State, after: State) -> Set[str]:
+        """The axes whose shards become addends, or whose copies shards: `turned_axes`."""
+        if not after.unreduced and not before.reduced:
+            return NONE
+        made = {axis for axis, _ in after.unreduced}.intersection(itertools.chain(*before.dims))
+        lent = {axis for axis, _ in before.reduced}.intersection(itertools.chain(*after.dims))
+        return frozenset(made | lent)
+
     def swapped(self, before: State, after: State, axes: Axes) -> Traffic:
         """What an all-to-all of several dims moves between even layouts."""
-        return self.exchanged(before, after)._replace(messages=self.count(axes) - 1, rounds=1)
+        moved = self.exchanged(before, after)
+        assert moved is not None
+        return moved._replace(messages=self.count(axes) - 1, rounds=1)
 
-    def _exchanged_uneven(self, before: State, after: State, addends: int) -> Traffic:
-        kept = self.count(tuple([axis for axis, _ in after.unreduced]))
-        shards = [self.count(tuple(itertools.chain(*end.dims))) for end in (before, after)]
-        holders, needers = (self.mesh.size // (n * kept) for n in shards)
-        have, need = _cuts(before), _cuts(after)
-        return self.held.exchanged(have, need, self.item, addends, needers, holders // addends)
+    def exchanged_by_rank(
+        self, before: State, after: State, addends: int, turned: Set[str]
+    ) -> Traffic:
+        """The same between layouts of any sizes, of the busiest of all ranks."""
+        lent = {axis for axis, _ in before.reduced if axis in turned}
+        holders, needers = (
+            self.mesh.size
+            // self.count((*itertools.chain(*end.dims), *(a for a, _ in end.unreduced)))
+            for end in (before, after)
+        )
+        have, need, item = _cuts(before), _cuts(after), self.item
+        holders //= self.count(tuple(lent))
+        return self.ranks().exchanged(have, need, item, addends, needers, holders, turned)
 
     def signature(self, state: State) -> object:
         """What a permutation keeps, the sizes of the shards among it."""
@@ -297,8 +328,10 @@ class Problem:
 
     def moving(self, before: State, after: State) -> Axes:
         """The axes along which layouts exchange anything: `moving_axes` of light values."""
-        was, now = self.places(before), self.places(after)
-        return tuple([axis for axis in self.size if was.get(axis) != now.get(axis)])
+        was, now, turned = self.places(before), self.places(after), self.turned(before, after)
+        return tuple(
+            [axis for axis in self.size if was.get(axis) != now.get(axis) and axis not in turned]
+        )
 
     def places(self, state: State) -> dict[str, object]:
         """Where each axis cuts a dim and into what, or the reduction of its addends."""
@@ -399,7 +432,7 @@ class Problem:
         self, before: State, after: State, addends: int, within: Collection[str] = ()
     ) -> int:
         """Elements that some rank has to receive from one layout to another, of any sizes."""
-        return self.held.lacking(_cuts(before), _cuts(after), addends, within)
+        return self.ranks().lacking(_cuts(before), _cuts(after), addends, within)
 
     def _summed(self, whole: int, within: frozenset[str], addends: Axes) -> int:
         """Elements to be received of what is to be reduced, where a rank needs so many."""

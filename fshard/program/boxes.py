@@ -27,6 +27,7 @@ __all__ = [
     "receives",
     "reduced_axes",
     "sends",
+    "turned_axes",
 ]
 
 Box = tuple[tuple[int, int], ...]
@@ -85,10 +86,10 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     if rank not in dst.mesh:
         return ()
     pieces = []
-    target = _box(dst, rank)
-    for shard in _overlapping(src, target):
+    target, fixed = _box(dst, rank), _fixed(src, dst, rank)
+    for shard in _overlapping(src, target, _turned(src, dst, fixed)):
         for addend in _points(src.mesh, reduced_axes(src, dst)):
-            first = _rank(src, shard, addend, _fixed(src, dst, rank))
+            first = _rank(src, shard, addend, fixed)
             holders = _holders(src, dst, first)
             if rank not in holders:
                 box = _common(_box(src, first), target)
@@ -117,22 +118,43 @@ def reduced_axes(src: Spec, dst: Spec) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
+def turned_axes(src: Spec, dst: Spec) -> tuple[str, ...]:
+    """The axes along which shards become addends, or reduced copies shards, in mesh order.
+
+    A rank and all that it exchanges with agree in them: of what comes from another place along
+    them it has no addend, and what it needs it takes from the copies at its own place.
+
+    >>> from fshard.partition_spec import PartitionSpec as P
+    >>> src = Spec(Mesh(x=2, y=2), P(("x", "y")), shape=(8,))
+    >>> turned_axes(src, src.replace(partition=P(unreduced={"y"}, reduced={"x"})))
+    ('y',)
+    """
+    p, q = src.partition, dst.partition
+    if src.mesh != dst.mesh or not (q.unreduced_kinds or p.reduced_kinds):
+        return ()
+    before, after = ({axis for axes in spec.dims for axis in axes} for spec in (p, q))
+    turned = (before & q.unreduced.keys()) | (after & p.reduced.keys())
+    return tuple(axis for axis, size in src.mesh.shape.items() if size > 1 and axis in turned)
+
+
+@lru_cache(maxsize=4096)
 def moving_axes(src: Spec, dst: Spec) -> tuple[str, ...]:
     """The axes along which ranks of one mesh exchange anything, in mesh order.
 
     Along the others nothing does: they stay unreduced, or shard nothing before and after, or
-    cut the same dim at the same places, so that a rank and all it needs agree in them.
+    cut the same dim at the same places, or turn shards into addends or copies into shards, so
+    that a rank and all it needs agree in them.
 
     >>> from fshard.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2, z=2), P(("x", "y")), shape=(8,))
     >>> moving_axes(src, src.replace(partition=P(("x", "z"))))
     ('y', 'z')
     """
-    before, after = _roles(src), _roles(dst)
+    before, after, turned = _roles(src), _roles(dst), turned_axes(src, dst)
     return tuple(
         axis
         for axis, size in src.mesh.shape.items()
-        if size > 1 and before.get(axis) != after.get(axis)
+        if size > 1 and before.get(axis) != after.get(axis) and axis not in turned
     )
 
 
@@ -188,6 +210,11 @@ def _fixed(src: Spec, dst: Spec, rank: int) -> Mapping[str, int]:
     return {axis: c for axis, c in src.mesh.coords(rank).items() if axis not in moving}
 
 
+def _turned(src: Spec, dst: Spec, fixed: Mapping[str, int]) -> Mapping[str, int]:
+    """The coordinates among them that shards have, of those who exchange, on one side alone."""
+    return {axis: fixed[axis] for axis in turned_axes(src, dst)}
+
+
 @lru_cache(maxsize=65536)
 def _holders(src: Spec, dst: Spec, rank: int) -> tuple[int, ...]:
     """The ranks that hold what `rank` holds, and can send it where `rank` can."""
@@ -209,7 +236,7 @@ def _needs(src: Spec, dst: Spec, first: int) -> tuple[Need, ...]:
     shard, fixed = _box(src, first), _fixed(src, dst, first)
     copies = _replicated(dst, moving_axes(src, dst) if src.mesh == dst.mesh else dst.mesh.axes)
     needs = []
-    for target in _overlapping(dst, shard):
+    for target in _overlapping(dst, shard, _turned(src, dst, fixed)):
         one = _rank(dst, target, {}, fixed)
         ranks = _sorted_group(dst.mesh, one, copies)
         if not holders.isdisjoint(ranks):
@@ -296,9 +323,21 @@ def _common(one: Box, other: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _overlapping(spec: Spec, box: Box) -> Iterator[tuple[int, ...]]:
-    """The shards of `spec` that have elements of `box`, by their places in every dim."""
-    return itertools.product(*(_places(spec, dim, *ends) for dim, ends in enumerate(box)))
+def _overlapping(spec: Spec, box: Box, turned: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    """The shards of `spec` that have elements of `box`, by their places in every dim.
+
+    Those alone that have the `turned` coordinates along these axes.
+    """
+    rows = [_places(spec, dim, *ends) for dim, ends in enumerate(box)]
+    if turned:
+        for dim, axes in enumerate(spec.partition.dims):
+            minor = spec.dim_shards(dim)
+            for axis in axes:
+                size = spec.mesh.shape[axis]
+                minor //= size
+                if axis in turned:
+                    rows[dim] = [at for at in rows[dim] if at // minor % size == turned[axis]]
+    return itertools.product(*rows)
 
 
 def _places(spec: Spec, dim: int, start: int, stop: int) -> list[int]:

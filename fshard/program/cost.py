@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
 from fshard.partition_spec import PartitionSpec
-from fshard.program.boxes import moving_axes
-from fshard.program.overlap import even_boxes, on_one_mesh, overlaps, pieces, pieces_even
+from fshard.program.boxes import moving_axes, reduced_axes, turned_axes
+from fshard.program.overlap import (
+    NONE,
+    even_boxes,
+    on_one_mesh,
+    overlaps,
+    pieces,
+    pieces_even,
+)
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -37,9 +44,9 @@ from fshard.spec import Spec
 from fshard.units import bytes_text, plural, time_text
 
 __all__ = [
-    "Cost", "Parts", "Traffic", "all_reduced", "copies", "copy_passes", "dim_parts", "exchanged",
-    "gathered", "joined", "max_local_nbytes", "seconds", "share", "spread", "step_axes",
-    "step_link", "step_time", "swapped", "traffic",
+    "NOTHING", "Cost", "Parts", "Traffic", "all_reduced", "copies", "copy_passes", "dim_parts",
+    "exchanged", "gathered", "joined", "max_local_nbytes", "seconds", "share", "spread",
+    "step_axes", "step_link", "step_time", "swapped", "traffic",
 ]  # fmt: skip
 
 Dims = Sequence[tuple[str, ...]]
@@ -158,27 +165,39 @@ def exchanged(
     have: Dims,
     need: Dims,
     addends: int = 1,
-) -> Traffic:
+    turned: Set[str] = NONE,
+) -> Traffic | None:
     """An exchange of a tensor of equal shards before and after.
 
     `item` are the bytes of an element, `size` the devices along each axis, `have` and `need` the
-    axes of each dim; `addends` of every element are reduced where they arrive.
+    axes of each dim; `addends` of every element are reduced where they arrive. Where dims are cut
+    by `turned` axes on one side and by others on the other, ranks do not move alike: None.
 
     >>> exchanged((8, 8), 4, {"x": 4}, [("x",), ()], [(), ("x",)])
     Traffic(sent=48, received=48, messages=3, rounds=1)
     """
     dims = zip(shape, have, need, strict=True)
-    return joined([dim_parts(length, size, *ends) for length, *ends in dims], item, addends)
+    parts = [dim_parts(length, size, mine, theirs, turned) for length, mine, theirs in dims]
+    known = [part for part in parts if part is not None]
+    return joined(known, item, addends) if len(known) == len(parts) else None
 
 
 def dim_parts(
-    length: int, size: Mapping[str, int], have: tuple[str, ...], need: tuple[str, ...]
-) -> Parts:
+    length: int,
+    size: Mapping[str, int],
+    have: tuple[str, ...],
+    need: tuple[str, ...],
+    turned: Set[str] = NONE,
+) -> Parts | None:
     """One dim's part in `exchanged`: of a target's box, of what is held of it, of its pieces."""
-    boxes = even_boxes((length,), size, (have,), (need,))
-    assert boxes is not None
+    boxes = even_boxes((length,), size, (have,), (need,), (), turned)
+    if boxes is None or (
+        turned and even_boxes((length,), size, (need,), (have,), (), turned) is None
+    ):
+        return None
     counts = [(math.prod(size[axis] for axis in axes),) for axes in (have, need)]
-    return *boxes, pieces_even(*counts)
+    alike = math.prod(size[axis] for axis in have if axis in turned)
+    return *boxes, pieces_even(*counts) // alike
 
 
 def joined(dims: Iterable[Parts], item: int, addends: int = 1) -> Traffic:
@@ -366,39 +385,35 @@ def _zip(rows: tuple[int, ...], cuts: tuple[int, ...]) -> Iterable[tuple[int, in
     return zip(rows, cuts, strict=True)
 
 
-def _addends(src: Spec, dst: Spec) -> int:
-    """Of how many addends an exchange makes each element: what stays unreduced is left alone."""
-    before, after = (
-        math.prod(spec.mesh.shape[axis] for axis, _ in spec.partition.unreduced_kinds)
-        for spec in (src, dst)
-    )
-    return before // after
-
-
 @lru_cache(maxsize=8192)
 def _of_exchange(src: Spec, dst: Spec) -> Traffic:
     src, dst = on_one_mesh(src, dst)
     p, q = src.partition, dst.partition
-    size = src.mesh.shape
-    kept = math.prod(size[axis] for axis, _ in q.unreduced_kinds)
-    addends = _addends(src, dst)
+    addends = src.mesh.axis_size(reduced_axes(src, dst))
+    turned = frozenset(turned_axes(src, dst))
     item = src.dtype.itemsize
     if src.mesh == dst.mesh and not any(src.sizes) and not any(dst.sizes):
-        return exchanged(src.shape, item, size, p.dims, q.dims, addends)
-    targets = overlaps(src, dst)
+        size = src.mesh.shape
+        moved = exchanged(src.shape, item, size, p.dims, q.dims, addends, turned)
+        if moved is not None:
+            return moved
+    targets = overlaps(src, dst, turned=turned)
     received = max(addends * total - held for total, held in targets)
     if received == 0:
         return NOTHING
     # What all ranks together need is sent by the holders in equal parts.
-    needers = dst.mesh.size // (dst.num_shards * kept)
-    holders = src.mesh.size // (src.num_shards * addends * kept)
-    shards = overlaps(dst, src)
+    needers = dst.mesh.size // (dst.num_shards * dst.mesh.axis_size(tuple(q.unreduced)))
+    lent = tuple(axis for axis in turned if axis in p.reduced)
+    holders = src.mesh.size // (
+        src.num_shards * src.mesh.axis_size(tuple(p.unreduced)) * src.mesh.axis_size(lent)
+    )
+    shards = overlaps(dst, src, turned=turned)
     sent = max(share(needers, total, holders) - held for total, held in shards)
     keep_own, keep_theirs = (
         min(held for total, held in each if total) > 0 for each in (targets, shards)
     )
-    come = addends * pieces(src, dst) - keep_own
-    go = share(needers, pieces(dst, src), holders) - keep_theirs
+    come = addends * pieces(src, dst, turned) - keep_own
+    go = share(needers, pieces(dst, src, turned), holders) - keep_theirs
     return Traffic(sent * item, received * item, max(1, come, go), 1)
 
 
@@ -434,7 +449,7 @@ def copy_passes(step: Step, src: Spec, dst: Spec, launches: int) -> tuple[int, i
             packs, unpacks = bool(step.also or step.dst_dim), bool(step.also or step.src_dim)
             return 2 * packs, 2 * unpacks
         case Exchange():
-            return 2, 1 + _addends(src, dst)
+            return 2, 1 + src.mesh.axis_size(reduced_axes(src, dst))
         case _:
             return 0, 0
 

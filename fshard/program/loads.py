@@ -6,15 +6,16 @@ of `traffic`, of each rank's own shards; even steps on one mesh are taken to be 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from fshard.mesh import Mesh
-from fshard.program.boxes import reduced_axes
+from fshard.program.boxes import reduced_axes, turned_axes
 from fshard.program.cost import copy_passes, max_local_nbytes, share, step_axes, traffic
-from fshard.program.overlap import intervals, places
+from fshard.program.overlap import alike_shards, intervals, places
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -96,7 +97,8 @@ def _unevenly(
         case Exchange():
             both = kept(src, dst, ranks)
             addends = src.mesh.axis_size(reduced_axes(src, dst))
-            return _from_holders(src, dst, ranks, both), _less(_times(addends, after), both)
+            needed = _from_own_places(src, dst, ranks, turned_axes(src, dst))
+            return _from_holders(src, dst, ranks, both), _less(_times(addends, needed), both)
         case _:  # a permutation
             return before, after
 
@@ -111,8 +113,9 @@ def _less(xs: Vector, ys: Vector) -> Vector:
 
 def _from_holders(src: Spec, dst: Spec, ranks: Ranks, both: Vector) -> Vector:
     """What each rank sends in an exchange: holders of one shard send alike what others lack."""
-    p = src.partition
-    varied = tuple(axis for axes in (*p.dims, tuple(p.unreduced)) for axis in axes)
+    p, turned = src.partition, turned_axes(src, dst)
+    lent = tuple(axis for axis in turned if axis in p.reduced)
+    varied = tuple(axis for axes in (*p.dims, tuple(p.unreduced), lent) for axis in axes)
     shard = dict(zip(src.mesh.devices, places(src.mesh, varied), strict=True))
     keeps = [0] * src.mesh.axis_size(varied)
     for rank, its in zip(ranks, both, strict=True):
@@ -121,10 +124,28 @@ def _from_holders(src: Spec, dst: Spec, ranks: Ranks, both: Vector) -> Vector:
     stay = dst.mesh.axis_size(tuple(dst.partition.unreduced))
     needers = dst.mesh.size // (dst.num_shards * stay)
     holders = src.mesh.size // len(keeps)
+    asked = _from_own_places(dst, src, ranks, turned)
     return tuple(
         -(-(needers * size - keeps[shard[rank]]) // holders) if rank in shard else 0
-        for rank, size in zip(ranks, held(src, ranks), strict=True)
+        for rank, size in zip(ranks, asked, strict=True)
     )
+
+
+def _from_own_places(src: Spec, dst: Spec, ranks: Ranks, turned: tuple[str, ...]) -> Vector:
+    """Bytes of its local of `dst` that each rank has from its own place along axes of `src`."""
+    if not turned:
+        return held(dst, ranks)
+    sizes = [dst.dtype.itemsize if rank in dst.mesh else 0 for rank in ranks]
+    for dim, axes in enumerate(src.partition.dims):
+        alike = alike_shards(src.mesh.shape, axes, frozenset(turned))
+        cuts = [[*itertools.compress(intervals(src, dim), some)] for some in alike]
+        where = places(src.mesh, tuple(axis for axis in axes if axis in turned))
+        own = dict(zip(src.mesh.devices, where, strict=True))
+        sizes = [
+            size and size * sum(max(0, min(stop, b) - max(start, a)) for a, b in cuts[own[rank]])
+            for rank, size, (start, stop) in zip(ranks, sizes, _cuts(dst, dim, ranks), strict=True)
+        ]
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=512)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from fshard.mesh import Mesh
 from fshard.partition_spec import PartitionSpec
@@ -18,14 +18,16 @@ from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
 __all__ = [
-    "dim_pieces", "even_boxes", "intervals", "meeting", "missing_even", "on_one_mesh", "overlaps",
-    "pieces", "pieces_even", "places",
+    "NONE", "alike_shards", "dim_pieces", "even_boxes", "intervals", "meeting", "missing_even",
+    "on_one_mesh", "overlaps", "pieces", "pieces_even", "places",
 ]  # fmt: skip
 
 Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
 Pair = tuple[int, int]
 Intervals = Sequence[Pair]
+
+NONE: Set[str] = frozenset()
 
 MOST_PLACES = 1 << 16
 """Counts that would take longer are not made where a bound of them will do."""
@@ -52,6 +54,7 @@ def even_boxes(
     have: Dims,
     need: Dims,
     group: Collection[str] = (),
+    turned: Set[str] = NONE,
 ) -> Pair | None:
     """Elements of a target box, and how many of them the worst placed rank holds.
 
@@ -59,12 +62,14 @@ def even_boxes(
     some rank holds nothing of what it needs: it is first along the one and last along the other.
     Axes of the target alone cut what is held already, those of the source alone leave an n-th.
 
-    Ranks along `group` hold together. None where that has no closed form: where a dim's source
-    begins with them, and goes on with others.
+    Ranks along `group` hold together. Of a target box those elements count whose shard in the
+    source is at the rank's own place along the `turned` axes. None where that has no closed form:
+    where a dim's source begins with a group, and goes on with others, and where a dim with turned
+    axes in its source is cut in the target by others than those it begins with.
     """
     whole = held = 1
     for length, mine, theirs in zip(shape, have, need, strict=True):
-        box, part = _even_dim(length, size, mine, theirs, group)
+        box, part = _even_dim(length, size, mine, theirs, group, turned)
         if part < 0:
             return None
         whole *= box
@@ -78,6 +83,7 @@ def _even_dim(
     have: tuple[str, ...],
     need: tuple[str, ...],
     group: Collection[str],
+    turned: Set[str],
 ) -> Pair:
     """One dim's part of `even_boxes`; -1 held where there is no closed form."""
     if have == need:
@@ -97,10 +103,12 @@ def _even_dim(
     for axis in need[at:]:
         box //= size[axis]
     if own and len(need) > at:
-        return box, -1 if have[at] in group else 0
+        return box, 0 if have[at] not in group and turned.isdisjoint(own) else -1
     part = box
     for axis in own:
         part //= size[axis]
+        if axis in turned:
+            box //= size[axis]
     return box, part
 
 
@@ -121,30 +129,62 @@ def pieces_even(have: Sequence[int], need: Sequence[int]) -> int:
     return count
 
 
-def pieces(src: Spec, dst: Spec) -> int:
-    """The most source shards that a target shard meets: dim by dim, so at most so many."""
+def pieces(src: Spec, dst: Spec, turned: Set[str] = NONE) -> int:
+    """The most source shards that a target shard meets: dim by dim, so at most so many.
+
+    Of those at one place along the `turned` axes.
+    """
     count = 1
-    for dim in range(src.ndim):
-        if src.sizes[dim] is None and dst.sizes[dim] is None:
+    for dim, axes in enumerate(src.partition.dims):
+        if not turned.isdisjoint(axes):
+            sizes = src.shard_sizes(dim), dst.shard_sizes(dim)
+            alike = alike_shards(src.mesh.shape, axes, turned)
+            count *= max(dim_pieces(*sizes, some) for some in alike)
+        elif src.sizes[dim] is None and dst.sizes[dim] is None:
             count *= pieces_even((src.dim_shards(dim),), (dst.dim_shards(dim),))
-            continue
-        count *= dim_pieces(src.shard_sizes(dim), dst.shard_sizes(dim))
+        else:
+            count *= dim_pieces(src.shard_sizes(dim), dst.shard_sizes(dim))
     return count
 
 
-def dim_pieces(have: Sequence[int], need: Sequence[int]) -> int:
-    """The most shards of sizes `have` that a shard of sizes `need` meets.
+def alike_shards(
+    size: Mapping[str, int], axes: tuple[str, ...], turned: Set[str]
+) -> list[tuple[bool, ...]]:
+    """Which shards of a dim that is cut by `axes` are at one place along the `turned` ones of them.
+
+    By their places, row-major in the order of the dim's axes.
+
+    >>> alike_shards({"x": 2, "y": 2}, ("x", "y"), {"y"})
+    [(True, False, True, False), (False, True, False, True)]
+    """
+    rows: list[int] = [0]
+    for axis in axes:
+        n = size[axis] if axis in turned else 1
+        rows = [n * row + at % n for row in rows for at in range(size[axis])]
+    return [tuple(row == at for row in rows) for at in range(max(rows) + 1)]
+
+
+def dim_pieces(
+    have: Sequence[int], need: Sequence[int], among: Sequence[bool] | None = None
+) -> int:
+    """The most shards of sizes `have` that a shard of sizes `need` meets; of those `among` them.
 
     >>> dim_pieces((3, 0, 5), (4, 4))
     2
+    >>> dim_pieces((3, 2, 3), (4, 4), (True, False, True))
+    1
     """
     edges = list(itertools.accumulate(n for n in have if n))
     stops = itertools.accumulate(need, initial=0)
-    return max(
-        bisect_left(edges, stop) - bisect_right(edges, start) + 1
+    ends = [
+        (bisect_right(edges, start), bisect_left(edges, stop) + 1)
         for start, stop in itertools.pairwise(stops)
         if start < stop
-    )
+    ]
+    if among is None:
+        return max(last - first for first, last in ends)
+    before = [0, *itertools.accumulate(a for a, n in zip(among, have, strict=True) if n)]
+    return max(before[last] - before[first] for first, last in ends)
 
 
 def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
@@ -166,11 +206,14 @@ def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
     return one, other
 
 
-def overlaps(src: Spec, dst: Spec, group: tuple[str, ...] = ()) -> set[Pair]:
+def overlaps(
+    src: Spec, dst: Spec, group: tuple[str, ...] = (), turned: Set[str] = NONE
+) -> set[Pair]:
     """Pairs of the elements of a target box and how many its ranks hold, those that can matter.
 
     That is: for any a and b of at least 0, the largest `total * a - held * b` of all ranks is
-    among them. Ranks along `group`, on which the target is not cut, hold together.
+    among them. Ranks along `group`, on which the target is not cut, hold together. Along `turned`
+    axes only what comes from one's own place counts.
     """
     if 0 in src.shape:
         return {(0, 0)}
@@ -178,11 +221,11 @@ def overlaps(src: Spec, dst: Spec, group: tuple[str, ...] = ()) -> set[Pair]:
         return _by_rank(src, dst, group)
     if not any(src.sizes) and not any(dst.sizes):
         size = src.mesh.shape
-        boxes = even_boxes(src.shape, size, src.partition.dims, dst.partition.dims, group)
+        boxes = even_boxes(src.shape, size, src.partition.dims, dst.partition.dims, group, turned)
         if boxes is not None:
             return {boxes}
     fronts: set[Pair] = {(1, 1)}
-    for dims in _components([_Dim(src, dst, dim, group) for dim in range(src.ndim)]):
+    for dims in _components([_Dim(src, dst, dim, group, turned) for dim in range(src.ndim)]):
         pairs = _pairs(dims, src.mesh.shape)
         fronts = _front((t * a, c * b) for (t, c), (a, b) in itertools.product(fronts, pairs))
     return fronts
@@ -301,7 +344,9 @@ class _Dim:
     looked at inside of one such shard: all are alike.
     """
 
-    def __init__(self, src: Spec, dst: Spec, dim: int, group: tuple[str, ...]) -> None:
+    def __init__(
+        self, src: Spec, dst: Spec, dim: int, group: tuple[str, ...], turned: Set[str] = NONE
+    ) -> None:
         self.shape = shape = src.mesh.shape
         have = [axis for axis in src.partition.dims[dim] if shape[axis] > 1]
         need = [axis for axis in dst.partition.dims[dim] if shape[axis] > 1]
@@ -312,6 +357,7 @@ class _Dim:
                 need.pop(0)
         self.own = [axis for axis in have if axis not in group]
         self.have, self.need = (have if self.own else []), need
+        self.turned = [axis for axis in self.have if axis in turned]
         # Where each shard stops, for cuts that are not even.
         self.stops = _stops(src.sizes[dim]) if self.own else None
         self.goals = _stops(dst.sizes[dim])
@@ -324,17 +370,20 @@ class _Dim:
         """The length of the target's interval, and how much of it the group holds."""
         here = at if self.axes else dict.fromkeys((*self.need, *self.own), 0)
         low, high = self._interval(self.need, self.goals, here)
-        if not self.own:
-            return high - low, high - low
+        total = self._common(low, high, self.turned, here) if self.turned else high - low
+        return total, self._common(low, high, self.own, here) if self.own else total
+
+    def _common(self, low: int, high: int, own: list[str], here: Coords) -> int:
+        """How much of an interval is in shards of the source that agree with one along `own`."""
         if self.stops is None:
-            return high - low, self._held_below(high, here) - self._held_below(low, here)
-        swept = [axis for axis in self.have if axis not in self.own]
+            return self._held_below(high, own, here) - self._held_below(low, own, here)
+        swept = [axis for axis in self.have if axis not in own]
         held = 0
         for point in itertools.product(*(range(self.shape[axis]) for axis in swept)):
             mine = {**here, **dict(zip(swept, point, strict=True))}
             start, stop = self._interval(self.have, self.stops, mine)
             held += max(0, min(high, stop) - max(low, start))
-        return high - low, held
+        return held
 
     def where_widest(self) -> dict[str, int]:
         """The coordinates of the largest target shard."""
@@ -356,14 +405,14 @@ class _Dim:
         width = self.size // math.prod(self.shape[axis] for axis in axes)
         return index * width, (index + 1) * width
 
-    def _held_below(self, place: int, at: Coords) -> int:
-        """How many of the first `place` elements the group holds, of an even cut."""
+    def _held_below(self, place: int, own: list[str], at: Coords) -> int:
+        """How many of the first `place` elements agree with one along `own`, of an even cut."""
         width, count = self.size, 0
-        parts = math.prod(self.shape[axis] for axis in self.own)
+        parts = math.prod(self.shape[axis] for axis in own)
         for axis in self.have:
             width //= self.shape[axis]
             digit, rest = divmod(place, width)
-            if axis not in self.own:
+            if axis not in own:
                 count, place = count + digit * (width // parts), rest
                 continue
             parts //= self.shape[axis]

@@ -14,6 +14,8 @@ from fshard.spec import Spec
 __all__ = ["exchanged", "padded", "refuse", "remeshed"]
 
 PLAN = "fs.redistribute(src, dst) plans what has to move"
+ADDENDS = "what an exchange leaves unreduced is so before, by the same reduction, or sharded"
+COPIES = "what is reduced stays so in an exchange, by the same reduction, or is sharded then"
 
 
 def refuse(step: Step, spec: Spec, rule: str, fix: str) -> NoReturn:
@@ -38,7 +40,7 @@ def padded(step: Step, spec: Spec, partition: PartitionSpec) -> PartitionSpec:
 
 
 def exchanged(step: Exchange, spec: Spec) -> Spec:
-    """What an exchange makes of `spec`: any layout in which nothing becomes unreduced."""
+    """What an exchange makes of `spec`: any layout in which shards alone become unreduced."""
     mesh = spec.mesh if step.mesh is None else step.mesh
     partition = padded(step, spec, step.partition)
     if set(partition.axes) <= set(mesh.axes) and (
@@ -84,30 +86,30 @@ def _size_problems(
 
 
 def _made(spec: Spec, to: Spec) -> Iterator[Problem]:
-    """Axes that would become unreduced."""
+    """Axes that would become unreduced, of which no shards are."""
     other = to.mesh != spec.mesh
+    sharded = {axis for axes in spec.partition.dims for axis in axes}
     for axis, kind in to.partition.unreduced_kinds:
-        if other or spec.partition.unreduced.get(axis) != kind:
+        if other or (axis not in sharded and spec.partition.unreduced.get(axis) != kind):
             made = f"{axis!r}" if kind == "sum" else f"{axis!r}, {kind!r}"
             yield Problem(
                 f"{axis!r} unreduced{_by(kind)} in {to}{_on(to, other)}",
                 "addends do not go to another mesh: there nothing is unreduced"
                 if other
-                else "what an exchange leaves unreduced is so before, by the same reduction",
+                else ADDENDS,
                 f"leave {axis!r} out, then fs.ReplicatedToUnreduced({made})",
             )
 
 
 def _lost(spec: Spec, to: Spec) -> Iterator[Problem]:
-    """Axes that would not stay reduced."""
+    """Axes that would not stay reduced, and shard nothing."""
     other = to.mesh != spec.mesh
+    sharded = {axis for axes in to.partition.dims for axis in axes}
     for axis, kind in spec.partition.reduced_kinds:
-        if other or to.partition.reduced.get(axis) != kind:
+        if other or (axis not in sharded and to.partition.reduced.get(axis) != kind):
             yield Problem(
                 f"{axis!r} reduced{_by(kind)} in {spec}{_on(spec, other)}",
-                "nothing stays reduced where the mesh changes"
-                if other
-                else "what is reduced stays so in an exchange, by the same reduction",
+                "nothing stays reduced where the mesh changes" if other else COPIES,
                 f"fs.ReducedToInvariant({axis!r}) first",
             )
 

@@ -254,7 +254,7 @@ class CollectivePermute:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """From any layout to any sharded or copied one: each rank receives what it lacks, no more.
+    """From any layout to any other: each rank receives what it lacks, and no more.
 
     One all-to-all-v, in which each piece is sent once, by one of its holders: Zhuang et al.,
     "On optimizing the communication of model parallelism" (arXiv 2211.05322).
@@ -263,13 +263,18 @@ class Exchange:
     sizes of its dims that are not cut equally, by dim, and `mesh` its mesh where that is another
     one: with the same devices, some of them, or none.
 
-    Axes that the source alone is unreduced on are reduced where pieces arrive; none becomes
-    unreduced. Axes that it is reduced on stay so, and others may become it. To another mesh all
-    addends are reduced on arrival, and a reduced source is refused: `ReducedToInvariant` goes
-    first. Transpose: the exchange back, on the duals.
+    Axes that the source alone is unreduced on are reduced where pieces arrive. Axes that it is
+    reduced on stay so or become sharded, and others may become reduced. Axes that become
+    unreduced are sharded before: each element goes to the ranks at the place along them that it
+    comes from, the others have the neutral element there. Along these, and along reduced axes
+    that become sharded, nothing moves: copies are taken from those at one's own place. To another
+    mesh all addends are reduced on arrival, and a reduced source is refused: `ReducedToInvariant`
+    goes first. Transpose: the exchange back, on the duals.
 
     >>> print(Exchange(PartitionSpec(None, "x")))
     exchange(P(None, 'x'))
+    >>> print(Exchange(PartitionSpec(None, "x", unreduced={"y"})))
+    exchange(P(None, 'x', unreduced={'y'}))
     >>> print(Exchange(PartitionSpec("y"), mesh=Mesh(y=3)))
     exchange(P('y'), Mesh(y=3))
     """

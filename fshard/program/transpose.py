@@ -41,9 +41,9 @@ def is_linear(step: Step, src: Spec) -> bool:
         case AllReduce() | ReduceScatter():
             return unreduced_kind(step, src, step.axes) in LINEAR
         case Exchange():
-            stay = dict(step.partition.unreduced_kinds) if step.mesh in (None, src.mesh) else {}
-            kinds = src.partition.unreduced_kinds
-            return all(kind in LINEAR for axis, kind in kinds if axis not in stay)
+            after = step.partition.unreduced_kinds if step.mesh in (None, src.mesh) else ()
+            # Those of one side alone are reduced, or put among neutral elements.
+            return all(kind in LINEAR for _, kind in {*src.partition.unreduced_kinds} ^ {*after})
         case ReplicatedToUnreduced() | ShardedToUnreduced():
             return step.kind in LINEAR
         case Cast():

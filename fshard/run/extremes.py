@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from fshard.errors import fail
 from fshard.partition_spec import LINEAR, PartitionSpec
-from fshard.program.boxes import reduced_axes
+from fshard.program.boxes import reduced_axes, turned_axes
 from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,
@@ -62,10 +62,12 @@ def linear_parts(prog: Program) -> tuple[Program, ...]:
 
 def _extreme_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
     """The axes along which the step takes a maximum or a minimum; none where it takes neither."""
+    after = dst.partition.unreduced
+    made = {after[axis] for axis in turned_axes(src, dst) if axis in after}
     match step:
         case AllReduce(axes) | ReduceScatter(axes):
             taken = axes
-        case Exchange():
+        case Exchange() if made <= set(LINEAR):
             taken = reduced_axes(src, dst)
         case _:
             return ()
@@ -74,9 +76,14 @@ def _extreme_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
 
 
 def _apart(step: Step, src: Spec, dst: Spec) -> tuple[Step, list[Step]]:
-    """The step that reduces and moves, and those that put axes to other uses afterwards."""
+    """The step that reduces and moves, and those that put axes to other uses afterwards.
+
+    Where shards become addends too they do so afterwards.
+    """
     if not isinstance(step, Exchange):
         return step, []
+    if turned_axes(src, dst):
+        return AllReduce(reduced_axes(src, dst)), [_of_addends(step)]
     p = dst.partition
     new = {axis: kind for axis, kind in p.reduced_kinds if axis not in src.partition.reduced}
     kept = tuple(each for each in p.reduced_kinds if each[0] not in new)

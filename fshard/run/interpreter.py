@@ -33,13 +33,13 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.numbers import as_dtype, largest, over, times
+from fshard.run.numbers import as_dtype, neutral_like, over, times
 from fshard.run.packing import Tensors
 from fshard.run.transport import Finish, Transport
 from fshard.run.wire import Wire, begin, exchange, wire_of
 from fshard.spec import Spec
 
-__all__ = ["collectives", "launch", "neutral_like", "ranks_of", "stages"]
+__all__ = ["collectives", "launch", "ranks_of", "stages"]
 
 Local = Tensors
 """A step that moves nothing: the local before to the local afterwards."""
@@ -184,21 +184,3 @@ def _averaged(src: Spec, axes: Sequence[str]) -> int:
     """What undoes the shares of an average: the devices along the axes reduced by it."""
     kinds = dict(src.partition.reduced_kinds)
     return math.prod(src.mesh.shape[axis] for axis in axes if kinds.get(axis) == "avg")
-
-
-def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor of the reduction's neutral element, of `x`'s shape unless another is given."""
-    value: float | int | bool
-    if kind in ("sum", "avg"):
-        value = 0
-    elif kind == "product":
-        value = 1
-    elif x.dtype == torch.bool:
-        value = kind == "min"
-    elif x.dtype.is_floating_point:
-        limit = largest(x.dtype)
-        value = -limit if kind == "max" else limit
-    else:
-        info = torch.iinfo(x.dtype)
-        value = info.min if kind == "max" else info.max
-    return x.new_full(x.shape if shape is None else shape, value)

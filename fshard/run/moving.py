@@ -19,9 +19,8 @@ from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.execute import check_shards, check_tuple
 from fshard.run.fingerprint import place
-from fshard.run.interpreter import neutral_like
 from fshard.run.memory import own
-from fshard.run.numbers import over
+from fshard.run.numbers import neutral_like, over
 from fshard.run.spreading import common, spread
 from fshard.run.transport import (
     Label,

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["NATIVE", "REDUCE", "as_dtype", "as_number", "largest", "over", "reduced", "times"]
+__all__ = [
+    "NATIVE", "REDUCE", "as_dtype", "as_number", "largest", "neutral_like", "over", "reduced",
+    "times",
+]  # fmt: skip
 
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -106,3 +109,21 @@ def times(x: torch.Tensor, factor: int) -> torch.Tensor:
 def largest(dtype: torch.dtype) -> float:
     """The upper limit of floating numbers: infinity, or what there is in its place."""
     return torch.finfo(dtype).max if dtype in FINITE else math.inf
+
+
+def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A tensor of the reduction's neutral element, of `x`'s shape unless another is given."""
+    value: float | int | bool
+    if kind in ("sum", "avg"):
+        value = 0
+    elif kind == "product":
+        value = 1
+    elif x.dtype == torch.bool:
+        value = kind == "min"
+    elif x.dtype.is_floating_point:
+        limit = largest(x.dtype)
+        value = -limit if kind == "max" else limit
+    else:
+        info = torch.iinfo(x.dtype)
+        value = info.min if kind == "max" else info.max
+    return x.new_full(x.shape if shape is None else shape, value)

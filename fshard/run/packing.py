@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.run.numbers import REDUCE, as_number, over, reduced
+from fshard.run.numbers import REDUCE, as_number, neutral_like, over, reduced, times
 
 __all__ = [
     "Box",
+    "Made",
     "Source",
     "Tensors",
     "Unpack",
@@ -145,38 +146,57 @@ def lands(shape: Sequence[int], sources: Sequence[Source]) -> bool:
     if len(set(order)) == 2:
         return False
     rows = [[each.box for each in sources if each.addend == a] for a in dict.fromkeys(order)]
-    return bool(rows) and order == sorted(order) and all(_in_a_row(shape, r) == 0 for r in rows)
+    return bool(rows) and order == sorted(order) and all(_whole(shape, row) for row in rows)
 
 
-def unpacker(
-    shape: Sequence[int], sources: Sequence[Source], op: str = "sum", divisor: int = 1
-) -> Unpack:
-    """What makes a tensor of `shape` of the sources of its boxes, which together are all of it."""
-    unpack = _unpacker(shape, sources, op, divisor)
-    if divisor == 1:
-        return unpack
-
-    def rounding_once(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        number, restore = as_number(moved, op)
-        return restore(unpack(number, as_number(x, op)[0]))
-
-    return rounding_once
+def _whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes one after the other are a contiguous tensor."""
+    filled = sum(math.prod(lengths(box)) for box in boxes)
+    return filled == math.prod(shape) and _in_a_row(shape, boxes) == 0
 
 
-def _unpacker(shape: Sequence[int], sources: Sequence[Source], op: str, divisor: int) -> Unpack:
+class Made(NamedTuple):
+    """How elements are made of their addends: by `op` one, times a factor, over a divisor.
+
+    Those of which no source has any are the neutral element of the reduction `rest`.
+    """
+
+    op: str = "sum"
+    factor: int = 1
+    divisor: int = 1
+    rest: str = ""
+
+    def of(self, addends: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor of several; of one that is not scaled itself. Rounded once."""
+        if self.factor == self.divisor == 1:
+            return addends[0] if len(addends) == 1 else reduced(addends, self.op)
+        numbers = [as_number(x, self.op)[0] for x in addends]
+        _, restore = as_number(addends[0], self.op)
+        total = numbers[0] if len(numbers) == 1 else reduced(numbers, self.op)
+        return restore(over(times(total, self.factor), self.divisor))
+
+
+def unpacker(shape: Sequence[int], sources: Sequence[Source], made: Made) -> Unpack:
+    """What makes a tensor of `shape` of the sources of its boxes, which lie side by side."""
     if lands(shape, sources) and all(source.own is None for source in sources):
         n = len({source.addend for source in sources})
         if n == 1:
-            return lambda moved, _: over(moved.view(shape), divisor)
-        return lambda moved, _: over(REDUCE[op](moved.view(n, *shape)), divisor)
+            return lambda moved, _: made.of([moved.view(shape)])
+        scaled = made._replace(op="sum")
+
+        def stacked(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            number, restore = as_number(moved, made.op)
+            return restore(scaled.of([REDUCE[made.op](number.view(n, *shape))]))
+
+        return stacked
     boxes: dict[Box, list[tuple[int, int, Box | None]]] = {}
     start = 0
     for _, box, addend, own in sources:
         boxes.setdefault(box, []).append((addend, start, own))
         start += math.prod(lengths(box)) if own is None else 0
     rows = sorted((box, sorted(each)) for box, each in boxes.items())
-    place = _placing(shape, [box for box, _ in rows])
-    if len(rows) == 1 and len(sources) == 1:
+    place = _placing(shape, [box for box, _ in rows], made.rest)
+    if len(sources) == 1 and _whole(shape, [sources[0].box]):
         place = lambda parts, _: parts[0].clone(memory_format=torch.contiguous_format)  # noqa: E731
 
     def unpack(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -187,24 +207,28 @@ def _unpacker(shape: Sequence[int], sources: Sequence[Source], op: str, divisor:
                 moved.narrow(0, start, n).view(size) if own is None else cut(x, own)
                 for _, start, own in addends
             ]
-            parts.append(each[0] if len(each) == 1 else reduced(each, op))
-        return over(place(parts, moved), divisor)
+            parts.append(made.of(each))
+        return place(parts, moved)
 
     return unpack
 
 
 def _placing(
-    shape: Sequence[int], boxes: Sequence[Box]
+    shape: Sequence[int], boxes: Sequence[Box], rest: str
 ) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
-    """What puts tensors in the places of their boxes, in memory like that of another tensor."""
-    if len(boxes) == 1:
+    """What puts tensors in the places of their boxes, in memory like that of another tensor.
+
+    Between them are neutral elements of the reduction `rest`.
+    """
+    filled = sum(math.prod(lengths(box)) for box in boxes) == math.prod(shape)
+    if filled and len(boxes) == 1:
         return lambda parts, _: parts[0]
     cuts = [dim for dim in range(len(shape)) if len({box[dim] for box in boxes}) > 1]
-    if len(cuts) == 1:
+    if filled and len(cuts) == 1:
         return lambda parts, _: torch.cat(list(parts), cuts[0])
 
     def place(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        whole = like.new_empty(shape)
+        whole = like.new_empty(shape) if filled else neutral_like(like, rest, tuple(shape))
         for part, box in zip(parts, boxes, strict=True):
             cut(whole, box).copy_(part)
         return whole

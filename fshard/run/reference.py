@@ -238,11 +238,14 @@ def _exchange(before: Spec, after: Spec, held: ByRank) -> ByRank:
     """Every rank's slice of the global value, of all addends that do not stay addends.
 
     Where the reductions are averages and sums, what all addends make is their sum, over the
-    number of those that are averaged. What becomes reduced by avg is a share of it.
+    number of those that are averaged. What becomes reduced by avg is a share of it. Where shards
+    become addends, a rank has the elements of the shards at its place among neutral elements.
     """
     old, new = before.partition, after.partition
     stay = [axis for axis in old.unreduced if axis in new.unreduced]
     gone = {axis: kind for axis, kind in old.unreduced_kinds if axis not in stay}
+    made_of = {axis: kind for axis, kind in new.unreduced_kinds if axis not in stay}
+    lost = [axis for axis in old.reduced if axis not in new.reduced]
     kind = next((kind for kind in gone.values() if kind not in ("sum", "avg")), "sum")
     sizes = before.mesh.shape
     shares = math.prod(sizes[axis] for axis, each in gone.items() if each == "avg")
@@ -251,8 +254,12 @@ def _exchange(before: Spec, after: Spec, held: ByRank) -> ByRank:
         for axis, each in new.reduced_kinds
         if each == "avg" and axis not in old.reduced
     )
+    times = before.mesh.axis_size([axis for axis, each in made_of.items() if each == "avg"])
+    times *= _averaged(before, lost)
     wholes: dict[tuple[int, int], torch.Tensor] = {}
+    origin = torch.empty(before.shape, dtype=torch.int64)
     for rank, shard in held.items():
+        origin[before.index(rank)] = before.mesh.index(rank, tuple(made_of))
         place = before.mesh.index(rank, stay), before.mesh.index(rank, tuple(gone))
         whole = wholes.setdefault(place, shard.new_empty(before.shape))
         whole[before.index(rank)] = shard
@@ -260,7 +267,11 @@ def _exchange(before: Spec, after: Spec, held: ByRank) -> ByRank:
     for rank in after.mesh.ranks:
         here, n = after.mesh.index(rank, stay), before.mesh.axis_size(tuple(gone))
         total = _reduce([wholes[here, each][after.index(rank)] for each in range(n)], kind)
-        made[rank] = _share(total, shares).clone()
+        made[rank] = _times(_share(total, shares), times).clone()
+        if made_of:
+            away = origin[after.index(rank)] != after.mesh.index(rank, tuple(made_of))
+            neutral = _neutral(made[rank], next(iter(made_of.values())))
+            made[rank] = torch.where(away, neutral, made[rank])
     return made
 
 

@@ -17,7 +17,15 @@ import torch
 from fshard.mesh import Mesh
 from fshard.partition_spec import PartitionSpec
 from fshard.plan.rounds import is_even
-from fshard.program.boxes import exchange_group, kept, moving_axes, receives, reduced_axes, sends
+from fshard.program.boxes import (
+    exchange_group,
+    kept,
+    moving_axes,
+    receives,
+    reduced_axes,
+    sends,
+    turned_axes,
+)
 from fshard.program.cost import share
 from fshard.program.infer import reduction_of
 from fshard.program.steps import (
@@ -32,6 +40,7 @@ from fshard.program.steps import (
 from fshard.run.numbers import over
 from fshard.run.packing import (
     Box,
+    Made,
     Source,
     Tensors,
     lands,
@@ -45,6 +54,8 @@ from fshard.run.transport import Finish, Group, Parts, Transport, notify
 from fshard.spec import Spec
 
 __all__ = ["Wire", "begin", "exchange", "wire_of"]
+
+PLAIN = Made()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +124,15 @@ def wire_of(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) 
             divisor = n if (to, kind) == ("reduced", "avg") else 1
             if is_even(src, dim, n):
                 return _gather(at, src, dim, divisor)
-            return _all_to_all(at, src, dst, "", divisor)
+            return _all_to_all(at, src, dst, Made(divisor=divisor))
         case AllReduce():
             return _reduce(at, src, *reduction_of(step, src))
         case ReduceScatter(_, dim):
             op, _ = reduction_of(step, src)
             if is_even(dst, dim, n):
                 return _scatter(at, dst, dim, op)
-            return _all_to_all(at, src, dst, *(("sum", n) if op == "avg" else (op, 1)))
+            made = Made("sum", divisor=n) if op == "avg" else Made(op)
+            return _all_to_all(at, src, dst, made, added=True)
         case AllToAll():
             if _evenly(step, src, dst, group):
                 return _all_to_all_evenly(at, step, src)
@@ -265,10 +277,12 @@ def _unfolded(
     return unfolded, front + rest
 
 
-def _all_to_all(at: _Place, src: Spec, dst: Spec, op: str = "", divisor: int = 1) -> Wire:
+def _all_to_all(
+    at: _Place, src: Spec, dst: Spec, made: Made = PLAIN, *, added: bool = False
+) -> Wire:
     """A collective of unequal shards: each rank of the group sends what each other one needs.
 
-    With a reduction they hold addends, and each sends its own.
+    Where these are `added` they hold addends, and each sends its own.
     """
     whole, target = _box(src, at.rank), _box(dst, at.rank)
     out = [(place, meet(whole, _box(dst, each))) for place, each in enumerate(at.group)]
@@ -278,9 +292,8 @@ def _all_to_all(at: _Place, src: Spec, dst: Spec, op: str = "", divisor: int = 1
         whole,
         target,
         [(place, box) for place, box in out if box is not None],
-        [Source(place, box, place if op else 0) for place, box in come if box is not None],
-        op or "sum",
-        divisor,
+        [Source(place, box, place if added else 0) for place, box in come if box is not None],
+        made,
     )
 
 
@@ -292,13 +305,11 @@ def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | Tensors:
     whole = _box(src, rank) if rank in src.mesh else ((0, 0),)
     target = _box(dst, rank) if rank in dst.mesh else ((0, 0),)
     added, held = reduced_axes(src, dst), kept(src, dst, rank)
-    kinds = src.partition.unreduced
-    op = next((kinds[axis] for axis in added if kinds[axis] != "avg"), "sum")
-    divisor = _averaged(src, dst, added)
+    made = _made(src, dst, added)
     group = exchange_group(src, dst, rank)
     if not any(receives(src, dst, each) for each in group):
         own = [] if held is None else [Source(0, relative(held, target), 0, relative(held, whole))]
-        unpack = unpacker(lengths(target), own, op, divisor)
+        unpack = unpacker(lengths(target), own, made)
         return lambda x: unpack(x.new_empty(0), x)
     axes = moving_axes(src, dst) if src.mesh == dst.mesh else ()
     places = {each: place for place, each in enumerate(group)}
@@ -309,17 +320,26 @@ def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | Tensors:
     ]
     out = sorted((places[peer], box) for peer, box in (*sends(src, dst, rank), *here))
     at = _Place(step.name, axes, group, rank)
-    return _boxed(at, whole, target, out, sorted(come), op, divisor)
+    return _boxed(at, whole, target, out, sorted(come), made)
 
 
-def _averaged(src: Spec, dst: Spec, added: tuple[str, ...]) -> int:
-    """What an exchange divides by: addends of averages, and ranks that each get a share of one."""
-    kinds, before = src.partition.unreduced, src.partition.reduced
-    shares = [
-        axis for axis, kind in dst.partition.reduced_kinds if kind == "avg" and axis not in before
-    ]
-    addends = [axis for axis in added if kinds[axis] == "avg"]
-    return src.mesh.axis_size(tuple(addends)) * dst.mesh.axis_size(tuple(shares))
+def _made(src: Spec, dst: Spec, added: tuple[str, ...]) -> Made:
+    """How an exchange makes elements of what comes.
+
+    It divides by addends of averages, and by ranks that each get a share of one; where such
+    shares become shards, or shards averages' addends, it multiplies.
+    """
+    p, q, turned = src.partition, dst.partition, turned_axes(src, dst)
+    kinds = {axis: p.unreduced[axis] for axis in added}
+    op = next((kind for kind in kinds.values() if kind != "avg"), "sum")
+    less = tuple(axis for axis, kind in kinds.items() if kind == "avg")
+    shares = tuple(a for a, kind in q.reduced_kinds if kind == "avg" and a not in p.reduced)
+    more = tuple(a for a in turned if "avg" in (p.reduced.get(a), q.unreduced.get(a)))
+    factor = src.mesh.axis_size(more)
+    divisor = src.mesh.axis_size(less) * dst.mesh.axis_size(shares)
+    common = math.gcd(factor, divisor)
+    rest = next((q.unreduced[axis] for axis in turned if axis in q.unreduced), "")
+    return Made(op, factor // common, divisor // common, rest)
 
 
 def _boxed(
@@ -328,8 +348,7 @@ def _boxed(
     target: Box,
     out: list[tuple[int, Box]],
     come: list[Source],
-    op: str,
-    divisor: int,
+    made: Made,
 ) -> Wire:
     """An all-to-all of boxes: of the box `whole` that a rank holds to the `target` it needs.
 
@@ -351,7 +370,7 @@ def _boxed(
         receive[place] += math.prod(lengths(box)) if own is None else 0
     sent = sum(send) - send[here]
     pack = packer(lengths(whole), [relative(box, whole) for _, box in out])
-    unpack = unpacker(lengths(target), sources, op, divisor)
+    unpack = unpacker(lengths(target), sources, made)
     return Wire("all_to_all", at.name, at.axes, at.group, sent, pack, unpack,
                 send=tuple(send), receive=tuple(receive))  # fmt: skip
 
