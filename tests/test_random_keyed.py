@@ -313,6 +313,54 @@ def test_draws_in_bodies(check: Any) -> None:
     assert torch.equal(torch.autograd.grad(dropped.sum(), x)[0], torch.cat(masks))
 
 
+def test_the_block_is_in_the_body() -> None:
+    """Around a body it would count the draws of all ranks, and again when backward runs it."""
+    x = numbers(4, 6).requires_grad_()
+    specs = {"mesh": MESH, "in_specs": P("dp"), "out_specs": P("dp")}
+    runs: list[Callable[[], Any]] = [
+        lambda: fs.shard_map(F.dropout, **specs)(x),
+        lambda: fs.shard_map(F.dropout, check=False, **specs)(x),
+        lambda: fs.simulate(MESH, lambda: torch.rand(3)),
+    ]
+    for run in runs:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(ShardingError) as error,
+            fs.random.keyed(KEY),
+        ):
+            run()
+        assert str(error.value) == message(
+            "fs.random.keyed",
+            "a block around a function that ranks run",
+            "a block counts the draws of one rank, as often as that runs",
+            "with fs.random.keyed(key): in the function, which the key is an argument of",
+        )
+    with fs.random.keyed(KEY):
+        assert torch.equal(fs.shard_map(torch.tanh, **specs)(x), x.tanh())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_checkpoints_in_bodies(check: bool) -> None:
+    """What backward computes again, of a checkpoint or of a body, draws the same."""
+
+    def body(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(fs.random.fold_in(key, fs.axis_index("dp"))):
+            y = checkpoint(twice, x, use_reentrant=False) * torch.rand(2, 6)
+        return fs.psum(y.sum(), "dp")
+
+    run = fs.shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P(), check=check)
+    x = numbers(4, 6).requires_grad_()
+    (first,) = torch.autograd.grad(run(KEY, x), x, create_graph=True)
+    wanted = torch.tensor(0.0)
+    for rank, part in enumerate(x.chunk(2)):
+        with fs.random.keyed(fs.random.fold_in(KEY, rank)):
+            wanted = wanted + (twice(part) * torch.rand(2, 6)).sum()
+    (right,) = torch.autograd.grad(wanted, x, create_graph=True)
+    torch.testing.assert_close(first, right)
+    second, rights = (torch.autograd.grad(each.sum(), x)[0] for each in (first, right))
+    torch.testing.assert_close(second, rights)
+
+
 def test_a_spec_wants_a_key_that_is_the_same_on_every_rank() -> None:
     def body(key: torch.Tensor) -> torch.Tensor:
         own = fs.random.fold_in(key, fs.axis_index("dp"))

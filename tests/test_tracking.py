@@ -526,8 +526,8 @@ def test_types(states: str, told: str, body: Body) -> None:
 
 DRAWS = (
     "draws from this process's generator: ranks draw different numbers, and other ones on another "
-    "mesh. In a block of fs.random.keyed(key) it draws by a key; or draw before the call and pass "
-    "the numbers in"
+    "mesh. In the body, fs.random.keyed(key) has it draw by a key; or draw before the call and "
+    "pass the numbers in"
 )
 
 

@@ -352,7 +352,7 @@ class Tracker:
             frame = user_frame(sys._getframe())
             text = (
                 f"{op} draws from this process's generator: ranks draw different numbers, and "
-                "other ones on another mesh. In a block of fs.random.keyed(key) it draws by a "
+                "other ones on another mesh. In the body, fs.random.keyed(key) has it draw by a "
                 "key; or draw before the call and pass the numbers in"
             )
             if frame is None:

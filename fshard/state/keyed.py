@@ -16,6 +16,8 @@ from torch.utils import checkpoint
 
 from fshard.errors import fail, raise_if
 from fshard.ops.trace import traces
+from fshard.run.transport import current_transport
+from fshard.spmd.axes import innermost
 from fshard.spmd.kinds import Word, draws, kind_of
 from fshard.state.draws import _key_problems, fold_in
 from fshard.state.instead import INSTEAD
@@ -33,7 +35,8 @@ class _Keyed(TorchFunctionMode):
 
     def __init__(self, key: torch.Tensor, count: int = 0) -> None:
         super().__init__()
-        self.key, self.count, self.traces = key, count, traces()
+        self.key, self.count = key, count
+        self.traces, self.place = traces(), (innermost(), current_transport())
 
     def next(self) -> torch.Tensor:
         """The key of the next draw."""
@@ -41,6 +44,12 @@ class _Keyed(TorchFunctionMode):
             fail("fs.random.keyed", "a block around a function that is traced",
                  "what is traced is run again with other keys: the key is an argument of it",
                  "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
+        if any(a is not b for a, b in zip(self.place, (innermost(), current_transport()),
+                                          strict=True)):  # fmt: skip
+            fail("fs.random.keyed", "a block around a function that ranks run",
+                 "a block counts the draws of one rank, as often as that runs",
+                 "with fs.random.keyed(key): in the function, which the key is an argument "
+                 "of")  # fmt: skip
         made = fold_in(self.key, self.count)
         self.count += 1
         return made
