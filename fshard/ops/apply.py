@@ -156,13 +156,15 @@ def _alone(there: Callable[[], Any], args: Any, kwargs: Any, cost: Topology | No
         placed, filled = fill_call(given, named, Spec, tensors)
         return there()(*placed, **filled)
 
-    return Partition(run, mesh, None, None, None, cost, drop_writes=True)
+    where = f"fs.apply({name_of(there())})"
+    return Partition(run, mesh, None, None, None, cost, drop_writes=True, where=where)
 
 
 def _all_send(best: Strategy) -> NoReturn:
     ways = []
     for each in (best, *best.alternatives):
-        ins, outs = ", ".join(map(_told, each.in_specs)), ", ".join(map(str, each.out_specs))
+        ins = ", ".join(map(_told, each.in_specs))
+        outs = ", ".join(map(str, each.out_specs)) or "a number"
         ways.append((f"{ins} -> {outs}", each.cost))
     fail(f"fs.apply({name_of(best.op)})", ", ".join(map(str, best.sources)),
          f"all ways need communication (by time, later reducing included):\n{_table(ways)}",

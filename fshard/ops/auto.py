@@ -23,7 +23,7 @@ from torch import fx
 from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta
+from fshard.ops.call import Meta, name_of
 from fshard.ops.elimination import Labelling
 from fshard.ops.hints import call_at
 from fshard.ops.lines import Constant, Move, Operation
@@ -223,7 +223,7 @@ class _Search:
         if choice not in self.seen:
             in_specs = unflatten(self.tree, list(choice))
             made = Partition(self.fn, self.mesh, in_specs, None, None, self.topology,
-                             self.traces)  # fmt: skip
+                             self.traces, where=f"fs.auto({name_of(self.fn)})")  # fmt: skip
             laid = made.trace(*self.args)
             self.seen[choice] = (step_time(laid, self.topology), step_memory(laid), made, laid)
         return self.seen[choice][:2]

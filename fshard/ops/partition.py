@@ -48,9 +48,11 @@ class Partition:
         traces: dict[Any, tuple[Traced, TreeDef]] | None = None,
         *,
         drop_writes: bool = False,
+        where: str = "",
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = fn, mesh, in_specs, out_specs
         self.params, self.drop_writes = params, drop_writes
+        self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", cost)
         self._made: dict[Any, Partitioned] = {}
         self._calls: dict[Any, tuple[Partitioned, Sequence[Spec | None]]] = {}
@@ -66,7 +68,7 @@ class Partition:
             for each, leaf, spec in zip(given, leaves, specs, strict=True) if spec is not None
         ]  # fmt: skip
         if made.written:
-            made.check_apart(_tensors(leaves, specs))
+            made.check_apart(_tensors(leaves, specs), self.where)
         results: list[Any] = [
             local if spec is None else Sharded(local, spec)
             for local, spec in zip(made.run(locals_), made.out_specs, strict=True)
@@ -84,7 +86,7 @@ class Partition:
 
         It is looked up by kind.
         """
-        refuse_autocast("a partitioned function")
+        refuse_autocast(self.where)
         leaves: list[Any] = []
         key: list[Any] = [torch.is_grad_enabled()]
         # A list: two arguments of which the second is a spec would be a pair.
@@ -150,7 +152,7 @@ class Partition:
 
     def _specs(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Spec | None]:
         """The spec of every leaf that is a tensor; raises `ShardingError` for pairs of others."""
-        where, rest = "a partitioned function", args
+        where, rest = self.where, args
         asked: list[Any] = []
         if self.params is not None:
             asked += broadcast_prefix(self.params, args[0], "params", where) if args else []
@@ -186,7 +188,7 @@ class Partition:
                 self.mesh, p, shape=tuple(given.shape), dtype=given.dtype,
                 sizes=_own_sizes(given, p))  # fmt: skip
         except ShardingError as error:
-            problems += _at(f"{name}: {p}", error)
+            problems += _at(f"{name}: {p}", error, "in_specs")
             return None
         if isinstance(given, Spec) and given != spec:
             prog = redistribute(given, spec)
@@ -219,7 +221,7 @@ class Partition:
     ) -> Partitioned:  # fmt: skip
         inputs = [(s, w) for s, w in zip(specs, wants, strict=True) if s is not None]
         if not inputs:
-            fail("a partitioned function", "no tensors", "at least one argument is a tensor",
+            fail(self.where, "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
         metas = tuple(None if s is None else Meta.of(s) for s in specs)
         wanted = tuple(w for _, w in inputs)
@@ -228,7 +230,7 @@ class Partition:
         names = tuple(name for name, spec in listed if spec is not None)
         wrote = () if self.drop_writes else traced.written
         if not self.drop_writes:
-            traced.check(wanted, names)
+            traced.check(wanted, names, self.where)
         asked = self._asked(shape)
         count = len(asked)
         asked += [inputs[at][0] if at in wrote else None for at in traced.written]
@@ -299,7 +301,7 @@ class Partition:
             return results
 
         given = [meta for meta in metas if meta is not None]
-        made = trace(flat, given, "fs.partition", wanted=wanted)
+        made = trace(flat, given, self.where, wanted=wanted)
         return made, outer[-1]
 
     def _asked(self, tree: TreeDef) -> list[Any]:
@@ -307,7 +309,7 @@ class Partition:
         if self.out_specs is None:
             return [None] * tree.num_leaves
         shape = unflatten(tree, [0] * tree.num_leaves)
-        return broadcast_prefix(self.out_specs, shape, "out_specs", "fs.partition")
+        return broadcast_prefix(self.out_specs, shape, "out_specs", self.where)
 
     def _finish(
         self, made: Assigned, results: Sequence[Any], asked: Sequence[Any]
@@ -326,11 +328,11 @@ class Partition:
                 if p is not None:
                     spec = p if isinstance(p, Spec) else spec.replace(partition=p)
             except ShardingError as error:
-                problems += _at(f"result {at}: {p}", error)
+                problems += _at(f"result {at}: {p}", error, "out_specs")
                 continue
             outputs.append(brought(made, value, spec, self.topology, grad=True))
             specs.append(spec)
-        raise_if("fs.partition: out_specs", problems)
+        raise_if(f"{self.where}: out_specs", problems)
         return outputs, specs
 
 
@@ -339,9 +341,11 @@ def _tensors(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
     return [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is not None]
 
 
-def _at(place: str, error: ShardingError) -> list[Problem]:
-    """The problems of an error, each with the place where it is."""
-    return [Problem(f"{place}, {each.given}", each.rule, each.fix) for each in error.problems]
+def _at(place: str, error: ShardingError, among: str) -> list[Problem]:
+    """The problems of an error, each with the place where it is, and ways out there."""
+    way = "uneven=", f"a Spec in {among} with uneven="
+    return [Problem(f"{place}, {each.given}", each.rule, each.fix.replace(*way))
+            for each in error.problems]  # fmt: skip
 
 
 def _others(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> tuple[Any, ...]:
@@ -425,4 +429,5 @@ def partition(
                      "part(dict(module.named_parameters()), *args)")  # fmt: skip
             return torch.func.functional_call(module, params, args)
 
+        run.__name__ = type(module).__name__
     return Partition(run, mesh, in_specs, out_specs, params, cost)

@@ -109,7 +109,7 @@ class Partitioned:
         found = run_everywhere(self.lines, self.mesh, given, wanted)
         return [found[each] if type(each) is int else each.value for each in self._outputs]
 
-    def check_apart(self, given: Sequence[Any]) -> None:
+    def check_apart(self, given: Sequence[Any], where: str) -> None:
         """Raise `ShardingError` where a tensor that is written lies in another's memory."""
         owner: dict[int, int] = {}
         first = sorted(range(len(given)), key=lambda at: at not in self.written)
@@ -118,7 +118,7 @@ class Partitioned:
                 place = each.untyped_storage().data_ptr()
                 mine = owner.setdefault(place, at) if place else at
                 if mine != at and mine in self.written:
-                    fail("a partitioned function", f"{self.names[at]} in the memory of "
+                    fail(where, f"{self.names[at]} in the memory of "
                          f"{self.names[mine]}, which is written",
                          "the function was traced for tensors that share no memory",
                          "give it a clone() of one of them")  # fmt: skip

@@ -228,8 +228,11 @@ BUILTIN = ("builtin_function_or_method", "method_descriptor")
 
 def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
     """The operation that a builtin of PyTorch calls; None for functions written in Python."""
-    # What a user writes is not remembered, for it would be kept alive.
-    return _packet_named(op.__name__) if type(op).__name__ in BUILTIN else None
+    # What a user writes is not remembered, for it would be kept alive. Python's own `sum` is none.
+    owner = getattr(op, "__objclass__", None)
+    home = (owner or op).__module__ or ""
+    is_torchs = type(op).__name__ in BUILTIN and home.partition(".")[0] == "torch"
+    return _packet_named(op.__name__) if is_torchs else None
 
 
 @lru_cache(maxsize=4096)

@@ -68,7 +68,7 @@ class Traced:
     lost: tuple[tuple[str, frozenset[int]], ...] = ()
     tracked: frozenset[int] = frozenset()
 
-    def check(self, wanted: Sequence[bool], names: Sequence[str]) -> None:
+    def check(self, wanted: Sequence[bool], names: Sequence[str], where: str) -> None:
         """Raise `ShardingError` for writes that gradients would not see as PyTorch's do.
 
         `wanted` are the arguments whose gradients are asked for.
@@ -85,7 +85,7 @@ class Traced:
                     "write a clone(), return the new value, or write it under torch.no_grad()")
             for at in sorted(self.tracked) if wanted[at]
         ]  # fmt: skip
-        raise_if("fs.partition", problems)
+        raise_if(where, problems)
 
 
 def trace(

@@ -322,3 +322,16 @@ def test_a_rank_outside_of_the_mesh_is_told() -> None:
     ):
         with pytest.raises(fs.ShardingError, match=r"rank 0\n  rule:  the operation runs on Mesh"):
             fs.simulate(fs.Mesh(x=2), run)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [(torch.Tensor.view, (24,)), (torch.std, (0,)), (torch.var, (1,)), (torch.Tensor.std, (0,)),
+     (sum, ()), (torch.Tensor.to, (torch.float64,)), (torch.Tensor.reshape, (6, 4))],
+    ids=lambda each: getattr(each, "__name__", ""),
+)  # fmt: skip
+def test_numbers_are_read_as_python_reads_them(op: Any, args: tuple[Any, ...]) -> None:
+    """Schemas take a number for a flag or a dtype, and know a `sum` that is not Python's."""
+    x = torch.arange(24.0).reshape(4, 6)
+    made = fs.apply(op, fs.shard(x, fs.Spec(Mesh(x=2), P("x"), shape=(4, 6))), *args, mode="auto")
+    torch.testing.assert_close(fs.unshard(made), op(x, *args))

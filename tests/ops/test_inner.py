@@ -216,7 +216,7 @@ def test_custom_functions_are_refused_where_their_gradient_is_asked_for() -> Non
     with pytest.raises(fs.ShardingError) as caught:
         part(x)
     assert str(caught.value) == (
-        "fs.partition\n"
+        "fs.partition(<lambda>)\n"
         "  given: Straight.apply, with gradients\n"
         "  rule:  a function is traced as what it computes, and the gradient is that of what was "
         "traced: the backward of a custom function would be left out\n"

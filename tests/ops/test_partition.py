@@ -449,7 +449,7 @@ def test_what_cannot_be_traced_names_its_line(
         fs.partition(fn, mesh=MESH)(torch.ones(2, 2))
     line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
     assert str(error.value) == (
-        f"fs.partition at {line}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
+        f"fs.partition({fn.__name__}) at {line}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
     )
     assert not [each for each in caplog.records if each.levelname != "DEBUG"]
 
@@ -478,24 +478,25 @@ def test_refusals_name_the_place() -> None:
     x = torch.ones(3, 4)
     part = fs.partition(lambda *xs: xs, mesh=MESH, in_specs=(P("dp"), P("zz"), P()))
     assert said(part, x, x, x) == (
-        "a partitioned function\n"
+        "fs.partition(<lambda>)\n"
         "  given: args[0]: P('dp'), dim 0 of size 3 over dp=2\n"
         "  rule:  2 shards divide a dim evenly; 3 % 2 = 1\n"
-        "  fix:   uneven='chunk' (shards of (2, 1)), sizes={0: (...)}, or pad the dim to 4\n\n"
+        "  fix:   a Spec in in_specs with uneven='chunk' (shards of (2, 1)), sizes={0: (...)}, "
+        "or pad the dim to 4\n\n"
         "  given: args[1]: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
         "  rule:  the mesh's axes are dp, tp\n"
         "  fix:   use one of dp, tp"
     )
     part = fs.partition(lambda x: (x, x * 2), mesh=MESH, out_specs=(P(), P("zz")))
     assert said(part, x) == (
-        "fs.partition: out_specs\n"
+        "fs.partition(<lambda>): out_specs\n"
         "  given: result 1: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
         "  rule:  the mesh's axes are dp, tp\n"
         "  fix:   use one of dp, tp"
     )
     pair = fs.shard(torch.ones(4), fs.Spec(Mesh(a=2), P("a"), shape=(4,)))
     assert said(fs.partition(lambda x: x, mesh=MESH), pair) == (
-        "a partitioned function\n"
+        "fs.partition(<lambda>)\n"
         "  given: args[0]: f32[4@a] on Mesh(a=2)\n"
         "  rule:  the function runs on Mesh(dp=2, tp=2)\n"
         "  fix:   fs.reshard(pair, spec) with a spec on that mesh"

@@ -376,7 +376,7 @@ def test_arguments_that_share_memory_with_one_that_is_written_are_refused() -> N
     with pytest.raises(fs.ShardingError) as caught:
         part(x, x[:4])
     assert str(caught.value) == (
-        "a partitioned function\n"
+        "fs.partition(<lambda>)\n"
         "  given: args[1] in the memory of args[0], which is written\n"
         "  rule:  the function was traced for tensors that share no memory\n"
         "  fix:   give it a clone() of one of them"
