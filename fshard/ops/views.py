@@ -180,9 +180,11 @@ class _Sliced(Rewritten):
         """The slice as the rank counts its elements."""
         count = here.shape()[self.dim]
         begin = self.start + here.result_begin(self.dim) * self.step - here.begin(0, self.dim)
-        ends = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
-        run = aten.slice_copy.Tensor if base_name(op).endswith("copy") else aten.slice.Tensor
-        return run, (args[0], self.dim, *ends, self.step), {}
+        begin = begin if count else 0
+        if "narrow" in base_name(op):
+            return op, (args[0], self.dim, begin, count), {}
+        end = begin + (count - 1) * self.step + 1 if count else 0
+        return op, (args[0], self.dim, begin, end, self.step), {}
 
 
 @register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy", family="views")

@@ -60,6 +60,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "narrow from the end": (A.narrow.default, tensor(4, 6), 1, -4, 3),
     "narrow all": (A.narrow.default, tensor(4, 6), 1, -6, 6),
     "narrow_copy all": (A.narrow_copy.default, tensor(4, 6), 0, 0, 4),
+    "narrow_copy of complex numbers": (
+        A.narrow_copy.default,
+        torch.complex(tensor(4, 6), tensor(4, 6)),
+        1,
+        2,
+        3,
+    ),
     "select": (A.select.int, tensor(4, 6), 1, 2),
     "select from the end": (A.select.int, tensor(4, 6), 0, -1),
     "select booleans": (A.select.int, tensor(4, 6) > 0, 1, 2),
