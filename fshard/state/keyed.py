@@ -120,8 +120,6 @@ def _past(func: FunctionType) -> Callable[..., Any]:
 
     It is what told of the call, and would tell of it again for ever.
     """
-    while hasattr(func, "__wrapped__"):
-        func = func.__wrapped__
     names = {**func.__globals__, **_UNASKED, "torch": _Torch()}
     cells = [each.cell_contents for each in func.__closure__ or ()]
     # What it chooses from is the same call under other names, and asks too.
