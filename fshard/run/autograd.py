@@ -26,6 +26,7 @@ from fshard.run.batches import around, held, is_batched
 from fshard.run.buckets import launch_all
 from fshard.run.extremes import extreme_gradient, linear_parts
 from fshard.run.fingerprint import backward_label
+from fshard.run.functions import applied
 from fshard.run.interpreter import collectives, launch, ranks_of
 from fshard.run.numbers import as_number
 from fshard.run.simulate import run_ranks, run_together
@@ -272,7 +273,7 @@ def apply_linear(
     if any(map(is_batched, xs)):
         return _apply_batched(op, xs, everywhere, around())
     if any(map(is_differentiated, xs)):
-        out: Shards = _Apply.apply(op, everywhere, launched, *xs)  # type: ignore[no-untyped-call]
+        out: Shards = applied(_Apply, op, everywhere, launched, *xs)
         return out
     return _execute(op, xs, everywhere, launched)
 
@@ -317,7 +318,7 @@ def apply_run(op: Run, xs: Shards, everywhere: bool, launched: FinishAll | None 
 
 def _extreme(op: Run, xs: Shards, everywhere: bool) -> Shards:
     """Maxima or minima over ranks; their gradients go to the candidates that reach them."""
-    out: Shards = _Extreme.apply(op, everywhere, *xs)  # type: ignore[no-untyped-call]
+    out: Shards = applied(_Extreme, op, everywhere, *xs)
     return out
 
 

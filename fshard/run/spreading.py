@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fshard.run.batches import along
+from fshard.run.functions import applied
 
 __all__ = ["common", "spread"]
 
@@ -36,7 +37,7 @@ class _Spread(torch.autograd.Function):
 
 def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
     """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
-    return along(lambda xs: _Spread.apply(n, *xs), (x,))  # type: ignore[no-untyped-call]
+    return along(lambda xs: applied(_Spread, n, *xs), (x,))
 
 
 class _First(torch.autograd.Function):
@@ -63,4 +64,4 @@ class _First(torch.autograd.Function):
 
 def common(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The value that all ranks hold; differentiable."""
-    return along(lambda xs: (_First.apply(*xs),), xs)[0]  # type: ignore[no-untyped-call]
+    return along(lambda xs: (applied(_First, *xs),), xs)[0]
