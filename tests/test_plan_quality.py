@@ -139,7 +139,7 @@ def with_addends(mesh: Mesh, count: int | None = None) -> Pairs:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "most", "worst"), [*zip(TWO_AXES, (1.08, 1.05, 1.03), (2, 4 / 3, 8 / 7), strict=True)]
+    ("mesh", "most", "worst"), [*zip(TWO_AXES, (1.06, 1.04, 1.02), (2, 4 / 3, 8 / 7), strict=True)]
 )
 def test_addends_on_two_axes(mesh: Mesh, most: float, worst: float) -> None:
     found = ratios(with_addends(mesh))
@@ -147,11 +147,27 @@ def test_addends_on_two_axes(mesh: Mesh, most: float, worst: float) -> None:
     assert max(found) <= worst
 
 
-@pytest.mark.parametrize(("mesh", "most"), [*zip(THREE_AXES, (1.15, 1.08), strict=True)])
+@pytest.mark.parametrize(("mesh", "most"), [*zip(THREE_AXES, (1.12, 1.06), strict=True)])
 def test_some_addends_on_three_axes(mesh: Mesh, most: float) -> None:
     found = ratios(with_addends(mesh, 400))
     assert mean(found) <= most
     assert max(found) <= 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "worst"), [*zip(TWO_AXES, (5 / 4, 7 / 6, 15 / 14), strict=True)], ids=str
+)
+def test_addends_on_two_axes_meet_the_bound_of_what_is_sent(mesh: Mesh, worst: float) -> None:
+    """What the transpose has to receive some rank has to send, whatever program it is."""
+    found = []
+    for src, dst in with_addends(mesh):
+        ends = (src, dst), (dst.dual, src.dual)
+        least = max(lower_bound(*pair).bytes_received for pair in ends)
+        found += (
+            [redistribute(src, dst, cost="bytes").cost().bytes_received / least] if least else []
+        )
+    assert sum(ratio > 1 + 1e-9 for ratio in found) <= 4
+    assert max(found) <= worst + 1e-9
 
 
 def test_addends_that_only_stay_meet_the_bound_on_two_axes() -> None:

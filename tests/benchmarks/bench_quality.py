@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import multiprocessing
-import operator
 import os
 import random
 import statistics
@@ -32,6 +31,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import Mesh, P, Program, ShardingError, Spec, Topology
+from fshard.program.boxes import reduced_axes, turned_axes
 from fshard.program.cost import max_local_nbytes
 from fshard.program.loads import held, kept
 from tests.dtensor_plans import PLANNERS, plan
@@ -145,12 +145,14 @@ class Excess:
     """Of one plan with addends what the ratio to the bound is made of: the product of the two.
 
     `often` is what all ranks receive over the messages that the elements need, `uneven` what the
-    busiest rank receives over the mean.
+    busiest rank receives over the mean. `sends` where some rank has to send as much: what is
+    received in the transposed program, whose bound that is.
     """
 
     ratio: float
     often: float
     uneven: float
+    sends: bool
     makes: tuple[str, ...]
     keeps: tuple[str, ...]
     reduces: tuple[str, ...]
@@ -159,10 +161,12 @@ class Excess:
         """The sentence of its class."""
         ends = {"makes": self.makes, "keeps": self.keeps, "reduces": self.reduces}
         words = " and ".join(word for word, axes in ends.items() if axes)
+        if self.sends:
+            return f"{words} addends: a rank has to send as much, for the transpose to receive it"
         reasons = []
         if self.often > ROUNDING:
             reasons.append(
-                "each rank's addend is one block among zeros, and what could stay beside it moves"
+                "a sum is where its element was, and what could stay beside it moves"
                 if self.makes
                 else "a step does one thing to all elements, also to those that could stay"
                 if self.keeps
@@ -191,10 +195,12 @@ def excess(pair: Pair) -> Excess | None:
     if not by_rank or max(by_rank) <= ROUNDING * least:
         return None
     before, after = ([*spec.partition.unreduced] for spec in pair)
+    back = fs.lower_bound(pair[1].dual, pair[0].dual).bytes_received
     return Excess(
         max(by_rank) / least,
         sum(by_rank) / (least * ranks),
         max(by_rank) * ranks / sum(by_rank),
+        max(by_rank) <= ROUNDING * back,
         tuple(axis for axis in after if axis not in before),
         tuple(axis for axis in after if axis in before),
         tuple(axis for axis in before if axis not in after),
@@ -209,10 +215,11 @@ def received(step: object, src: Spec, dst: Spec) -> list[int]:
         return [0 if place(src, rank) == place(dst, rank) else most for rank in ranks]
     if not isinstance(step, fs.Exchange):
         return [most for _ in ranks]
-    ends = (src.mesh.axis_size(tuple(spec.partition.unreduced)) for spec in (src, dst))
-    addends = operator.floordiv(*ends)
+    addends = src.mesh.axis_size(reduced_axes(src, dst))
+    made = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+    members = src.mesh.axis_size(made)
     both = zip(held(dst, ranks), kept(src, dst, ranks), strict=True)
-    return [addends * need - have for need, have in both]
+    return [addends * need // members - have for need, have in both]
 
 
 def place(spec: Spec, rank: int) -> object:
