@@ -29,6 +29,6 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     tensor([2., 2.])
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
+        return function.apply(*args)
     alive = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
-    return super(torch.autograd.Function, function).apply(*alive)
+    return super(torch.autograd.Function, function).apply(*alive)  # type: ignore[misc]
