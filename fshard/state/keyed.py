@@ -44,8 +44,8 @@ class _Keyed(TorchFunctionMode):
             fail("fs.random.keyed", "a block around a function that is traced",
                  "what is traced is run again with other keys: the key is an argument of it",
                  "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
-        if any(a is not b for a, b in zip(self.place, (innermost(), current_transport()),
-                                          strict=True)):  # fmt: skip
+        bound, transport = self.place
+        if innermost() is not bound or current_transport() is not transport:
             fail("fs.random.keyed", "a block around a function that ranks run",
                  "a block counts the draws of one rank, as often as that runs",
                  "with fs.random.keyed(key): in the function, which the key is an argument "
@@ -180,15 +180,16 @@ def _replace(recomputed: Any, reentrant: Any) -> None:
 def keyed(key: torch.Tensor, /) -> Iterator[None]:
     """Draw by a key in the block: dropout, `torch.rand` and all that draws from a generator.
 
-    The n-th draw has the key `fold_in(key, n)`, and generators are left as they are: so a function
-    with such a block is one of its arguments, and of one device, in `fs.shard_map` and in
-    `fs.partition` gives the same numbers of the same tensors. In a `shard_map` the block is in the
-    body; ranks that are to draw apart fold their `fs.axis_index` in. What
-    `torch.utils.checkpoint` computes again (`use_reentrant=False`) draws the same. Attention with
-    `dropout_p` is computed in products and sums. Calls with `generator=` draw from that.
+    The n-th draw has the key `fold_in(key, n)`, and no generator is asked or changed: a function
+    with such a block in it depends on its arguments alone, and gives the same numbers on one
+    device, in `fs.partition`, and of the same tensors in a `fs.shard_map`. There ranks that are to
+    draw apart fold their `fs.axis_index` in. What `torch.utils.checkpoint` computes again
+    (`use_reentrant=False`) draws the same. Under `torch.vmap` one key draws once for all. Attention
+    with `dropout_p` is computed in products and sums. Calls with `generator=` draw from that.
 
-    Raises `ShardingError` for what is no key, and in the block for functions that draw in ways
-    that are not written with a key: `torch.poisson`, `nn.LSTM(dropout=...)`.
+    Raises `ShardingError` for what is no key, in the block for functions that draw in ways that are
+    not written with a key (`torch.poisson`, `nn.LSTM(dropout=...)`), and for a block that is around
+    a mapped or traced function, not in it.
 
     >>> import fshard as fs
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
