@@ -75,13 +75,15 @@ def assign(
     topology: Topology,
     *,
     grad: bool,
+    device: torch.device,
     wishes: Mapping[fx.Node, PartitionSpec],
     bold: bool,
 ) -> tuple[Assigned, list[Any]]:
     """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
 
     An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
-    other values. `wishes` are how values had better lie; only if `bold` they cut what all ranks
+    other values. `device` is where tensors are that an operation's decomposition makes. `wishes`
+    are how values had better lie; only if `bold` they cut what all ranks
     have whole. Raises `ShardingError` for an operation that no rule and no other way is for.
     """
     made = Assigned()
@@ -91,7 +93,7 @@ def assign(
         made.inputs.append(made.count)
         made.count += 1
     mesh = inputs[0][0].mesh
-    walk = _Walk(made, mesh, topology, grad, wishes, bold)
+    walk = _Walk(made, mesh, topology, grad, device, wishes, bold)
     returned = walk.run(graph, known)
     return walk.made, returned
 
@@ -100,11 +102,11 @@ class _Walk:
     """The pass over a graph; `made` is what it has made so far."""
 
     def __init__(
-        self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool,
+        self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool, device: torch.device,
         wishes: Mapping[fx.Node, PartitionSpec], bold: bool,
     ) -> None:  # fmt: skip
         self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
-        self.wishes, self.bold = wishes, bold
+        self.device, self.wishes, self.bold = device, wishes, bold
         self.within: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -271,7 +273,7 @@ class _Walk:
     def by_others(self, op: Any, how: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The lines of an operation that is done by others."""
         metas, named = map_call(args, kwargs, Known, lambda k: Meta.of(k.spec))
-        graph = decompose(op, how, metas, named)
+        graph = decompose(op, how, metas, named, self.device)
         if graph is None:
             self.refuse(op, args, kwargs)
         grad = self.grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign, brought
-from fshard.ops.call import Meta, name_of
+from fshard.ops.call import Meta, name_of, parts_of
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Ref, Write
@@ -28,10 +29,42 @@ from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
 
-__all__ = ["Partition", "partition", "wants_grad"]
+__all__ = ["Partition", "device_of", "partition", "wants_grad"]
 
 MOST_CALLS = 1024
 """Of calls so many kinds are remembered."""
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What tells calls apart beside specs: whose gradients are asked for, and where tensors are.
+
+    `enabled` says whether gradients are tracked, `device` is where what is computed is.
+    """
+
+    wanted: tuple[bool, ...]
+    devices: tuple[torch.device, ...]
+    enabled: bool
+
+    @staticmethod
+    def of(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> _How:
+        """That of a call, of its tensors and pairs."""
+        enabled, tensors = torch.is_grad_enabled(), _tensors(leaves, specs)
+        wanted = tuple(enabled and wants_grad(leaf) for leaf in tensors)
+        return _How(wanted, tuple(map(device_of, tensors)), enabled)
+
+    @property
+    def device(self) -> torch.device:
+        return next((each for each in self.devices if each != CPU), CPU)
+
+
+def device_of(leaf: Any) -> torch.device:
+    """Where a tensor or a pair's local is; of specs nobody knows, and it does not matter."""
+    found = parts_of(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
+    return found[0].device if found else CPU
 
 
 class Partition:
@@ -202,50 +235,47 @@ class Partition:
     def _of(
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None]
     ) -> Partitioned:
-        enabled = torch.is_grad_enabled()
-        wants = tuple(enabled and wants_grad(leaf) for leaf in leaves)
-        key = tree, tuple(specs), wants, _others(leaves, specs), enabled
+        how = _How.of(leaves, specs)
+        key = tree, tuple(specs), _others(leaves, specs), how
         try:
             made = self._made.get(key)
         except TypeError:  # of what cannot be a key nothing is remembered
-            return self._make(leaves, tree, specs, wants, enabled)
+            return self._make(leaves, tree, specs, how)
         if made is None:
             if len(self._made) >= MOST_CALLS:
                 self._made.clear()
-            made = self._made[key] = self._make(leaves, tree, specs, wants, enabled)
+            made = self._made[key] = self._make(leaves, tree, specs, how)
         return made
 
     def _make(
-        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
-        wants: Sequence[bool], enabled: bool,
-    ) -> Partitioned:  # fmt: skip
-        inputs = [(s, w) for s, w in zip(specs, wants, strict=True) if s is not None]
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], how: _How
+    ) -> Partitioned:
+        inputs = [*zip((s for s in specs if s is not None), how.wanted, strict=True)]
         if not inputs:
             fail(self.where, "no tensors", "at least one argument is a tensor",
                  "give it pairs or tensors")  # fmt: skip
         metas = tuple(None if s is None else Meta.of(s) for s in specs)
-        wanted = tuple(w for _, w in inputs)
-        traced, shape = self._traced(leaves, tree, metas, (_others(leaves, specs), enabled, wanted))
+        traced, shape = self._traced(leaves, tree, metas, _others(leaves, specs), how)
         listed = zip(paths(unflatten(tree, list(leaves)), "args"), specs, strict=True)
         names = tuple(name for name, spec in listed if spec is not None)
         wrote = () if self.drop_writes else traced.written
         if not self.drop_writes:
-            traced.check(wanted, names, self.where)
+            traced.check(how.wanted, names, self.where)
         asked = self._asked(shape)
         count = len(asked)
         asked += [inputs[at][0] if at in wrote else None for at in traced.written]
-        made, outputs, out_specs = self._laid(traced.graph, inputs, enabled, asked)
+        made, outputs, out_specs = self._laid(traced.graph, inputs, how, asked)
         for at, value in zip(traced.written, outputs[count:], strict=True):
             if at in wrote:
                 made.lines.append(Write(Ref(made.inputs[at]), Ref(value), names[at]))
         return Partitioned(
             self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs[:count]),
             tuple(made.inputs), tuple(outputs[:count]), wrote, shape, self.topology,
-            enabled and any(wants), traced.graph, names,
+            any(how.wanted), traced.graph, names,
         )  # fmt: skip
 
     def _laid(
-        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], enabled: bool,
+        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], how: _How,
         asked: Sequence[Any],
     ) -> tuple[Assigned, list[Any], list[Spec | None]]:  # fmt: skip
         """The lines of a graph: those of the least time, where there are wishes to follow or not.
@@ -261,34 +291,34 @@ class Partition:
                 graph,
                 inputs,
                 self.topology,
-                grad=enabled,
+                grad=how.enabled,
+                device=how.device,
                 wishes=found,
                 bold=bold,
             )
             ways.append((made, *self._finish(made, results, asked)))
-        grad = enabled and any(wanted for _, wanted in inputs)
         return min(ways, key=lambda way: lines_time(
-            way[0].lines, self.mesh, self.topology, grad=grad))  # fmt: skip
+            way[0].lines, self.mesh, self.topology, grad=any(how.wanted)))  # fmt: skip
 
     def _traced(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], rest: Any
-    ) -> tuple[Traced, TreeDef]:
-        """`_trace`, once for arguments of one kind; `rest` is what tells apart beside tensors."""
-        key = tree, tuple(metas), rest
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], others: Any,
+        how: _How,
+    ) -> tuple[Traced, TreeDef]:  # fmt: skip
+        """`_trace`, once for arguments of one kind; `others` are those that are no tensors."""
+        key = tree, tuple(metas), others, how
         try:
             found = self._traces.get(key)
         except TypeError:
-            return self._trace(leaves, tree, metas, rest[-1])
+            return self._trace(leaves, tree, metas, how)
         if found is None:
             if len(self._traces) >= MOST_CALLS:
                 self._traces.clear()
-            found = self._traces[key] = self._trace(leaves, tree, metas, rest[-1])
+            found = self._traces[key] = self._trace(leaves, tree, metas, how)
         return found
 
     def _trace(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
-        wanted: Sequence[bool],
-    ) -> tuple[Traced, TreeDef]:  # fmt: skip
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], how: _How
+    ) -> tuple[Traced, TreeDef]:
         """The function on whole tensors as a graph, and the structure of its results."""
         outer: list[TreeDef] = []
 
@@ -301,7 +331,7 @@ class Partition:
             return results
 
         given = [meta for meta in metas if meta is not None]
-        made = trace(flat, given, self.where, wanted=wanted)
+        made = trace(flat, given, self.where, wanted=how.wanted, devices=how.devices)
         return made, outer[-1]
 
     def _asked(self, tree: TreeDef) -> list[Any]:

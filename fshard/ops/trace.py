@@ -7,6 +7,7 @@ one operation, as rules are written for, and so that autograd runs on what is re
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,13 +91,13 @@ class Traced:
 
 def trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True,
-    wanted: Sequence[bool] = (),
+    wanted: Sequence[bool] = (), devices: Sequence[torch.device] = (),
 ) -> Traced:  # fmt: skip
     """The graph of a function of tensors that returns a flat list.
 
     With `above` operations are recorded above PyTorch's decomposition, else below it; and those of
     a function that takes gradients itself below it in any case. `wanted` are the tensors whose
-    gradients are asked for.
+    gradients are asked for, `devices` where they are, which is what the function is told.
 
     Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run, and where
     gradients are asked for one that calls a custom `autograd.Function`.
@@ -105,9 +106,10 @@ def trace(
     with _ONE_AT_A_TIME, custom_functions(any(wanted), traces, where):
         if above:
             with suppress(TakesGradients):
-                made = _traced(fn, metas, where, above, wanted, Above())
+                made = _traced(fn, metas, where, above, wanted, devices, Above())
         if made is None:
-            made = _traced(fn, metas, where, False, wanted, Below() if any(wanted) else None)
+            below = Below() if any(wanted) else None
+            made = _traced(fn, metas, where, False, wanted, devices, below)
     graph = made.graph
     if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
         _no_autocast(where)
@@ -118,7 +120,7 @@ def trace(
 
 def _traced(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
-    wanted: Sequence[bool], watch: TorchFunctionMode | None,
+    wanted: Sequence[bool], devices: Sequence[torch.device], watch: TorchFunctionMode | None,
 ) -> Traced:  # fmt: skip
     """`trace`, before what is not used is left out."""
     # What traces is imported where something is traced: it takes a second.
@@ -134,7 +136,8 @@ def _traced(
     lost: list[tuple[str, frozenset[int]]] = []
     grads: frozenset[int] = frozenset()
     with mode, _deeper(), _quiet():
-        fakes = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
+        fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                 for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
         if not above:
             for fake, want in zip(fakes, wanted, strict=False):
                 fake.requires_grad_(want)
@@ -211,8 +214,9 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def decompose(
-    op: Any, how: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> fx.GraphModule | None:
+    op: Any, how: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any],
+    device: torch.device,
+) -> fx.GraphModule | None:  # fmt: skip
     """The graph of one operation in terms of others; None where PyTorch has no other way.
 
     `how` computes the same; without it PyTorch's own ways are tried: those of composite
@@ -222,12 +226,19 @@ def decompose(
     if run is None:
         return None
     grad = torch.is_grad_enabled()
-    return _decomposed(op, run, how is not None, frozen(tuple(args)), frozen(dict(kwargs)), grad)
+    call = frozen(tuple(args)), frozen(dict(kwargs))
+    return _decomposed(op, run, how is not None, *call, grad, device)
 
 
 @lru_cache(maxsize=4096)
 def _decomposed(
-    op: Any, run: Callable[..., Any], above: bool, args: Any, kwargs: Any, grad: bool
+    op: Any,
+    run: Callable[..., Any],
+    above: bool,
+    args: Any,
+    kwargs: Any,
+    grad: bool,
+    device: torch.device,
 ) -> fx.GraphModule:
     given, named = thawed_call(args, kwargs)
     metas = parts_of((*given, *named.values()), Meta)
@@ -237,7 +248,8 @@ def _decomposed(
         out = run(*placed, **filled)
         return list(out) if isinstance(out, list | tuple) else [out]
 
-    made = trace(flat, metas, f"fs.partition: {op}", above=above)
+    devices = [device] * len(metas)
+    made = trace(flat, metas, f"fs.partition: {op}", above=above, devices=devices)
     assert not made.written, f"{op} writes what it is given"
     return made.graph
 

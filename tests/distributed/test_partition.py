@@ -51,3 +51,28 @@ def test_training_steps_write_parameters_where_they_lie(layout: str) -> None:
     for found in run_ranks(2, train_on_rank, layout):
         for one, other in zip(found, (*params.values(), *values), strict=True):
             torch.testing.assert_close(one, other.detach())
+
+
+def with_a_closure(layout: P) -> tuple[torch.Tensor, ...]:
+    """The gradient of a tensor that the function closes over."""
+    torch.manual_seed(0)
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    part = fs.partition(lambda x: (x @ w).sin().sum(), mesh=MESH, in_specs=(layout,))
+    value = part(x)
+    value.backward()
+    assert w.grad is not None
+    return value.detach(), w.grad
+
+
+def closure_on_rank(layout: P) -> tuple[torch.Tensor, ...]:
+    fs.init(MESH)
+    return with_a_closure(layout)
+
+
+@pytest.mark.parametrize("layout", [P("x"), P(None, "x"), P()], ids=str)
+def test_what_a_function_closes_over_has_its_gradient_on_every_rank(layout: P) -> None:
+    whole = with_a_closure(P())
+    torch.testing.assert_close(with_a_closure(layout), whole)
+    for found in run_ranks(2, closure_on_rank, layout):
+        torch.testing.assert_close(found, whole)

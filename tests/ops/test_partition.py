@@ -557,3 +557,17 @@ def test_a_module_is_called_with_its_parameters() -> None:
     x = sample(4, 4)
     torch.testing.assert_close(part(params, x), module(x))
     assert sum(isinstance(line, Operation) for line in part.trace(params, x).lines) == 3
+
+
+def test_what_a_function_makes_is_where_its_arguments_are() -> None:
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = x @ w + torch.arange(x.shape[1], device=x.device)[:, None]
+        target = torch.zeros(y.shape[:-1], dtype=torch.long, device=y.device)
+        # What it is decomposed to makes tensors too.
+        return torch.nn.functional.cross_entropy(y.flatten(0, 1), target.flatten()) + y.cumsum(1)
+
+    part = fs.partition(fn, mesh=MESH, in_specs=(P(None, "tp"), P("dp")))
+    w, x = sample(8, 16), sample(4, 6, 8)
+    torch.testing.assert_close(part(w, x), fn(w, x))
+    made = part(w.to("meta"), x.to("meta"))
+    assert (made.shape, made.device.type) == ((4, 6, 16), "meta")
