@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fshard.ops.attention import in_products
 from fshard.state.draws import bernoulli, exponential, normal, permutation, randint, uniform
 
 __all__ = ["INSTEAD"]
@@ -109,6 +108,9 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
+    # Rules are imported where one is asked for: they take a second.
+    from fshard.ops.attention import in_products
+
     def drop(weights: Tensor) -> Tensor:
         return _dropout(keys, weights, dropout_p, True)
 
