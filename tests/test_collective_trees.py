@@ -244,7 +244,7 @@ def test_what_is_started_is_waited_for_once() -> None:
         mesh = Mesh(x=2)
         return fs.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(2))
 
-    text = r"2 pending results never waited for: fs.psum, fs.all_gather"
+    text = r"2 pending results never waited for: fs.psum at .*py:\d+, fs.all_gather at .*py:\d+"
     with pytest.raises(ShardingError, match=text):
         call(forget)
     with pytest.raises(ShardingError, match=r"Pending.wait\n.*a second wait"):
@@ -263,11 +263,12 @@ def test_simulated_ranks_wait_for_what_they_start() -> None:
         forget()
         raise KeyError("another error")
 
+    line = forget.__code__.co_firstlineno + 1
     with pytest.raises(ShardingError) as caught:
         fs.simulate(mesh, forget)
     assert str(caught.value) == (
         "fs.psum\n"
-        "  given: 1 pending result never waited for: fs.psum\n"
+        f"  given: 1 pending result never waited for: fs.psum at {__file__}:{line}\n"
         "  rule:  what a simulated rank starts it waits for, once, before it returns\n"
         "  fix:   pending.wait()"
     )

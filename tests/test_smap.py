@@ -152,6 +152,17 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
             "torch.as_tensor(x) of an array; None, or P() for a number",
         ),
     ),
+    (
+        {},
+        torch.ones(5),
+        message(
+            "smap(sin)",
+            "args[0]: dim 0 of size 5 over x=2",
+            "2 shards divide a dim evenly; 5 % 2 = 1",
+            "fs.shard_map and a Spec with uneven='chunk' (shards of (3, 2)), sizes={0: (...)}, or "
+            "pad the dim to 6",
+        ),
+    ),
 ]
 
 

@@ -40,16 +40,17 @@ class Pending:
     """A result that is on its way: `wait()` gives it, once.
 
     Raises `ShardingError` on a second `wait()`. One with a `name`, that of the collective
-    that `fs.start` has launched, warns if it is dropped without a wait.
+    that `fs.start` has launched, warns if it is dropped without a wait. `line` is the user's that
+    launched it, where that is told.
     """
 
-    __slots__ = ("_finish", "_launched", "name")
+    __slots__ = ("_finish", "_launched", "line", "name")
 
-    def __init__(self, finish: Callable[[], Any], name: str = "") -> None:
+    def __init__(self, finish: Callable[[], Any], name: str = "", line: str = "") -> None:
         self._finish: Callable[[], Any] | None = finish
         # Simulated ranks leave nothing behind, and under `torch.func` it is `wait()` that launches.
         self._launched = not (torch.compiler.is_compiling() or is_simulated() or is_transformed())
-        self.name = name
+        self.name, self.line = name, line
 
     @property
     def waited(self) -> bool:

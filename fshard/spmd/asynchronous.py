@@ -9,6 +9,7 @@ import torch
 
 from fshard.errors import fail
 from fshard.run.execute import Pending
+from fshard.run.fingerprint import call_line
 from fshard.spmd.axes import started
 from fshard.spmd.plans import PLANS, begin
 
@@ -50,7 +51,7 @@ def start(
         done = op(x, *args, **kwargs)
         return Pending(lambda: done)
     made = PLANS[op](*args, **kwargs)
-    return started(Pending(begin(made, x, ahead=True), made.name))
+    return started(Pending(begin(made, x, ahead=True), made.name, call_line()))
 
 
 def _check(op: Callable[..., Any]) -> None:

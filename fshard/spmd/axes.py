@@ -59,12 +59,13 @@ class Bound:
 
 def _give_up(pendings: Sequence[Pending], who: str | None) -> None:
     """Abandon what was never waited for; raise for it where it is known who started it."""
-    names = [each.name for each in pendings if not each.waited]
+    lost = [each for each in pendings if not each.waited]
     for each in pendings:
         each.abandon()
-    if names and who is not None:
+    if lost and who is not None:
+        names = [f"{each.name} at {each.line}" if each.line else each.name for each in lost]
         fail(
-            names[0],
+            lost[0].name,
             f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
             f"for: {', '.join(names)}",
             f"what {who} starts it waits for, once, before it returns",

@@ -146,7 +146,8 @@ def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
     try:
         return _even(scope.mesh, p, value.shape, value.dtype)
     except ShardingError as error:
-        way = "uneven=", "a Spec in in_specs with uneven="
+        place = "a Spec in in_specs" if given is p else "fs.shard_map and a Spec"
+        way = "uneven=", f"{place} with uneven="
         raise_if("", [Problem(p.given, p.rule, p.fix.replace(*way)) for p in error.problems])
         raise
 
