@@ -156,11 +156,8 @@ def test_ways_round_on_three_axes(
             around = known[a, b] + known[b, c]
             if known[a, c] > around * (1 + EXACT) + 1e-15:
                 worst = max(worst, known[a, c] / around)
-    # By time what stays unreduced on three axes is not summed and embedded anew.
-    assert worst <= LIMITS[topology is None, len(states)]
-
-
-LIMITS = {(True, 1): 1.0, (False, 1): 1.1, (True, 3): 1.0, (False, 3): 1.5}
+    # Exchanges and permutations lead to the goal or one step from it; few axes are lent on the way.
+    assert worst <= (1.1 if topology else 1)
 
 
 def is_busy(spec: Spec) -> bool:

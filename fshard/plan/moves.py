@@ -71,8 +71,8 @@ class Moves:
         # Where nothing else moves shards from dim to dim, permutations of finer ones do.
         self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
         # Where ranks receive unlike much no bytes are saved, at best a copy: few ranks are counted.
-        by_time = problem.topology is not None and not direct
-        self.lopsided = by_time and problem.thorough and problem.mesh.size <= MOST_UNLIKE
+        few = problem.mesh.size <= MOST_UNLIKE and len(problem.size) - len(problem.ones) < 3
+        self.lopsided = few and problem.topology is not None and not direct
         self.helpers = self.find_helpers()
         self.found: list[State] = []
         p, q = problem.src.partition, problem.dst.partition

@@ -48,6 +48,9 @@ LOCAL = 1e-9
 """That of a local step: fewer steps break ties of messages."""
 
 
+THOROUGH = 3
+"""The most axes on which programs are looked for that sum what may stay unreduced."""
+
 _ANY = Topology()
 _NEVER: tuple[int, ...] = (-1,)
 _EVEN: tuple[None, ...] = (None,) * 64
@@ -105,9 +108,7 @@ class Problem:
         self.size = dict(self.mesh.shape)
         self.ones = frozenset(axis for axis, n in self.size.items() if n == 1)
         # With more axes, what stays unreduced is left alone: it is not summed and embedded anew.
-        # By time more programs are nearly as good, which takes longer to see.
-        most = 3 if self.topology is None else 2
-        self.thorough = len(self.size) - len(self.ones) <= most
+        self.thorough = len(self.size) - len(self.ones) <= THOROUGH
         self.start, self.goal = _state(self.src), _state(self.dst)
         self.even = self.is_even(self.start) and self.is_even(self.goal)
         self.empty = 0 in self.src.shape
