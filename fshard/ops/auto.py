@@ -28,7 +28,7 @@ from fshard.ops.elimination import Labelling
 from fshard.ops.hints import call_at
 from fshard.ops.lines import Constant, Move, Operation
 from fshard.ops.measure import FORWARD_AND_BACKWARD, lines_time
-from fshard.ops.partition import Partition, device_of, wants_grad
+from fshard.ops.partition import Partition, wants_grad
 from fshard.ops.partitioned import Partitioned
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
 from fshard.ops.weigh import compute_time, moving, nbytes
@@ -160,13 +160,11 @@ class _Search:
         leaves, self.tree = flatten(args)
         self.metas = [_meta(leaf) for leaf in leaves]
         self.names = paths(args, "args")
-        self.args = unflatten(
-            self.tree,
-            [
-                leaf if meta is None else _blank(leaf, meta)
-                for leaf, meta in zip(leaves, self.metas, strict=True)
-            ],
-        )
+        self.args = unflatten(self.tree, [
+            leaf if m is None
+            else torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=wants_grad(leaf))
+            for leaf, m in zip(leaves, self.metas, strict=True)
+        ])  # fmt: skip
         self.wants = [
             meta is not None and wants_grad(x) for x, meta in zip(leaves, self.metas, strict=True)
         ]
@@ -300,13 +298,6 @@ class _Value:
 
     variable: int
     states: list[State]
-
-
-def _blank(leaf: Any, meta: Meta) -> torch.Tensor:
-    """A tensor in the place of a leaf, without memory, for it is only traced with."""
-    found = device_of(leaf)
-    one = torch.empty((), dtype=meta.dtype, device="cpu" if found.type == "meta" else found)
-    return one.expand(meta.shape).requires_grad_(wants_grad(leaf))
 
 
 class _Labels:

@@ -29,7 +29,7 @@ from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
 
-__all__ = ["Partition", "device_of", "partition", "wants_grad"]
+__all__ = ["Partition", "partition", "wants_grad"]
 
 MOST_CALLS = 1024
 """Of calls so many kinds are remembered."""
@@ -50,18 +50,22 @@ class _How:
     enabled: bool
 
     @staticmethod
-    def of(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> _How:
-        """That of a call, of its tensors and pairs."""
+    def of(leaves: Sequence[Any], specs: Sequence[Spec | None], runs: bool) -> _How:
+        """That of a call, of its tensors and pairs; of one that is only laid out they may be meta.
+
+        Then they stand for tensors with numbers, wherever those are.
+        """
         enabled, tensors = torch.is_grad_enabled(), _tensors(leaves, specs)
         wanted = tuple(enabled and wants_grad(leaf) for leaf in tensors)
-        return _How(wanted, tuple(map(device_of, tensors)), enabled)
+        devices = map(_device, tensors)
+        return _How(wanted, tuple(d if runs or d.type != "meta" else CPU for d in devices), enabled)
 
     @property
     def device(self) -> torch.device:
         return next((each for each in self.devices if each != CPU), CPU)
 
 
-def device_of(leaf: Any) -> torch.device:
+def _device(leaf: Any) -> torch.device:
     """Where a tensor or a pair's local is; of specs nobody knows, and it does not matter."""
     found = parts_of(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
     return found[0].device if found else CPU
@@ -152,12 +156,12 @@ class Partition:
     ) -> tuple[Partitioned, Sequence[Spec | None]]:
         """What a call of a kind not seen before is partitioned to, and its leaves' specs."""
         specs = self._specs(args, leaves)
-        return self._of(leaves, flatten(list(args))[1], specs), specs
+        return self._of(leaves, flatten(list(args))[1], specs, runs=True), specs
 
     def trace(self, *args: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
         leaves, tree = flatten(list(args))
-        return self._of(leaves, tree, self._specs(args, leaves))
+        return self._of(leaves, tree, self._specs(args, leaves), runs=False)
 
     def __repr__(self) -> str:
         kinds = plural(len(self._made), "signature")
@@ -233,9 +237,9 @@ class Partition:
     # -- making ----------------------------------------------------------------------------
 
     def _of(
-        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None]
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], *, runs: bool
     ) -> Partitioned:
-        how = _How.of(leaves, specs)
+        how = _How.of(leaves, specs, runs)
         key = tree, tuple(specs), _others(leaves, specs), how
         try:
             made = self._made.get(key)
