@@ -25,6 +25,7 @@ from fshard.program.cost import Cost
 from fshard.program.topology import Topology
 from fshard.run.execute import check_tuple
 from fshard.run.spreading import spread
+from fshard.run.uncompiled import uncompiled
 from fshard.spec import Sharded, Spec
 from fshard.tree import is_pair, map_leaves
 from fshard.units import bytes_text, time_text
@@ -34,6 +35,7 @@ __all__ = ["apply"]
 MODES = ("explicit", "auto")
 
 
+@uncompiled("fs.apply plans with the sizes of its pairs: it is called outside of graphs")
 def apply(
     op: Any, *args: Any, mode: str = "explicit", cost: Topology | None = None, **kwargs: Any
 ) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from fshard.errors import fail
 from fshard.spec import Spec
@@ -16,7 +18,7 @@ from fshard.spec import Spec
 __all__ = [
     "READ", "REFUSALS", "Call", "Meta", "Plain", "Results", "argument", "base_name", "dry",
     "fill_call", "map_call", "map_tensors", "meta_results", "name_of", "parts_of", "schema_of",
-    "taken_apart",
+    "taken_apart", "unseen",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
@@ -227,11 +229,28 @@ def dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) ->
             return torch.zeros(meta.shape, dtype=meta.dtype)
         return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
-    real, named = map_call(args, kwargs, Meta, make)
-    if "device" in named:
-        named["device"] = torch.device(device)
-    with torch.no_grad():
-        return op(*real, **named)
+    with unseen(), torch._C.DisableTorchFunction():
+        real, named = map_call(args, kwargs, Meta, make)
+        if "device" in named:
+            named["device"] = torch.device(device)
+        with torch.no_grad():
+            return op(*real, **named)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Run a block unseen by what traces or fakes the operations of the code around it."""
+    # Modes above dispatch are of the process, not of the thread: others' are left alone.
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        with _disable_current_modes():
+            yield
+        return
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:

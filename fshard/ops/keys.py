@@ -1,12 +1,20 @@
-"""Arguments as keys of caches: what is equal to Python and other to PyTorch stays apart."""
+"""Arguments as keys of caches: what is equal to Python and other to PyTorch stays apart.
+
+Symbols, as tensors of symbolic sizes have them while something is traced, are read as the numbers
+that they stand for: whoever traces is told that what it makes holds for these alone.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fshard.spec import Spec
 
-__all__ = ["frozen", "thawed", "thawed_call"]
+__all__ = ["frozen", "numbers", "thawed", "thawed_call"]
+
+_SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 class _List(tuple[Any, ...]):
@@ -45,7 +53,13 @@ def frozen(value: Any) -> Any:
     if kind in (bool, int, float, complex):
         # Zeros differ by their sign, and NaN from itself.
         return _Number((kind, repr(value) if kind in (float, complex) else value))
-    return value
+    return frozen(numbers(value)) if kind in _SYMBOLS else value
+
+
+def numbers(value: Any) -> Any:
+    """A symbol as the number that it stands for, anything else as it is."""
+    number = _SYMBOLS.get(type(value))
+    return value if number is None else number(value)
 
 
 def thawed(value: Any) -> Any:

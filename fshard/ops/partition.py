@@ -15,7 +15,7 @@ from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign, brought
 from fshard.ops.call import Meta, name_of, parts_of
 from fshard.ops.hints import wishes
-from fshard.ops.keys import frozen
+from fshard.ops.keys import frozen, numbers
 from fshard.ops.lines import Ref, Write
 from fshard.ops.measure import lines_time
 from fshard.ops.partitioned import Other, Partitioned
@@ -25,6 +25,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.run.moving import shard, unshard
+from fshard.run.uncompiled import uncompiled
 from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
@@ -33,6 +34,10 @@ __all__ = ["Partition", "partition", "wants_grad"]
 
 MOST_CALLS = 1024
 """Of calls so many kinds are remembered."""
+CALLED = (
+    "a partitioned function is laid out for the sizes of its arguments: it is called outside of "
+    "graphs; part.trace(*args).graph(rank) is one that can be compiled"
+)
 
 
 CPU = torch.device("cpu")
@@ -95,6 +100,7 @@ class Partition:
         self._calls: dict[Any, tuple[Partitioned, Sequence[Spec | None]]] = {}
         self._traces = {} if traces is None else traces
 
+    @uncompiled(CALLED)
     def __call__(self, *args: Any) -> Any:
         """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
         leaves, given, made, specs = self._called(args)
@@ -158,6 +164,7 @@ class Partition:
         specs = self._specs(args, leaves)
         return self._of(leaves, flatten(list(args))[1], specs, runs=True), specs
 
+    @uncompiled(CALLED)
     def trace(self, *args: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
         leaves, tree = flatten(list(args))
@@ -328,7 +335,7 @@ class Partition:
 
         def flat(*tensors: torch.Tensor) -> list[Any]:
             left = iter(tensors)
-            given = [leaf if meta is None else next(left)
+            given = [numbers(leaf) if meta is None else next(left)
                      for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
             results, shape = flatten(self.fn(*unflatten(tree, given)))
             outer.append(shape)

@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.errors import ShardingError, fail
 from fshard.ops.acceptable import acceptable
-from fshard.ops.call import Call, Meta, map_call, name_of, parts_of
+from fshard.ops.call import Call, Meta, map_call, name_of, parts_of, unseen
 from fshard.ops.choose import choose
 from fshard.ops.keys import frozen, thawed_call
 from fshard.ops.lists import in_lists, is_list
@@ -23,6 +23,7 @@ from fshard.ops.trace import own_way
 from fshard.partition_spec import PartitionSpec
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
+from fshard.run.uncompiled import uncompiled
 from fshard.spec import Spec
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@uncompiled("fs.propagate plans with the sizes of its specs: it is called outside of graphs")
 def propagate(
     op: Any,
     *args: Any,
@@ -49,6 +51,12 @@ def propagate(
     reducing later what stays unreduced; of equals the one with the least on the gradient's way
     back, then the one that comes first in the rule. Every axis is weighed for itself, so that the
     work grows with the axes' number, not with the product of what they can do.
+
+    A layout is of sizes that are numbers, so symbols are read as those that they stand for:
+    where `make_fx` or `torch.export` trace with symbolic sizes, making a spec of a shape tells
+    them that what they make holds for this shape alone; in what `torch.compile` compiles, a graph
+    ends before this function, `fs.apply`, `fs.shard` and partitioned functions, which run as they
+    are. No symbol is a key of a cache, and nothing of a trace is in one.
 
     Raises `ShardingError` for an operation without a rule, specs on several meshes, and arguments
     that the operation itself refuses. After GSPMD (arXiv 2105.04663) and Shardy's factors.
@@ -190,7 +198,8 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
     # One tensor of a list stands for all: PyTorch writes every one down for each overload in vain.
     real, named = map_call(args, kwargs, list, lambda each: each[:1] if _is_list(each) else each)
-    real, named = map_call(real, named, Meta, make)
+    with unseen(), torch._C.DisableTorchFunction():
+        real, named = map_call(real, named, Meta, make)
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *real, **named)
     except RuntimeError as error:

@@ -22,7 +22,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
-from fshard.ops.call import Meta, fill_call, parts_of
+from fshard.ops.call import Meta, fill_call, parts_of, unseen
 from fshard.ops.followers import follow
 from fshard.ops.functional import Held, check_writes, functional, writes
 from fshard.ops.inner import Above, Below, TakesGradients, custom_functions
@@ -103,7 +103,7 @@ def trace(
     gradients are asked for one that calls a custom `autograd.Function`.
     """
     made = None
-    with _ONE_AT_A_TIME, custom_functions(any(wanted), traces, where):
+    with _ONE_AT_A_TIME, unseen(), custom_functions(any(wanted), traces, where):
         if above:
             with suppress(TakesGradients):
                 made = _traced(fn, metas, where, above, wanted, devices, Above())

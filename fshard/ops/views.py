@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fshard.ops.build import axes_of, moved, unmoved, wrap
-from fshard.ops.call import Call, argument, base_name
+from fshard.ops.call import Call, Meta, argument, base_name, dry
 from fshard.ops.local import Here, LocalCall, Rewritten, resized
 from fshard.ops.registry import register_rule
 from fshard.ops.reshaping import letters, reshaping
@@ -115,8 +115,8 @@ def _shaped(call: Call) -> tuple[Mode, ...]:
 def permuting(call: Call) -> Rule:
     """Where every dim goes is asked of the operation, on a tensor with no two sizes alike."""
     sizes = range(2, 2 + call.operands[0].ndim)
-    marked = torch.empty(tuple(sizes), dtype=call.operands[0].dtype, device="meta")
-    shape = call.op(marked, *call.args[1:], **call.kwargs).shape
+    marked = Meta(tuple(sizes), call.operands[0].dtype)
+    shape = dry(call.op, (marked, *call.args[1:]), call.kwargs, "meta").shape
     return keeping(call, [size - 2 for size in shape])
 
 

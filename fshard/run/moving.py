@@ -31,6 +31,7 @@ from fshard.run.transport import (
     notify,
     stacked,
 )
+from fshard.run.uncompiled import uncompiled
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.tree import is_pair
 
@@ -39,6 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
+PLANS = "it plans with the sizes of its spec: call it outside of what torch.compile traces"
 
 
 def _absent(spec: Spec, rank: int) -> str | None:
@@ -122,6 +124,7 @@ def _check_linear(spec: Spec, where: str) -> None:
              "averages are linear", "detach() it, or shard it as P() and reduce later")  # fmt: skip
 
 
+@uncompiled(PLANS)
 def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     """A global tensor that this process holds whole, as a pair: slices, no traffic.
 
@@ -154,6 +157,7 @@ def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     return tuple(own(each, [x]) for each in shards)
 
 
+@uncompiled(PLANS)
 def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     """The global tensor of a pair, on every rank: gathers and reduces. Differentiable.
 
@@ -172,6 +176,7 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     return own(whole, shards)
 
 
+@uncompiled(PLANS)
 def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
     """A pair in another layout: plans with `fs.redistribute` (its options) and runs.
 
