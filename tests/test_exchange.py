@@ -284,6 +284,30 @@ def test_other_reductions(pair: tuple[Spec, Spec]) -> None:
     assert prog.is_linear == (not src.partition.unreduced and not dst.partition.unreduced)
 
 
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "product"])
+@pytest.mark.parametrize("shape", [(6, 2), (5, 3)], ids=str)
+def test_ranks_make_addends_of_shards(shape: tuple[int, ...], kind: str) -> None:
+    """And shards of reduced copies, as the reference does: every element in its place."""
+    mesh, dtype = Mesh(x=2, y=3), torch.float64 if kind == "avg" else torch.int64
+    shares = "avg" if kind == "avg" else "sum"
+
+    def typed(spec: Spec) -> Spec:
+        p = spec.partition
+        states = dict.fromkeys(p.unreduced, kind), dict.fromkeys(p.reduced, shares)
+        partition = P(*p.partitions, unreduced=states[0], reduced=states[1])
+        return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
+
+    found = [pair for pair in pairs_on(mesh, shape, "chunk") if allowed(*pair)]
+    for src, dst in [pair for pair in found if turned_axes(*pair)][::3]:
+        prog = Program(typed(src), (exchange(typed(src), typed(dst)),))
+        x = helpers.random_locals(prog.src)
+        made = prog(tuple(x))
+        assert all(map(torch.equal, made, simulate(prog, x)))
+        if kind in ("sum", "avg"):
+            y = helpers.random_locals(prog.dst.dual, seed=1)
+            assert all(map(torch.equal, prog.T(tuple(y)), simulate(prog.T, y)))
+
+
 AVERAGES = [
     ("f64[12]{unreduced: x=avg}", "f64[12@x]"),
     ("f64[12]{unreduced: x=avg, y}", "f64[12@y]{reduced: x}"),

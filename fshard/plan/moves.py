@@ -464,7 +464,10 @@ class Moves:
                 yield move
 
     def find_aims(self, unreduced: Kinds, shards: frozenset[str]) -> list[Aim]:
-        """The layouts to exchange to where so much is unreduced, and sharded of what will be."""
+        """The layouts to exchange to where so much is unreduced, and sharded of what will be.
+
+        Shards become addends on the way, or else copies, where ranks would receive unlike much.
+        """
         problem = self.problem
         found: dict[State, Aim] = {}
         for goal, some in itertools.product(self.ends, (shards, ()) if shards else ((),)):

@@ -9,6 +9,19 @@ what keeps the search away from most of the layouts that there are. It does not 
 number of devices. After Rink et al. (arXiv 2112.01075), whose normal form (slices, then moves,
 gathers last) is what comes out wherever bytes outweigh launches.
 
+Addends are made by steps of their own, or by the exchange that moves their elements. The exchange
+leaves each at its place along the axes that become unreduced, and so receives what its transpose
+sends of reduced copies. Where no other axes cut a dim that such an axis leaves, all ranks receive
+the same, less than in an exchange to whole copies. Elsewhere some rank holds nothing of what it
+needs: to shards that are embedded afterwards each receives its share and no more, so that nothing
+is gained but a copy, which is looked for on few ranks.
+
+So of even layouts without invariant axes the bytes of a plan are those of the plan for the
+cotangents, from the dual of its target to that of its source. Seconds are alike but for local
+copies (a slice reads a part of what its transpose fills up with zeros), for messages of tensors so
+small that these count, and where one of the two has addends and the other none: there no zeros
+are added, which would change the signs of zeros.
+
 After so many edges that planning would be felt (thousands, on four axes and more), only what is
 better by a growing share is looked for. Ties are broken by the number of steps, then by the order
 of the edges: the result is deterministic.

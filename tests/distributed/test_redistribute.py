@@ -66,6 +66,9 @@ def on_mesh() -> list[Program]:
         (P("x", unreduced={"y"}), P(None, "x", unreduced={"y"}), None),
         (P("x", unreduced={"y": "avg"}), P("y", reduced={"x": "avg"}), cuts),
         (P(unreduced={"x", "y"}), P(reduced={"x"}), None),
+        (P(("x", "y")), P(None, "x", unreduced={"y"}), None),
+        (P("y", reduced={"x": "avg"}), P(("x", "y")), None),
+        (P("y", unreduced={"x"}), P("x", unreduced={"y": "avg"}), {0: (5, 2)}),
     ]
     progs = [exchange(spec(mesh, a), spec(mesh, b, sizes)) for a, b, sizes in layouts]
     whole = Spec(mesh, P("x", "y"), shape=(6, 6, 6, 6), dtype=torch.float64)
