@@ -138,7 +138,8 @@ class _Walk:
 
     def whole(self, tensor: torch.Tensor, out: int) -> Known:
         spec = Spec(self.mesh, PartitionSpec(), shape=tuple(tensor.shape), dtype=tensor.dtype)
-        return Known(spec, False, {spec: out})
+        # What a function closes over may be a parameter; what it makes is fake, and none.
+        return Known(spec, self.grad and tensor.requires_grad, {spec: out})
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         op = node.target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,6 +120,20 @@ def _refs(line: Line) -> list[int]:
             return [line.target.at, line.source.at]
         case _:
             return []
+
+
+def with_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Line]:
+    """The lines, with gradients only where they come back to from some outputs."""
+    flows = set(outputs)
+    found: list[Line] = []
+    for line in reversed(lines):
+        out = getattr(line, "out", None)
+        flows.update(_refs(line) if out in flows else ())
+        if isinstance(line, Move) and line.grad and out not in flows:
+            found.append(replace(line, grad=False))
+        else:
+            found.append(line)
+    return found[::-1]
 
 
 def write(local: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from fshard.ops.assign import Assigned, Known, assign, brought
 from fshard.ops.call import Meta, name_of, parts_of
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen, numbers
-from fshard.ops.lines import Ref, Write
+from fshard.ops.lines import Ref, Write, with_gradients_of
 from fshard.ops.measure import lines_time
 from fshard.ops.partitioned import Other, Partitioned
 from fshard.ops.trace import Traced, refuse_autocast, trace
@@ -275,21 +275,24 @@ class Partition:
         asked = self._asked(shape)
         count = len(asked)
         asked += [inputs[at][0] if at in wrote else None for at in traced.written]
-        made, outputs, out_specs = self._laid(traced.graph, inputs, how, asked)
+        made, outputs, out_specs, grad = self._laid(traced.graph, inputs, how, asked, count)
         for at, value in zip(traced.written, outputs[count:], strict=True):
             if at in wrote:
                 made.lines.append(Write(Ref(made.inputs[at]), Ref(value), names[at]))
         return Partitioned(
             self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs[:count]),
             tuple(made.inputs), tuple(outputs[:count]), wrote, shape, self.topology,
-            any(how.wanted), traced.graph, names,
+            grad, traced.graph, names,
         )  # fmt: skip
 
     def _laid(
         self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], how: _How,
-        asked: Sequence[Any],
-    ) -> tuple[Assigned, list[Any], list[Spec | None]]:  # fmt: skip
+        asked: Sequence[Any], count: int,
+    ) -> tuple[Assigned, list[Any], list[Spec | None], bool]:  # fmt: skip
         """The lines of a graph: those of the least time, where there are wishes to follow or not.
+
+        The values and specs of its results, and whether one of the first `count` has a gradient;
+        the others are written.
 
         A wish that what every rank computes whole be cut saves work, and may cost a gather where
         something else needs it whole.
@@ -307,9 +310,12 @@ class Partition:
                 wishes=found,
                 bold=bold,
             )
-            ways.append((made, *self._finish(made, results, asked)))
+            outputs, specs, grads = self._finish(made, results, asked)
+            flows = [at for at, flow in zip(outputs, grads[:count], strict=False) if flow]
+            made.lines = with_gradients_of(made.lines, flows)
+            ways.append((made, outputs, specs, bool(flows)))
         return min(ways, key=lambda way: lines_time(
-            way[0].lines, self.mesh, self.topology, grad=any(how.wanted)))  # fmt: skip
+            way[0].lines, self.mesh, self.topology, grad=way[3]))  # fmt: skip
 
     def _traced(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], others: Any,
@@ -354,15 +360,20 @@ class Partition:
 
     def _finish(
         self, made: Assigned, results: Sequence[Any], asked: Sequence[Any]
-    ) -> tuple[list[Any], list[Spec | None]]:
-        """The values that come out, brought to `out_specs` where they are given."""
+    ) -> tuple[list[Any], list[Spec | None], list[bool]]:
+        """The values that come out, brought to `out_specs` where they are given.
+
+        And whether they have gradients.
+        """
         outputs: list[Any] = []
+        grads: list[bool] = []
         specs: list[Spec | None] = []
         problems: list[Problem] = []
         for at, (value, p) in enumerate(zip(results, asked, strict=True)):
             if not isinstance(value, Known):
                 outputs.append(Other(value))
                 specs.append(None)
+                grads.append(False)
                 continue
             spec = value.spec
             try:
@@ -373,8 +384,9 @@ class Partition:
                 continue
             outputs.append(brought(made, value, spec, self.topology, grad=True))
             specs.append(spec)
+            grads.append(value.grad)
         raise_if(f"{self.where}: out_specs", problems)
-        return outputs, specs
+        return outputs, specs, grads
 
 
 def _tensors(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:

@@ -38,7 +38,7 @@ class Partitioned:
 
     `in_specs` and `out_specs` are those of the leaves of arguments and results, None where a
     result is no tensor; `written` are the places of the leaves that are written; `grad` says
-    whether gradients were asked for, `source` is the traced graph before layouts, `names` are the
+    whether results have gradients, `source` is the traced graph before layouts, `names` are the
     paths of the arguments' leaves.
     """
 
@@ -97,6 +97,13 @@ class Partitioned:
 
     def run(self, locals_: Sequence[Any]) -> list[Any]:
         """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
+        if self.grad or not torch.is_grad_enabled():
+            return self._run(locals_)
+        # No result has a gradient, as of a training step: nothing need be kept for one.
+        with torch.no_grad():
+            return self._run(locals_)
+
+    def _run(self, locals_: Sequence[Any]) -> list[Any]:
         for each in locals_:
             if not isinstance(each, torch.Tensor):
                 break
