@@ -76,7 +76,9 @@ class Mesh:
                  "Mesh(dp=2, tp=4) or Mesh({'dp': 2, 'tp': 4})")  # fmt: skip
         grid = {**(shape or {}), **axes}
         problems = [
-            Problem(f"axis {name!r} of size {size!r}", "an axis has at least 1 device",
+            Problem(f"axis {name!r} of size {size!r}",
+                    "an axis has at least 1 device" if type(size) is int
+                    else "an axis has a whole number of devices, an int",
                     f"Mesh({name}=1) or leave the axis out")
             for name, size in grid.items()
             if not isinstance(size, int) or isinstance(size, bool) or size < 1

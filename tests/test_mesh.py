@@ -230,6 +230,7 @@ MESH = Mesh(data=2, model=4)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Mesh(x=1.5), "an axis has a whole number of devices, an int"),  # type: ignore[arg-type]
         (lambda: Mesh(x=0), r"axis 'x' of size 0\n  rule:  an axis has at least 1 device"),
         (lambda: Mesh(x=True), "axis 'x' of size True"),
         (lambda: Mesh({"x": 2.0}), "axis 'x' of size 2.0"),
