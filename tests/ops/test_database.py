@@ -20,8 +20,8 @@ from fshard.ops.rule import rule
 from tests.ops_database import COLUMNS, case_of, cases, layouts, named, op_db, try_layout
 
 PARTS = 12
-UNSUPPORTED = 40
-"""OpInfos of all that raise on some layout: never more."""
+UNSUPPORTED = 20
+"""OpInfos of all whose first sample raises on some layout: never more."""
 
 FAST = [place for place, op in enumerate(op_db) if op.name.isidentifier()][::2]
 
@@ -32,7 +32,7 @@ DTYPES = (torch.int64, torch.bool, torch.complex128, torch.float16, torch.bfloat
 def outcomes(
     op: Any, samples: int, most: int, dtype: torch.dtype | None = None
 ) -> tuple[list[str], bool]:
-    """What is wrong with an OpInfo, and whether some layout of it raises."""
+    """What is wrong with an OpInfo, and whether some layout of its first sample raises."""
     wrong, raises = [], False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -43,7 +43,7 @@ def outcomes(
                 few = replace(column, limit=min(column.limit, most))
                 for specs in layouts(case, few):
                     made = try_layout(case, specs, gradients=column.name.startswith("uneven"))
-                    raises = raises or made.word == "raises"
+                    raises = raises or (made.word == "raises" and not case.number)
                     wrong += [made.text] if made.word == "wrong" else []
     return wrong, raises
 
