@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -104,9 +105,10 @@ def test_exchanges_of_every_even_pair(src: Spec) -> None:
 
 
 def exchangeable(src: Spec, dst: Spec) -> Spec:
-    """A target like `dst` that one exchange from `src` can make: it leaves addends, makes none."""
-    q, before = dst.partition, src.partition.unreduced
-    stay = {a: kind for a, kind in q.unreduced_kinds if src.mesh == dst.mesh and a in before}
+    """A target like `dst` that one exchange from `src` can make: it leaves addends, or shards."""
+    p, q = src.partition, dst.partition
+    may = {*p.unreduced, *itertools.chain(*p.dims)} if src.mesh == dst.mesh else set()
+    stay = {axis: kind for axis, kind in q.unreduced_kinds if axis in may}
     return dst._with(partition=P(*q.partitions, unreduced=stay, reduced=q.reduced))
 
 

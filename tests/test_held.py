@@ -10,6 +10,7 @@ from fshard.partition_spec import PartitionSpec
 from fshard.plan.held import MOST_RANKS, Held
 from fshard.plan.search import search
 from fshard.plan.state import Problem
+from fshard.program.boxes import reduced_axes
 from fshard.program.cost import traffic
 from fshard.program.steps import Exchange
 from fshard.spec import Spec
@@ -28,6 +29,30 @@ def test_exchanges_move_what_specs_say(mesh: Mesh) -> None:
         if not problem.even:
             found = problem.traffic(step, problem.start, problem.goal, addends)
             assert found == traffic(step, src, dst), f"{src} -> {dst}"
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("lengths", [(12, 10), (48, 48)], ids=["uneven", "even"])
+def test_exchanges_that_make_addends_move_what_specs_say(
+    mesh: Mesh, lengths: tuple[int, int]
+) -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        src, dst = (_spec(draw, mesh, addends=True) for _ in range(2))
+        p, q = src.partition, dst.partition
+        may = {*p.unreduced, *itertools.chain(*p.dims)}
+        dst = dst.replace(partition=PartitionSpec(*q.partitions, unreduced=may & {*q.unreduced}))
+        if lengths == (48, 48):
+            src, dst = (Spec(mesh, each.partition, shape=lengths) for each in (src, dst))
+        for a, b in ((src, dst), (dst.dual, src.dual)):
+            problem, step = Problem(a, b, None, None, frozenset()), Exchange(b.partition, b.sizes)
+            addends = mesh.axis_size(reduced_axes(a, b))
+            turned = problem.turned(problem.start, problem.goal)
+            found = problem.exchanged_by_rank(problem.start, problem.goal, addends, turned)
+            moved = traffic(step, a, b)
+            assert (found.sent, found.received) == (moved.sent, moved.received), f"{a} -> {b}"
+            closed = problem.exchanged(problem.start, problem.goal, addends, turned)
+            assert not problem.even or closed in (None, moved), f"{a} -> {b}"
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
