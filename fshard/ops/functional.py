@@ -217,13 +217,12 @@ def check_writes(
     had not been; a new value has none. `grad` says whether gradients are tracked at first.
     Raises `ShardingError` for writes to tensors that the function closes over.
     """
-    flows: dict[fx.Node, frozenset[int]] = {}
+    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    own = {node: frozenset((at,)) for at, node in enumerate(arguments) if _is_inexact(node)}
+    flows = dict(own)
     found: list[tuple[str, frozenset[int]]] = []
-    arguments, tracked = 0, _NONE
+    tracked = _NONE
     for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            flows[node] = frozenset((arguments,)) if _is_inexact(node) else _NONE
-            arguments += 1
         if node.target is torch._C._set_grad_enabled:
             grad = node.args[0]
         if node.op != "call_function":
@@ -231,11 +230,13 @@ def check_writes(
         passes = grad and base_name(node.target) not in NO_GRADIENT
         before = [flows.get(each, _NONE) for each in node.all_input_nodes if passes]
         into = _NONE.union(*before)
+        statistics = _statistics(node)  # which have no gradient
         for target in writes(node):
             lost, root, cut = _lost(target, node, flows, grad)
             found += lost
-            tracked |= flows[root] if root.op == "placeholder" and not cut else _NONE
-            flows.update((each, flows.get(each, _NONE) | into) for each in _memory(target))
+            if target not in statistics:
+                tracked |= _NONE if cut else own.get(root, _NONE)
+                flows.update((each, flows.get(each, _NONE) | into) for each in _memory(target))
         flows[node] = into if _is_inexact(node) else _NONE
     return found, tracked
 

@@ -210,6 +210,21 @@ def test_running_statistics_are_those_of_the_whole_batch() -> None:
     assert written == [f"args[0]['{name}']" for name in names if name != "3.num_batches_tracked"]
 
 
+def test_statistics_that_are_written_twice_ask_for_no_gradient() -> None:
+    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        y = torch.nn.functional.batch_norm(x, mean, var, training=True)
+        y = torch.nn.functional.batch_norm(y * x, mean, var, training=True)
+        return y - mean
+
+    x = sample(4, 4).requires_grad_()
+    part = fs.partition(fn, mesh=MESH, in_specs=(P("dp"), P(), P()))
+    given, right = ([torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)] for _ in range(2))
+    made, whole = part(x, *given), fn(x, *right)
+    torch.testing.assert_close((made, given), (whole, right))
+    one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, whole))
+    torch.testing.assert_close(one, other)
+
+
 def test_lists_of_arguments_are_written_by_their_parts() -> None:
     torch.manual_seed(0)
     shapes = [(4, 8), (8,), (8, 4)]
