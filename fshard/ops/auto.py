@@ -1,17 +1,18 @@
 """`auto`: the layouts of a function's arguments, chosen by what a step would take.
 
 In two passes. The first labels the function's graph with one role for every operation and one
-state for every argument, mesh axis after mesh axis, so that moving, computing and the gradient's
-way back take the least together: exactly, by eliminating variables (`fshard.ops.elimination`). It
-weighs every use of a value for itself. The second lays the function out for real, as `fs.partition`
-does, where what is moved once is moved once, and changes arguments one by one while that helps.
-After Alpa (arXiv 2201.12023) and PyTorch's AutoParallel, whose integer programs are per mesh, not
-per axis.
+state for every argument, mesh axis after mesh axis, or several as one, so that moving, computing
+and the gradient's way back take the least together: exactly, by eliminating variables
+(`fshard.ops.elimination`). It weighs every use of a value for itself. The second lays the function
+out for real, as `fs.partition` does, where what is moved once is moved once: all choices where they
+are few, else it changes arguments one by one while that helps. After Alpa (arXiv 2201.12023) and
+PyTorch's AutoParallel, whose integer programs are per mesh, not per axis.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from fshard.ops.partitioned import Partitioned
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
 from fshard.ops.weigh import compute_time, moving, nbytes
 from fshard.partition_spec import PartitionSpec
-from fshard.program.cost import max_local_nbytes
+from fshard.program.cost import gathered, max_local_nbytes, seconds
 from fshard.program.program import as_topology
 from fshard.program.topology import Topology
 from fshard.spec import Spec
@@ -42,6 +43,8 @@ from fshard.units import bytes_text, time_text
 
 __all__ = ["Auto", "auto", "step_memory", "step_time"]
 
+FEW = 1024
+"""So many choices are all laid out."""
 BEGINS = 2
 """So many of the first choices are changed argument by argument."""
 PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
@@ -184,11 +187,19 @@ class _Search:
             self.weigh(choice)
         graph = self.seen[start][3].source
         assert graph is not None
-        for price, axes in itertools.product(
+        for price, order in itertools.product(
             PRICES if self.memory is not None else PRICES[:1], _orders(self.mesh)
         ):
             if time.monotonic() < until:
-                self.weigh(_Labels(graph, self, price).run(axes))
+                self.weigh(_Labels(graph, self, price).run(order))
+        listed = [
+            [p] if at in self.fixed or self.metas[at] is None else self.layouts(at)
+            for at, p in enumerate(start)
+        ]
+        if math.prod(map(len, listed)) <= FEW:
+            for choice in itertools.product(*listed):
+                if time.monotonic() < until:
+                    self.weigh(choice)
         begins = sorted(self.seen, key=self.rank)[:BEGINS]
         for begun in dict.fromkeys((*begins, *([smallest] if self.memory is not None else []))):
             choice, better = begun, self.improved(begun, until)
@@ -214,7 +225,7 @@ class _Search:
         parts = lambda p: self.mesh.axis_size(p.axes)  # noqa: E731
         return tuple(
             self.fixed.get(at, None if meta is None else max(
-                sorted(self.layouts(at), key=lambda p: [not axes for axes in p.dims]), key=parts))
+                sorted(self.layouts(at), key=lambda p: [-len(axes) for axes in p.dims]), key=parts))
             for at, meta in enumerate(self.metas)
         )  # fmt: skip
 
@@ -284,9 +295,23 @@ def _meta(leaf: Any) -> Meta | None:
     return None
 
 
-def _orders(mesh: Mesh) -> list[tuple[str, ...]]:
-    """The orders in which axes are labelled: all of few."""
-    return list(itertools.permutations(mesh.axes))[:6]
+MOST_ORDERS = 24
+
+
+def _orders(mesh: Mesh) -> list[tuple[tuple[str, ...], ...]]:
+    """The axes in the orders in which they are labelled: alone, several as one, or left out.
+
+    What every axis is best at alone may be worse than one cut by all of them, or by some.
+    """
+    orders = itertools.islice(itertools.permutations(mesh.axes), 6)
+    found: list[tuple[tuple[str, ...], ...]] = [
+        tuple((axis,) for axis in order) for order in orders
+    ]
+    for count in range(len(mesh.axes), 0, -1):
+        for some in itertools.combinations(mesh.axes, count):
+            rest: list[tuple[str, ...]] = [(axis,) for axis in mesh.axes if axis not in some]
+            found += [(some, *rest), (*rest, some), (some,)]
+    return list(dict.fromkeys(found))[:MOST_ORDERS]
 
 
 # -- labels ---------------------------------------------------------------------------------
@@ -294,10 +319,11 @@ def _orders(mesh: Mesh) -> list[tuple[str, ...]]:
 
 @dataclass(slots=True)
 class _Value:
-    """A tensor in the labelling: its variable, and its state under each of the labels."""
+    """A tensor in the labelling: its variable, its state under each label; `grad` if it has one."""
 
     variable: int
     states: list[State]
+    grad: bool
 
 
 class _Labels:
@@ -311,38 +337,38 @@ class _Labels:
             [[] for _ in range(m.ndim)] for m in search.metas if m is not None
         ]
 
-    def run(self, axes: Sequence[str]) -> tuple[Any, ...]:
-        for axis in axes:
-            self.axis(axis)
+    def run(self, order: Sequence[tuple[str, ...]]) -> tuple[Any, ...]:
+        for axes in order:
+            self.label(axes)
         mine = iter(self.dims)
-        order = {axis: at for at, axis in enumerate(self.search.mesh.axes)}
+        places = {axis: at for at, axis in enumerate(self.search.mesh.axes)}
         choice: list[Any] = []
         for at, meta in enumerate(self.search.metas):
             if meta is None:
                 choice.append(None)
                 continue
-            cut = [tuple(sorted(each, key=order.__getitem__)) or None for each in next(mine)]
+            cut = [tuple(sorted(each, key=places.__getitem__)) or None for each in next(mine)]
             choice.append(self.search.fixed.get(at, PartitionSpec(*cut)))
         return tuple(choice)
 
-    def axis(self, axis: str) -> None:
-        """Label the graph for one axis, and count what it cuts."""
+    def label(self, axes: tuple[str, ...]) -> None:
+        """Label the graph for one axis, or for several as one, and count what is cut."""
         made, values = Labelling(), dict[fx.Node, Any]()
         nodes: list[tuple[fx.Node, int, list[Any]]] = []
         inputs = iter(at for at, m in enumerate(self.search.metas) if m is not None)
         for node in self.graph.graph.nodes:
             if node.op == "placeholder":
-                values[node] = self.input(made, node, next(inputs), axis)
+                values[node] = self.input(made, node, next(inputs), axes)
                 nodes.append((node, values[node].variable, values[node].states))
             elif node.op == "call_function":
-                self.operation(made, node, axis, values, nodes)
+                self.operation(made, node, axes, values, nodes)
         labels, _ = made.solve()
-        n, place = self.search.mesh.shape[axis], 0
+        n, place = self.search.mesh.axis_size(axes), 0
         for node, variable, options in nodes:
             picked = options[labels[variable]]
             if node.op == "placeholder":
                 if picked.word == "sharded":
-                    self.dims[place][picked.dim].append(axis)
+                    self.dims[place][picked.dim] += axes
                     self.cut[node] = self.cut.get(node, 1) * n
                     self.factors[node, picked.dim] = self.factors.get((node, picked.dim), 1) * n
                 place += 1
@@ -351,8 +377,8 @@ class _Labels:
                 key = node, picked.factor
                 self.factors[key] = self.factors.get(key, 1) * n
 
-    def input(self, made: Labelling, node: fx.Node, at: int, axis: str) -> _Value:
-        meta, n = self.search.metas[at], self.search.mesh.shape[axis]
+    def input(self, made: Labelling, node: fx.Node, at: int, axes: tuple[str, ...]) -> _Value:
+        meta, n = self.search.metas[at], self.search.mesh.axis_size(axes)
         assert meta is not None
         states = [INVARIANT] + [
             State("sharded", dim) for dim, size in enumerate(meta.shape)
@@ -361,14 +387,14 @@ class _Labels:
         fixed = self.search.fixed.get(at)
         if fixed is not None:
             p = fixed.partition if isinstance(fixed, Spec) else fixed
-            held = [State("sharded", d) for d, axes in enumerate(p.dims) if axis in axes]
-            states = held or [INVARIANT]
+            held = [State("sharded", d) for d, cut in enumerate(p.dims) if {*axes} & {*cut}]
+            states = held[:1] or [INVARIANT]
         local = nbytes(meta) // self.cut.get(node, 1)
         weights = [self.price * local / (1 if s == INVARIANT else n) for s in states]
-        return _Value(made.variable(weights), states)
+        return _Value(made.variable(weights), states, self.search.wants[at])
 
     def operation(
-        self, made: Labelling, node: fx.Node, axis: str, values: dict[fx.Node, Any],
+        self, made: Labelling, node: fx.Node, axes: tuple[str, ...], values: dict[fx.Node, Any],
         nodes: list[tuple[fx.Node, int, list[Any]]],
     ) -> None:  # fmt: skip
         """The variable of an operation, and its ties to those of its operands."""
@@ -381,7 +407,7 @@ class _Labels:
         if found is None:
             return
         call, rule, operands = found
-        n, topology = self.search.mesh.shape[axis], self.search.topology
+        n, topology = self.search.mesh.axis_size(axes), self.search.topology
         if rule is None:
             roles = [
                 Role("invariant", (INVARIANT,) * len(operands), (INVARIANT,) * len(call.results))
@@ -395,19 +421,21 @@ class _Labels:
         work /= self.cut.get(node, 1)
         variable = made.variable([work / (n if role.factor else 1) for role in roles])
         nodes.append((node, variable, roles))
-        link = topology.link(self.search.mesh, axis)
+        link = topology.link(self.search.mesh, axes)
+        grad = False
         for place, (operand, meta) in enumerate(zip(operands, call.operands, strict=True)):
             value = values.get(operand)
             if not isinstance(value, _Value):
                 continue
-            whole = nbytes(meta) // self.cut.get(operand, 1)
+            grad = grad or value.grad
+            cut = self.cut.get(operand, 1)
             table = [
-                [self.way(link, n, have, role.operands[place], whole, meta.dtype.itemsize)
+                [self.way(link, n, have, role.operands[place], meta, cut, value.grad)
                  for role in roles] for have in value.states
             ]  # fmt: skip
             made.pair(value.variable, variable, table)
         states = [
-            _Value(variable, [_led(role.results[at]) for role in roles])
+            _Value(variable, [_led(role.results[at]) for role in roles], grad)
             for at in range(len(call.results))
         ]
         single = len(states) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
@@ -421,13 +449,23 @@ class _Labels:
         leads = all(s is None or s.place == 0 for s in (*role.operands, *role.results))
         return leads and sizes[role.factor] > 0 and sizes[role.factor] % (n * taken) == 0
 
-    def way(self, link: Any, n: int, have: State, asked: State, whole: int, item: int) -> float:
-        """Seconds of a value's way to an operand, and of the gradient's way back."""
+    def way(
+        self, link: Any, n: int, have: State, asked: State, meta: Meta, cut: int, grad: bool
+    ) -> float:
+        """Seconds of a value's way to an operand, and of the gradient's way back if it has one.
+
+        The value is in `cut` parts on other axes.
+        """
         if asked.word == "any":
             return 0.0
-        local = whole // n if have.word == "sharded" else whole
-        weight = moving(self.search.topology, link, n, have, _led(asked), local, item)
-        return weight.time + weight.back
+        topology, local = self.search.topology, nbytes(meta) // cut
+        local = local // n if have.word == "sharded" else local
+        weight = moving(topology, link, n, have, _led(asked), local, meta.dtype.itemsize)
+        back = weight.back
+        if (have.word, asked.word) == ("invariant", "sharded"):
+            # Slicing sends nothing; the gradients of the slices are gathered.
+            back = seconds(topology, link, gathered(n, local // n), local)
+        return weight.time + (back if grad else 0.0)
 
 
 def _counts(role: Role) -> bool:

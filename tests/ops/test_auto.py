@@ -14,6 +14,7 @@ import fshard as fs
 from fshard import Mesh, P, PartitionSpec
 from fshard.ops.auto import step_memory, step_time
 from fshard.ops.elimination import Labelling
+from tests.benchmarks import bench_auto
 from tests.ops import blocks
 from tests.ops.test_partition import BLOCKS, mlp
 
@@ -94,6 +95,23 @@ def test_fixed_arguments_stay_as_they_are_and_memory_bounds() -> None:
     assert found.in_specs[1] == P("x")
     with pytest.raises(fs.ShardingError, match="the smallest takes"):
         fs.auto(mlp, Mesh(x=4), [p, x], memory=10)
+
+
+@pytest.mark.parametrize("kind", ["node", "cluster"])
+@pytest.mark.parametrize("name", ["shared", "three times", "softmax", "norm", "losses", "gram"])
+def test_of_few_choices_the_best_is_taken(name: str, kind: str) -> None:
+    """Operands that are shared, and ways that part and meet again, on two axes."""
+    program = bench_auto.PROGRAMS[name]
+    found = bench_auto.compared(program, Mesh(x=2, y=2), bench_auto.TOPOLOGIES[kind])
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("name", ["gated", "wide chain", "shared", "norm"])
+def test_labels_and_descent_alone_come_near_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fshard.ops.auto.FEW", 0)
+    program = bench_auto.PROGRAMS[name]
+    least, spent, *_ = bench_auto.compared(program, Mesh(x=2, y=2), fs.Topology.cluster(2))
+    assert spent <= 1.15 * least
 
 
 def test_labelling_is_exact() -> None:
