@@ -322,7 +322,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str, str, str, str]] = {
                "p is a number from 0 to 1", "p=0.5, say"),
     "rates": (lambda: fs.random.bernoulli(KEY, 4, torch.ones(4)),  # type: ignore[arg-type]
               "fs.random.bernoulli", "p of shape (4,)", "p is a number from 0 to 1",
-              "fs.random.uniform(key, p) < p where it is a tensor"),
+              "fs.random.uniform(key, p.float()) < p where it is a tensor"),
     "a table": (lambda: fs.random.permutation(KEY, (3, 4)),  # type: ignore[arg-type]
                 "fs.random.permutation", "a shape of 2 dims", "numbers stand in one dim",
                 "permutation(key, n), and take rows by it"),

@@ -136,7 +136,7 @@ DRAWS = {
         "randn_like normal normal_functional log_normal"
     ),
     "fs.random.randint(key, spec, low, high) draws by a key": "randint_like random",
-    "fs.random.uniform(key, spec) < p draws by a key": "bernoulli",
+    "fs.random.uniform(key, spec) < p draws by a key, in float32": "bernoulli",
     "fs.random.exponential(key, spec) draws by a key": "exponential geometric multinomial",
 }
 """Operations that draw, by what draws by a key in their place, or what they are made of."""

@@ -226,7 +226,7 @@ def bernoulli(
 ) -> Any:
     """True with probability `p`, as booleans; else as `uniform`. `jax.random.bernoulli`.
 
-    Where `p` is a tensor, `uniform(key, p) < p`.
+    Where `p` is a tensor, `uniform(key, p.float()) < p`: numbers of half precision are too few.
 
     >>> bernoulli(key(42), (3,), 0.5)
     tensor([ True, False, False])
@@ -310,9 +310,11 @@ def permutation(
 def _rate_problems(p: object) -> list[Problem]:
     if isinstance(p, int | float) and 0 <= p <= 1:
         return []
-    given = f"p of shape {tuple(p.shape)}" if isinstance(p, torch.Tensor) else f"p={p!r}"
-    return [Problem(given, "p is a number from 0 to 1", "fs.random.uniform(key, p) < p where it "
-                    "is a tensor" if isinstance(p, torch.Tensor) else "p=0.5, say")]  # fmt: skip
+    rule = "p is a number from 0 to 1"
+    if isinstance(p, torch.Tensor):
+        fix = "fs.random.uniform(key, p.float()) < p where it is a tensor"
+        return [Problem(f"p of shape {tuple(p.shape)}", rule, fix)]
+    return [Problem(f"p={p!r}", rule, "p=0.5, say")]
 
 
 # -- where they lie -------------------------------------------------------------------------

@@ -211,6 +211,17 @@ def _normal(
 # -- tensors that are written ---------------------------------------------------------------
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """What thresholds and tails are drawn in: half precision draws 128 numbers, or 1024."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
+def _races(key: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exponential numbers; in the place of zero, which none is, the middle of what becomes it."""
+    drawn: Tensor = exponential(key, x, dtype=dtype)
+    return drawn.clamp_(min=torch.finfo(dtype).eps / 2)
+
+
 def _written(name: str, draw: Callable[..., Any]) -> None:
     """A method that overwrites its tensor with what `draw` makes of it."""
 
@@ -240,7 +251,7 @@ def _whole(key: Tensor, x: Tensor, *given: int | None, **names: int | None) -> T
 
 
 def _true(key: Tensor, p: Tensor) -> Tensor:
-    drawn: Tensor = uniform(key, p) < p
+    drawn: Tensor = uniform(key, p, dtype=_wide(p)) < p
     return drawn
 
 
@@ -260,18 +271,18 @@ def _log_normal(key: Tensor, x: Tensor, mean: float = 1.0, std: float = 2.0) -> 
 
 
 def _exponential(key: Tensor, x: Tensor, lambd: float = 1.0) -> Any:
-    # Not zero, which no exponential number is and of which there is no logarithm.
-    return exponential(key, x).clamp_(min=torch.finfo(x.dtype).tiny) / lambd
+    return _races(key, x, _wide(x)) / lambd
 
 
 def _geometric(key: Tensor, x: Tensor, p: float) -> Any:
-    dtype = x.dtype if x.is_floating_point() else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     return (exponential(key, x, dtype=dtype) / -math.log1p(-p)).floor() + 1
 
 
 def _cauchy(key: Tensor, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Any:
-    least = torch.finfo(x.dtype).eps
-    return (uniform(key, x, minval=least) - 0.5).mul(math.pi).tan() * sigma + median
+    dtype = _wide(x)
+    drawn = uniform(key, x, minval=torch.finfo(dtype).eps, dtype=dtype) - 0.5
+    return drawn.mul(math.pi).tan() * sigma + median
 
 
 _OVERWRITING: dict[str, Callable[..., Any]] = {
@@ -294,13 +305,16 @@ def _bernoulli(keys: Keys, x: Tensor, p: float | None = None) -> Tensor:
 
 @_instead("multinomial")
 def _multinomial(keys: Keys, x: Tensor, num_samples: int, replacement: bool = False) -> Any:
-    """By the first of races: an exponential number over its weight; repeated, by the sums."""
+    """By the first of races: an exponential number over its weight; repeated, by the sums.
+
+    In float64: of many classes the first finish within what float32 tells apart.
+    """
+    wide = torch.float64
     if num_samples == 1 or not replacement:
-        races = exponential(keys(), x).clamp_(min=torch.finfo(x.dtype).tiny)
-        return (x / races).topk(num_samples, -1).indices
-    sums = x.cumsum(-1)
+        return (x / _races(keys(), x, wide)).topk(num_samples, -1).indices
+    sums = x.cumsum(-1, dtype=wide)
     shape = (*x.shape[:-1], num_samples)
-    drawn = uniform(keys(), shape, dtype=x.dtype, device=x.device) * sums[..., -1:]
+    drawn = uniform(keys(), shape, dtype=wide, device=x.device) * sums[..., -1:]
     return torch.searchsorted(sums, drawn, right=True).clamp_(max=x.shape[-1] - 1)
 
 

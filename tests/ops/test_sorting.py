@@ -157,7 +157,9 @@ INSTEAD = {
     (aten.rrelu.default, 0.1, 0.3, True): (
         f"fs.random.uniform(key, spec) draws slopes; {KEYED}; training=False has one slope"
     ),
-    (aten.bernoulli.default,): f"fs.random.uniform(key, spec) < p draws by a key; {KEYED}",
+    (aten.bernoulli.default,): (
+        f"fs.random.uniform(key, spec) < p draws by a key, in float32; {KEYED}"
+    ),
     (aten.rand_like.default,): f"fs.random.uniform(key, spec) draws by a key; {KEYED}",
     (aten.uniform_.default,): f"fs.random.uniform(key, spec) draws by a key; {KEYED}",
     (aten.randn_like.default,): f"fs.random.normal(key, spec) draws by a key; {KEYED}",
