@@ -13,9 +13,10 @@ from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
 from fshard.ops.call import READ, Plain, fill_call, map_call, name_of, parts_of
+from fshard.ops.calls import wants_grad
 from fshard.ops.keys import frozen, thawed_call
 from fshard.ops.local import rank_here, run_local
-from fshard.ops.partition import Partition, wants_grad
+from fshard.ops.partition import Partition
 from fshard.ops.propagate import is_several, local_strategy_for, strategy_for
 from fshard.ops.registry import decomposition_of, read_by
 from fshard.ops.strategy import Strategy

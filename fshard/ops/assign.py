@@ -18,8 +18,8 @@ from torch import fx
 
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
-from fshard.ops.call import Meta, Plain, base_name, fill_call, map_call, parts_of
-from fshard.ops.functional import NO_GRADIENT
+from fshard.ops.call import Meta, Plain, fill_call, map_call, parts_of
+from fshard.ops.functional import has_no_gradient
 from fshard.ops.keys import frozen
 from fshard.ops.lines import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.ops.propagate import strategy_for
@@ -251,7 +251,7 @@ class _Walk:
         filled = fill_call(args, kwargs, Known, refs)
         out, single = self.new(), type(chosen.tree) is int
         self.made.lines.append(Operation(out, chosen, *filled, single, node.name))
-        grad = self.grad and any(k.grad for k in known) and base_name(op) not in NO_GRADIENT
+        grad = self.grad and any(k.grad for k in known) and not has_no_gradient(op)
         results: list[Known | None] = []
         for at, spec in enumerate(chosen.out_specs):
             if spec is None:

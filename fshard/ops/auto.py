@@ -25,11 +25,12 @@ from fshard.errors import fail
 from fshard.lines import below, columns
 from fshard.mesh import Mesh
 from fshard.ops.call import Meta, name_of
+from fshard.ops.calls import wants_grad
 from fshard.ops.elimination import Labelling
 from fshard.ops.hints import call_at
 from fshard.ops.lines import Constant, Move, Operation
 from fshard.ops.measure import FORWARD_AND_BACKWARD, lines_time
-from fshard.ops.partition import Partition, wants_grad
+from fshard.ops.partition import Partition
 from fshard.ops.partitioned import Partitioned
 from fshard.ops.roles import INVARIANT, Role, State, factor_sizes, roles_of
 from fshard.ops.weigh import compute_time, moving, nbytes

@@ -24,11 +24,18 @@ from fshard.ops.draws import DRAWN
 from fshard.spmd.kinds import STATE, writes_state
 from fshard.tree import tensors_in
 
-__all__ = ["NO_GRADIENT", "Held", "check_writes", "functional", "refuse_held", "writes"]
+__all__ = ["Held", "check_writes", "functional", "has_no_gradient", "refuse_held", "writes"]
 
-NO_GRADIENT = {"detach", "detach_", *DRAWN}
-"""Operations whose results have no gradient."""
+
+def has_no_gradient(op: Any) -> bool:
+    """Whether the results of an operation have no gradient, whatever its operands have."""
+    name = base_name(op)
+    return name in ("detach", "detach_") or (op.namespace == "fshard" and name in DRAWN)
+
+
 _NONE: frozenset[int] = frozenset()
+HELD = frozenset((-1,))
+"""In the place of arguments: a tensor that the function closes over, and that requires grad."""
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
@@ -220,6 +227,9 @@ def check_writes(
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
     own = {node: frozenset((at,)) for at, node in enumerate(arguments) if _is_inexact(node)}
     flows = dict(own)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and getattr(graph, node.target).requires_grad:
+            flows[node] = HELD
     found: list[tuple[str, frozenset[int]]] = []
     tracked = _NONE
     for node in graph.graph.nodes:
@@ -227,7 +237,7 @@ def check_writes(
             grad = node.args[0]
         if node.op != "call_function":
             continue
-        passes = grad and base_name(node.target) not in NO_GRADIENT
+        passes = grad and not _stops(node)
         before = [flows.get(each, _NONE) for each in node.all_input_nodes if passes]
         into = _NONE.union(*before)
         statistics = _statistics(node)  # which have no gradient
@@ -277,7 +287,7 @@ def _lost(
     """
     root, cut = target, not grad
     while (below := _below(root)) is not None:
-        cut = cut or base_name(root.target) in NO_GRADIENT
+        cut = cut or _stops(root)
         root = below
     if root.op == "get_attr":
         refuse_held(node.name)
@@ -318,6 +328,10 @@ def _above(node: fx.Node) -> Iterator[fx.Node]:
 
 def _memory_of(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
+
+
+def _stops(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and has_no_gradient(node.target)
 
 
 def _is_inexact(node: fx.Node) -> bool:

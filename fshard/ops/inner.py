@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import BackwardHook
 
 from fshard.errors import fail
 from fshard.ops.call import map_tensors
+from fshard.spmd.closures import leaves_of
+from fshard.tree import tensors_in
 
-__all__ = ["Above", "Below", "TakesGradients", "custom_functions"]
+__all__ = ["Above", "Below", "TakesGradients", "gradients_within", "refuse_grads"]
 
 ASKS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
@@ -40,29 +44,60 @@ def _levels() -> tuple[int, int]:
     return torch._C._functorch.maybe_current_level() or 0, forward_ad._current_level
 
 
-class Above(TorchFunctionMode):
-    """Raises `TakesGradients` where a function does what can only be seen below autograd."""
+class _Watch(TorchFunctionMode):
+    """What is refused wherever a function is traced; `where` is what errors are of."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
-        self.levels = _levels()
+        self.where = where
+
+    def refuse(self, func: Any) -> None:
+        """Raise `ShardingError` for what no graph says."""
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            fail(self.where, "x.data = y, which no graph says",
+                 "a function is traced as the operations that it runs",
+                 "x.data.copy_(y), or use y")  # fmt: skip
+
+
+class Above(_Watch):
+    """Raises `TakesGradients` where a function does what can only be seen below autograd.
+
+    Tensors do not require grad there; one that is asked whether it does says what it would.
+    """
+
+    def __init__(self, where: str, wanted: Sequence[bool]) -> None:
+        super().__init__(where)
+        self.levels, self.wanted = _levels(), any(wanted)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        self.refuse(func)
         if func in ASKS or _levels() != self.levels:
             raise TakesGradients
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
+            return self.wanted and torch.is_grad_enabled() and _inexact(args[0])
+        return out
 
 
-class Below(TorchFunctionMode):
-    """Detaches what would have no graph: gradients without one, and what is made under no_grad."""
+class Below(_Watch):
+    """Detaches what would have no graph: gradients without one, and what is made under no_grad.
+
+    Only if gradients are tracked around it, else nothing has a graph.
+    """
+
+    def __init__(self, where: str, tracked: bool) -> None:
+        super().__init__(where)
+        self.tracked = tracked
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        self.refuse(func)
         out = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() and (func is not torch.autograd.grad or _keeps(kwargs or {})):
+        plain = func is not torch.autograd.grad or _keeps(kwargs or {})
+        if not self.tracked or (torch.is_grad_enabled() and plain):
             return out
         return map_tensors(out, torch.Tensor, lambda x: x.detach() if _inexact(x) else x)
 
@@ -76,30 +111,78 @@ def _inexact(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-@contextmanager
-def custom_functions(refused: bool, tracing: Callable[[], int], where: str) -> Iterator[None]:
-    """Refuse custom functions in the block, whose own gradients a trace does not have.
+# -- what PyTorch tells no mode of --------------------------------------------------------------
 
-    Those of PyTorch's compute the gradients of what they do. The class is patched, for PyTorch
-    tells no mode of them; `tracing` says whether it is this thread that traces.
+
+def refuse_grads(given: str, where: str) -> NoReturn:
+    """Raise `ShardingError` for gradients that would be left in tensors from outside."""
+    fail(where, given, "a traced function returns what it makes, gradients too",
+         "torch.autograd.grad(loss, w) returns it; or backward() to w.detach().requires_grad_(), "
+         "made within")  # fmt: skip
+
+
+@contextmanager
+def gradients_within(
+    wanted: Sequence[bool], tracing: Callable[[], int], where: str
+) -> Iterator[None]:
+    """Refuse in the block what has gradients of its own, which no graph of operations has.
+
+    That are custom functions, backward hooks of modules, checkpoints that run backward for
+    themselves, and `backward()` to what the function closes over. `tracing` says whether it is
+    this thread that traces.
     """
-    if not refused:
-        yield
-        return
-    plain = Function.__dict__["apply"]
+    plain = {owner: vars(owner)[name] for owner, name in _PATCHED}
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing() and not cls.__module__.startswith("torch."):
-            fail(where, f"{cls.__name__}.apply, with gradients",
+        own = not cls.__module__.startswith("torch.") or cls.__name__ == "CheckpointFunction"
+        if tracing() and own and torch.is_grad_enabled() and (any(wanted) or _held(args)):
+            _refuse_function(cls, where)
+        return plain[Function].__get__(None, cls)(*args, **kwargs)
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, Above) for mode in _get_current_function_mode_stack()):
+            raise TakesGradients
+        if tracing() and _held(tensors):
+            refuse_grads("backward() fills .grad of a tensor that the function closes over", where)
+        return plain[torch.autograd](tensors, *args, **kwargs)
+
+    def hook(self: Any, *args: Any) -> None:
+        if tracing() and (any(wanted) or torch.is_grad_enabled()):
+            fail(where, "a module with backward hooks",
                  "a function is traced as what it computes, and the gradient is that of what was "
-                 "traced: the backward of a custom function would be left out",
-                 "write y + (f(x) - y).detach() for a straight-through gradient, take gradients "
-                 "within the function, or make it an operation: torch.library.custom_op, "
-                 "register_autograd and fs.register_rule")  # fmt: skip
-        return plain.__get__(None, cls)(*args, **kwargs)
+                 "traced: hooks would be left out",
+                 "take gradients within the function, or change them where they come "
+                 "out")  # fmt: skip
+        plain[BackwardHook](self, *args)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.autograd.backward = backward
+    BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Function.apply = plain  # type: ignore[method-assign]
+        for owner, name in _PATCHED:
+            setattr(owner, name, plain[owner])
+
+
+_PATCHED: tuple[tuple[Any, str], ...] = (
+    (Function, "apply"), (torch.autograd, "backward"), (BackwardHook, "__init__"),
+)  # fmt: skip
+
+
+def _held(given: Any) -> bool:
+    """Whether a gradient would come to a tensor from outside of the traced function."""
+    return any(not isinstance(leaf, FakeTensor) for leaf in leaves_of([*tensors_in(given)]))
+
+
+def _refuse_function(cls: Any, where: str) -> NoReturn:
+    if cls.__name__ == "CheckpointFunction":
+        fail(where, "checkpoint(..., use_reentrant=True)",
+             "it runs backward for itself, where nothing is traced",
+             "checkpoint(..., use_reentrant=False)")  # fmt: skip
+    fail(where, f"{cls.__name__}.apply, with gradients",
+         "a function is traced as what it computes, and the gradient is that of what was "
+         "traced: the backward of a custom function would be left out",
+         "write y + (f(x) - y).detach() for a straight-through gradient, take gradients "
+         "within the function, or make it an operation: torch.library.custom_op, "
+         "register_autograd and fs.register_rule")  # fmt: skip

@@ -18,8 +18,8 @@ from fshard.program.program import Program
 from fshard.run.spreading import spread
 from fshard.spec import Spec
 
-__all__ = ["Constant", "GradMode", "Line", "Move", "Operation", "Pick", "Ref", "Whole",
-           "Write", "local_graph", "run_everywhere"]  # fmt: skip
+__all__ = ["Constant", "Copy", "GradMode", "Line", "Move", "Operation", "Pick", "Ref", "Whole",
+           "Write", "local_graph", "run_everywhere", "same_memory"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,15 @@ class Write:
     name: str
 
 
-Line = Operation | Move | Pick | Constant | Whole | GradMode | Write
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A value in memory of its own, for what it lies in is written."""
+
+    out: int
+    source: Ref
+
+
+Line = Operation | Move | Pick | Constant | Whole | GradMode | Write | Copy
 
 
 def _last_uses(lines: Sequence[Line], outputs: Sequence[int]) -> dict[int, int]:
@@ -114,10 +122,23 @@ def _refs(line: Line) -> list[int]:
             for each in (*line.args, *line.kwargs.values()):
                 map_tensors(each, Ref, lambda ref: found.append(ref.at))
             return found
-        case Move() | Pick():
+        case Move() | Pick() | Copy():
             return [line.source.at]
         case Write():
             return [line.target.at, line.source.at]
+        case _:
+            return []
+
+
+def same_memory(line: Line) -> list[tuple[int, int]]:
+    """Values of a line that may lie in the memory of values before it, each with that."""
+    match line:
+        case Move() | Pick():
+            return [(line.out, line.source.at)]
+        case Operation():
+            schema = getattr(line.strategy.call.op, "_schema", None)
+            is_view = schema is None or any(each.alias_info for each in schema.returns)
+            return [(line.out, at) for at in _refs(line) if is_view]
         case _:
             return []
 
@@ -165,6 +186,8 @@ def run_everywhere(
                     env[line.out] = spread(line.op(*line.args, **line.kwargs), mesh.size)
                 case GradMode():
                     torch.set_grad_enabled(line.enabled)
+                case Copy():
+                    env[line.out] = tuple(each.clone() for each in env[line.source.at])
                 case Write():
                     for local, value in zip(env[line.target.at], env[line.source.at], strict=True):
                         write(local, value)
@@ -230,6 +253,8 @@ def local_graph(
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case GradMode():
                 graph.call_function(torch._C._set_grad_enabled, (line.enabled,))
+            case Copy():
+                env[line.out] = graph.call_function(torch.clone, (env[line.source.at],))
             case Write():
                 graph.call_function(write, (env[line.target.at], env[line.source.at]))
     graph.output(tuple(None if at is None else env[at] for at in outputs))

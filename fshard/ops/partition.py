@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch import fx
 from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign, brought
-from fshard.ops.call import Meta, name_of, parts_of
+from fshard.ops.call import Meta, name_of
+from fshard.ops.calls import How, tensors_of, wants_grad
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen, numbers
-from fshard.ops.lines import Ref, Write, with_gradients_of
+from fshard.ops.lines import Copy, Ref, Write, same_memory, with_gradients_of
 from fshard.ops.measure import lines_time
 from fshard.ops.partitioned import Other, Partitioned
 from fshard.ops.trace import Traced, refuse_autocast, trace
@@ -30,7 +30,7 @@ from fshard.spec import Sharded, Spec
 from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
 from fshard.units import plural
 
-__all__ = ["Partition", "partition", "wants_grad"]
+__all__ = ["Partition", "partition"]
 
 MOST_CALLS = 1024
 """Of calls so many kinds are remembered."""
@@ -38,42 +38,6 @@ CALLED = (
     "a partitioned function is laid out for the sizes of its arguments: it is called outside of "
     "graphs; part.trace(*args).graph(rank) is one that can be compiled"
 )
-
-
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """What tells calls apart beside specs: whose gradients are asked for, and where tensors are.
-
-    `enabled` says whether gradients are tracked, `device` is where what is computed is.
-    """
-
-    wanted: tuple[bool, ...]
-    devices: tuple[torch.device, ...]
-    enabled: bool
-
-    @staticmethod
-    def of(leaves: Sequence[Any], specs: Sequence[Spec | None], runs: bool) -> _How:
-        """That of a call, of its tensors and pairs; of one that is only laid out they may be meta.
-
-        Then they stand for tensors with numbers, wherever those are.
-        """
-        enabled, tensors = torch.is_grad_enabled(), _tensors(leaves, specs)
-        wanted = tuple(enabled and wants_grad(leaf) for leaf in tensors)
-        devices = map(_device, tensors)
-        return _How(wanted, tuple(d if runs or d.type != "meta" else CPU for d in devices), enabled)
-
-    @property
-    def device(self) -> torch.device:
-        return next((each for each in self.devices if each != CPU), CPU)
-
-
-def _device(leaf: Any) -> torch.device:
-    """Where a tensor or a pair's local is; of specs nobody knows, and it does not matter."""
-    found = parts_of(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
-    return found[0].device if found else CPU
 
 
 class Partition:
@@ -91,9 +55,11 @@ class Partition:
         *,
         drop_writes: bool = False,
         where: str = "",
+        module: torch.nn.Module | None = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = fn, mesh, in_specs, out_specs
         self.params, self.drop_writes = params, drop_writes
+        self.module = module
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", cost)
         self._made: dict[Any, Partitioned] = {}
@@ -111,16 +77,21 @@ class Partition:
             for each, leaf, spec in zip(given, leaves, specs, strict=True) if spec is not None
         ]  # fmt: skip
         if made.written:
-            made.check_apart(_tensors(leaves, specs), self.where)
+            made.check_apart(tensors_of(leaves, specs), self.where)
         results: list[Any] = [
             local if spec is None else Sharded(local, spec)
             for local, spec in zip(made.run(locals_), made.out_specs, strict=True)
         ]
         if made.written:
-            made.write_wholes(_tensors(leaves, specs), locals_)
+            made.write_wholes(tensors_of(leaves, specs), locals_)
         if not pairs:
             results = [unshard(each) if isinstance(each, Sharded) else each for each in results]
         return unflatten(made._tree, results)
+
+    def _state(self) -> Any:
+        """What a function's graph depends on beside its arguments, as far as that can be known."""
+        modules = () if self.module is None else self.module.modules()
+        return torch.get_default_dtype(), tuple([each.training for each in modules])
 
     def _called(
         self, args: tuple[Any, ...]
@@ -131,7 +102,7 @@ class Partition:
         """
         refuse_autocast(self.where)
         leaves: list[Any] = []
-        key: list[Any] = [torch.is_grad_enabled()]
+        key: list[Any] = [torch.is_grad_enabled(), self._state()]
         # A list: two arguments of which the second is a spec would be a pair.
         outline(list(args), leaves, key)
         given: list[Any] = []
@@ -246,7 +217,7 @@ class Partition:
     def _of(
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], *, runs: bool
     ) -> Partitioned:
-        how = _How.of(leaves, specs, runs)
+        how = How.of(leaves, specs, self._state(), runs=runs)
         key = tree, tuple(specs), _others(leaves, specs), how
         try:
             made = self._made.get(key)
@@ -259,7 +230,7 @@ class Partition:
         return made
 
     def _make(
-        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], how: _How
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], how: How
     ) -> Partitioned:
         inputs = [*zip((s for s in specs if s is not None), how.wanted, strict=True)]
         if not inputs:
@@ -276,6 +247,7 @@ class Partition:
         count = len(asked)
         asked += [inputs[at][0] if at in wrote else None for at in traced.written]
         made, outputs, out_specs, grad = self._laid(traced.graph, inputs, how, asked, count)
+        _copy_results(made, outputs, count, {made.inputs[at] for at in wrote})
         for at, value in zip(traced.written, outputs[count:], strict=True):
             if at in wrote:
                 made.lines.append(Write(Ref(made.inputs[at]), Ref(value), names[at]))
@@ -286,7 +258,7 @@ class Partition:
         )  # fmt: skip
 
     def _laid(
-        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], how: _How,
+        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], how: How,
         asked: Sequence[Any], count: int,
     ) -> tuple[Assigned, list[Any], list[Spec | None], bool]:  # fmt: skip
         """The lines of a graph: those of the least time, where there are wishes to follow or not.
@@ -319,7 +291,7 @@ class Partition:
 
     def _traced(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], others: Any,
-        how: _How,
+        how: How,
     ) -> tuple[Traced, TreeDef]:  # fmt: skip
         """`_trace`, once for arguments of one kind; `others` are those that are no tensors."""
         key = tree, tuple(metas), others, how
@@ -334,7 +306,7 @@ class Partition:
         return found
 
     def _trace(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], how: _How
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], how: How
     ) -> tuple[Traced, TreeDef]:
         """The function on whole tensors as a graph, and the structure of its results."""
         outer: list[TreeDef] = []
@@ -389,9 +361,15 @@ class Partition:
         return outputs, specs, grads
 
 
-def _tensors(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
-    """The leaves that are tensors or pairs."""
-    return [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is not None]
+def _copy_results(made: Assigned, outputs: list[Any], count: int, written: set[int]) -> None:
+    """Copy the first `count` results that may lie in the memory of arguments that are written."""
+    inside = set(written)
+    for line in made.lines:
+        inside.update(each for each, source in same_memory(line) if source in inside)
+    for at, value in enumerate(outputs[:count]):
+        if type(value) is int and value in inside:
+            outputs[at], made.count = made.count, made.count + 1
+            made.lines.append(Copy(outputs[at], Ref(value)))
 
 
 def _at(place: str, error: ShardingError, among: str) -> list[Problem]:
@@ -414,16 +392,6 @@ def _own_sizes(given: Any, p: PartitionSpec) -> Mapping[int, Sequence[int] | Non
     return {d: given.sizes[d] for d in range(given.ndim) if dims[d] == given.partition.dims[d]}
 
 
-def wants_grad(leaf: Any) -> bool:
-    """Whether a leaf's gradient is asked for; of specs, which cannot say, if it may be."""
-    if isinstance(leaf, Spec):
-        return leaf.dtype.is_floating_point
-    local = leaf[0] if is_pair(leaf) else leaf
-    if isinstance(local, torch.Tensor):
-        return local.requires_grad
-    return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
-
-
 def partition(
     fn: Callable[..., Any],
     *,
@@ -439,8 +407,9 @@ def partition(
     invariant, or as the pair lies. `params`, if given, are those of the first argument, and
     `in_specs` of the rest; a module is then called with its parameters as the first argument.
     `out_specs` are those of the results; None leaves them as they come out, unreduced too.
-    The function is traced once for each signature on tensors without numbers; `cost` is the
-    topology that layouts are weighed on. What the function writes in place it writes here too:
+    The function is traced once for each signature on tensors without numbers, so what it reads
+    beside its arguments is as it was then (`train()` and `eval()` of a module are seen). `cost` is
+    the topology that layouts are weighed on. What the function writes in place it writes here too:
     arguments that it writes, running statistics say, are written where they lie, without gradient.
 
     Raises `ShardingError` for what no rule is for, for writes to what the function closes over or
@@ -470,7 +439,7 @@ def partition(
         fail("fs.partition", f"{type(fn).__name__} and {type(mesh).__name__}",
              "it takes a function and a mesh",
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
-    run = fn
+    run, module = fn, None
     if isinstance(fn, torch.nn.Module):
         module = fn
 
@@ -483,4 +452,4 @@ def partition(
             return torch.func.functional_call(module, params, args)
 
         run.__name__ = type(module).__name__
-    return Partition(run, mesh, in_specs, out_specs, params, cost)
+    return Partition(run, mesh, in_specs, out_specs, params, cost, module=module)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +25,7 @@ from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.ops.call import Meta, fill_call, parts_of, unseen
 from fshard.ops.followers import follow
 from fshard.ops.functional import Held, check_writes, functional, writes
-from fshard.ops.inner import Above, Below, TakesGradients, custom_functions
+from fshard.ops.inner import Above, Below, TakesGradients, gradients_within, refuse_grads
 from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
 from fshard.run.fingerprint import here, one_line, raise_line
@@ -78,7 +78,7 @@ class Traced:
             Problem(f"{name} writes a tensor that has a gradient, under no_grad or by its detach()",
                     "PyTorch passes gradients by such a write, as if it had not been",
                     "write it where gradients are tracked, or write its detach().clone()")
-            for name, flow in self.lost if any(wanted[at] for at in flow)
+            for name, flow in self.lost if any(at < 0 or wanted[at] for at in flow)
         ]  # fmt: skip
         problems += [
             Problem(f"{names[at]} is written, and requires grad",
@@ -103,12 +103,12 @@ def trace(
     gradients are asked for one that calls a custom `autograd.Function`.
     """
     made = None
-    with _ONE_AT_A_TIME, unseen(), custom_functions(any(wanted), traces, where):
+    with _ONE_AT_A_TIME, unseen(), gradients_within(wanted, traces, where):
         if above:
             with suppress(TakesGradients):
-                made = _traced(fn, metas, where, above, wanted, devices, Above())
+                made = _traced(fn, metas, where, above, wanted, devices, Above(where, wanted))
         if made is None:
-            below = Below() if any(wanted) else None
+            below = Below(where, torch.is_grad_enabled())
             made = _traced(fn, metas, where, False, wanted, devices, below)
     graph = made.graph
     if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
@@ -120,7 +120,7 @@ def trace(
 
 def _traced(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
-    wanted: Sequence[bool], devices: Sequence[torch.device], watch: TorchFunctionMode | None,
+    wanted: Sequence[bool], devices: Sequence[torch.device], watch: TorchFunctionMode,
 ) -> Traced:  # fmt: skip
     """`trace`, before what is not used is left out."""
     # What traces is imported where something is traced: it takes a second.
@@ -128,7 +128,7 @@ def _traced(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def watched(*tensors: torch.Tensor) -> Sequence[Any]:
-        with watch or nullcontext():
+        with watch:
             return fn(*tensors)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -144,6 +144,9 @@ def _traced(
         try:
             with Held():
                 graph: fx.GraphModule = make_fx(watched, pre_dispatch=above)(*fakes)
+            left = [at for at, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
+            if left:
+                refuse_grads(f"backward() fills .grad of argument {left[0]}", where)
             if any(map(writes, graph.graph.nodes)):
                 _check_shapes(fakes, metas, where)
                 lost, grads = check_writes(graph, grad=torch.is_grad_enabled())

@@ -230,3 +230,118 @@ def test_custom_functions_are_refused_where_their_gradient_is_asked_for() -> Non
     straight = fs.partition(lambda x: (3 * x + (x.round() - 3 * x).detach()).sum(), mesh=MESH,
                             in_specs=P("dp"))  # fmt: skip
     torch.testing.assert_close(torch.autograd.grad(straight(x), x)[0], torch.full_like(x, 3))
+
+
+# -- what is closed over, and what no graph says -------------------------------------------------
+
+HELD = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+
+
+def constant_gradient(x: Tensor) -> Tensor:
+    """A gradient without a graph of what is closed over is a constant."""
+    g = torch.autograd.grad((x @ HELD).sin().sum(), HELD)[0]
+    return x @ HELD + x @ g
+
+
+def beside_a_gradient(x: Tensor) -> Tensor:
+    g = torch.func.grad(lambda x: x.sin().sum())(x)
+    with torch.no_grad():
+        scale = (x @ HELD).amax()
+    return (x @ HELD) * scale + g
+
+
+def asks(x: Tensor) -> Tensor:
+    return x @ HELD * 2 if x.requires_grad else x @ HELD
+
+
+@pytest.mark.parametrize("fn", [constant_gradient, beside_a_gradient, asks])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_is_closed_over_has_its_gradient(fn: Callable[[Tensor], Tensor], wanted: bool) -> None:
+    x = sample(4, 4).detach().requires_grad_(wanted)
+    made, whole = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x), fn(x)
+    torch.testing.assert_close(made, whole)
+    leaves = [HELD, x] if wanted else [HELD]
+    one, other = (torch.autograd.grad(y.sin().sum(), leaves) for y in (made, whole))
+    torch.testing.assert_close(one, other)
+
+
+def fills_held(x: Tensor) -> Tensor:
+    value = (x @ HELD).sum()
+    value.backward()
+    return value.detach()
+
+
+def fills_an_argument(x: Tensor) -> Tensor:
+    value = (x * 2).sum()
+    torch.autograd.backward(value)
+    return value.detach()
+
+
+def straight(x: Tensor) -> Tensor:
+    return x.detach() @ Straight.apply(HELD * 2)
+
+
+def reentrant(x: Tensor) -> Tensor:
+    h: Any = checkpoint(torch.sin, x, use_reentrant=True)
+    return x + h
+
+
+HOOKED = torch.nn.Linear(4, 4).double()
+HOOKED.register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
+
+
+def hooked(x: Tensor) -> Tensor:
+    out: Tensor = HOOKED(x)
+    return out
+
+
+def other_data(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data = y.data * 3
+    return y
+
+
+@pytest.mark.parametrize(
+    ("fn", "given"),
+    [
+        (fills_held, "backward() fills .grad of a tensor that the function closes over"),
+        (fills_an_argument, "backward() fills .grad of argument 0"),
+        (straight, "Straight.apply, with gradients"),
+        (reentrant, "checkpoint(..., use_reentrant=True)"),
+        (hooked, "a module with backward hooks"),
+        (other_data, "x.data = y, which no graph says"),
+    ],
+)
+def test_what_no_graph_has_is_refused(fn: Callable[[Tensor], Tensor], given: str) -> None:
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    with pytest.raises(fs.ShardingError) as caught:
+        part(sample(4, 4))
+    text = str(caught.value).splitlines()
+    assert text[0].startswith(f"fs.partition({fn.__name__})")
+    assert text[1] == f"  given: {given}"
+    assert HELD.grad is None
+    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+
+
+def test_modules_are_seen_in_training_or_not() -> None:
+    module = torch.nn.BatchNorm1d(4).double()
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    part = fs.partition(module, mesh=MESH, params=P(), in_specs=(P("dp"),))
+    x = sample(4, 4).detach()
+    with torch.no_grad():
+        part(state, x)
+        module.eval()
+        mean = state["running_mean"].clone()
+        torch.testing.assert_close(part(state, x), module(x))
+        torch.testing.assert_close(state["running_mean"], mean)
+
+
+def test_the_default_dtype_is_seen() -> None:
+    part = fs.partition(lambda x: x + torch.ones(3), mesh=MESH)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert part(torch.ones(4, 3, dtype=torch.float32)).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)

@@ -225,6 +225,25 @@ def test_statistics_that_are_written_twice_ask_for_no_gradient() -> None:
     torch.testing.assert_close(one, other)
 
 
+def kept(x: Tensor) -> tuple[Tensor, ...]:
+    laid = fs.constrain(x, P("dp"))
+    turned = fs.constrain(x, P()).t()
+    x.add_(1)
+    return laid, turned, x
+
+
+@pytest.mark.parametrize("layout", [P("dp"), P()], ids=str)
+def test_results_are_apart_from_arguments_that_are_written(layout: P) -> None:
+    x = sample(4, 4)
+    y = x.clone()
+    spec = fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)
+    pair = fs.shard(x.clone(), spec)
+    part = fs.partition(kept, mesh=MESH)
+    made = part(pair)
+    for one, other in zip((*made, pair), (*kept(y), y), strict=True):
+        torch.testing.assert_close(fs.unshard(one), other)
+
+
 def test_lists_of_arguments_are_written_by_their_parts() -> None:
     torch.manual_seed(0)
     shapes = [(4, 8), (8,), (8, 4)]
