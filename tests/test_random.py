@@ -261,6 +261,38 @@ def test_stacked_keys() -> None:
     assert torch.equal(rows[2, 0], fs.random.uniform(keys[2], 4))
 
 
+BOTH = [each for each in itertools.product((0, None), repeat=2) if each != (None, None)]
+
+
+@pytest.mark.parametrize("outer", BOTH)
+@pytest.mark.parametrize("inner", BOTH)
+def test_stacked_keys_in_stacks(outer: Any, inner: Any) -> None:
+    """Keys, tensors or both stacked by either of two `torch.vmap`s, and cut along any dim."""
+    keys, like = fs.random.split(KEY, 12).reshape(6, 2, 2), torch.randn(6, 2, 4)
+    key, x = (
+        each[tuple(0 if dim is None else slice(None) for dim in dims)]
+        for each, dims in zip((keys, like), zip(outer, inner, strict=True), strict=True)
+    )
+
+    def draw(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.vmap(torch.vmap(one, inner), outer)(key, x)
+        return made
+
+    def one(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = fs.random.normal(key, x)
+        return made + x
+
+    whole = draw(key, x)
+    for i, j in itertools.product(range(6), range(2)):
+        mine = [each[tuple(at for at, level in ((i, outer), (j, inner)) if level[n] == 0)]
+                for n, each in enumerate((key, x))]  # fmt: skip
+        assert torch.equal(whole[i, j], one(*mine))
+    for dim in range(x.dim()):
+        cut = P(*(None,) * dim, "x")
+        spread = fs.partition(draw, mesh=fs.Mesh(x=2), in_specs=(P(), cut))
+        assert torch.equal(spread(key, x), whole)
+
+
 def test_many_keys_at_once() -> None:
     """More than are derived in Python's numbers."""
     keys = fs.random.split(KEY, 1000)

@@ -309,10 +309,11 @@ def _batched_draw(op: Any) -> Callable[..., Any]:
         **made: Any,
     ) -> Any:  # fmt: skip
         like_dim, key_dim = in_dims[:2]
-        if like is not None and like_dim is not None:
-            like = like.select(like_dim, 0) if key_dim is None else like.movedim(like_dim, 0)
         if key_dim is None:
+            like = like if like is None or like_dim is None else like.select(like_dim, 0)
             return op(like, key, *rest, **made), None
+        if like is not None:  # of all keys, or the same for all, it has a dim for every one of
+            like = like.unsqueeze(0) if like_dim is None else like.movedim(like_dim, 0)
         return op(like, key.movedim(key_dim, 0), *rest, **made), 0
 
     return batched

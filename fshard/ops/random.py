@@ -33,7 +33,8 @@ KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the 
 def drawn(call: Call) -> Rule:
     """Every dim can be cut on every axis: a rank draws its part. It lies as what it is to be like.
 
-    Several keys make as many tensors, so their dims come first.
+    Several keys make as many tensors, so their dims come first; one of size 1 of what it is to be
+    like is there for all keys.
     """
     place, made = call.place("key"), call.results[0]
     assert place is not None
@@ -42,7 +43,7 @@ def drawn(call: Call) -> Rule:
     dims = keys + dims_of(made.ndim - len(keys))
     if not place:
         return Rule(((*keys, ()),), (dims,), local=_part)
-    like = dims[made.ndim - call.operands[0].ndim :]
+    like = aligned(call.operands[0].shape, made.shape, dims)
     return Rule((like, (*keys, ())), (dims,), modes=unmoved(0), local=_part)
 
 

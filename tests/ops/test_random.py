@@ -26,6 +26,7 @@ SAMPLES: dict[str, Sample] = {
     "normal by keys": lambda: (ops.normal, None, KEYS, *BOX, F64),
     "normal by keys, like": lambda: (ops.normal, rand(4, 3), KEYS, *BOX, F64),
     "normal by keys, like all": lambda: (ops.normal, rand(4, 4, 3), KEYS, *BOX, F64),
+    "normal by keys, like one": lambda: (ops.normal, rand(1, 4, 3), KEYS, *BOX, F64),
     "randint": lambda: (
         ops.randint, rand(4, 3), KEY, *BOX, -5, 5, {"dtype": torch.int64}),
     "bits": lambda: (ops.bits, None, KEY, *BOX, {"dtype": torch.int32}),
