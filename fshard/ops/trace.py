@@ -148,6 +148,8 @@ def _traced(
             if left:
                 refuse_grads(f"backward() fills .grad of argument {left[0]}", where)
             if any(map(writes, graph.graph.nodes)):
+                # What nobody uses is no use of what is written.
+                graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or _has_effects(n))
                 _check_shapes(fakes, metas, where)
                 lost, grads = check_writes(graph, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, above=above)

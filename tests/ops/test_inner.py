@@ -41,6 +41,13 @@ def in_place(p: Params, x: Tensor) -> Any:
     return value.detach()
 
 
+def by_data(p: Params, x: Tensor) -> Any:
+    value = loss(p, x)
+    for each, g in zip(p.values(), torch.autograd.grad(value, list(p.values())), strict=True):
+        each.data.add_(g, alpha=-0.1)
+    return value.detach()
+
+
 def by_backward(p: Params, x: Tensor) -> Any:
     q = {name: each.detach().requires_grad_() for name, each in p.items()}
     loss(q, x).backward()
@@ -86,7 +93,7 @@ def custom(p: Params, x: Tensor) -> Any:
 
 
 STEPS = [
-    functional, in_place, by_backward, per_sample, curvature, hessian, recomputed, custom,
+    functional, in_place, by_data, by_backward, per_sample, curvature, hessian, recomputed, custom,
 ]  # fmt: skip
 LAYOUTS = [
     ({"a": P(None, "tp"), "b": P("tp")}, P("dp")),
@@ -106,7 +113,7 @@ def made() -> Params:
 def test_gradients_within_are_those_of_one_device(fn: Callable[..., Any], layout: Any) -> None:
     params, specs = layout
     p, q = made(), made()
-    if fn is in_place:
+    if fn in (in_place, by_data):
         p, q = ({k: v.requires_grad_() for k, v in each.items()} for each in (p, q))
     x = sample(4, 4).detach()
     part = fs.partition(fn, mesh=MESH, params=params, in_specs=(specs,))
