@@ -346,6 +346,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str, str, str, str]] = {
                "fs.Spec(mesh, P(...), shape=...), or (8, 16)"),
     "limits": (lambda: fs.random.uniform(KEY, 4, maxval=float("inf")), "fs.random.uniform",
                "minval=0.0, maxval=inf", "they are finite numbers", "minval=0.0, maxval=1.0"),
+    "limits of elements": (
+        lambda: fs.random.uniform(KEY, 2, maxval=torch.ones(2)),  # type: ignore[arg-type]
+        "fs.random.uniform", "maxval of shape (2,)",
+        "limits are numbers, the same for all elements",
+        "minval + (maxval - minval) * fs.random.uniform(key, spec)"),
+    "limits of fractions": (
+        lambda: fs.random.randint(KEY, 4, 0.5, 3),  # type: ignore[arg-type]
+        "fs.random.randint", "from 0.5 to 3", "limits are whole numbers",
+        "randint(key, spec, 0, 2), say"),
     "no range": (lambda: fs.random.randint(KEY, 4, 5, 5), "fs.random.randint",
                  "from 5 to 5 in torch.int64",
                  "the range is not empty, and within -9223372036854775808 to 9223372036854775808",

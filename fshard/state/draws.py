@@ -134,8 +134,13 @@ def uniform(
     tensor([0.4887, 0.6798, 0.6163, 0.5610])
     """
     where, to = "fs.random.uniform", _To(spec, dtype, device, FLOATS, torch.get_default_dtype())
-    problems = to.problems(key)
-    if not math.isfinite(maxval - minval):
+    problems, limits = to.problems(key), {"minval": minval, "maxval": maxval}
+    many = {name: getattr(each, "shape", ()) for name, each in limits.items()}
+    if any(many.values()):
+        given = ", ".join(f"{name} of shape {tuple(size)}" for name, size in many.items() if size)
+        fix = "minval + (maxval - minval) * fs.random.uniform(key, spec)"
+        problems.append(Problem(given, "limits are numbers, the same for all elements", fix))
+    elif not math.isfinite(maxval - minval):
         problems.append(Problem(f"minval={minval}, maxval={maxval}", "they are finite numbers",
                                 "minval=0.0, maxval=1.0"))  # fmt: skip
     raise_if(where, problems)
@@ -204,8 +209,12 @@ def randint(
     tensor([5, 8, 3, 1, 5, 6])
     """
     where, to = "fs.random.randint", _To(spec, dtype, device, INTEGERS, torch.int64)
-    problems = to.problems(key)
-    if not problems:
+    problems, limits = to.problems(key), whole_numbers((low, high))
+    if limits is None:
+        problems.append(Problem(f"from {low} to {high}", "limits are whole numbers",
+                                "randint(key, spec, 0, 2), say"))  # fmt: skip
+    elif not problems:
+        low, high = limits
         held = torch.iinfo(to.dtype)
         if not held.min <= low < high <= held.max + 1:
             problems.append(Problem(

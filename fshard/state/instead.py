@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fshard.errors import Problem, fail, raise_if
+from fshard.run.transport import current_transport
 from fshard.state.draws import bernoulli, exponential, normal, permutation, randint, uniform
 
 __all__ = ["INSTEAD"]
@@ -156,7 +160,22 @@ def _range(given: tuple[Any, ...], low: int | None, high: int | None) -> tuple[i
     else:
         before = list(given)
     first = before[0] if before else 0 if low is None else low
-    return int(first), int(high)
+    return first, high
+
+
+def _integers(
+    key: Tensor, to: Any, low: int, high: int, dtype: torch.dtype, device: Any = None
+) -> Any:
+    """`randint` in all dtypes: those of no integers hold what is drawn in int64."""
+    if not dtype.is_floating_point and dtype != torch.bool:
+        return randint(key, to, low, high, dtype=dtype, device=device)
+    made = randint(key, to, low, high, dtype=torch.int64, device=device)
+    most = 1 if dtype == torch.bool else int(torch.finfo(dtype).max)
+    least = 0 if dtype == torch.bool else -most
+    if low < least or high - 1 > most:
+        fail("fs.random.keyed", f"numbers from {low} to {high} in {dtype}",
+             f"it holds those from {least} to {most}", "dtype=torch.int64")  # fmt: skip
+    return made.to(dtype)
 
 
 @_instead("randint")
@@ -167,7 +186,8 @@ def _randint(
     if size is None:
         *given, size = given  # type: ignore[assignment]
     limits = _range(tuple(given), low, high)
-    return randint(keys(), tuple(size), *limits, **_made(dtype, device, torch.int64))
+    made = _made(dtype, device, torch.int64)
+    return _integers(keys(), tuple(size), *limits, made["dtype"], made["device"])
 
 
 @_instead("randperm")
@@ -190,10 +210,14 @@ def _randint_like(
     keys: Keys, x: Tensor, *given: Any, low: int | None = None, high: int | None = None,
     dtype: torch.dtype | None = None, device: Any = None,
 ) -> Any:  # fmt: skip
-    limits = _range(given, low, high)
-    drawn = torch.int64 if x.is_floating_point() and dtype is None else dtype
-    made = randint(keys(), x, *limits, dtype=drawn, device=device)
-    return made.to(dtype or x.dtype)
+    return _integers(keys(), x, *_range(given, low, high), dtype or x.dtype, device)
+
+
+def _positive(where: str, name: str, value: Any, *, or_zero: bool = False) -> None:
+    """Refuse a scale below zero, and zero itself where a scale of it says nothing."""
+    if isinstance(value, int | float) and not (value > 0 or (or_zero and value == 0)):
+        rule = f"{name} is above zero" + " or zero" * or_zero
+        fail("fs.random.keyed", f"{where} with {name}={value}", rule, f"{name}=1.0, say")
 
 
 @_instead("normal")
@@ -201,6 +225,7 @@ def _normal(
     keys: Keys, mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None,
     device: Any = None,
 ) -> Any:  # fmt: skip
+    _positive("torch.normal", "std", std, or_zero=True)
     if size is not None:
         return _randn(keys, size=size, dtype=dtype, device=device) * std + mean
     like = mean + std if isinstance(mean, Tensor) and isinstance(std, Tensor) else (
@@ -234,19 +259,22 @@ def _written(name: str, draw: Callable[..., Any]) -> None:
 
 
 def _between(key: Tensor, x: Tensor, a: float = 0.0, b: float = 1.0, **names: float) -> Any:
-    return uniform(key, x, minval=names.get("from", a), maxval=names.get("to", b))
+    a, b = names.get("from", a), names.get("to", b)
+    if a > b:
+        fail("fs.random.keyed", f"uniform_ from {a} to {b}",
+             "the first limit is not above the second", f"uniform_({b}, {a})")  # fmt: skip
+    return uniform(key, x, minval=a, maxval=b)
 
 
 def _whole(key: Tensor, x: Tensor, *given: int | None, **names: int | None) -> Tensor:
     limits = [*given] if len(given) != 1 else [0, *given]
     first = names.get("from", limits[0] if limits else 0)
     last = names.get("to", limits[1] if limits else None)
-    if last is None:  # all whole numbers that the dtype has
-        exact = x.is_floating_point()
-        last = (1 << round(1 - math.log2(torch.finfo(x.dtype).eps))) + 1 if exact else (
-            torch.iinfo(x.dtype).max + 1)  # fmt: skip
-    dtype = torch.int64 if x.is_floating_point() else x.dtype
-    made: Tensor = randint(key, x, int(first or 0), int(last), dtype=dtype)
+    if last is None and x.is_floating_point():  # all whole numbers that the dtype has
+        last = (1 << round(1 - math.log2(torch.finfo(x.dtype).eps))) + 1
+    elif last is None:
+        last = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max + 1
+    made: Tensor = _integers(key, x, first or 0, last, x.dtype)
     return made
 
 
@@ -263,23 +291,30 @@ def _bernoulli_in(key: Tensor, x: Tensor, p: float | Tensor = 0.5) -> Tensor:
 
 
 def _scaled(key: Tensor, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
+    _positive("normal_", "std", std, or_zero=True)
     return normal(key, x) * std + mean
 
 
 def _log_normal(key: Tensor, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Any:
+    _positive("log_normal_", "std", std)
     return (normal(key, x) * std + mean).exp()
 
 
 def _exponential(key: Tensor, x: Tensor, lambd: float = 1.0) -> Any:
+    _positive("exponential_", "lambd", lambd)
     return _races(key, x, _wide(x)) / lambd
 
 
 def _geometric(key: Tensor, x: Tensor, p: float) -> Any:
+    if not 0 < p < 1:
+        fail("fs.random.keyed", f"geometric_ with p={p}", "p is above 0 and below 1",
+             "x.fill_(1) where p is 1: the first trial succeeds")  # fmt: skip
     dtype = torch.promote_types(x.dtype, torch.float32)
     return (exponential(key, x, dtype=dtype) / -math.log1p(-p)).floor() + 1
 
 
 def _cauchy(key: Tensor, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Any:
+    _positive("cauchy_", "sigma", sigma)
     dtype = _wide(x)
     drawn = uniform(key, x, minval=torch.finfo(dtype).eps, dtype=dtype) - 0.5
     return drawn.mul(math.pi).tan() * sigma + median
@@ -309,6 +344,7 @@ def _multinomial(keys: Keys, x: Tensor, num_samples: int, replacement: bool = Fa
 
     In float64: of many classes the first finish within what float32 tells apart.
     """
+    _check_weights(x, num_samples, replacement)
     wide = torch.float64
     if num_samples == 1 or not replacement:
         return (x / _races(keys(), x, wide)).topk(num_samples, -1).indices
@@ -316,6 +352,34 @@ def _multinomial(keys: Keys, x: Tensor, num_samples: int, replacement: bool = Fa
     shape = (*x.shape[:-1], num_samples)
     drawn = uniform(keys(), shape, dtype=wide, device=x.device) * sums[..., -1:]
     return torch.searchsorted(sums, drawn, right=True).clamp_(max=x.shape[-1] - 1)
+
+
+def _known(x: Tensor) -> bool:
+    """Whether the host has the numbers of a tensor that is there once: not traced, or of a rank."""
+    if torch.compiler.is_compiling() or current_transport() is not None:
+        return False
+    plain = type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+    return plain and x.device.type == "cpu" and _get_current_dispatch_mode() is None
+
+
+def _check_weights(x: Tensor, num_samples: int, replacement: bool) -> None:
+    found, classes = [], x.shape[-1] if x.dim() else 0
+    if not x.is_floating_point():
+        found.append(Problem(f"multinomial of {x.dtype}",
+                             "weights are of a dtype of floating point",
+                             "weights.float()"))  # fmt: skip
+    if num_samples < 1 or (num_samples > classes and not replacement):
+        rule = f"without replacement there are from 1 to {classes}, and with it any number above 0"
+        found.append(Problem(f"multinomial, {num_samples} of {classes} classes", rule,
+                             "replacement=True, or fewer draws"))  # fmt: skip
+    if not found and x.numel() and _known(x):
+        good = (x >= 0).all(-1) & (x.sum(-1) > 0) & x.isfinite().all(-1)
+        if not good.all():
+            found.append(Problem(
+                f"multinomial of weights from {x.min():g} to {x.max():g}",
+                "weights are finite, none is below zero, and of every row one is above it",
+                "weights.clamp(min=0), or logits.softmax(-1)"))  # fmt: skip
+    raise_if("fs.random.keyed", found)
 
 
 @_instead("rrelu")
