@@ -78,9 +78,9 @@ def kinds(operand: int, change: Mapping[str, str | None], results: int = 1) -> t
     return tuple(Mode((operand,), kind, (to,) * results) for kind, to in change.items())
 
 
-def is_inexact(meta: Meta | None) -> bool:
+def is_inexact(x: Meta | torch.Tensor | None) -> bool:
     """Whether a tensor is floating or complex."""
-    return meta is not None and (meta.dtype.is_floating_point or meta.dtype.is_complex)
+    return x is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
 def tensors(call: Call) -> tuple[tuple[int, Meta], ...]:

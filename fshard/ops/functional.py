@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.errors import fail
-from fshard.ops.call import base_name
+from fshard.ops.build import is_inexact
+from fshard.ops.call import base_name, parts_of
 from fshard.ops.draws import DRAWN
 from fshard.spmd.kinds import STATE, writes_state
 from fshard.tree import tensors_in
@@ -30,7 +31,7 @@ __all__ = ["Held", "check_writes", "functional", "has_no_gradient", "refuse_held
 def has_no_gradient(op: Any) -> bool:
     """Whether the results of an operation have no gradient, whatever its operands have."""
     name = base_name(op)
-    return name in ("detach", "detach_") or (op.namespace == "fshard" and name in DRAWN)
+    return name in ("detach", "detach_") or (name in DRAWN and op.namespace == "fshard")
 
 
 _NONE: frozenset[int] = frozenset()
@@ -44,15 +45,20 @@ def writes(node: fx.Node) -> list[fx.Node]:
     if not isinstance(op, torch._ops.OpOverload):
         return []
     found = [*_written(op, node.args, node.kwargs), *_statistics(node)]
-    return [each for each in _each(found) if isinstance(each, fx.Node)]
+    return parts_of(found, fx.Node)
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The operands that an operation writes by its schema."""
-    arguments = op._schema.arguments
-    given = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
-    return [given.get(each.name) for each in arguments
+    given = _named(op, args, kwargs)
+    return [given.get(each.name) for each in op._schema.arguments
             if each.alias_info is not None and each.alias_info.is_write]  # fmt: skip
+
+
+def _named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are given, by name."""
+    names = (each.name for each in op._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _statistics(node: fx.Node) -> list[Any]:
@@ -170,8 +176,7 @@ def _drops_nothing(node: fx.Node) -> bool:
     """Whether it is a dropout that returns what it is given, if only on tensors with numbers."""
     if base_name(node.target) not in _DROPS:
         return False
-    given: dict[str, Any] = dict(zip(("input", "p", "train"), node.args, strict=False))
-    given |= node.kwargs
+    given = _named(node.target, node.args, node.kwargs)
     return not given["train"] or given["p"] == 0
 
 
@@ -237,7 +242,7 @@ def check_writes(
             grad = node.args[0]
         if node.op != "call_function":
             continue
-        passes = grad and not _stops(node)
+        passes = grad and not has_no_gradient(node.target)
         before = [flows.get(each, _NONE) for each in node.all_input_nodes if passes]
         into = _NONE.union(*before)
         statistics = _statistics(node)  # which have no gradient
@@ -287,7 +292,7 @@ def _lost(
     """
     root, cut = target, not grad
     while (below := _below(root)) is not None:
-        cut = cut or _stops(root)
+        cut = cut or has_no_gradient(root.target)
         root = below
     if root.op == "get_attr":
         refuse_held(node.name)
@@ -312,8 +317,7 @@ def _below(node: fx.Node) -> fx.Node | None:
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or all(each.alias_info is None for each in schema.returns):
         return _shared(node)
-    given = dict(zip((each.name for each in schema.arguments), node.args, strict=False))
-    given |= node.kwargs
+    given = _named(node.target, node.args, node.kwargs)
     found = [given.get(each.name) for each in schema.arguments if each.alias_info is not None]
     return next((each for each in found if isinstance(each, fx.Node)), None)
 
@@ -330,17 +334,5 @@ def _memory_of(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-def _stops(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and has_no_gradient(node.target)
-
-
 def _is_inexact(node: fx.Node) -> bool:
-    made = [each for each in _each(node.meta.get("val")) if isinstance(each, torch.Tensor)]
-    return any(each.is_floating_point() or each.is_complex() for each in made)
-
-
-def _each(value: Any) -> list[Any]:
-    """What is in a value, in lists and tuples too."""
-    if isinstance(value, list | tuple):
-        return [each for inner in value for each in _each(inner)]
-    return [value]
+    return any(map(is_inexact, parts_of(node.meta.get("val"), torch.Tensor)))

@@ -18,7 +18,6 @@ from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.ops.call import Call, Meta, map_call, parts_of
 from fshard.ops.propagate import rule_of
-from fshard.ops.registry import functional_of
 from fshard.ops.roles import factor_sizes, states_of
 from fshard.ops.rule import Rule
 from fshard.ops.trace import constraint_of
@@ -93,7 +92,7 @@ def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
         Meta.of(each) if isinstance(each, torch.Tensor) else None
         for each in (value if isinstance(value, list | tuple) else [value])
     )
-    call = Call(functional_of(node.target), args, kwargs, metas, results)
+    call = Call(node.target, args, kwargs, metas, results)
     try:
         return call, rule_of(call), operands
     except ShardingError:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import BackwardHook
 
 from fshard.errors import fail
+from fshard.ops.build import is_inexact
 from fshard.ops.call import map_tensors
 from fshard.spmd.closures import leaves_of
 from fshard.tree import tensors_in
@@ -77,7 +78,7 @@ class Above(_Watch):
             raise TakesGradients
         out = func(*args, **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
-            return self.wanted and torch.is_grad_enabled() and _inexact(args[0])
+            return self.wanted and torch.is_grad_enabled() and is_inexact(args[0])
         return out
 
 
@@ -99,16 +100,12 @@ class Below(_Watch):
         plain = func is not torch.autograd.grad or _keeps(kwargs or {})
         if not self.tracked or (torch.is_grad_enabled() and plain):
             return out
-        return map_tensors(out, torch.Tensor, lambda x: x.detach() if _inexact(x) else x)
+        return map_tensors(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
 
 
 def _keeps(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `torch.autograd.grad` asks for gradients that have gradients."""
     return bool(kwargs.get("create_graph"))
-
-
-def _inexact(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 # -- what PyTorch tells no mode of --------------------------------------------------------------

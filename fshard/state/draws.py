@@ -23,8 +23,8 @@ from fshard.run.transport import current_transport
 from fshard.spec import Sharded, Spec
 
 __all__ = [
-    "Target", "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "key", "normal",
-    "permutation", "randint", "split", "uniform",
+    "Target", "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "kept_scale", "key",
+    "normal", "permutation", "randint", "split", "uniform",
 ]  # fmt: skip
 
 Target = Spec | torch.Tensor | Sequence[int] | int
@@ -267,8 +267,12 @@ def dropout_mask(
     where, to = "fs.random.dropout_mask", _To(spec, dtype, device, FLOATS,
                                               torch.get_default_dtype())  # fmt: skip
     raise_if(where, to.problems(key) + _rate_problems(p))
-    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-    return to.drawn(where, key, OPS.bernoulli, 1.0 - p, then=lambda kept: kept * scale)
+    return to.drawn(where, key, OPS.bernoulli, 1.0 - p, then=lambda kept: kept * kept_scale(p))
+
+
+def kept_scale(p: float) -> float:
+    """What elements that a dropout keeps are multiplied by, so that the mean stays."""
+    return 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
 def bits(

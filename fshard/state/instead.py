@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fshard.errors import Problem, fail, raise_if
 from fshard.run.transport import current_transport
-from fshard.state.draws import bernoulli, exponential, normal, permutation, randint, uniform
+from fshard.state.draws import (
+    bernoulli,
+    exponential,
+    kept_scale,
+    normal,
+    permutation,
+    randint,
+    uniform,
+)  # fmt: skip
 
 __all__ = ["INSTEAD"]
 
@@ -37,26 +45,22 @@ def _instead(*names: str) -> Callable[[F], F]:
 # -- dropout --------------------------------------------------------------------------------
 
 
-def _scale(p: float) -> float:
-    return 1.0 / (1.0 - p) if p < 1 else 0.0
-
-
 @_instead("dropout")
 def _dropout(keys: Keys, x: Tensor, p: float, train: bool) -> Tensor:
     # For the gradient a mask of booleans is kept, as PyTorch's kernel does: a byte an element.
     kept: Tensor = bernoulli(keys(), x, 1.0 - p)
-    return x * kept * _scale(p)
+    return x * kept * kept_scale(p)
 
 
 @_instead("dropout_")
 def _dropout_in_place(keys: Keys, x: Tensor, p: float, train: bool) -> Tensor:
-    return x.mul_(bernoulli(keys(), x, 1.0 - p)).mul_(_scale(p))
+    return x.mul_(bernoulli(keys(), x, 1.0 - p)).mul_(kept_scale(p))
 
 
 @_instead("native_dropout")
 def _native_dropout(keys: Keys, x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
     kept: Tensor = bernoulli(keys(), x, 1.0 - p)
-    return x * kept * _scale(p), kept
+    return x * kept * kept_scale(p), kept
 
 
 def _kept_features(keys: Keys, x: Tensor, p: float) -> Tensor:
@@ -68,12 +72,12 @@ def _kept_features(keys: Keys, x: Tensor, p: float) -> Tensor:
 
 @_instead("feature_dropout")
 def _feature_dropout(keys: Keys, x: Tensor, p: float, train: bool) -> Tensor:
-    return x * _kept_features(keys, x, p) * _scale(p)
+    return x * _kept_features(keys, x, p) * kept_scale(p)
 
 
 @_instead("feature_dropout_")
 def _feature_dropout_in_place(keys: Keys, x: Tensor, p: float, train: bool) -> Tensor:
-    return x.mul_(_kept_features(keys, x, p)).mul_(_scale(p))
+    return x.mul_(_kept_features(keys, x, p)).mul_(kept_scale(p))
 
 
 SATURATED = 1.7580993408473766
