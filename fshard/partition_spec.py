@@ -90,7 +90,12 @@ class PartitionSpec:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartitionSpec._of, (self.dims, self.unreduced_kinds, self.reduced_kinds)
+        return PartitionSpec._of, self._parts
+
+    @property
+    def _parts(self) -> tuple[tuple[tuple[str, ...], ...], Kinds, Kinds]:
+        """What `_of` takes: the axes of each dim, those unreduced and those reduced."""
+        return self.dims, self.unreduced_kinds, self.reduced_kinds
 
     def __len__(self) -> int:
         return len(self.dims)

@@ -58,7 +58,6 @@ class Moves:
         self.exclude = problem.exclude
         self.targets: dict[object, list[State]] = {}
         self.aims: dict[tuple[Kinds, frozenset[str]], list[Aim]] = {}
-        self.addends = {axis for axis, _ in problem.goal.unreduced}
         # What both ends begin a dim with stays: each such shard is a problem of its own.
         self.fixed = [
             next((at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b),
@@ -422,7 +421,7 @@ class Moves:
             if target[:3] != state[:3]:
                 before, after = problem.roles(state), problem.roles(target)
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
-                make = partial(CollectivePermute, partition_of(target))
+                make = partial(_permute, target)
                 moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
                 if move := self.collective(make, axes, state, target, moved, 0):
                     yield move
@@ -436,7 +435,7 @@ class Moves:
         """Straight to the goal, or to what one more step makes the goal of."""
         if Exchange in self.exclude:
             return
-        shards = frozenset(self.addends.intersection(itertools.chain(*state.dims)))
+        shards = self.problem.added.intersection(itertools.chain(*state.dims))
         key = state.unreduced, shards
         aims = self.aims.get(key)
         if aims is None:
@@ -448,7 +447,7 @@ class Moves:
                 continue
             if target == state or not is_kept(state.reduced, target):
                 continue
-            make = partial(Exchange, partition_of(target), target.sizes)
+            make = partial(_exchange, target)
             moved, copied = None, packed + unpacked
             even, turned = problem.is_even_along(state, target), problem.turned(state, target)
             if even:
@@ -486,6 +485,14 @@ def is_kept(reduced: Kinds, target: State) -> bool:
     """Whether all that is reduced stays so or shards the target, as an exchange allows."""
     lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
     return not lost or {*lost} <= {*itertools.chain(*target.dims)}
+
+
+def _permute(target: State) -> CollectivePermute:
+    return CollectivePermute(partition_of(target))
+
+
+def _exchange(target: State) -> Exchange:
+    return Exchange(partition_of(target), target.sizes)
 
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:

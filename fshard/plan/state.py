@@ -80,6 +80,7 @@ class Problem:
     start: State = field(init=False)
     goal: State = field(init=False)
     goals: dict[str, tuple[str, object]] = field(init=False)
+    added: frozenset[str] = field(init=False)
     ones: frozenset[str] = field(init=False)
     thorough: bool = field(init=False)
     even: bool = field(init=False)
@@ -113,6 +114,7 @@ class Problem:
         self.even = self.is_even(self.start) and self.is_even(self.goal)
         self.empty = 0 in self.src.shape
         p = self.dst.partition
+        self.added = frozenset([axis for axis, _ in p.unreduced_kinds])
         self.goals = dict.fromkeys(self.mesh.axes, ("invariant", "sum"))
         self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
         self.goals |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
@@ -321,11 +323,11 @@ class Problem:
 
     def signature(self, state: State) -> object:
         """What a permutation keeps, the sizes of the shards among it."""
-        return permute_signature(self.size, partition_of(state)), state.sizes
+        return permute_signature(self.size, *state[:3]), state.sizes
 
     def roles(self, state: State) -> dict[str, object]:
         """What each axis of several devices does."""
-        return axis_roles(self.size, partition_of(state))
+        return axis_roles(self.size, *state[:3])
 
     def moving(self, before: State, after: State) -> Axes:
         """The axes along which layouts exchange anything: `moving_axes` of light values."""
@@ -362,13 +364,16 @@ class Problem:
         return found
 
     def _bound(self, state: State) -> float:
-        # Ranks that end with addends of one tensor may hold what they need between them.
-        stay = set(state.unreduced) if self.even and not self.thorough else set()
-        group = frozenset(each[0] for each in self.goal.unreduced if each not in stay)
-        goals = {axis for axis, _ in self.goal.unreduced}
-        addends = tuple(axis for axis, _ in state.unreduced if axis not in goals)
         if self.empty:
             return 0.0
+        # Ranks that end with addends of one tensor may hold what they need between them.
+        group = self.added
+        addends: Axes = ()
+        if state.unreduced:
+            if group and self.even and not self.thorough:
+                stay = set(state.unreduced)
+                group = frozenset([each[0] for each in self.goal.unreduced if each not in stay])
+            addends = tuple([axis for axis, _ in state.unreduced if axis not in self.added])
         members = self.count(tuple(group))
         even = self.even or (self.is_even(state) and self.is_even(self.goal))
         lacks = self.missing if even else self.missing_uneven

@@ -38,8 +38,7 @@ def plan_steps(
     """
     found = search(src, dst, topology, max_memory, exclude, most)
     fine = _refinement(src.mesh, topology, Exchange in exclude)
-    local = found is not None and Program(src, found[0]).is_local
-    if fine is None or Remesh in exclude or local:
+    if fine is None or Remesh in exclude or (found and Program(src, found[0]).is_local):
         return found[0] if found else None
     # A mesh of sub-axes is worth its two more lines only where it saves something.
     most = found[1] * 0.99 if found else most

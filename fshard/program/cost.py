@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
-from fshard.partition_spec import PartitionSpec
+from fshard.partition_spec import Kinds
 from fshard.program.boxes import moving_axes, reduced_axes, turned_axes
 from fshard.program.overlap import (
     NONE,
-    even_boxes,
+    even_dim,
     on_one_mesh,
     overlaps,
     pieces,
@@ -190,14 +190,12 @@ def dim_parts(
     turned: Set[str] = NONE,
 ) -> Parts | None:
     """One dim's part in `exchanged`: of a target's box, of what is held of it, of its pieces."""
-    boxes = even_boxes((length,), size, (have,), (need,), (), turned)
-    if boxes is None or (
-        turned and even_boxes((length,), size, (need,), (have,), (), turned) is None
-    ):
+    box, part = even_dim(length, size, have, need, (), turned)
+    if part < 0 or (turned and even_dim(length, size, need, have, (), turned)[1] < 0):
         return None
-    counts = [(math.prod(size[axis] for axis in axes),) for axes in (have, need)]
-    alike = math.prod(size[axis] for axis in have if axis in turned)
-    return *boxes, pieces_even(*counts) // alike
+    before, after = [math.prod([size[axis] for axis in axes]) for axes in (have, need)]
+    alike = math.prod([size[axis] for axis in have if axis in turned]) if turned else 1
+    return box, part, pieces_even((before,), (after,)) // alike
 
 
 def joined(dims: Iterable[Parts], item: int, addends: int = 1) -> Traffic:
@@ -268,7 +266,7 @@ def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
         case Cast() | Remesh():
             return ()
         case CollectivePermute():
-            before, after = (axis_roles(shape, spec.partition) for spec in (src, dst))
+            before, after = (axis_roles(shape, *spec.partition._parts) for spec in (src, dst))
             return tuple(axis for axis, role in before.items() if role != after[axis])
         case Exchange():
             return moving_axes(src, dst) if src.mesh == dst.mesh else ()
@@ -278,16 +276,18 @@ def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
             return tuple(axis for axis in step.axes if shape[axis] > 1)
 
 
-def axis_roles(sizes: Mapping[str, int], p: PartitionSpec) -> dict[str, object]:
+def axis_roles(
+    sizes: Mapping[str, int], dims: Sequence[tuple[str, ...]], unreduced: Kinds, reduced: Kinds
+) -> dict[str, object]:
     """What each axis of several devices does: the dim it cuts and its stride, or its state."""
     roles: dict[str, object] = {}
-    for dim, axes in enumerate(p.dims):
+    for dim, axes in enumerate(dims):
         stride = 1
         for axis in reversed(axes):
             roles[axis] = (dim, stride)
             stride *= sizes[axis]
-    roles |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
-    roles |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+    roles |= {axis: ("unreduced", kind) for axis, kind in unreduced}
+    roles |= {axis: ("reduced", kind) for axis, kind in reduced}
     return {axis: roles.get(axis) for axis, size in sizes.items() if size > 1}
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -310,20 +309,22 @@ def _stand_in(step: ShardedToUnreduced, spec: Spec) -> Spec:
     return _state(step, moved, "unreduced", step.kind)
 
 
-def permute_signature(size: Mapping[str, int], p: PartitionSpec) -> tuple[object, ...]:
+def permute_signature(
+    size: Mapping[str, int], dims: Sequence[tuple[str, ...]], unreduced: Kinds, reduced: Kinds
+) -> tuple[object, ...]:
     """What a permutation of devices keeps: shards per dim, addends and uses per reduction."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for word, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
+    counts: dict[tuple[str, str], int] = {}
+    for word, kinds in (("unreduced", unreduced), ("reduced", reduced)):
         for axis, kind in kinds:
-            counts[word, kind] = (counts[word, kind] or 1) * size[axis]
-    shards = tuple(math.prod(size[axis] for axis in dim) for dim in p.dims)
-    return shards, tuple(sorted((k, n) for k, n in counts.items() if n > 1))
+            counts[word, kind] = counts.get((word, kind), 1) * size[axis]
+    shards = tuple([math.prod([size[axis] for axis in axes]) for axes in dims])
+    return shards, tuple(sorted([each for each in counts.items() if each[1] > 1]))
 
 
 def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
     spec.mesh.check_axes(step.partition.axes, f"{step} on {spec}")
     to, size = padded(step, spec, step.partition), spec.mesh.shape
-    if permute_signature(size, spec.partition) != permute_signature(size, to):
+    if permute_signature(size, *spec.partition._parts) != permute_signature(size, *to._parts):
         refuse(
             step,
             spec,

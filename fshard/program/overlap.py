@@ -18,8 +18,8 @@ from fshard.spec import Spec
 from fshard.subaxes import common_refinement
 
 __all__ = [
-    "NONE", "alike_shards", "dim_pieces", "even_boxes", "intervals", "meeting", "missing_even",
-    "on_one_mesh", "overlaps", "pieces", "pieces_even", "places",
+    "NONE", "alike_shards", "dim_pieces", "even_boxes", "even_dim", "intervals", "meeting",
+    "missing_even", "on_one_mesh", "overlaps", "pieces", "pieces_even", "places",
 ]  # fmt: skip
 
 Coords = Mapping[str, int]
@@ -69,7 +69,7 @@ def even_boxes(
     """
     whole = held = 1
     for length, mine, theirs in zip(shape, have, need, strict=True):
-        box, part = _even_dim(length, size, mine, theirs, group, turned)
+        box, part = even_dim(length, size, mine, theirs, group, turned)
         if part < 0:
             return None
         whole *= box
@@ -77,7 +77,7 @@ def even_boxes(
     return whole, held
 
 
-def _even_dim(
+def even_dim(
     length: int,
     size: Mapping[str, int],
     have: tuple[str, ...],

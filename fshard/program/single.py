@@ -81,8 +81,8 @@ def _on_one_mesh(src: Spec, dst: Spec) -> Iterator[Step]:
     else:
         yield from _all_to_alls(dst, lost, gained)
         yield from _stand_ins(src, dst)
-    p, q = src.partition, dst.partition
-    if permute_signature(src.mesh.shape, p) == permute_signature(src.mesh.shape, q):
+    size, p, q = src.mesh.shape, src.partition, dst.partition
+    if permute_signature(size, *p._parts) == permute_signature(size, *q._parts):
         yield CollectivePermute(q)
     yield Exchange(q, dst.sizes)
 
