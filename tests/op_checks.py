@@ -21,7 +21,7 @@ from fshard.ops.local import flat, run_local
 from fshard.ops.propagate import call_and_tree, overload_of, rule_of
 from fshard.ops.roles import Role, factor_sizes, roles_of
 from fshard.ops.rule import Rule
-from fshard.ops.strategy import Strategy, lay
+from fshard.ops.strategy import Layouts, Strategy
 from fshard.partition_spec import PartitionSpec
 from fshard.plan.redistribute import redistribute
 from fshard.program.topology import Topology
@@ -63,7 +63,7 @@ def strategies(
                  dtype=m.dtype, sizes=_sizes(rule, at, chosen, mesh, lengths) if skew else None)
             for at, m in enumerate(call.operands)
         ]  # fmt: skip
-        laid = lay(call, rule, mesh, chosen, sources, lengths)
+        laid = Layouts(call, rule, mesh, sources, lengths).under(chosen)
         if laid is not None:
             whole = tuple(Spec(mesh, PartitionSpec(), shape=m.shape, dtype=m.dtype)
                           for m in call.operands)  # fmt: skip

@@ -17,7 +17,7 @@ from fshard.mesh import Mesh
 from fshard.ops.call import Call
 from fshard.ops.roles import Role, State, factor_sizes, roles_of, states_of
 from fshard.ops.rule import Mode, Rule
-from fshard.ops.strategy import Strategy, lay
+from fshard.ops.strategy import Layouts, Strategy
 from fshard.ops.weigh import Weight, compute_time, leftover, moving, nbytes, undone
 from fshard.partition_spec import LINEAR, PartitionSpec
 from fshard.program.cost import max_local_nbytes
@@ -60,12 +60,13 @@ def choose(
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
     wished = _wished(call, rule, mesh, lengths, wish)
+    layouts = Layouts(call, rule, mesh, specs, lengths)
     axes = _axes(call, rule, specs, topology, lengths, grad, local, wished)
 
     def way(picked: Sequence[_Option]) -> Strategy | None:
         """These options together, where they can be laid out."""
         chosen = {axis: each.role for axis, each in zip(axes, picked, strict=True)}
-        laid = lay(call, rule, mesh, chosen, specs, lengths)
+        laid = layouts.under(chosen)
         if laid is None:
             return None
         time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
@@ -137,18 +138,20 @@ def _axes(
     total = compute_time(topology, rule, call, lengths)
     roles = roles_of(rule, call, grad=grad)
     axes: dict[str, list[_Option]] = {}
+    alike: dict[tuple[Any, ...], list[_Option]] = {}
     for axis in mesh.axes:
-        n = mesh.shape[axis]
-        # Of results the least: all other axes may cut them.
-        least = [(size * n // mesh.size, item) for size, item in made]
-        here = _Here(
-            topology, topology.link(mesh, axis), n, [each[axis] for each in states], held, least,
-            total * n / mesh.size, lengths, grad, local, [{} for _ in specs],
-        )  # fmt: skip
-        wish = wished.get(axis)
-        found = (_weighed(role, at, here, role.factor is not None and role.factor == wish)
-                 for at, role in enumerate(roles))  # fmt: skip
-        axes[axis] = sorted((each for each in found if each), key=lambda each: each.weight)
+        n, link, wish = mesh.shape[axis], topology.link(mesh, axis), wished.get(axis)
+        on = tuple(each[axis] for each in states)
+        key = n, link, wish, on
+        if key not in alike:
+            # Of results the least: all other axes may cut them.
+            least = [(size * n // mesh.size, item) for size, item in made]
+            here = _Here(topology, link, n, on, held, least, total * n / mesh.size, lengths, grad,
+                         local, [{} for _ in specs])  # fmt: skip
+            found = (_weighed(role, at, here, role.factor is not None and role.factor == wish)
+                     for at, role in enumerate(roles))  # fmt: skip
+            alike[key] = sorted((each for each in found if each), key=lambda each: each.weight)
+        axes[axis] = alike[key]
     return axes
 
 
@@ -162,7 +165,7 @@ class _Here(NamedTuple):
     topology: Topology
     link: Link
     n: int
-    states: list[State]
+    states: Sequence[State]
     held: list[tuple[int, int]]
     made: list[tuple[int, int]]
     work: float

@@ -157,7 +157,6 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
 
     Raises `ShardingError` where the rule does not fit the shapes.
     """
-    where = f"the rule of {name_of(call.op)}: {rule}"
     sizes = dict(rule.sizes)
     pairs: list[tuple[Dims | None, Meta | None]] = [
         *zip(rule.operands, call.operands, strict=False),
@@ -165,19 +164,19 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     ]
     counts = (len(rule.operands), len(rule.results)), (len(call.operands), len(call.results))
     if counts[0] != counts[1]:
-        fail(where, f"{counts[1][0]} operands and {counts[1][1]} results",
+        fail(_where(rule, call), f"{counts[1][0]} operands and {counts[1][1]} results",
              f"the rule has {counts[0][0]} and {counts[0][1]}",
              "write one list of factors for every tensor")  # fmt: skip
     known = [(dims, meta) for dims, meta in pairs if dims is not None and meta is not None]
     for dims, meta in known:
         if len(dims) != meta.ndim:
-            fail(where, f"a tensor of shape {meta.shape}",
+            fail(_where(rule, call), f"a tensor of shape {meta.shape}",
                  f"the rule writes it with {len(dims)} dims",
                  "one letter, 1 or parenthesis for every dim")  # fmt: skip
     flat = [(dim, size) for dims, m in known for dim, size in zip(dims, m.shape, strict=True)]
     for dim, size in flat:
         if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
-            fail(where, f"factor {dim[0]!r} of sizes {sizes[dim[0]]} and {size}",
+            fail(_where(rule, call), f"factor {dim[0]!r} of sizes {sizes[dim[0]]} and {size}",
                  "a factor has one size", "give dims of other sizes other letters")  # fmt: skip
     left = [(dim, size) for dim, size in flat if len(dim) > 1]
     for _ in left:
@@ -188,10 +187,14 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
                 sizes[unknown[0]] = size // rest if rest else 0
     for dim, size in left:
         if any(f not in sizes for f in dim) or math.prod(sizes[f] for f in dim) != size:
-            fail(where, f"dim ({''.join(dim)}) of size {size}",
+            fail(_where(rule, call), f"dim ({''.join(dim)}) of size {size}",
                  "the sizes of its factors multiply to it, and are known from other dims",
                  "give every factor a dim of its own somewhere")  # fmt: skip
     return sizes
+
+
+def _where(rule: Rule, call: Call) -> str:
+    return f"the rule of {name_of(call.op)}: {rule}"
 
 
 def states_of(dims: Dims, spec: Spec, sizes: Mapping[str, int]) -> dict[str, State]:

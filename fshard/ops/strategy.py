@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fshard.layout import mixed_kinds
@@ -21,7 +22,7 @@ from fshard.program.topology import Topology
 from fshard.spec import Spec
 from fshard.units import bytes_text, time_text
 
-__all__ = ["Strategy", "lay"]
+__all__ = ["Layouts", "Strategy"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -96,151 +97,162 @@ class _Infeasible(Exception):
     """Roles that no spec can say together."""
 
 
-def lay(
-    call: Call,
-    rule: Rule,
-    mesh: Mesh,
-    chosen: Mapping[str, Role],
-    sources: Sequence[Spec],
-    lengths: Mapping[str, int],
-) -> tuple[tuple[Spec, ...], tuple[Spec | None, ...]] | None:
-    """The specs of operands and results under one role for every axis; None if there are none.
+Cuts = tuple[tuple[str, ...], tuple[int, ...] | None]
+"""The axes that cut a factor or a dim, and the sizes of its parts where these are not equal."""
+
+
+class Layouts:
+    """The specs of the operands and results of one call, by what its axes do.
 
     Factors that several axes cut are cut in the order in which the largest operand is; sizes of
     shards are those of an operand that is cut by the same axes, else as `torch.chunk`'s, which
     they also are where operands differ and the largest one's are far from even.
     """
-    order, sizes = _cuts(rule, mesh, chosen, sources, lengths)
-    cut = _Cut(mesh, chosen, order, sizes, lengths)
-    try:
-        ins = tuple(
-            sources[at] if at in rule.unread
-            else cut.spec(dims, meta, [role.operands[at] for role in chosen.values()])
-            for at, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True))
-        )  # fmt: skip
-        outs = tuple(
-            None if dims is None or meta is None
-            else cut.spec(dims, meta, [role.results[at] for role in chosen.values()])
-            for at, (dims, meta) in enumerate(zip(rule.results, call.results, strict=True))
-        )  # fmt: skip
-    except _Infeasible:
-        return None
-    return ins, outs
 
+    __slots__ = ("_call", "_dims", "_known", "_lengths", "_mesh", "_places", "_rule", "_sources")
 
-Orders = dict[str, tuple[str, ...]]
-Sizes = dict[str, tuple[int, ...] | None]
-
-
-def _cuts(
-    rule: Rule,
-    mesh: Mesh,
-    chosen: Mapping[str, Role],
-    sources: Sequence[Spec],
-    lengths: Mapping[str, int],
-) -> tuple[Orders, Sizes]:
-    """Of every factor that is cut the axes, major to minor, and the sizes of its parts."""
-    by_factor: dict[str, list[str]] = {}
-    for axis, role in chosen.items():
-        if role.factor is not None:
-            by_factor.setdefault(role.factor, []).append(axis)
-    largest = sorted(range(len(sources)), key=lambda at: -sources[at].nbytes)
-    order: Orders = {}
-    sizes: Sizes = {}
-    for factor, axes in by_factor.items():
-        seen: list[str] = []
+    def __init__(
+        self,
+        call: Call,
+        rule: Rule,
+        mesh: Mesh,
+        sources: Sequence[Spec],
+        lengths: Mapping[str, int],
+    ) -> None:
+        self._call, self._rule, self._mesh = call, rule, mesh
+        self._sources, self._lengths = sources, lengths
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        largest = sorted(range(len(sources)), key=lambda at: -sources[at].nbytes)
         for at in largest:
-            dim = _dim_of(rule.operands[at], factor)
-            if dim is not None:
-                seen += [a for a in sources[at].partition.dims[dim] if a in axes and a not in seen]
-        order[factor] = (*seen, *(axis for axis in axes if axis not in seen))
-        sizes[factor] = _parts(rule, mesh, order[factor], factor, sources, largest, lengths)
-    for each in rule.slices:
-        if each.of in order:
-            n = math.prod(mesh.shape[axis] for axis in order[each.of])
-            parts = sizes[each.of] or (lengths[each.of] // n,) * n
-            order[each.name], sizes[each.name] = order[each.of], each.sizes(parts)
-    return order, sizes
+            for dim, factors in enumerate(rule.operands[at]):
+                for factor in factors:
+                    self._places.setdefault(factor, []).append((at, dim))
+        read = (dims for at, dims in enumerate(rule.operands) if at not in rule.unread)
+        made = (d for d, meta in zip(rule.results, call.results, strict=True) if d and meta)
+        self._dims = tuple(dict.fromkeys(dim for dims in (*made, *read) for dim in dims))
+        self._known: dict[tuple[str, tuple[str, ...]], Cuts] = {}
 
+    def under(
+        self, chosen: Mapping[str, Role]
+    ) -> tuple[tuple[Spec, ...], tuple[Spec | None, ...]] | None:
+        """Those of operands and of results under one role for every axis; None if none can be."""
+        rule, call, roles = self._rule, self._call, chosen.values()
+        cuts = self._cuts(chosen)
+        try:
+            dims = {dim: self._dim(dim, cuts) for dim in self._dims}
+            spec = partial(_spec, self._mesh, tuple(chosen), dims)
+            ins = tuple(
+                self._sources[at] if at in rule.unread
+                else spec(dims, meta, [role.operands[at] for role in roles])
+                for at, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True))
+            )  # fmt: skip
+            outs = tuple(
+                None if dims is None or meta is None
+                else spec(dims, meta, [role.results[at] for role in roles])
+                for at, (dims, meta) in enumerate(zip(rule.results, call.results, strict=True))
+            )  # fmt: skip
+        except _Infeasible:
+            return None
+        return ins, outs
 
-def _dim_of(dims: Dims, factor: str) -> int | None:
-    return next((at for at, factors in enumerate(dims) if factor in factors), None)
+    def _cuts(self, chosen: Mapping[str, Role]) -> dict[str, Cuts]:
+        """Of every factor that is cut the axes, major to minor, and the sizes of its parts."""
+        by_factor: dict[str, tuple[str, ...]] = {}
+        for axis, role in chosen.items():
+            if role.factor is not None:
+                by_factor[role.factor] = (*by_factor.get(role.factor, ()), axis)
+        made: dict[str, Cuts] = {}
+        for each in by_factor.items():
+            if each not in self._known:
+                self._known[each] = self._cut(*each)
+            made[each[0]] = self._known[each]
+        for part in self._rule.slices:
+            if part.of in made:
+                axes, sizes = made[part.of]
+                n = math.prod(self._mesh.shape[axis] for axis in axes)
+                parts = sizes or (self._lengths[part.of] // n,) * n
+                made[part.name] = axes, part.sizes(parts)
+        return made
 
+    def _cut(self, factor: str, axes: tuple[str, ...]) -> Cuts:
+        places = self._places.get(factor, [])
+        if len(axes) > 1:
+            found = [self._sources[at].partition.dims[dim] for at, dim in places]
+            seen = dict.fromkeys(axis for dims in found for axis in dims if axis in axes)
+            axes = tuple(seen | dict.fromkeys(axes))
+        return axes, self._parts(factor, axes, places)
 
-def _parts(
-    rule: Rule,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    factor: str,
-    sources: Sequence[Spec],
-    largest: Sequence[int],
-    lengths: Mapping[str, int],
-) -> tuple[int, ...] | None:
-    """The sizes of a factor's parts: an operand's own, none if it divides, else chunks.
+    def _parts(
+        self, factor: str, axes: tuple[str, ...], places: Sequence[tuple[int, int]]
+    ) -> tuple[int, ...] | None:
+        """The sizes of a factor's parts: an operand's own, none if it divides, else chunks.
 
-    Where operands differ some are sent anyway: then no rank is given twice its share of the work.
-    """
-    whole = lengths[factor]
-    parts = [mesh.shape[axis] for axis in axes]
-    n, found = math.prod(parts), list[tuple[int, ...] | None]()
-    for at in largest:
-        dim = _dim_of(rule.operands[at], factor)
-        if dim is None:
-            continue
-        factors, spec = rule.operands[at][dim], sources[at]
-        if spec.partition.dims[dim] == axes and factors[0] == factor:
-            own, minor = spec.sizes[dim], math.prod(lengths[f] for f in factors[1:])
-            if own is None and whole % spec.dim_shards(dim) == 0:
-                found.append(None)
-            if own is not None and minor and all(size % minor == 0 for size in own):
+        Where operands differ some are sent anyway: then no rank is given twice its share of the
+        work.
+        """
+        whole, parts = self._lengths[factor], [self._mesh.shape[axis] for axis in axes]
+        n, found = math.prod(parts), list[tuple[int, ...] | None]()
+        for at, dim in places:
+            factors, spec = self._rule.operands[at][dim], self._sources[at]
+            if spec.partition.dims[dim] != axes or factors[0] != factor:
+                continue
+            own, minor = spec.sizes[dim], math.prod(self._lengths[f] for f in factors[1:])
+            if own is None:
+                found += [None] if whole % n == 0 else []
+            elif minor == 1:
+                found.append(own)
+            elif minor and all(size % minor == 0 for size in own):
                 found.append(tuple(size // minor for size in own))
-    if found and (len({*found}) == 1 or max(found[0] or (0,)) < 2 * -(-whole // n)):
-        return found[0]
-    return None if whole % n == 0 else chunk_sizes(whole, parts)
+        if found and (len({*found}) == 1 or max(found[0] or (0,)) < 2 * -(-whole // n)):
+            return found[0]
+        return None if whole % n == 0 else chunk_sizes(whole, parts)
 
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How every factor is cut, from which the specs of all tensors follow."""
-
-    mesh: Mesh
-    chosen: Mapping[str, Role]
-    order: Orders
-    sizes: Sizes
-    lengths: Mapping[str, int]
-
-    def spec(self, dims: Dims, meta: Meta, states: Sequence[State | None]) -> Spec:
-        """The spec of a tensor whose dims have these factors, in these states on the axes."""
-        unreduced: list[tuple[str, str]] = []
-        reduced: list[tuple[str, str]] = []
-        for axis, state in zip(self.chosen, states, strict=True):
-            assert state is not None
-            if state.word == "unreduced":
-                unreduced.append((axis, state.kind))
-            elif state.word == "reduced":
-                reduced.append((axis, "sum"))
-        if mixed_kinds(tuple(unreduced), tuple(reduced)):
-            raise _Infeasible
-        axes, sizes = zip(*map(self._dim, dims), strict=True) if dims else ((), ())
-        kinds: tuple[Kinds, Kinds] = tuple(unreduced), tuple(reduced)
-        return Spec._of(self.mesh, PartitionSpec._of(tuple(axes), *kinds), meta.shape, meta.dtype,
-                        tuple(sizes))  # fmt: skip
-
-    def _dim(self, factors: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    def _dim(self, factors: tuple[str, ...], cuts: Mapping[str, Cuts]) -> Cuts:
         """The axes and shard sizes of a dim; all factors before the last cut are cut to ones."""
-        cut = [at for at, factor in enumerate(factors) if factor in self.order]
+        if len(factors) == 1:
+            axes, sizes = cuts.get(factors[0], UNCUT)
+            return axes, None if sizes is None or len({*sizes}) == 1 else sizes
+        cut = [at for at, factor in enumerate(factors) if factor in cuts]
         if not cut:
-            return (), None
-        last, axes = cut[-1], tuple(a for at in cut for a in self.order[factors[at]])
+            return UNCUT
+        last, axes = cut[-1], tuple(a for at in cut for a in cuts[factors[at]][0])
         before = factors[:last]
         for factor in before:
-            parts = math.prod(self.mesh.shape[a] for a in self.order.get(factor, ()))
-            if parts != self.lengths[factor] or self.sizes.get(factor) is not None:
+            others, sizes = cuts.get(factor, UNCUT)
+            parts = math.prod(self._mesh.shape[axis] for axis in others)
+            if parts != self._lengths[factor] or sizes is not None:
                 raise _Infeasible
-        sizes = self.sizes[factors[last]]
+        sizes = cuts[factors[last]][1]
         if sizes is None:
             return axes, None
-        minor = math.prod(self.lengths[f] for f in factors[last + 1 :])
-        repeats = math.prod(self.lengths[f] for f in before)
+        minor = math.prod(self._lengths[f] for f in factors[last + 1 :])
+        repeats = math.prod(self._lengths[f] for f in before)
         made = tuple(size * minor for size in sizes) * repeats
-        return axes, None if len(set(made)) == 1 else made
+        return axes, None if len({*made}) == 1 else made
+
+
+UNCUT: Cuts = (), None
+
+
+def _spec(
+    mesh: Mesh,
+    axes: Sequence[str],
+    cuts: Mapping[tuple[str, ...], Cuts],
+    dims: Dims,
+    meta: Meta,
+    states: Sequence[State | None],
+) -> Spec:
+    """The spec of a tensor whose dims have these factors, in these states on the axes."""
+    unreduced: list[tuple[str, str]] = []
+    reduced: list[tuple[str, str]] = []
+    for axis, state in zip(axes, states, strict=True):
+        assert state is not None
+        if state.word == "unreduced":
+            unreduced.append((axis, state.kind))
+        elif state.word == "reduced":
+            reduced.append((axis, "sum"))
+    kinds: tuple[Kinds, Kinds] = tuple(unreduced), tuple(reduced)
+    if len(unreduced) > 1 and mixed_kinds(*kinds):
+        raise _Infeasible
+    laid, sizes = zip(*[cuts[dim] for dim in dims], strict=True) if dims else ((), ())
+    return Spec._of(mesh, PartitionSpec._of(laid, *kinds), meta.shape, meta.dtype, sizes)
