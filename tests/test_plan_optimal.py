@@ -148,16 +148,16 @@ def test_ways_round_on_three_axes(
     states: Sequence[str], shape: tuple[int, ...], topology: Topology | None
 ) -> None:
     specs = helpers.all_specs(Mesh(x=2, y=2, z=2), shape, states, dtype=torch.float32)
-    draw, known, worst = random.Random(1), dict[tuple[Spec, Spec], float](), 1.0
-    for _ in range(4):
-        some = draw.sample(specs, 7)
+    known, worst = dict[tuple[Spec, Spec], float](), 1.0
+    for seed in range(8):
+        some = random.Random(seed).sample(specs, 7)
         known |= {(a, b): weight(a, b, topology) for a, b in itertools.product(some, some)}
         for a, b, c in itertools.product(some, some, some):
             around = known[a, b] + known[b, c]
             if known[a, c] > around * (1 + EXACT) + 1e-15:
                 worst = max(worst, known[a, c] / around)
-    # Exchanges and permutations lead to the goal or one step from it; few axes are lent on the way.
-    assert worst <= (1.1 if topology else 1)
+    # On several nodes the best way may be two jumps, to layouts that are far from both ends.
+    assert worst <= (1.13 if topology and topology.name == "cluster" else 1)
 
 
 def is_busy(spec: Spec) -> bool:

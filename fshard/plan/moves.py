@@ -2,28 +2,26 @@
 
 Of orders in which axes can be put on a dim only those count that the goal asks for: its axes
 first, in its order, then the others in mesh order or the reverse. All other orders differ from
-these by a permutation of devices, which costs the same before and after.
+these by a permutation of devices, which costs the same before and after, unless it can be one
+inside of nodes: on several nodes the reverse of the goal's order counts as well.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-from fshard.partition_spec import Kinds
+from fshard.plan.jumps import Jumps, Make, Move
 from fshard.plan.runs import Runs
-from fshard.plan.state import Axes, Problem, State, partition_of, subsets, with_kinds
-from fshard.plan.targets import all_targets, direct_targets
-from fshard.program.cost import NOTHING, Traffic, all_reduced, gathered, swapped
+from fshard.plan.state import Axes, Problem, State, subsets, with_kinds
+from fshard.program.cost import Traffic, all_reduced, gathered, swapped
 from fshard.program.steps import (
     AllGather,
     AllReduce,
     AllSlice,
     AllToAll,
-    CollectivePermute,
     Exchange,
     InvariantToReduced,
     ReducedToInvariant,
@@ -35,61 +33,22 @@ from fshard.spec import mixed_kinds
 
 __all__ = ["Move", "Moves"]
 
-MOST_UNLIKE = 16
-"""On more ranks no exchanges are tried in which they receive unlike much of even shards."""
 
-Make = partial[Any]
-Move = tuple[float, Make, State]
-Aim = tuple[State, int, int, float]
-
-
-class Moves:
-    """The edges of one problem; `limit` is what an edge may weigh, at most, to be of use.
+class Moves(Jumps):
+    """The edges of one problem.
 
     The `direct` ones alone lead to the goal from everywhere, if not in the best way.
     """
 
     def __init__(self, problem: Problem, direct: bool) -> None:
-        self.problem = problem
-        self.direct = direct
-        self.limit = math.inf
+        super().__init__(problem, direct)
         self.size = problem.size
         self.goals = problem.goals
-        self.exclude = problem.exclude
-        self.targets: dict[object, list[State]] = {}
-        self.aims: dict[tuple[Kinds, frozenset[str]], list[Aim]] = {}
-        # What both ends begin a dim with stays: each such shard is a problem of its own.
-        self.fixed = [
-            next((at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b),
-                 min(map(len, ends)))
-            for ends in zip(problem.start.dims, problem.goal.dims, strict=True)
-        ]  # fmt: skip
-        if not problem.even:
-            self.fixed = [0] * len(self.fixed)
-        self.runs = Runs(problem, self.fixed)
-        # Where nothing else moves shards from dim to dim, permutations of finer ones do.
-        self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
-        # Where ranks receive unlike much no bytes are saved, at best a copy: few ranks are counted.
-        few = problem.mesh.size <= MOST_UNLIKE and len(problem.size) - len(problem.ones) < 3
-        self.lopsided = few and problem.topology is not None and not direct
+        self.fixed = problem.fixed
+        self.runs = Runs(problem)
         self.helpers = self.find_helpers()
-        self.found: list[State] = []
-        p, q = problem.src.partition, problem.dst.partition
-        # Axes that may take another's place in a dim: rare, so looked for only where they can.
-        self.stand_ins = frozenset(
-            by
-            for dim, mine in enumerate(p.dims)
-            for axis, by in itertools.product(mine, q.dims[dim])
-            if self.goals[axis][0] == "unreduced" and self.size[axis] == self.size[by]
-        )
-
-    @property
-    def ends(self) -> list[State]:
-        """Layouts worth moving to in one step: the goal, and what one more step makes it of."""
-        if not self.found:
-            find = direct_targets if self.direct else all_targets
-            self.found = find(self.problem, self.fixed)
-        return self.found
+        self.stand_ins = problem.stand_ins
+        self.traded = self.find_traded()
 
     def find_helpers(self) -> dict[str, tuple[str, ...]]:
         """Axes that both ends leave replicated, each with those before it that do as well.
@@ -111,6 +70,14 @@ class Moves:
                 like.append(axis)
         return found
 
+    def find_traded(self) -> frozenset[str]:
+        """Axes that come into use where others of their size go out of it, and end reduced."""
+        p, goals, size = self.problem.src.partition, self.goals, self.size
+        busy = {*itertools.chain(*p.dims), *dict(p.unreduced_kinds)}
+        kept = {size[axis] for axis in busy if goals[axis] == ("reduced", "sum")}
+        free = [axis for axis in size if axis not in busy and size[axis] in kept]
+        return frozenset([a for a in free if goals[a][0] in ("sharded", "unreduced")])
+
     def of(self, state: State) -> Iterator[Move]:
         """Every edge out of a state, in a fixed order."""
         yield from self.changes_of_state(state)
@@ -125,46 +92,6 @@ class Moves:
         yield from self.gathers(state)
         yield from self.permutes(state)
         yield from self.exchanges(state)
-
-    def local(self, make: Make, after: State, copied: int) -> Move:
-        """An edge without traffic."""
-        problem = self.problem
-        if not problem.is_possible(after):
-            return math.inf, make, after
-        return problem.weigh_local(copied), make, after
-
-    def collective(
-        self,
-        make: Make,
-        axes: Axes,
-        before: State,
-        after: State,
-        moved: Traffic | None,
-        copied: int,
-        addends: int = 1,
-    ) -> Move | None:
-        """An edge with traffic, if it is not too heavy; `moved` is None where that is not known."""
-        problem = self.problem
-        if not problem.is_possible(after):
-            return None
-        if moved is None:
-            if self.least(before, after, copied, addends) > self.limit:
-                return None
-            moved = problem.traffic(make(), before, after, addends)
-        if moved.launches and not problem.empty:
-            weight = problem.weigh(axes, moved, copied)
-        else:
-            weight = problem.weigh_local(2 * problem.nbytes(after))
-        return (weight, make, after) if weight <= self.limit else None
-
-    def least(self, before: State, after: State, copied: int, addends: int) -> float:
-        """What a collective between the two and all after it weigh at least."""
-        problem = self.problem
-        rest, lacks = problem.bound(after), problem.lacking(before, after, addends)
-        if lacks <= 0:
-            return rest + problem.weigh_local(min(copied, 2 * problem.nbytes(after)))
-        wires = problem.weigh_at_least(lacks * problem.item, 0)
-        return rest + problem.weigh_local(copied) + wires
 
     # -- local steps ------------------------------------------------------------------
 
@@ -184,6 +111,10 @@ class Moves:
             if now is not None:  # an exchange keeps what is reduced
                 less, cast = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
                 yield self.local(cast, less, 2 * nbytes if now == "avg" else 0)
+            elif lent := self.lent(axes):
+                new = state._replace(reduced=with_kinds(state.reduced, lent, "sum"))
+                if not mixed_kinds(new.unreduced, new.reduced):
+                    yield self.local(partial(InvariantToReduced, lent), new, 0)
             if word == "unreduced":
                 if mixed_kinds(with_kinds(state.unreduced, axes, kind), kept):
                     continue
@@ -196,22 +127,23 @@ class Moves:
                 new = state._replace(reduced=with_kinds(state.reduced, axes, kind))
                 make = partial(InvariantToReduced, axes, str(kind))
                 copied = 2 * nbytes if kind == "avg" else 0
-            elif now is None and word == "sharded" and (lent := self.lent(axes)):
-                new = state._replace(reduced=with_kinds(state.reduced, lent, "sum"))
-                make = partial(InvariantToReduced, lent)
             else:
                 continue
             yield self.local(make, new, copied)
 
     def lent(self, axes: Axes) -> Axes:
-        """Those of invariant axes that are to cut a dim that are better reduced before.
+        """Those of invariant axes with one goal that are better reduced before.
 
-        Then nothing moves along them: not over a slow link either.
+        Where they are to cut a dim nothing moves along them then, not over a slow link either.
+        Where others end reduced a permutation may have them take the place of these.
         """
+        traded = () if self.direct else tuple([axis for axis in axes if axis in self.traded])
+        if self.goals[axes[0]][0] != "sharded":
+            return traded
         if self.stand_ins.issuperset(axes):
             return axes
         slow = () if self.direct or Exchange in self.exclude else self.problem.slow
-        return tuple([axis for axis in axes if axis in slow])
+        return tuple([axis for axis in axes if axis in slow or axis in traded])
 
     def slices(self, state: State) -> Iterator[Move]:
         """Replicated axes of one state onto every dim."""
@@ -262,6 +194,8 @@ class Moves:
             found.append(first + rest[::-1])
         if first and rest:
             found.append(rest + first)
+        if self.problem.slow and not self.direct and len(first) > 1:
+            found.append(first[::-1] + rest)
         return found
 
     def substitutes(self, state: State) -> Iterator[Move]:
@@ -404,95 +338,6 @@ class Moves:
                 make = partial(AllGather, taken, dim, "reduced" if to else "invariant", kind)
                 if move := self.collective(make, taken, state, new, moved, copied):
                     yield move
-
-    # -- to the goal ------------------------------------------------------------------
-
-    def permutes(self, state: State) -> Iterator[Move]:
-        """To the goal, or to what one more step makes the goal of; to other orders in need."""
-        problem = self.problem
-        if CollectivePermute in self.exclude:
-            return
-        if not self.targets:
-            for target in self.ends:
-                self.targets.setdefault(problem.signature(target), []).append(target)
-        nbytes = problem.nbytes(state)
-        found: Iterable[State] = self.targets.get(problem.signature(state), ())
-        for target in itertools.chain(found, self.reordered(state) if self.permuting else ()):
-            if target[:3] != state[:3]:
-                before, after = problem.roles(state), problem.roles(target)
-                axes = tuple(axis for axis, role in before.items() if role != after[axis])
-                make = partial(_permute, target)
-                moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
-                if move := self.collective(make, axes, state, target, moved, 0):
-                    yield move
-
-    def reordered(self, state: State) -> Iterator[State]:
-        """The same shards with the axes of every dim in other orders."""
-        for dims in itertools.product(*map(itertools.permutations, state.dims)):
-            yield state._replace(dims=dims)
-
-    def exchanges(self, state: State) -> Iterator[Move]:
-        """Straight to the goal, or to what one more step makes the goal of."""
-        if Exchange in self.exclude:
-            return
-        shards = self.problem.added.intersection(itertools.chain(*state.dims))
-        key = state.unreduced, shards
-        aims = self.aims.get(key)
-        if aims is None:
-            aims = self.aims[key] = self.find_aims(*key)
-        problem, packed = self.problem, 2 * self.problem.nbytes(state)
-        begun = problem.weigh_at_least(0, 0) + problem.weigh_local(packed)
-        for target, addends, unpacked, rest in aims:
-            if begun + rest > self.limit and problem.even:
-                continue
-            if target == state or not is_kept(state.reduced, target):
-                continue
-            make = partial(_exchange, target)
-            moved, copied = None, packed + unpacked
-            even, turned = problem.is_even_along(state, target), problem.turned(state, target)
-            if even:
-                moved = problem.exchanged(state, target, addends, turned)
-            if moved is None and turned:
-                if not self.lopsided:
-                    continue
-                moved = problem.exchanged_by_rank(state, target, addends, turned)
-            if even and moved == NOTHING:  # slices do
-                continue
-            axes = problem.moving(state, target)
-            if move := self.collective(make, axes, state, target, moved, copied, addends):
-                yield move
-
-    def find_aims(self, unreduced: Kinds, shards: frozenset[str]) -> list[Aim]:
-        """The layouts to exchange to where so much is unreduced, and sharded of what will be.
-
-        Shards become addends on the way, or else copies, where ranks would receive unlike much.
-        """
-        problem = self.problem
-        found: dict[State, Aim] = {}
-        for goal, some in itertools.product(self.ends, (shards, ()) if shards else ((),)):
-            stay = tuple(a for a in goal.unreduced if a in unreduced or a[0] in some)
-            target = goal._replace(unreduced=stay)
-            less = [each for each in unreduced if each not in target.unreduced]
-            if target not in found and len({kind for _, kind in less}) < 2:
-                addends = problem.count(tuple(axis for axis, _ in less))
-                copied = (1 + addends) * problem.nbytes(target)
-                rest = problem.bound(target) + problem.weigh_local(copied)
-                found[target] = target, addends, copied, rest
-        return list(found.values())
-
-
-def is_kept(reduced: Kinds, target: State) -> bool:
-    """Whether all that is reduced stays so or shards the target, as an exchange allows."""
-    lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
-    return not lost or {*lost} <= {*itertools.chain(*target.dims)}
-
-
-def _permute(target: State) -> CollectivePermute:
-    return CollectivePermute(partition_of(target))
-
-
-def _exchange(target: State) -> Exchange:
-    return Exchange(partition_of(target), target.sizes)
 
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:

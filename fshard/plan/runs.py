@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from fshard.plan.state import Axes, Problem
 from fshard.program.single import one_order
@@ -21,9 +20,9 @@ Pairs = tuple[Run, ...]
 class Runs:
     """The runs of one problem: axes, the dim that they leave and the one that they go to."""
 
-    def __init__(self, problem: Problem, fixed: Sequence[int]) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.fixed = fixed
+        self.fixed = problem.fixed
         self.ordered: dict[Pairs, Pairs] = {}
         self.ways: dict[tuple[int, Axes], list[list[Run]]] = {}
 

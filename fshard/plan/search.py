@@ -33,7 +33,8 @@ import heapq
 import itertools
 import math
 
-from fshard.plan.moves import Make, Moves
+from fshard.plan.jumps import Make
+from fshard.plan.moves import Moves
 from fshard.plan.state import Problem, State
 from fshard.program.steps import Step
 from fshard.program.topology import Topology

@@ -81,6 +81,8 @@ class Problem:
     goal: State = field(init=False)
     goals: dict[str, tuple[str, object]] = field(init=False)
     added: frozenset[str] = field(init=False)
+    fixed: list[int] = field(init=False)
+    stand_ins: frozenset[str] = field(init=False)
     ones: frozenset[str] = field(init=False)
     thorough: bool = field(init=False)
     even: bool = field(init=False)
@@ -119,6 +121,20 @@ class Problem:
         self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
         self.goals |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
         self.goals |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
+        # What both ends begin a dim with stays: each such shard is a problem of its own.
+        self.fixed = [
+            _common(have, need) if self.even else 0
+            for have, need in zip(self.start.dims, self.goal.dims, strict=True)
+        ]
+        # Axes that may take another's place in a dim: rare, so looked for only where they can.
+        self.stand_ins = frozenset(
+            [
+                by
+                for mine, theirs in zip(self.start.dims, self.goal.dims, strict=True)
+                for axis, by in itertools.product(mine, theirs)
+                if axis in self.added and self.size[axis] == self.size[by]
+            ]
+        )
         self._tiers()
 
     def _tiers(self) -> None:
@@ -454,6 +470,12 @@ class Problem:
 def _state(spec: Spec) -> State:
     p = spec.partition
     return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
+
+
+def _common(have: Axes, need: Axes) -> int:
+    """How many axes both begin with."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(have, need, strict=False))
+    return sum(1 for _ in same)
 
 
 def _cuts(state: State) -> Cuts:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from fshard.plan.state import Problem, State, subsets, with_kinds
+from fshard.plan.state import Axes, Problem, State, subsets, with_kinds
 from fshard.spec import mixed_kinds
 
-__all__ = ["all_targets", "direct_targets"]
+__all__ = ["all_targets", "direct_targets", "swapped_inside"]
 
 MOST_FREE = 3
 """With more axes that shard nothing in the goal, one dim is tried for all of them."""
 
 
-def direct_targets(problem: Problem, _: Sequence[int]) -> list[State]:
+def direct_targets(problem: Problem) -> list[State]:
     """The goal, and the goal with its addends as shards of one dim, each dim in turn."""
     goal = problem.goal
     axes = tuple(axis for axis, _ in goal.unreduced if problem.size[axis] > 1)
@@ -23,10 +23,12 @@ def direct_targets(problem: Problem, _: Sequence[int]) -> list[State]:
     return [goal, *filter(problem.is_possible, found)]
 
 
-def all_targets(problem: Problem, fixed: Sequence[int]) -> list[State]:
-    """The goal, and what one more step, or gathers of several dims, make the goal of."""
-    found = (*_gathered(problem), *_moved(problem, fixed))
-    return [problem.goal, *filter(problem.is_possible, found)]
+def all_targets(problem: Problem) -> list[State]:
+    """The goal, and what one more step, gathers of several dims or one node make the goal of."""
+    found = [problem.goal, *_gathered(problem), *_moved(problem), *_stood_in(problem)]
+    for goal in (problem.goal, *swapped_inside(problem, problem.goal)):
+        found += _spread(problem, goal)
+    return list(dict.fromkeys(filter(problem.is_possible, found)))
 
 
 def _gathered(problem: Problem) -> list[State]:
@@ -41,20 +43,25 @@ def _gathered(problem: Problem) -> list[State]:
             unreduced=tuple(each for each in goal.unreduced if each[0] not in axes),
             reduced=tuple(each for each in goal.reduced if each[0] not in axes),
         )
+        # Gathers take the minor axis first: between nodes before inside of them, or after.
+        orders = (axes, axes[::-1]) if problem.slow and len(axes) > 1 else (axes,)
         for dims in itertools.product(range(len(goal.dims)), repeat=len(axes)):
             if len(set(dims)) > 1 and len(free) > MOST_FREE:
                 continue
-            target = less
-            for dim in sorted(set(dims)):
-                mine = tuple(a for a, d in zip(axes, dims, strict=True) if d == dim)
-                target = problem.put(target, dim, mine)
-            found.append(target)
+            found += [_placed(problem, less, order, dims) for order in orders]
     return found
 
 
-def _moved(problem: Problem, fixed: Sequence[int]) -> list[State]:
+def _placed(problem: Problem, state: State, axes: Axes, dims: tuple[int, ...]) -> State:
+    """The state with each of the axes at the minor end of its dim, one after the other."""
+    for axis, dim in zip(axes, dims, strict=True):
+        state = problem.put(state, dim, (axis,))
+    return state
+
+
+def _moved(problem: Problem) -> list[State]:
     """What a slice, an all-to-all or a reduce-scatter makes the goal of."""
-    goal = problem.goal
+    goal, fixed = problem.goal, problem.fixed
     kinds = sorted({kind for _, kind in problem.start.unreduced})
     found, others = [], range(len(goal.dims))
     for dim, axes in enumerate(goal.dims):
@@ -72,4 +79,63 @@ def _moved(problem: Problem, fixed: Sequence[int]) -> list[State]:
             dims = (*goal.dims[:dim], axes[:at] + axes[at + 1 :], *goal.dims[dim + 1 :])
             less = goal._replace(dims=dims)
             found += [problem.put(less, to, axes[at : at + 1]) for to in others if to != dim]
+    return found
+
+
+def _stood_in(problem: Problem) -> list[State]:
+    """What makes the goal of it by a reduced axis that takes the place of one that adds up.
+
+    And what a gather makes that of.
+    """
+    goal, size, found = problem.goal, problem.size, list[State]()
+    for dim, axes in enumerate(goal.dims):
+        for at, by in enumerate(axes):
+            for axis, kind in goal.unreduced if by in problem.stand_ins else ():
+                if size[axis] != size[by]:
+                    continue
+                dims = (
+                    *goal.dims[:dim],
+                    (*axes[:at], axis, *axes[at + 1 :]),
+                    *goal.dims[dim + 1 :],
+                )
+                rest = tuple([each for each in goal.unreduced if each[0] != axis])
+                less = goal._replace(dims=dims, unreduced=rest)
+                reduced = with_kinds(goal.reduced, (by,), kind)
+                found.append(less._replace(reduced=reduced))
+                found += [problem.put(less, to, (by,)) for to in range(len(goal.dims))]
+    return found
+
+
+def swapped_inside(problem: Problem, state: State) -> Iterator[State]:
+    """The same shards with two axes inside of nodes in each other's places, on several nodes."""
+    fast = [axis for axis in itertools.chain(*state.dims) if axis not in problem.slow]
+    for a, b in itertools.combinations(fast, 2) if problem.slow else ():
+        if problem.size[a] == problem.size[b]:
+            swap = {a: b, b: a}
+            dims = tuple([tuple([swap.get(c, c) for c in axes]) for axes in state.dims])
+            yield state._replace(dims=dims)
+
+
+def _spread(problem: Problem, goal: State) -> list[State]:
+    """All layouts in which what crosses nodes in the goal stays there, or shards nothing in it.
+
+    Links inside of nodes make the goal of them, and gathers: few bytes cross to other nodes.
+    """
+    busy = set(itertools.chain(*goal.dims)) | problem.added | problem.ones
+    free = [axis for axis in problem.size if axis not in busy]
+    less = goal
+    for dim, axes in enumerate(goal.dims):
+        inside = tuple(itertools.takewhile(lambda axis: axis not in problem.slow, reversed(axes)))
+        if inside:
+            less = problem.take(less, dim, inside[::-1])
+            free += inside
+    if not problem.slow or len(free) > MOST_FREE:
+        return []
+    found = []
+    for axes in itertools.chain([()], subsets(free)):
+        kept = tuple([each for each in goal.reduced if each[0] not in free])
+        start = less._replace(reduced=kept)
+        ways = itertools.product(range(len(goal.dims)), repeat=len(axes))
+        for order, dims in itertools.product(itertools.permutations(axes), ways):
+            found.append(_placed(problem, start, order, dims))
     return found
