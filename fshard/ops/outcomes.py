@@ -8,7 +8,7 @@ such a run gives are those of the call; where it says nothing, the meta form is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from fshard.ops.call import (
     fill_call,
     meta_results,
     parts_of,
+    schema_of,
     taken_apart,
 )
+from fshard.ops.formulas import FORMULAS, Law, broadcast
 from fshard.ops.registry import overloads, row_of
 
 __all__ = ["batched", "elementwise", "law_of", "results_of"]
-
-Law = Callable[[Any, Sequence[Any], Mapping[str, Any]], Results | None]
 
 
 def results_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results:
@@ -60,28 +60,15 @@ def law_of(op: Any) -> Law | None:
 def elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """Every result has the shape to which all operands broadcast, or is a number of all of it."""
     operands = parts_of((*args, *kwargs.values()), Meta)
-    whole = _broadcast([each.shape for each in operands])
+    whole = broadcast([each.shape for each in operands])
     if whole is None:
         return None
     few = [Meta(tuple(int(size == 1) for size in each.shape), each.dtype) for each in operands]
-    empty = _broadcast([each.shape for each in few])
+    empty = broadcast([each.shape for each in few])
     made = _ran(op, fill_call(args, kwargs, Meta, few))
     if made is None or any(each is None or each.shape not in ((), empty) for each in made[0]):
         return None
     return tuple(each and Meta(whole if each.ndim else (), each.dtype) for each in made[0]), made[1]
-
-
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape to which all broadcast; None if they do not."""
-    made: list[int] = []
-    for shape in shapes:
-        made[:0] = [1] * (len(shape) - len(made))
-        for at in range(1, len(shape) + 1):
-            if shape[-at] != 1:
-                if made[-at] not in (1, shape[-at]):
-                    return None
-                made[-at] = shape[-at]
-    return tuple(made)
 
 
 def batched(*places: int, results: int = 1, alone: Container[int] = ()) -> Law:
@@ -119,19 +106,18 @@ def batched(*places: int, results: int = 1, alone: Container[int] = ()) -> Law:
 def along(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """The dims `dim` of the only operand are reduced, and kept at length 1 with `keepdim`."""
     (x,) = parts_of((*args, *kwargs.values()), Meta)
-    given = argument(op, args, kwargs, "dim")
-    dims = axes_of(given, x.ndim)
-    few = Meta(tuple(int(at in dims) for at in range(x.ndim)), x.dtype)
+    names = {each.name for each in schema_of(op)}
+    dims = axes_of(argument(op, args, kwargs, "dim") if "dim" in names else None, x.ndim)
+    kept = "keepdim" in names and argument(op, args, kwargs, "keepdim")
+    few = Meta(tuple(min(n, 2) if at in dims else 0 for at, n in enumerate(x.shape)), x.dtype)
     made = _ran(op, fill_call(args, kwargs, Meta, [few]))
-    if made is None or len(made[0]) != 1 or made[0][0] is None:
+    left = [(1, 1) if at in dims else (n, 0) for at, n in enumerate(x.shape)
+            if kept or at not in dims]  # fmt: skip
+    alike = tuple(small for _, small in left)
+    if made is None or any(each is None or each.shape != alike for each in made[0]):
         return None
-    kept = argument(op, args, kwargs, "keepdim")
-    shape = [1 if at in dims else n for at, n in enumerate(x.shape) if kept or at not in dims]
-    return (
-        ((Meta(tuple(shape), made[0][0].dtype),), made[1])
-        if len(shape) == made[0][0].ndim
-        else None
-    )
+    shape = tuple(size for size, _ in left)
+    return tuple(each and Meta(shape, each.dtype) for each in made[0]), made[1]
 
 
 def attention(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
@@ -154,7 +140,7 @@ def product(one: int, other: int) -> Law:
         if (left.ndim, right.ndim) != (one, other) or right.shape[: len(inner)] != inner:
             return None
         shape = left.shape[:1] + right.shape[len(inner) :]
-        fits = _broadcast([added.shape, shape]) == shape
+        fits = broadcast([added.shape, shape]) == shape
         same = added.dtype == left.dtype == right.dtype
         return ((Meta(shape, left.dtype),), 0) if fits and same else None
 
@@ -203,6 +189,8 @@ _LAWS: tuple[tuple[Law, str], ...] = (
         mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
         poisson_nll_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss kl_div l1_loss
         tril triu cumsum cumprod _safe_softmax renorm fft_fftshift fft_ifftshift
+        dist roll flip softmax.int log_softmax.int _softmax_backward_data
+        _log_softmax_backward_data
     """),
     (batched(0), """
         group_norm im2col
@@ -219,7 +207,14 @@ _LAWS: tuple[tuple[Law, str], ...] = (
         pairwise_distance
     """),
     (batched(0, 1, 2, alone=(1,)), "cosine_embedding_loss triplet_margin_loss"),
-    (along, "logsumexp quantile.scalar nanquantile.scalar"),
+    (along, """
+        logsumexp quantile.scalar nanquantile.scalar linalg_vector_norm linalg_norm
+        linalg_matrix_norm all.default all.dim all.dims any.default any.dim any.dims
+        mean.default mean.dim nanmean sum.default sum.dim_IntList count_nonzero
+        std.default std.dim std.correction var.default var.dim var.correction
+        std_mean.default std_mean.dim std_mean.correction
+        var_mean.default var_mean.dim var_mean.correction
+    """),
     (product(2, 2), "addmm"),
     (product(2, 1), "addmv"),
     (product(1, 1), "addr"),
@@ -232,4 +227,9 @@ _LAWS: tuple[tuple[Law, str], ...] = (
 )  # fmt: skip
 
 
-_LISTED = {op: law for law, names in _LAWS for name in names.split() for op in overloads(name)}
+_LISTED = {
+    op: law
+    for law, names in (*_LAWS, *FORMULAS)
+    for name in names.split()
+    for op in overloads(name)
+}
