@@ -67,7 +67,7 @@ def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
         key += (tree.shape, tree.dtype, tree.device, tree.requires_grad)
-    elif kind is Sharded or is_pair(tree):
+    elif isinstance(tree, Sharded) or (kind is tuple and is_pair(tree)):
         leaves.append(tree)
         local, spec = tree
         if isinstance(local, torch.Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from fshard.run.spreading import spread
 from fshard.spec import Spec
 
 __all__ = ["Constant", "Copy", "GradMode", "Line", "Move", "Operation", "Pick", "Ref", "Whole",
-           "Write", "local_graph", "run_everywhere", "same_memory"]  # fmt: skip
+           "Write", "directly", "local_graph", "run_everywhere", "same_memory"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,28 @@ def local_graph(
                 graph.call_function(write, (env[line.target.at], env[line.source.at]))
     graph.output(tuple(None if at is None else env[at] for at in outputs))
     return fx.GraphModule(root, graph, "partitioned")
+
+
+def directly(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
+    """What a graph's code does, its operations called without the Python around each.
+
+    >>> graph = fx.Graph()
+    >>> y = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
+    >>> _ = graph.output((y,))
+    >>> directly(fx.GraphModule({}, graph))(torch.tensor([-1.0, 2.0]))
+    (tensor([0., 2.]),)
+    """
+    code = graph.graph.python_code("self")
+    known = {
+        name: each.run if isinstance(each, _Called) else each for name, each in code.globals.items()
+    }
+    text = code.src
+    targets = [node.target for node in graph.graph.nodes]
+    for op in {each for each in targets if isinstance(each, torch._ops.OpOverload)}:
+        name = f"direct_{op}".replace(".", "_")
+        text, known[name] = text.replace(f"torch.ops.{op}(", f"{name}("), op._op
+    exec(compile(text, "<partitioned>", "exec"), known)
+    return functools.partial(known["forward"], graph)
 
 
 def _step_name(step: object) -> str:

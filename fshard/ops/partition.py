@@ -109,7 +109,7 @@ class Partition:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 given.append(leaf)
-            elif isinstance(leaf, tuple) and is_pair(leaf):
+            elif isinstance(leaf, tuple):  # a leaf, and so a pair
                 local = leaf[0]
                 given.append(local)
                 one = isinstance(local, torch.Tensor)

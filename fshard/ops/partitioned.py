@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from fshard import hooks
 from fshard.errors import fail
 from fshard.mesh import Mesh
 from fshard.ops.call import parts_of
-from fshard.ops.lines import Line, Move, local_graph, run_everywhere, write
+from fshard.ops.lines import Line, Move, directly, local_graph, run_everywhere, write
 from fshard.ops.local import rank_here
 from fshard.program.cost import Cost
 from fshard.program.program import as_topology
@@ -55,6 +55,7 @@ class Partitioned:
     source: fx.GraphModule
     names: tuple[str, ...]
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
+    _direct: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Any, ...]:
@@ -80,6 +81,13 @@ class Partitioned:
             outputs = [each if type(each) is int else None for each in self._outputs]
             self._graphs[rank] = local_graph(self.lines, rank, self._inputs, outputs)
         return self._graphs[rank]
+
+    def _directly(self, rank: int) -> Callable[..., tuple[Any, ...]]:
+        """What that graph does."""
+        found = self._direct.get(rank)
+        if found is None:
+            found = self._direct[rank] = directly(self.graph(rank))
+        return found
 
     def explain(self, topology: Topology | None = None) -> Any:
         """A table of every operation's layout and of what is sent each way; prints anywhere."""
@@ -108,7 +116,7 @@ class Partitioned:
             if not isinstance(each, torch.Tensor):
                 break
         else:
-            made = self.graph(rank_here(self.mesh, "a partitioned function")).forward(*locals_)
+            made = self._directly(rank_here(self.mesh, "a partitioned function"))(*locals_)
             return [y if type(at) is int else at.value
                     for at, y in zip(self._outputs, made, strict=True)]  # fmt: skip
         wanted = [each for each in self._outputs if type(each) is int]
