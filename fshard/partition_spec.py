@@ -196,10 +196,12 @@ def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     """
     sizes = [size]
     for shards in axis_sizes:
-        sizes = [part for whole in sizes for part in _chunk(whole, shards)]
+        parts = {whole: _chunk(whole, shards) for whole in {*sizes}}
+        sizes = [part for whole in sizes for part in parts[whole]]
     return tuple(sizes)
 
 
 def _chunk(size: int, shards: int) -> list[int]:
     width = -(-size // shards)
-    return [max(0, min(width, size - place * width)) for place in range(shards)]
+    full, rest = divmod(size, max(width, 1))
+    return [*[width] * full, rest, *[0] * (shards - full)][:shards]

@@ -146,8 +146,9 @@ def _axes(
         if key not in alike:
             # Of results the least: all other axes may cut them.
             least = [(size * n // mesh.size, item) for size, item in made]
-            here = _Here(topology, link, n, on, held, least, total * n / mesh.size, lengths, grad,
-                         local, [{} for _ in specs])  # fmt: skip
+            words = frozenset(state.word for state in on)
+            here = _Here(topology, link, n, on, words, held, least, total * n / mesh.size, lengths,
+                         grad, local, [{} for _ in specs])  # fmt: skip
             found = (_weighed(role, at, here, role.factor is not None and role.factor == wish)
                      for at, role in enumerate(roles))  # fmt: skip
             alike[key] = sorted((each for each in found if each), key=lambda each: each.weight)
@@ -166,6 +167,7 @@ class _Here(NamedTuple):
     link: Link
     n: int
     states: Sequence[State]
+    words: frozenset[str]
     held: list[tuple[int, int]]
     made: list[tuple[int, int]]
     work: float
@@ -178,7 +180,7 @@ class _Here(NamedTuple):
 def _weighed(role: Role, at: int, here: _Here, asked: bool) -> _Option | None:
     """A role on an axis; None where it is not worth weighing, or cannot be."""
     topology, link, n = here.topology, here.link, here.n
-    if not asked and not _plausible(role, here.states, here.lengths, n):
+    if not asked and not _plausible(role, here):
         return None
     time = back = 0.0
     sends = False
@@ -225,18 +227,16 @@ def _wished(
     }
 
 
-def _plausible(role: Role, here: Sequence[State], lengths: Mapping[str, int], n: int) -> bool:
+def _plausible(role: Role, here: _Here) -> bool:
     """Whether a role is worth weighing: nothing is cut or summed that no operand already is."""
-    words = [state.word for state in here]
     if role.factor is not None:
-        if "sharded" not in words and "unreduced" not in words:
+        if "sharded" not in here.words and "unreduced" not in here.words:
             return False
-        if lengths[role.factor] % n == 0 and lengths[role.factor] > 0:
-            return True
-        return _keeps(role, here, "sharded")
+        length = here.lengths[role.factor]
+        return (length % here.n == 0 and length > 0) or _keeps(role, here.states, "sharded")
     if isinstance(role.label, Mode):
-        return "unreduced" in words and _keeps(role, here, "unreduced")
-    return role.label != "reduced" or "reduced" in words
+        return "unreduced" in here.words and _keeps(role, here.states, "unreduced")
+    return role.label != "reduced" or "reduced" in here.words
 
 
 def _keeps(role: Role, here: Sequence[State], word: str) -> bool:

@@ -341,6 +341,35 @@ def gradient(operands: list[Meta], given: Given) -> list[Meta] | None:
     return [x for _ in dims]
 
 
+# -- norms and losses ----------------------------------------------------------------------
+
+
+def normalized(operands: list[Meta], given: Given) -> Shape | None:
+    """The first operand, whose channels the others have a number for each."""
+    x, *others = operands
+    own = given("running_mean") is None or given("running_var") is None
+    if x.ndim < 3 or not all(x.shape) or math.prod(x.shape[2:]) < 2 or not is_inexact(x):
+        return None
+    fits = all(each.shape == x.shape[1:2] for each in others)
+    return x.shape if fits and (given("use_input_stats") or not own) else None
+
+
+def alignments(operands: list[Meta], given: Given) -> Shape | None:
+    """A number for every sequence, or one of them all."""
+    x, targets = operands
+    if x.ndim != 3 or targets.ndim != 2 or targets.shape[0] != x.shape[1]:
+        return None
+    known = (given("input_lengths"), x.shape[0]), (given("target_lengths"), targets.shape[1])
+    if any(
+        len(each) != x.shape[1] or min(each, default=0) < 1 or max(each) > top
+        for each, top in known
+    ):
+        return None
+    if not 0 <= given("blank") < x.shape[2] or targets.dtype != torch.int64:
+        return None
+    return x.shape[1:2] if given("reduction") == 0 else ()
+
+
 # -- Fourier transforms --------------------------------------------------------------------
 
 
@@ -443,6 +472,8 @@ FORMULAS: tuple[tuple[Law, str], ...] = (
     (law(trapezoid), "trapezoid trapz"),
     (law(running_trapezoid), "cumulative_trapezoid"),
     (law(gradient), "gradient.scalarint"),
+    (law(normalized), "instance_norm"),
+    (law(alignments, FLOATS, 3, indexed=True), "ctc_loss.IntList"),
     (law(fourier("complex", 1), EXACT), "fft_fft fft_ifft"),
     (law(fourier("real", 1), FLOATS), "fft_rfft fft_ihfft"),
     (law(fourier("to real", 1), EXACT), "fft_irfft fft_hfft"),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from fshard.errors import fail
 from fshard.layout import state_problems
 from fshard.ops.build import is_inexact
@@ -37,6 +39,11 @@ INVARIANT = State("invariant")
 REDUCED = State("reduced")
 ANY = State("any")
 NOWHERE = -1
+
+
+@lru_cache(maxsize=64)
+def _unreduced(kind: str) -> State:
+    return State("unreduced", 0, 0, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +79,24 @@ def _roles(
         for factor in rule.factors
         if _may_cut(rule, factor, grad)
     ]
+    made = tuple(None if m is None else REDUCED if is_inexact(m) else INVARIANT for m in results)
+    still = tuple(None if m is None else INVARIANT for m in results)
     for mode in rule.modes:
         if grad and mode in rule.grad:
             continue
-        asked = tuple(
-            State("unreduced", 0, 0, mode.kind) if place in mode.operands else each
-            for place, each in enumerate(same)
-        )
+        asked = list(same)
+        for place in mode.operands:
+            asked[place] = _unreduced(mode.kind)
         # What other operands make is used for other work there, as they are.
-        alike = REDUCED if REDUCED in asked else INVARIANT
+        alike = made if REDUCED in asked else still
         given = tuple(
-            None if meta is None
-            else State("unreduced", 0, 0, kind) if kind is not None
-            else alike if is_inexact(meta) else INVARIANT
-            for meta, kind in zip(results, mode.results, strict=True)
-        )  # fmt: skip
-        roles.append(Role(mode, asked, given))
-    made = tuple(None if m is None else REDUCED if is_inexact(m) else INVARIANT for m in results)
+            each if each is None or kind is None else _unreduced(kind)
+            for each, kind in zip(alike, mode.results, strict=True)
+        )
+        roles.append(Role(mode, tuple(asked), given))
     roles.append(Role("reduced", same, made))
     everywhere = tuple(ANY if at in rule.unread else INVARIANT for at, _ in enumerate(operands))
-    roles.append(Role("invariant", everywhere,
-                      tuple(None if m is None else INVARIANT for m in results)))  # fmt: skip
+    roles.append(Role("invariant", everywhere, still))
     return tuple(role for role in roles if _exists(role, operands, results))
 
 
@@ -134,7 +138,7 @@ def _cutting(
         tuple(where(found) or each for found, each in zip(places[0], same, strict=True)),
         tuple(
             None if dims is None or meta is None
-            else where(found) or State("unreduced", 0, 0, kinds[factor])
+            else where(found) or _unreduced(kinds[factor])
             for dims, found, meta in zip(rule.results, places[1], results, strict=True)
         ),
         factor,
@@ -147,9 +151,15 @@ def _exists(role: Role, operands: Sequence[Meta], results: Sequence[Meta | None]
     for state, meta in pairs:
         if state is None or meta is None or state.word != "unreduced":
             continue
-        if state_problems((("x", state.kind),), (), meta.dtype):
+        if not _can_lack(state.kind, meta.dtype):
             return False
     return True
+
+
+@lru_cache(maxsize=1024)
+def _can_lack(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of that dtype can be unreduced so."""
+    return not state_problems((("x", kind),), (), dtype)
 
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
