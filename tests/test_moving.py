@@ -11,6 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
+from fshard.run import transport
 from fshard.run.reference import simulate
 from tests.helpers import all_specs, global_of, pairing, random_global, random_locals
 
@@ -495,3 +496,16 @@ def test_a_rank_outside_of_a_mesh_that_is_there_has_nothing() -> None:
     spec = Spec(part, P("x"), shape=(4,))
     found = fs.simulate(Mesh(x=4), lambda: fs.unshard(fs.shard(torch.arange(4.0), spec)))
     assert [each.tolist() for each in found] == [[], [0.0, 1, 2, 3], [], [0.0, 1, 2, 3]]
+
+
+def test_processes_that_are_no_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    transport.warn_alone.cache_clear()
+    spec = Spec(Mesh(x=2), P("x"), shape=(4,))
+    text = (
+        "torchrun started 4 processes, and each of them simulates all ranks: fs.init(mesh) makes "
+        "this one a rank"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        fs.shard(torch.ones(4), spec)
+    fs.shard(torch.ones(4), spec)  # said once

@@ -30,6 +30,7 @@ from fshard.run.transport import (
     labelled,
     notify,
     stacked,
+    warn_alone,
 )
 from fshard.run.uncompiled import uncompiled
 from fshard.spec import DTYPE_NAMES, Sharded, Spec
@@ -152,6 +153,7 @@ def check_sharding(x: torch.Tensor, spec: Spec) -> None:
 
 def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     """The shards of a global tensor on all ranks of a simulated mesh, in this process."""
+    warn_alone()
     check_sharding(x, spec)
     shards = _laying_out(spec)(spread(x, spec.mesh.size))
     return tuple(own(each, [x]) for each in shards)

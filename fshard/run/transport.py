@@ -7,6 +7,8 @@ gradients, is written once on top of them.
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ __all__ = [
     "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Parts", "Transport", "as_checked",
     "as_rank", "backward_phase", "check_ranks", "current_rank", "current_transport",
     "direct_transport", "is_simulated", "label_of", "labelled", "notify", "observe",
-    "own_transport", "set_world", "stacked", "under", "unobserved",
+    "own_transport", "set_world", "stacked", "under", "unobserved", "warn_alone",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -115,6 +117,18 @@ def direct_transport() -> Transport | None:
     if main is None or _MAIN[0]() is not main:
         return None
     return _WORLD[0]
+
+
+@lru_cache(maxsize=1)
+def warn_alone() -> None:
+    """Say, once, that processes of `torchrun` simulate all ranks each, where they are none."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdigit() and int(world) > 1 and own_transport() is None:
+        text = (
+            f"torchrun started {world} processes, and each of them simulates all ranks: "
+            "fs.init(mesh) makes this one a rank"
+        )
+        warnings.warn(text, stacklevel=4)
 
 
 @contextmanager
