@@ -12,7 +12,7 @@ from fshard.partition_spec import REDUCTIONS
 
 __all__ = [
     "BLOCKS", "aligned", "axes_of", "dims_of", "is_inexact", "is_whole_number", "kinds", "linear",
-    "moved", "tensors", "unmoved", "wrap",
+    "moved", "place", "tensors", "unmoved", "wrap",
 ]  # fmt: skip
 
 
@@ -56,6 +56,15 @@ def axes_of(dims: Iterable[int] | int | None, ndim: int) -> tuple[int, ...]:
 def wrap(dim: int, ndim: int) -> int:
     """A dim counted from 0; a tensor of no dims is as one of a single dim."""
     return dim % max(ndim, 1)
+
+
+def place(dim: int, ndim: int) -> int | None:
+    """A dim counted from 0; None where a tensor of so many dims has none of that number.
+
+    >>> place(-1, 3), place(3, 3)
+    (2, None)
+    """
+    return dim % ndim if -ndim <= dim < ndim else None
 
 
 def linear(

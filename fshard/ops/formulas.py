@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fshard.ops.build import is_inexact, wrap
+from fshard.ops.build import is_inexact, place, wrap
 from fshard.ops.call import Meta, Results, argument, parts_of
+from fshard.ops.transforms import fourier, waves
 
 __all__ = ["FORMULAS", "Law", "broadcast"]
 
@@ -70,11 +71,6 @@ def broadcast(shapes: Sequence[Shape]) -> Shape | None:
     return tuple(made)
 
 
-def _dim(given: int, ndim: int) -> int | None:
-    """A dim counted from 0; None where there is none."""
-    return wrap(given, ndim) if -ndim <= given < ndim else None
-
-
 # -- products ------------------------------------------------------------------------------
 
 
@@ -115,7 +111,7 @@ def outer(operands: list[Meta], given: Given) -> Shape | None:
 def vecdot(operands: list[Meta], given: Given) -> Shape | None:
     """A sum of products along a dim."""
     left, right = operands[0].shape, operands[1].shape
-    dim = _dim(given("dim"), len(left))
+    dim = place(given("dim"), len(left))
     if left != right or dim is None or not is_inexact(operands[0]):
         return None
     return left[:dim] + left[dim + 1 :]
@@ -224,7 +220,7 @@ def embedded_diagonal(operands: list[Meta], given: Given) -> Shape | None:
     """The last dim as the diagonals of two."""
     shape = operands[0].shape
     n = len(shape) + 1
-    dims = {_dim(given("dim1"), n), _dim(given("dim2"), n)}
+    dims = {place(given("dim1"), n), place(given("dim2"), n)}
     if None in dims or len(dims) < 2 or not shape:
         return None
     left = iter(shape[:-1])
@@ -246,7 +242,7 @@ def joined(operands: list[Meta], given: Given) -> Shape | None:
 
 def _joined(shapes: Sequence[Shape], dim: int) -> Shape | None:
     first = shapes[0]
-    at = _dim(dim, len(first))
+    at = place(dim, len(first))
     # An empty vector may stand beside anything.
     if at is None or any(len(each) != len(first) or each == (0,) for each in shapes):
         return None
@@ -257,7 +253,7 @@ def _joined(shapes: Sequence[Shape], dim: int) -> Shape | None:
 
 def stacked(operands: list[Meta], given: Given) -> Shape | None:
     """Beside one another along a new dim."""
-    first, dim = operands[0].shape, _dim(given("dim"), operands[0].ndim + 1)
+    first, dim = operands[0].shape, place(given("dim"), operands[0].ndim + 1)
     if dim is None or any(each.shape != first for each in operands):
         return None
     return (*first[:dim], len(operands), *first[dim:])
@@ -267,6 +263,11 @@ def columns(operands: list[Meta], given: Given) -> Shape | None:
     """One after the other along dim 1, of which vectors and numbers are given one."""
     return _joined([each.shape if each.ndim > 1 else (math.prod(each.shape), 1)
                     for each in operands], 1)  # fmt: skip
+
+
+def rows(operands: list[Meta], given: Given) -> Shape | None:
+    """One after the other along dim 0, of which vectors and numbers are given one."""
+    return _joined([(1,) * (2 - each.ndim) + each.shape for each in operands], 0)
 
 
 def combinations(operands: list[Meta], given: Given) -> Shape | None:
@@ -280,7 +281,7 @@ def combinations(operands: list[Meta], given: Given) -> Shape | None:
 def taken(operands: list[Meta], given: Given) -> Shape | None:
     """As many elements along a dim as indices."""
     x, at = operands
-    dim = None if given("dim") is None else _dim(given("dim"), x.ndim)
+    dim = None if given("dim") is None else place(given("dim"), x.ndim)
     if dim is None or at.ndim != x.ndim or at.dtype != torch.int64:
         return None
     before = broadcast([x.shape[:dim], at.shape[:dim]])
@@ -293,11 +294,19 @@ def taken(operands: list[Meta], given: Given) -> Shape | None:
 def written(operands: list[Meta], given: Given) -> Shape | None:
     """The first operand, into which as many slices are written as there are indices."""
     x, index, source = operands[0], given("index"), given("source")
-    dim = _dim(given("dim"), x.ndim)
+    dim = place(given("dim"), x.ndim)
     if dim is None or index.ndim != 1 or index.dtype != torch.int64 or source.dtype != x.dtype:
         return None
     fits = source.shape == (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
     return x.shape if fits else None
+
+
+def filled(operands: list[Meta], given: Given) -> Shape | None:
+    """The first operand, of which what an index names is one real number."""
+    x, index, value = operands[0], given("index"), given("value")
+    dim = place(given("dim"), x.ndim)
+    fits = dim is not None and index.ndim == 1 and index.dtype == torch.int64
+    return x.shape if fits and is_inexact(x) and isinstance(value, int | float) else None
 
 
 def added(operands: list[Meta], given: Given) -> Shape | None:
@@ -307,6 +316,15 @@ def added(operands: list[Meta], given: Given) -> Shape | None:
 
 
 # -- along a dim ---------------------------------------------------------------------------
+
+
+def gated(operands: list[Meta], given: Given) -> Shape | None:
+    """Half of a dim."""
+    shape = operands[0].shape
+    dim = place(given("dim"), len(shape))
+    if dim is None or shape[dim] % 2 or not shape[dim]:
+        return None
+    return (*shape[:dim], shape[dim] // 2, *shape[dim + 1 :])
 
 
 def trapezoid(operands: list[Meta], given: Given) -> Shape | None:
@@ -319,7 +337,7 @@ def trapezoid(operands: list[Meta], given: Given) -> Shape | None:
 def running_trapezoid(operands: list[Meta], given: Given) -> Shape | None:
     """A sum between each two neighbours along a dim."""
     shape = operands[0].shape
-    dim = _dim(given("dim"), len(shape))
+    dim = place(given("dim"), len(shape))
     if dim is None or shape[dim] < 2 or not is_inexact(operands[0]):
         return None
     if any(x.shape not in (shape, shape[dim : dim + 1]) for x in operands[1:]):
@@ -330,7 +348,7 @@ def running_trapezoid(operands: list[Meta], given: Given) -> Shape | None:
 def gradient(operands: list[Meta], given: Given) -> list[Meta] | None:
     """For every dim a tensor of the same shape."""
     x = operands[0]
-    dims = range(x.ndim) if given("dim") is None else [_dim(given("dim"), x.ndim)]
+    dims = range(x.ndim) if given("dim") is None else [place(given("dim"), x.ndim)]
     spacing = given("spacing")
     plain = spacing is None or isinstance(spacing, int | float)
     least = given("edge_order") + 1
@@ -370,73 +388,6 @@ def alignments(operands: list[Meta], given: Given) -> Shape | None:
     return x.shape[1:2] if given("reduction") == 0 else ()
 
 
-# -- Fourier transforms --------------------------------------------------------------------
-
-
-def fourier(kind: str, count: int | None) -> Formula:
-    """A transform of complex numbers, or "real" to them, or "to real" from half of them.
-
-    It is along one dim, the last two, or all that are given where `count` is None.
-    """
-
-    def formula(operands: list[Meta], given: Given) -> Meta | None:
-        x = operands[0]
-        found = _transformed(x.shape, given, count)
-        if found is None or given("norm") not in NORMS:
-            return None
-        dims, sizes, last = found
-        if kind == "to real":
-            sizes[-1] = 2 * (sizes[-1] - 1) if last is None else last
-        elif kind == "real":
-            sizes[-1] = sizes[-1] // 2 + 1
-        if min(sizes) < 1:
-            return None
-        shape = list(x.shape)
-        for dim, size in zip(dims, sizes, strict=True):
-            shape[dim] = size
-        dtype = x.dtype.to_real() if kind == "to real" else x.dtype.to_complex()
-        return Meta(tuple(shape), dtype)
-
-    return formula
-
-
-def _transformed(
-    shape: Shape, given: Given, count: int | None
-) -> tuple[list[int], list[int], int | None] | None:
-    """The dims of a transform, their sizes, and the last of these as it is given."""
-    lengths, dims = given("n" if count == 1 else "s"), given("dim")
-    if count == 1:
-        lengths, dims = None if lengths is None else [lengths], [dims]
-    if dims is None:
-        dims = list(range(-len(lengths), 0)) if lengths is not None else list(range(len(shape)))
-    placed = [_dim(dim, len(shape)) for dim in dims]
-    places = [dim for dim in placed if dim is not None]
-    if not places or len({*places}) < len(placed) or not all(shape):
-        return None
-    if lengths is not None and (len(lengths) != len(places) or min(lengths) < 1):
-        return None
-    sizes = [shape[dim] for dim in places] if lengths is None else list(lengths)
-    return places, sizes, None if lengths is None else lengths[-1]
-
-
-def waves(operands: list[Meta], given: Given) -> Meta | None:
-    """What windows of a signal were, overlapping and added: an inverse of `stft`."""
-    x, size = operands[0], given("n_fft")
-    hop = size // 4 if given("hop_length") is None else given("hop_length")
-    window = given("window") is None and given("win_length") in (None, size)
-    if x.ndim not in (2, 3) or not all(x.shape) or not window or not 0 < hop <= size:
-        return None
-    half = x.shape[-2] != size if given("onesided") is None else given("onesided")
-    if given("return_complex") or x.shape[-2] != (size // 2 + 1 if half else size):
-        return None
-    whole, start = size + hop * (x.shape[-1] - 1), size // 2 if given("center") else 0
-    length = whole - 2 * start if given("length") is None else given("length")
-    if length < 1 or start + length > whole:
-        return None
-    return Meta((*x.shape[:-2], length), x.dtype.to_real())
-
-
-NORMS = (None, "backward", "forward", "ortho")
 FLOATS = (torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 
@@ -465,10 +416,13 @@ FORMULAS: tuple[tuple[Law, str], ...] = (
     (law(joined), "cat.default concat.default concatenate.default"),
     (law(stacked), "stack"),
     (law(columns), "column_stack"),
+    (law(rows), "vstack row_stack"),
     (law(combinations), "combinations"),
     (law(taken, indexed=True), "take_along_dim"),
     (law(written, indexed=True), "index_copy.default"),
+    (law(filled, indexed=True), "index_fill.int_Scalar"),
     (law(added, indexed=True), "index_add.default"),
+    (law(gated, FLOATS, 1), "glu"),
     (law(trapezoid), "trapezoid trapz"),
     (law(running_trapezoid), "cumulative_trapezoid"),
     (law(gradient), "gradient.scalarint"),

@@ -22,7 +22,9 @@ MOST_SILENT = 12
 """Percent of the database's calls of which a law says nothing."""
 
 
-def unlike(infos: Sequence[Any], dtype: torch.dtype, samples: int) -> tuple[set[Any], float, list[str]]:
+def unlike(
+    infos: Sequence[Any], dtype: torch.dtype, samples: int
+) -> tuple[set[Any], float, list[str]]:
     """Operations with a law that were called, and the calls of which theirs says nothing.
 
     Between them, of all calls the percentage that these are.
@@ -80,6 +82,28 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         aten.native_group_norm.default, (meta(2, 5, 3), None, None, 2, 5, 3, 2, 1e-5)),
     "classes of another batch": (
         aten.cross_entropy_loss.default, (meta(4, 3), meta(5, dtype=LONG))),
+    "no product": (aten.matmul.default, (meta(4, 3), meta(4, 3))),
+    "batches that do not broadcast": (aten.matmul.default, (meta(2, 4, 3), meta(3, 3, 4))),
+    "vectors of other lengths": (aten.dot.default, (meta(3), meta(4))),
+    "a weight of other features": (
+        aten.bilinear.default, (meta(2, 3), meta(2, 4), meta(5, 4, 3))),
+    "no square": (aten.linalg_matrix_power.default, (meta(4, 3), 2)),
+    "a power of one": (aten.linalg_vander.default, (meta(1),)),
+    "a diagonal on one dim": (aten.diag_embed.default, (meta(4), 0, 1, -1)),
+    "rows of other lengths": (aten.cat.default, ([meta(4, 3), meta(4, 2)], 0)),
+    "other shapes": (aten.stack.default, ([meta(4, 3), meta(4, 2)], 0)),
+    "a dim that is not there": (aten.stack.default, ([meta(4, 3), meta(4, 3)], 3)),
+    "too few for a gradient": (aten.gradient.scalarint, (meta(4, 1),)),
+    "an odd half": (aten.glu.default, (meta(4, 3), 1)),
+    "a source of another length": (
+        aten.index_copy.default, (meta(4, 3), 0, meta(2, dtype=LONG), meta(3, 3))),
+    "a norm of no name": (aten.fft_fft.default, (meta(4, 3), None, -1, "other")),
+    "the same dim twice": (aten.fft_fft2.default, (meta(4, 3), None, [1, -1])),
+    "frequencies of another window": (
+        aten.istft.default, (meta(7, 4, dtype=torch.complex64), 10)),
+    "no statistics": (
+        aten.instance_norm.default,
+        (meta(2, 3, 4), None, None, None, None, False, 0.1, 1e-5, False)),
     "keys of another width": (
         aten.scaled_dot_product_attention.default, (meta(2, 4, 8), meta(2, 4, 6), meta(2, 4, 8))),
 }  # fmt: skip
@@ -103,6 +127,17 @@ LARGE: dict[str, tuple[Any, tuple[Any, ...], list[Meta]]] = {
         [meta(10**6, 10**6), meta(10**6, 1), meta(10**6, 1)]),
     "loss": (
         aten.cross_entropy_loss.default, (meta(10**9, 10), meta(10**9, dtype=LONG)), [meta()]),
+    "product": (aten.kron.default, (meta(10**5, 10**5), meta(10**3)), [meta(10**5, 10**8)]),
+    "signal": (
+        aten.istft.default, (meta(10**3, 513, 10**6, dtype=torch.complex64), 1024),
+        [meta(10**3, 256 * (10**6 - 1))]),
+    "real numbers": (
+        aten.fft_irfftn.default, (meta(10**6, 5, 10**6, dtype=torch.complex64), [4, 9], [1, 2]),
+        [meta(10**6, 4, 9)]),
+    "joined": (aten.cat.default, ([meta(10**9, 10)] * 3, -1), [meta(10**9, 30)]),
+    "slopes": (aten.gradient.scalarint, (meta(10**6, 10**6),), [meta(10**6, 10**6)] * 2),
+    "variance": (
+        aten.var_mean.correction, (meta(10**6, 10**6), [0]), [meta(10**6), meta(10**6)]),
     "all elements": (aten.logsumexp.default, (meta(10**5, 10**5), [0, 1]), [meta()]),
 }  # fmt: skip
 
