@@ -172,6 +172,8 @@ def functional_of(op: Any) -> Any:
 
 def read_by(op: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by name that an operation reads: without those that it writes into."""
+    if not kwargs:
+        return {}
     outs = {"out"}
     if isinstance(op, OpOverload):
         outs = {each.name for each in op._schema.arguments if each.is_out}

@@ -351,6 +351,8 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> Link:
 
 
 def _slowest(links: list[Link]) -> Link:
+    if len(links) == 1:
+        return links[0]
     return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
