@@ -237,17 +237,15 @@ def check_writes(
             flows[node] = HELD
     found: list[tuple[str, frozenset[int]]] = []
     tracked = _NONE
+    passing = _passing(graph, grad)
     for node in graph.graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            grad = node.args[0]
         if node.op != "call_function":
             continue
-        passes = grad and not has_no_gradient(node.target)
-        before = [flows.get(each, _NONE) for each in node.all_input_nodes if passes]
+        before = [flows.get(each, _NONE) for each in node.all_input_nodes if node in passing]
         into = _NONE.union(*before)
         statistics = _statistics(node)  # which have no gradient
         for target in writes(node):
-            lost, root, cut = _lost(target, node, flows, grad)
+            lost, root, cut = _lost(target, node, flows, passing)
             found += lost
             if target not in statistics:
                 tracked |= _NONE if cut else own.get(root, _NONE)
@@ -283,21 +281,34 @@ def refuse_held(name: str) -> NoReturn:
          "{**dict(m.named_parameters()), **dict(m.named_buffers())}")  # fmt: skip
 
 
+def _passing(graph: fx.GraphModule, grad: bool) -> frozenset[fx.Node]:
+    """The operations by which gradients pass, and the results; `grad` is as it is at first."""
+    found = []
+    for node in graph.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            grad = node.args[0]
+        if node.op == "output" or (grad and not has_no_gradient(node.target)):
+            found.append(node)
+    return frozenset(found)
+
+
 def _lost(
-    target: fx.Node, node: fx.Node, flows: dict[fx.Node, frozenset[int]], grad: bool
-) -> tuple[list[tuple[str, frozenset[int]]], fx.Node, bool]:
+    target: fx.Node, node: fx.Node, flows: dict[fx.Node, frozenset[int]],
+    passing: frozenset[fx.Node],
+) -> tuple[list[tuple[str, frozenset[int]]], fx.Node, bool]:  # fmt: skip
     """What `check_writes` says of one operand that is written, in whose memory it lies.
 
     And whether autograd does not see the write.
     """
-    root, cut = target, not grad
+    root, cut = target, node not in passing
     while (below := _below(root)) is not None:
         cut = cut or has_no_gradient(root.target)
         root = below
     if root.op == "get_attr":
         refuse_held(node.name)
     flow = flows.get(root, _NONE)
-    used = any(node < user for each in _memory(target) for user in each.users)
+    later = (user for each in _memory(target) for user in each.users if node < user)
+    used = any(user in passing for user in later)
     return [(node.name, flow)] if cut and flow and used else [], root, cut
 
 

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import BackwardHook
 
 from fshard.errors import fail
@@ -24,7 +26,7 @@ from fshard.ops.call import map_tensors
 from fshard.spmd.closures import leaves_of
 from fshard.tree import tensors_in
 
-__all__ = ["Above", "Below", "TakesGradients", "gradients_within", "refuse_grads"]
+__all__ = ["Above", "Below", "Saved", "TakesGradients", "gradients_within", "refuse_grads"]
 
 ASKS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
@@ -106,6 +108,53 @@ class Below(_Watch):
 def _keeps(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `torch.autograd.grad` asks for gradients that have gradients."""
     return bool(kwargs.get("create_graph"))
+
+
+class Saved(TorchDispatchMode):
+    """Sees what autograd has saved and takes out again, of which the graph says it is detached.
+
+    A gradient that is differentiated again is one of the results that were saved for it too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[fx.Node, bool] = {}
+        self.unpacked: set[fx.Node | None] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for each in tensors_in((args, kwargs or {})):
+            node = _node_of(each) if each.requires_grad else None
+            # What a function detaches has no gradient, or is a leaf that it made.
+            saved = node in self.unpacked or not each.is_leaf
+            if saved and node is not None and node.target is _DETACH:
+                self.found[node] = each.is_leaf
+        out = func(*args, **(kwargs or {}))
+        if func is _DETACH and torch._C._current_graph_task_id() != -1:  # autograd runs backward
+            self.unpacked.add(_node_of(out))
+        return out
+
+    def join(self) -> None:
+        """Let the graph say so: what was taken out is what was saved."""
+        for node, is_leaf in self.found.items():
+            source = node
+            # A leaf may itself be detached from another tensor, a result of operations is not.
+            while source.target is _DETACH and (not is_leaf or source in self.unpacked):
+                source = source.args[0]  # type: ignore[assignment]
+            node.replace_all_uses_with(source)
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def _node_of(x: torch.Tensor) -> fx.Node | None:
+    """The node of a tensor in the graph that is traced; None for others."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode: Any = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 # -- what PyTorch tells no mode of --------------------------------------------------------------

@@ -25,7 +25,7 @@ from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.ops.call import Meta, fill_call, parts_of, unseen
 from fshard.ops.followers import follow
 from fshard.ops.functional import Held, check_writes, functional, writes
-from fshard.ops.inner import Above, Below, TakesGradients, gradients_within, refuse_grads
+from fshard.ops.inner import Above, Below, Saved, TakesGradients, gradients_within, refuse_grads
 from fshard.ops.keys import frozen, thawed_call
 from fshard.partition_spec import PartitionSpec
 from fshard.run.fingerprint import here, one_line, raise_line
@@ -142,8 +142,9 @@ def _traced(
             for fake, want in zip(fakes, wanted, strict=False):
                 fake.requires_grad_(want)
         try:
-            with Held():
+            with Held(), Saved() as saved:
                 graph: fx.GraphModule = make_fx(watched, pre_dispatch=above)(*fakes)
+            saved.join()
             left = [at for at, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if left:
                 refuse_grads(f"backward() fills .grad of argument {left[0]}", where)

@@ -133,6 +133,22 @@ def penalty(p: Params, x: Tensor) -> Tensor:
     return g.square().sum() + value.mean()
 
 
+def saved(p: Params, x: Tensor) -> Tensor:
+    """Gradients of operations that save their results for them, and what is detached indeed."""
+    x = x.detach().requires_grad_()
+    value = torch.tanh(x @ p["a"]).exp() @ p["b"]
+    value = value.softmax(-1) * value.detach().sigmoid()
+    (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    return g.square().sum()
+
+
+def saved_by_checkpoint(p: Params, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    value = checkpoint(lambda a: torch.tanh(x @ a).exp(), p["a"], use_reentrant=False)
+    grads = torch.autograd.grad(value.square().sum(), (x, p["a"]), create_graph=True)
+    return sum(g.square().sum() for g in grads) * (x @ p["b"].T).sum()
+
+
 def untracked(p: Params, x: Tensor) -> Tensor:
     """A gradient without a graph, and values under no_grad: constants to what comes after."""
     value = ((x @ p["a"]).sin() @ p["b"]).sum()
@@ -154,7 +170,9 @@ def mapped(p: Params, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "fn", [penalty, untracked, meta_learning, mapped], ids=lambda fn: fn.__name__
+    "fn",
+    [penalty, saved, saved_by_checkpoint, untracked, meta_learning, mapped],
+    ids=lambda fn: fn.__name__,
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
 def test_they_are_differentiated_again(fn: Callable[..., Tensor], layout: Any) -> None:
@@ -165,7 +183,8 @@ def test_they_are_differentiated_again(fn: Callable[..., Tensor], layout: Any) -
     one, other = part(p, x), fn(p, x)
     torch.testing.assert_close(one, other)
     leaves = [*p.values(), x]
-    for g, right in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (one, other)), strict=True):
+    grads = (torch.autograd.grad(y.sum(), leaves, materialize_grads=True) for y in (one, other))
+    for g, right in zip(*grads, strict=True):
         torch.testing.assert_close(g, right)
 
 

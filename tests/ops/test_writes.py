@@ -186,6 +186,20 @@ def test_arguments_are_written_where_they_lie(fn: Callable[..., Any], layout: P)
         locals_, (local for pair in pairs for local in pair.local), strict=True))  # fmt: skip
 
 
+def twice(p: Tensor, g: Tensor) -> None:
+    with torch.no_grad():
+        p.mul_(0.9)
+        p.add_(g, alpha=-0.1)
+
+
+def test_arguments_with_gradients_are_written_more_than_once() -> None:
+    given, g = sample(4, 4).requires_grad_(), sample(4, 4)
+    right = given.detach().clone()
+    twice(right, g)
+    fs.partition(twice, mesh=MESH, in_specs=P("dp", "tp"))(given, g)
+    torch.testing.assert_close(given.detach(), right)
+
+
 def test_running_statistics_are_those_of_the_whole_batch() -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(
