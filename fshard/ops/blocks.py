@@ -105,7 +105,17 @@ class _Into(Rewritten):
         )
         begin = self.start + at * self.step - here.begin(0, self.dim)
         ends = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
-        return op, (*args[:2], self.dim, *ends, self.step), {}
+        run = _into_complex if here.operands[0].dtype.is_complex else op
+        return run, (*args[:2], self.dim, *ends, self.step), {}
+
+
+def _into_complex(
+    x: torch.Tensor, src: torch.Tensor, dim: int, start: int, end: int, step: int
+) -> torch.Tensor:
+    """The operation has no gradient of complex numbers, a write has."""
+    made = x.clone()
+    torch.ops.aten.slice(made, dim, start, end, step).copy_(src)
+    return made
 
 
 @register_rule("slice_scatter", family="views")

@@ -50,6 +50,14 @@ def a_part(x: Tensor) -> Tensor:
     return y
 
 
+def of_complex(x: Tensor) -> Tensor:
+    modes = torch.fft.rfft(x)
+    low = torch.zeros_like(modes)
+    low[:, :2] = modes[:, :2] * (1 + 2j)
+    low[:, 2] = modes[:, 0]
+    return torch.fft.irfft(low, x.shape[1])
+
+
 def an_element(x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[2] = x[1]
@@ -126,8 +134,8 @@ def as_other_dtype(x: Tensor) -> Tensor:
 
 
 WRITERS = [
-    of_views, of_parts, a_part, an_element, by_mask, by_index, rotary, diagonal, a_list, out_of,
-    by_a_view_that_is_kept, recomputed, as_other_dtype,
+    of_views, of_parts, a_part, of_complex, an_element, by_mask, by_index, rotary, diagonal, a_list,
+    out_of, by_a_view_that_is_kept, recomputed, as_other_dtype,
 ]  # fmt: skip
 LAYOUTS = [P("dp"), P(None, "tp"), P("tp", "dp"), P(("dp", "tp")), P()]
 
