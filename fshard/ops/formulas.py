@@ -117,6 +117,14 @@ def vecdot(operands: list[Meta], given: Given) -> Shape | None:
     return left[:dim] + left[dim + 1 :]
 
 
+def linear(operands: list[Meta], given: Given) -> Shape | None:
+    """As many features as the weight has rows."""
+    (shape, weight), rest = (each.shape for each in operands[:2]), operands[2:]
+    if not shape or len(weight) != 2 or weight[1] != shape[-1] or not is_inexact(operands[0]):
+        return None
+    return shape[:-1] + weight[:1] if all(each.shape == weight[:1] for each in rest) else None
+
+
 def kron(operands: list[Meta], given: Given) -> Shape:
     """Sizes multiply, aligned at the last dims."""
     left, right = operands[0].shape, operands[1].shape
@@ -153,13 +161,15 @@ def inverse(operands: list[Meta], given: Given) -> Shape | None:
 
 def hermitian_inverse(operands: list[Meta], given: Given) -> Shape | None:
     """A pseudoinverse that may take its matrices for Hermitian ones."""
-    return None if given("hermitian") else inverse(operands, given)
+    square = operands[0].shape[-1] == operands[0].shape[-2]
+    return inverse(operands, given) if square or not given("hermitian") else None
 
 
 def rank(operands: list[Meta], given: Given) -> Meta | None:
     """A whole number for every matrix."""
     found = _matrix(operands)
-    return None if found is None or given("hermitian") else Meta(found[0], torch.int64)
+    fits = found is not None and (found[1] == found[2] or not given("hermitian"))
+    return Meta(found[0], torch.int64) if found is not None and fits else None
 
 
 def condition(operands: list[Meta], given: Given) -> Meta | None:
@@ -399,6 +409,7 @@ FORMULAS: tuple[tuple[Law, str], ...] = (
     (law(inner), "inner"),
     (law(outer), "outer"),
     (law(vecdot), "linalg_vecdot"),
+    (law(linear), "linear.default"),
     (law(kron), "kron"),
     (law(bilinear), "bilinear"),
     (law(inverse, EXACT, 2), "pinverse"),

@@ -87,6 +87,8 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "vectors of other lengths": (aten.dot.default, (meta(3), meta(4))),
     "a weight of other features": (
         aten.bilinear.default, (meta(2, 3), meta(2, 4), meta(5, 4, 3))),
+    "a layer of other features": (aten.linear.default, (meta(2, 3), meta(5, 4))),
+    "no Hermitian matrix": (aten.linalg_pinv.default, (meta(4, 3), 1e-9, True)),
     "no square": (aten.linalg_matrix_power.default, (meta(4, 3), 2)),
     "a power of one": (aten.linalg_vander.default, (meta(1),)),
     "a diagonal on one dim": (aten.diag_embed.default, (meta(4), 0, 1, -1)),
