@@ -5,7 +5,8 @@ one warm propagation, for a few operations on meshes of one to four axes, and of
 every operation that PyTorch's operator database has samples of. Cold means that nothing
 is remembered of any call, layout, plan or cost; the rules are loaded. DTensor's propagator is
 asked past its cache, warm through it, with the caches of its plans cleared before each cold run.
-The fastest of some runs counts. Times are the processor's: a busy machine does not change them.
+The fastest of some runs counts. Times are the processor's, which other work on the same machine
+still makes longer: caches and clocks are shared.
 """
 
 from __future__ import annotations
