@@ -103,7 +103,8 @@ def functional(
     with warnings.catch_warnings(), torch.set_grad_enabled(torch.is_grad_enabled()):
         # Of operations that are made of others, and that do not write: they are kept as they are.
         warnings.filterwarnings("ignore", "At pre-dispatch tracing, we assume")
-        made: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes)
+        # Gradients are operations of the graph already: nothing is differentiated here.
+        made: fx.GraphModule = make_fx(run, pre_dispatch=above)(*(x.detach() for x in fakes))
     return made, tuple(written)
 
 
@@ -120,7 +121,8 @@ class _Run(fx.Interpreter):
         operand = _shared(n)
         if operand is not None and _is_same(n, operand):
             return self.env[operand]
-        openly = _OPENLY.get(base_name(n.target)) if writes(n) else None
+        known = _VIEWS if operand is not None else _OPENLY if writes(n) else {}
+        openly = known.get(base_name(n.target))
         if openly is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return openly(*args, **kwargs)
@@ -155,6 +157,13 @@ _OPENLY: dict[str, Callable[..., torch.Tensor]] = {
     "instance_norm": _instance_norm, "fill_diagonal_": _fill_diagonal, "polygamma_": _polygamma,
 }  # fmt: skip
 
+
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "unsafe_split": torch.ops.aten.split,
+    "unsafe_split_with_sizes": torch.ops.aten.split_with_sizes,
+    "unsafe_chunk": torch.ops.aten.chunk,
+}
+"""Of what says that its results are new, and cuts what it is given: gates of recurrent cells."""
 
 # -- memory that no schema tells of ------------------------------------------------------------
 
@@ -202,10 +211,10 @@ def _are_views(made: Any, operand: Any) -> bool:
 
 
 def _refuse_views(node: fx.Node, operand: fx.Node) -> None:
-    """Raise `ShardingError` where the memory that an operation shares in secret is written."""
+    """Raise `ShardingError` where memory that an operation shares in secret is written later."""
     memory = {*_memory(node)}
     for each in node.graph.nodes:
-        if memory & {*writes(each)}:
+        if node < each and memory & {*writes(each)}:
             fail("fs.partition", f"{each.name} writes the memory of {operand.name}, in which "
                  f"{node.name} is too", "an operation that returns a view says so in its schema",
                  f"a clone() of {node.name}, or of what is written")  # fmt: skip

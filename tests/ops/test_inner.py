@@ -199,6 +199,17 @@ def step_of(fn: Callable[[Params, Tensor], Tensor]) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_are_trained(kind: Callable[..., torch.nn.Module]) -> None:
+    """Below autograd their cells write parts of what the schema says nothing lies in."""
+    net = kind(4, 6, batch_first=True).double()
+    p = {name: each.detach() for name, each in net.named_parameters()}
+    step = step_of(lambda p, x: torch.func.functional_call(net, p, (x,))[0])
+    part = fs.partition(step, mesh=MESH, params=P("tp"), in_specs=(P("dp"),))
+    x = sample(4, 3, 4).detach()
+    torch.testing.assert_close(part(p, x), step(p, x))
+
+
 @pytest.mark.parametrize(("name", "pairs"), [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
 def test_training_steps_use_megatrons_collectives(name: str, pairs: int) -> None:
     fn, params, asked, shape = BLOCKS[name]
