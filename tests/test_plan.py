@@ -20,6 +20,7 @@ from fshard.mesh import Mesh
 from fshard.partition_spec import LINEAR
 from fshard.partition_spec import PartitionSpec as P
 from fshard.plan.moves import Moves
+from fshard.plan.reach import WAYS, is_out_of_reach
 from fshard.plan.redistribute import redistribute
 from fshard.plan.search import search
 from fshard.plan.state import Problem, State
@@ -36,6 +37,7 @@ from fshard.program.steps import (
     CollectivePermute,
     Exchange,
     InvariantToReduced,
+    ReducedToInvariant,
     ReduceScatter,
     ShardedToUnreduced,
     Step,
@@ -640,6 +642,18 @@ def test_proposed_way_out_works(
     assert prog.dst == ends[1]
 
 
+def test_the_least_memory_is_that_of_what_is_sent() -> None:
+    """A gathered tensor of half the width takes no more than both ends do."""
+    src, dst = parse("f64[12@x,6]", SMALL), parse("f64[12,6@x]", SMALL)
+    without = (AllToAll, CollectivePermute, Exchange)
+    for wire, least in ((None, 576), (torch.float32, 288)):
+        plan = functools.partial(redistribute, src, dst, exclude=without, forward_dtype=wire)
+        assert kinds(plan(max_memory=least)) == ["all_gather", "all_slice"]
+        for memory in (0, least - 1):
+            text = refusal(functools.partial(plan, max_memory=memory))
+            assert text.endswith(f"give max_memory={least}, the least there is")
+
+
 # -- the search itself ---------------------------------------------------------------------
 
 
@@ -660,6 +674,7 @@ def assert_edges(src: Spec, dst: Spec, topology: Topology | None, *, direct: boo
         after = infer(step, src)
         assert after == problem.spec(new)
         assert weight == pytest.approx(weigh(topology, step, src, after), rel=1e-12, abs=1e-15)
+        assert not is_out_of_reach(src, after, WAYS.keys() - {type(step)})
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
@@ -701,6 +716,30 @@ def test_bounds_of_the_search_on_uneven_shards(
     pair: tuple[Spec, Spec], topology: Topology | None
 ) -> None:
     assert_bounds(*pair, topology)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "memory", "exclude"),
+    [
+        ("f32[12@x]", "f32[12]", None, (AllGather, ShardedToUnreduced, Exchange)),
+        ("f32[12@y]", "f32[12@x]", None, (AllGather, ShardedToUnreduced, Exchange)),
+        ("f32[12]{unreduced: x}", "f32[12@x]", None, (AllReduce, ReduceScatter, Exchange)),
+        ("f32[12]{reduced: x}", "f32[12]", None, (ReducedToInvariant, AllSlice)),
+        ("f32[12]", "f32[12@x]", 47, ()),
+        ("f32[12@x]", "f32[12]", 47, ()),
+    ],
+)
+def test_what_cannot_be_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    src: str,
+    dst: str,
+    memory: int | None,
+    exclude: Sequence[type],
+) -> None:
+    """Only by looking at all layouts would a search come to the end without the goal."""
+    monkeypatch.setattr(Moves, "of", lambda *_: pytest.fail("a search"))
+    ends = parse(src, SMALL), parse(dst, SMALL)
+    assert search(*ends, Topology.node(), memory, frozenset(exclude)) is None
 
 
 def test_embedding_is_used_where_it_is_free() -> None:

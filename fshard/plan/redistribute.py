@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any, overload
 
 import torch
@@ -138,14 +138,15 @@ def _plan(
     wires = (forward_dtype, backward_dtype)
     raise_if("fs.redistribute", _problems(src, dst, cost, max_memory, exclude, wires))
     topology = None if isinstance(cost, str) else cost
-    prog = _find(src, dst, topology, max_memory, frozenset(exclude), wires)
+    find = partial(_find, src, dst, topology, wires=wires)
+    prog = find(max_memory, frozenset(exclude))
     if prog is not None:
         return prog
     fail(
         "fs.redistribute",
         f"{src} -> {dst}{_restrictions(max_memory, exclude)}",
         "no program keeps to the restrictions",
-        _way_out(src, dst, topology, max_memory, frozenset(exclude)),
+        _way_out(find, max_memory, frozenset(exclude)),
     )
 
 
@@ -285,22 +286,20 @@ def _restrictions(max_memory: int | None, exclude: Steps) -> str:
 
 
 def _way_out(
-    src: Spec,
-    dst: Spec,
-    topology: Topology | None,
+    find: Callable[[int | None, frozenset[type]], Program | None],
     max_memory: int | None,
     exclude: frozenset[type],
 ) -> str:
     """A fix that was tried: the least memory that suffices, or what an unrestricted plan uses."""
-    least, prog = None, _find(src, dst, topology, None, exclude)
+    least, prog = None, find(None, exclude)
     while prog is not None:
         least = prog.cost().peak_memory
-        prog = _find(src, dst, topology, least - 1, exclude)
+        prog = find(least - 1, exclude)
         if prog is not None and not prog.steps:
             break
     if least is not None:
         return f"give max_memory={least}, the least there is"
-    freely = _find(src, dst, topology, None, frozenset())
+    freely = find(None, frozenset())
     assert freely is not None
     used = sorted({type(step).__name__ for step in freely.steps if type(step) in exclude})
     fixes = [f"allow {', '.join(used)}"] if used else []

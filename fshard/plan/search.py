@@ -35,6 +35,7 @@ import math
 
 from fshard.plan.jumps import Make
 from fshard.plan.moves import Moves
+from fshard.plan.reach import is_out_of_reach
 from fshard.plan.state import Problem, State
 from fshard.program.steps import Step
 from fshard.program.topology import Topology
@@ -62,7 +63,12 @@ def search(
     `topology=None` weighs bytes alone. `None` where no program keeps to the restrictions, or
     none weighs less than `most`.
     """
+    if exclude and is_out_of_reach(src, dst, exclude):
+        return None
     problem = Problem(src, dst, topology, max_memory, exclude)
+    ends = problem.start, problem.goal
+    if max_memory is not None and src != dst and max(map(problem.nbytes, ends)) > max_memory:
+        return None
     many = len(problem.size) - len(problem.ones) > FEW
     haste = HASTE if many else 1
     found = _run(problem, Moves(problem, direct=True), most, 10, 1)
