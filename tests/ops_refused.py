@@ -124,6 +124,8 @@ def _right(
             made = [flat(_placed(op, args, kwargs, mine)) for mine in zip(*shards, strict=True)]
         except Exception:
             continue
+        if any(len(each) != len(whole) for each in made):  # unbind of a part
+            continue
         ways = [_ways([each[at] for each in made], one, mesh) for at, one in enumerate(whole)]
         for outs in itertools.product(*ways):
             yield tuple(name for name, _ in choice), tuple(outs)
