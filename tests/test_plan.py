@@ -39,6 +39,7 @@ from fshard.program.steps import (
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
+    ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
 )
@@ -724,11 +725,12 @@ def test_bounds_of_the_search_on_uneven_shards(
         ("f32[12@x]", "f32[12]", None, (AllGather, ShardedToUnreduced, Exchange)),
         ("f32[12@y]", "f32[12@x]", None, (AllGather, ShardedToUnreduced, Exchange)),
         ("f32[12]{unreduced: x}", "f32[12@x]", None, (AllReduce, ReduceScatter, Exchange)),
-        ("f32[12]{reduced: x}", "f32[12]", None, (ReducedToInvariant, AllSlice)),
+        ("f32[12]{reduced: x}", "f32[12]", None, (ReducedToInvariant, ReplicatedToUnreduced,
+                                                  AllSlice, ShardedToUnreduced, Exchange)),
         ("f32[12]", "f32[12@x]", 47, ()),
         ("f32[12@x]", "f32[12]", 47, ()),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_not_looked_for(
     monkeypatch: pytest.MonkeyPatch,
     src: str,
