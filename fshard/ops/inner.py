@@ -23,6 +23,7 @@ from torch.utils.hooks import BackwardHook
 from fshard.errors import fail
 from fshard.ops.build import is_inexact
 from fshard.ops.call import map_tensors
+from fshard.ops.covariance import WITHOUT_NUMBERS
 from fshard.spmd.closures import leaves_of
 from fshard.tree import tensors_in
 
@@ -31,6 +32,7 @@ __all__ = ["Above", "Below", "Saved", "TakesGradients", "gradients_within", "ref
 ASKS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.register_hook, torch.Tensor.retain_grad,
 }  # fmt: skip
 """What a function says that takes gradients itself."""
 
@@ -48,11 +50,14 @@ def _levels() -> tuple[int, int]:
 
 
 class _Watch(TorchFunctionMode):
-    """What is refused wherever a function is traced; `where` is what errors are of."""
+    """What is refused wherever a function is traced; `where` is what errors are of.
 
-    def __init__(self, where: str) -> None:
+    `wanted` are the tensors whose gradients are asked for.
+    """
+
+    def __init__(self, where: str, wanted: Sequence[bool]) -> None:
         super().__init__()
-        self.where = where
+        self.where, self.wanted = where, any(wanted)
 
     def refuse(self, func: Any) -> None:
         """Raise `ShardingError` for what no graph says."""
@@ -60,6 +65,12 @@ class _Watch(TorchFunctionMode):
             fail(self.where, "x.data = y, which no graph says",
                  "a function is traced as the operations that it runs",
                  "x.data.copy_(y), or use y")  # fmt: skip
+        if func == torch.Tensor.register_hook and self.wanted:
+            fail(self.where, "x.register_hook(...), with gradients",
+                 "a function is traced as what it computes, and the gradient is that of what was "
+                 "traced: hooks would be left out",
+                 "s * y + ((1 - s) * y).detach() scales the gradient of y by s; other changes "
+                 "where gradients come out")  # fmt: skip
 
 
 class Above(_Watch):
@@ -69,8 +80,8 @@ class Above(_Watch):
     """
 
     def __init__(self, where: str, wanted: Sequence[bool]) -> None:
-        super().__init__(where)
-        self.levels, self.wanted = _levels(), any(wanted)
+        super().__init__(where, wanted)
+        self.levels = _levels()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -78,7 +89,7 @@ class Above(_Watch):
         self.refuse(func)
         if func in ASKS or _levels() != self.levels:
             raise TakesGradients
-        out = func(*args, **(kwargs or {}))
+        out = WITHOUT_NUMBERS.get(func, func)(*args, **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return self.wanted and torch.is_grad_enabled() and is_inexact(args[0])
         return out
@@ -90,19 +101,24 @@ class Below(_Watch):
     Only if gradients are tracked around it, else nothing has a graph.
     """
 
-    def __init__(self, where: str, tracked: bool) -> None:
-        super().__init__(where)
+    def __init__(self, where: str, wanted: Sequence[bool], tracked: bool) -> None:
+        super().__init__(where, wanted)
         self.tracked = tracked
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func)
-        out = func(*args, **(kwargs or {}))
+        out = WITHOUT_NUMBERS.get(func, func)(*args, **(kwargs or {}))
         plain = func is not torch.autograd.grad or _keeps(kwargs or {})
+        if func == _GRAD and out is not None:  # which backward() has left
+            plain = out.requires_grad
         if not self.tracked or (torch.is_grad_enabled() and plain):
             return out
         return map_tensors(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
+
+
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def _keeps(kwargs: Mapping[str, Any]) -> bool:

@@ -108,7 +108,7 @@ def trace(
             with suppress(TakesGradients):
                 made = _traced(fn, metas, where, above, wanted, devices, Above(where, wanted))
         if made is None:
-            below = Below(where, torch.is_grad_enabled())
+            below = Below(where, wanted, torch.is_grad_enabled())
             made = _traced(fn, metas, where, False, wanted, devices, below)
     graph = made.graph
     if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):

@@ -120,3 +120,29 @@ def test_a_fused_projection_is_split_where_it_is_cut() -> None:
     mine, right = (torch.autograd.grad(fn(*xs).sin().sum(), xs) for fn in (part, attend))
     for one, other in zip(mine, right, strict=True):
         torch.testing.assert_close(one, other)
+
+
+COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cov": lambda x, w: torch.cov(x),
+    "of all numbers": lambda x, w: x.cov(correction=0),
+    "of counts": lambda x, w: torch.cov(x, fweights=torch.arange(8)),
+    "weighted": lambda x, w: torch.cov(x, aweights=w.abs()),
+    "both": lambda x, w: torch.cov(x, correction=2, fweights=torch.arange(8), aweights=w.abs()),
+    "of one": lambda x, w: torch.cov(x[0]),
+    "of integers": lambda x, w: torch.cov((10 * x).int()),
+    "corrcoef": lambda x, w: torch.corrcoef(x),
+    "corrcoef of one": lambda x, w: x[0].corrcoef(),
+    "corrcoef of complex": lambda x, w: torch.corrcoef(torch.complex(x, x.sin())).abs(),
+}
+
+
+@pytest.mark.parametrize("name", COVARIANCES)
+@pytest.mark.parametrize("layout", [BOTH, ROWS, P(None, "x")], ids=str)
+def test_covariances(name: str, layout: fs.PartitionSpec) -> None:
+    function, mesh = COVARIANCES[name], fs.Mesh(x=2, y=2)
+    x, w = rand(4, 8).requires_grad_(), rand(8, seed=1)
+    made = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w)
+    torch.testing.assert_close(made, function(x, w))
+    if made.requires_grad:
+        one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, function(x, w)))
+        torch.testing.assert_close(one, other)

@@ -158,6 +158,15 @@ def untracked(p: Params, x: Tensor) -> Tensor:
     return value * g.sum() / scale
 
 
+def untracked_by_backward(p: Params, x: Tensor) -> Tensor:
+    """What `backward()` leaves has no graph either, and what is retained is seen."""
+    hidden = x @ p["a"]
+    hidden.retain_grad()
+    (hidden.sin() @ p["b"]).sum().backward(inputs=[hidden])
+    assert hidden.grad is not None
+    return (x.sin() @ p["a"]) * hidden.grad @ p["b"]
+
+
 def meta_learning(p: Params, x: Tensor) -> Tensor:
     grads = torch.func.grad(loss)(p, x)
     return loss({name: p[name] - 0.1 * grads[name] for name in p}, x)
@@ -171,9 +180,12 @@ def mapped(p: Params, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "fn",
-    [penalty, saved, saved_by_checkpoint, untracked, meta_learning, mapped],
+    [
+        penalty, saved, saved_by_checkpoint, untracked, untracked_by_backward, meta_learning,
+        mapped,
+    ],
     ids=lambda fn: fn.__name__,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
 def test_they_are_differentiated_again(fn: Callable[..., Tensor], layout: Any) -> None:
     params, specs = layout
@@ -332,6 +344,12 @@ def hooked(x: Tensor) -> Tensor:
     return out
 
 
+def hooked_tensor(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda g: g * 3)
+    return y
+
+
 def other_data(x: Tensor) -> Tensor:
     y = x * 1
     y.data = y.data * 3
@@ -346,6 +364,7 @@ def other_data(x: Tensor) -> Tensor:
         (straight, "Straight.apply, with gradients"),
         (reentrant, "checkpoint(..., use_reentrant=True)"),
         (hooked, "a module with backward hooks"),
+        (hooked_tensor, "x.register_hook(...), with gradients"),
         (other_data, "x.data = y, which no graph says"),
     ],
 )
