@@ -8,8 +8,10 @@ it or because autograd would, is refused.
 
 from __future__ import annotations
 
+import gc
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -264,11 +266,15 @@ def check_writes(
 
 
 class Held(TorchDispatchMode):
-    """Refuses to write tensors that a traced function closes over, for they would be written."""
+    """Refuses to write tensors that a traced function closes over, for they would be written.
+
+    And to leave those outside that it makes, which have no numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own: set[int] = set()
+        self.made: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -279,7 +285,28 @@ class Held(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         before = {_memory_of(each) for each in tensors_in((args, kwargs))}
         self.own |= {_memory_of(each) for each in tensors_in(out)} - before
+        # What is made of no tensor may be a constant, which the mode that fakes it keeps.
+        self.made += [(weakref.ref(each), base_name(func)) for each in tensors_in(out)
+                      if before and isinstance(each, FakeTensor)]  # fmt: skip
         return out
+
+    def check_left(self, known: Sequence[torch.Tensor], where: str) -> None:
+        """Raise `ShardingError` for what was made and is still somewhere, beside what is known."""
+        left = self._left(known)
+        if left:
+            gc.collect()  # what only refers to itself is nowhere
+            left = self._left(known)
+        if not left:
+            return
+        fail(where, f"a result of {left[0]} is kept outside of the function",
+             "the function is traced once on tensors without numbers, which are of no use after it",
+             "return it; what a module or a cache keeps is made before, by a call on whole "
+             "tensors")  # fmt: skip
+
+    def _left(self, known: Sequence[torch.Tensor]) -> list[str]:
+        own = {id(each) for each in known}
+        alive = ((ref(), name) for ref, name in self.made)
+        return [name for x, name in alive if x is not None and id(x) not in own]
 
 
 def refuse_held(name: str) -> NoReturn:

@@ -27,7 +27,16 @@ from fshard.program.topology import Topology
 from fshard.run.moving import shard, unshard
 from fshard.run.uncompiled import uncompiled
 from fshard.spec import Sharded, Spec
-from fshard.tree import TreeDef, broadcast_prefix, flatten, is_pair, outline, paths, unflatten
+from fshard.tree import (
+    TreeDef,
+    broadcast_prefix,
+    flatten,
+    is_pair,
+    outline,
+    paths,
+    tensors_in,
+    unflatten,
+)
 from fshard.units import plural
 
 __all__ = ["Partition", "partition"]
@@ -189,6 +198,7 @@ class Partition:
     def _spec(self, leaf: Any, asked: Any, name: str, problems: list[Problem]) -> Spec | None:
         given = leaf[1] if is_pair(leaf) else leaf
         if not isinstance(given, torch.Tensor | Spec):
+            problems += [_no_tree(given, name)] if _holds(given) else []
             return None
         if isinstance(given, Spec) and given.mesh != self.mesh:
             problems.append(Problem(f"{name}: {given} on {given.mesh}",
@@ -316,6 +326,10 @@ class Partition:
             given = [numbers(leaf) if meta is None else next(left)
                      for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
             results, shape = flatten(self.fn(*unflatten(tree, given)))
+            problems = [_no_tree(each, name) for each, name in zip(
+                results, paths(unflatten(shape, results), "result"), strict=True)
+                if _holds(each)]  # fmt: skip
+            raise_if(self.where, problems)
             outer.append(shape)
             return results
 
@@ -370,6 +384,20 @@ def _copy_results(made: Assigned, outputs: list[Any], count: int, written: set[i
         if type(value) is int and value in inside:
             outputs[at], made.count = made.count, made.count + 1
             made.lines.append(Copy(outputs[at], Ref(value)))
+
+
+def _holds(value: Any) -> bool:
+    """Whether what is no tensor has some among its attributes; a module may be closed over."""
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return False
+    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return any(True for _ in tensors_in([value, getattr(value, "__dict__", None), slots]))
+
+
+def _no_tree(value: Any, name: str) -> Problem:
+    return Problem(f"{name} is a {type(value).__name__}, with tensors in it",
+                   "tensors are seen as they are, in tuples, named tuples, lists and dicts",
+                   "a dict of them: vars(...) of a dataclass")  # fmt: skip
 
 
 def _at(place: str, error: ShardingError, among: str) -> list[Problem]:

@@ -142,12 +142,14 @@ def _traced(
             for fake, want in zip(fakes, wanted, strict=False):
                 fake.requires_grad_(want)
         try:
-            with Held(), Saved() as saved:
+            with Held() as held, Saved() as saved:
                 graph: fx.GraphModule = make_fx(watched, pre_dispatch=above)(*fakes)
             saved.join()
             left = [at for at, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if left:
                 refuse_grads(f"backward() fills .grad of argument {left[0]}", where)
+            if torch._C._functorch.maybe_current_level() is None:  # transforms keep what they see
+                held.check_left(fakes, where)
             if any(map(writes, graph.graph.nodes)):
                 # What nobody uses is no use of what is written.
                 graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or _has_effects(n))

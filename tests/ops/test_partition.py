@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -465,6 +466,41 @@ def test_refusals_teach() -> None:
     pair = fs.shard(torch.ones(4), fs.Spec(MESH, P("tp"), shape=(4,)))
     with pytest.raises(fs.ShardingError, match="the function asks for"):
         part(pair)
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+
+
+CACHE: list[torch.Tensor] = []
+
+
+def collects(x: torch.Tensor) -> torch.Tensor:
+    CACHE.append(x * 2)
+    return x.sum()
+
+
+def test_tensors_where_no_tree_is_and_outside_are_refused() -> None:
+    part = fs.partition(lambda x: Result(x.sum()), mesh=MESH)
+    rest = (
+        "\n  rule:  tensors are seen as they are, in tuples, named tuples, lists and dicts"
+        "\n  fix:   a dict of them: vars(...) of a dataclass"
+    )
+    head = "fs.partition(<lambda>)\n  given: "
+    assert said(part, torch.ones(2)) == f"{head}result is a Result, with tensors in it{rest}"
+    part = fs.partition(lambda x, y: x * y["a"].loss, mesh=MESH)
+    given = torch.ones(2), {"a": Result(torch.ones(2))}
+    assert said(part, *given) == f"{head}args[1]['a'] is a Result, with tensors in it{rest}"
+    assert said(fs.partition(collects, mesh=MESH), torch.ones(2)) == (
+        "fs.partition(collects)\n"
+        "  given: a result of mul is kept outside of the function\n"
+        "  rule:  the function is traced once on tensors without numbers, which are of no use "
+        "after it\n"
+        "  fix:   return it; what a module or a cache keeps is made before, by a call on whole "
+        "tensors"
+    )
+    CACHE.clear()
 
 
 def said(part: fs.ops.partition.Partition, *args: Any) -> str:
