@@ -63,7 +63,7 @@ def calibrate(
         topology = fs.calibrate(mesh, save="wires.json")
         prog = fs.redistribute(src, dst, cost=topology)
     """
-    world = _world(mesh, seconds)
+    world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     numbers = torch.zeros(4 + 2 * len(axes), dtype=torch.float64, device=world.device)
     first = mesh.ranks[0]
@@ -84,7 +84,7 @@ def calibrate(
     return _topology(axes, measured)
 
 
-def _world(mesh: Mesh, seconds: float) -> World:
+def _world(mesh: Mesh, seconds: float, save: object) -> World:
     """This process as a rank; raises where it is none, or where the arguments are wrong."""
     if not isinstance(mesh, Mesh):
         fail("fs.calibrate", f"a mesh of {mesh!r}", "what is measured are the links of a Mesh",
@@ -95,6 +95,8 @@ def _world(mesh: Mesh, seconds: float) -> World:
     problems = []
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         problems.append(Problem(f"seconds={seconds!r}", "it takes some time", "seconds=10.0, say"))
+    if save is not None and not isinstance(save, str | os.PathLike):
+        problems.append(Problem(f"save={save!r}", "a path is a text or a Path", "'a.json', say"))
     size = dist.get_world_size()
     if max(mesh.ranks) >= size:
         problems.append(Problem(f"{mesh} with ranks up to {max(mesh.ranks)}",
@@ -137,7 +139,7 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
         return True
     try:
         topology.save(save)
-    except OSError:
+    except (OSError, ValueError):  # a null character in a path is no OSError
         return False
     return True
 

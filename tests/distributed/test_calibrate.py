@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_every_rank_has_the_same(size: int, mesh: fs.Mesh, tmp_path: Path) -> No
     assert fs.redistribute(src, src.replace(partition=fs.P()), cost=first).cost(first).time > 0
 
 
-def refused(mesh: fs.Mesh, other: fs.Mesh, seconds: float, save: str | None) -> None:
+def refused(mesh: fs.Mesh, other: fs.Mesh, seconds: float, save: Any) -> None:
     fs.init(mesh)
     fs.calibrate(other, seconds=seconds, save=save)
 
@@ -70,6 +71,11 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
             "a mesh of at most 2, or more processes").removeprefix("\n")),
         (mesh, 0.1, path, helpers.message(
             "fs.calibrate", f"save={path!r}", "rank 0, the first of the mesh, can write the file",
+            "a path in a directory that is there; or leave it out, and topology.save(path) later")),
+        (mesh, 0.1, 3, helpers.message(
+            "fs.calibrate", "save=3", "a path is a text or a Path", "'a.json', say")),
+        (mesh, 0.1, "a\0", helpers.message(
+            "fs.calibrate", "save='a\\x00'", "rank 0, the first of the mesh, can write the file",
             "a path in a directory that is there; or leave it out, and topology.save(path) later")),
     ]:  # fmt: skip
         for outcome in outcomes(2, refused, mesh, other, seconds, save, timeout=60):
