@@ -478,8 +478,8 @@ def _gradients(case: Case, specs: Sequence[Spec], at_once: bool) -> str:
         right = _gradient_of(flat(case.function([x.view_as(x) for x in leaves])), leaves)
     except RuntimeError:
         return ""  # of what has no gradient for this sum of results, as an eigenvector's phase
-    if right is None:
-        return ""
+    if right is None or any(x.itemsize == 2 and x.isinf().any() for x in right):
+        return ""  # 16 bits overflow on the way, at other places in other orders
     pairs = [fs.shard(x, s) for x, s in zip(leaves, specs, strict=True)]
     made = on_pairs(case, pairs, at_once=at_once)
     found = _gradient_of(made, leaves) or [torch.zeros_like(each) for each in right]

@@ -34,7 +34,7 @@ REASONS = {
         special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
     """,
     "other integers wrap around, or are rounded otherwise": """
-        bitwise_or bitwise_left_shift bitwise_right_shift floor_divide gcd lcm round frac to
+        bitwise_or bitwise_left_shift bitwise_right_shift floor_divide gcd lcm round frac to chalf
     """,
     "the sample is of one element, of one part, or of none that is left out": """
         mean quantile corrcoef linalg_matrix_rank
