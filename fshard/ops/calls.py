@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fshard.errors import fail
 from fshard.ops.call import parts_of
 from fshard.spec import Spec
 from fshard.tree import is_pair
 
-__all__ = ["How", "tensors_of", "wants_grad"]
+__all__ = ["How", "by_place", "tensors_of", "wants_grad"]
 
 CPU = torch.device("cpu")
 
@@ -67,3 +69,35 @@ def wants_grad(leaf: Any) -> bool:
     if isinstance(local, torch.Tensor):
         return local.requires_grad
     return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
+
+
+def by_place(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+) -> tuple[Any, ...]:
+    """The arguments of a call with those that are given by name in their places.
+
+    Defaults fill what is left out before them. Raises Python's own TypeError for a call that does
+    not fit, and `ShardingError` for arguments that have no place.
+
+    >>> by_place(lambda x, scale=1.0, mask=None: x, (0,), {"mask": 2}, "here")
+    (0, 1.0, 2)
+    """
+    bound = inspect.signature(fn).bind(*args, **kwargs)
+    given = {*bound.arguments}
+    bound.apply_defaults()
+    kept: list[Any] = []
+    count = 0
+    for name, parameter in bound.signature.parameters.items():
+        value = bound.arguments[name]
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            if name in given:
+                fail(where, f"{name} given by name", "a spec is that of an argument by its place",
+                     "functools.partial(fn, ...) for what is no tensor, or a place for "
+                     "it")  # fmt: skip
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            kept += value
+        else:
+            kept.append(value)
+        if name in given:
+            count = len(kept)
+    return tuple(kept[:count])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from fshard.errors import Problem, ShardingError, fail, raise_if
 from fshard.mesh import Mesh
 from fshard.ops.assign import Assigned, Known, assign, brought
 from fshard.ops.call import Meta, name_of
-from fshard.ops.calls import How, tensors_of, wants_grad
+from fshard.ops.calls import How, by_place, tensors_of, wants_grad
 from fshard.ops.hints import wishes
 from fshard.ops.keys import frozen, numbers
 from fshard.ops.lines import Copy, Ref, Write, same_memory, with_gradients_of
@@ -76,8 +77,10 @@ class Partition:
         self._traces = {} if traces is None else traces
 
     @uncompiled(CALLED)
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
+        if kwargs:
+            args = by_place(self.fn, args, kwargs, self.where)
         leaves, given, made, specs = self._called(args)
         pairs = any(each is not leaf for each, leaf in zip(given, leaves, strict=True))
         # Of a leaf that is no pair the whole is given.
@@ -145,8 +148,9 @@ class Partition:
         return self._of(leaves, flatten(list(args))[1], specs, runs=True), specs
 
     @uncompiled(CALLED)
-    def trace(self, *args: Any) -> Partitioned:
+    def trace(self, *args: Any, **kwargs: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
+        args = by_place(self.fn, args, kwargs, self.where) if kwargs else args
         leaves, tree = flatten(list(args))
         return self._of(leaves, tree, self._specs(args, leaves), runs=False)
 
@@ -154,10 +158,10 @@ class Partition:
         kinds = plural(len(self._made), "signature")
         return f"fs.partition({name_of(self.fn)}) on {self.mesh}, laid out for {kinds}"
 
-    def explain(self, *args: Any) -> Any:
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
         """What a call does: a table of operations, their layouts, and what is sent each way."""
-        if args:
-            return self.trace(*args).explain()
+        if args or kwargs:
+            return self.trace(*args, **kwargs).explain()
         if not self._made:
             fail("explain()", "no arguments, and no call before",
                  "layouts follow from the arguments' shapes",
@@ -431,14 +435,16 @@ def partition(
 ) -> Partition:
     """A single-device function as a local program with its collectives, on pairs or tensors.
 
-    `in_specs` are trees of `P` (or `Spec`) that are prefixes of the arguments; None is whole and
-    invariant, or as the pair lies. `params`, if given, are those of the first argument, and
-    `in_specs` of the rest; a module is then called with its parameters as the first argument.
-    `out_specs` are those of the results; None leaves them as they come out, unreduced too.
-    The function is traced once for each signature on tensors without numbers, so what it reads
-    beside its arguments is as it was then (`train()` and `eval()` of a module are seen). `cost` is
-    the topology that layouts are weighed on. What the function writes in place it writes here too:
-    arguments that it writes, running statistics say, are written where they lie, without gradient.
+    `in_specs` are trees of `P` (or `Spec`) that are prefixes of the arguments, by their places if
+    they are given by name; None is whole and invariant, or as the pair lies. `params`, if given,
+    are those of the first argument, and `in_specs` of the rest; a module is then called with its
+    parameters as the first argument. `out_specs` are those of the results; None leaves them as they
+    come out, unreduced too. The function is traced once for each signature, Python's numbers
+    included (give those that change in tensors of no dims), on tensors without numbers, so what it
+    reads beside its arguments is as it was then (`train()` and `eval()` of a module are seen).
+    `cost` is the topology that layouts are weighed on. What the function writes in place it writes
+    here too: arguments that it writes, running statistics say, are written where they lie, without
+    gradient.
 
     Raises `ShardingError` for what no rule is for, for writes to what the function closes over or
     that autograd would not see, and for pairs that lie otherwise than asked. After GSPMD (arXiv
@@ -480,4 +486,6 @@ def partition(
             return torch.func.functional_call(module, params, args)
 
         run.__name__ = type(module).__name__
+        # As the module's own forward, where its parameters are in the place of the module.
+        run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
     return Partition(run, mesh, in_specs, out_specs, params, cost, module=module)

@@ -468,6 +468,40 @@ def test_refusals_teach() -> None:
         part(pair)
 
 
+def scaled(
+    x: torch.Tensor, scale: float = 2.0, mask: torch.Tensor | None = None, *, sign: int = 1
+) -> torch.Tensor:
+    return x * scale * sign if mask is None else x * scale * mask * sign
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+def test_arguments_are_given_by_name() -> None:
+    x, mask = torch.ones(4), torch.arange(4.0)
+    part = fs.partition(scaled, mesh=MESH, in_specs=P("dp"))
+    for given in ({"mask": mask}, {"scale": 3.0}, {"mask": mask, "scale": 3.0}):
+        torch.testing.assert_close(part(x, **given), scaled(x, **given))  # type: ignore[arg-type]
+    torch.testing.assert_close(part(x=x), scaled(x))
+    assert str(part.explain(x, mask=mask)) == str(part.explain(x, 2.0, mask))
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        part(mask=mask)
+    with pytest.raises(fs.ShardingError) as caught:
+        part(x, sign=-1)
+    assert str(caught.value) == (
+        "fs.partition(scaled)\n"
+        "  given: sign given by name\n"
+        "  rule:  a spec is that of an argument by its place\n"
+        "  fix:   functools.partial(fn, ...) for what is no tensor, or a place for it"
+    )
+    module = Scaled(4, 2)
+    part = fs.partition(module, mesh=MESH, params=P("tp"), in_specs=P())
+    p = dict(module.named_parameters())
+    torch.testing.assert_close(part(p, x=x, mask=mask), module(x, mask))
+
+
 @dataclass
 class Result:
     loss: torch.Tensor
