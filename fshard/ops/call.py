@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,9 +125,11 @@ def base_name(op: Any) -> str:
 def name_of(op: Any) -> str:
     """An operation's name without the space that it is in, a function's without its address.
 
-    >>> name_of(torch.ops.aten.mm.default), name_of(torch.matmul)
+    >>> name_of(torch.ops.aten.mm.default), name_of(functools.partial(torch.matmul, torch.ones(2)))
     ('mm.default', 'matmul')
     """
+    while isinstance(op, functools.partial):
+        op = op.func
     return str(getattr(op, "__name__", op))
 
 

@@ -119,7 +119,16 @@ def _nll_backward(call: Call) -> Rule:
 
 
 def _likelihood_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
-    """The gradient of likelihoods with respect to a rank's classes."""
+    """The gradient of likelihoods with respect to a rank's classes.
+
+    Of a mean that of a sum: PyTorch's gradient of this operation takes the mean of what it is given
+    itself, here a part.
+    """
+    if argument(op, args, kwargs, "reduction") == MEAN:
+        count = argument(op, args, kwargs, "total_weight")
+        grad = argument(op, args, kwargs, "grad_output") / count
+        _, args, kwargs = with_argument(op, args, kwargs, "grad_output", grad)
+        _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
     part = part_of(here, 1, _class_dim(x.ndim))
     if part.is_whole:

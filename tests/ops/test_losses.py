@@ -341,6 +341,24 @@ def test_cosines_of_cut_features() -> None:
     assert sent == ["reduce_scatter(tp, dim 0)"] * 3
 
 
+@pytest.mark.parametrize("layout", [fs.P("x", "y"), fs.P("x"), fs.P(None, "y")], ids=str)
+def test_likelihoods_within_are_differentiated_twice(layout: fs.PartitionSpec) -> None:
+    """PyTorch's gradient of the gradient of a mean is a mean of all samples, not of a rank's."""
+    labels, weight = torch.tensor([0, 3, -100, 1]), torch.tensor([0.5, 1, 2, 3]).double()
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(x, labels, weight)
+        loss = loss + torch.nn.functional.nll_loss(x.tanh(), labels)
+        (g,) = torch.autograd.grad(loss.sin(), x, create_graph=True)
+        return g.square().sum()
+
+    x = real(4, 4).requires_grad_()
+    part = fs.partition(penalty, mesh=fs.Mesh(x=2, y=2), in_specs=layout)
+    torch.testing.assert_close(part(x), penalty(x))
+    one, other = (torch.autograd.grad(fn(x), x) for fn in (part, penalty))
+    torch.testing.assert_close(one, other)
+
+
 def test_one_table_as_embedding_and_output() -> None:
     """Rows are cut: a sum of looked up rows, then as above."""
     w, tokens = real(32, 16).requires_grad_(), below(32, 8)
