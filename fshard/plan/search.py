@@ -47,7 +47,10 @@ SLACK = ((800, 0.02), (1_600, 0.05), (3_000, 0.1), (4_500, 0.3), (6_000, 1.0))
 """After so many edges a program has to be better by that share to be looked for."""
 
 FEW, HASTE = 3, 6
-"""On more axes than `FEW` a greedy search goes first, and both look at so many times fewer."""
+"""On more axes than `FEW` a greedy search goes first, and both look at so many times fewer.
+
+On few axes of several nodes, where more layouts are jumped to, they look at twice as many.
+"""
 
 
 def search(
@@ -70,7 +73,7 @@ def search(
     if max_memory is not None and src != dst and max(map(problem.nbytes, ends)) > max_memory:
         return None
     many = len(problem.size) - len(problem.ones) > FEW
-    haste = HASTE if many else 1
+    haste = HASTE if many else 0.5 if problem.slow else 1
     found = _run(problem, Moves(problem, direct=True), most, 10, 1)
     for greed in (2, 1) if many else (1,):
         moves = Moves(problem, direct=False)
@@ -79,7 +82,7 @@ def search(
 
 
 def _run(
-    problem: Problem, moves: Moves, most: float, greed: float, haste: int
+    problem: Problem, moves: Moves, most: float, greed: float, haste: float
 ) -> tuple[list[Step], float] | None:
     """The first program that comes out, of what weighs less than `most`.
 
