@@ -14,17 +14,17 @@ import torch
 
 from fshard.ops.build import is_inexact, place, wrap
 from fshard.ops.call import Meta, Results, argument, parts_of
-from fshard.ops.transforms import fourier, waves
+from fshard.ops.transforms import Given, Shape, fourier, waves
 
 __all__ = ["FORMULAS", "Law", "broadcast"]
 
 Law = Callable[[Any, Sequence[Any], Mapping[str, Any]], Results | None]
-Shape = tuple[int, ...]
-Given = Callable[[str], Any]
 Formula = Callable[[list[Meta], Given], Shape | Meta | list[Meta] | None]
 """The shape of the only result, or its meta where the dtype is another; a list of several."""
 
-EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+FLOATS = (torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+EXACT = (*FLOATS, *COMPLEX)
 """What linear algebra and Fourier transforms are computed in."""
 
 
@@ -340,8 +340,10 @@ def gated(operands: list[Meta], given: Given) -> Shape | None:
 def trapezoid(operands: list[Meta], given: Given) -> Shape | None:
     """A sum along a dim."""
     found = running_trapezoid(operands, given)
-    dim = None if found is None else wrap(given("dim"), len(found))
-    return None if found is None or dim is None else found[:dim] + found[dim + 1 :]
+    if found is None:
+        return None
+    dim = wrap(given("dim"), len(found))
+    return found[:dim] + found[dim + 1 :]
 
 
 def running_trapezoid(operands: list[Meta], given: Given) -> Shape | None:
@@ -397,9 +399,6 @@ def alignments(operands: list[Meta], given: Given) -> Shape | None:
         return None
     return x.shape[1:2] if given("reduction") == 0 else ()
 
-
-FLOATS = (torch.float32, torch.float64)
-COMPLEX = (torch.complex64, torch.complex128)
 
 FORMULAS: tuple[tuple[Law, str], ...] = (
     (law(matmul), "matmul"),

@@ -8,10 +8,11 @@ from typing import Any
 from fshard.ops.build import place
 from fshard.ops.call import Meta
 
-__all__ = ["fourier", "waves"]
+__all__ = ["Given", "Shape", "fourier", "waves"]
 
 Shape = tuple[int, ...]
 Given = Callable[[str], Any]
+"""An argument of a call, by its name."""
 NORMS = (None, "backward", "forward", "ortho")
 
 

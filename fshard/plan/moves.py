@@ -31,7 +31,7 @@ from fshard.program.steps import (
 )
 from fshard.spec import mixed_kinds
 
-__all__ = ["Move", "Moves"]
+__all__ = ["Moves"]
 
 
 class Moves(Jumps):
@@ -57,9 +57,7 @@ class Moves(Jumps):
         copies.
         """
         problem = self.problem
-        p = problem.src.partition
-        busy = {axis for axes in p.dims for axis in axes} | set(dict(p.unreduced_kinds))
-        state = dict(p.reduced_kinds)
+        busy, state = _busy(problem.start), dict(problem.start.reduced)
         found: dict[str, tuple[str, ...]] = {}
         alike: dict[object, list[str]] = {}
         for axis, n in self.size.items():
@@ -72,8 +70,7 @@ class Moves(Jumps):
 
     def find_traded(self) -> frozenset[str]:
         """Axes that come into use where others of their size go out of it, and end reduced."""
-        p, goals, size = self.problem.src.partition, self.goals, self.size
-        busy = {*itertools.chain(*p.dims), *dict(p.unreduced_kinds)}
+        busy, goals, size = _busy(self.problem.start), self.goals, self.size
         kept = {size[axis] for axis in busy if goals[axis] == ("reduced", "sum")}
         free = [axis for axis in size if axis not in busy and size[axis] in kept]
         return frozenset([a for a in free if goals[a][0] in ("sharded", "unreduced")])
@@ -98,7 +95,7 @@ class Moves(Jumps):
     def changes_of_state(self, state: State) -> Iterator[Move]:
         """The free casts between states, for all axes whose goal they are."""
         reduced = dict(state.reduced)
-        busy = {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
+        busy = _busy(state)
         by_goal: dict[tuple[str, object, str | None], list[str]] = {}
         for axis in self.size:
             if axis not in busy:
@@ -147,7 +144,7 @@ class Moves(Jumps):
 
     def slices(self, state: State) -> Iterator[Move]:
         """Replicated axes of one state onto every dim."""
-        busy = {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
+        busy = _busy(state)
         kinds = dict(state.reduced)
         free: dict[str | None, list[str]] = {}
         for axis in self.size:
@@ -338,6 +335,11 @@ class Moves(Jumps):
                 make = partial(AllGather, taken, dim, "reduced" if to else "invariant", kind)
                 if move := self.collective(make, taken, state, new, moved, copied):
                     yield move
+
+
+def _busy(state: State) -> set[str]:
+    """The axes that cut a dim or have addends: the others are replicated."""
+    return {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
 
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:
