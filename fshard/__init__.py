@@ -3,21 +3,25 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from fshard import interop as _interop  # noqa: F401 - registers what Spec.placements asks for
-from fshard.errors import ShardingError
-from fshard.mesh import Mesh
-from fshard.ops.apply import apply
-from fshard.ops.auto import auto
-from fshard.ops.partition import partition
-from fshard.ops.propagate import propagate
-from fshard.ops.registry import register_decomposition, register_rule
-from fshard.ops.rule import rule
-from fshard.ops.trace import constrain
-from fshard.partition_spec import PartitionSpec
-from fshard.plan.batch import Batch
+from fshard import random
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.layout.parsing import parse
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Sharded, Spec
+from fshard.ops.core.registry import register_decomposition, register_rule
+from fshard.ops.core.rule import rule
+from fshard.ops.propagate.propagate import propagate
+from fshard.ops.trace.trace import constrain
+from fshard.partition.apply import apply
+from fshard.partition.auto import auto
+from fshard.partition.partition import partition
+from fshard.plan.batch.batch import Batch
 from fshard.plan.redistribute import redistribute
-from fshard.program import rewrite as _rewrite  # noqa: F401 - registers Program.simplify
-from fshard.program.bounds import Bound, lower_bound
-from fshard.program.cost import Cost
+from fshard.program import simplify as _simplify  # noqa: F401 - registers Program.simplify
+from fshard.program.cost.model import Cost
+from fshard.program.cost.topology import Link, Topology
+from fshard.program.lower_bound import Bound, lower_bound
 from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,
@@ -34,27 +38,23 @@ from fshard.program.steps import (
     ReplicatedToUnreduced,
     ShardedToUnreduced,
 )
-from fshard.program.topology import Link, Topology
-from fshard.run import trees as _trees  # noqa: F401 - registers what a Batch's call asks for
+from fshard.run import execute_batch as _execute_batch  # noqa: F401 - registers what a Batch's call asks for
 from fshard.run.calibrate import calibrate
-from fshard.run.distributed import init
 from fshard.run.execute import Pending
-from fshard.run.moving import from_local, reshard, scatter, shard, unshard
-from fshard.run.simulate import simulate
+from fshard.run.global_tensors import from_local, reshard, scatter, shard, unshard
+from fshard.run.transports.simulator import simulate
+from fshard.run.transports.torch_distributed import init
 from fshard.show.comm_log import comm_log
-from fshard.show.layout import visualize
-from fshard.spec import Sharded, Spec
-from fshard.spmd.asynchronous import start
-from fshard.spmd.movements import all_gather, all_to_all, psum_scatter, pswapaxes
-from fshard.spmd.permutations import pbroadcast, ppermute, pshuffle
-from fshard.spmd.places import axis_index, axis_size, pcast
-from fshard.spmd.ragged import ragged_all_to_all
-from fshard.spmd.reductions import pargmax, pargmin, pmax, pmean, pmin, pprod, psum
+from fshard.show.layout_picture import visualize
+from fshard.spmd.collectives.gather_scatter import all_gather, all_to_all, psum_scatter, pswapaxes
+from fshard.spmd.collectives.pcast import axis_index, axis_size, pcast
+from fshard.spmd.collectives.permutations import pbroadcast, ppermute, pshuffle
+from fshard.spmd.collectives.psum import pargmax, pargmin, pmax, pmean, pmin, pprod, psum
+from fshard.spmd.collectives.ragged_all_to_all import ragged_all_to_all
+from fshard.spmd.collectives.start import start
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.spmd.smap import smap
-from fshard.spmd.tracking import typeof
-from fshard.state import random
-from fshard.text import parse
+from fshard.spmd.tracking.tracker import typeof
 
 P = PartitionSpec
 

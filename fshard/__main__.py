@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from fshard import Mesh, ShardingError, Topology, parse, redistribute, visualize
-from fshard.errors import fail
-from fshard.lines import WIDTH
+from fshard._util.errors import fail
+from fshard._util.text import WIDTH
 
 __all__ = ["main"]
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from fshard import hooks
-from fshard.errors import Problem, fail, raise_if
-from fshard.mesh import Mesh
-from fshard.partition_spec import REDUCTIONS, PartitionSpec, chunk_sizes
-from fshard.spec import Spec
+from fshard._util import hooks
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import REDUCTIONS, PartitionSpec, chunk_sizes
+from fshard.layout.spec import Spec
 
 __all__ = ["from_placements", "to_placements"]
 
@@ -38,7 +38,7 @@ def to_placements(spec: Spec) -> tuple[Any, ...]:
     Raises `ShardingError` where DTensor has no such layout: sizes that are not the ones it
     would cut, or a tensor whose ranks hold their shares of an average.
 
-    >>> from fshard.partition_spec import PartitionSpec as P
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> Spec(Mesh(dp=2, tp=4), P(None, "tp", unreduced={"dp"}), shape=(8, 16)).placements
     (Partial(sum), Shard(dim=1))
     >>> Spec(Mesh(dp=2, tp=4), P(("tp", "dp")), shape=(8, 16)).placements

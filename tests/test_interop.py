@@ -17,13 +17,13 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import fshard.interop  # noqa: F401  (registers the hooks)
-from fshard.errors import ShardingError
-from fshard.mesh import Mesh
-from fshard.partition_spec import PartitionSpec as P
-from fshard.partition_spec import chunk_sizes
-from fshard.spec import Spec
-from tests.helpers import all_partitions, all_specs, ordered_placements
-from tests.strategies import specs
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec as P
+from fshard.layout.partition_spec import chunk_sizes
+from fshard.layout.spec import Spec
+from tests.helpers.spec_grid import all_partitions, all_specs, ordered_placements
+from tests.helpers.strategies import specs
 
 
 def assert_same_locals(spec: Spec, placements: Sequence[Any]) -> None:

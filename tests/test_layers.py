@@ -11,19 +11,15 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fshard"
 
 LAYERS = (
-    {"errors", "hooks", "lines", "units"},
-    {"mesh"},
-    {"partition_spec"},
-    {"subaxes"},
+    {"_util"},
+    {"_torch"},
     {"layout"},
-    {"spec"},
-    {"text"},
-    {"tree"},
     {"program"},
     {"plan"},
     {"run"},
     {"spmd"},
     {"ops"},
+    {"partition", "random"},
     {"domain"},
     {"state"},
     {"show"},
@@ -34,7 +30,7 @@ LAYERS = (
 ORDER = {name: height for height, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
     "torch.distributed": {"run", "interop"},
-    "optree": {"tree"},
+    "optree": {"layout"},
     "rich": {"show", "__main__"},
 }
 MAX_FILE_LINES = 500
@@ -143,24 +139,32 @@ def test_package_is_there() -> None:
 
 
 CASES = [
-    ("fshard.mesh", "from fshard.spec import Spec", "mesh is below spec"),
-    ("fshard.mesh", "import fshard.spec", "mesh is below spec"),
-    ("fshard.mesh", "from fshard import spec", "mesh is below spec"),
-    ("fshard.mesh", "from . import spec", "mesh is below spec"),
-    ("fshard.mesh", "from .spec import Spec", "mesh is below spec"),
-    ("fshard.hooks", "from fshard.errors import fail", "hooks is below errors"),
+    ("fshard.layout.mesh", "from fshard.program.steps import Step", "layout is below program"),
+    ("fshard.layout.mesh", "import fshard.program.steps", "layout is below program"),
+    ("fshard.layout.mesh", "from fshard import program", "layout is below program"),
+    ("fshard.layout.mesh", "from .. import program", "layout is below program"),
+    ("fshard.layout.mesh", "from ..program.steps import Step", "layout is below program"),
+    ("fshard._util.hooks", "from fshard.layout.mesh import Mesh", "_util is below layout"),
     ("fshard.program.infer", "from ..run import groups", "program is below run"),
     ("fshard.program.infer", "from fshard.run.groups import group", "program is below run"),
     ("fshard.program.infer", "def f():\n    from fshard.plan import x", "program is below plan"),
     ("fshard.run.groups", "import fshard", "run is below __init__"),
     ("fshard.show.text", "from fshard import redistribute", "show is below __init__"),
     ("fshard.show.text", "from fshard.nowhere import x", "which has no layer"),
-    ("fshard.plan.search", "import torch.distributed as dist", "imports torch.distributed"),
-    ("fshard.plan.search", "from torch import distributed", "imports torch.distributed"),
-    ("fshard.plan.search", "from torch.distributed import get_rank", "torch.distributed.get_rank"),
-    ("fshard.plan.search", "import torch\ntorch.distributed.barrier()", "uses torch.distributed"),
-    ("fshard.plan.search", "import optree", "imports optree"),
-    ("fshard.plan.search", "from rich.table import Table", "imports rich.table"),
+    ("fshard.plan.astar", "import torch.distributed as dist", "imports torch.distributed"),
+    ("fshard.plan.astar", "from torch import distributed", "imports torch.distributed"),
+    (
+        "fshard.plan.astar",
+        "from torch.distributed import get_rank",
+        "torch.distributed.get_rank",
+    ),
+    (
+        "fshard.plan.astar",
+        "import torch\ntorch.distributed.barrier()",
+        "uses torch.distributed",
+    ),
+    ("fshard.plan.astar", "import optree", "imports optree"),
+    ("fshard.plan.astar", "from rich.table import Table", "imports rich.table"),
     ("fshard.show.text", "import torch\nclass A(torch.Tensor): ...", "subclasses torch.Tensor"),
     ("fshard.show.text", "from torch import Tensor\nclass A(Tensor): ...", "subclasses"),
     ("fshard.show.text", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines"),
@@ -177,11 +181,11 @@ def test_checker_finds(module: str, source: str, message: str) -> None:
 def test_checker_allows() -> None:
     source = """
         import torch
-        from fshard import hooks
-        from fshard.mesh import Mesh
+        from fshard._util import hooks
+        from fshard.layout.mesh import Mesh
         from fshard.program.steps import Step
         from . import groups
-        from ..spec import Spec
+        from ..layout.spec import Spec
         import torch.distributed as dist
 
         class Better(torch.nn.Module):

@@ -8,13 +8,15 @@ from typing import Any, overload
 
 import torch
 
-from fshard.errors import Problem, fail, raise_if
-from fshard.layout import state_problems
-from fshard.partition_spec import PartitionSpec
-from fshard.plan.batch import BUCKET, Batch, bucket_problems
-from fshard.plan.meshes import plan_between
-from fshard.plan.together import plan_batch
-from fshard.program.casts import holds
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.layout.validation import state_problems
+from fshard.plan.batch.batch import BUCKET, Batch, bucket_problems
+from fshard.plan.batch.plan_batch import plan_batch
+from fshard.plan.cross_mesh import plan_between
+from fshard.program.cast_rules import holds
+from fshard.program.cost.topology import Topology
 from fshard.program.program import (
     Program,
     as_types,
@@ -32,8 +34,6 @@ from fshard.program.steps import (
     ReduceScatter,
     Step,
 )
-from fshard.program.topology import Topology
-from fshard.spec import Spec
 
 __all__ = ["redistribute"]
 
@@ -104,8 +104,8 @@ def redistribute(
     another, and where no program keeps to the restrictions; of trees with the
     path of each leaf, and where they are of different structures.
 
-    >>> from fshard.mesh import Mesh
-    >>> from fshard.partition_spec import PartitionSpec as P
+    >>> from fshard.layout.mesh import Mesh
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> mesh = Mesh(dp=2, tp=4)
     >>> src = Spec(mesh, P("dp", "tp"), shape=(1024, 512))
     >>> print(redistribute(src, src.replace(partition=P(("dp", "tp"), None))))

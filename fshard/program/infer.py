@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from fshard.errors import raise_if
-from fshard.layout import state_problems
-from fshard.partition_spec import Kinds, PartitionSpec, chunk_sizes
-from fshard.program.relayout import exchanged, padded, refuse, remeshed
+from fshard._util.errors import raise_if
+from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
+from fshard.layout.spec import Spec
+from fshard.layout.validation import state_problems
+from fshard.program.infer_exchange import exchanged, padded, refuse, remeshed
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -27,7 +28,6 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.spec import Spec
 
 __all__ = [
     "cut_sizes",
@@ -48,7 +48,7 @@ def infer(step: Step, spec: Spec, /) -> Spec:
 
     Raises `ShardingError` where the step's rule does not hold for it.
 
-    >>> from fshard.mesh import Mesh
+    >>> from fshard.layout.mesh import Mesh
     >>> spec = Spec(Mesh(x=2), PartitionSpec("x"), shape=(4,))
     >>> infer(AllGather("x", 0, to="reduced"), spec)
     f32[4]{reduced: x}

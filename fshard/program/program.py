@@ -9,12 +9,14 @@ from typing import Any, get_args
 
 import torch
 
-from fshard import hooks
-from fshard.errors import Problem, ShardingError, fail, raise_if
-from fshard.lines import below, columns, folded
-from fshard.mesh import Mesh
-from fshard.partition_spec import LINEAR
-from fshard.program.cost import Cost, max_local_nbytes, step_time, traffic
+from fshard._util import hooks
+from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.text import below, columns, folded
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import LINEAR
+from fshard.layout.spec import DTYPE_NAMES, Spec
+from fshard.program.cost.model import Cost, max_local_nbytes, step_time, traffic
+from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer, way_back
 from fshard.program.steps import (
     AllGather,
@@ -25,9 +27,7 @@ from fshard.program.steps import (
     ReduceScatter,
     Step,
 )
-from fshard.program.topology import Topology
 from fshard.program.transpose import is_linear, transpose
-from fshard.spec import DTYPE_NAMES, Spec
 
 __all__ = [
     "Program", "as_topology", "as_types", "carries", "check", "endpoint_problems",
@@ -46,8 +46,8 @@ class Program:
     `forward_dtype` is what a run sends (the result comes back in the target's dtype),
     `backward_dtype` what the transpose sends.
 
-    >>> from fshard.mesh import Mesh
-    >>> from fshard.partition_spec import PartitionSpec as P
+    >>> from fshard.layout.mesh import Mesh
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2), P("x"), shape=(4,))
     >>> prog = Program(src, (AllGather("x", 0),))
     >>> print(prog)
@@ -171,7 +171,7 @@ class Program:
         """An equal or cheaper program of the same ends and values, by local rewrites.
 
         Inverse steps cancel, neighbours fuse, slices go ahead and gathers behind, casts to the
-        side where fewer bytes move; by the laws in `program/rewrite.py`. The time on the topology
+        side where fewer bytes move; by the laws in `program/simplify.py`. The time on the topology
         falls, or steps get fewer; neither it, nor the time with that of the transpose, nor the
         peak memory rises, and `forward_dtype` and `backward_dtype` stay. The default is a
         single node, also for a program planned on another topology: pass the same one.
@@ -182,8 +182,8 @@ class Program:
         Rewrites start from what the program does; `fs.redistribute(prog.src, prog.dst)` plans
         anew. After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
 
-        >>> from fshard.mesh import Mesh
-        >>> from fshard.partition_spec import PartitionSpec as P
+        >>> from fshard.layout.mesh import Mesh
+        >>> from fshard.layout.partition_spec import PartitionSpec as P
         >>> src = Spec(Mesh(x=2, y=2), P("y", unreduced={"x"}), shape=(4096, 4096))
         >>> prog = Program(src, (AllReduce("x"), AllGather("y", 0), AllSlice("x", 1)))
         >>> print(prog.simplify())

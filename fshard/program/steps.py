@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fshard.errors import Problem, fail, raise_if
-from fshard.layout import whole_numbers
-from fshard.mesh import Mesh, as_axes
-from fshard.partition_spec import PartitionSpec
-from fshard.spec import DTYPE_NAMES
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.mesh import Mesh, as_axes
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import DTYPE_NAMES
+from fshard.layout.validation import whole_numbers
 
 __all__ = [
     "AllGather",

@@ -11,8 +11,9 @@ from typing import assert_never
 
 import torch
 
-from fshard.errors import fail
-from fshard.partition_spec import LINEAR
+from fshard._util.errors import fail
+from fshard.layout.partition_spec import LINEAR
+from fshard.layout.spec import Spec
 from fshard.program.infer import replicated_kind, unreduced_kind, way_back
 from fshard.program.steps import (
     AllGather,
@@ -30,7 +31,6 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.spec import Spec
 
 __all__ = ["is_linear", "transpose"]
 

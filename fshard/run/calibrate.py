@@ -11,12 +11,12 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from fshard.errors import Problem, fail, raise_if
-from fshard.mesh import Mesh
-from fshard.program.cost import Traffic, gathered, swapped
-from fshard.program.topology import Link, Topology
-from fshard.run.distributed import World
-from fshard.run.transport import Group, is_simulated, label_of, labelled, own_transport
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.program.cost.model import Traffic, gathered, swapped
+from fshard.program.cost.topology import Link, Topology
+from fshard.run.transports.base import Group, is_simulated, label_of, labelled, own_transport
+from fshard.run.transports.torch_distributed import World
 
 __all__ = ["calibrate"]
 

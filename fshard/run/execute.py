@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from fshard import hooks
-from fshard.errors import Problem, fail, raise_if
-from fshard.mesh import Mesh
+from fshard._util import hooks
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.spec import Spec
+from fshard.layout.tree import is_pair
 from fshard.program.program import Program
-from fshard.run.autograd import apply_program, is_transformed
-from fshard.run.distributed import give_up
-from fshard.run.fingerprint import call_line, place
+from fshard.run.autograd.linear_function import apply_program, is_transformed
+from fshard.run.capture import Function, Launcher, Launchers, record, replay
 from fshard.run.interpreter import launch, ranks_of
-from fshard.run.record import Function, Launcher, Launchers, record, replay
-from fshard.run.transport import (
+from fshard.run.transports.base import (
     Label,
     Transport,
     current_rank,
@@ -28,8 +28,8 @@ from fshard.run.transport import (
     labelled,
     under,
 )
-from fshard.spec import Spec
-from fshard.tree import is_pair
+from fshard.run.transports.divergence_report import call_line, place
+from fshard.run.transports.torch_distributed import give_up
 
 __all__ = [
     "Pending", "check_given", "check_local", "check_shards", "check_tuple", "nothing_of",

@@ -14,8 +14,9 @@ from typing import assert_never
 
 import torch
 
-from fshard.mesh import Mesh
-from fshard.program.cost import step_axes
+from fshard.layout.mesh import Mesh
+from fshard.layout.spec import Spec
+from fshard.program.cost.model import step_axes
 from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,
@@ -33,11 +34,10 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.numbers import as_dtype, neutral_like, over, times
+from fshard.run.collective import Wire, begin, exchange, wire_of
 from fshard.run.packing import Tensors
-from fshard.run.transport import Finish, Transport
-from fshard.run.wire import Wire, begin, exchange, wire_of
-from fshard.spec import Spec
+from fshard.run.transports.base import Finish, Transport
+from fshard.run.transports.reduce_dtypes import as_dtype, neutral_like, over, times
 
 __all__ = ["collectives", "launch", "ranks_of", "stages"]
 

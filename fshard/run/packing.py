@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.run.numbers import REDUCE, as_number, neutral_like, over, reduced, times
+from fshard.run.transports.reduce_dtypes import (
+    REDUCE,
+    as_number,
+    neutral_like,
+    over,
+    reduced,
+    times,
+)
 
 __all__ = [
     "Box",

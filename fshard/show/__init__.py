@@ -1,4 +1,4 @@
 """Pictures, tables and logs; importing it registers what values ask for to show themselves."""
 
-from fshard.show import bundle as bundle
-from fshard.show import functions as functions
+from fshard.show import notebook as notebook
+from fshard.show import partition_table as partition_table

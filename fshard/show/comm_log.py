@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fshard.lines import WIDTH
-from fshard.run.transport import Event, observe
+from fshard._util.text import WIDTH, bytes_text, plural
+from fshard.run.transports.base import Event, observe
 from fshard.show.table import Column, Table
-from fshard.units import bytes_text, plural
 
 __all__ = ["CommLog", "Phase", "comm_log"]
 
@@ -164,10 +163,10 @@ def comm_log() -> Iterator[CommLog]:
     Blocks may nest: both logs see everything that runs in the inner one.
 
     >>> import torch
-    >>> from fshard.mesh import Mesh
-    >>> from fshard.partition_spec import PartitionSpec as P
-    >>> from fshard.run.moving import reshard, shard
-    >>> from fshard.spec import Spec
+    >>> from fshard.layout.mesh import Mesh
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
+    >>> from fshard.run.global_tensors import reshard, shard
+    >>> from fshard.layout.spec import Spec
     >>> x = shard(torch.arange(4.0), Spec(Mesh(tp=2), P("tp"), shape=(4,)))
     >>> with comm_log() as log:
     ...     _ = reshard(x, P())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fshard.lines import WIDTH, parts, wrap
+from fshard._util.text import WIDTH, parts, wrap
 
 __all__ = ["Column", "Table"]
 

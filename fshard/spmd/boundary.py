@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from fshard.errors import Problem, ShardingError, did_you_mean, fail, raise_if
-from fshard.mesh import Mesh
-from fshard.partition_spec import PartitionSpec
+from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Sharded, Spec
+from fshard.layout.tree import flatten, is_pair, map_leaves, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
-from fshard.run.moving import check_sharding, lay_out, shard
-from fshard.run.transport import Transport
-from fshard.spec import Sharded, Spec
-from fshard.spmd.arguments import Argument, AtDim, Slot
-from fshard.spmd.scope import Scope
-from fshard.tree import flatten, is_pair, map_leaves, paths
+from fshard.run.global_tensors import check_sharding, lay_out, shard
+from fshard.run.transports.base import Transport
+from fshard.spmd.in_specs import Argument, AtDim, Slot
+from fshard.spmd.mesh_scope import Scope
 
 __all__ = ["check_others", "check_specs", "nothing", "place_all", "result_specs"]
 

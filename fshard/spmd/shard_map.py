@@ -10,19 +10,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from fshard.errors import fail, raise_if
-from fshard.mesh import Mesh
-from fshard.run.checked import checked_collectives
-from fshard.run.fingerprint import blame
-from fshard.run.moving import unshard
-from fshard.run.transport import Transport, current_transport, is_simulated
-from fshard.spec import Sharded, Spec
-from fshard.spmd.arguments import Argument, Signature, Slot, match_specs
-from fshard.spmd.axes import innermost, tracking
+from fshard._util.errors import fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.spec import Sharded, Spec
+from fshard.layout.tree import (
+    TreeDef,
+    broadcast_prefix,
+    flatten,
+    is_pair,
+    outline,
+    paths,
+    unflatten,
+)
+from fshard.run.global_tensors import unshard
+from fshard.run.transports.base import Transport, current_transport, is_simulated
+from fshard.run.transports.divergence_check import checked_collectives
+from fshard.run.transports.divergence_report import blame
+from fshard.spmd.axis_env import innermost, tracking
 from fshard.spmd.boundary import check_others, check_specs, nothing, place_all, result_specs
-from fshard.spmd.mapped import check_untransformed, map_ranks, run_body
-from fshard.spmd.promises import Other, other_problem
-from fshard.spmd.scope import (
+from fshard.spmd.in_specs import Argument, Signature, Slot, match_specs
+from fshard.spmd.mesh_scope import (
     Scope,
     check_axis_names,
     check_check,
@@ -31,8 +38,10 @@ from fshard.spmd.scope import (
     refuse,
     scope_of,
 )
-from fshard.spmd.tracking import Tracker
-from fshard.spmd.typed import (
+from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
+from fshard.spmd.tracking.out_spec_check import Other, other_problem
+from fshard.spmd.tracking.tracker import Tracker
+from fshard.spmd.tracking.typed_body import (
     check_inner,
     enter_types,
     give_types,
@@ -40,15 +49,6 @@ from fshard.spmd.typed import (
     new_tracker,
     paused,
     typed,
-)
-from fshard.tree import (
-    TreeDef,
-    broadcast_prefix,
-    flatten,
-    is_pair,
-    outline,
-    paths,
-    unflatten,
 )
 
 __all__ = ["local_map", "mapped", "shard_map"]

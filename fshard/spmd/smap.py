@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fshard.errors import Problem, fail, raise_if
-from fshard.mesh import Mesh
-from fshard.partition_spec import PartitionSpec
-from fshard.spmd.arguments import AtDim
-from fshard.spmd.scope import check_mesh
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.tree import flatten, map_leaves, paths
+from fshard.spmd.in_specs import AtDim
+from fshard.spmd.mesh_scope import check_mesh
 from fshard.spmd.shard_map import mapped
-from fshard.tree import flatten, map_leaves, paths
 
 __all__ = ["smap"]
 

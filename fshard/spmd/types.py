@@ -17,9 +17,9 @@ from functools import cache, lru_cache
 
 import torch
 
-from fshard.errors import did_you_mean
-from fshard.partition_spec import LINEAR, PartitionSpec
-from fshard.spec import DTYPE_NAMES
+from fshard._util.errors import did_you_mean
+from fshard.layout.partition_spec import LINEAR, PartitionSpec
+from fshard.layout.spec import DTYPE_NAMES
 
 __all__ = [
     "CASTS", "INVARIANT", "VARYING", "Clash", "Joined", "LocalType", "Rule", "Signature", "State",

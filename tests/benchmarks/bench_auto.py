@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import Mesh, Topology
-from fshard.ops.auto import _Search
+from fshard.partition.auto import _Search
 
 GOAL = 1.05
 TOPOLOGIES = {"node": Topology.node(), "cluster": Topology.cluster(2)}

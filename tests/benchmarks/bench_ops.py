@@ -26,9 +26,18 @@ from typing import Any
 
 import torch
 
-from fshard.ops.registry import rows
-from tests.ops_database import COLUMNS, Case, calls_of, cases, layouts, named, op_db, try_layout
-from tests.ops_refused import refused, works
+from fshard.ops.core.registry import rows
+from tests.helpers.ops.op_database import (
+    COLUMNS,
+    Case,
+    calls_of,
+    cases,
+    layouts,
+    named,
+    op_db,
+    try_layout,
+)
+from tests.helpers.ops.refused_layouts import refused, works
 
 WORDS = ("ok", "mixed", "raising", "wrong", "not exercised")
 
@@ -113,7 +122,7 @@ def _judge(case: Case, made: Report, options: Options) -> None:
     if options.partition:
         tries["fs.partition"] = partial(try_layout, at_once=True)
     if options.dtensor:
-        from tests.ops_dtensor import try_dtensor
+        from tests.helpers.ops.dtensor_database import try_dtensor
 
         tries["DTensor"] = try_dtensor
     for column in COLUMNS:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fshard as fs
 from fshard import Mesh, P
 from tests.benchmarks.bench_transport import medians
-from tests.ops.blocks import Params, rms
+from tests.helpers.ops.blocks import Params, rms
 
 RANKS = 8
 WIDTHS = (256, 1024)

@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import _redistribute as dtensor
 
-from fshard.mesh import Mesh
-from fshard.partition_spec import PartitionSpec
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
-from fshard.program.topology import Topology
-from fshard.spec import Spec
-from tests.dtensor_plans import PLANNERS, as_dtensor, device_mesh
+from fshard.program.cost.topology import Topology
+from tests.helpers.dtensor_plans import PLANNERS, as_dtensor, device_mesh
 
 SEED, PAIRS, REPEATS = 0, 150, 3
 SEARCHED = 5
@@ -168,7 +168,7 @@ def remembered(src: Any, dst: Any) -> object:
 def forget() -> None:
     """Drop what planning, programs and costs remember."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("fshard.plan", "fshard.program", "fshard.subaxes")):
+        if name.startswith(("fshard.plan", "fshard.program", "fshard.layout.refinement")):
             for value in list(vars(module).values()):
                 if callable(drop := getattr(value, "cache_clear", None)):
                     drop()

@@ -29,15 +29,15 @@ from torch.distributed.tensor import _redistribute as dtensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils import _pytree as pytree
 
-from fshard.errors import ShardingError
-from fshard.mesh import Mesh
-from fshard.ops.call import map_call, parts_of
-from fshard.ops.propagate import propagate
-from fshard.ops.registry import rows
-from fshard.partition_spec import PartitionSpec
-from fshard.spec import Spec
-from tests.dtensor_plans import as_dtensor, device_mesh
-from tests.ops_database import calls_of, cases, op_db
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.ops.core.call import map_call, parts_of
+from fshard.ops.core.registry import rows
+from fshard.ops.propagate.propagate import propagate
+from tests.helpers.dtensor_plans import as_dtensor, device_mesh
+from tests.helpers.ops.op_database import calls_of, cases, op_db
 
 MESHES = (Mesh(a=8), Mesh(a=4, b=4), Mesh(a=4, b=4, c=4), Mesh(a=4, b=4, c=4, d=4))
 REPEATS, WARM = 3, 2000
@@ -82,7 +82,9 @@ def theirs(op: Any, args: Any, mesh: Mesh) -> tuple[Callable[[], object], Callab
 def forget() -> None:
     """Drop what both libraries remember of calls, plans and costs."""
     for name, module in list(sys.modules.items()):
-        ours = name.startswith(("fshard.ops", "fshard.plan", "fshard.program", "fshard.subaxes"))
+        ours = name.startswith(
+            ("fshard.ops", "fshard.plan", "fshard.program", "fshard.layout.refinement")
+        )
         if (ours and not name.endswith(("registry", "trace"))) or module is dtensor:
             for value in list(vars(module).values()):
                 if callable(drop := getattr(value, "cache_clear", None)):

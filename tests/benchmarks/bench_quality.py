@@ -2,7 +2,7 @@
 
 `python -m tests.benchmarks.bench_quality` prints the tables in ten minutes or so, with `--quick` of
 a sample of the pairs in two. DTensor's two planners give their own plans, which
-`tests.dtensor_plans` reads as fshard programs: one model costs all of them. Received bytes are
+`helpers.dtensor_plans` reads as fshard programs: one model costs all of them. Received bytes are
 those of the busiest rank; ratios are geometric means and worst cases over all ordered pairs whose
 lower bound is above 0.
 """
@@ -31,11 +31,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import Mesh, P, Program, ShardingError, Spec, Topology
-from fshard.program.boxes import reduced_axes, turned_axes
-from fshard.program.cost import max_local_nbytes
-from fshard.program.loads import held, kept
-from tests.dtensor_plans import PLANNERS, plan
-from tests.helpers import all_specs
+from fshard.program.cost.model import max_local_nbytes
+from fshard.program.cost.rank_loads import held, kept
+from fshard.program.exchange_boxes import reduced_axes, turned_axes
+from tests.helpers.dtensor_plans import PLANNERS, plan
+from tests.helpers.spec_grid import all_specs
 
 SEED, QUICK, SAMPLE = 0, 200, 500
 MESHES = (Mesh(x=2, y=4), Mesh(x=4, y=4), Mesh(x=8, y=8), Mesh(x=2, y=2, z=2), Mesh(x=4, y=2, z=4))

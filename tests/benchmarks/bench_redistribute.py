@@ -35,7 +35,7 @@ from torch.distributed.tensor import _redistribute as dtensor
 
 import fshard as fs
 from fshard import Mesh, P, Spec, Topology
-from tests.distributed.harness import close_all, run_ranks
+from tests.helpers.gloo.harness import close_all, run_ranks
 
 MESHES = {4: {"x": 2, "y": 2}, 8: {"x": 2, "y": 4}}
 SIZES = {"4 KiB": 32, "64 KiB": 128, "1 MiB": 512, "8 MiB": 1448, "64 MiB": 4096}

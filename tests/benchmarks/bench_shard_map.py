@@ -19,9 +19,9 @@ from rich.table import Table
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, Spec
-from fshard.run.transport import set_world
+from fshard.run.transports.base import set_world
 from tests.benchmarks.bench_transport import Run, medians
-from tests.distributed.harness import close_all, run_ranks
+from tests.helpers.gloo.harness import close_all, run_ranks
 
 FAKE, GLOO, SIMULATED, STEPS = 8, 2, 8, (20, 120)
 SIZES = {"8 KiB": 2048, "256 KiB": 65536, "4 MiB": 1048576}

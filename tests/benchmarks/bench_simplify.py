@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from fshard.mesh import Mesh
+from fshard.layout.mesh import Mesh
 from fshard.plan.redistribute import redistribute
+from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import Exchange
-from fshard.program.topology import Topology
 from tests.benchmarks.bench_plan import forget
-from tests.helpers import STATES, all_specs
+from tests.helpers.spec_grid import STATES, all_specs
 
 SEED = 0
 SAME = 1e-9

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import Mesh, P, Spec
-from tests.distributed.harness import close_all, run_ranks
+from tests.helpers.gloo.harness import close_all, run_ranks
 
 RANKS, ROUNDS, REPEATS = 2, 20, 20
 SIZES = {"8 KiB": (64, 32), "4 MiB": (1024, 1024)}

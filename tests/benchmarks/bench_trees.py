@@ -20,7 +20,7 @@ from rich.table import Table
 
 import fshard as fs
 from fshard import Mesh, P, Program, Spec
-from tests.distributed.harness import close_all, run_ranks
+from tests.helpers.gloo.harness import close_all, run_ranks
 
 MESH = Mesh(x=4)
 BUCKETS = {"1 MiB": 2**20, "8 MiB": 2**23, "32 MiB": 2**25, "no bound": None}

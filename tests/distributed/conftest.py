@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed import harness
+from tests.helpers.gloo import harness
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fshard.errors import ShardingError
-from tests.distributed.harness import ROOT, RankDied, RankHung, Ranks, outcomes, pool, run_ranks
+from fshard._util.errors import ShardingError
+from tests.helpers.gloo.harness import ROOT, RankDied, RankHung, Ranks, outcomes, pool, run_ranks
 
 
 def add_ranks(base: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_close_leaves_nothing() -> None:
 
 def test_ranks_end_when_the_tests_are_killed() -> None:
     code = (
-        "from tests.distributed.harness import Ranks\n"
+        "from tests.helpers.gloo.harness import Ranks\n"
         "from tests.distributed.test_harness import facts, hang_on\n"
         "ranks = Ranks(2); ranks.run(facts); print(*ranks.pids, flush=True); ranks.run(hang_on, 1)"
     )

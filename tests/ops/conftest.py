@@ -1,16 +1,5 @@
-"""Settings of the operations' tests: one thread, since thousands of small operations run."""
+"""Settings of these tests: one thread, since thousands of small operations run."""
 
-from __future__ import annotations
+from tests.helpers.threads import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]

@@ -1,4 +1,4 @@
-"""PyTorch's operator database through `apply`, on layouts of all kinds; see `tests.ops_database`.
+"""PyTorch's operator database through `apply`, on layouts of all kinds; see `op_database`.
 
 In every run the OpInfos of a part of the names, one sample of each on few layouts, and a part of
 those in other dtypes; with `-m slow` all of them, two samples each, in every dtype, with the
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from fshard.ops.build import kinds, linear
-from fshard.ops.registry import register_rule
-from fshard.ops.rule import rule
-from tests.ops_database import COLUMNS, case_of, cases, layouts, named, op_db, try_layout
+from fshard.ops.core.builders import kinds, linear
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import rule
+from tests.helpers.ops.op_database import COLUMNS, case_of, cases, layouts, named, op_db, try_layout
 
 PARTS = 12
 UNSUPPORTED = 20

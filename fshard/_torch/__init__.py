@@ -1,0 +1,1 @@
+"""Private PyTorch behind small named functions: no other room touches it."""

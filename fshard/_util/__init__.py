@@ -1,0 +1,1 @@
+"""Text, errors and the hook registry that every other room uses."""

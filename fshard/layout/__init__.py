@@ -1,0 +1,1 @@
+"""Values that describe layouts: mesh, partition spec, spec, their text and pytrees."""

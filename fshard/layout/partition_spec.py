@@ -1,0 +1,207 @@
+"""`PartitionSpec`, how the dims of a tensor map to mesh axes, and the arithmetic of shard sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from fshard._util.errors import Problem, did_you_mean, raise_if
+
+__all__ = ["REDUCTIONS", "PartitionSpec", "chunk_sizes"]
+
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
+LINEAR = ("sum", "avg")
+
+Entry = str | None | Sequence[str]
+Kinds = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class PartitionSpec:
+    """Which mesh axes shard each dim, and on which axes a tensor is unreduced or reduced.
+
+    Entries are one per dim: `None`, an axis name, or axis names major to minor. `unreduced`
+    is a set of axes (their reduction is a sum) or a mapping from axis to one of `sum`, `avg`,
+    `max`, `min`, `product`; `reduced` is a set of axes, or a mapping to `sum` or `avg` (the
+    gradient of a tensor that is unreduced by averaging holds its share, the value over n).
+
+    Raises `ShardingError` for a repeated axis, a nested entry or an unknown reduction.
+    After `jax.sharding.PartitionSpec`, but canonical at construction.
+
+    >>> P = PartitionSpec
+    >>> P(("x",)) == P("x"), P(()) == P(None), P(["x", "y"]) == P(("x", "y"))
+    (True, True, True)
+    >>> P("dp", None, unreduced={"tp": "max"})
+    P('dp', None, unreduced={'tp': 'max'})
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    unreduced_kinds: Kinds
+    reduced_kinds: Kinds
+    _hash: int = field(repr=False)
+
+    def __init__(
+        self,
+        *partitions: Entry,
+        unreduced: Iterable[str] | Mapping[str, str] = (),
+        reduced: Iterable[str] | Mapping[str, str] = (),
+    ) -> None:
+        problems: list[Problem] = []
+        dims = tuple(_entry(place, each, problems) for place, each in enumerate(partitions))
+        unreduced_kinds = _kinds("unreduced", unreduced, REDUCTIONS, problems)
+        reduced_kinds = _kinds("reduced", reduced, LINEAR, problems)
+        named = [axis for dim in dims for axis in dim]
+        named += [axis for axis, _ in (*unreduced_kinds, *reduced_kinds)]
+        problems += [
+            Problem(f"axis {axis!r} {named.count(axis)} times in {_text(partitions)}"
+                    f"{', unreduced=' + str(dict(unreduced_kinds)) if unreduced_kinds else ''}"
+                    f"{', reduced=' + str(dict(reduced_kinds)) if reduced_kinds else ''}",
+                    "an axis is named at most once in a spec",
+                    f"name {axis!r} for one dim, or in one of unreduced= and reduced=")
+            for axis in dict.fromkeys(named) if named.count(axis) > 1
+        ]  # fmt: skip
+        raise_if("fs.PartitionSpec", problems)
+        _fill(self, dims, unreduced_kinds, reduced_kinds)
+
+    @staticmethod
+    def _of(
+        dims: tuple[tuple[str, ...], ...], unreduced: Kinds = (), reduced: Kinds = ()
+    ) -> PartitionSpec:
+        """Build from canonical parts, unchecked: for steps that preserve the invariants."""
+        self = object.__new__(PartitionSpec)
+        _fill(self, dims, tuple(sorted(unreduced)), tuple(sorted(reduced)))
+        return self
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, PartitionSpec):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.dims == other.dims
+            and self.unreduced_kinds == other.unreduced_kinds
+            and self.reduced_kinds == other.reduced_kinds
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartitionSpec._of, self._parts
+
+    @property
+    def _parts(self) -> tuple[tuple[tuple[str, ...], ...], Kinds, Kinds]:
+        """What `_of` takes: the axes of each dim, those unreduced and those reduced."""
+        return self.dims, self.unreduced_kinds, self.reduced_kinds
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def __iter__(self) -> Iterator[str | None | tuple[str, ...]]:
+        return iter(self.partitions)
+
+    def __getitem__(self, dim: int) -> str | None | tuple[str, ...]:
+        return self.partitions[dim]
+
+    def __repr__(self) -> str:
+        parts = [repr(each) for each in self.partitions]
+        for word, kinds in (("unreduced", self.unreduced_kinds), ("reduced", self.reduced_kinds)):
+            if kinds and all(kind == "sum" for _, kind in kinds):
+                parts.append(f"{word}={{{', '.join(repr(axis) for axis, _ in kinds)}}}")
+            elif kinds:
+                parts.append(f"{word}={dict(kinds)}")
+        return f"P({', '.join(parts)})"
+
+    @property
+    def partitions(self) -> tuple[str | None | tuple[str, ...], ...]:
+        """One entry per dim: `None`, an axis name, or several names major to minor."""
+        return tuple(None if not d else d[0] if len(d) == 1 else d for d in self.dims)
+
+    @property
+    def unreduced(self) -> Mapping[str, str]:
+        """Axis to the reduction that is still to be done along it; read-only."""
+        return MappingProxyType(dict(self.unreduced_kinds))
+
+    @property
+    def reduced(self) -> Mapping[str, str]:
+        """Axis to `sum`, or to `avg` where each rank holds its share of an average."""
+        return MappingProxyType(dict(self.reduced_kinds))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that is named, in the order of the text."""
+        named = [axis for dim in self.dims for axis in dim]
+        return (*named, *dict(self.unreduced_kinds), *dict(self.reduced_kinds))
+
+
+def _fill(
+    spec: PartitionSpec, dims: tuple[tuple[str, ...], ...], unreduced: Kinds, reduced: Kinds
+) -> None:
+    set_ = object.__setattr__
+    set_(spec, "dims", dims)
+    set_(spec, "unreduced_kinds", unreduced)
+    set_(spec, "reduced_kinds", reduced)
+    set_(spec, "_hash", hash((dims, unreduced, reduced)))
+
+
+def _text(partitions: Sequence[object]) -> str:
+    return f"P({', '.join(repr(each) for each in partitions)})"
+
+
+def _entry(place: int, entry: object, problems: list[Problem]) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, list | tuple) and all(isinstance(axis, str) for axis in entry):
+        return tuple(entry)
+    problems.append(Problem(f"partition entry {place} is {entry!r}",
+                            "an entry is None, an axis name, or a flat tuple of axis names",
+                            "P('x'), P(None) or P(('x', 'y'))"))  # fmt: skip
+    return ()
+
+
+def _kinds(
+    word: str,
+    given: Iterable[str] | Mapping[str, str],
+    allowed: Sequence[str],
+    problems: list[Problem],
+) -> Kinds:
+    if isinstance(given, str):
+        given = (given,)
+    kinds = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "sum")
+    for axis, kind in kinds.items():
+        if not isinstance(axis, str):
+            problems.append(Problem(f"{word} axis {axis!r}", "an axis is named by a string",
+                                    f"{word}={{'x'}}"))  # fmt: skip
+        if kind not in allowed:
+            problems.append(Problem(
+                f"{word}={{{axis!r}: {kind!r}}}", f"a reduction is one of {', '.join(allowed)}",
+                did_you_mean(str(kind), allowed, f"use one of {', '.join(allowed)}")))  # fmt: skip
+    return tuple(sorted(kinds.items(), key=lambda each: str(each[0])))
+
+
+def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Shard sizes of `torch.chunk` nested per axis, major to minor, empty shards included.
+
+    This is DTensor's rule: `Shard(0), Shard(0)` chunks the chunks.
+
+    >>> chunk_sizes(5, (2, 2))
+    (2, 1, 1, 1)
+    >>> chunk_sizes(5, (4,))
+    (2, 2, 1, 0)
+    """
+    sizes = [size]
+    for shards in axis_sizes:
+        parts = {whole: _chunk(whole, shards) for whole in {*sizes}}
+        sizes = [part for whole in sizes for part in parts[whole]]
+    return tuple(sizes)
+
+
+def _chunk(size: int, shards: int) -> list[int]:
+    width = -(-size // shards)
+    full, rest = divmod(size, max(width, 1))
+    return [*[width] * full, rest, *[0] * (shards - full)][:shards]

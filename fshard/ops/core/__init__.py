@@ -1,0 +1,1 @@
+"""Rules, their registry, and the description of one operation call."""

@@ -1,0 +1,1 @@
+"""`fs.propagate`: the choice of a strategy for one call."""

@@ -1,0 +1,1 @@
+"""Sharding rules, one module for each family of operations."""

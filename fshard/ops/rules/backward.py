@@ -1,0 +1,138 @@
+"""Rules of gradients that no other family has: of views, selections, scans, and distances.
+
+Every one is linear in the gradient that it is of, and passes the dims that its operation passes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fshard.ops.core.builders import axes_of, linear, wrap
+from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.contraction.einsum_helpers import (
+    Parts,
+    Sized,
+    dims_of_text,
+    fitted,
+    letters,
+    trailing,
+    untouched,
+)
+
+__all__ = ["elementwise", "per_dim"]
+
+aten = torch.ops.aten
+
+
+@register_rule(
+    aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.rrelu_with_noise_backward,
+    aten.fake_quantize_per_tensor_affine_cachemask_backward, aten._masked_softmax_backward,
+    aten.fake_quantize_per_channel_affine_cachemask_backward, aten._standard_gamma_grad,
+    family="backward",
+)  # fmt: skip
+def elementwise(call: Call) -> Rule | None:
+    """Every element alone; what has another shape (a kernel's buffer) is not cut."""
+    whole = _whole_dims(call)
+    shape = call.operands[0].shape
+    every = letters(len(shape))
+    dims: Dims = tuple(() if at in whole else (every[at],) for at in range(len(shape)))
+
+    def same(meta: Meta) -> Dims:
+        return dims if meta.shape == shape else untouched(meta)
+
+    results = tuple(None if each is None else same(each) for each in call.results)
+    empty = any(each is not None and each.shape != shape for each in call.results)
+    kinds = tuple((f, "sum") for dim in dims for f in dim) if empty else ()
+    modes = () if call.op._schema.name.endswith("forward") else linear(0, results=len(results))
+    if call.op._schema.name.endswith("_gamma_grad"):
+        modes = ()
+    return Rule(tuple(map(same, call.operands)), results, kinds, modes=modes, local=Parts())
+
+
+def _whole_dims(call: Call) -> tuple[int, ...]:
+    if not call.has("dim"):
+        return ()
+    given, ndim = call.get("dim"), call.operands[0].ndim
+    return axes_of(ndim - 1 if given is None else given, ndim)
+
+
+# -- along one dim --------------------------------------------------------------------------
+
+
+@register_rule(aten.cummaxmin_backward, aten.cumprod_backward, family="backward")
+def per_dim(call: Call) -> Rule:
+    """Dims other than `dim` pass, on all tensors."""
+    ndim = call.operands[0].ndim
+    dim, every = wrap(call.get("dim"), ndim), letters(ndim)
+    dims = tuple(() if at == dim else (every[at],) for at in range(ndim))
+    return Rule((dims,) * len(call.operands), (dims,), modes=linear(0), local=Parts())
+
+
+@register_rule(aten.value_selecting_reduction_backward, family="backward")
+def selected_backward(call: Call) -> Rule:
+    """A value's gradient goes to where it was found along `dim`."""
+    made = call.results[0]
+    assert made is not None
+    dim, every = wrap(call.get("dim"), made.ndim), letters(made.ndim)
+    dims: Dims = tuple(() if at == dim else (every[at],) for at in range(made.ndim))
+    kept = dims if call.get("keepdim") else dims[:dim] + dims[dim + 1 :]
+    return Rule((kept, kept), (dims,), modes=linear(0),
+                local=Parts(changes=(Sized("sizes"),)))  # fmt: skip
+
+
+@register_rule(aten.index_select_backward, family="backward")
+def index_select_backward(call: Call) -> Rule:
+    """Indices are summed into the rows that they name; other dims pass."""
+    grad = call.operands[0]
+    dim, every = wrap(call.get("dim"), grad.ndim), letters(grad.ndim, "i")
+    passed: Dims = tuple(() if at == dim else (every[at],) for at in range(grad.ndim))
+    given: Dims = tuple(("i",) if at == dim else each for at, each in enumerate(passed))
+    return Rule((given, (("i",),)), (passed,), (("i", "sum"),), modes=linear(0),
+                local=Parts(changes=(Sized("self_sizes"),)))  # fmt: skip
+
+
+@register_rule(aten.gather_backward, family="backward")
+def gather_backward(call: Call) -> Rule:
+    """Dims other than the gathered one pass where the index is as long as the tensor."""
+    x, index = call.operands[1], call.operands[-1]
+    dim, every = wrap(call.get("dim"), x.ndim), letters(x.ndim)
+    dims: Dims = tuple(
+        (every[at],) if at != dim and x.shape[at] == index.shape[at] else () for at in range(x.ndim)
+    )
+    return Rule((dims, dims, dims), (dims,), modes=linear(0), local=Parts())
+
+
+@register_rule(aten.masked_select_backward, aten.masked_scatter_backward, family="backward")
+def whole_backward(call: Call) -> Rule:
+    """What a mask selects lies in one row: nothing of it can be cut."""
+    made = tuple(untouched(each) for each in call.results if each is not None)
+    return Rule(tuple(map(untouched, call.operands)), made, modes=linear(0))
+
+
+@register_rule(aten.trace_backward, family="backward")
+def trace_backward(call: Call) -> Rule:
+    """A number spread along a diagonal."""
+    return Rule(((),), (((), ()),), modes=linear(0))
+
+
+# -- distances ------------------------------------------------------------------------------
+
+
+@register_rule(aten._cdist_backward, family="backward")
+def cdist_backward(call: Call) -> Rule:
+    """`bpq,bpk,bqk,bpq->bpk`: the distances are known, so that the width passes too."""
+    grad, a, b, found = call.operands
+    batch = letters(grad.ndim - 2, "pqk")
+    texts = (batch + "pq", batch + "pk", batch + "qk", batch + "pq")
+    dims = [trailing(text, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)]
+    return Rule(fitted(dims, (grad, a, b, found)), (dims_of_text(batch + "pk"),), (("q", "sum"),),
+                modes=linear(0), local=Parts())  # fmt: skip
+
+
+@register_rule(aten._pdist_backward, family="backward")
+def pdist_backward(call: Call) -> Rule:
+    """The width passes; all pairs of rows are in one vector."""
+    rows: Dims = ((), ("k",))
+    return Rule((((),), rows, ((),)), (rows,), modes=linear(0), local=Parts())

@@ -1,0 +1,1 @@
+"""Rules of matrix products, linear algebra and Fourier transforms."""

@@ -1,0 +1,74 @@
+"""Rules of Fourier transforms: the transformed dims are needed whole, the others pass.
+
+All are linear in the tensor that is transformed, conjugates and real parts included.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fshard.ops.core.builders import axes_of, is_inexact, linear, moved
+from fshard.ops.core.call import Call
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.contraction.einsum_helpers import Parts, dims_of_text, letters, named
+
+__all__ = ["transformed"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+OF_ONE_TENSOR = """
+    fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2
+    fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn
+    fft_ihfftn _fft_c2c _fft_r2c _fft_c2r
+"""
+
+
+@register_rule(*named(OF_ONE_TENSOR), prims.fft_c2c, prims.fft_r2c, prims.fft_c2r, family="fft")
+def transformed(call: Call) -> Rule:
+    """Dims that are not transformed pass."""
+    ndim, given = call.operands[0].ndim, call.get("dim")
+    sizes = call.get("s") if call.has("s") else None
+    if given is None and sizes is not None:
+        over = set(range(ndim - len(sizes), ndim))
+    elif isinstance(given, list | tuple) and not given:
+        over = set()
+    else:
+        over = set(axes_of(given, ndim))
+    every = letters(ndim)
+    dims: Dims = tuple(() if dim in over else (every[dim],) for dim in range(ndim))
+    modes = linear(0) if is_inexact(call.operands[0]) else ()
+    return Rule((dims,), (dims,), modes=modes, local=Parts())
+
+
+@register_rule(aten.fft_fftshift, aten.fft_ifftshift, family="fft")
+def shifted(call: Call) -> Rule:
+    """Halves of dims exchanged: only elements move along them."""
+    ndim = call.operands[0].ndim
+    every = letters(ndim)
+    over = axes_of(call.get("dim"), ndim)
+    dims = dims_of_text(every)
+    return Rule((dims,), (dims,), permuted=frozenset(every[dim] for dim in over),
+                modes=moved(0), local=Parts())  # fmt: skip
+
+
+@register_rule(aten.stft, family="fft")
+def stft(call: Call) -> Rule:
+    """Transforms of overlapping windows of signals: linear in them, and in the window."""
+    made = call.results[0]
+    assert made is not None
+    batch = letters(call.operands[0].ndim - 1)
+    operands = ((*dims_of_text(batch), ()), *(((),) for _ in call.operands[1:]))
+    result = dims_of_text(batch) + ((),) * (made.ndim - len(batch))
+    return Rule(operands, (result,), modes=linear(*range(len(operands))), local=Parts())
+
+
+@register_rule(aten.istft, family="fft")
+def istft(call: Call) -> Rule:
+    """Signals put together of windows: linear in the transforms, which the window divides."""
+    x, made = call.operands[0], call.results[0]
+    assert made is not None
+    batch = letters(made.ndim - 1)
+    operands = (dims_of_text(batch) + ((),) * (x.ndim - len(batch)),
+                *(((),) for _ in call.operands[1:]))  # fmt: skip
+    return Rule(operands, ((*dims_of_text(batch), ()),), modes=linear(0), local=Parts())

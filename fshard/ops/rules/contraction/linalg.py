@@ -1,0 +1,141 @@
+"""Rules of linear algebra on batches of matrices: batch dims pass, matrices are needed whole.
+
+What the right-hand sides of equations have more passes as well: every column is solved alone, and
+the solution is linear in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from fshard.ops.core.builders import linear
+from fshard.ops.core.call import Call, Meta, base_name, schema_of
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Mode, Rule
+from fshard.ops.rules.contraction.einsum_helpers import (
+    Parts,
+    dims_of_text,
+    fitted,
+    letters,
+    named,
+    trailing,
+    untouched,
+)
+
+__all__ = ["batched", "solving"]
+
+aten = torch.ops.aten
+
+FACTORED = """
+    cholesky linalg_cholesky linalg_cholesky_ex cholesky_inverse qr linalg_qr svd linalg_svd
+    _linalg_svd linalg_svdvals linalg_eigh _linalg_eigh linalg_eigvalsh linalg_eig linalg_eigvals
+    _linalg_eigvals inverse linalg_inv linalg_inv_ex pinverse linalg_pinv det linalg_det
+    _linalg_det slogdet linalg_slogdet _linalg_slogdet logdet linalg_lu linalg_lu_factor
+    linalg_lu_factor_ex _lu_with_info lu_unpack linalg_ldl_factor linalg_ldl_factor_ex
+    linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power linalg_matrix_rank linalg_cond
+    geqrf orgqr linalg_householder_product linalg_vander matrix_exp_backward
+"""
+"""Matrices in, matrices, vectors and numbers of them out."""
+OF_VECTORS = frozenset(("LU_pivots", "pivots", "tau", "input2"))
+OF_NUMBERS = frozenset(("atol", "rtol", "tol", "rcond"))
+
+
+def batched(call: Call, cores: Mapping[str, int] = MappingProxyType({})) -> Rule:
+    """Dims before the last ones pass, which are two, or as many as `cores` says by argument."""
+    ranks = [cores.get(name, 2) for name in names_of(call)]
+    lead = [max(meta.ndim - rank, 0) for meta, rank in zip(call.operands, ranks, strict=True)]
+    batch = letters(max(*lead, 0))
+    dims = [
+        trailing(batch, count) + ((),) * (meta.ndim - count)
+        for count, meta in zip(lead, call.operands, strict=True)
+    ]
+    results = tuple(None if each is None else _made(each, batch) for each in call.results)
+    # A result that was not asked for is empty: of which any sum is one.
+    empty = any(each is not None and each.shape == (0,) for each in call.results)
+    kinds = tuple((f, "sum") for f in sorted(batch)) if empty else ()
+    return Rule(fitted(dims, call.operands), results, kinds, local=Parts())
+
+
+def _made(meta: Meta, batch: str) -> Dims:
+    """The batch before a result's own dims; none on what is empty since nobody asked for it."""
+    if meta.shape == (0,) or meta.ndim < len(batch):
+        return untouched(meta)
+    return dims_of_text(batch) + ((),) * (meta.ndim - len(batch))
+
+
+def names_of(call: Call) -> list[str]:
+    """The names of the arguments that are tensors."""
+    return [each.name for each in schema_of(call.op) if call.place(each.name) is not None]
+
+
+@register_rule(*named(FACTORED), torch.ops.prims.svd, family="linalg")
+def factored(call: Call) -> Rule:
+    """A factorization or a function of every matrix of a batch."""
+    name = call.op._schema.name
+    cores = dict.fromkeys(OF_VECTORS, 1) | dict.fromkeys(OF_NUMBERS, 0)
+    if "vander" in name:
+        cores["x"] = 1
+    return batched(call, cores)
+
+
+@register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve, family="linalg")
+def unbatched(call: Call) -> Rule:
+    """One matrix made of a whole tensor."""
+    made = tuple(None if each is None else untouched(each) for each in call.results)
+    solves = base_name(call.op) == "linalg_tensorsolve"
+    return Rule(tuple(map(untouched, call.operands)), made, modes=linear(1) if solves else ())
+
+
+@register_rule(aten._linalg_check_errors, family="linalg")
+def checked(call: Call) -> Rule:
+    """Every matrix's code of failure is looked at; nothing is returned."""
+    return Rule((dims_of_text(letters(call.operands[0].ndim)),), (None,))
+
+
+# -- equations ------------------------------------------------------------------------------
+
+SIDES = {
+    "linalg_solve": ("A", "B"), "linalg_solve_ex": ("A", "B"), "_linalg_solve_ex": ("A", "B"),
+    "linalg_solve_triangular": ("self", "B"), "triangular_solve": ("A", "self"),
+    "cholesky_solve": ("input2", "self"), "_cholesky_solve_helper": ("A", "self"),
+    "linalg_lu_solve": ("LU", "B"), "lu_solve": ("LU_data", "self"),
+    "linalg_ldl_solve": ("LD", "B"), "ormqr": ("self", "input3"),
+}  # fmt: skip
+"""Of the equations that are solved, the names of the matrix and of the right-hand sides."""
+
+
+@register_rule(*named(" ".join(SIDES)), family="linalg")
+def solving(call: Call) -> Rule:
+    """`bij,bjk->bik`: columns of the right-hand side are solved alone, linear in it."""
+    name = base_name(call.op)
+    matrix, side = SIDES[name]
+    at, a = call.place(side), call.place(matrix)
+    made = call.results[0]
+    assert at is not None
+    assert a is not None
+    assert made is not None
+    b_meta, a_meta = call.operands[at], call.operands[a]
+    left = call.get("left") if call.has("left") else True
+    vector = name.endswith(("linalg_solve", "solve_ex")) and _is_vector(a_meta, b_meta)
+    own: Dims = ((),) if vector else ((), ("k",)) if left else (("k",), ())
+    batch = letters(made.ndim - len(own), "k")
+    dims = []
+    for place, meta in enumerate(call.operands):
+        rank = len(own) if place == at else 2 if place == a else 1
+        last = own if place == at else ((),) * rank
+        dims.append(trailing(batch, meta.ndim - rank) + last)
+    results = (dims_of_text(batch) + own, *(
+        None if each is None else _made(each, batch) for each in call.results[1:]
+    ))  # fmt: skip
+    # Other results are of the matrix alone, the same on every rank; they need all columns' ranks.
+    modes = tuple(Mode((at,), kind, (kind, *(None,) * (len(results) - 1)))
+                  for kind in ("sum", "avg"))  # fmt: skip
+    return Rule(fitted(dims, call.operands), results, modes=modes, local=Parts())
+
+
+def _is_vector(a: Meta, b: Meta) -> bool:
+    """Whether the right-hand side of a solve is a batch of vectors, as PyTorch decides it."""
+    return b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])

@@ -1,0 +1,288 @@
+"""Rules of products: matrices, vectors, batches of them, einsum, and what adds to a product.
+
+All are sums of products of their operands: every factor can be cut, those that the result lacks
+leave it unreduced, and every operand may be unreduced. What is added to a product is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+
+from fshard.ops.core.builders import wrap
+from fshard.ops.core.call import Call, Meta, base_name
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.contraction.einsum_helpers import (
+    Expanded,
+    Parts,
+    Pinned,
+    contracted,
+    dims_of_text,
+    fitted,
+    letters,
+    trailing,
+    untouched,
+)
+
+__all__ = ["einsum", "linear_layer", "matmul"]
+
+aten = torch.ops.aten
+
+
+@register_rule(
+    aten.matmul, aten.linalg_matmul, aten.mm, aten.bmm, aten.mv, aten.dot, aten.vdot, aten._int_mm,
+    family="matmul",
+)  # fmt: skip
+def matmul(call: Call) -> Rule:
+    """Products of vectors, matrices and batches of these, which broadcast: `bik,bkj->bij`."""
+    a, b = call.operands
+    batch = letters(max(a.ndim, b.ndim, 2) - 2, "ijk")
+    left, right = ("i" if a.ndim > 1 else ""), ("j" if b.ndim > 1 else "")
+    return contracted(
+        call,
+        (trailing(batch + left + "k", a.ndim), trailing(f"{batch}k{right}", b.ndim)),
+        dims_of_text(batch + left + right),
+    )
+
+
+SUMS = {
+    "addmm": ("ij", "ik", "kj"),
+    "addbmm": ("ij", "bik", "bkj"),
+    "baddbmm": ("bij", "bik", "bkj"),
+    "addmv": ("i", "ik", "k"),
+    "addr": ("ij", "i", "j"),
+}
+
+
+@register_rule(*(getattr(aten, name) for name in SUMS), family="matmul")
+def product_added(call: Call) -> Rule:
+    """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
+    made, a, b = SUMS[base_name(call.op).rstrip("_")]
+    dims = (trailing(made, call.operands[0].ndim), dims_of_text(a), dims_of_text(b))
+    # Of an empty product with a vector PyTorch returns the input's shape, not the sum's.
+    changes = (Expanded("self"),) if base_name(call.op).rstrip("_") == "addmv" else ()
+    return contracted(call, dims, dims_of_text(made), addend=0,
+                      local=Parts((0,), changes, zeros=False))  # fmt: skip
+
+
+@register_rule(aten._addmm_activation, family="matmul")
+def activated(call: Call) -> Rule:
+    """A product with something added, and a function of that: the contraction is needed whole."""
+    dims = (trailing("ij", call.operands[0].ndim), dims_of_text("ik"), dims_of_text("kj"))
+    return Rule(fitted(dims, call.operands), (dims_of_text("ij"),), whole=frozenset("k"))
+
+
+@register_rule(aten.linear, family="matmul")
+def linear_layer(call: Call) -> Rule:
+    """`x @ weight.T + bias`: the bias is counted once."""
+    x, weight = call.operands[:2]
+    batch = letters(x.ndim - 1, "jk")
+    made = batch + ("j" if weight.ndim == 2 else "")
+    operands = [dims_of_text(batch + "k"), trailing("jk", weight.ndim)]
+    operands += [trailing("j", bias.ndim) for bias in call.operands[2:]]
+    return contracted(call, operands, dims_of_text(made), addend=call.place("bias"))
+
+
+@register_rule(aten.bilinear, family="matmul")
+def bilinear(call: Call) -> Rule:
+    """`x1 @ weight[o] @ x2 + bias`, for every output."""
+    batch = letters(call.operands[0].ndim - 1, "ijo")
+    operands = [dims_of_text(batch + "i"), dims_of_text(batch + "j"), dims_of_text("oij")]
+    operands += [dims_of_text("o") for _ in call.operands[3:]]
+    bias = call.place("bias")
+    return contracted(call, operands, dims_of_text(batch + "o"), addend=bias,
+                      local=Parts(once=() if bias is None else (bias,)))  # fmt: skip
+
+
+@register_rule(aten._trilinear, family="matmul")
+def trilinear(call: Call) -> Rule:
+    """Three tensors, unsqueezed at the `expand` dims, multiplied and summed over `sumdim`."""
+    total = call.operands[0].ndim + len(call.get("expand1"))
+    every = letters(total)
+    operands = []
+    for at in (1, 2, 3):
+        expanded = {wrap(dim, total) for dim in call.get(f"expand{at}")}
+        operands.append(dims_of_text("".join(every[d] for d in range(total) if d not in expanded)))
+    summed = {wrap(dim, total) for dim in call.get("sumdim")}
+    result = "".join(every[d] for d in range(total) if d not in summed)
+    return contracted(call, operands, dims_of_text(result))
+
+
+@register_rule(aten.outer, aten.ger, family="matmul")
+def outer(call: Call) -> Rule:
+    """Every product of two vectors' elements."""
+    return contracted(call, (dims_of_text("i"), dims_of_text("j")), dims_of_text("ij"))
+
+
+@register_rule(aten.inner, family="matmul")
+def inner(call: Call) -> Rule:
+    """Products over the last dims; with a number, a product by it."""
+    a, b = call.operands
+    if not (a.ndim and b.ndim):
+        made = dims_of_text(letters(a.ndim + b.ndim))
+        return contracted(call, (made[: a.ndim], made[: b.ndim]), made)
+    free = letters(a.ndim + b.ndim - 2, "k")
+    left, right = free[: a.ndim - 1], free[a.ndim - 1 :]
+    operands = dims_of_text(left + "k"), dims_of_text(right + "k")
+    return contracted(call, operands, dims_of_text(free))
+
+
+@register_rule(aten.tensordot, family="matmul")
+def tensordot(call: Call) -> Rule:
+    """Products summed over pairs of dims."""
+    a, b = call.operands
+    over = [wrap(dim, a.ndim) for dim in call.get("dims_self")]
+    pairs = {wrap(dim, b.ndim): at for at, dim in enumerate(call.get("dims_other"))}
+    every = letters(a.ndim + b.ndim)
+    left, rest = every[: a.ndim], every[a.ndim :]
+    right = "".join(left[over[pairs[at]]] if at in pairs else rest[at] for at in range(b.ndim))
+    made = [left[at] for at in range(a.ndim) if at not in over]
+    made += [right[at] for at in range(b.ndim) if at not in pairs]
+    return contracted(call, (dims_of_text(left), dims_of_text(right)), dims_of_text("".join(made)))
+
+
+@register_rule(aten.kron, family="matmul")
+def kron(call: Call) -> Rule:
+    """Every dim of the result is a product of one of each operand: `ab,cd->(ac)(bd)`."""
+    a, b = call.operands
+    every = letters(a.ndim + b.ndim)
+    left, right = dims_of_text(every[: a.ndim]), dims_of_text(every[a.ndim :])
+    ndim = max(a.ndim, b.ndim)
+    padded = [((),) * (ndim - len(each)) + each for each in (left, right)]
+    made = tuple((*one, *other) for one, other in zip(*padded, strict=True))
+    return contracted(call, (left, right), made)
+
+
+@register_rule(aten.linalg_multi_dot, aten.chain_matmul, family="matmul")
+def chain(call: Call) -> Rule:
+    """A product of many matrices, of which the first and the last may be vectors."""
+    every = letters(len(call.operands) + 1)
+    last = len(call.operands) - 1
+    operands = []
+    for at, meta in enumerate(call.operands):
+        own = every[at : at + 2]
+        operands.append(own if meta.ndim == 2 else own[1] if at == 0 and last else own[0])
+    made = "".join(text[place] for text, place, meta in (
+        (operands[0], 0, call.operands[0]), (operands[last], -1, call.operands[last])
+    ) if meta.ndim == 2) if last else operands[0]  # fmt: skip
+    return contracted(call, [dims_of_text(text) for text in operands], dims_of_text(made))
+
+
+# -- einsum ---------------------------------------------------------------------------------
+
+
+@register_rule(aten.einsum, family="matmul")
+def einsum(call: Call) -> Rule:
+    """Factors are the letters of the equation; those twice in one operand are needed whole."""
+    left, arrow, right = call.get("equation").replace(" ", "").partition("->")
+    texts = left.split(",")
+    most = max(
+        meta.ndim - len(text.replace("...", ""))
+        for text, meta in zip(texts, call.operands, strict=True)
+    )
+    named = [each for each in dict.fromkeys(left + right) if each.isalpha()]
+    free = letters(most, named)
+    if not arrow:
+        once = sorted(each for each in named if left.count(each) == 1)
+        right = "..." + "".join(once)
+    full = [
+        _spelled(text, free, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)
+    ]
+    twice = {letter for text in full for letter in text if text.count(letter) > 1}
+    return contracted(call, [_hidden(text, twice) for text in full],
+                      _hidden(_spelled(right, free, None), twice))  # fmt: skip
+
+
+def _hidden(text: str, letters_: Container[str]) -> Dims:
+    """The dims of a text, without factors where the letters are hidden ones."""
+    return tuple(() if each in letters_ else (each,) for each in text)
+
+
+def _spelled(text: str, free: str, ndim: int | None) -> str:
+    """An operand's letters with those of the ellipsis, as many as its dims are more."""
+    count = len(free) if ndim is None else ndim - len(text.replace("...", ""))
+    return text.replace("...", free[len(free) - count :] if count else "")
+
+
+# -- products along a dim, and distances ----------------------------------------------------
+
+
+@register_rule(aten.linalg_vecdot, family="matmul")
+def vecdot(call: Call) -> Rule:
+    """Products summed along one dim of two tensors that broadcast."""
+    a, b = call.operands
+    ndim = max(a.ndim, b.ndim)
+    every, dim = letters(ndim), wrap(call.get("dim"), ndim)
+    return contracted(call, (trailing(every, a.ndim), trailing(every, b.ndim)),
+                      dims_of_text(every[:dim] + every[dim + 1 :]))  # fmt: skip
+
+
+@register_rule(aten.cross, aten.linalg_cross, family="matmul")
+def cross(call: Call) -> Rule:
+    """Products of vectors of three along a dim, which is needed whole."""
+    a, b = call.operands
+    ndim, dim = max(a.ndim, b.ndim), call.get("dim")
+    if dim is None:
+        # The first of size 3, of the whole tensor: a rank's part may have one before it.
+        dim = next(at for at, size in enumerate(_broadcast(a, b)) if size == 3)
+    every = letters(ndim)
+    dims = [() if at == wrap(dim, ndim) else (every[at],) for at in range(ndim)]
+    return contracted(call, [tuple(dims[ndim - each.ndim :]) for each in (a, b)], tuple(dims),
+                      local=Parts(changes=(Pinned("dim", dim),), zeros=False))  # fmt: skip
+
+
+def _broadcast(*metas: Meta) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(each.shape for each in metas)))
+
+
+@register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist, family="matmul")
+def cdist(call: Call) -> Rule:
+    """The distances of all pairs of rows: differences sum up where the power is 1 or 0."""
+    a, b = call.operands
+    batch = letters(max(a.ndim, b.ndim) - 2, "pqk")
+    dims = fitted((trailing(batch + "pk", a.ndim), trailing(batch + "qk", b.ndim)), (a, b))
+    return _distances(call, dims, dims_of_text(batch + "pq"), "k")
+
+
+@register_rule(aten.pdist, aten._pdist_forward, family="matmul")
+def pdist(call: Call) -> Rule:
+    """The distances of the pairs of rows of one matrix."""
+    return _distances(call, (((), ("k",)),), ((),), "k")
+
+
+def _distances(call: Call, dims: Sequence[Dims], made: Dims, over: str) -> Rule:
+    """Sums of differences' powers are cut where the root is none, maxima without gradients."""
+    power = float(call.get("p")) if call.has("p") else 2.0
+    kind = {0.0: "sum", 1.0: "sum", float("inf"): "max"}.get(power)
+    seen = {f for each in dims for dim in each for f in dim}
+    factors = tuple(f for f in over if f in seen)
+    # Of a maximum whose ties lie on several ranks every one would take a whole gradient.
+    grad = frozenset(factors) if kind == "max" else frozenset()
+    kinds = tuple((f, kind) for f in factors) if kind else ()
+    whole = frozenset() if kind else frozenset(factors)
+    return Rule(tuple(dims), (made,), kinds, whole, grad=grad, local=Parts())
+
+
+# -- groups of products ---------------------------------------------------------------------
+
+
+@register_rule(aten._grouped_mm, family="matmul")
+def grouped(call: Call) -> Rule | None:
+    """Products of groups of rows or columns, whose ends `offs` says, or of batches."""
+    if call.place("bias") is not None:
+        return None
+    a, b = call.operands[:2]
+    operands, made = {
+        (2, 2): (("ix", "xj"), "gij"),
+        (2, 3): (("xk", "gkj"), "xj"),
+        (3, 2): (("gik", "kx"), "ix"),
+        (3, 3): (("gik", "gkj"), "gij"),
+    }[a.ndim, b.ndim]
+    hidden = "" if (a.ndim, b.ndim) == (3, 3) else "gx"
+    dims = [
+        *(_hidden(text, hidden) for text in operands),
+        *(untouched(each) for each in call.operands[2:]),
+    ]
+    return contracted(call, dims, _hidden(made, hidden), linear_in=(0, 1))

@@ -1,0 +1,1 @@
+"""Rules of elementwise operations, factories and random operations."""

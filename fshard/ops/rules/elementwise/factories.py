@@ -1,0 +1,82 @@
+"""Rules of operations that take a tensor's shape or dtype and none of its elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fshard.ops.core.builders import unmoved
+from fshard.ops.core.call import Call
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.view.view_factors import letters
+from fshard.ops.strategy.local_call import Here, resized
+
+__all__ = ["alike", "anew"]
+
+
+@register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
+               "prims::full_like", family="factories")  # fmt: skip
+def alike(call: Call) -> Rule:
+    """Lies as the operand does; where that is unreduced it is the same on every rank."""
+    own: Dims = tuple((name,) for name in letters(call.operands[0].ndim))
+    return Rule((own,), (own,), modes=unmoved(0))
+
+
+TOLD = """
+    sym_size sym_numel sym_stride sym_storage_offset sym_is_contiguous size.default size.int
+    numel.default dim.default stride is_complex is_floating_point is_signed is_same_size
+    is_contiguous is_conj is_neg result_type.Tensor result_type.Scalar result_type.Scalar_Tensor
+    _assert_tensor_metadata
+"""
+
+
+@register_rule(*TOLD.split(), family="factories")
+def told(call: Call) -> Rule:
+    """What shapes and dtypes tell, of whole tensors however they lie."""
+    places = range(len(call.operands))
+    return Rule(tuple(((),) * each.ndim for each in call.operands), (None,) * len(call.results),
+                local=_nothing, unread=frozenset(places))  # fmt: skip
+
+
+def _nothing(op: Any, args: Any, kwargs: Any, here: Here) -> None:
+    """A rank's part has another shape: nothing is asked of it."""
+
+
+@register_rule("_assert_async.default", "_assert_async.msg", family="factories")
+def asserted(call: Call) -> Rule:
+    """Every rank asserts the same."""
+    return Rule(((),), (None,))
+
+
+@register_rule(
+    "item",
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "allclose",
+    "prims::item",
+    family="factories",
+)
+def number(call: Call) -> Rule:
+    """A number of Python's is of whole tensors, never of a rank's part or addend."""
+    return Rule(tuple(((),) * each.ndim for each in call.operands), ())
+
+
+@register_rule("linspace", "logspace", family="factories")
+def between(call: Call) -> Rule:
+    """Numbers between two ends, of which a tensor has one at least; all ranks make all."""
+    return Rule(((),) * len(call.operands), (((),),))
+
+
+@register_rule(
+    "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", family="factories"
+)
+def anew(call: Call) -> Rule:
+    """Of the operand's shape it lies as the operand does; of another shape it is whole."""
+    result = call.results[0]
+    assert result is not None
+    x = call.operands[0]
+    if x.shape == result.shape and call.op._schema.name != "aten::new_empty_strided":
+        own: Dims = tuple((name,) for name in letters(x.ndim))
+        return Rule((own,), (own,), modes=unmoved(0), local=resized("size"))
+    return Rule((((),) * x.ndim,), (((),) * result.ndim,), unread=frozenset({0}))

@@ -1,0 +1,128 @@
+"""Rules of operations that treat every element alone: all of PyTorch's, by their tag or name.
+
+Dims that broadcast have no factor on the smaller operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fshard.ops.core.builders import aligned, dims_of
+from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.elementwise.unreduced import CASTS, SAME, modes_of
+from fshard.ops.strategy.local_call import Here
+
+__all__ = ["pointwise"]
+
+
+def pointwise(call: Call) -> Rule:
+    """One factor for every dim of the result, on all operands that do not broadcast there."""
+    results = tuple(_result_dims(each) for each in call.results)
+    widest = max((each for each in call.results if each is not None), key=lambda m: m.ndim)
+    factors = dims_of(widest.ndim)
+    operands = tuple(aligned(each.shape, widest.shape, factors) for each in call.operands)
+    return Rule(operands, results, modes=modes_of(call), local=_LOCAL.get(call.op))
+
+
+def _copied(op: Any, args: tuple[Any, ...], kwargs: Any, here: Here) -> torch.Tensor:
+    """What is copied into a tensor, as it is there: the operation itself has no gradient."""
+    into, given = args[0], args[1]
+    made: torch.Tensor = given.to(into.dtype).expand_as(into).clone()
+    return made
+
+
+_LOCAL = {torch.ops.aten.copy.default: _copied}
+
+
+def _result_dims(meta: Meta | None) -> Dims | None:
+    return None if meta is None else dims_of(meta.ndim)
+
+
+ELSEWHERE = ("equal", "rrelu")
+"""What is tagged, and gives a number or draws some."""
+
+
+def _tagged() -> Sequence[Any]:
+    """Every overload of aten and prims that PyTorch calls pointwise, and computes something new."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if space not in ("aten", "prims") or base.startswith("_foreach"):
+            continue
+        packet = getattr(getattr(torch.ops, space), base, None)
+        op = getattr(packet, overload or "default", None)
+        tagged = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
+        if tagged and base not in ELSEWHERE:
+            found.append(op)
+    return found
+
+
+UNTAGGED = """
+    __and__ __lshift__ __or__ __rshift__ __xor__ absolute arccos arccosh arcsin arcsinh arctan
+    arctan2 arctanh complex copy.default divide elu_backward fill.Tensor fix floor_divide glu_jvp
+    greater greater_equal hardshrink_backward hardsigmoid_backward hardswish hardswish_backward
+    hardtanh_backward imag infinitely_differentiable_gelu_backward isclose isreal
+    leaky_relu_backward less less_equal log_sigmoid masked_fill mish_backward multiply negative
+    not_equal polar real rsub softplus_backward softshrink_backward special_digamma special_erf
+    special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+    special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
+    special_multigammaln special_polygamma special_psi special_round special_sinc special_xlogy
+    subtract true_divide where _add_relu _masked_scale _neg_view _neg_view_copy _prelu_kernel
+    _prelu_kernel_backward
+"""
+"""What PyTorch does not tag, for it is made of what is tagged, or of more than one result."""
+PRIMS = """
+    abs acos acosh add asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e
+    bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cbrt ceil cos cosh digamma
+    div eq erf erf_inv erfc erfcx exp exp2 expm1 fill floor fmax fmin fmod frexp gcd ge gt hypot
+    igamma igammac isfinite le lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg
+    nextafter pow reciprocal remainder round rsqrt shift_left shift_right_arithmetic sign signbit
+    sin sinh spherical_bessel_j0 sqrt sub tan tanh trunc zeta
+"""
+
+
+def _listed() -> list[Any]:
+    """The overloads of tensors among the operations that are listed by name."""
+    found = [getattr(torch.ops.prims, name).default for name in PRIMS.split()]
+    for name in dict.fromkeys((*UNTAGGED.split(), *sorted(SAME), *sorted(CASTS))):
+        base, _, overload = name.partition(".")
+        for space in (torch.ops.aten, torch.ops.prims):
+            packet = getattr(space, base, None)
+            if isinstance(packet, OpOverloadPacket):
+                of_tensors = {each: getattr(packet, each) for each in packet.overloads()}
+                found += [
+                    op for each, op in of_tensors.items()
+                    if overload in ("", each) and _takes_tensors(op)
+                ]  # fmt: skip
+    return found
+
+
+def _takes_tensors(op: Any) -> bool:
+    return any("Tensor" in str(each.type) for each in op._schema.arguments)
+
+
+register_rule(*_tagged(), *_listed(), family="pointwise")(pointwise)
+
+
+@register_rule("to.other", "type_as", family="pointwise")
+def as_other(call: Call) -> Rule:
+    """The second tensor gives its dtype alone."""
+    own = dims_of(call.operands[0].ndim)
+    other = ((),) * call.operands[1].ndim
+    return Rule((own, other), (own,), modes=modes_of(call), unread=frozenset({1}))
+
+
+@register_rule("prelu", family="pointwise")
+def prelu(call: Call) -> Rule:
+    """A weight of all elements, or one for every channel: the second dim."""
+    x, weight = call.operands
+    own = dims_of(x.ndim)
+    channel = own[1:2] if x.ndim > 1 and weight.shape[-1:] == x.shape[1:2] else ((),)
+    return Rule((own, channel * weight.ndim), (own,))

@@ -1,0 +1,1 @@
+"""Rules of gathers, scatters and index operations."""

@@ -1,0 +1,1 @@
+"""Rules of neural-network layers, norms, attention and losses."""

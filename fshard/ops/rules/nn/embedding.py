@@ -1,0 +1,162 @@
+"""Rules of embeddings: rows (the vocabulary), width and indices may all be cut.
+
+Of cut rows every rank looks up those that it holds, and gives zeros for the others: an unreduced
+sum, as Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053). What falls elsewhere is
+known from the indices alone, so that one weight serves in as many places as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Never
+
+import torch
+
+from fshard._util.errors import fail
+from fshard.ops.core.builders import dims_of, linear
+from fshard.ops.core.call import Call, argument
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Rule
+from fshard.ops.rules.index.local_indices import filled, locate, padded, part_of, selecting
+from fshard.ops.strategy.local_call import Here, with_argument
+
+__all__: list[str] = []
+
+MAX = 2
+
+
+def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """Rows of a weight that is cut, the padding's row only where it is held."""
+    part, padding = part_of(here, 0, 0), argument(op, args, kwargs, "padding_idx")
+    held = part.begin <= padding < part.end
+    _, args, kwargs = with_argument(
+        op, args, kwargs, "padding_idx", padding - part.begin if held else -1
+    )
+    index = argument(op, args, kwargs, "indices")
+    mine, there = locate(index, part)
+    if part.is_empty:
+        return argument(op, args, kwargs, "weight").new_zeros(here.shape())
+    _, args, kwargs = with_argument(op, args, kwargs, "indices", mine)
+    out = op(*args, **kwargs)
+    return out if part.is_whole else out.masked_fill(~there.unsqueeze(-1), 0)
+
+
+def _embedding(call: Call) -> Rule:
+    """Rows are summed, width and indices pass."""
+    index = dims_of(call.operands[1].ndim, "i")
+    made = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
+                modes=selecting(0), local=_embedded)  # fmt: skip
+    return _as_asked(call, made)
+
+
+def _as_asked(call: Call, made: Rule) -> Rule:
+    """What can be cut with a gradient.
+
+    One scaled by frequency counts all indices, and a sparse one is no tensor to cut or sum.
+    """
+    if call.get("sparse"):
+        return replace(made, grad=frozenset(made.factors))
+    if call.get("scale_grad_by_freq"):
+        return replace(made, grad=frozenset(made.factors) - {"d"})
+    return made
+
+
+def _renorm(call: Call) -> Never:
+    fail(f"fs.propagate({call.op})", f"max_norm={call.get('max_norm')}",
+         "it writes into the weight, and nothing is written in place here",
+         "scale its rows before the lookup: torch.renorm(weight, 2, 0, max_norm)")  # fmt: skip
+
+
+# -- its gradient -----------------------------------------------------------------------------
+
+
+def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """Rows of the weight's gradient that a rank holds; what falls elsewhere is dropped."""
+    rows, begin = here.shape()[0], here.result_begin(0)
+    given, made = argument(op, args, kwargs, op._schema.arguments[0].name), here.results[0]
+    assert made is not None
+    if not given.numel():
+        return given.new_zeros(here.shape())
+    if rows == made.shape[0]:
+        return op(*args, **kwargs)
+    index, padding = (
+        argument(op, args, kwargs, "indices"),
+        argument(op, args, kwargs, "padding_idx"),
+    )
+    there = (index >= begin) & (index < begin + rows)
+    # The row before the first is the padding's as well: it takes what falls elsewhere.
+    held = there & (index != padding)
+    changed = {"indices": torch.where(held, index - (begin - 1), 0), "num_weights": rows + 1,
+               "padding_idx": 0}  # fmt: skip
+    for name, value in changed.items():
+        _, args, kwargs = with_argument(op, args, kwargs, name, value)
+    return op(*args, **kwargs)[1:]
+
+
+def _dense_backward(call: Call) -> Rule | None:
+    """Rows and width pass; indices are summed, unless their frequencies count."""
+    if call.has("sparse") and call.get("sparse"):
+        return None
+    index = dims_of(call.operands[1].ndim, "i")
+    counted = bool(call.get("scale_grad_by_freq"))
+    reductions = () if counted else tuple((f, "sum") for (f,) in index)
+    return Rule(((*index, ("d",)), index), ((("v",), ("d",)),), reductions, modes=linear(0),
+                local=_gradient)  # fmt: skip
+
+
+# -- bags -------------------------------------------------------------------------------------
+
+
+def _bagged(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """Sums and averages over bags of rows of a weight that is cut."""
+    part = part_of(here, 0, 0)
+    if part.is_whole:
+        return op(*args, **kwargs)
+    index = argument(op, args, kwargs, "indices")
+    placed = filled(index, part)
+    padding = _padding(op, args, kwargs, part.size)
+    # Two rows of zeros: that of the padding, which no bag counts, and that of the other parts.
+    weight = padded(padded(argument(op, args, kwargs, "weight"), 0), 0)
+    changed: dict[str, Any] = {
+        "weight": weight,
+        "indices": torch.where(placed < 0, placed, placed + 1),
+    }
+    if padding is not None:
+        changed["indices"] = changed["indices"].masked_fill(index == padding, 0)
+        changed["padding_idx"] = 0
+    for name, value in changed.items():
+        _, args, kwargs = with_argument(op, args, kwargs, name, value)
+    return op(*args, **kwargs)
+
+
+def _padding(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> int | None:
+    if not any(each.name == "padding_idx" for each in op._schema.arguments):
+        return None
+    given: int | None = argument(op, args, kwargs, "padding_idx")
+    if given is None or (given < 0 and op._schema.name != "aten::embedding_bag"):
+        return None
+    return given % max(rows, 1)
+
+
+def _bag(call: Call) -> Rule:
+    """Width passes, rows are summed but for maxima; only the bags themselves are results.
+
+    What else the operation returns is for its own backward, and of other shapes on other devices.
+    """
+    largest = call.get("mode") == MAX
+    others = tuple(((),) * each.ndim for each in call.operands[1:])
+    first, nothing = (((), ("d",)),), (None,) * (len(call.results) - 1)
+    scale = call.place("per_sample_weights")
+    linear_in = () if largest else (0,) if scale is None else (0, scale)
+    made = Rule(((("v",), ("d",)), *others), (*first, *nothing), () if largest else (("v", "sum"),),
+                modes=linear(*linear_in, results=len(call.results)), local=_bagged)  # fmt: skip
+    return _as_asked(call, made)
+
+
+register_rule("embedding", family="embedding")(_embedding)
+register_rule("embedding_renorm", family="embedding")(_renorm)
+register_rule("embedding_dense_backward", "embedding_backward", family="embedding")(_dense_backward)
+register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", family="embedding")(
+    _bag
+)

@@ -1,0 +1,219 @@
+"""Rules of losses that compare elements, or rows of features: mse, bce, cosine_embedding, ...
+
+Sums over dims are unreduced sums over what is cut. A mean is a sum divided by the number of all
+elements, wherever they are: parts of other sizes, empty ones among them, weigh what they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.ops.core.builders import aligned, dims_of, linear
+from fshard.ops.core.call import Call, argument
+from fshard.ops.core.registry import register_decomposition, register_rule
+from fshard.ops.core.rule import Dims, Mode, Rule
+from fshard.ops.rules.index.gather import broadcast_shape, whole
+from fshard.ops.strategy.local_call import Here, with_argument
+
+__all__ = ["MEAN", "NONE", "SUM", "Averaged", "reduced"]
+
+NONE, MEAN, SUM = range(3)
+"""What the argument `reduction` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """A loss, or its gradient, whose mean is over `count` values in all.
+
+    A rank has as many as its parts of the operands `rows` broadcast to, without `after` dims.
+    """
+
+    count: int
+    rows: tuple[int, ...]
+    after: int = 0
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+        """The loss on one rank."""
+        shape = broadcast_shape([here.operands[at].local_shape(here.rank) for at in self.rows])
+        mine = math.prod(shape[: len(shape) - self.after])
+        if mine == self.count:
+            return op(*args, **kwargs)
+        if not mine:
+            # The mean of nothing is no number; the sum of nothing is what it adds.
+            _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
+            return op(*args, **kwargs)
+        out = op(*args, **kwargs)
+        share = mine / self.count
+        return (out[0] * share, *out[1:]) if isinstance(out, tuple) else out * share
+
+
+def reduced(loss: Tensor, reduction: int) -> Tensor:
+    """A loss of every value reduced as `reduction` says."""
+    if reduction == NONE:
+        return loss
+    return loss.sum() if reduction == SUM else loss.mean()
+
+
+# -- losses of single elements ----------------------------------------------------------------
+
+
+def _elementwise(call: Call) -> Rule:
+    """Dims pass, or are summed."""
+    shape = broadcast_shape([each.shape for each in call.operands])
+    factors = dims_of(len(shape))
+    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands)
+    backward = call.op._schema.name.endswith("_backward")
+    made = call.results[0]
+    assert made is not None
+    result = aligned(made.shape, shape, factors)
+    sums = call.get("reduction") != NONE and not backward
+    used = {f for dims in operands for dim in dims for f in dim}
+    reductions = tuple((f, "sum") for (f,) in factors if f in used) if sums else ()
+    every = tuple(range(len(operands)))
+    local = Averaged(math.prod(shape), every) if call.get("reduction") == MEAN else None
+    # PyTorch divides these means' gradients by the first operand's size, broadcast or not.
+    narrow = call.get("reduction") == MEAN and any(each.shape != shape for each in call.operands)
+    wrong = narrow and call.op._schema.name.removeprefix("aten::") in BY_FIRST
+    return Rule(operands, (result,), reductions, modes=_linear_in(call, backward),
+                grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
+
+
+def _linear_in(call: Call, backward: bool) -> tuple[Mode, ...]:
+    """The operands that a loss is linear in, or linear but for a constant."""
+    if backward:
+        return linear(0)
+    match call.op._schema.name.removeprefix("aten::"):
+        case "kl_div":
+            return linear(0, affine=True)
+        case "poisson_nll_loss":
+            return () if call.get("full") else linear(1, affine=True)
+        case "binary_cross_entropy_with_logits":
+            return linear(1, affine=True) + _weights(call)
+        case "binary_cross_entropy":
+            return _weights(call)  # addends of a target may lie where it refuses targets
+    return ()
+
+
+def _weights(call: Call) -> tuple[Mode, ...]:
+    weight = call.place("weight")
+    return () if weight is None else linear(weight)
+
+
+ELEMENTWISE = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div soft_margin_loss
+    binary_cross_entropy_with_logits hinge_embedding_loss margin_ranking_loss poisson_nll_loss
+    mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward
+    soft_margin_loss_backward
+""".split()  # noqa: SIM905
+BY_FIRST = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
+register_rule(*ELEMENTWISE, family="losses")(_elementwise)
+
+
+# -- losses of rows of features ---------------------------------------------------------------
+
+
+def _rows(call: Call) -> Rule:
+    """Dims before the last pass, or are summed; features are needed whole."""
+    features = _features(call)
+    shape = broadcast_shape([each.shape for each in call.operands[:features]])
+    rows = shape[:-1]
+    others = [each.shape for each in call.operands[features:]]
+    if not shape or any(each != rows for each in others):
+        return whole(call)
+    factors = (*dims_of(len(rows)), ("c",))
+    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands[:features])
+    operands += (factors[:-1],) * len(others)
+    reduction = call.get("reduction")
+    made = factors[:-1] if reduction == NONE else ()
+    used = {f for dims in operands for dim in dims for f in dim}
+    reductions = tuple((f, "sum") for (f,) in factors[:-1] if reduction != NONE and f in used)
+    local = Averaged(math.prod(rows), tuple(range(features)), 1) if reduction == MEAN else None
+    return Rule(operands, (made,), reductions, frozenset({"c"} & used), local=local)
+
+
+def _features(call: Call) -> int:
+    return 3 if call.op._schema.name == "aten::triplet_margin_loss" else 2
+
+
+register_rule("cosine_embedding_loss", "triplet_margin_loss", family="losses")(_rows)
+
+TINY = 1e-12
+"""What `cosine_embedding_loss` adds to the squares of both lengths."""
+
+
+@register_decomposition(torch.ops.aten.cosine_embedding_loss.default)
+def _cosine_embedding(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = MEAN
+) -> Tensor:
+    """Three sums over the features, which stay cut."""
+    product = (input1 * input2).sum(-1)
+    lengths = ((input1 * input1).sum(-1) + TINY) * ((input2 * input2).sum(-1) + TINY)
+    cosine = product / lengths.sqrt()
+    zeros = torch.zeros_like(cosine)
+    alike = torch.where(target == 1, 1 - cosine, zeros)
+    return reduced(
+        alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction
+    )
+
+
+@register_decomposition(torch.ops.aten.triplet_margin_loss.default)
+def _triplet_margin(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = MEAN,
+) -> Tensor:
+    """Norms over the features, which stay cut."""
+
+    def far(x: Tensor, y: Tensor) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(x - y + eps, p, -1)
+        return length
+
+    away = far(anchor, negative)
+    if swap:
+        away = torch.minimum(away, far(positive, negative))
+    return reduced((margin + far(anchor, positive) - away).clamp_min(0), reduction)
+
+
+# -- connectionist temporal classification ----------------------------------------------------
+
+
+def _classified(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    """The losses of a rank's sequences, whose lengths may be listed for all of them."""
+    x, total = argument(op, args, kwargs, "log_probs"), here.operands[0].shape[1]
+    begin, end = here.begin(0, 1), here.end(0, 1)
+    if end - begin == total:
+        return op(*args, **kwargs)
+    if end == begin:
+        return x.new_zeros(here.shape())
+    for name in ("input_lengths", "target_lengths"):
+        lengths = argument(op, args, kwargs, name)
+        if not isinstance(lengths, Tensor):
+            _, args, kwargs = with_argument(op, args, kwargs, name, lengths[begin:end])
+    out = op(*args, **kwargs)
+    return out * ((end - begin) / total) if argument(op, args, kwargs, "reduction") == MEAN else out
+
+
+def _ctc(call: Call) -> Rule:
+    """Sequences pass or are summed; time, classes and labels are a recursion, needed whole."""
+    x, targets = call.operands[:2]
+    if x.ndim != 3 or targets.ndim != 2:
+        return whole(call)
+    lengths: tuple[Dims, ...] = ((("n",),),) * (len(call.operands) - 2)
+    reduction = call.get("reduction")
+    made: Dims = (("n",),) if reduction == NONE else ()
+    return Rule((((), ("n",), ()), (("n",), ()), *lengths), (made,),
+                () if reduction == NONE else (("n", "sum"),), local=_classified)  # fmt: skip
+
+
+register_rule("ctc_loss", family="losses")(_ctc)

@@ -1,0 +1,57 @@
+"""Rules of recurrent networks and of quantization's rounding: the batch, and elements, pass.
+
+A step reads all that the step before it made: time and hidden width are needed whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fshard._util.errors import fail
+from fshard.ops.core.call import Call
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.contraction.einsum_helpers import Parts, letters, named, untouched
+
+__all__ = ["cell", "layers", "quantized"]
+
+aten = torch.ops.aten
+
+
+@register_rule(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input,
+               family="recurrent")  # fmt: skip
+def layers(call: Call) -> Rule:
+    """All steps of all layers: only the batch passes; dropout between layers is refused."""
+    if call.get("dropout") and call.get("train"):
+        fail(f"fs.propagate({call.op})", f"dropout={call.get('dropout')} while training",
+             "a rank's generator does not draw what the whole tensor's does",
+             "dropout=0.0, and between the layers, each called alone, "
+             "x * fs.random.dropout_mask(key, x, p)")  # fmt: skip
+    states = 2 if call.op._schema.name == "aten::lstm" else 1
+    rows: Dims = (("n",), (), ()) if call.get("batch_first") else ((), ("n",), ())
+    state: Dims = ((), ("n",), ())
+    weights = [untouched(each) for each in call.operands[1 + states :]]
+    return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=Parts())
+
+
+@register_rule(*named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"), family="recurrent")
+def cell(call: Call) -> Rule:
+    """One step: the batch passes."""
+    states = 3 if call.op._schema.name == "aten::lstm_cell" else 2
+    rows: Dims = (("n",), ())
+    weights = [untouched(each) for each in call.operands[states:]]
+    return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=Parts())
+
+
+@register_rule(
+    *named("fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine_cachemask "
+           "fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask "
+           "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"), family="recurrent",
+)  # fmt: skip
+def quantized(call: Call) -> Rule:
+    """Every element alone, by one scale or by that of its channel."""
+    every = letters(call.operands[0].ndim)
+    dims: Dims = tuple((letter,) for letter in every)
+    channel: Dims = ((every[call.get("axis")],),) if call.has("axis") else ((),)
+    scales = [channel[: each.ndim] for each in call.operands[1:]]
+    return Rule((dims, *scales), (dims,) * len(call.results), local=Parts())

@@ -1,0 +1,1 @@
+"""Rules of views, concatenations, windows and diagonals."""

@@ -1,0 +1,139 @@
+"""Rules of operations on diagonals, which on a part of a matrix are other diagonals.
+
+A rank that holds the rows from `b` on sees the diagonal `k` as `k + b`, one that holds the columns
+from `b` on as `k - b`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from fshard.ops.core.builders import moved, wrap
+from fshard.ops.core.call import Call, argument
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.view.view_factors import letters
+from fshard.ops.strategy.local_call import Here, resized, with_argument
+
+__all__ = ["diagonal_dims", "triangle"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    """A local call with the number of a diagonal as the rank sees it."""
+
+    name: str
+    rows: int
+    columns: int
+
+    def __call__(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Here
+    ) -> Any:
+        shift = here.begin(0, self.rows) - here.begin(0, self.columns)
+        given = argument(op, args, kwargs, self.name)
+        _, placed, named = with_argument(op, args, kwargs, self.name, given + shift)
+        return op(*placed, **named)
+
+
+@register_rule("tril", "triu", family="views")
+def triangle(call: Call) -> Rule:
+    """Every dim can be cut. What is not taken is zero, which every reduction leaves so."""
+    ndim = call.operands[0].ndim
+    dims: Dims = tuple((name,) for name in letters(ndim))
+    return Rule((dims,), (dims,), modes=moved(0), local=_Shifted("diagonal", ndim - 2, ndim - 1))
+
+
+def diagonal_dims(call: Call) -> tuple[int, int, int]:
+    """The number of the diagonal, and the dims that it runs through."""
+    ndim = call.operands[0].ndim
+    name = "offset" if call.has("offset") else "diagonal"
+    given = [call.get(each) if call.has(each) else at for at, each in enumerate(("dim1", "dim2"))]
+    return call.get(name), wrap(given[0], ndim), wrap(given[1], ndim)
+
+
+@register_rule("diagonal", "diagonal_copy", "linalg_diagonal", family="views")
+def diagonal(call: Call) -> Rule:
+    """The dim that the diagonal runs through from end to end can be cut, if there is one."""
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    offset, rows, columns = diagonal_dims(call)
+    names = letters(x.ndim)
+    own: Dims = tuple((name,) for name in names)
+    along = None
+    if offset >= 0 and x.shape[rows] <= x.shape[columns] - offset:
+        along = rows
+    elif offset <= 0 and x.shape[columns] <= x.shape[rows] + offset:
+        along = columns
+    kept = tuple(own[at] for at in range(x.ndim) if at not in (rows, columns))
+    lost = frozenset(names[at] for at in (rows, columns) if at != along)
+    name = "offset" if call.has("offset") else "diagonal"
+    return Rule((own,), ((*kept, () if along is None else own[along]),), whole=lost,
+                modes=moved(0), local=_Shifted(name, rows, columns))  # fmt: skip
+
+
+def _embed_locally(op: Any, args: Any, kwargs: Mapping[str, Any], here: Here) -> torch.Tensor:
+    x: torch.Tensor = args[0]
+    begin, end = here.begin(0, x.ndim - 1), here.end(0, x.ndim - 1)
+    if begin == 0 and here.is_whole(0, x.ndim - 1):
+        made: torch.Tensor = op(*args, **kwargs)
+        return made
+    whole = here.operands[0].shape[-1]
+    square = pad(torch.diag_embed(x), (begin, whole - end))
+    at = (-2, -1) if "diag_embed" not in str(op) else (
+        argument(op, args, kwargs, "dim1"), argument(op, args, kwargs, "dim2"))  # fmt: skip
+    return square.movedim((-2, -1), at)
+
+
+@register_rule("diag_embed", family="views")
+def embedded(call: Call) -> Rule:
+    """Matrices whose main diagonal is cut have their rows cut so."""
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    offset = call.get("offset")
+    rows, columns = wrap(call.get("dim1"), result.ndim), wrap(call.get("dim2"), result.ndim)
+    own: Dims = tuple((name,) for name in letters(x.ndim))
+    left = iter(own[:-1])
+    last = own[-1] if not offset else ()
+    made = tuple(
+        last if at == rows else () if at == columns else next(left) for at in range(result.ndim)
+    )
+    return Rule((own,), (made,), whole=frozenset() if not offset else frozenset(own[-1]),
+                modes=moved(0), local=_embed_locally)  # fmt: skip
+
+
+@register_rule("diag", family="views")
+def diag(call: Call) -> Rule:
+    """A vector's matrix, or a matrix's diagonal."""
+    if call.operands[0].ndim == 2:
+        found: Rule = diagonal(call)
+        return found
+    if call.get("diagonal"):
+        return Rule(((("a",),),), (((), ()),), whole=frozenset("a"), modes=moved(0))
+    return Rule(((("a",),),), ((("a",), ()),), modes=moved(0), local=_embed_locally)
+
+
+@register_rule("diagflat", family="views")
+def diagflat(call: Call) -> Rule:
+    """The matrix of all elements: they are needed whole."""
+    names = letters(call.operands[0].ndim)
+    return Rule((tuple((name,) for name in names),), (((), ()),), whole=frozenset(names),
+                modes=moved(0))  # fmt: skip
+
+
+@register_rule("diagonal_scatter", "diagonal_backward", family="views")
+def into_diagonal(call: Call) -> Rule:
+    """The two dims of the matrices are whole; others pass."""
+    result = call.results[0]
+    assert result is not None
+    rows, columns = (wrap(call.get(each), result.ndim) for each in ("dim1", "dim2"))
+    names = letters(result.ndim)
+    whole: Dims = tuple(() if at in (rows, columns) else (name,) for at, name in enumerate(names))
+    line = (*(each for at, each in enumerate(whole) if at not in (rows, columns)), ())
+    if len(call.operands) == 1:
+        return Rule((line,), (whole,), modes=moved(0), local=resized("input_sizes"))
+    return Rule((whole, line), (whole,), modes=moved(0, 1))

@@ -1,0 +1,1 @@
+"""Strategies: one choice of layouts for one operation call."""

@@ -1,0 +1,1 @@
+"""Tracing of functions to graphs, with writes and inner gradients made values."""

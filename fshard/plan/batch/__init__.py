@@ -1,0 +1,1 @@
+"""Plans of trees of specs, whose launches are coalesced."""

@@ -1,0 +1,1 @@
+"""The search for the cheapest program between two layouts."""

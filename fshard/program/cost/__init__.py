@@ -1,0 +1,1 @@
+"""Cost model: topologies, bytes, time and memory of steps and programs."""

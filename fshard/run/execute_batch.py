@@ -1,0 +1,197 @@
+"""`batch(tree)`: a batch is one differentiable operation on the locals of all its leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from itertools import compress
+from typing import Any
+
+import torch
+
+from fshard._util import hooks
+from fshard._util.errors import fail
+from fshard.layout.tree import matching, paths, unflatten
+from fshard.plan.batch.batch import Batch, of_leaves
+from fshard.program.program import Program
+from fshard.run.autograd.linear_function import (
+    FinishAll,
+    Run,
+    Shards,
+    apply_linear,
+    apply_run,
+    is_differentiated,
+    is_transformed,
+    start_linear,
+)
+from fshard.run.execute import Pending, check_given, check_shards, nothing_of
+from fshard.run.interpreter import ranks_of
+from fshard.run.transports.base import (
+    Label,
+    Transport,
+    current_rank,
+    current_transport,
+    labelled,
+    under,
+)
+from fshard.run.transports.divergence_report import call_line
+
+__all__ = ["run_batch"]
+
+WHERE = "the batch"
+
+
+@hooks.register("run_batch")
+def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
+    """Run a batch on a tree of tuples of shards (a simulation) or of this rank's locals.
+
+    For ranks outside of a leaf's meshes the same holds as for a program alone.
+    """
+    parts = matching(batch.programs, tree, ("batch.src", "locals"), WHERE)
+    names = _paths(batch)
+    there = [at for at, leaf in enumerate(batch.leaves) if leaf is not None]
+    given, at = [parts[place] for place in there], [names[place] for place in there]
+    progs = tuple(leaf for leaf in batch.leaves if leaf is not None)
+    op = Run(progs, ranks_of(*progs), batch.bucket_bytes)
+    one = current_transport() is not None or any(isinstance(x, torch.Tensor) for x in given)
+    finish = (_start_one if one else _start_everywhere)(op, given, at, async_op)
+
+    def whole() -> Any:
+        for place, y in zip(there, finish(), strict=True):
+            parts[place] = y
+        return unflatten(batch.structure, parts)
+
+    return Pending(whole) if async_op else whole()
+
+
+@lru_cache(maxsize=256)
+def _paths(batch: Batch) -> list[str]:
+    return paths(batch.programs, "")
+
+
+# What `torch.compiler.disable` sets: to import that takes a second.
+run_batch._torchdynamo_disable = True  # type: ignore[attr-defined]
+run_batch._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "a batch's call is no node of a graph: call it outside of what torch.compile traces"
+)
+
+
+def _start_one(op: Run, given: list[Any], names: Sequence[str], ahead: bool) -> FinishAll:
+    """Start a batch on this rank's locals."""
+    transport = current_rank(op.mesh, WHERE)
+    checks = [
+        partial(_own_local, x, prog, transport) for x, prog in zip(given, op.progs, strict=True)
+    ]
+    xs = tuple(of_leaves(WHERE, names, checks))
+    label = Label(WHERE, op.mesh, call_line() if ahead else "")
+
+    def run(xs: Shards) -> FinishAll:
+        with labelled(label):
+            finish = _start(op, [(x,) for x in xs], names, everywhere=False, ahead=ahead)
+        return under(label, lambda: tuple(y for (y,) in finish()))
+
+    ends = [(prog.src, prog.dst) for prog in op.progs]
+    started: FinishAll = hooks.call("typed_leaves", names, xs, ends, run)
+    return started
+
+
+def _own_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
+    """What this rank gives for one leaf, checked."""
+    x = nothing_of(prog) if x is None else x
+    if not isinstance(x, torch.Tensor):
+        fail(WHERE, f"a local of type {type(x).__name__}",
+             "on a rank of the source's mesh a local is a tensor",
+             "give this rank's own")  # fmt: skip
+    check_given(prog, x, transport, WHERE)
+    return x
+
+
+def _start_everywhere(
+    op: Run, given: list[Any], names: Sequence[str], ahead: bool
+) -> Callable[[], list[Shards]]:
+    """Start a batch on all shards of a simulation."""
+    progs, ranks = op.progs, op.mesh.ranks
+    checks = [
+        partial(check_shards, x, prog.src, WHERE) for x, prog in zip(given, progs, strict=True)
+    ]
+    xs = []
+    for shards, prog in zip(of_leaves(WHERE, names, checks), progs, strict=True):
+        held = dict(zip(prog.src.mesh.ranks, shards, strict=True))
+        xs.append(tuple(held.get(rank, shards[0].new_empty(0)) for rank in ranks))
+    finish = _start(op, xs, names, everywhere=True, ahead=ahead)
+
+    def of_ranks() -> list[Shards]:
+        return [
+            tuple(y for y, rank in zip(ys, ranks, strict=True) if rank in prog.dst.mesh)
+            for ys, prog in zip(finish(), progs, strict=True)
+        ]
+
+    return of_ranks
+
+
+def _start(
+    op: Run, xs: list[Shards], names: Sequence[str], *, everywhere: bool, ahead: bool
+) -> Callable[[], list[Shards]]:
+    """Start programs on the locals of this rank, or of all, differentiably.
+
+    Maxima and minima that need a gradient have a rule of their own: they run after the others.
+    """
+    wanted = [any(map(is_differentiated, shards)) for shards in xs]
+    later = [need and not prog.is_linear for need, prog in zip(wanted, op.progs, strict=True)]
+    if ahead and any(later):
+        at = later.index(True)
+        prog, path = op.progs[at], f"at {names[at]}: " if names[at] else ""
+        fail("batch(locals, async_op=True)", f"{path}a program with a maximum or minimum, "
+             f"{prog.src} -> {prog.dst}, of a local that requires grad",
+             "only linear programs run ahead with gradients",
+             "run it without async_op, or detach() the local")  # fmt: skip
+    others = [not each for each in later]
+    n = op.mesh.size if everywhere else 1
+    linear = op.of(compress(op.progs, others))
+    started = _start_linear(linear, list(compress(xs, others)), n, everywhere)
+
+    def finish() -> list[Shards]:
+        first, second = iter(started()), iter(list[Shards]())
+        if any(later):
+            extremes, theirs = op.of(compress(op.progs, later)), _flat(compress(xs, later))
+            second = iter(_by_leaf(apply_run(extremes, theirs, everywhere), n))
+        return [next(second) if each else next(first) for each in later]
+
+    return finish
+
+
+def _start_linear(
+    op: Run, xs: list[Shards], n: int, everywhere: bool
+) -> Callable[[], list[Shards]]:
+    """Start linear programs, and what needs no gradient: only the others are sent back."""
+    if not xs:
+        return list
+    if is_transformed():  # what was launched now would be wrappers, not what they hold
+        return lambda: _by_leaf(apply_linear(op, _flat(xs), everywhere), n)
+    with torch.no_grad():
+        launched: FinishAll
+        if everywhere:
+            launched = partial(tuple, op.everywhere(_flat(xs)))
+        else:
+            launched = start_linear(op, _flat(xs), WHERE)
+    wanted = [any(map(is_differentiated, shards)) for shards in xs]
+
+    def finish() -> list[Shards]:
+        with torch.no_grad():
+            ys = _by_leaf(launched(), n)
+        if any(wanted):
+            some = op.of(compress(op.progs, wanted))
+            own, theirs = _flat(compress(xs, wanted)), _flat(compress(ys, wanted))
+            outs = iter(_by_leaf(apply_linear(some, own, everywhere, lambda: theirs), n))
+            ys = [next(outs) if need else y for y, need in zip(ys, wanted, strict=True)]
+        return ys
+
+    return finish
+
+
+def _flat(xs: Iterable[Shards]) -> Shards:
+    return tuple(x for shards in xs for x in shards)
+
+
+def _by_leaf(ys: Shards, n: int) -> list[Shards]:
+    return [ys[at : at + n] for at in range(0, len(ys), n)]

@@ -1,0 +1,1 @@
+"""Transports: the simulator and `torch.distributed`."""

@@ -1,0 +1,142 @@
+"""`batch.explain(topology)`: what each leaf of a tree does, and what goes out in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fshard._util.hooks import register
+from fshard._util.text import WIDTH, bytes_text, plural, ratio_text, time_text
+from fshard.plan.batch.batch import Batch
+from fshard.program.cost.topology import Topology
+from fshard.program.lower_bound import lower_bound_together
+from fshard.show.table import Column, Table
+
+__all__ = ["BatchExplanation", "explain_batch"]
+
+LEAVES = (
+    Column("leaf", wrap=True), Column("from", wrap=True), Column("to", wrap=True),
+    Column("sent", right=True), Column("alone", right=True),
+)  # fmt: skip
+LAUNCHES = (
+    Column("launch"), Column("among whom", wrap=True), Column("leaves", right=True),
+    Column("sent", right=True),
+)  # fmt: skip
+SUMMARY = (
+    Column("in all"), Column("this batch", right=True), Column("one by one", right=True),
+    Column("ratio", right=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BatchExplanation:
+    """A batch's leaves and launches on a topology; prints in text, rich and HTML.
+
+    Leaves that do the same are one row. Bytes are those of the busiest rank, of each leaf, of
+    each launch and of all; times an alpha-beta model's.
+    """
+
+    batch: Batch
+    topology: Topology
+
+    @property
+    def leaves(self) -> Table:
+        """One row per program: where, the specs at its ends, bytes sent, time if it ran alone."""
+        rows = []
+        for name, prog in self.batch.distinct():
+            cost = prog.cost(self.topology)
+            ends = (
+                f"{spec} on {spec.mesh}" if self.batch.meshes[1:] else str(spec)
+                for spec in (prog.src, prog.dst)
+            )
+            rows.append((name, *ends, bytes_text(cost.bytes_sent), time_text(cost.time)))
+        count = sum(leaf is not None for leaf in self.batch.leaves)
+        on = f" on {self.batch.meshes[0]}" if len(self.batch.meshes) == 1 else ""
+        title = f"a tree of {plural(count, 'program')}{on}, topology {self.topology.title}"
+        return Table(title, LEAVES, tuple(rows))
+
+    @property
+    def launches(self) -> Table:
+        """One row per launch: the operation, among whom, leaves, bytes sent."""
+        rows = []
+        several = len(self.batch.meshes) > 1
+        for each in self.batch.launches:
+            where, count = each.where(named=several), str(len(each.steps))
+            rows.append((each.name, where, count, bytes_text(self.batch.bytes_sent_in(each))))
+        return Table("", LAUNCHES, tuple(rows), notes=() if rows else ("nothing is sent",))
+
+    @property
+    def summary(self) -> Table:
+        """The totals, beside those of the leaves one by one."""
+        cost, progs = self.batch.cost(self.topology), [leaf for leaf in self.batch.leaves if leaf]
+        alone = [prog.cost(self.topology) for prog in progs]
+        least = lower_bound_together((p.src, p.dst, p.forward_dtype) for p in progs).bytes_received
+        counts = cost.launches, sum(each.launches for each in alone)
+        times = cost.time, sum(each.time for each in alone)
+        rows = (
+            ("launches", f"{counts[0]:,}", f"{counts[1]:,}", ratio_text(*counts)),
+            ("time", time_text(times[0]), time_text(times[1]), ratio_text(*times)),
+            ("bytes received", bytes_text(cost.bytes_received), "", ""),
+            ("lower bound", bytes_text(least), "", ratio_text(cost.bytes_received, least)),
+            ("peak memory", bytes_text(cost.peak_memory), "", ""),
+        )  # fmt: skip
+        return Table("", SUMMARY, rows)
+
+    def _tables(self) -> tuple[Table, Table, Table]:
+        return self.leaves, self.launches, self.summary
+
+    def text(self, width: int = WIDTH) -> str:
+        """Plain text of at most `width` columns."""
+        return "\n\n".join(table.text(width) for table in self._tables())
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        leaves, launches, summary = self._tables()
+        return Group(leaves, "", launches, "", summary)
+
+    def html(self) -> str:
+        """Three self-contained HTML tables."""
+        return '<div style="height:10px"></div>'.join(table.html() for table in self._tables())
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
+
+
+@register("explain_batch")
+def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
+    """The hook of `Batch.explain`.
+
+    >>> from fshard.layout.mesh import Mesh
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
+    >>> from fshard.program.program import Program
+    >>> from fshard.program.steps import AllGather
+    >>> from fshard.program.cost.topology import Link
+    >>> from fshard.layout.spec import Spec
+    >>> src = [Spec(Mesh(x=4), P("x"), shape=(n,)) for n in (8, 8, 4)]
+    >>> wires = Topology.of({"x": Link(latency=0.0, bandwidth=24e6)})
+    >>> print(explain_batch(Batch([Program(spec, (AllGather("x", 0),)) for spec in src]), wires))
+    a tree of 3 programs on Mesh(x=4), topology custom
+    leaf            from      to      sent    alone
+    ───────────────────────────────────────────────
+    [0] and 1 more  f32[8@x]  f32[8]  24 B  7.45 µs
+    [2]             f32[4@x]  f32[4]  12 B  6.95 µs
+    <BLANKLINE>
+    launch      among whom  leaves  sent
+    ────────────────────────────────────
+    all_gather  over x           3  60 B
+    <BLANKLINE>
+    in all          this batch  one by one  ratio
+    ─────────────────────────────────────────────
+    launches                 1           3  0.33x
+    time               8.95 µs     21.8 µs  0.41x
+    bytes received        60 B
+    lower bound           60 B              1.00x
+    peak memory           80 B
+    """
+    return BatchExplanation(batch, topology)

@@ -1,0 +1,226 @@
+"""`visualize`: a layout as a picture, in plain text, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard._util.errors import fail
+from fshard._util.text import WIDTH, bytes_text, colour, listing, wrap
+from fshard.layout.spec import DTYPE_NAMES, Spec
+from fshard.layout.tree import is_pair
+from fshard.program.cost.model import max_local_nbytes
+from fshard.run.execute import check_local, check_shards
+from fshard.run.transports.base import current_rank
+from fshard.show.picture_grid import draw, fit
+from fshard.show.picture_html import picture_html
+from fshard.show.shard_owners import (
+    coords_text,
+    equations,
+    holders_text,
+    index_text,
+    members,
+    place_coords,
+    shard_coords,
+    states_in_words,
+)  # fmt: skip
+from fshard.show.table import Column, Table
+
+__all__ = ["Picture", "visualize"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Picture:
+    """A drawn layout: `str` is plain text of 80 columns, rich colours it, a notebook shows HTML.
+
+    `ranks` are those whose locals the picture was made from: none for a spec.
+    """
+
+    spec: Spec
+    ranks: tuple[int, ...] = ()
+
+    def text(self, width: int = WIDTH) -> str:
+        """Plain text of at most `width` columns."""
+        return "\n".join("".join(text for text, _ in line).rstrip() for line in self._lines(width))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def html(self) -> str:
+        """Self-contained HTML with inline styles, readable on light and dark pages."""
+        if not _is_drawn(self.spec):
+            return _shard_table(self.spec, self.notes).html()
+        return picture_html(self.spec, _title(self.spec), self.notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the cells do not show, in words: states, local shapes, empty shards."""
+        spec = self.spec
+        if 0 in spec.shape:
+            return ("the tensor has no elements: no rank holds anything",)
+        notes = [*_local_notes(spec), *states_in_words(spec)]
+        if len(self.ranks) == 1 and spec.mesh.size > 1:
+            notes += [_one_local(spec, self.ranks[0])]
+        elif self.ranks:
+            notes += _relation(spec)
+        return tuple(notes)
+
+    def _lines(self, width: int) -> list[list[tuple[str, int | None]]]:
+        if not _is_drawn(self.spec):
+            return [[(line, None)] for line in
+                    _shard_table(self.spec, self.notes).text(width).splitlines()]  # fmt: skip
+        lines: list[list[tuple[str, int | None]]] = [
+            [(line, None)] for line in wrap(_title(self.spec), width)
+        ]
+        if 0 not in self.spec.shape:
+            lines += draw(self.spec, fit(self.spec, width), width)
+        return lines + [[(line, None)] for note in self.notes for line in wrap(note, width)]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        if not _is_drawn(self.spec):
+            yield _shard_table(self.spec, self.notes)
+            return
+        width = max(40, min(WIDTH, options.max_width))
+        out = Text(no_wrap=True, overflow="ignore")
+        heads = len(wrap(_title(self.spec), width))
+        for at, line in enumerate(self._lines(width)):
+            for text, shard in line:
+                back = f"#111111 on {colour(shard)}" if shard is not None else ""
+                out.append(text, "bold" if at < heads else back)
+            out.append("\n")
+        out.right_crop(1)
+        yield out
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
+
+
+def visualize(value: Spec | tuple[Any, Spec], /) -> Picture:
+    """A picture of how a spec, or a pair, lies on its mesh.
+
+    Layouts of up to 2 dims are drawn in proportion, one cell per distinct shard with the ranks
+    that hold it: a comma between replicas, a plus between the addends of an unreduced tensor.
+    More dims are listed in a table (pictures of them are to come), and of many shards only the
+    first and the last are shown. A pair adds how its locals make up the global tensor.
+
+    Raises `ShardingError` for a local that does not fit its spec, and for other values.
+
+    >>> from fshard.layout.mesh import Mesh
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
+    >>> print(visualize(Spec(Mesh(dp=2, tp=2), P("tp"), shape=(4,))))
+    f32[4@tp] on Mesh(dp=2, tp=2)
+                     tp=0                     tp=1
+    dim 0            0:2                      2:4
+          ┌────────────────────────┬────────────────────────┐
+          │          0, 2          │          1, 3          │
+          └────────────────────────┴────────────────────────┘
+    each rank holds f32[2], 8 B of 16 B
+    invariant over dp: ranks such as 0, 2 hold the same
+    """
+    if isinstance(value, Spec):
+        return Picture(value)
+    if not is_pair(value):
+        fail("fs.visualize", f"a {type(value).__name__}", "what has a layout is a Spec or a "
+             "(local, spec) pair", "fs.visualize(spec) or fs.visualize((local, spec))")  # fmt: skip
+    local, spec = value
+    if not isinstance(local, torch.Tensor):
+        check_shards(local, spec, "fs.visualize")
+        return Picture(spec, tuple(spec.mesh.ranks))
+    transport = current_rank(spec.mesh, "fs.visualize")
+    check_local(local, spec, transport, "fs.visualize")
+    return Picture(spec, (transport.rank,) if transport.rank in spec.mesh else ())
+
+
+def _is_drawn(spec: Spec) -> bool:
+    return spec.ndim <= 2
+
+
+def _title(spec: Spec) -> str:
+    return f"{spec} on {spec.mesh}"
+
+
+def _array(spec: Spec, shape: tuple[int, ...]) -> str:
+    dtype = DTYPE_NAMES.get(spec.dtype, str(spec.dtype).removeprefix("torch."))
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _local_notes(spec: Spec) -> list[str]:
+    """The shapes of the locals; where they differ, the shard sizes and who has nothing."""
+    most = max_local_nbytes(spec)
+    whole = bytes_text(spec.nbytes)
+    if spec.is_even:
+        array = _array(spec, spec.local_shape(spec.mesh.ranks[0]))
+        return [f"each rank holds {array}, {bytes_text(most)} of {whole}"]
+    notes = [f"uneven: the largest local has {bytes_text(most)} of {whole}"]
+    for dim, sizes in enumerate(spec.sizes):
+        if sizes is None:
+            continue
+        notes.append(f"dim {dim} has shards of {listing(sizes, len(sizes), sizes[-1], 16)}")
+        empty = [place for place, size in enumerate(sizes) if size == 0]
+        if empty:
+            axes = spec.partition.dims[dim]
+            notes.append(f"empty: {_empty_places(spec, axes, empty)}")
+    return notes
+
+
+def _empty_places(spec: Spec, axes: tuple[str, ...], empty: list[int]) -> str:
+    texts = [coords_text(place_coords(spec.mesh, axes, place)) for place in (*empty[:8], empty[-1])]
+    *places, last = [text if len(axes) == 1 else f"({text})" for text in texts]
+    return f"{listing(places, len(empty), last)}, where ranks hold nothing"
+
+
+def _one_local(spec: Spec, rank: int) -> str:
+    place = coords_text(spec.mesh.coords(rank))
+    verb = "is an addend of" if spec.partition.unreduced_kinds else "="
+    if any(kind not in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds):
+        verb = "is a candidate for"
+    return (f"this is rank {rank} ({place}): local {_array(spec, spec.local_shape(rank))} {verb} "
+            f"global[{index_text(spec, rank)}]")  # fmt: skip
+
+
+def _relation(spec: Spec) -> list[str]:
+    """How the locals of a simulation make up the global tensor, for a few shards."""
+    places = list(_places(spec, 8))
+    lines = [equations(spec, each) for each in places]
+    if spec.num_shards > len(places):
+        lines.append(f"… and {spec.num_shards - len(places):,} more shards")
+    return lines
+
+
+def _places(spec: Spec, most: int) -> Iterator[tuple[int, ...]]:
+    """The first shards that hold anything, row-major."""
+    cut = [spec.shard_sizes(dim) for dim in range(spec.ndim)]
+    total = math.prod(len(sizes) for sizes in cut)
+    for at in range(total):
+        rest, place = at, []
+        for sizes in reversed(cut):
+            rest, here = divmod(rest, len(sizes))
+            place.append(here)
+        places = tuple(reversed(place))
+        if all(sizes[at] for sizes, at in zip(cut, places, strict=True)):
+            yield places
+            most -= 1
+        if most == 0:
+            return
+
+
+def _shard_table(spec: Spec, notes: tuple[str, ...]) -> Table:
+    """The shards of a layout of any number of dims, in a table."""
+    rows = []
+    for places in _places(spec, 16):
+        fixed = shard_coords(spec, places)
+        rank = next(members(spec.mesh, fixed))
+        rows.append((holders_text(spec, places), coords_text(fixed),
+                     f"[{index_text(spec, rank)}]"))  # fmt: skip
+    if spec.num_shards > len(rows) and rows:
+        rows.append((f"… {spec.num_shards - len(rows):,} more", "", ""))
+    columns = (Column("ranks", wrap=True), Column("at", wrap=True), Column("index", wrap=True))
+    return Table(_title(spec), columns, tuple(rows), notes=notes)

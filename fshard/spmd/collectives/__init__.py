@@ -1,0 +1,1 @@
+"""Collectives inside `shard_map`, by axis name."""

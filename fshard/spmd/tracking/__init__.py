@@ -1,0 +1,1 @@
+"""Type tracking of plain tensors in the body of a `shard_map`."""

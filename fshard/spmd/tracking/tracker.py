@@ -1,0 +1,447 @@
+"""Types of plain tensors, tracked while a mapped function runs.
+
+Nothing is hung on the tensors: a weak table knows the states of every tensor that the body has
+made or been given. What the table does not know comes from outside of the body and is invariant.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.tree import flatten, unflatten
+from fshard.run.autograd.linear_function import is_transformed
+from fshard.run.transports.divergence_report import user_frame, user_line
+from fshard.spmd.axis_env import innermost, tracking
+from fshard.spmd.collectives.collective_plan import Plan
+from fshard.spmd.collectives.pcast import summed
+from fshard.spmd.types import (
+    INVARIANT,
+    Clash,
+    Joined,
+    LocalType,
+    Rule,
+    States,
+    join,
+    named_axes,
+    newly,
+    passes,
+    word_of,
+)
+
+__all__ = ["Tracker", "has_gradient", "typeof"]
+
+Launch = Callable[[Plan, Any, bool], Callable[[], Any]]
+
+
+class _Known(weakref.ref[torch.Tensor]):
+    """A tensor of the table: its states, the casts of it that were made, and its memory."""
+
+    __slots__ = ("casts", "key", "states", "storage")
+
+    key: int
+    states: States
+    storage: int
+    casts: dict[tuple[str, ...], tuple[int, torch.Tensor]] | None
+
+
+class Tracker:
+    """The types of the tensors of one rank, in one call of a mapped function."""
+
+    def __init__(
+        self, mesh: Mesh, name: str, *, strict: bool = False, values: bool = False
+    ) -> None:
+        self.mesh, self.name, self.strict, self.values = mesh, name, strict, values
+        self.paused = False
+        # Along these axes the host knows values that vary, since these lines.
+        self.told: States = INVARIANT
+        self.told_at: list[str] = []
+        self.table: dict[int, _Known] = {}
+        # Where a tensor lies is asked for when one is written: most are gone by then.
+        self._unplaced: dict[int, _Known] = {}
+        self._by_storage: dict[int, dict[int, _Known]] = {}
+        self.blank: set[int] = set()  # by id: tensors that nothing was seen to write
+        self._outside: dict[int, torch.Tensor] = {}  # by id: arguments and closures
+        self._memory: set[int] = set()  # their storages
+        table, unplaced, by_storage = self.table, self._unplaced, self._by_storage
+        blank = self.blank
+
+        def forget(known: _Known) -> None:
+            key = known.key
+            if table.get(key) is known:
+                del table[key]
+                blank.discard(key)
+                if unplaced.pop(key, None) is None and known.storage:
+                    sharing = by_storage[known.storage]
+                    del sharing[key]
+                    if not sharing:
+                        del by_storage[known.storage]
+
+        self._forget: Any = forget
+
+    # -- the table --
+
+    def states(self, x: torch.Tensor) -> States:
+        """The states of a tensor; one that is not known is from outside, and invariant."""
+        known = self.table.get(id(x))
+        return known.states if known is not None else self._meet(x)
+
+    def typeof(self, x: torch.Tensor) -> LocalType:
+        """The type of a tensor."""
+        return LocalType(x.shape, x.dtype, self.states(x))
+
+    def enter(self, x: torch.Tensor, states: States) -> None:
+        """Take in what comes from outside: an argument, or what the body closes over."""
+        self.record(x, states)
+        self._outside[id(x)] = x
+        storage = _storage(x)
+        if storage:
+            self._memory.add(storage)
+
+    def record(self, result: Any, states: States) -> None:
+        """Write down the states of a result: a tensor, or a tuple or list of results."""
+        if isinstance(result, torch.Tensor):
+            known = self.table.get(id(result))
+            if known is None:
+                known = _Known(result, self._forget)
+                known.key = key = id(result)
+                known.states, known.casts, known.storage = states, None, 0
+                self.table[key] = self._unplaced[key] = known
+            elif known.states is not states:
+                known.states, known.casts = states, None
+            if is_transformed():
+                inner = _unwrapped(result)
+                if inner is not None:
+                    self.record(inner, states)
+        elif isinstance(result, tuple | list):
+            for each in result:
+                self.record(each, states)
+
+    def _meet(self, x: torch.Tensor) -> States:
+        """The states of a tensor that no tracked call has made.
+
+        Memory that is known tells its own. Else it is from outside, and the same on every rank;
+        but where the host has learnt of what varies, it may have been made of that. What is
+        closed over and also cut, as an argument, needs its gradient summed: it is invariant.
+        """
+        inner = _unwrapped(x)
+        if inner is not None:
+            states = self.states(inner)
+            self.record(x, states)
+            return states
+        sharing = [each.states for _, each in self._sharing(x)]
+        if sharing and not (x.requires_grad and _storage(x) in self._memory):
+            joined = join(tuple(sharing), Rule.MOVE)
+            axes = {axis for each in sharing for axis, _ in each.items}
+            states = States.varying(axes) if isinstance(joined, Clash) else joined.result
+            self.record(x, states)
+            return states
+        states = INVARIANT if x.requires_grad else self.told
+        self.enter(x, states)
+        return states
+
+    def _sharing(self, x: torch.Tensor) -> list[tuple[torch.Tensor, _Known]]:
+        """The other tensors of the table that share memory with `x`."""
+        while self._unplaced:
+            key, known = self._unplaced.popitem()
+            each = known()
+            if each is not None:
+                known.storage = _storage(each)
+                if known.storage:
+                    self._by_storage.setdefault(known.storage, {})[key] = known
+        found = ((known(), known) for known in list(self._by_storage.get(_storage(x), {}).values()))
+        return [(each, known) for each, known in found if each is not None and each is not x]
+
+    def moved(self, x: torch.Tensor) -> None:
+        """Forget what is known of a tensor that was given other memory: that tells its states."""
+        known = self.table.get(id(x))
+        if known is not None:
+            self._forget(known)
+
+    def is_outside(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is an argument, or from outside of the body."""
+        self.states(x)
+        return id(x) in self._outside
+
+    # -- casts --
+
+    def cast(self, x: torch.Tensor, states: States, target: States) -> torch.Tensor:
+        """`x` in other states; where it was invariant, its gradient becomes the sum.
+
+        A tensor is cast once, however often it is used: its gradient is summed once.
+        """
+        axes = newly(states, target)
+        if not axes or not has_gradient(x):
+            return x
+        known = self.table[id(x)]
+        if known.casts is None:
+            known.casts = {}
+        version = x._version
+        found = known.casts.get(axes)
+        if found is not None and found[0] == version:
+            return found[1]
+        y = summed(self.mesh, axes, x)
+        if not is_transformed():  # what torch.func wraps ends with the transform
+            known.casts[axes] = (version, y)
+        self.record(y, states.updated(axes, target.at(axes[0])))
+        return y
+
+    def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
+        """Raise, if strict, for a cast that is not written and would change gradients."""
+        axes = newly(states, target) if self.strict else ()
+        if not axes or not has_gradient(x):
+            return
+        word = word_of(target.at(axes[0]))
+        self.fail(
+            op,
+            f"an operand {LocalType(x.shape, x.dtype, states)} that requires grad, where the "
+            f"others are {word} along {', '.join(axes)}",
+            f"the operands agree along every axis; the gradient of this one is a sum over "
+            f"{', '.join(axes)}, which check='strict' wants to see written",
+            f"fs.pcast(operand, {named_axes(axes)}, to={word!r}), or check=True, which inserts it",
+        )
+
+    def fail(self, op: str, given: str, rule: str, fix: str) -> NoReturn:
+        """Raise for a call in the body, with its line."""
+        self.raise_all([Problem(given, rule, fix)], f": {op}{user_line(None, None)}")
+        raise AssertionError("unreachable")
+
+    def raise_all(self, problems: Sequence[Problem], what: str = "") -> None:
+        """Raise for the problems, if there are any: types are the same on every rank."""
+        raise_if(f"{self.name}{what}", problems, everywhere=True)
+
+    # -- collectives --
+
+    def begin(self, plan: Plan, tree: Any, ahead: bool, launch: Launch) -> Callable[[], Any]:
+        """Launch a collective on the leaves of a tree, cast as its signature asks."""
+        leaves, treedef = flatten(tree)
+        rows = [(leaf, self._taken(plan, leaf)) for leaf in leaves]
+        same = [one is not None and self._is_only_typed(plan, leaf) for leaf, one in rows]
+        given = [
+            None if stays else leaf if one is None else self._cast_for(plan, leaf, one)
+            for (leaf, one), stays in zip(rows, same, strict=True)
+        ]
+        with self.pause():
+            finish = launch(plan, unflatten(treedef, given), ahead)
+
+        def done() -> Any:
+            with self.pause():
+                results = flatten(finish())[0]
+                for at, (leaf, one) in enumerate(rows):
+                    if one is None or not isinstance(leaf, torch.Tensor):
+                        continue
+                    y = leaf if same[at] else results[at]
+                    results[at] = y.view_as(y) if y is leaf else y
+                    self.record(results[at], one.result)
+            return unflatten(treedef, results)
+
+        return done
+
+    def _taken(self, plan: Plan, leaf: Any) -> Joined | None:
+        """What a collective makes of a leaf; None for one that is no tensor."""
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        joined = passes(self.states(leaf), plan.signature)
+        if isinstance(joined, Clash):
+            self.fail(plan.name, f"an operand {self.typeof(leaf)}", joined.rule, joined.fix)
+        if self.strict:
+            self._check_source(plan, leaf)
+        return joined
+
+    def _check_source(self, plan: Plan, leaf: torch.Tensor) -> None:
+        """Raise for a cast that takes its operand for invariant where nothing is tracked."""
+        to, source, axes = plan.signature.cast_to, plan.signature.source, plan.signature.axes
+        state = self.states(leaf).at(axes[0]) if axes else None
+        if to == "varying" and source is None and state is not None:
+            self.fail(
+                plan.name,
+                f"an operand {self.typeof(leaf)} and no src",
+                "what is not tracked is taken to be invariant, and its gradient summed: "
+                "check='strict' passes what is the same with check=False",
+                f"fs.pcast(x, {axes[0]!r}, to='varying', src={state[0]!r})",
+            )
+
+    def _is_only_typed(self, plan: Plan, leaf: torch.Tensor) -> bool:
+        """Whether a leaf changes its type and nothing else happens, not in backward either."""
+        signature, states = plan.signature, self.states(leaf)
+        return signature.cast_to is not None and any(map(states.at, signature.axes))
+
+    def _cast_for(self, plan: Plan, leaf: torch.Tensor, joined: Joined) -> torch.Tensor:
+        states, (target,) = self.states(leaf), joined.operands
+        if states is target:
+            return leaf
+        self.check_cast(leaf, states, target, plan.name)
+        return self.cast(leaf, states, target)
+
+    # -- writes and the host --
+
+    def beside(self, target: torch.Tensor) -> tuple[States, ...]:
+        """The states of other tensors to which gradients of what is written into one go back.
+
+        Views of one base. A cast shares memory too, and stays of its own type.
+        """
+        if not torch.is_grad_enabled():
+            return ()
+        sharing = self._sharing(target)
+        return tuple(known.states for other, known in sharing if _base(other) is _base(target))
+
+    def holds_all(self, target: torch.Tensor) -> bool:
+        """Whether nothing that shares memory with a tensor is left when it is overwritten."""
+        if not self._sharing(target):
+            return True
+        if target.layout is not torch.strided:  # others may hold its indices too
+            return False
+        return target.numel() * target.element_size() == target.untyped_storage().nbytes()
+
+    def written(self, target: torch.Tensor, states: States) -> None:
+        """Write down that `target`, and all that shares its memory, now is in `states`."""
+        for other, known in self._sharing(target):
+            joined = join((known.states, states), Rule.MOVE)
+            axes = (axis for each in (known.states, states) for axis, _ in each.items)
+            same = torch.is_grad_enabled() and _base(other) is _base(target)
+            rest = States.varying(axes) if isinstance(joined, Clash) else joined.result
+            self.record(other, states if same else rest)
+        if target.layout is not torch.strided:  # it may hold other values now
+            self.moved(target)
+        self.record(target, states)
+        self.blank.discard(id(target))
+
+    def check_write(self, target: torch.Tensor, op: str) -> None:
+        """Raise unless `target` is a tensor that the body has made."""
+        self.states(target)
+        if _storage(target) in self._memory:
+            self.fail(
+                op,
+                f"a write into a tensor of shape {tuple(target.shape)} from outside of the body",
+                "a mapped function returns what it computes: arguments and closed-over tensors "
+                "belong to all ranks",
+                "write into its clone(), and return that; of a module that keeps statistics: "
+                "eval(), or track_running_stats=False",
+            )
+
+    def tell(self, states: States, op: str) -> None:
+        """Note that the host has learnt of values in `states`: all that follows may depend on it.
+
+        What is invariant or reduced is the same on every rank: so is what the host makes of it.
+        """
+        axes = [axis for axis, (word, _) in states.items if word != "reduced"]
+        if axes and not set(axes) <= set(self.told.axes("varying")):
+            self.told = States.varying({*self.told.axes("varying"), *axes})
+        if axes and len(self.told_at) < 3:
+            line = f"{op}{user_line(None, None)}"
+            if line not in self.told_at:
+                self.told_at.append(line)
+
+    @property
+    def remark(self) -> str:
+        """Where the host has learnt of values that vary, if anywhere."""
+        told = ", ".join(self.told_at)
+        return f"told the host of values that vary: {told}" if told else ""
+
+    def draw(self, op: str, kwargs: Mapping[str, Any]) -> States:
+        """The states of what is drawn from a generator of this process; warns once per line."""
+        if kwargs.get("generator") is None:
+            frame = user_frame(sys._getframe())
+            text = (
+                f"{op} draws from this process's generator: ranks draw different numbers, and "
+                "other ones on another mesh. In the body, fs.random.keyed(key) has it draw by a "
+                "key; or draw before the call and pass the numbers in"
+            )
+            if frame is None:
+                warnings.warn(text, stacklevel=2)
+            else:
+                seen = frame.f_globals.setdefault("__warningregistry__", {})
+                file, line = frame.f_code.co_filename, frame.f_lineno
+                warnings.warn_explicit(text, UserWarning, file, line, registry=seen)
+        bound = innermost()
+        return States.varying(self.mesh.axes if bound is None else bound.axes)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Track nothing in the block: the engine runs a graph that is typed already."""
+        before, self.paused = self.paused, True
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self.paused = before
+
+
+def typeof(x: torch.Tensor, /) -> LocalType:
+    """The type of a tensor in a running `shard_map`: shape, dtype, states along the mesh axes.
+
+    `jax.typeof`. Of even shards it is equal on every rank, and may be returned with the out spec
+    None. Raises `ShardingError` where no types are tracked.
+
+    >>> import fshard as fs
+    >>> @fs.shard_map(mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=None)
+    ... def types(x):
+    ...     return typeof(x), typeof(fs.psum(x, "i"))
+    >>> types(torch.ones(4))
+    (f32[2]{varying: i}, f32[2])
+    """
+    tracker = tracking()
+    if tracker is None:
+        fail(
+            "fs.typeof",
+            "a call where no types are tracked",
+            "types are tracked in the body of a shard_map, unless with check=False",
+            "fs.shard_map(..., check=True)",
+        )
+    if not isinstance(x, torch.Tensor):
+        fail("fs.typeof", f"a {type(x).__name__}", "tensors have types along the mesh axes",
+             "torch.as_tensor(x)")  # fmt: skip
+    found: LocalType = tracker.typeof(x)
+    return found
+
+
+_VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.sparse_coo: torch.Tensor._values,
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),
+        torch.Tensor.values,
+    ),
+}
+
+
+def _storage(x: torch.Tensor) -> int:
+    """What is the same for tensors that share memory; 0 for one that has none.
+
+    That of a sparse tensor is the memory of its values.
+    """
+    try:
+        return int(torch._C._storage_id(x))  # type: ignore[attr-defined]
+    except (NotImplementedError, RuntimeError):  # sparse tensors, functorch's wrappers
+        with torch._C.DisableTorchFunction():
+            values = _VALUES.get(x.layout)
+            return 0 if values is None else _storage(values(x))
+
+
+def _base(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view is a view of, or the tensor itself."""
+    return x if x._base is None else x._base
+
+
+def has_gradient(x: torch.Tensor) -> bool:
+    """Whether what is computed from `x` now has a gradient with respect to it.
+
+    A wrapper of `torch.vmap` does not know; what it holds does.
+    """
+    if x.requires_grad:
+        return torch.is_grad_enabled()
+    held = _unwrapped(x) if is_transformed() else None
+    return held is not None and has_gradient(held)
+
+
+def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
+    """What a wrapper of `torch.func` holds, or None for another tensor."""
+    functorch = torch._C._functorch
+    return functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None

@@ -1,1 +1,0 @@
-"""State of programs: random numbers by key."""

@@ -1,0 +1,44 @@
+"""`apply` on real processes: the same values and gradients as in a simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec as P
+from fshard.layout.spec import Spec
+from fshard.partition.apply import apply
+from tests.helpers.gloo.harness import run_ranks
+from tests.partition.test_apply import body
+
+
+def on_rank(size: int) -> list[Any]:
+    fs.init(Mesh(x=size))
+    return body(size)
+
+
+def test_values_and_gradients() -> None:
+    simulated = fs.simulate(Mesh(x=2), body, 2)
+    for rank, found in enumerate(run_ranks(2, on_rank, 2)):
+        torch.testing.assert_close(found, simulated[rank])
+
+
+def explicit(size: int) -> str:
+    mesh = Mesh(x=size)
+    fs.init(mesh)
+    x = torch.ones(4, 4)
+    pairs = [fs.shard(x, Spec(mesh, p, shape=(4, 4))) for p in (P("x"), P(None, "x"))]
+    with pytest.raises(ShardingError) as caught:
+        apply(torch.add, *pairs)
+    return str(caught.value)
+
+
+def test_every_rank_raises_the_same() -> None:
+    texts = run_ranks(2, explicit, 2)
+    assert texts[0] == texts[1]
+    assert "all ways need communication" in texts[0]

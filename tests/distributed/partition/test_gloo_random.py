@@ -1,0 +1,65 @@
+"""Draws by key on real processes: each rank draws its part of what one device draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from fshard import P
+from tests.helpers.gloo.harness import run_ranks
+
+SHAPE = (5, 6)
+LAYOUTS = (
+    P("dp", "tp"), P(None, ("tp", "dp")), P(), P("tp", unreduced={"dp"}), P(reduced={"dp"}),
+    P("dp", unreduced={"tp": "max"}),
+)  # fmt: skip
+
+
+def draws() -> dict[str, Any]:
+    """This rank's parts, and what it computes of them."""
+    mesh = fs.Mesh(dp=2, tp=2)
+    fs.init(mesh)
+    key = fs.random.key(5)
+    specs = [fs.Spec(mesh, p, shape=SHAPE, uneven="chunk") for p in LAYOUTS]
+    found: dict[str, Any] = {str(spec): fs.random.normal(key, spec).local for spec in specs}
+
+    def loss(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            return F.dropout(x, 0.5).square().sum()
+
+    x = torch.ones(4, 6, requires_grad=True)
+    part = fs.partition(loss, mesh=mesh, in_specs=(P(), P("dp", "tp")), out_specs=P())
+    found["loss"] = part(key, x)
+    found["gradient"] = torch.autograd.grad(found["loss"], x)[0]
+
+    def body(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(fs.random.fold_in(key, fs.axis_index(("dp", "tp")))):
+            return F.dropout(x, 0.5)
+
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=(P(), P(("dp", "tp"))),
+                          out_specs=P(("dp", "tp")))  # fmt: skip
+    found["mapped"] = mapped(key, x)
+    return {name: each.detach() for name, each in found.items()}
+
+
+def test_ranks_draw_their_parts() -> None:
+    key, mesh = fs.random.key(5), fs.Mesh(dp=2, tp=2)
+    ranks = run_ranks(4, draws)
+    whole = fs.random.normal(key, SHAPE)
+    for p in LAYOUTS:
+        spec = fs.Spec(mesh, p, shape=SHAPE, uneven="chunk")
+        for found, right in zip(ranks, fs.shard(whole, spec).local, strict=True):
+            assert torch.equal(found[str(spec)], right)
+    x = torch.ones(4, 6, requires_grad=True)
+    mask = fs.random.dropout_mask(fs.random.fold_in(key, 0), x, 0.5)
+    loss = (x * mask).square().sum()
+    (grad,) = torch.autograd.grad(loss, x)
+    keys = [fs.random.fold_in(fs.random.fold_in(key, rank), 0) for rank in range(4)]
+    mapped = torch.cat([fs.random.dropout_mask(each, (1, 6), 0.5) for each in keys])
+    for found in ranks:
+        assert torch.equal(found["loss"], loss.detach())
+        assert torch.equal(found["gradient"], grad)
+        assert torch.equal(found["mapped"], mapped)

@@ -1,0 +1,312 @@
+"""Collectives that are replayed do what they did when they came first, on real processes."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError, Spec
+from fshard.run.capture import Launchers
+from fshard.spmd.collectives import collective_plan
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spec_grid import random_global
+from tests.spmd.collectives.test_collectives import CASES, axes_of, by_oracle, on_rank
+from tests.spmd.collectives.test_collectives import arguments as collective_arguments
+
+MESHES = [Mesh(i=2), Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))]
+F64 = torch.float64
+Work = list[tuple[int, tuple[str, ...], list[torch.Tensor], list[torch.Tensor]]]
+
+
+def run_often(mesh: Mesh, work: Work) -> list[Any]:
+    """Every case four times: the first two are not replayed; then of other strides, twice."""
+    fs.init(mesh)
+    collective_plan._LAUNCHERS.clear()
+    place = list(mesh.ranks).index(dist.get_rank())
+    found = []
+    for at, axes, xs, cts in work:
+        x, ct = xs[place], cts[place]
+        other = x.mT.contiguous().mT if x.ndim > 1 else x
+        given = [(x, ct)] * 3 + [(other, ct.mT.contiguous().mT if ct.ndim > 1 else ct)] * 3
+        found.append([on_rank(CASES[at], mesh, axes, *each) for each in given])
+    assert len(collective_plan._LAUNCHERS) > len(work)
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_replayed_collectives(mesh: Mesh) -> None:
+    work: Work = []
+    want = []
+    for at, each in enumerate(CASES):
+        for axes in axes_of(mesh)[-1:]:
+            xs = collective_arguments(each, mesh, axes, F64)
+            ys, cts, grads = by_oracle(each, mesh, axes, xs)
+            work.append((at, axes, xs, cts))
+            want.append((ys, grads))
+    by_rank = run_ranks(mesh.size, run_often, mesh, work, timeout=100)
+    for at, (ys, grads) in enumerate(want):
+        name = f"{CASES[work[at][0]].name} along {work[at][1]}"
+        for place, rank in enumerate(mesh.ranks):
+            for y, grad, again in by_rank[rank][at]:
+                torch.testing.assert_close(y, ys[place], msg=name)
+                torch.testing.assert_close(grad, grads[place], msg=name)
+                assert again is None or torch.allclose(again, ys[place]), name
+
+
+def run_around() -> list[Any]:
+    """What surrounds a replayed collective: observers, writes in place, dtypes, no grad."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    rank = float(dist.get_rank())
+    found: list[Any] = []
+    for _ in range(3):
+        x = torch.tensor([rank, 1.0], requires_grad=True)
+        y = fs.all_gather(x, "i", mesh=mesh)
+        y.mul_(2.0)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        with fs.comm_log() as log:
+            fs.psum(x, "i", mesh=mesh).sum().backward()
+            fs.all_gather(x, "i", mesh=mesh).sum().backward()
+        with torch.no_grad():
+            plain = fs.psum(x, "i", mesh=mesh)
+        means = [fs.pmean(torch.tensor([1, 2]), "i", mesh=mesh).dtype]
+        torch.set_default_dtype(F64)
+        means.append(fs.pmean(torch.tensor([1, 2]), "i", mesh=mesh).dtype)
+        torch.set_default_dtype(torch.float32)
+        found.append((y.detach(), grad, str(log), plain.requires_grad, plain.tolist(), means))
+    return found
+
+
+def test_around_a_replay() -> None:
+    for first, *others in run_ranks(2, run_around):
+        assert first[0].tolist() == [[0.0, 2.0], [2.0, 2.0]]
+        assert first[1].tolist() == [4.0, 4.0]
+        assert first[3:] == (False, [1.0, 2.0], [torch.float32, F64])
+        for each in others:
+            assert [*map(str, each)] == [*map(str, first)]
+
+
+def run_changing() -> list[int]:
+    """A shape that comes once is not recorded, and what is recorded is bounded."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    collective_plan._LAUNCHERS.clear()
+    counts = []
+    for _ in range(2):
+        for n in range(1, 4):
+            fs.psum(random_global((n,), F64), "i", mesh=mesh)
+        counts.append(len(collective_plan._LAUNCHERS))
+    return counts
+
+
+def test_what_comes_once_is_not_recorded() -> None:
+    assert run_ranks(2, run_changing) == [[0, 3]] * 2
+
+
+# -- keys ------------------------------------------------------------------------------
+
+
+def run_mutable() -> list[Any]:
+    """Arguments that change in place count as they are at the call, and are not kept."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    x = torch.arange(2.0)
+    found: list[Any] = []
+    order: Any = torch.tensor([0, 1])
+    rows = [[0, 1]]
+    mapped = fs.shard_map(
+        lambda v: fs.pshuffle(v, "i", order), mesh=mesh, in_specs=P("i"), out_specs=P("i")
+    )
+    for at in range(8):
+        if at == 4:
+            order.copy_(torch.tensor([1, 0]))
+            rows[0][:] = [1, 0]
+        leaf = torch.full((1,), float(dist.get_rank()), requires_grad=True)
+        y = fs.all_gather(leaf, "i", mesh=mesh, axis_index_groups=rows)
+        (grad,) = torch.autograd.grad(y, leaf, torch.tensor([[1.0], [2.0]]))
+        direct = fs.pshuffle(leaf.detach(), "i", order, mesh=mesh)
+        found.append((mapped(x).tolist(), direct.tolist(), y.tolist(), grad.tolist()))
+    kept, order = weakref.ref(order), [0, 1]
+    gc.collect()
+    return [found, kept() is None]
+
+
+def test_arguments_that_change() -> None:
+    for rank, (found, is_gone) in enumerate(run_ranks(2, run_mutable)):
+        for at, (mapped, direct, y, grad) in enumerate(found):
+            turned = at >= 4
+            assert mapped == ([1.0, 0.0] if turned else [0.0, 1.0])
+            assert direct == [float(rank != turned)]
+            assert y == ([[1.0], [0.0]] if turned else [[0.0], [1.0]])
+            assert grad == [2.0 * (1 + (rank != turned))]
+        assert is_gone
+
+
+def run_equal_numbers() -> list[Any]:
+    """Numbers that are equal but mean something else, before and after the right one."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    found: list[Any] = []
+    for at in range(4):
+        for axis in (0.0, 0):
+            x = torch.zeros(at // 2 + 1)
+            try:
+                found.append(fs.all_gather(x, "i", axis=axis, mesh=mesh).shape)  # type: ignore[arg-type]
+            except ShardingError as error:
+                found.append(str(error).splitlines()[1])
+    return found
+
+
+def test_numbers_that_are_equal() -> None:
+    for found in run_ranks(2, run_equal_numbers):
+        assert found == [
+            each
+            for n in (1, 1, 2, 2)
+            for each in ("  given: axis=0.0 of a result of 2 dims", torch.Size([2, n]))
+        ]
+
+
+def test_a_recording_that_another_thread_forgets() -> None:
+    launchers = Launchers()
+
+    class Key:
+        """Compared with another one, it acts as a thread that clears at that moment."""
+
+        def __hash__(self) -> int:
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            launchers.clear()
+            return True
+
+    for _ in range(4):
+        assert launchers.of(Key(), lambda: None) is None
+
+
+# -- what else looks at operations ------------------------------------------------------------
+
+LINEAR: dict[str, Callable[[torch.Tensor, Mesh], torch.Tensor]] = {
+    "psum": lambda x, mesh: fs.psum(x, "i", mesh=mesh),
+    "all_gather": lambda x, mesh: fs.all_gather(x, "i", axis=1, mesh=mesh),
+    "psum_scatter": lambda x, mesh: fs.psum_scatter(x, "i", mesh=mesh),
+    "program": lambda x, mesh: fs.redistribute(
+        Spec(mesh, P("i"), shape=(4, 3)), Spec(mesh, P(), shape=(4, 3))
+    )(x),
+}
+
+
+def dual_of(x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():  # of PyTorch's own, when it is first called
+        warnings.simplefilter("ignore", DeprecationWarning)
+        dual: torch.Tensor = forward_ad.make_dual(x, tangent)
+        return dual
+
+
+def run_tangents(name: str) -> list[Any]:
+    """Values and tangents in a level of forward mode, with and without reverse mode."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    found = []
+    for at in range(8):
+        x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=at >= 4)
+        with forward_ad.dual_level():
+            dual = dual_of(x, 3 * x.detach())
+            y = forward_ad.unpack_dual(LINEAR[name](dual * dual, mesh))
+            found.append((y.primal.detach(), y.tangent.detach()))
+    return found
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_tangents(name: str) -> None:
+    for found in run_ranks(2, run_tangents, name):
+        for primal, tangent in found:
+            assert torch.equal(tangent, 6 * primal)
+            assert torch.equal(primal, found[0][0])
+
+
+def run_mixed_tangents() -> list[bool]:
+    """A leaf of a tree with a tangent, next to one with a gradient; and a maximum."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    x, w = torch.ones(2), torch.ones(3, requires_grad=True)
+    with forward_ad.dual_level():
+        y, v = fs.psum((dual_of(x, x), w), "i", mesh=mesh)
+        (grad,) = torch.autograd.grad(v.sum(), w)
+        assert forward_ad.unpack_dual(y).tangent.tolist() == [2.0, 2.0]
+        assert grad.tolist() == [1.0] * 3
+        with pytest.raises(ShardingError) as caught:
+            fs.pmax(dual_of(x, x), "i", mesh=mesh)
+    assert str(caught.value) == (
+        "fs.pmax\n"
+        "  given: a maximum or minimum of a tensor with a tangent\n"
+        "  rule:  in forward mode sums and movements have a derivative, maxima and minima in "
+        "reverse\n"
+        "  fix:   torch.func.vjp, or torch.autograd.grad without a dual_level"
+    )
+    return [True]
+
+
+def test_tangents_next_to_gradients() -> None:
+    assert run_ranks(2, run_mixed_tangents) == [[True]] * 2
+
+
+def run_observed(name: str) -> list[Any]:
+    """What `CommDebugMode` counts and what `make_fx` traces, of every call."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    counts, graphs = [], []
+    for at in range(4):
+        x = torch.ones(2, 3, requires_grad=True)
+        with CommDebugMode() as counter:
+            LINEAR[name](x, mesh).sum().backward()
+        counts.append(counter.get_total_counts())
+        traced = make_fx(lambda x: 2 * LINEAR[name](x, mesh))(torch.ones(2, 3) + at)
+        graphs.append([str(node.target) for node in traced.graph.nodes])
+    return [counts, graphs]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_modes_see_every_call_once(name: str) -> None:
+    for counts, graphs in run_ranks(2, run_observed, name):
+        assert counts == [1 if name in ("psum", "program") else 2] * 4
+        for graph in graphs:
+            assert sum("_c10d_functional" in each for each in graph) == 2  # one, and its wait
+            assert not any("empty" in each for each in graph)
+
+
+def run_batched(work: Work) -> list[Any]:
+    """Gradients of several cotangents in one pass, and one by one."""
+    mesh = Mesh(i=2)
+    fs.init(mesh)
+    collective_plan._LAUNCHERS.clear()
+    place, found = dist.get_rank(), []
+    for at, axes, xs, cts in work:
+        batch = torch.stack([cts[place] * n for n in (1, -2, 3)])
+        for _ in range(4):
+            x = xs[place].clone().requires_grad_()
+            y = CASES[at].run(x, axes, mesh=mesh)
+            want = [torch.autograd.grad(y, x, ct, retain_graph=True)[0] for ct in batch]
+            (together,) = torch.autograd.grad(y, x, batch, is_grads_batched=True)
+            found.append(torch.allclose(together, torch.stack(want)))
+    return found
+
+
+def test_batches_of_gradients() -> None:
+    mesh, work = Mesh(i=2), []
+    for at, each in enumerate(CASES):
+        xs = collective_arguments(each, mesh, ("i",), F64)
+        _, cts, _ = by_oracle(each, mesh, ("i",), xs)
+        work.append((at, ("i",), xs, cts))
+    for found in run_ranks(2, run_batched, work, timeout=100):
+        assert [CASES[at // 4].name for at, is_right in enumerate(found) if not is_right] == []

@@ -1,0 +1,446 @@
+"""Real ranks that part ways: every one of them says who is where, and none hangs."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.run.transports.divergence_check import _Checked
+from fshard.run.transports.divergence_report import explain_with, fingerprint
+from fshard.run.transports.torch_distributed import World
+from tests.helpers.gloo.harness import Outcome, Ranks, outcomes, run_ranks
+
+PAIR = fs.Mesh(x=2)
+GRID = fs.Mesh(dp=2, tp=2)
+ORDER = """
+  rule:  every rank of a group calls the same collectives in the same order
+  fix:   move the collective out of the branch that only some ranks take"""
+ALIKE = """
+  rule:  every rank of a group calls the same collective, with one shape and dtype
+  fix:   look at what made the ranks differ before these lines"""
+
+
+def checked(fn: Callable[..., Any], mesh: fs.Mesh = PAIR, check: Any = "collectives") -> Any:
+    every = P(mesh.axes)
+    return fs.shard_map(fn, mesh=mesh, in_specs=every, out_specs=every, check=check)
+
+
+def run(
+    fn: Callable[..., Any], mesh: fs.Mesh = PAIR, timeout: float = 60, check: Any = "collectives"
+) -> Any:
+    """`fn` as a mapped function on this rank, of ones."""
+    fs.init(mesh, timeout=timeout)
+    spec = fs.Spec(mesh, P(mesh.axes), shape=(2 * mesh.size,))
+    return checked(fn, mesh, check)((torch.ones(2), spec))
+
+
+def line(fn: Callable[..., Any], after: int) -> str:
+    return f"at {__file__}:{fn.__code__.co_firstlineno + after}"
+
+
+def same(done: list[Outcome], text: str, ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
+        assert isinstance(done[rank].error, ShardingError), done[rank]
+        assert str(done[rank].error) == text
+        assert not getattr(done[rank].error, "__notes__", [])
+
+
+# -- what differs ------------------------------------------------------------------------------
+
+
+def other_collective(x: torch.Tensor) -> torch.Tensor:
+    if fs.axis_index("x") == 1:
+        return fs.pmean(x, "x")
+    return fs.psum(x, "x")
+
+
+def other_shape(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        x = x[:1]
+    return fs.psum(x, "x")
+
+
+def other_axis_first(x: torch.Tensor) -> torch.Tensor:
+    first, then = ("dp", "tp") if dist.get_rank() in (0, 3) else ("tp", "dp")
+    return fs.psum(fs.psum(x, first), then)
+
+
+def test_another_collective() -> None:
+    done = outcomes(2, run, other_collective)
+    wire = "torch.float32, (2,))"
+    told = f"told the host of values that vary: bool() {line(other_collective, 1)}"
+    same(done, f"""ranks of the group (0, 1) call different collectives
+  rank 0 (x=0): fs.psum over x: all_reduce(sum, {wire} {line(other_collective, 3)}
+    {told}
+  rank 1 (x=1): fs.pmean over x: all_reduce(avg, {wire} {line(other_collective, 2)}
+    {told}{ALIKE}""", (0, 1))  # fmt: skip
+
+
+def test_another_shape() -> None:
+    done = outcomes(2, run, other_shape)
+    where = line(other_shape, 3)
+    same(done, f"""ranks of the group (0, 1) call different collectives
+  rank 0 (x=0): fs.psum over x: all_reduce(sum, torch.float32, (2,)) {where}
+  rank 1 (x=1): fs.psum over x: all_reduce(sum, torch.float32, (1,)) {where}{ALIKE}""",
+        (0, 1))  # fmt: skip
+
+
+def test_a_ring_of_ranks_that_wait() -> None:
+    done = outcomes(4, run, other_axis_first, GRID)
+    wire = f"all_reduce(sum, torch.float32, (2,)) {line(other_axis_first, 2)}"
+    same(done, f"""ranks wait for each other
+  ranks 0 (dp=0, tp=0), 3 (dp=1, tp=1): waiting in fs.psum over dp: {wire}
+  ranks 1 (dp=0, tp=1), 2 (dp=1, tp=0): waiting in fs.psum over tp: {wire}{ORDER}""",
+        (0, 1, 2, 3))  # fmt: skip
+
+
+# -- who does not come -------------------------------------------------------------------------
+
+
+def returns_early(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() % 2 == 1:
+        explain_with(lambda: "branched on a varying value")
+        return x
+    return fs.psum(x, "tp")
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    x = fs.psum(x, ("dp", "tp"))
+    if dist.get_rank() == 3:
+        raise ValueError("boom\nand more")
+    return fs.psum(x, "tp") + fs.psum(x, "dp")
+
+
+def is_late(x: torch.Tensor) -> torch.Tensor:
+    x = fs.psum(x, "x")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.set("rank 1 is past the first", "")
+        store.wait(["rank 0 has waited"])
+        return fs.pmax(x, "x")
+    store.wait(["rank 1 is past the first"])
+    fs.init(PAIR, timeout=0.5)
+    try:
+        return fs.pmax(x, "x")
+    finally:
+        store.set("rank 0 has waited", "")
+
+
+def test_one_that_returns_while_others_wait() -> None:
+    done = outcomes(4, run, returns_early, GRID)
+    wait = "waiting in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for"
+    for dp, (here, away) in enumerate([(0, 1), (2, 3)]):
+        same(done, f"""ranks wait for others that never come
+  rank {here} (dp={dp}, tp=0): {wait} [{away}] {line(returns_early, 4)}
+  rank {away} (dp={dp}, tp=1): returned
+    branched on a varying value{ORDER}""", (here,))  # fmt: skip
+        assert done[away].error is None
+
+
+def test_one_that_raises_while_others_wait() -> None:
+    done = outcomes(4, run, raises, GRID)
+    error = done[3].error
+    assert isinstance(error, ValueError)
+    assert str(error) == "boom\nand more"
+    assert error.__notes__ == ["on rank 3 (dp=1, tp=1) of Mesh(dp=2, tp=2)"]
+    assert "on rank 3 (dp=1, tp=1)" in done[3].traceback
+    assert f"line {raises.__code__.co_firstlineno + 3}, in raises" in done[3].traceback
+    raised = f"rank 3 (dp=1, tp=1): raised ValueError: boom {line(raises, 3)}"
+    wait = "waiting in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for [3]"
+    same(done, f"""ranks wait for others that never come
+  rank 2 (dp=1, tp=0): {wait} {line(raises, 4)}
+  {raised}
+  rule:  every rank of a group calls the same collectives in the same order
+  fix:   look at the error of rank 3""", (2,))  # fmt: skip
+    for rank in (0, 1):
+        assert isinstance(done[rank].error, ShardingError)
+        assert "ranks wait for others that never come" in str(done[rank].error)
+    assert raised in str(done[1].error)
+    assert "rank 2 (dp=1, tp=0): raised ShardingError: ranks wait" in str(done[0].error)
+
+
+def test_one_that_is_late() -> None:
+    with closing(Ranks(2)) as ranks:
+        done = ranks.outcomes(run, is_late)
+    same(done, f"""ranks waited 0.5 s for others that did not come
+  rank 0 (x=0): waiting in fs.pmax over x: all_reduce(max, torch.float32, (2,)) for [1] \
+{line(is_late, 10)}
+  rank 1 (x=1): running, last in fs.psum over x: all_reduce(sum, torch.float32, (2,)) \
+{line(is_late, 1)}
+  rule:  every rank of a group calls the same collectives in the same order
+  fix:   move the collective out of the branch that only some ranks take; for ranks that are \
+only late, fs.init(mesh, timeout=seconds)""", (0, 1))  # fmt: skip
+
+
+def wrong_local() -> Any:
+    fs.init(PAIR, timeout=60)
+    spec = fs.Spec(PAIR, P("x"), shape=(4,))
+    local = torch.ones(2 + dist.get_rank())
+    return checked(lambda x: fs.psum(x, "x"))((local, spec))
+
+
+def test_a_wrong_local_on_one_rank() -> None:
+    right, wrong = outcomes(2, wrong_local)
+    assert "rank 1 (x=1) a local of shape (3,)" in str(wrong.error)
+    assert "rank 1 (x=1): raised ShardingError: shard_map(<lambda>)" in str(right.error)
+
+
+def differs_and_sleeps(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() >= 2:
+        time.sleep(2.5)
+    return (fs.pmean if dist.get_rank() == 1 else fs.psum)(x, ("dp", "tp"))
+
+
+def test_others_that_differ_do_not_wait_long_for_the_late() -> None:
+    done = outcomes(4, run, differs_and_sleeps, GRID)
+    where = f"torch.float32, (2,)) {line(differs_and_sleeps, 3)}"
+    same(done, f"""ranks of the group (0, 1, 2, 3) call different collectives
+  rank 0 (dp=0, tp=0): fs.psum over dp, tp: all_reduce(sum, {where}
+  rank 1 (dp=0, tp=1): fs.pmean over dp, tp: all_reduce(avg, {where}
+  ranks 2 (dp=1, tp=0), 3 (dp=1, tp=1): running{ALIKE}""", (0, 1, 2, 3))  # fmt: skip
+
+
+# -- backward ----------------------------------------------------------------------------------
+
+
+def two_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gathered = fs.all_gather(x, "x", tiled=True)
+    turned = fs.ppermute(x, "x", [(0, 1), (1, 0)])
+    return gathered, turned
+
+
+def backward_apart() -> None:
+    fs.init(PAIR, timeout=60)
+    x = torch.ones(2, requires_grad=True)
+    spec = fs.Spec(PAIR, P("x"), shape=(4,))
+    both = checked(two_ways)((x, spec))
+    both[dist.get_rank()].local.sum().backward()
+
+
+def test_backward_of_something_else() -> None:
+    done = outcomes(2, backward_apart)
+    at = line(backward_apart, 5)
+    same(done, f"""ranks of the group (0, 1) call different collectives
+  rank 0 (x=0): backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 2)) \
+{at}, of the call {line(two_ways, 1)}
+  rank 1 (x=1): backward of fs.ppermute over x: all_to_all(torch.float32) \
+{at}, of the call {line(two_ways, 2)}{ALIKE}""", (0, 1))  # fmt: skip
+
+
+# -- what stays as it is -----------------------------------------------------------------------
+
+
+def all_of_them(x: torch.Tensor) -> Any:
+    pending = fs.start(fs.psum, x, ("dp", "tp"))
+    y = fs.all_gather(x, ("tp", "dp"), tiled=True).sum() + fs.pmax(x, "tp")
+    y = y * fs.ppermute(x, "dp", [(0, 1), (1, 0)]) + fs.psum_scatter(x, "tp", tiled=True).sum()
+    return y * 1 + pending.wait()
+
+
+def values_and_keys() -> Any:
+    fs.init(GRID, timeout=60)
+    spec = fs.Spec(GRID, P(("dp", "tp")), shape=(8,))
+
+    def once(check: Any) -> list[torch.Tensor]:
+        x = (torch.arange(2.0) + dist.get_rank()).requires_grad_()
+        y = checked(all_of_them, GRID, check)((x, spec)).local
+        return [y, *torch.autograd.grad(y.sin().sum(), x)]
+
+    plain, compared = once(True), once("collectives")
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    for _ in range(10):
+        once("collectives")
+    dist.barrier()
+    after = store.num_keys()
+    dist.barrier()
+    return [torch.equal(a, b) for a, b in zip(plain, compared, strict=True)], after - before
+
+
+def test_values_and_gradients_are_the_same_and_no_key_is_left() -> None:
+    assert run_ranks(4, values_and_keys) == [([True, True], 0)] * 4
+
+
+# -- verdicts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> list[_Checked]:
+    """Both ranks of a pair in this process, over one store; neither waits long for the other."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
+    return [_Checked(World(rank, cpu, limit, weakref.ref(store), 1), PAIR) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("slow", ["waited", ""])
+def test_the_first_verdict_counts(
+    pair: list[_Checked], monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """A rank that has seen the other missing, and sleeps before it says so, goes on with it."""
+    call = fingerprint("all_reduce", torch.ones(2), "sum")
+    first, second = pair
+    tell = first._tell
+
+    def sleeps(group: Any, moment: Any, old: str, text: str, *rest: Any) -> str:
+        monkeypatch.undo()
+        if slow:
+            assert text.startswith("ranks waited 0.001 s")
+            second._meet(call, (0, 1))
+        else:
+            store: Any = second.store
+            store.compare_set("verdict (0, 1)", old, json.dumps([moment, "given up", []]))
+        return tell(group, moment, old, text, *rest)
+
+    with first.call(), second.call():
+        monkeypatch.setattr(first, "_tell", sleeps)
+        if slow:
+            first._meet(call, (0, 1))
+            assert first.state.passed == second.state.passed == {"(0, 1)": (1, 0)}
+        else:
+            with pytest.raises(ShardingError, match="given up"):
+                first._meet(call, (0, 1))
+            with pytest.raises(ShardingError, match="given up"):
+                second._meet(call, (0, 1))
+
+
+def test_who_has_raised_waits_no_more(pair: list[_Checked]) -> None:
+    """As in a backward pass, which is outside of the call."""
+    first, second = pair
+    with first.call(), second.call():
+        pass
+    with pytest.raises(ShardingError, match=r"ranks waited 0\.001 s"):
+        first._meet(fingerprint("all_reduce", torch.ones(2), "sum"), (0, 1))
+    assert first.state.waits is None
+    _, states = second._read((0, 1), (0, 1))
+    assert states[0].waits is None
+    assert states[0].stands.startswith("running, last in all_reduce")
+
+
+# -- ragged exchanges --------------------------------------------------------------------------
+
+
+def ragged() -> torch.Tensor:
+    """Rank 0 alone expects another number of rows than it is sent."""
+    fs.init(PAIR)
+    rows, i = torch.ones(2), dist.get_rank()
+    receive = [1, 2 - i]
+    return fs.ragged_all_to_all(
+        rows, torch.zeros(3), [0, 1], [1, 1], [i, i], receive, axis_name="x", mesh=PAIR
+    )
+
+
+def test_rows_on_which_two_ranks_do_not_agree() -> None:
+    """An error on both, before any is in the exchange that the other does not come to."""
+    same(outcomes(2, ragged), """fs.ragged_all_to_all
+  given: recv_sizes[1]=2 on rank 0 along the axes, to which rank 1 sends 1 rows
+  rule:  recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j
+  fix:   recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)""", (0, 1))  # fmt: skip
+
+
+# -- process groups that are made anew ---------------------------------------------------------
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    return fs.psum(x, "x")
+
+
+def lives() -> list[Any]:
+    """Rank 0 alone comes to a checked call in the first life; and one life without fs.init."""
+    fs.init(PAIR, timeout=60)
+    spec = fs.Spec(PAIR, P("x"), shape=(4,))
+    once = checked(added, check="collectives")
+    plain = [fs.psum(torch.ones(2), "x", mesh=PAIR) for _ in range(4)]
+    if dist.get_rank() == 0:
+        fs.init(PAIR, timeout=0.1)
+        with pytest.raises(ShardingError, match="ranks waited"):
+            once((torch.ones(2), spec))
+    dist.barrier()
+    # The addresses of the first life stay in a store that outlives it: PyTorch would read them.
+    names = "second life", dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(*names), rank=rank, world_size=2)
+    found: list[Any] = []
+    for use in (
+        lambda: fs.axis_index("x", mesh=PAIR),
+        lambda: fs.psum(torch.ones(2), "x", mesh=PAIR),
+        lambda: once((torch.ones(2), spec)),
+    ):
+        with pytest.raises(ShardingError) as caught:
+            use()
+        found.append(str(caught.value))
+    fs.init(PAIR, timeout=20)
+    found.append(once((torch.ones(2), spec)).local.tolist())
+    found.append([int(each.sum()) for each in plain])
+    dist.destroy_process_group()
+    return found
+
+
+REPLACED = """fshard
+  given: other process groups than those of fs.init
+  rule:  ranks are those of the process groups that were there at fs.init
+  fix:   call fs.init(mesh) again after dist.init_process_group"""
+
+
+def test_process_groups_that_are_made_anew() -> None:
+    with closing(Ranks(2, init=False)) as ranks:
+        found = ranks.run(lives)
+    assert found == [[REPLACED, REPLACED, REPLACED, [2.0, 2.0], [4] * 4]] * 2
+
+
+# -- without the check -------------------------------------------------------------------------
+
+
+def late_without_a_check(x: torch.Tensor) -> torch.Tensor:
+    if fs.axis_index("x") == 1:
+        time.sleep(2)
+        return x
+    return fs.psum(x, "x")
+
+
+@pytest.mark.parametrize("world", [2, 3])  # of all ranks, or made when they first come to it
+def test_a_plain_timeout_says_in_what(world: int) -> None:
+    with closing(Ranks(world, init=False)) as ranks:
+        first, second, *_ = ranks.outcomes(run, late_without_a_check, PAIR, 1, False)
+    assert second.error is None
+    assert isinstance(first.error, ShardingError)
+    head, given, *rest = str(first.error).split("\n")
+    assert head == (f"fs.psum over x: all_reduce among the ranks (0, 1) did not end "
+                    f"{line(late_without_a_check, 4)}")  # fmt: skip
+    assert given.startswith("  given: ")
+    assert "1000ms" in given
+    rule, fix = rest
+    assert rule == (
+        "  rule:  a collective ends when every rank of its group has come to it, in the time that "
+        "fs.init(mesh, timeout=seconds) gives"
+    )
+    assert fix == (
+        '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not come, and '
+        "what they do instead"
+    )
+    assert "direct cause" in first.traceback
+    assert first.error.__notes__ == ["on rank 0 (x=0) of Mesh(x=2)"]
+
+
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_the_body_has_its_rank(rank: int) -> None:
+    error = outcomes(2, run, fails, PAIR, 60, False)[rank].error
+    assert isinstance(error, KeyError)
+    assert error.__notes__ == [f"on rank {rank} (x={rank}) of Mesh(x=2)"]

@@ -1,0 +1,115 @@
+"""Batches on real processes, with gradients: the numbers of the simulation, launch for launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard import Batch, Mesh, P, Program, Spec
+from fshard.layout.tree import flatten, unflatten
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spec_grid import random_locals
+from tests.plan.test_batch import ends, fsdp, only, owners
+from tests.spmd.collectives.test_collectives import here
+
+F64 = torch.float64
+MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
+SMALL, LARGE = Mesh(a=3), Mesh({"b": 2}, devices=(3, 1))
+
+
+def mixed() -> Batch:
+    """Layouts of all kinds, dtypes, uneven sizes, several meshes, and between them."""
+    p, q = P("x", "y"), P(("y", "x"))
+    pairs = [
+        (P("x"), P()), (P(None, "y"), P()), (P(unreduced={"x"}), P("x")), (p, q), (q, p),
+        (P(unreduced={"x", "y"}), P()), (P("x", unreduced={"y": "avg"}), P("x")),
+        (P(), P("y")), (P(reduced={"x"}), P("x")), (P("y", "x"), P("x", "y")),
+    ]  # fmt: skip
+    shapes = [(4, 8), (7, 5)]
+    progs: list[Program | None] = [
+        fs.redistribute(
+            Spec(MESH, a, shape=shape, dtype=dtype, uneven="chunk"),
+            Spec(MESH, b, shape=shape, dtype=dtype, uneven="chunk"),
+        )
+        for a, b in pairs
+        for shape in shapes
+        for dtype in (F64, torch.float32)
+    ]
+    for (m, a), (n, b) in [
+        ((SMALL, P("a")), (LARGE, P("b"))), ((LARGE, P(None, "b")), (SMALL, P())),
+        ((SMALL, P()), (MESH, P("x", "y"))), ((MESH, P("y")), (MESH, P(None, "x"))),
+    ]:  # fmt: skip
+        src = Spec(m, a, shape=(6, 4), dtype=F64)
+        dst = Spec(n, b, shape=(6, 4), dtype=F64)
+        progs.append(Program(src, (fs.Exchange(dst.partition, dst.sizes, dst.mesh),), dst))
+    return Batch([*progs, None], bucket_bytes=512)
+
+
+def batches() -> dict[str, Batch]:
+    parameters = fs.redistribute(*fsdp(6))
+    return {
+        "mixed": mixed(),
+        "parameters": parameters,
+        "muon": fs.redistribute(*ends(owners(Mesh(x=4), 50))),
+        "sent in less": fs.redistribute(
+            *fsdp(2), forward_dtype=torch.bfloat16, backward_dtype=torch.float64
+        ),
+        "ahead": parameters,
+    }
+
+
+def leaves_of(batch: Batch, rank: int) -> list[Any]:
+    """This rank's locals, every third of which needs no gradient."""
+    locals_: list[Any] = []
+    for at, leaf in enumerate(batch.leaves):
+        if leaf is None:
+            locals_.append(None)
+            continue
+        ranks = list(leaf.src.mesh.ranks)
+        x = torch.empty(0, dtype=leaf.src.dtype)
+        if rank in ranks:
+            x = random_locals(leaf.src, at)[ranks.index(rank)]
+        locals_.append(x.requires_grad_(at % 3 != 2))
+    return locals_
+
+
+def results(rank: int) -> dict[str, Any]:
+    """Values, gradients and second ones of each batch on this rank, and its launches."""
+    found: dict[str, Any] = {}
+    for name, batch in batches().items():
+        xs = leaves_of(batch, rank)
+        tree = unflatten(batch.structure, xs)
+        inputs = [x for x in xs if x is not None and x.requires_grad]
+        with fs.comm_log() as log:
+            out = batch(tree, async_op=True).wait() if name == "ahead" else batch(tree)
+            ys = [y for y in flatten(out)[0] if y is not None]
+            total = sum(((y + 1) ** 2).sum() for y in ys if y.requires_grad)
+            grads = torch.autograd.grad(total, inputs, create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in grads), inputs)
+        numbers = [[each.detach() for each in tensors] for tensors in (ys, grads, second)]
+        wanted = only(batch, [x is not None and x.requires_grad for x in xs])
+        said = len(batch.launches), len(wanted.T.launches)
+        ran = log.forward.counts.total(), log.backward.counts.total()
+        found[name] = numbers, said, ran
+    return found
+
+
+WORLD = Mesh(world=4)
+
+
+def on_rank() -> dict[str, Any]:
+    fs.init(WORLD)
+    return results(here(WORLD))
+
+
+def test_batches() -> None:
+    by_rank = run_ranks(4, on_rank, timeout=120)
+    simulated = fs.simulate(WORLD, lambda: results(here(WORLD)))
+    for want, got in zip(simulated, by_rank, strict=True):
+        for name, (numbers, said, ran) in got.items():
+            torch.testing.assert_close(numbers, want[name][0], msg=lambda m, n=name: f"{n}: {m}")
+            # Between meshes a rank takes no part in what it neither sends nor receives.
+            assert said == ran if name != "mixed" else all(map(int.__ge__, said, ran)), name
+    assert by_rank[0]["muon"][1] == (1, 1)

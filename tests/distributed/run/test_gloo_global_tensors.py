@@ -1,0 +1,463 @@
+"""Global tensors to locals and back on real processes, ranks outside of the mesh, fs.init."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError, Spec
+from fshard.run.transports import base as transport
+from fshard.run.transports.base import Finish, Group
+from tests.helpers.gloo.harness import Ranks, outcomes, run_ranks
+from tests.helpers.spec_grid import all_specs, random_global, random_locals
+
+MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
+PART = Mesh({"x": 2}, devices=(3, 1))
+
+
+def errors(size: int, function: Callable[..., Any], *args: Any) -> list[str]:
+    """The texts of the `ShardingError` that every rank raises."""
+    found = [each.error for each in outcomes(size, function, *args)]
+    assert all(isinstance(each, ShardingError) for each in found), found
+    return [str(each) for each in found]
+
+
+def layouts() -> list[Spec]:
+    """Layouts of every state, even and uneven, and kinds other than sums."""
+    even = all_specs(MESH, (4, 4), dtype=torch.float64)
+    uneven = all_specs(
+        MESH, (5, 3), ("invariant", "unreduced"), dtype=torch.float64, uneven="chunk"
+    )
+    kinds = [
+        Spec(MESH, P("x", unreduced={"y": kind}), shape=(4, 3), dtype=torch.float64)
+        for kind in ("avg", "max", "min")
+    ]
+    owner = Spec(MESH, P(("y", "x")), shape=(6,), sizes={0: (0, 6, 0, 0)}, dtype=torch.float64)
+    shares = Spec(MESH, P("x", reduced={"y": "avg"}), shape=(4, 3), dtype=torch.float64)
+    return [*even[::2], *uneven[::2], *kinds, owner, shares]
+
+
+# -- shard and unshard -----------------------------------------------------------------
+
+
+def move(specs: Sequence[Spec], place: int | None) -> list[dict[str, Any]]:
+    """Shard, unshard and reshard, with gradients; on all ranks where `place` is None."""
+    rows = []
+    for at, spec in enumerate(specs):
+        linear = all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds)
+        x = random_global(spec.shape, spec.dtype, at).requires_grad_(linear)
+        local, _ = fs.shard(x, spec)
+        row = {"local": local, "whole": fs.unshard((local, spec)), "grad": torch.empty(0)}
+        weights = random_global(spec.shape, spec.dtype, at + 1)
+        if linear:
+            (row["grad"],) = torch.autograd.grad((row["whole"] ** 2 * weights).sum(), x)
+        else:
+            with pytest.raises(ShardingError, match="has no gradient of its own"):
+                fs.shard(x.requires_grad_(), spec)
+
+        free: Any = tuple(each.requires_grad_() for each in random_locals(spec, at))
+        free = free if place is None else free[place]
+        row["moved"] = fs.reshard((free, spec), P()).local
+        row["free"] = fs.unshard((free, spec))
+        row["grads"] = torch.autograd.grad((row["free"] ** 2 * weights).sum(), free)
+        rows.append(row)
+    return rows
+
+
+def move_on_rank(specs: Sequence[Spec]) -> list[dict[str, Any]]:
+    fs.init(MESH)
+    rows = move(specs, list(MESH.ranks).index(dist.get_rank()))
+    return [{key: detached(value) for key, value in row.items()} for row in rows]
+
+
+def detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else tuple(map(detached, value))
+
+
+def test_shard_unshard_and_reshard_are_those_of_the_simulation() -> None:
+    specs = layouts()
+    by_rank = run_ranks(4, move_on_rank, specs)
+    for at, want in enumerate(move(specs, None)):
+        for place, rank in enumerate(MESH.ranks):
+            got = by_rank[rank][at]
+            for key in ("local", "moved"):
+                torch.testing.assert_close(got[key], want[key][place].detach())
+            torch.testing.assert_close(got["grads"][0], want["grads"][place])
+            for key in ("whole", "grad", "free"):
+                torch.testing.assert_close(got[key], want[key].detach())
+
+
+# -- scatter ---------------------------------------------------------------------------
+
+
+class Recorder:
+    """A transport that passes everything on and counts the bytes sent to other ranks."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.rank, self.device = inner, inner.rank, inner.device
+        self.sent: list[int] = []
+
+    def moves(self, device: torch.device) -> bool:
+        return bool(self.inner.moves(device))
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> Finish:
+        assert x.numel() == sum(send)
+        here = group.index(self.rank)
+        self.sent.append(x.element_size() * sum(n for at, n in enumerate(send) if at != here))
+        finish: Finish = self.inner.all_to_all(x, send, receive, group)
+        return finish
+
+
+def scatter_recorded(specs: Sequence[Spec], src: int) -> list[tuple[torch.Tensor, list[int]]]:
+    """Locals of scattered tensors and what was sent; only `all_to_all` may be used."""
+    fs.init(MESH)
+    world = transport.current_transport()
+    rows = []
+    try:
+        for at, spec in enumerate(specs):
+            recorder = Recorder(world)
+            transport.set_world(recorder)  # type: ignore[arg-type]
+            mine = random_global(spec.shape, spec.dtype, at) if dist.get_rank() == src else None
+            rows.append((fs.scatter(mine, spec, src=src).local, recorder.sent))
+    finally:
+        transport.set_world(world)
+    return rows
+
+
+@pytest.mark.parametrize("src", [0, 3])
+def test_scatter_sends_each_rank_its_shard_and_no_more(src: int) -> None:
+    specs = layouts() + [
+        Spec(MESH, P(("x", "y")), shape=(4, 2), dtype=dtype)
+        for dtype in (torch.bool, torch.complex64, torch.bfloat16, torch.int64)
+    ]
+    by_rank = run_ranks(4, scatter_recorded, specs, src)
+    for at, spec in enumerate(specs):
+        want = fs.shard(random_global(spec.shape, spec.dtype, at), spec).local
+        neutral = dict(spec.partition.unreduced_kinds)
+        others = 0
+        for place, rank in enumerate(MESH.ranks):
+            local, sent = by_rank[rank][at]
+            torch.testing.assert_close(local, want[place], rtol=0, atol=0)
+            absent = any(
+                MESH.coords(rank)[axis] and kind != "avg" for axis, kind in neutral.items()
+            )
+            if rank != src:
+                others += 0 if absent else spec.local_nbytes(rank)
+                assert sent == [0, 0], "the header and the shards come from src alone"
+        header, shards = by_rank[src][at][1]
+        assert shards == others, spec
+        assert header == 3 * 67 * 8
+
+
+def scatter_with_gradient(spec: Spec, src: int, grad: bool) -> tuple[Any, Any, bool]:
+    fs.init(MESH)
+    x = random_global(spec.shape, spec.dtype).requires_grad_(grad)
+    # What the others give is not looked at.
+    given = x if dist.get_rank() == src else torch.zeros(3, requires_grad=True)
+    local = fs.scatter(given, spec, src=src).local
+    if grad:
+        (fs.unshard((local, spec)) ** 2).sum().backward()
+    return x.grad, given.grad if given is not x else None, local.requires_grad
+
+
+def test_the_gradient_of_scatter_is_on_src() -> None:
+    for spec in layouts()[::4]:
+        if not all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds):
+            continue
+        by_rank = run_ranks(4, scatter_with_gradient, spec, 2, True)
+        x = random_global(spec.shape, spec.dtype)
+        assert all(wants for *_, wants in by_rank)
+        assert all(other is None for _, other, _ in by_rank)
+        torch.testing.assert_close(by_rank[2][0], 2 * x)
+        assert [grad is None for grad, *_ in by_rank] == [True, True, False, True]
+        assert not any(wants for *_, wants in run_ranks(4, scatter_with_gradient, spec, 2, False))
+
+
+def scatter_twice(spec: Spec) -> str:
+    fs.init(MESH)
+    x = torch.ones(spec.shape, requires_grad=True)
+    pair = fs.scatter(x if dist.get_rank() == 0 else None, spec)
+    loss = (fs.unshard(pair) ** 3).sum()
+    if dist.get_rank() != 0:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward")
+            loss.backward(create_graph=True)
+        return ""
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable") as caught:
+        grad.sum().backward()
+    return str(caught.value)
+
+
+def test_no_second_derivative_through_scatter() -> None:
+    spec = Spec(MESH, P("x"), shape=(4,))
+    assert "marked with @once_differentiable" in run_ranks(4, scatter_twice, spec)[0]
+
+
+def scatter_given(given: Any, spec: Spec, src: int) -> None:
+    fs.init(MESH)
+    fs.scatter(given if dist.get_rank() == 1 else None, spec, src=src)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.zeros(4, 5), "on rank 1 a tensor of shape (4, 5) and torch.float32"),
+        (
+            torch.zeros(4, 6, dtype=torch.int64),
+            "on rank 1 a tensor of shape (4, 6) and torch.int64",
+        ),
+        (None, "on rank 1 no tensor"),
+        ([1, 2], "on rank 1 no tensor"),
+    ],
+)
+def test_a_wrong_tensor_on_src_is_the_same_error_everywhere(given: Any, text: str) -> None:
+    spec = Spec(MESH, P("x", "y"), shape=(4, 6))
+    found = errors(4, scatter_given, given, spec, 1)
+    assert len(set(found)) == 1
+    assert text in found[0]
+    assert "f32[4@x,6@y] has shape (4, 6) and torch.float32" in found[0]
+    assert "src is one of [0, 1, 2, 3]" in errors(4, scatter_given, given, spec, 4)[0]
+
+
+# -- from_local ------------------------------------------------------------------------
+
+
+def infer(specs: Sequence[Spec]) -> list[tuple[Spec, ...]]:
+    fs.init(MESH)
+    place = list(MESH.ranks).index(dist.get_rank())
+    rows = []
+    for spec in specs:
+        local = random_locals(spec)[place].requires_grad_()
+        sizes = {dim: cut for dim, cut in enumerate(spec.sizes) if cut is not None}
+        given = fs.from_local(local, MESH, spec.partition, sizes=sizes)
+        assert given.local is local
+        found = [
+            given.spec,
+            fs.from_local(local, MESH, spec.partition, sizes=sizes, check=False).spec,
+        ]
+        found.append(fs.from_local(local, MESH, spec.partition).spec)
+        found.append(fs.from_local(local, MESH, spec.partition, shape=spec.shape, check=False).spec)
+        if spec == spec.replace(sizes={0: None}, uneven="chunk"):
+            chunked = fs.from_local(local, MESH, spec.partition, sizes="chunk", shape=spec.shape)
+            found.append(chunked.spec)
+        rows.append(tuple(found))
+    return rows
+
+
+def test_from_local_infers_the_same_spec_on_every_rank() -> None:
+    specs = layouts()
+    for row in run_ranks(4, infer, specs):
+        for spec, found in zip(specs, row, strict=True):
+            assert set(found) == {spec}
+
+
+def from_locals(locals_: Sequence[torch.Tensor], p: fs.PartitionSpec, options: Any) -> Spec:
+    fs.init(MESH)
+    return fs.from_local(locals_[dist.get_rank()], MESH, p, **options).spec
+
+
+FOUR = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("rank_2", "partition", "options", "text"),
+    [
+        (FOUR[:, :2], P("x"), {}, "rank 2 (x=0, y=0) holds shape (2, 2)"),
+        (FOUR[:1], P("x"), {}, "rank 2 (x=0, y=0) holds shape (1, 3)"),
+        (FOUR[:1], P("x"), {"sizes": {0: (2, 2)}}, "rank 2 (x=0, y=0) holds shape (1, 3)"),
+        (FOUR[:1], P("x"), {"sizes": "chunk", "shape": (4, 3)}, "rank 2 (x=0, y=0) holds"),
+        (FOUR[0], P("x"), {}, "rank 2 holds 1 dims of torch.float32, rank 0 2"),
+        (FOUR.long(), P("x"), {}, "rank 2 holds 2 dims of torch.int64, rank 0 2"),
+        (FOUR, P("x"), {"shape": (5, 3)}, "the locals make up (4, 3)"),
+        (FOUR, P("x", None, None), {}, "at most 2 entries"),
+        (FOUR, P("q"), {}, "axis 'q'"),
+        (FOUR, P("x"), {"sizes": "chunk"}, "without shape="),
+    ],
+)
+def test_a_wrong_local_is_refused_on_every_rank(
+    rank_2: torch.Tensor, partition: fs.PartitionSpec, options: dict[str, Any], text: str
+) -> None:
+    found = errors(4, from_locals, (FOUR, FOUR, rank_2, FOUR), partition, options)
+    assert len(set(found)) == 1
+    assert text in found[0]
+
+
+def test_all_wrong_ranks_are_named() -> None:
+    found = errors(4, from_locals, (FOUR, FOUR[:, 1:], FOUR, FOUR[:, 1:]), P("x"), {})
+    assert re.findall(r"rank (\d) \(", found[0]) == ["1", "3"]
+
+
+# -- locals that are not this rank's ---------------------------------------------------
+
+
+def run_wrong_local(kind: str) -> None:
+    fs.init(MESH)
+    spec = Spec(MESH, P("x", "y"), shape=(4, 6))
+    prog = fs.redistribute(spec, spec.replace(partition=P("x")))
+    wrong = {"shape": torch.zeros(4, 6), "dtype": torch.zeros(2, 3).double(),
+             "device": torch.zeros(2, 3, device="meta")}  # fmt: skip
+    if kind == "shard":
+        fs.shard(torch.zeros(4, 6, device="meta"), spec)
+    prog(wrong[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shape", "on rank 0 (x=0, y=1) a local of shape (4, 6) and torch.float32"),
+        ("dtype", "on rank 0 (x=0, y=1) a local of shape (2, 3) and torch.float64"),
+        ("device", "on rank 0 a local on meta"),
+        ("shard", "on rank 0 a local on meta"),
+    ],
+)
+def test_a_local_of_another_spec(kind: str, text: str) -> None:
+    assert text in errors(4, run_wrong_local, kind)[0]
+
+
+# -- ranks outside of the mesh ---------------------------------------------------------
+
+
+def outside() -> dict[str, Any]:
+    """Everything on a mesh of ranks 3 and 1 of four."""
+    fs.init(PART)
+    inside = dist.get_rank() in PART
+    spec = Spec(PART, P("x"), shape=(4,))
+    x = torch.arange(4.0, requires_grad=True)
+    pair = fs.shard(x, spec)
+    prog = fs.redistribute(spec, spec.replace(partition=P()))
+    local = prog(pair.local)
+    local.sum().backward()
+    pending = prog(pair.local.detach(), async_op=True)
+    double = fs.shard_map(lambda v: 2 * v, mesh=PART, in_specs=P("x"), out_specs=P("x"))
+    found = {
+        "shard": pair.local,
+        "run": local,
+        "pending": pending.wait(),
+        "unshard": fs.unshard(pair),
+        "reshard": fs.reshard(pair, P()).local,
+        "scatter": fs.scatter(x if dist.get_rank() == 1 else None, spec, src=1).local,
+        "from_local": fs.from_local(torch.ones(2 * inside), PART, P("x")).local,
+        "given": fs.from_local(torch.ones(2 * inside), PART, P("x"), shape=(4,)).local,
+        "shard_map": double(x),
+    }
+    assert fs.from_local(torch.ones(2 * inside), PART, P("x"), shape=(4,)).spec == spec
+    return {key: each.detach() for key, each in found.items()} | {"grad": x.grad}
+
+
+def test_a_rank_outside_of_the_mesh_has_nothing_and_does_nothing() -> None:
+    by_rank = run_ranks(4, outside)
+    for rank, row in enumerate(by_rank):
+        for key, value in row.items():
+            if rank not in PART and key != "grad":
+                assert value.numel() == 0, (rank, key)
+    for rank in (1, 3):
+        place = PART.coords(rank)["x"]
+        row = by_rank[rank]
+        assert row["shard"].tolist() == row["scatter"].tolist() == [2.0 * place, 2.0 * place + 1]
+        for key in ("run", "pending", "unshard", "reshard"):
+            assert row[key].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert row["shard_map"].tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert row["grad"].tolist() == [1.0] * 4
+
+
+# -- simulations inside of a rank ------------------------------------------------------
+
+
+def simulate_inside() -> tuple[Any, ...]:
+    """A mesh that is simulated by each process on its own: tuples are what tells."""
+    fs.init(MESH)
+    mesh = Mesh(a=3)
+    spec = Spec(mesh, P("a"), shape=(6,))
+    locals_ = tuple(torch.arange(6.0, requires_grad=True).split(2))
+    prog = fs.redistribute(spec, spec.replace(partition=P()))
+    out = prog(locals_)
+    whole = fs.unshard((out, prog.dst))
+    made = fs.from_local(locals_, mesh, P("a"))
+    totals = fs.simulate(mesh, lambda: fs.psum(torch.ones(()), "a", mesh=mesh).item())
+    # The processes are ranks still.
+    real = fs.psum(torch.tensor(float(dist.get_rank())), ("x", "y"), mesh=MESH)
+    return len(out), whole.tolist(), made.spec == spec, totals, real.item()
+
+
+def test_a_simulated_mesh_inside_of_a_rank() -> None:
+    want = (3, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], True, [3.0] * 3, 6.0)
+    assert run_ranks(4, simulate_inside) == [want] * 4
+
+
+# -- fs.init ---------------------------------------------------------------------------
+
+
+def init_from_torchrun(store: str) -> list[Any]:
+    """Start, start again, end, and join what others have started."""
+    mesh = Mesh(x=2)
+    found: list[Any] = []
+    try:
+        with pytest.raises(ShardingError, match="the world has 2 processes") as caught:
+            fs.init(Mesh(x=3))
+        assert not dist.is_initialized(), "nothing half-done"
+        found.append(str(caught.value))
+        fs.init(mesh, timeout=20)
+        found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
+        first = transport.current_transport()
+        fs.init(mesh, backend="gloo", timeout=timedelta(seconds=30))
+        assert transport.current_transport() is first
+        assert first.timeout == timedelta(seconds=30)  # type: ignore[union-attr]
+        fs.init(Mesh({"y": 2}, devices=(1, 0)))
+        with pytest.raises(ShardingError, match="the world has 2 processes"):
+            fs.init(Mesh(x=4))
+        found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
+        dist.destroy_process_group()
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        fs.init(mesh)
+        assert transport.current_transport() is not first
+        found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
+    finally:
+        transport.set_world(None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Ranks]:
+    """Two processes of their own: a second start under one store may read the first one's."""
+    ranks = Ranks(2, init=False)
+    yield ranks
+    ranks.close()
+
+
+def test_init_under_torchrun(bare: Ranks, tmp_path: Path) -> None:
+    first, second = bare.run(init_from_torchrun, str(tmp_path / "store"))
+    assert first == second
+    assert first[1:] == [2.0] * 3
+    assert "torchrun --nproc-per-node 3, or a mesh of at most 2" in first[0]
+
+
+def init_without_environment() -> str:
+    kept = {name: os.environ.pop(name) for name in ("RANK", "MASTER_ADDR")}
+    try:
+        fs.init(Mesh(x=2))
+    except ShardingError as error:
+        return str(error)
+    finally:
+        os.environ.update(kept)
+    return ""
+
+
+def test_init_without_the_environment_of_torchrun(bare: Ranks) -> None:
+    text = bare.run(init_without_environment)[0]
+    assert "no RANK, MASTER_ADDR in the environment" in text

@@ -1,0 +1,85 @@
+"""Reductions of dtypes that backends do not know: real processes agree with the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.helpers.gloo.harness import run_ranks
+
+MESH = fs.Mesh(x=2)
+OPS = (fs.psum, fs.pmax, fs.pmin, fs.pprod, fs.psum_scatter)
+ROWS = [[1, 250, 3, 0], [2, 251, 0, 7]]
+
+
+def reductions(dtype: torch.dtype, join: bool) -> list[torch.Tensor]:
+    """All of them of this rank's row, as bytes."""
+    if join:
+        fs.init(MESH)
+    rank = int(fs.axis_index("x", mesh=MESH))
+    if dtype.is_floating_point:
+        row = torch.tensor(ROWS[rank], dtype=torch.float32).to(dtype)
+    else:
+        row = (torch.tensor(ROWS[rank]) - 128 * (dtype.itemsize == 8)).to(dtype)
+    run: list[Callable[..., Any]] = list(OPS)
+    run += [fs.pmean] if dtype.is_floating_point else []
+    made = [op(row, "x", mesh=MESH, **tiled(op)) for op in run]
+    assert {each.dtype for each in made} == {dtype}
+    return [each.contiguous().view(torch.uint8) for each in made]
+
+
+def tiled(op: object) -> dict[str, bool]:
+    return {"tiled": True} if op is fs.psum_scatter else {}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=str,
+)
+def test_reductions_of_rare_dtypes(dtype: torch.dtype) -> None:
+    simulated = fs.simulate(MESH, reductions, dtype, False)
+    real = run_ranks(2, reductions, dtype, True)
+    for mine, theirs in zip(simulated, real, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_the_largest_of_unsigned_integers() -> None:
+    """-127 and 123, as 64 unsigned bits, are the largest and a small number."""
+    largest = fs.simulate(MESH, reductions, torch.uint64, False)[0][1].view(torch.uint64)
+    assert largest.tolist() == [2**64 - 126, 123, 2**64 - 125, 2**64 - 121]
+
+
+def of_views(join: bool) -> list[torch.Tensor]:
+    """Collectives of views that are conjugated or negated when they are read."""
+    if join:
+        fs.init(MESH)
+    rank = int(fs.axis_index("x", mesh=MESH))
+    row = torch.tensor(ROWS[rank][:2], dtype=torch.complex64) * (1 + 2j)
+    found = []
+    for view in (row.conj(), row.conj().imag):
+        assert view.is_conj() or view.is_neg()
+        found += [
+            fs.psum(view, "x", mesh=MESH),
+            fs.pprod(view, "x", mesh=MESH),
+            fs.psum_scatter(view, "x", mesh=MESH),
+            fs.all_gather(view, "x", mesh=MESH),
+            fs.all_to_all(view, "x", 0, 0, mesh=MESH),
+            fs.ppermute(view, "x", [(0, 1), (1, 0)], mesh=MESH),
+            fs.pbroadcast(view, "x", 1, mesh=MESH),
+        ]
+    return [each.resolve_conj().resolve_neg() for each in found]
+
+
+def test_conjugated_and_negated_views() -> None:
+    simulated = fs.simulate(MESH, of_views, False)
+    real = run_ranks(2, of_views, True)
+    for mine, theirs in zip(simulated, real, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    gathered = torch.tensor([each[:2] for each in ROWS], dtype=torch.complex64) * (1 - 2j)
+    assert torch.equal(real[0][3], gathered)
+    assert torch.equal(real[1][10], gathered.imag)

@@ -1,0 +1,250 @@
+"""`torch.compile(fullgraph=True)` of bodies with collectives: the numbers of uncompiled ones."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+
+import fshard as fs
+from fshard import Mesh, P, Sharded, Spec
+from fshard.spmd.collectives.collective_plan import PLANS
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spec_grid import random_global
+from tests.spmd.collectives.test_collectives import CASES, by_oracle
+from tests.spmd.collectives.test_collectives import arguments as collective_arguments
+
+MESH = Mesh(i=2)
+F64 = torch.float64
+Work = list[tuple[int, torch.Tensor, torch.Tensor]]
+BACKENDS = ["aot_eager", "inductor"] if shutil.which("g++") else ["aot_eager"]
+
+
+def compiled(body: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
+    torch._dynamo.reset()  # every body has graphs of its own
+    if backend == "inductor":
+        with warnings.catch_warnings():  # of its own import
+            warnings.simplefilter("ignore", DeprecationWarning)
+            importlib.import_module("torch._inductor.compile_fx")
+    done: Callable[..., Any] = torch.compile(body, fullgraph=True, backend=backend)
+    return done
+
+
+def gradient(
+    fn: Callable[..., torch.Tensor], x: torch.Tensor, ct: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = fn(leaf)
+    return y.detach(), torch.autograd.grad(y, leaf, ct)[0]
+
+
+# -- every collective --------------------------------------------------------------------
+
+
+def run_cases(work: Work, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    fs.init(MESH)
+    return [
+        gradient(compiled(lambda v, at=at: CASES[at].run(v, ("i",), mesh=MESH), backend), x, ct)
+        for at, x, ct in work
+    ]
+
+
+def words(name: str) -> tuple[str, ...]:
+    """What of a case's name is not a number: the collective and how, not along which dims."""
+    return tuple(re.findall(r"[A-Za-z_]+", name))
+
+
+KINDS: dict[tuple[str, ...], list[int]] = {}
+for place, each in enumerate(CASES):
+    KINDS.setdefault(words(each.name), []).append(place)
+# Compiling takes seconds: one of every kind, not the first, which is often the simplest.
+CHOSEN = [places[len(places) // 2] for places in KINDS.values()]
+PARTS = [("aot_eager", CHOSEN[at::5]) for at in range(5)] + [
+    (backend, CHOSEN[::12]) for backend in BACKENDS[1:]
+]
+
+
+def test_every_collective_is_chosen() -> None:
+    chosen = {words(CASES[at].name) for at in CHOSEN}
+    assert {kind[0] for kind in chosen} == {plan.__name__ for plan in PLANS.values()}
+    states = {kind[-1] for kind in chosen if kind[0] == "all_gather"}
+    assert states > {"varying", "invariant", "reduced"}
+
+
+@pytest.mark.parametrize(("backend", "chosen"), PARTS)
+def test_every_collective(backend: str, chosen: list[int]) -> None:
+    work: list[Work] = [[], []]
+    want = []
+    for at in chosen:
+        xs = collective_arguments(CASES[at], MESH, ("i",), F64)
+        ys, cts, grads = by_oracle(CASES[at], MESH, ("i",), xs)
+        for rank in MESH.ranks:
+            work[rank].append((at, xs[rank], cts[rank]))
+        want.append((ys, grads))
+    by_rank = run_ranks(2, run_my_cases, work, backend, timeout=100)
+    for place, at in enumerate(chosen):
+        for rank in MESH.ranks:
+            y, grad = by_rank[rank][place]
+            torch.testing.assert_close(y, want[place][0][rank], msg=CASES[at].name)
+            torch.testing.assert_close(grad, want[place][1][rank], msg=CASES[at].name)
+
+
+def run_my_cases(work: list[Work], backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return run_cases(work[dist.get_rank()], backend)
+
+
+# -- bodies ------------------------------------------------------------------------------
+
+
+def tree(x: torch.Tensor) -> torch.Tensor:
+    sums: Any = fs.psum({"a": x, "b": (x[0] * 2, None), "n": 3}, "i")
+    total: torch.Tensor = sums["a"] * sums["n"] + sums["b"][0]
+    return total
+
+
+def places(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + fs.axis_index("i")) * fs.axis_size("i")
+
+
+def extremes(x: torch.Tensor) -> torch.Tensor:
+    return x * (fs.pargmax(x.detach(), "i") + 2 * fs.pargmin(x.detach(), "i"))
+
+
+def ragged(x: torch.Tensor) -> torch.Tensor:
+    i: Any = fs.axis_index("i")
+    out = fs.ragged_all_to_all(x, 2 * x[:2], [0, 1], [1, 1], [i, i], [1, 1], axis_name="i")
+    return out * out
+
+
+def several(x: torch.Tensor) -> torch.Tensor:
+    w = fs.pcast(x.sum(), "i", to="varying")
+    return fs.pmean((w * fs.all_gather(x, "i", tiled=True)).sin(), ("i",))
+
+
+def started(x: torch.Tensor) -> torch.Tensor:
+    total = fs.start(fs.psum, (x, None, x.sum()), "i")
+    everyone = fs.start(fs.all_gather, x, "i", tiled=True)
+    square = x * x
+    first, _, second = total.wait()
+    out: torch.Tensor = square * second + first + everyone.wait().sum()
+    return out
+
+
+BODIES = [tree, places, extremes, ragged, several, started]
+
+
+def run_bodies(at: int) -> list[Any]:
+    fs.init(MESH)
+    x = random_global((4, 3), F64, dist.get_rank()) / 4
+    found = []
+    for backend in (None, *BACKENDS):
+        made = BODIES[at] if backend is None else compiled(BODIES[at], backend)
+        f = fs.shard_map(made, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check=False)
+        leaf = x.clone().requires_grad_()
+        y = f(Sharded(leaf, Spec(MESH, P("i"), shape=(8, 3), dtype=F64))).local
+        found.append((y.detach(), torch.autograd.grad(y, leaf, y.detach().cos())[0]))
+    return found
+
+
+@pytest.mark.parametrize("at", range(len(BODIES)), ids=lambda at: BODIES[at].__name__)
+def test_bodies_compiled_in_a_shard_map(at: int) -> None:
+    for eager, *others in run_ranks(2, run_bodies, at, timeout=100):
+        for each in others:
+            torch.testing.assert_close(each, eager)
+
+
+def counted(targets: list[str]) -> Any:
+    """A backend that notes the collectives of its graphs."""
+
+    def note(graph: Any, _: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        targets.extend(name.split(".")[1] for name in names if "c10d_functional" in name)
+        from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=note, bw_compiler=note)
+
+
+def run_counted() -> list[str]:
+    fs.init(MESH)
+    targets: list[str] = []
+    body = compiled(
+        lambda x: fs.all_gather(fs.psum(x, "i", mesh=MESH), "i", mesh=MESH), counted(targets)
+    )
+    body(torch.ones(2, requires_grad=True)).sum().backward()
+    return targets
+
+
+def test_graphs_have_the_collectives_of_pytorch() -> None:
+    forward = ["all_reduce", "wait_tensor", "all_gather_into_tensor", "wait_tensor"]
+    for found in run_ranks(2, run_counted):
+        assert found == [*forward, "reduce_scatter_tensor", "wait_tensor"]
+
+
+def run_two_meshes() -> list[torch.Tensor]:
+    body = compiled(lambda x: fs.all_gather(x, "i", tiled=True))
+    found = []
+    for mesh in (MESH, Mesh({"i": 2}, devices=(1, 0)), MESH):
+        fs.init(mesh)
+        f = fs.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check=False)
+        mine = torch.tensor([float(dist.get_rank())])
+        found.append(f(Sharded(mine, Spec(mesh, P("i"), shape=(2,)))).local)
+    return found
+
+
+def test_another_mesh_is_another_graph() -> None:
+    for found in run_ranks(2, run_two_meshes):
+        assert [each.tolist() for each in found] == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+
+
+def run_refused() -> list[str]:
+    fs.init(MESH)
+    src = Spec(MESH, P("i"), shape=(4,))
+    prog, x = fs.redistribute(src, src.replace(partition=P())), torch.ones(2)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        total = fs.start(fs.psum, x, "i", mesh=MESH)
+        out: torch.Tensor = total.wait() + total.wait()
+        return out
+
+    texts = []
+    for body in (prog, twice, lambda x: fs.start(torch.sin, x).wait()):
+        with pytest.raises(Exception, match=r"Explanation|given") as caught:
+            compiled(body)(x)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_is_no_node_of_a_graph_says_so() -> None:
+    for a_program, twice, no_collective in run_ranks(2, run_refused, timeout=100):
+        assert (
+            "(reason: a program's call is no node of a graph: call it outside of what "
+            "torch.compile traces, or in its place fs.psum, fs.all_gather and the other "
+            "collectives)"
+        ) in a_program
+        assert "a pending result is waited for once" in twice
+        assert "what starts is a collective: all_gather, " in no_collective
+
+
+def test_simulated_ranks_have_no_graph() -> None:
+    body = compiled(lambda x: fs.psum(x, "i"))
+    f = fs.shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P(), check=False)
+    with pytest.raises(Exception, match="a graph has the collectives of one process"):
+        f(torch.ones(2))
+
+
+def test_abstract_tensors_outside_of_graphs_send_nothing() -> None:
+    with torch._subclasses.FakeTensorMode():
+        f = fs.shard_map(
+            lambda x: fs.psum(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P(), check=False
+        )
+        assert f(torch.ones(4, 3)).shape == (2, 3)

@@ -1,0 +1,94 @@
+"""Trees, groups, what is started ahead and ragged exchanges on real processes, as simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard import P, ShardingError
+from tests.helpers.gloo.harness import outcomes, run_ranks
+from tests.spmd.collectives.test_collective_trees import MESH, ON_TREES, values_and_gradients
+from tests.spmd.collectives.test_collectives import here
+from tests.spmd.collectives.test_ragged_all_to_all import ragged_by_hand, ragged_on_rank
+
+
+def trees() -> list[Any]:
+    """Of every collective on a tree, results and gradients to second order; and its launches."""
+    found = []
+    for op, forward, _ in ON_TREES.values():
+        with fs.comm_log() as log:
+            numbers = values_and_gradients(lambda xs, op=op: op(xs, ("y", "x"), mesh=MESH))
+        found.append((numbers, log.forward.counts.total() - bool(forward)))
+    return found
+
+
+def trees_on_rank() -> list[Any]:
+    fs.init(MESH)
+    return trees()
+
+
+def test_trees() -> None:
+    simulated = fs.simulate(MESH, trees)
+    by_rank = run_ranks(6, trees_on_rank)
+    for place, rank in enumerate(MESH.ranks):
+        for name, (want, _), (got, more) in zip(
+            ON_TREES, simulated[place], by_rank[rank], strict=True
+        ):
+            torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
+            assert more == 0, f"{name} goes in one launch"
+
+
+def others() -> dict[str, Any]:
+    x = torch.arange(4.0) * (1 + here(MESH))
+    groups: dict[str, Any] = {"axis_index_groups": [[2, 4, 0], [1, 5, 3]], "mesh": MESH}
+    axes = ("x", "y")
+    pending = fs.start(fs.psum, x, axes, mesh=MESH)
+    other = fs.start(fs.all_gather, {"a": x, "b": x.long()}, "y", mesh=MESH)
+    leaf = x.clone().requires_grad_()
+    later = fs.start(fs.psum_scatter, leaf[:3], "y", mesh=MESH)
+    found = {
+        "groups": [op(x, axes, **groups) for op in (fs.psum, fs.pmean, fs.pmax, fs.pmin, fs.pprod)],
+        "gather": fs.all_gather(x, axes, **groups),
+        "swap": fs.pswapaxes(x[:3], axes, 0, **groups),
+        "places": [fs.pargmax(x % 5, axes, mesh=MESH), fs.pargmin(x % 5, axes, mesh=MESH)],
+    }
+    (grad,) = torch.autograd.grad(later.wait() * (2 + here(MESH)), leaf)
+    return found | {"grad": grad, "other": other.wait(), "sum": pending.wait()}
+
+
+def others_on_rank() -> Any:
+    fs.init(MESH)
+    return others()
+
+
+def test_groups_places_and_what_is_started_ahead() -> None:
+    simulated = fs.simulate(MESH, others)
+    by_rank = run_ranks(6, others_on_rank)
+    for place, rank in enumerate(MESH.ranks):
+        torch.testing.assert_close(by_rank[rank], simulated[place])
+
+
+def ragged() -> list[torch.Tensor]:
+    fs.init(MESH)
+    return ragged_on_rank(MESH)
+
+
+def test_ragged() -> None:
+    by_rank = run_ranks(6, ragged)
+    for rank, want in zip(MESH.ranks, ragged_by_hand(MESH), strict=True):
+        torch.testing.assert_close(by_rank[rank], [t.detach() for t in want])
+
+
+def forget() -> None:
+    fs.init(MESH)
+    fs.shard_map(
+        lambda v: (fs.start(fs.psum, v, "x"), v)[1], mesh=MESH, in_specs=P(), out_specs=P()
+    )(torch.ones(2))
+
+
+def test_what_is_started_and_never_waited_for() -> None:
+    for each in outcomes(6, forget):
+        assert isinstance(each.error, ShardingError), each.traceback
+        assert "1 pending result never waited for: fs.psum" in str(each.error)

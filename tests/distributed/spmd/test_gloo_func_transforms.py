@@ -1,0 +1,173 @@
+"""Transforms of `torch.func` on real processes: of collectives, and over mapped functions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError
+from tests.helpers.gloo.harness import run_ranks
+from tests.spmd.jax.test_jax_errors import text
+
+MESH = Mesh(i=2)
+X = torch.tensor([[0.5, -1.0], [2.0, 3.0]], dtype=torch.float64)
+
+OPS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]] = {
+    "sum": (lambda v: fs.psum(v**3, "i", mesh=MESH), lambda x: (x**3).sum(0)),
+    "gather": (
+        lambda v: fs.all_gather(v**3, "i", mesh=MESH, tiled=True), lambda x: (x**3).flatten(),
+    ),
+    "product": (lambda v: fs.pprod(v**3, "i", mesh=MESH), lambda x: (x**3).prod(0)),
+    "exchange": (
+        lambda v: fs.all_to_all(v**3, "i", 0, 0, mesh=MESH, tiled=True).cumsum(0),
+        lambda x: (x**3).mT.cumsum(1),
+    ),
+}  # fmt: skip
+
+
+def of_ops(name: str) -> list[torch.Tensor]:
+    """What each rank gets from its own row, three times: what is recorded is not in the way."""
+    fs.init(MESH)
+    op, v = OPS[name][0], X[dist.get_rank()].clone()
+    found: list[torch.Tensor] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        for _ in range(3):
+            found = [
+                op(v),
+                jvp(op, (v,), (v + 1,))[1],
+                vmap(op)(torch.stack([v, v + 1])),
+                grad(lambda v: op(v).sum())(v),
+                vjp(op, v)[1](op(v))[0],
+                vmap(grad(lambda v: op(v).sum()))(torch.stack([v, v + 1])),
+                vjp(lambda v: jvp(op, (v,), (v,))[1], v)[1](op(v))[0],
+            ]
+            q = v.clone().requires_grad_()
+            (back,) = torch.autograd.grad(op(q), q, op(v))
+            assert torch.equal(found[4], back)
+    return found
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_transforms_on_ranks(name: str) -> None:
+    by_rank = run_ranks(2, of_ops, name, timeout=60)
+    whole = OPS[name][1]
+
+    def part(y: torch.Tensor, at: int) -> torch.Tensor:
+        return y[at] if name == "exchange" else y
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        counts = 2 if name == "gather" else 1  # what varies is every rank's own
+        return torch.sum(whole(x)) * counts
+
+    tangent = torch.autograd.functional.jvp(whole, X, X + 1)[1]
+    gradient, other = grad(total)(X), grad(total)(X + 1)
+    for at, found in enumerate(by_rank):
+        torch.testing.assert_close(found[0], part(whole(X), at))
+        torch.testing.assert_close(found[1], part(tangent, at))
+        both = torch.stack([part(whole(X), at), part(whole(X + 1), at)])
+        torch.testing.assert_close(found[2], both)
+        torch.testing.assert_close(found[3], gradient[at])
+        torch.testing.assert_close(found[5], torch.stack([gradient[at], other[at]]))
+
+
+def over_mapped(check: bool) -> list[torch.Tensor]:
+    fs.init(MESH)
+    x = torch.arange(4.0, dtype=torch.float64)
+    mapped = fs.shard_map(
+        lambda v: fs.psum(v**3, "i"), mesh=MESH, in_specs=P("i"), out_specs=P(), check=check
+    )  # fmt: skip
+    found: list[torch.Tensor] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        for _ in range(3):
+            found = [
+                grad(lambda x: mapped(x).sum())(x),
+                vjp(mapped, x)[1](x[:2])[0],
+                vmap(mapped)(torch.stack([x, x + 1])),
+                jacrev(mapped)(x),
+                jacfwd(mapped)(x),
+                hessian(lambda x: mapped(x).sum())(x),
+            ]
+    return found
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_transforms_over_a_mapped_function(check: bool) -> None:
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x[:2] ** 3 + x[2:] ** 3
+
+    x = torch.arange(4.0, dtype=torch.float64)
+    want = [
+        grad(lambda x: whole(x).sum())(x),
+        vjp(whole, x)[1](x[:2])[0],
+        torch.stack([whole(x), whole(x + 1)]),
+        jacrev(whole)(x),
+        jacrev(whole)(x),
+        torch.diag(6 * x),
+    ]
+    for found in run_ranks(2, over_mapped, check, timeout=60):
+        for got, each in zip(found, want, strict=True):
+            torch.testing.assert_close(got, each)
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a set": (
+        lambda v: fs.psum(v, {"i"}, mesh=MESH),  # type: ignore[arg-type]
+        text("fs.psum", "the set {'i'} as axes",
+             "axes are a name, or a tuple or a list of names, the first one major", "'i', say"),
+    ),
+    "a frozen set": (
+        lambda v: fs.all_gather(v, axis_name=frozenset({"i"}), mesh=MESH),  # type: ignore[arg-type]
+        text("fs.all_gather", "the set {'i'} as axes",
+             "axes are a name, or a tuple or a list of names, the first one major", "'i', say"),
+    ),
+    "a list of places": (
+        lambda v: fs.pshuffle(v, "i", [0, 0], mesh=MESH),
+        text("fs.pshuffle", "perm=[0, 0]", "perm has every place 0..1 along i once",
+             "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out"),
+    ),
+    "lists of groups": (
+        lambda v: fs.psum(v, "i", axis_index_groups=[[0], [0]], mesh=MESH),
+        text("fs.psum", "axis_index_groups=[[0], [0]] along i",
+             "the groups are lists of one size and have every index 0..1 once",
+             "axis_index_groups=[[0], [1]], say"),
+    ),
+}  # fmt: skip
+
+
+def refused_often(name: str) -> set[str]:
+    fs.init(MESH)
+    texts = set()
+    for _ in range(4):
+        with pytest.raises(ShardingError) as caught:
+            REFUSED[name][0](X)
+        texts.add(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_refused_again(name: str) -> None:
+    """Calls that come again are replayed from records; these are not, and their text stays."""
+    assert run_ranks(2, refused_often, name, timeout=30) == [{REFUSED[name][1]}] * 2
+
+
+def over_no_axis() -> list[torch.Tensor]:
+    fs.init(MESH)
+    x = X.clone().requires_grad_()
+    found = [fs.psum(x * x, (), mesh=MESH) for _ in range(4)]
+    (gradient,) = torch.autograd.grad(found[-1].sum(), x)
+    return [*(each.detach() for each in found), gradient]
+
+
+def test_a_sum_over_no_axis() -> None:
+    for *found, gradient in run_ranks(2, over_no_axis, timeout=30):
+        assert all(torch.equal(each, X * X) for each in found)
+        assert torch.equal(gradient, 2 * X)

@@ -1,0 +1,31 @@
+"""What JAX's `shard_map` gives, bodies and numbers of `jax_bodies.py`, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fshard as fs
+from fshard import Mesh
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.jax.jax_bodies import numbers
+from tests.helpers.jax.jax_cases import CASES
+from tests.spmd.jax.test_jax_behaviours import EXPECTED, assert_same
+
+MESHES = list(dict.fromkeys(case.mesh for case in CASES.values()))
+
+
+def on_rank(mesh: Mesh, names: list[str], check: Any) -> list[dict[str, Any]]:
+    """The numbers of some cases, as one rank."""
+    fs.init(mesh)
+    return [numbers(CASES[name], check) for name in names]
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_numbers_are_those_of_jax(mesh: Mesh, check: bool) -> None:
+    names = [n for n, case in CASES.items() if case.mesh == mesh and (check or case.casts)]
+    for found in run_ranks(mesh.size, on_rank, mesh, names, check, timeout=100):
+        for name, each in zip(names, found, strict=True):
+            assert_same(each, EXPECTED[name], name)

@@ -1,0 +1,76 @@
+"""The parallelisms of large models on real processes: gradients and traffic of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fshard as fs
+from fshard import Mesh
+from tests.helpers.gloo.harness import run_ranks
+from tests.spmd.collectives import test_wire_dtypes as wires
+from tests.spmd.test_parallelism import (
+    ACCUMULATED,
+    CASES,
+    CHECKS,
+    Check,
+    Found,
+    accumulate,
+    compare,
+    compare_accumulated,
+    compare_mixed,
+    measure,
+    mixed,
+)
+
+
+def measured(size: int, check: Check) -> list[Found]:
+    found = []
+    for case in CASES:
+        if case.mesh.size == size:
+            fs.init(case.mesh)
+            found.append(measure(case, check))
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_and_traffic(size: int, check: Check) -> None:
+    by_rank = run_ranks(size, measured, size, check)
+    for at, case in enumerate(case for case in CASES if case.mesh.size == size):
+        for rank in case.mesh.ranks:
+            compare(case, check, by_rank[rank][at], [rank])
+
+
+def in_the_body(name: str, check: Check) -> Any:
+    fs.init(ACCUMULATED[name][0])
+    return accumulate(name, check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_one_all_reduce_per_accumulated_step(name: str, check: Check) -> None:
+    for found in run_ranks(ACCUMULATED[name][0].size, in_the_body, name, check):
+        compare_accumulated(name, found)
+
+
+def mixed_on_rank(check: Check) -> None:
+    """Compared here: in bf16 even the number of threads shows."""
+    fs.init(Mesh(dp=2))
+    compare_mixed(mixed(check))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_parameters_travel_in_bf16_and_gradients_in_f32(check: Check) -> None:
+    run_ranks(2, mixed_on_rank, check)
+
+
+def wires_on_rank(mesh: Mesh) -> list[str]:
+    fs.init(mesh)
+    return wires.on_rank(mesh)
+
+
+def test_what_is_sent_is_cast_once_each_way() -> None:
+    mesh = wires.LINE
+    assert run_ranks(2, wires_on_rank, mesh) == [[], []]

@@ -1,0 +1,20 @@
+"""What a ragged exchange refuses on one of two real ranks, both are told, and go on."""
+
+from __future__ import annotations
+
+import fshard as fs
+from tests.helpers.gloo.harness import run_ranks
+from tests.spmd.collectives.test_ragged_all_to_all import REFUSED, refusals, text
+
+MESH = fs.Mesh(i=2)
+
+
+def refusals_on_rank() -> list[str]:
+    fs.init(MESH, timeout=60)
+    return refusals(MESH)
+
+
+def test_all_ranks_are_told_what_is_refused() -> None:
+    for found in run_ranks(2, refusals_on_rank):
+        for each, got in zip(REFUSED, found, strict=True):
+            assert got == text(each.lines), each.name

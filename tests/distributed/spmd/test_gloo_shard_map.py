@@ -1,0 +1,243 @@
+"""Collectives and mapped functions on real processes: numbers and gradients of the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import Mesh, P, Sharded, ShardingError, Spec
+from tests.helpers.gloo.harness import outcomes, run_ranks
+from tests.helpers.spec_grid import random_global
+from tests.spmd.collectives.test_collectives import CASES, axes_of, by_oracle, on_rank
+from tests.spmd.collectives.test_collectives import arguments as collective_arguments
+
+MESHES = [
+    Mesh(i=2),
+    Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1)),
+    Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3)),
+]
+TWO = MESHES[1]
+F64 = torch.float64
+
+
+def ints(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random_global(shape, F64, seed) / 4
+
+
+# -- collectives -------------------------------------------------------------------------
+
+
+Work = tuple[int, tuple[str, ...], list[torch.Tensor], list[torch.Tensor]]
+
+
+def run_collectives(mesh: Mesh, work: list[Work]) -> list[Any]:
+    """Collectives along some axes: result, gradient, gradient of that; and this rank's places."""
+    fs.init(mesh)
+    place = list(mesh.ranks).index(dist.get_rank())
+    found = [on_rank(CASES[at], mesh, axes, xs[place], cts[place]) for at, axes, xs, cts in work]
+    return [found, [int(fs.axis_index(axes, mesh=mesh)) for axes in axes_of(mesh)]]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_values_and_transposes(mesh: Mesh) -> None:
+    work: list[Work] = []
+    want = []
+    for at, each in enumerate(CASES):
+        for axes in axes_of(mesh):
+            xs = collective_arguments(each, mesh, axes, F64)
+            ys, cts, grads = by_oracle(each, mesh, axes, xs)
+            work.append((at, axes, xs, cts))
+            want.append((ys, grads))
+    by_rank = run_ranks(mesh.size, run_collectives, mesh, work)
+    for at, (ys, grads) in enumerate(want):
+        name = f"{CASES[work[at][0]].name} along {work[at][1]}"
+        for place, rank in enumerate(mesh.ranks):
+            y, grad, again = by_rank[rank][0][at]
+            torch.testing.assert_close(y, ys[place], msg=name)
+            torch.testing.assert_close(grad, grads[place], msg=name)
+            assert again is None or torch.allclose(again, ys[place]), name
+    for rank in mesh.ranks:
+        assert by_rank[rank][1] == [mesh.index(rank, axes) for axes in axes_of(mesh)]
+
+
+def gather_dtypes(mesh: Mesh) -> list[torch.Tensor]:
+    fs.init(mesh)
+    found = []
+    for dtype in (torch.bool, torch.int8, torch.int16, torch.complex64, torch.bfloat16):
+        x = random_global((2, 4), torch.int64, dist.get_rank()).abs().to(dtype).t()
+        found += [
+            fs.all_gather(x, "i", mesh=mesh), fs.psum(x, "i", mesh=mesh),
+            fs.all_to_all(x, "i", 1, 0, mesh=mesh), fs.ppermute(x, "i", [(1, 0)], mesh=mesh),
+        ]  # fmt: skip
+        if not dtype.is_complex:
+            found.append(fs.pmax(x, "i", mesh=mesh))
+        if dtype != torch.bool:
+            found.append(fs.psum_scatter(x, "i", scatter_dimension=1, mesh=mesh))
+    return found
+
+
+def test_dtypes() -> None:
+    mesh = Mesh(i=2)
+    by_rank = run_ranks(2, gather_dtypes, mesh)
+    for rank in (0, 1):
+        got = iter(by_rank[rank])
+        for dtype in (torch.bool, torch.int8, torch.int16, torch.complex64, torch.bfloat16):
+            xs = [random_global((2, 4), torch.int64, r).abs().to(dtype).t() for r in (0, 1)]
+            total = torch.stack(xs).sum(0, dtype=None if dtype == torch.bool else dtype)
+            want = [
+                torch.stack(xs), total, torch.stack([x[:, rank] for x in xs]),
+                torch.zeros_like(xs[0]) if rank else xs[1],
+            ]  # fmt: skip
+            if not dtype.is_complex:
+                want.append(torch.stack(xs).amax(0))
+            if dtype != torch.bool:
+                want.append(total[:, rank])
+            for each in want:
+                assert torch.equal(next(got), each)
+
+
+# -- mapped functions ---------------------------------------------------------------------
+
+
+def dense(mesh: Mesh) -> Callable[..., Any]:
+    """Rows over x, the hidden dim over y."""
+
+    @fs.shard_map(
+        mesh=mesh, in_specs=(P("x"), {"w": P(None, "y"), "v": P("y")}), out_specs=(P("x"), P())
+    )
+    def body(x: torch.Tensor, params: dict[str, torch.Tensor]) -> Any:
+        x = fs.pcast(x, "y", to="varying")
+        params = fs.pcast(params, "x", to="varying")
+        out = fs.psum(torch.tanh(x @ params["w"]) @ params["v"], "y")
+        return out, fs.pmean((out**2).mean(), "x")
+
+    return body  # type: ignore[no-any-return]
+
+
+def collectives(mesh: Mesh) -> Callable[..., Any]:
+    """One of each."""
+
+    @fs.shard_map(mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
+    def body(v: torch.Tensor) -> torch.Tensor:
+        whole = fs.all_gather(v, ("y", "x"), tiled=True)
+        part = fs.psum_scatter(whole.sin(), "y", tiled=True)
+        swapped = fs.all_to_all(part, "x", 0, 1, tiled=True)
+        moved = fs.ppermute(swapped, ("x", "y"), [(0, 3), (3, 1), (1, 0)])
+        mean = fs.pcast(fs.pmean(moved, "x"), "x", to="varying")
+        top = fs.pcast(fs.pmax(moved, "y"), "y", to="varying")
+        return (mean * moved + top)[: v.shape[0], : v.shape[1]]
+
+    return body  # type: ignore[no-any-return]
+
+
+def train(mesh: Mesh) -> dict[str, Any]:
+    """Results, gradients and second gradients; of plain tensors: the same on every rank."""
+    x = ints(4, 5).requires_grad_()
+    params = {"w": ints(5, 12, seed=1).requires_grad_(), "v": ints(12, 3, seed=2).requires_grad_()}
+    leaves = (x, params["w"], params["v"])
+    out, loss = dense(mesh)(x, params)
+    first = torch.autograd.grad(loss + out.sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
+    y = ints(12, 12, seed=3).requires_grad_()
+    mixed = collectives(mesh)(y)
+    (grad,) = torch.autograd.grad((mixed**2).sum(), y)
+
+    spec = Spec(mesh, P("y"), shape=(7, 3), dtype=F64, uneven="chunk")
+    pair = fs.shard(ints(7, 3, seed=4).requires_grad_(), spec)
+    move = fs.local_map(
+        lambda v: v.cos(), in_specs=P(None, "x"), out_specs=P(None, "x"), redistribute_inputs=True
+    )
+    moved = fs.unshard(move(fs.reshard(pair, P(("x", "y")))))
+    return {
+        "out": out, "loss": loss, "first": first, "second": second, "mixed": mixed, "grad": grad,
+        "moved": moved,
+    }  # fmt: skip
+
+
+def train_on_rank(mesh: Mesh) -> dict[str, Any]:
+    fs.init(mesh)
+    found = train(mesh)
+    out = dense(mesh)(
+        fs.shard(ints(4, 5), Spec(mesh, P("x"), shape=(4, 5), dtype=F64)),
+        {"w": ints(5, 12, seed=1), "v": ints(12, 3, seed=2)},
+    )[0]
+    assert isinstance(out, Sharded)
+    assert out.spec == Spec(mesh, P("x"), shape=(4, 3), dtype=F64)
+    torch.testing.assert_close(fs.unshard(out), found["out"])
+    return {
+        key: [v.detach() for v in value] if isinstance(value, tuple) else value.detach()
+        for key, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_mapped_functions(mesh: Mesh) -> None:
+    """Simulated, real, and on one device."""
+    by_rank = run_ranks(mesh.size, train_on_rank, mesh)
+    want = train(mesh)
+    x = ints(4, 5).requires_grad_()
+    w, v = ints(5, 12, seed=1).requires_grad_(), ints(12, 3, seed=2).requires_grad_()
+    single = torch.tanh(x @ w) @ v
+    torch.testing.assert_close(want["out"], single)
+    loss = (single**2).mean() + single.sum()
+    torch.testing.assert_close(want["first"], torch.autograd.grad(loss, (x, w, v)))
+    for row in by_rank:
+        for key, value in want.items():
+            each = list(value) if isinstance(value, tuple) else value
+            torch.testing.assert_close(row[key], each, msg=lambda text, k=key: f"{k}: {text}")
+
+
+def uneven_result() -> Any:
+    """Uneven shards of a result: known from an argument, else they need a spec."""
+    fs.init(TWO)
+    spec = Spec(TWO, P("x"), shape=(5, 2), sizes={0: (1, 4)}, dtype=F64)
+    pair = fs.shard(ints(5, 2), spec)
+    doubled = fs.shard_map(lambda v: 2 * v, mesh=TWO, in_specs=P("x"), out_specs=P("x"))(pair)
+    assert doubled.spec == spec
+    return fs.unshard(doubled)
+
+
+def test_uneven_results() -> None:
+    for out in run_ranks(4, uneven_result):
+        assert torch.equal(out, 2 * ints(5, 2))
+
+
+def fail_in_body(what: str) -> None:
+    fs.init(TWO)
+    x = torch.ones(4, 4)
+    spec = Spec(TWO, P("x"), shape=(4, 4))
+    bodies: dict[str, Callable[[], Any]] = {
+        "spec": lambda: fs.shard_map(torch.sin, mesh=TWO, in_specs=P("q"), out_specs=P())(x),
+        "divide": lambda: fs.shard_map(torch.sin, mesh=TWO, in_specs=P("x"), out_specs=P())(x[:3]),
+        "pair": lambda: fs.local_map(torch.sin, in_specs=P("y"), out_specs=P("y"))(
+            fs.shard(x, spec)
+        ),
+        "local": lambda: fs.local_map(torch.sin, in_specs=P("x"), out_specs=P("x"))((x, spec)),
+        "axis": lambda: fs.shard_map(
+            lambda v: fs.psum(v, "q"), mesh=TWO, in_specs=P("x"), out_specs=P()
+        )(x),
+        "unbound": lambda: fs.psum(x, "x"),
+    }
+    bodies[what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("spec", "axis 'q' on Mesh(x=2, y=2, devices=[2, 0, 3, 1])"),
+        ("divide", "3 % 2 = 1"),
+        ("pair", "in_specs ask for f32[4@y,4]"),
+        ("local", "a local of shape (4, 4) and torch.float32"),
+        ("axis", "axis 'q'"),
+        ("unbound", "an unbound axis name: 'x'"),
+    ],
+)
+def test_errors(what: str, text: str) -> None:
+    for each in outcomes(4, fail_in_body, what):
+        assert isinstance(each.error, ShardingError), each.traceback
+        assert text in str(each.error)

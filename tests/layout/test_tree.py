@@ -1,0 +1,141 @@
+"""Pytrees: what is a leaf, in which order, and how a prefix covers a tree."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec as P
+from fshard.layout.spec import Sharded, Spec
+from fshard.layout.tree import broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
+from tests.helpers.spec_grid import message
+
+SPEC = Spec(Mesh(x=2), P("x"), shape=(4,))
+TENSOR = torch.zeros(2)
+
+
+class Layer(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+LEAVES = st.one_of(
+    st.none(), st.integers(0, 9), st.sampled_from([SPEC, P("x"), P(("x", "y")), P()])
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner),
+        st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+        st.builds(Layer, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_unflatten_inverts_flatten(tree: Any) -> None:
+    leaves, treedef = flatten(tree)
+    assert unflatten(treedef, leaves) == tree
+    assert map_leaves(lambda leaf: leaf, tree) == tree
+    assert map_leaves(lambda a, b: (a == b, 0)[1], tree, tree) == unflatten(
+        treedef, [0] * len(leaves)
+    )
+
+
+@given(TREES)
+def test_paths_are_expressions(tree: Any) -> None:
+    leaves, _ = flatten(tree)
+    assert [eval(path, {"tree": tree}) for path in paths(tree, "tree")] == leaves
+
+
+@given(TREES)
+def test_a_leaf_and_the_tree_itself_are_prefixes(tree: Any) -> None:
+    leaves, _ = flatten(tree)
+    assert broadcast_prefix(P("x"), tree, "in_specs", "f") == [P("x")] * len(leaves)
+    assert broadcast_prefix(None, tree, "in_specs", "f") == [None] * len(leaves)
+    assert broadcast_prefix(tree, tree, "in_specs", "f") == leaves
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [SPEC, P("x", "y"), P(), TENSOR, None, 3, "text", (TENSOR, SPEC), Sharded((TENSOR,) * 2, SPEC),
+     Sharded(TENSOR, SPEC), ((TENSOR, TENSOR), SPEC)],
+    ids=str,
+)  # fmt: skip
+def test_leaves(leaf: Any) -> None:
+    leaves, _ = flatten({"a": leaf})
+    assert len(leaves) == 1
+    assert leaves[0] is leaf
+
+
+def test_pairs() -> None:
+    assert is_pair((TENSOR, SPEC))
+    assert is_pair(Sharded(TENSOR, SPEC))
+    assert not is_pair([TENSOR, SPEC])
+    assert not is_pair((TENSOR, P("x")))
+    assert not is_pair((TENSOR, TENSOR, SPEC))
+    assert not is_pair(Layer(TENSOR, SPEC))
+    assert not is_pair(SPEC)
+
+
+def test_dicts_are_walked_in_sorted_order() -> None:
+    leaves, treedef = flatten({"b": 1, "a": 2})
+    assert leaves == [2, 1]
+    assert list(unflatten(treedef, leaves)) == ["b", "a"]
+
+
+def test_prefix_covers_subtrees() -> None:
+    tree = ({"w": 1, "b": [2, 3]}, 4, None)
+    assert broadcast_prefix(({"w": P("x"), "b": None}, P(), P("y")), tree, "in_specs", "f") == [
+        None, None, P("x"), P(), P("y")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefix", "given", "fix"),
+    [
+        ((P("x"),), "in_specs has length 1, the value 2", "an entry for each"),
+        (
+            ({"w": P("x")}, P()),
+            "in_specs[0] has the keys ['w'], the value ['b', 'w']",
+            "an entry for each",
+        ),
+        (
+            ([P("x"), P()], P()),
+            "in_specs[0] is a list where the value is a dict",
+            "a dict of specs",
+        ),
+        (
+            ({"w": P(), "b": [P(), P(), P()]}, P()),
+            "in_specs[0]['b'] has length 3, the value 2",
+            "an entry for each",
+        ),
+        ((P(), (P(), P())), "in_specs[1] is a tuple where the value is an int", "one spec"),
+    ],
+)
+def test_what_is_no_prefix(prefix: Any, given: str, fix: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        broadcast_prefix(prefix, ({"w": 1, "b": [2, 3]}, 4), "in_specs", "shard_map(f)")
+    fix += "" if fix == "one spec" else ", or one spec for all of it"
+    assert str(caught.value) == message(
+        "shard_map(f)",
+        given,
+        "in_specs is a tree prefix of the values: a leaf of it covers all below",
+        fix,
+    )
+
+
+def test_every_place_where_it_is_no_prefix() -> None:
+    with pytest.raises(ShardingError) as caught:
+        broadcast_prefix(([P()], {"a": P()}), ([1, 2], {"b": 1}), "out_specs", "shard_map(f)")
+    assert [each.given for each in caught.value.problems] == [
+        "out_specs[0] has length 1, the value 2",
+        "out_specs[1] has the keys ['a'], the value ['b']",
+    ]

@@ -1,0 +1,90 @@
+"""Rules that users give to operations: texts, generators, lists of acceptable shardings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import fshard as fs
+from fshard import Mesh, P, Spec
+from fshard.ops.core.call import Call
+from tests.helpers.ops.op_checks import check_call
+
+MESH = Mesh(x=2)
+
+
+@torch.library.custom_op("fshard_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x * w.sum(0)
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+OP = torch.ops.fshard_tests.scaled.default
+
+
+def test_an_operation_of_ones_own_takes_a_text() -> None:
+    fs.register_rule(OP)(fs.rule("bd,kd->bd", whole="k", linear=(0, 1)))
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    assert check_call(OP, x, w, grad=False, two_axes=True) == []
+    part = fs.partition(lambda x, w: OP(x, w).relu(), mesh=MESH, in_specs=(P("x"), P(None, "x")))
+    torch.testing.assert_close(part(x, w), OP(x, w).relu())
+
+
+@pytest.mark.parametrize(
+    "states", [(0, 1, None, "sum"), (Shard(0), Shard(1), Replicate(), Partial())]
+)
+def test_lists_of_acceptable_shardings(states: tuple[Any, ...]) -> None:
+    rows, columns, whole, summed = states
+
+    def lines(call: Call) -> list[Any]:
+        return [
+            ([rows], [rows, whole]),
+            ([columns], [columns, columns]),
+            ([summed], [summed, whole]),
+        ]
+
+    fs.register_rule(OP)(lines)
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    assert check_call(OP, x, w, grad=False, two_axes=True) == []
+    specs = [Spec(MESH, p, shape=s, dtype=torch.float64)
+             for p, s in ((P(None, "x"), (4, 6)), (P(None, "x"), (3, 6)))]  # fmt: skip
+    assert str(fs.propagate(OP, *specs).out_specs[0]) == "f64[4,6@x]"
+
+
+def test_wrong_lines_are_all_told() -> None:
+    fs.register_rule(OP)(lambda call: [([0], [0]), ([7], [0, None]), (["sum"], ["sum", 0]),
+                                       ([0], [0, None]), ([0], [0, 0])])  # fmt: skip
+    x = Spec(MESH, P("x"), shape=(4, 6), dtype=torch.float64)
+    with pytest.raises(fs.ShardingError) as error:
+        fs.propagate(OP, x, x)
+    text = str(error.value)
+    assert "a line has a state for each of 1 results and 2 operands" in text
+    assert "correct 7" in text
+    assert "not both" in text
+    assert "leave one of them out" in text
+
+
+def test_the_last_registration_wins_and_plain_functions_have_rules_too() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    fs.register_rule(twice)("ij->ij")
+    assert fs.propagate(twice, Spec(MESH, P("x"), shape=(4, 2))).out_specs[0] == Spec(
+        MESH, P("x"), shape=(4, 2)
+    )
+    fs.register_rule(twice)(fs.rule("ij->ij", whole="i"))
+    assert fs.propagate(twice, Spec(MESH, P("x"), shape=(4, 2))).sends
+    pair = fs.shard(torch.ones(4, 2), Spec(MESH, P(None, "x"), shape=(4, 2)))
+    torch.testing.assert_close(fs.unshard(fs.apply(twice, pair)), torch.full((4, 2), 2.0))
+
+
+def test_an_operation_without_a_rule_says_how_to_give_it_one() -> None:
+    with pytest.raises(fs.ShardingError, match=r"fs\.register_rule"):
+        fs.propagate(print, Spec(MESH, P(), shape=(2,)))

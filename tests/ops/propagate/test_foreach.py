@@ -1,0 +1,188 @@
+"""Operations on lists: every element lies as it would alone; values, gradients and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._ops import OpOverload
+
+import fshard as fs
+from fshard import Mesh, P, Spec
+from fshard.ops.core.registry import decomposition_of, functional_of
+from fshard.ops.propagate.foreach import elements_of, is_list
+from fshard.ops.propagate.propagate import propagate
+from fshard.partition.apply import apply
+
+A = torch.ops.aten
+MESH = Mesh(x=2, y=2)
+SHAPES = ((4, 6), (8,), (2, 2))
+LAYOUTS = (
+    (P("x"), P("y"), P()),
+    (P("x", "y"), P(("y", "x")), P(None, "y")),
+)
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + 0.1 for shape in SHAPES
+    ]
+
+
+def specs(partitions: Sequence[P]) -> list[Spec]:
+    pairs = zip(partitions, SHAPES, strict=True)
+    return [Spec(MESH, p, shape=shape, dtype=torch.float64) for p, shape in pairs]
+
+
+def _named(name: str) -> OpOverload[..., Any]:
+    base, _, overload = name.partition(".")
+    op: OpOverload[..., Any] = getattr(getattr(A, base), overload or "default")
+    return op
+
+
+APART = {"_foreach_addcmul.Tensor", "_foreach_addcdiv.Tensor", "_foreach_powsum.Scalar"}
+ALL = sorted(
+    rest
+    for name in torch._C._dispatch_get_all_op_names()
+    if (rest := name.removeprefix("aten::")).startswith("_foreach_")
+    and not rest.endswith("out") and rest.replace("_.", ".") not in APART
+    and rest != "_foreach_mm"
+)  # fmt: skip
+
+
+def arguments(op: OpOverload[..., Any]) -> list[Any]:
+    """Lists of positive tensors, numbers, and lists of numbers, as the schema asks."""
+    made: list[Any] = []
+    for each in op._schema.arguments:
+        if each.kwarg_only or each.has_default_value():
+            break
+        kind = str(each.type)
+        made.append({
+            "List[Tensor]": lambda: tensors(len(made)),
+            "Tensor": lambda: torch.tensor(2.0).double(),
+            "number": lambda: 2, "List[number]": lambda: [1.5, 2.0, 3.0],
+        }[kind]())  # fmt: skip
+    return made
+
+
+def laid(args: Sequence[Any], at: Sequence[Spec]) -> list[Any]:
+    return [
+        [fs.shard(x, spec) for x, spec in zip(each, at, strict=True)]
+        if isinstance(each, list) and isinstance(each[0], torch.Tensor) else each
+        for each in args
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("partitions", LAYOUTS, ids=["some", "all"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_operation_on_lists(name: str, partitions: Sequence[P]) -> None:
+    op = _named(name)
+    args = arguments(op)
+    found = apply(op, *laid(args, specs(partitions)), mode="auto")
+    expected = functional_of(op)(*args)
+    assert len(found) == len(expected)
+    for pair, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), whole)
+
+
+def test_nothing_is_sent_for_elements_that_lie_alike() -> None:
+    given = specs(LAYOUTS[0])
+    made = propagate(A._foreach_add.List, given, given)
+    assert made.is_local
+    assert made.out_specs == tuple(given)
+    assert " ".join(str(made).split()) == (
+        "_foreach_add.List: f64[4@x,6], f64[8@y], f64[2,2], f64[4@x,6], f64[8@y], f64[2,2] "
+        "-> f64[4@x,6], f64[8@y], f64[2,2] "
+        "x: d0 / invariant, y: invariant / d0 (nothing is sent)"
+    )
+
+
+def test_elements_are_calls_of_their_own() -> None:
+    x, y = tensors(0), tensors(1)
+    found = elements_of(A._foreach_addcmul.ScalarList, (x, y, y, [1, 2, 3]), {})
+    assert [each.kwargs for each in found] == [{"value": 1}, {"value": 2}, {"value": 3}]
+    assert [each.places for each in found] == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
+
+
+def test_unreduced_elements_stay_so_each_for_itself() -> None:
+    given = [Spec(MESH, P(unreduced={"x"}), shape=(8,)), Spec(MESH, P("y"), shape=(8,))]
+    made = propagate(A._foreach_mul.Scalar, given, 2.0)
+    assert made.out_specs == tuple(given)
+
+
+@pytest.mark.parametrize("partitions", LAYOUTS, ids=["some", "all"])
+@pytest.mark.parametrize("name", ["mul", "add", "div"])
+def test_gradients_of_a_tensor_that_all_elements_use(name: str, partitions: Sequence[P]) -> None:
+    leaves = [x.requires_grad_() for x in tensors(0)]
+    shared = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    weights = tensors(1)
+    whole = Spec(MESH, P(), shape=(), dtype=torch.float64)
+    op = getattr(A, f"_foreach_{name}").Tensor
+    given = [fs.shard(x, spec) for x, spec in zip(leaves, specs(partitions), strict=True)]
+    made = [fs.unshard(each) for each in apply(op, given, fs.shard(shared, whole), mode="auto")]
+    right = [getattr(torch, name)(x, shared) for x in leaves]
+    sums = [
+        sum((x * w).sum() for x, w in zip(each, weights, strict=True)) for each in (made, right)
+    ]
+    one, other = (torch.autograd.grad(each, [*leaves, shared]) for each in sums)
+    torch.testing.assert_close(one, other)
+
+
+def test_products_of_matrices_each_cut_along_its_own_dims() -> None:
+    a, b = [torch.rand(4, 6), torch.rand(2, 8)], [torch.rand(6, 2), torch.rand(8, 4)]
+    given = [
+        [fs.shard(x, Spec(MESH, p, shape=x.shape)) for x, p in zip(each, partitions, strict=True)]
+        for each, partitions in ((a, (P("x", "y"), P(None, "x"))), (b, (P("y"), P("x"))))
+    ]
+    made = apply(A._foreach_mm.default, *given)
+    assert [str(each.spec) for each in made] == [
+        "f32[4@x,2]{unreduced: y}",
+        "f32[2,4]{unreduced: x}",
+    ]
+    for pair, x, y in zip(made, a, b, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), x @ y)
+
+
+def test_partition_takes_lists_apart() -> None:
+    def step(params: list[Any], grads: list[Any]) -> list[Any]:
+        decayed = torch._foreach_mul(params, 0.9)
+        torch._foreach_add_(decayed, grads, alpha=-0.1)
+        return list(decayed)
+
+    given = [
+        [fs.shard(x, spec) for x, spec in zip(tensors(seed), specs(LAYOUTS[1]), strict=True)]
+        for seed in (0, 1)
+    ]
+    partitions = [list(LAYOUTS[1])] * 2
+    made = fs.partition(step, mesh=MESH, in_specs=tuple(partitions))(*given)
+    for pair, whole in zip(made, step(tensors(0), tensors(1)), strict=True):
+        torch.testing.assert_close(fs.unshard(pair), whole)
+
+
+def test_sequences_of_at_least_so_many_dims() -> None:
+    made = propagate(A.atleast_2d.Sequence, specs(LAYOUTS[1]))
+    assert [str(each) for each in made.out_specs] == [
+        "f64[4@x,6@y]",
+        "f64[1,8@(y,x)]",
+        "f64[2,2@y]",
+    ]
+
+
+@pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
+def test_scalars_in_a_tensor_are_done_by_others(name: str) -> None:
+    op = getattr(A, f"_foreach_{name}").Tensor
+    assert not is_list(op)
+    by_others = decomposition_of(op)
+    assert by_others is not None
+    x, a, b, scalars = tensors(0), tensors(1), tensors(2), torch.tensor([1.0, 2.0, 3.0]).double()
+    torch.testing.assert_close(by_others(x, a, b, scalars), op(x, a, b, scalars))
+
+
+def test_lists_are_done_element_by_element() -> None:
+    by_others = decomposition_of(A._foreach_lerp.ScalarList)
+    assert by_others is not None
+    given = (tensors(0), tensors(1), [0.1, 0.2, 0.3])
+    torch.testing.assert_close(by_others(*given), A._foreach_lerp.ScalarList(*given))

@@ -1,0 +1,86 @@
+"""Rules of Fourier transforms, against the whole on every role; their texts."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.partition.apply import apply
+from tests.helpers.ops.samples import Sample, rand, text, wrong
+
+aten = torch.ops.aten
+COMPLEX = torch.complex128
+REAL = (
+    "fft_fft fft_ifft fft_rfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_fftn fft_ifftn fft_rfftn"
+)
+HALF = "fft_irfft fft_hfft fft_irfft2 fft_hfft2 fft_irfftn fft_hfftn"
+
+OTHERS: dict[str, Sample] = {
+    "sizes of the last dims": lambda: (aten.fft_fftn, rand(3, 4, 5), [4]),
+    "sizes and dims": lambda: (aten.fft_fftn, rand(3, 4, 5), [4, 3], [0, 2]),
+    "a dim in the middle": lambda: (aten.fft_rfft, rand(3, 4, 5), 6, 1),
+    "_fft_c2c": lambda: (aten._fft_c2c, rand(3, 4, dtype=COMPLEX), [1], 0, True),
+    "_fft_c2c of none": lambda: (aten._fft_c2c, rand(3, 4, dtype=COMPLEX), [], 0, True),
+    "_fft_r2c": lambda: (aten._fft_r2c, rand(3, 4), [0], 0, True),
+    "_fft_c2r": lambda: (aten._fft_c2r, rand(3, 4, dtype=COMPLEX), [1], 0, 6),
+    "prims.fft_r2c": lambda: (torch.ops.prims.fft_r2c, rand(3, 4), {"dim": [1], "onesided": True}),
+    "prims.fft_c2r": lambda: (torch.ops.prims.fft_c2r, rand(3, 4, dtype=COMPLEX),
+                              {"dim": [1], "last_dim_size": 6}),
+    "shifted": lambda: (aten.fft_fftshift, rand(3, 4)),
+    "shifted back": lambda: (aten.fft_ifftshift, rand(3, 4), [1]),
+    "stft": lambda: (aten.stft.center, rand(3, 32), 8, 4, 8, hann(), {"return_complex": True}),
+    "stft of one": lambda: (aten.stft, rand(32), 8, 4, 8, hann(), False, True, True),
+}  # fmt: skip
+
+
+def hann() -> torch.Tensor:
+    return torch.hann_window(8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", REAL.split())
+def test_of_real_numbers(name: str) -> None:
+    assert wrong(lambda: (getattr(aten, name), rand(3, 4, 5))) == []
+
+
+@pytest.mark.parametrize("name", [*HALF.split(), "fft_fft"])
+def test_of_complex_numbers(name: str) -> None:
+    assert wrong(lambda: (getattr(aten, name), rand(3, 4, 5, dtype=COMPLEX))) == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name: str) -> None:
+    assert wrong(OTHERS[name], grad=not name.startswith("prims")) == []
+
+
+@pytest.mark.parametrize("whole", [(3, 5, 9), (5, 9)])
+def test_istft(whole: tuple[int, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert wrong(lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 4)) == []
+
+
+def test_integers_pass_no_addends() -> None:
+    """Addends of integers wrap, and their transforms do not."""
+    assert text(aten.fft_fft, rand(3, 4, dtype=torch.int32)) == "b1->b1"
+
+
+def test_texts() -> None:
+    assert text(aten.fft_rfft, rand(3, 4, 5), None, 1) == (
+        "b1d->b1d  {unreduced 0 sum; unreduced 0 avg}"
+    )
+    assert text(aten.fft_fftshift, rand(3, 4), [0]) == (
+        "bc->bc  {b permuted; unreduced 0 sum; unreduced 0 avg; unreduced 0 max; "
+        "unreduced 0 min; unreduced 0 product}"
+    )
+    assert text(*OTHERS["stft"]()).startswith("b1,1->b11  {unreduced 0 sum; unreduced 0 avg; ")
+
+
+def test_unreduced_signals_stay_so() -> None:
+    mesh = fs.Mesh(x=2, y=2)
+    spec = fs.Spec(mesh, fs.P("x", unreduced={"y"}), shape=(4, 8))
+    parts = tuple(rand(2, 8, dtype=torch.float32, seed=rank) for rank in range(4))
+    made = apply(torch.fft.fft, (parts, spec))
+    assert str(made.spec) == "c64[4@x,8]{unreduced: y}"

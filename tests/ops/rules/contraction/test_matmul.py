@@ -1,0 +1,173 @@
+"""Rules of products, against the whole on every role; their texts."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.partition.apply import apply
+from tests.helpers.ops.samples import Sample, loops, rand, text, wrong
+
+aten = torch.ops.aten
+i64, c128 = torch.int64, torch.complex128
+INF = float("inf")
+
+PRODUCTS: dict[str, Sample] = {
+    "mm": lambda: (aten.mm, rand(4, 3), rand(3, 5)),
+    "mm of integers": lambda: (aten.mm, rand(4, 3, dtype=i64), rand(3, 5, dtype=i64)),
+    "mm of nothing": lambda: (aten.mm, rand(4, 0), rand(0, 3)),
+    "bmm": lambda: (aten.bmm, rand(2, 4, 3), rand(2, 3, 5)),
+    "mv": lambda: (aten.mv, rand(4, 3), rand(3)),
+    "dot": lambda: (aten.dot, rand(4), rand(4, seed=1)),
+    "vdot": lambda: (aten.vdot, rand(4, dtype=c128), rand(4, dtype=c128, seed=1)),
+    "matmul broadcasting": lambda: (aten.matmul, rand(2, 1, 4, 3), rand(3, 3, 5)),
+    "matmul vector, batch": lambda: (aten.matmul, rand(3), rand(2, 3, 5)),
+    "matmul batch, vector": lambda: (aten.matmul, rand(2, 4, 3), rand(3)),
+    "matmul of bytes": lambda: (aten._int_mm, rand(32, 16, dtype=torch.int8),
+                                rand(16, 32, dtype=torch.int8)),
+    "outer": lambda: (aten.outer, rand(4), rand(3)),
+    "inner": lambda: (aten.inner, rand(4, 3), rand(2, 3)),
+    "inner with a number": lambda: (aten.inner, rand(4, 3), rand()),
+    "kron": lambda: (aten.kron, rand(4, 3), rand(2, 3)),
+    "kron, other dims": lambda: (aten.kron, rand(4), rand(2, 3)),
+    "tensordot": lambda: (aten.tensordot, rand(4, 3, 2), rand(2, 5, 3), [1, 2], [2, 0]),
+    "tensordot broadcasting": lambda: (aten.tensordot, rand(4, 3), rand(1, 5), [1], [0]),
+    "multi_dot": lambda: (aten.linalg_multi_dot, [rand(4, 3), rand(3, 2), rand(2, 5)]),
+    "multi_dot of vectors": lambda: (aten.linalg_multi_dot, [rand(3), rand(3, 2), rand(2)]),
+    "bilinear": lambda: (aten.bilinear, rand(4, 3), rand(4, 2), rand(5, 3, 2), rand(5)),
+    "_trilinear": lambda: (aten._trilinear, rand(4, 3), rand(5, 3, 2), rand(4, 2),
+                           [1, 3], [0], [1, 2], [2, 3]),
+    "vecdot": lambda: (aten.linalg_vecdot, rand(4, 1), rand(2, 4, 3), {"dim": 1}),
+    "cross": lambda: (aten.cross, rand(4, 3), rand(4, 3, seed=1), 1),
+    "linalg_cross": lambda: (aten.linalg_cross, rand(3, 3), rand(1, 3)),
+}  # fmt: skip
+
+ADDED: dict[str, Sample] = {
+    "addmm": lambda: (aten.addmm, rand(4, 5), rand(4, 3), rand(3, 5)),
+    "addmm of a row": lambda: (aten.addmm, rand(5), rand(4, 3), rand(3, 5),
+                               {"beta": 2.0, "alpha": 0.5}),
+    "addmm of a number": lambda: (aten.addmm, rand(), rand(4, 3), rand(3, 5)),
+    "addmm of integers": lambda: (aten.addmm, rand(5, dtype=i64), rand(4, 3, dtype=i64),
+                                  rand(3, 5, dtype=i64)),
+    "addbmm": lambda: (aten.addbmm, rand(4, 5), rand(2, 4, 3), rand(2, 3, 5)),
+    "baddbmm": lambda: (aten.baddbmm, rand(2, 1, 5), rand(2, 4, 3), rand(2, 3, 5)),
+    "addmv": lambda: (aten.addmv, rand(1), rand(4, 3), rand(3)),
+    "addr": lambda: (aten.addr, rand(4, 3), rand(4), rand(3)),
+    "linear": lambda: (aten.linear, rand(2, 4, 3), rand(5, 3), rand(5)),
+    "linear of one": lambda: (aten.linear, rand(3), rand(5, 3), rand(5)),
+    "linear without": lambda: (aten.linear, rand(4, 3), rand(5, 3)),
+    "linear to one": lambda: (aten.linear, rand(4, 3), rand(3)),
+    "activated": lambda: (aten._addmm_activation, rand(5), rand(4, 3), rand(3, 5)),
+}  # fmt: skip
+
+EINSUMS = (
+    ("ij,jk->ik", (4, 3), (3, 5)),
+    ("ij,jk", (4, 3), (3, 5)),
+    ("...ij,...jk->...ik", (2, 1, 4, 3), (2, 3, 3, 5)),
+    ("ii->i", (3, 3)),
+    ("ii", (3, 3)),
+    ("iij,jk->ik", (3, 3, 2), (2, 4)),
+    ("bhqd,bhkd->bhqk", (2, 2, 4, 3), (2, 2, 5, 3)),
+    ("ij,ij,jk->k", (4, 3), (4, 3), (3, 2)),
+    ("...i->...", (2, 4, 3)),
+    ("i...->...", (3, 4)),
+    ("bi,ij->b", (1, 3), (3, 4)),
+    ("ij,jk->", (2, 3), (3, 2)),
+    ("Zz, z", (4, 3), (3,)),
+)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str) -> None:
+    assert wrong(PRODUCTS[name]) == []
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_counts_once(name: str) -> None:
+    assert wrong(ADDED[name], grad=name != "activated") == []
+
+
+@pytest.mark.parametrize(("equation", "shapes"), [(each[0], each[1:]) for each in EINSUMS])
+def test_einsum(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    operands = [rand(*shape, seed=at) for at, shape in enumerate(shapes)]
+    assert wrong(lambda: (aten.einsum, equation, operands)) == []
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("name", ["cdist", "pdist", "_cdist_forward"])
+def test_distances(name: str, power: float) -> None:
+    samples: dict[str, Sample] = {
+        "cdist": lambda: (aten.cdist, rand(4, 3), rand(2, 5, 3), power),
+        "pdist": lambda: (aten.pdist, rand(4, 3), power),
+        "_cdist_forward": lambda: (aten._cdist_forward, rand(4, 3), rand(5, 3), power, None),
+    }
+    assert wrong(samples[name], grad=not name.startswith("_")) == []
+
+
+@pytest.mark.parametrize("name", ["mm", "kron"])
+def test_two_axes(name: str) -> None:
+    assert wrong(PRODUCTS[name], grad=False, two_axes=True) == []
+
+
+def test_two_axes_of_a_sum() -> None:
+    assert wrong(ADDED["linear of one"], two_axes=True) == []
+
+
+def test_texts() -> None:
+    assert loops(aten.matmul, rand(2, 1, 4, 3), rand(3, 3, 5)) == "b1ik,ckj->bcij"
+    assert text(aten.mm, rand(4, 3), rand(3, 5)) == (
+        "ik,kj->ij  {k sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
+    )
+    assert text(aten.linear, rand(4, 3), rand(5, 3), rand(5)) == (
+        "bk,jk,j->bj  {k sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg; "
+        "unreduced 0+2 sum; unreduced 0+2 avg; unreduced 1+2 sum; unreduced 1+2 avg; "
+        "unreduced 2 avg}"
+    )
+    assert loops(aten.kron, rand(4, 3), rand(2, 3)) == "bc,de->(bd)(ce)"
+    assert loops(aten.einsum, "...ij,jk", [rand(2, 4, 3), rand(3, 5)]) == "bij,jk->bik"
+    assert loops(aten.einsum, "iij->j", [rand(3, 3, 2)]) == "11j->j"
+    assert text(aten.cdist, rand(4, 3), rand(5, 3), INF) == "pk,qk->pq  {k max}"
+    assert text(aten.cdist, rand(4, 3), rand(5, 3)) == "pk,qk->pq  {k whole}"
+
+
+def test_bytes_that_are_summed_wider_pass_no_addends() -> None:
+    """Sums of bytes wrap at 256, sums of their products do not."""
+    small = torch.int8
+    assert text(aten._int_mm, rand(32, 16, dtype=small), rand(16, 32, dtype=small)) == (
+        "ik,kj->ij  {k sum}"
+    )
+
+
+def test_groups() -> None:
+    """Of rows in groups only the columns can be cut, and what the products sum over."""
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    rows = rand(8, 32, dtype=torch.bfloat16)
+    modes = "unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
+    batch = rand(2, 32, 16, dtype=torch.bfloat16)
+    assert text(aten._grouped_mm, rows, batch, ends) == f"1k,1kj,1->1j  {{k sum; {modes}"
+    whole = rand(2, 8, 32, dtype=torch.bfloat16)
+    assert text(aten._grouped_mm, whole, batch) == f"gik,gkj->gij  {{k sum; {modes}"
+
+
+def test_the_first_dim_of_three_is_the_whole_tensors() -> None:
+    """A rank's part may have a dim of three before the one that the whole has."""
+    x, y = rand(6, 3), rand(6, 3, seed=1)
+    mesh = fs.Mesh(x=2)
+    spec = fs.Spec(mesh, fs.P("x"), shape=(6, 3), dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = apply(torch.cross, fs.shard(x, spec), fs.shard(y, spec))
+    assert torch.equal(fs.unshard(made), torch.linalg.cross(x, y))
+
+
+def test_a_bias_that_is_not_finite_counts_once() -> None:
+    mesh = fs.Mesh(x=2)
+    make = lambda t, p: fs.shard(t, fs.Spec(mesh, p, shape=t.shape, dtype=t.dtype))  # noqa: E731
+    x, w = make(rand(2, 4), fs.P(None, "x")), make(rand(3, 4), fs.P(None, "x"))
+    bias = make(torch.tensor([1.0, INF, -INF], dtype=torch.float64), fs.P())
+    made = fs.unshard(apply(aten.linear, x, w, bias))
+    assert made[:, 1:].tolist() == [[INF, -INF], [INF, -INF]]
+    assert made[:, 0].isfinite().all()

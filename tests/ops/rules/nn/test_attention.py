@@ -1,0 +1,169 @@
+"""Rules of attention, against the whole on every role; their texts, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from fshard._util.errors import ShardingError
+from fshard.ops.core.call import Meta
+from fshard.ops.propagate.propagate import call_of, rule_of
+from fshard.ops.rules.nn.attention import in_products
+from fshard.program.cost.topology import Link, Topology
+from tests.helpers.ops.samples import Sample, loops, rand, taken_apart, text, wrong
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention
+CPU = aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def three(heads: int = 3, wide: int = 3, lead: int = 2) -> tuple[torch.Tensor, ...]:
+    """Queries of 5 by heads, keys and values of 6 by 3, the latter of another width."""
+    batch = (2,) * (lead - 1)
+    return (
+        rand(*batch, heads, 5, 4),
+        rand(*batch, 3, 6, 4, seed=1),
+        rand(*batch, 3, 6, wide, seed=2),
+    )
+
+
+def mask(*shape: int) -> torch.Tensor:
+    return rand(*shape) > -0.5
+
+
+COMPOSITE: dict[str, Sample] = {
+    "plain": lambda: (SDPA, *three()),
+    "causal": lambda: (SDPA, *three(), {"is_causal": True}),
+    "added mask": lambda: (SDPA, *three(), rand(2, 1, 5, 6)),
+    "mask": lambda: (SDPA, *three(), mask(5, 6), {"scale": 0.3}),
+    "mask by heads": lambda: (SDPA, *three(), mask(2, 3, 1, 6)),
+    "without batch": lambda: (SDPA, *three(lead=1)),
+    "grouped": lambda: (SDPA, *three(6), {"enable_gqa": True}),
+    "grouped, masked": lambda: (SDPA, *three(6), rand(2, 6, 5, 6), {"enable_gqa": True}),
+    "of one key's head": lambda: (SDPA, rand(2, 6, 5, 4), rand(2, 1, 6, 4), rand(2, 1, 6, 3),
+                                  {"enable_gqa": True, "is_causal": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_attention(name: str) -> None:
+    assert wrong(COMPOSITE[name]) == []
+
+
+FUSED: dict[str, Sample] = {
+    "cpu": lambda: (CPU, *three(wide=4)),
+    "cpu causal": lambda: (CPU, *three(wide=4), 0.0, True),
+    "math": lambda: (aten._scaled_dot_product_attention_math, *three()),
+    "math grouped": lambda: (aten._scaled_dot_product_attention_math, *three(6),
+                             {"enable_gqa": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused(name: str) -> None:
+    assert wrong(FUSED[name]) == []
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient(causal: bool) -> None:
+    q, k, v = three(wide=4)
+    out, sums = CPU(q, k, v, 0.0, causal)
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    assert wrong(lambda: (op, rand(2, 3, 5, 4, seed=3), q, k, v, out, sums, 0.0, causal),
+                 grad=False) == []  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_in_products(name: str) -> None:
+    """What is done by products and sums gives what the operation does, rows of no keys too."""
+    op, args, named = taken_apart(COMPOSITE[name])
+    torch.testing.assert_close(in_products(*args, **named), op(*args, **named))
+
+
+def test_rows_that_may_look_at_nothing_are_zero() -> None:
+    nothing = torch.zeros(5, 6, dtype=torch.bool)
+    nothing[1] = True
+    made = in_products(*three(), nothing)
+    torch.testing.assert_close(made, F.scaled_dot_product_attention(*three(), nothing))
+    assert made[:, :, 0].eq(0).all()
+
+
+def test_texts() -> None:
+    assert text(SDPA, *three()) == ("bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}")
+    assert loops(SDPA, *three(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
+    assert loops(SDPA, *three(6), rand(2, 6, 5, 6), enable_gqa=True) == (
+        "b(hg)q1,bh11,bh1v,b(hg)q1->b(hg)qv"
+    )
+
+
+def on_cuda(name: str, *args: object) -> str:
+    """The rule of a kernel that this machine may lack, by shapes alone."""
+    return str(rule_of(call_of(getattr(aten, name).default, args, {})))
+
+
+def test_kernels_of_other_devices() -> None:
+    heads = Meta((2, 4, 64, 32), torch.float16)
+    wide = Meta((2, 4, 64, 64), torch.float16)
+    sums = Meta((2, 4, 64), torch.float32)
+    count, seed = Meta((3,), torch.int32), Meta((), torch.int64)
+    assert on_cuda("_scaled_dot_product_flash_attention", heads, heads, heads) == (
+        "bhq1,bh11,bh11->bhq1,bhq,none,none,1,,1  {b max; h max; q max}"
+    )
+    efficient = "_scaled_dot_product_efficient_attention"
+    assert on_cuda(efficient, heads, heads, heads, wide, True) == (
+        "bh11,bh11,bh11,bh11->bh11,bh1,,  {b max; h max}"
+    )
+    assert on_cuda(
+        "_scaled_dot_product_flash_attention_backward", heads, heads, heads, heads, heads, sums,
+        count, count, 64, 64, 0.0, False, seed, seed,
+    ) == (
+        "bhq1,bhq1,bh11,bh11,bhq1,bhq,1,1,,->bhq1,bh11,bh11  "
+        "{q sum; unreduced 0 sum; unreduced 0 avg}"
+    )  # fmt: skip
+    assert on_cuda(
+        f"{efficient}_backward", heads, heads, heads, heads, wide, heads, sums, seed, seed, 0.0,
+        [True, True, True, False],
+    ) == (
+        "bh11,bh11,bh11,bh11,bh11,bh11,bh1,,->bh11,bh11,bh11,none  "
+        "{unreduced 0 sum; unreduced 0 avg}"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [2, 3])
+def test_half_precision_loses_no_more_than_on_one_device(cut: int) -> None:
+    """Over cut keys and over a cut width, values and gradients."""
+    heads = [3 * rand(2, 4, 12, 8, seed=at) for at in range(3)]
+    weights = rand(2, 4, 12, 8, seed=3)
+
+    def gradients(fn: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = [x.to(dtype).requires_grad_() for x in heads]
+        made = fn(*given)
+        return [made, *torch.autograd.grad((made * weights).sum(), given)]
+
+    mesh = fs.Mesh(x=4)
+    spec = fs.Spec(mesh, fs.P(*[None] * cut, "x"), shape=(2, 4, 12, 8), dtype=torch.bfloat16)
+    slow = Topology(inner=Link(latency=1e-7, bandwidth=1e8), launch=1e-7)
+    attend = F.scaled_dot_product_attention
+    part = fs.partition(attend, mesh=mesh, in_specs=(spec,) * 3, cost=slow)
+    right = gradients(attend, torch.float64)
+    one, mine = gradients(attend, torch.bfloat16), gradients(part, torch.bfloat16)
+    for each, other, exact in zip(one, mine, right, strict=True):
+        assert other.dtype == torch.bfloat16
+        assert (other - exact).abs().max() <= 2 * (each - exact).abs().max()
+
+
+def test_dropout_is_refused() -> None:
+    spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(2, 3, 5, 4))
+    with pytest.raises(ShardingError) as error:
+        fs.propagate(F.scaled_dot_product_attention, spec, spec, spec, dropout_p=0.5)
+    assert str(error.value) == (
+        "fs.propagate(aten.scaled_dot_product_attention.default)\n"
+        "  given: dropout_p=0.5\n"
+        "  rule:  a rank's generator does not draw what the whole tensor's does\n"
+        "  fix:   with fs.random.keyed(key): in a function for fs.partition draws by the key; "
+        "dropout_p=0.0 drops nothing"
+    )

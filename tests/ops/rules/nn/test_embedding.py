@@ -1,0 +1,142 @@
+"""Rules of embeddings, tried on every role against the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard._util.errors import ShardingError
+from fshard.ops.propagate.propagate import propagate
+from fshard.partition.apply import apply
+from tests.helpers.ops.op_checks import call_with, check_call
+from tests.helpers.ops.samples import Draws
+
+aten = torch.ops.aten
+DRAWS = Draws()
+real, below = DRAWS.real, DRAWS.below
+
+W, BAGS = real(7, 4), torch.tensor([0, 2, 2])
+CASES: dict[str, tuple[Any, ...]] = {
+    "rows of a table": (aten.embedding, W, below(7, 3, 2)),
+    "a padding": (aten.embedding, W, torch.tensor([3, 0, 3, 6, 1]), 3),
+    "one row": (aten.embedding, W, torch.tensor(3), 0),
+    "no rows": (aten.embedding, W, below(7, 0)),
+    "by frequency": (aten.embedding, W, below(7, 9), -1, True),
+    "gradient": (aten.embedding_dense_backward, real(3, 2, 4), below(7, 3, 2), 7, -1, False),
+    "gradient, a padding": (
+        aten.embedding_dense_backward, real(5, 4), torch.tensor([3, 0, 3, 6, 1]), 7, 3, False,
+    ),
+    "gradient by frequency": (aten.embedding_dense_backward, real(9, 4), below(7, 9), 7, 2, True),
+    "bags, sums": (aten.embedding_bag, W, below(7, 6), BAGS, False, 0),
+    "bags, means": (aten.embedding_bag, W, below(7, 6), BAGS, False, 1),
+    "bags, maxima": (aten.embedding_bag, W, below(7, 6), BAGS, False, 2),
+    "bags, weighted": (aten.embedding_bag, W, below(7, 6), BAGS, False, 0, False, real(6)),
+    "bags, a padding": (
+        aten.embedding_bag.padding_idx, W, torch.tensor([2, 0, 2, 5, 2, 1]), BAGS, False, 1, False,
+        None, False, 2,
+    ),
+    "bags, by frequency": (aten.embedding_bag, W, below(7, 6), BAGS, True, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_role_gives_what_one_device_does(name: str) -> None:
+    """Values and gradients, for even, uneven and empty parts."""
+    op, *args = CASES[name]
+    assert check_call(op, *args) == []
+
+
+def test_two_axes_cut_rows_and_width() -> None:
+    """Also both the rows."""
+    assert check_call(aten.embedding, W, below(7, 3), grad=False, two_axes=True) == []
+
+
+RULES = {
+    "rows of a table": "vd,i0 i1->i0 i1 d  {v sum; unreduced 0 sum; unreduced 0 avg; "
+    "unreduced 0 max; unreduced 0 min; unreduced 0 product}",
+    "gradient": "i0 i1 d,i0 i1->vd  {i0 sum; i1 sum; unreduced 0 sum; unreduced 0 avg}",
+    "gradient by frequency": "i0 d,i0->vd  {i0 whole; unreduced 0 sum; unreduced 0 avg}",
+    "bags, means": "vd,1,1->1d,none,none,none  {v sum; unreduced 0 sum; unreduced 0 avg}",
+    "bags, maxima": "vd,1,1->1d,none,none,none  {v whole}",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_as_texts(name: str) -> None:
+    """What is cut, what is summed, and what passes unreduced."""
+    op, *args = CASES[name]
+    assert str(call_with(op, args, {})[1]) == RULES[name]
+
+
+# -- what a user sees -------------------------------------------------------------------------
+
+MESH = fs.Mesh(tp=2)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_one_weight_with_cut_rows_serves_twice(rows: int) -> None:
+    """As an embedding and as the output's weight: values, and one gradient of both uses."""
+    w, index = real(rows, 4).requires_grad_(), below(rows, 5)
+    spec = fs.Spec(MESH, fs.P("tp"), shape=w.shape, dtype=w.dtype, uneven="chunk")
+    pair = fs.shard(w, spec)
+    one = apply(aten.embedding, pair, index)
+    other = apply(aten.embedding, pair, index.flip(0))
+    assert str(one.spec) == "f64[5,4]{unreduced: tp}"
+    made = fs.unshard(one) * fs.unshard(other)
+    whole = w[index] * w[index.flip(0)]
+    assert torch.allclose(made, whole)
+    logits = apply(aten.mm, made.detach(), apply(aten.t, pair))
+    assert str(logits.spec).startswith("f64[5,")
+    weights = real(5, 4)
+    (found,) = torch.autograd.grad((made * weights).sum() + fs.unshard(logits).sum(), w)
+    (right,) = torch.autograd.grad((whole * weights).sum() + (whole.detach() @ w.T).sum(), w)
+    assert torch.allclose(found, right)
+
+
+def test_a_maximal_norm_is_refused() -> None:
+    """It is written into the weight."""
+    spec = fs.Spec(MESH, fs.P("tp"), shape=(8, 4), dtype=torch.float64)
+    index = fs.Spec(MESH, fs.P(), shape=(3,), dtype=torch.int64)
+    with pytest.raises(ShardingError) as error:
+        propagate(aten.embedding_renorm_.default, spec, index, 2.5, 2.0)
+    assert str(error.value) == (
+        "fs.propagate(aten.embedding_renorm.default)\n"
+        "  given: max_norm=2.5\n"
+        "  rule:  it writes into the weight, and nothing is written in place here\n"
+        "  fix:   scale its rows before the lookup: torch.renorm(weight, 2, 0, max_norm)"
+    )
+
+
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_rows_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
+    """No rank's zeros stand for an index that is wrong."""
+    w, index = real(8, 4), torch.tensor([wrong])
+    pair = fs.shard(w, fs.Spec(MESH, fs.P("tp"), shape=w.shape, dtype=w.dtype))
+    with pytest.raises(IndexError, match="out of range"):
+        aten.embedding(w, index)
+    with pytest.raises(IndexError, match="out of range"):
+        apply(aten.embedding, pair, index)
+
+
+def test_a_sparse_gradient_cuts_nothing() -> None:
+    """Without gradients everything may be cut."""
+    _, rule, _, _ = call_with(aten.embedding, (W, below(7, 3), -1, False, True), {})
+    assert rule.grad == frozenset(rule.factors)
+    assert check_call(aten.embedding, W, below(7, 3), -1, False, True, grad=False) == []
+
+
+def test_bags_of_cut_rows_in_a_function() -> None:
+    """Nothing is written, and nothing but the bags is a result."""
+    w, index = real(8, 4).requires_grad_(), below(8, 3, 2)
+
+    def bags(w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding_bag(index, w)
+
+    made = fs.partition(bags, mesh=MESH, in_specs=(fs.P("tp"),))(w)
+    assert torch.allclose(made, bags(w))
+    scale = real(3, 4)
+    (found,) = torch.autograd.grad((made * scale).sum(), w)
+    assert torch.allclose(found, torch.autograd.grad((bags(w) * scale).sum(), w)[0])

@@ -1,0 +1,440 @@
+"""What a function writes in place: values of their own in its graph, written to arguments at last.
+
+The oracle is the same function on one device, run on clones: results, gradients, and what the
+arguments are afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import Mesh, P
+from fshard.partition.ir import Write
+
+MESH = Mesh(dp=2, tp=2)
+
+
+def sample(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# -- what the function made ----------------------------------------------------------------
+
+
+def of_views(x: Tensor) -> Tensor:
+    y = x * 2
+    view = y.view(2, 8).view(16)
+    y.add_(1)
+    return view
+
+
+def of_parts(x: Tensor) -> Tensor:
+    y = x * 2
+    part = y[:2]
+    y.add_(1)
+    return part
+
+
+def a_part(x: Tensor) -> Tensor:
+    y = x * 2
+    y[1:3, ::2] += x[1:3, :2]
+    y.t()[0].mul_(3)
+    return y
+
+
+def of_complex(x: Tensor) -> Tensor:
+    modes = torch.fft.rfft(x)
+    low = torch.zeros_like(modes)
+    low[:, :2] = modes[:, :2] * (1 + 2j)
+    low[:, 2] = modes[:, 0]
+    return torch.fft.irfft(low, x.shape[1])
+
+
+def an_element(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[2] = x[1]
+    y[:, 3] = 7
+    return y * x
+
+
+def by_mask(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x.detach() > 0] = 0
+    y.masked_fill_(y.detach() < -1, 5.0)
+    return y
+
+
+def by_index(x: Tensor) -> Tensor:
+    y = x * 2
+    y[torch.tensor([0, 2]), torch.tensor([1, 1])] = x[0, :2]
+    y.index_add_(0, torch.tensor([3]), x[:1])
+    return y
+
+
+def rotary(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    even, odd = x[..., ::2], x[..., 1::2]
+    out[..., ::2] = even - odd
+    out[..., 1::2] = even + odd
+    return out
+
+
+def diagonal(x: Tensor) -> Tensor:
+    y = x * 1
+    y.diagonal().add_(1)
+    y.fill_diagonal_(2)
+    return y @ x
+
+
+def a_list(x: Tensor) -> list[Tensor]:
+    ys = [x * 2, x.sin()]
+    torch._foreach_add_(ys, [x, x])
+    torch._foreach_mul_(ys, 3)
+    return ys
+
+
+def out_of(x: Tensor) -> Tensor:
+    out = torch.zeros(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        torch.add(x.detach(), 1, out=out)
+    return out + x
+
+
+def by_a_view_that_is_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.cos()
+    row = y[1]
+    row += 1
+    flat = y.reshape(-1)
+    flat.mul_(2)
+    return y, row
+
+
+def recomputed(x: Tensor) -> Tensor:
+    def inner(v: Tensor) -> Tensor:
+        w = v.clone()
+        w[0] = 0
+        return w.sin()
+
+    y: Tensor = checkpoint(inner, x, use_reentrant=False)
+    return y
+
+
+def as_other_dtype(x: Tensor) -> Tensor:
+    y = x.to(torch.complex128).clone()
+    torch.view_as_real(y)[..., 1] = x
+    return y.abs()
+
+
+WRITERS = [
+    of_views, of_parts, a_part, of_complex, an_element, by_mask, by_index, rotary, diagonal, a_list,
+    out_of, by_a_view_that_is_kept, recomputed, as_other_dtype,
+]  # fmt: skip
+LAYOUTS = [P("dp"), P(None, "tp"), P("tp", "dp"), P(("dp", "tp")), P()]
+
+
+@pytest.mark.parametrize("fn", WRITERS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_writes_are_values(fn: Callable[[Tensor], Any], layout: P) -> None:
+    torch.manual_seed(0)
+    x = sample(4, 4).requires_grad_()
+    made, whole = fs.partition(fn, mesh=MESH, in_specs=layout)(x), fn(x)
+    torch.testing.assert_close(made, whole)
+    made, whole = (y if isinstance(y, Tensor) else torch.cat([*map(torch.ravel, y)])
+                   for y in (made, whole))  # fmt: skip
+    one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, whole))
+    torch.testing.assert_close(one, other)
+
+
+# -- what the function was given ------------------------------------------------------------
+
+
+def moment(p: Tensor, g: Tensor, m: Tensor) -> None:
+    m.mul_(0.9).add_(g)
+    p.add_(m, alpha=-0.1)
+
+
+def teacher(p: Tensor, g: Tensor, m: Tensor) -> Tensor:
+    m.lerp_(p, 0.1)
+    m[0] = g[1]
+    return m * 2
+
+
+def cache(p: Tensor, g: Tensor, m: Tensor) -> Tensor:
+    m[:, 1:3] = p[:, :2]
+    return m @ g
+
+
+@pytest.mark.parametrize("fn", [moment, teacher, cache], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_arguments_are_written_where_they_lie(fn: Callable[..., Any], layout: P) -> None:
+    given = [sample(4, 4) for _ in range(3)]
+    right = [x.clone() for x in given]
+    whole = fn(*right)
+    part = fs.partition(fn, mesh=MESH, in_specs=layout)
+    pairs = [fs.shard(x.clone(), fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)) for x in given]
+    made = part(*pairs)
+    locals_ = [local for pair in pairs for local in pair.local]
+    for pair, x in zip(pairs, right, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), x)
+    again = part(*given)  # whole tensors are written as well
+    for x, y in zip(given, right, strict=True):
+        torch.testing.assert_close(x, y)
+    if whole is not None:
+        torch.testing.assert_close(again, whole)
+        torch.testing.assert_close(fs.unshard(made), whole)
+    assert all(one is other for one, other in zip(
+        locals_, (local for pair in pairs for local in pair.local), strict=True))  # fmt: skip
+
+
+def twice(p: Tensor, g: Tensor) -> None:
+    with torch.no_grad():
+        p.mul_(0.9)
+        p.add_(g, alpha=-0.1)
+
+
+def test_arguments_with_gradients_are_written_more_than_once() -> None:
+    given, g = sample(4, 4).requires_grad_(), sample(4, 4)
+    right = given.detach().clone()
+    twice(right, g)
+    fs.partition(twice, mesh=MESH, in_specs=P("dp", "tp"))(given, g)
+    torch.testing.assert_close(given.detach(), right)
+
+
+def test_running_statistics_are_those_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
+        torch.nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    ).double()  # fmt: skip
+    one = copy.deepcopy(module)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    part = fs.partition(module, mesh=MESH, params=P(), in_specs=(P(("dp", "tp")),))
+    for _ in range(3):
+        x = sample(8, 3, 6, 6)
+        made, whole = part(state, x), one(x)
+        torch.testing.assert_close(made, whole)
+        grads = torch.autograd.grad(made.sin().sum(), list(module.parameters()))
+        right = torch.autograd.grad(whole.sin().sum(), list(one.parameters()))
+        torch.testing.assert_close(grads, right)
+    for buffer, other in zip(module.buffers(), one.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other)
+    made_of = part.trace(state, x)
+    names = sorted(name for name, _ in module.named_buffers())
+    written = [line.name for line in made_of.lines if isinstance(line, Write)]
+    assert written == [f"args[0]['{name}']" for name in names if name != "3.num_batches_tracked"]
+
+
+def test_statistics_that_are_written_twice_ask_for_no_gradient() -> None:
+    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        y = torch.nn.functional.batch_norm(x, mean, var, training=True)
+        y = torch.nn.functional.batch_norm(y * x, mean, var, training=True)
+        return y - mean
+
+    x = sample(4, 4).requires_grad_()
+    part = fs.partition(fn, mesh=MESH, in_specs=(P("dp"), P(), P()))
+    given, right = ([torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)] for _ in range(2))
+    made, whole = part(x, *given), fn(x, *right)
+    torch.testing.assert_close((made, given), (whole, right))
+    one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, whole))
+    torch.testing.assert_close(one, other)
+
+
+def kept(x: Tensor) -> tuple[Tensor, ...]:
+    laid = fs.constrain(x, P("dp"))
+    turned = fs.constrain(x, P()).t()
+    x.add_(1)
+    return laid, turned, x
+
+
+@pytest.mark.parametrize("layout", [P("dp"), P()], ids=str)
+def test_results_are_apart_from_arguments_that_are_written(layout: P) -> None:
+    x = sample(4, 4)
+    y = x.clone()
+    spec = fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)
+    pair = fs.shard(x.clone(), spec)
+    part = fs.partition(kept, mesh=MESH)
+    made = part(pair)
+    for one, other in zip((*made, pair), (*kept(y), y), strict=True):
+        torch.testing.assert_close(fs.unshard(one), other)
+
+
+def test_lists_of_arguments_are_written_by_their_parts() -> None:
+    torch.manual_seed(0)
+    shapes = [(4, 8), (8,), (8, 4)]
+
+    def fused(ps: list[Tensor], gs: list[Tensor], ms: list[Tensor]) -> None:
+        torch._foreach_mul_(ms, 0.9)
+        torch._foreach_add_(ms, gs)
+        torch._foreach_add_(ps, ms, alpha=-0.1)
+
+    lists = [[sample(*shape) for shape in shapes] for _ in range(3)]
+    right = copy.deepcopy(lists)
+    part = fs.partition(fused, mesh=MESH, in_specs=P("dp"))
+    for _ in range(2):
+        with torch.no_grad():
+            part(*lists)
+            fused(*right)
+    torch.testing.assert_close(lists, right)
+    assert all(prog.is_local for prog in part.trace(*lists).programs)
+
+
+def test_a_written_argument_says_so() -> None:
+    part = fs.partition(moment, mesh=MESH, in_specs=P("dp"))
+    shapes = [torch.ones(4, 4)] * 3
+    assert str(part.explain(*shapes)).splitlines()[1:-4] == [
+        "                spec             forward",
+        "────────────────────────────────────────",
+        "args[0], ...    3 x f32[4@dp,4]",
+        "mul             f32[4@dp,4]",
+        "add             f32[4@dp,4]",
+        "add_1           f32[4@dp,4]",
+        "writes args[0]",
+        "writes args[2]",
+    ]
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+HELD = torch.ones(4, dtype=torch.float64)
+
+
+def what_is_held(x: Tensor) -> Tensor:
+    HELD.add_(1)
+    return x + HELD
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+def detached(x: Tensor) -> Tensor:
+    y = x * 2
+    y.detach().add_(1)
+    return y
+
+
+def an_argument(x: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
+def an_argument_before_it_is_used(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.clamp_(-1, 1)
+    return x * 2
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.unsqueeze_(0)
+
+
+NO_GRAD = "writes a tensor that has a gradient, under no_grad or by its detach()"
+
+
+@pytest.mark.parametrize(
+    ("fn", "given"),
+    [
+        (what_is_held, "add_ writes a tensor that the function closes over"),
+        (without_gradient, f"mul_ {NO_GRAD}"),
+        (detached, f"add_ {NO_GRAD}"),
+        (an_argument, "args[0] is written, and requires grad"),
+        (an_argument_before_it_is_used, f"clamp_ {NO_GRAD}"),
+        (turned, "argument 0 of shape (4,) becomes one of (1, 4)"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_writes_that_gradients_or_others_would_see_are_refused(
+    fn: Callable[..., Any], given: str
+) -> None:
+    part = fs.partition(fn, mesh=MESH)
+    with pytest.raises(fs.ShardingError) as caught:
+        part(torch.ones(4, dtype=torch.float64, requires_grad=True))
+    assert str(caught.value).splitlines()[1] == f"  given: {given}"
+    torch.testing.assert_close(HELD, torch.ones(4, dtype=torch.float64))
+
+
+def dropped_into(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.nn.functional.dropout(y, 0.5, training=False).add_(1)
+    return y
+
+
+def dropped_before(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.nn.functional.feature_alpha_dropout(y, 0.0, training=True)
+    y.add_(1)
+    return z
+
+
+def summed_into(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.einsum("ij->ij", y).add_(1)
+    return y
+
+
+def copied(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.einsum("ij->ji", y).clone().add_(1)
+    return z + y.t()
+
+
+@pytest.mark.parametrize("fn", [dropped_into, dropped_before, summed_into, copied])
+@pytest.mark.parametrize("grad", [False, True])
+def test_operands_that_operations_return_are_written_with_them(
+    fn: Callable[[Tensor], Tensor], grad: bool
+) -> None:
+    """Though their schemas say that what they return is new."""
+    x = sample(4, 6).requires_grad_(grad)
+    made = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x)
+    torch.testing.assert_close(made, fn(x))
+    if grad:
+        found = [torch.autograd.grad(y.sin().sum(), x) for y in (made, fn(x))]
+        torch.testing.assert_close(*found)
+
+
+def test_views_that_no_schema_tells_of_are_refused_where_they_are_written() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        torch.einsum("ij->ji", y).add_(1)
+        return y
+
+    with pytest.raises(fs.ShardingError) as caught:
+        fs.partition(fn, mesh=MESH)(sample(4, 6))
+    assert str(caught.value) == (
+        "fs.partition\n"
+        "  given: add_ writes the memory of mul, in which einsum is too\n"
+        "  rule:  an operation that returns a view says so in its schema\n"
+        "  fix:   a clone() of einsum, or of what is written"
+    )
+
+
+def test_without_gradients_they_are_right() -> None:
+    for fn in (without_gradient, detached, an_argument, an_argument_before_it_is_used):
+        x = sample(4)
+        y = x.clone()
+        torch.testing.assert_close(fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x), fn(y))
+        torch.testing.assert_close(x, y)
+
+
+def test_arguments_that_share_memory_with_one_that_is_written_are_refused() -> None:
+    part = fs.partition(lambda x, y: x.add_(y).sum(), mesh=MESH)
+    x = torch.ones(4)
+    with pytest.raises(fs.ShardingError) as caught:
+        part(x, x[:4])
+    assert str(caught.value) == (
+        "fs.partition(<lambda>)\n"
+        "  given: args[1] in the memory of args[0], which is written\n"
+        "  rule:  the function was traced for tensors that share no memory\n"
+        "  fix:   give it a clone() of one of them"
+    )
+    assert part(x, x.clone()) == 8

@@ -1,0 +1,403 @@
+"""Gradients and transforms that a partitioned function takes itself: whole training steps.
+
+The oracle is the same function on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.helpers.ops import blocks
+from tests.partition.test_partition import BLOCKS, BYTES, MESH, sample, sent
+
+Params = blocks.Params
+
+
+def loss(p: Params, x: Tensor) -> Tensor:
+    return ((x @ p["a"]).relu() @ p["b"]).square().mean()
+
+
+def functional(p: Params, x: Tensor) -> Any:
+    """A step that returns the new parameters."""
+    grads, value = torch.func.grad_and_value(loss)(p, x)
+    return {name: p[name] - 0.1 * grads[name] for name in p}, value
+
+
+def in_place(p: Params, x: Tensor) -> Any:
+    """A step that writes the parameters."""
+    value = loss(p, x)
+    grads = torch.autograd.grad(value, list(p.values()))
+    with torch.no_grad():
+        for each, g in zip(p.values(), grads, strict=True):
+            each.sub_(0.1 * g)
+    return value.detach()
+
+
+def by_data(p: Params, x: Tensor) -> Any:
+    value = loss(p, x)
+    for each, g in zip(p.values(), torch.autograd.grad(value, list(p.values())), strict=True):
+        each.data.add_(g, alpha=-0.1)
+    return value.detach()
+
+
+def by_backward(p: Params, x: Tensor) -> Any:
+    q = {name: each.detach().requires_grad_() for name, each in p.items()}
+    loss(q, x).backward()
+    return [each.grad for each in q.values()]
+
+
+def per_sample(p: Params, x: Tensor) -> Any:
+    grads = torch.vmap(torch.func.grad(loss), (None, 0))(p, x[:, None])
+    return {name: each.square().sum((1, 2)) for name, each in grads.items()}
+
+
+def curvature(p: Params, x: Tensor) -> Any:
+    _, product = torch.func.jvp(torch.func.grad(lambda x: loss(p, x)), (x,), (torch.ones_like(x),))
+    return product
+
+
+def hessian(p: Params, x: Tensor) -> Any:
+    return torch.func.hessian(lambda b: loss({**p, "b": b}, x[:1]))(p["b"])
+
+
+def recomputed(p: Params, x: Tensor) -> Any:
+    def inner(a: Tensor) -> Tensor:
+        h: Tensor = checkpoint(lambda a: (x @ a).tanh(), a, use_reentrant=False)
+        return h.sum()
+
+    a = p["a"].detach().requires_grad_()
+    return torch.autograd.grad(inner(a), a)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 3
+
+
+def custom(p: Params, x: Tensor) -> Any:
+    y = x.detach().requires_grad_()
+    return torch.autograd.grad(Straight.apply(y @ p["a"]).square().sum(), y)[0]
+
+
+STEPS = [
+    functional, in_place, by_data, by_backward, per_sample, curvature, hessian, recomputed, custom,
+]  # fmt: skip
+LAYOUTS = [
+    ({"a": P(None, "tp"), "b": P("tp")}, P("dp")),
+    ({"a": P("dp"), "b": P("dp")}, P("dp")),
+    ({"a": P(), "b": P("tp", "dp")}, P(None, "tp")),
+]
+
+
+def made() -> Params:
+    torch.manual_seed(0)
+    return {"a": sample(4, 8).detach(), "b": sample(8, 4).detach()}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")  # PyTorch's own, of jvp
+@pytest.mark.parametrize("fn", STEPS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
+def test_gradients_within_are_those_of_one_device(fn: Callable[..., Any], layout: Any) -> None:
+    params, specs = layout
+    p, q = made(), made()
+    if fn in (in_place, by_data):
+        p, q = ({k: v.requires_grad_() for k, v in each.items()} for each in (p, q))
+    x = sample(4, 4).detach()
+    part = fs.partition(fn, mesh=MESH, params=params, in_specs=(specs,))
+    torch.testing.assert_close(part(p, x), fn(q, x))
+    torch.testing.assert_close(p, q)
+
+
+# -- gradients of gradients, and of what is not tracked ---------------------------------------
+
+
+def penalty(p: Params, x: Tensor) -> Tensor:
+    """The gradient's norm: WGAN-GP's, or the residual of a differential equation."""
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()
+    value = (x @ p["a"]).sin() @ p["b"]
+    (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    return g.square().sum() + value.mean()
+
+
+def saved(p: Params, x: Tensor) -> Tensor:
+    """Gradients of operations that save their results for them, and what is detached indeed."""
+    x = x.detach().requires_grad_()
+    value = torch.tanh(x @ p["a"]).exp() @ p["b"]
+    value = value.softmax(-1) * value.detach().sigmoid()
+    (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    return g.square().sum()
+
+
+def saved_by_checkpoint(p: Params, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    value = checkpoint(lambda a: torch.tanh(x @ a).exp(), p["a"], use_reentrant=False)
+    grads = torch.autograd.grad(value.square().sum(), (x, p["a"]), create_graph=True)
+    return sum(g.square().sum() for g in grads) * (x @ p["b"].T).sum()
+
+
+def untracked(p: Params, x: Tensor) -> Tensor:
+    """A gradient without a graph, and values under no_grad: constants to what comes after."""
+    value = ((x @ p["a"]).sin() @ p["b"]).sum()
+    (g,) = torch.autograd.grad(value, p["a"], retain_graph=True)
+    with torch.no_grad():
+        scale = (x @ p["a"]).amax() + 1
+    return value * g.sum() / scale
+
+
+def untracked_by_backward(p: Params, x: Tensor) -> Tensor:
+    """What `backward()` leaves has no graph either, and what is retained is seen."""
+    hidden = x @ p["a"]
+    hidden.retain_grad()
+    (hidden.sin() @ p["b"]).sum().backward(inputs=[hidden])
+    assert hidden.grad is not None
+    return (x.sin() @ p["a"]) * hidden.grad @ p["b"]
+
+
+def meta_learning(p: Params, x: Tensor) -> Tensor:
+    grads = torch.func.grad(loss)(p, x)
+    return loss({name: p[name] - 0.1 * grads[name] for name in p}, x)
+
+
+def mapped(p: Params, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        shift = x.mean()
+    return torch.vmap(lambda row: (row @ p["a"]).softmax(0) @ p["b"] - shift)(x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        penalty, saved, saved_by_checkpoint, untracked, untracked_by_backward, meta_learning,
+        mapped,
+    ],
+    ids=lambda fn: fn.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
+def test_they_are_differentiated_again(fn: Callable[..., Tensor], layout: Any) -> None:
+    params, specs = layout
+    p = {name: each.requires_grad_() for name, each in made().items()}
+    x = sample(4, 4)
+    part = fs.partition(fn, mesh=MESH, params=params, in_specs=(specs,))
+    one, other = part(p, x), fn(p, x)
+    torch.testing.assert_close(one, other)
+    leaves = [*p.values(), x]
+    grads = (torch.autograd.grad(y.sum(), leaves, materialize_grads=True) for y in (one, other))
+    for g, right in zip(*grads, strict=True):
+        torch.testing.assert_close(g, right)
+
+
+# -- training steps of whole blocks ---------------------------------------------------------
+
+
+def step_of(fn: Callable[[Params, Tensor], Tensor]) -> Callable[..., Any]:
+    def step(p: Params, x: Tensor) -> Any:
+        grads, value = torch.func.grad_and_value(lambda p: fn(p, x).sin().sum())(p)
+        return {name: p[name] - 0.1 * grads[name] for name in p}, value
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_are_trained(kind: Callable[..., torch.nn.Module]) -> None:
+    """Below autograd their cells write parts of what the schema says nothing lies in."""
+    net = kind(4, 6, batch_first=True).double()
+    p = {name: each.detach() for name, each in net.named_parameters()}
+    step = step_of(lambda p, x: torch.func.functional_call(net, p, (x,))[0])
+    part = fs.partition(step, mesh=MESH, params=P("tp"), in_specs=(P("dp"),))
+    x = sample(4, 3, 4).detach()
+    torch.testing.assert_close(part(p, x), step(p, x))
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
+def test_training_steps_use_megatrons_collectives(name: str, pairs: int) -> None:
+    fn, params, asked, shape = BLOCKS[name]
+    p = {key: each.detach() for key, each in params().items()}
+    specs = {key: asked.get(key, P()) for key in p}
+    step = step_of(fn)
+    part = fs.partition(step, mesh=MESH, params=specs, in_specs=(P("dp"),),
+                        out_specs=(specs, P()))  # fmt: skip
+    x = sample(*shape).detach()
+    torch.testing.assert_close(part(p, x), step(p, x), rtol=1e-10, atol=1e-11)
+    forward, _ = sent(part.trace(p, x))
+    # The first convolution's input needs no gradient; norms before a layer have parameters.
+    inner = 2 * pairs - (name == "resnet")
+    assert forward == {("AllReduce", ("tp",)): inner, ("AllReduce", ("dp",)): len(p) + 1}
+
+
+@pytest.mark.parametrize(("name", "twice"), [("gpt", 6), ("llama", 7), ("vit", 4), ("resnet", 2)])
+def test_training_steps_use_fsdps_collectives(name: str, twice: int) -> None:
+    fn, params, _, shape = BLOCKS[name]
+    p, mesh = {key: each.detach() for key, each in params().items()}, Mesh(dp=2)
+    step = step_of(fn)
+    specs = {key: P("dp") for key in p}
+    part = fs.partition(step, mesh=mesh, params=specs, in_specs=(P("dp"),),
+                        out_specs=(specs, P()), cost=BYTES)  # fmt: skip
+    x = sample(64, *shape[1:]).detach()
+    torch.testing.assert_close(part(p, x), step(p, x), rtol=1e-10, atol=1e-11)
+    forward, _ = sent(part.trace(p, x))
+    # A weight that the backward pass needs is gathered for it again, as FSDP2 does.
+    assert forward == {
+        ("AllGather", ("dp",)): len(p) + twice, ("ReduceScatter", ("dp",)): len(p),
+        ("AllReduce", ("dp",)): 1,
+    }  # fmt: skip
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+def test_custom_functions_are_refused_where_their_gradient_is_asked_for() -> None:
+    part = fs.partition(lambda x: Straight.apply(x).sum(), mesh=MESH, in_specs=P("dp"))
+    x = sample(4, 4)
+    with pytest.raises(fs.ShardingError) as caught:
+        part(x)
+    assert str(caught.value) == (
+        "fs.partition(<lambda>)\n"
+        "  given: Straight.apply, with gradients\n"
+        "  rule:  a function is traced as what it computes, and the gradient is that of what was "
+        "traced: the backward of a custom function would be left out\n"
+        "  fix:   write y + (f(x) - y).detach() for a straight-through gradient, take gradients "
+        "within the function, or make it an operation: torch.library.custom_op, "
+        "register_autograd and fs.register_rule"
+    )
+    torch.testing.assert_close(part(x.detach()), x.detach().round().sum())
+    assert Straight.apply(x).sum().requires_grad
+
+    straight = fs.partition(lambda x: (3 * x + (x.round() - 3 * x).detach()).sum(), mesh=MESH,
+                            in_specs=P("dp"))  # fmt: skip
+    torch.testing.assert_close(torch.autograd.grad(straight(x), x)[0], torch.full_like(x, 3))
+
+
+# -- what is closed over, and what no graph says -------------------------------------------------
+
+HELD = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+
+
+def constant_gradient(x: Tensor) -> Tensor:
+    """A gradient without a graph of what is closed over is a constant."""
+    g = torch.autograd.grad((x @ HELD).sin().sum(), HELD)[0]
+    return x @ HELD + x @ g
+
+
+def beside_a_gradient(x: Tensor) -> Tensor:
+    g = torch.func.grad(lambda x: x.sin().sum())(x)
+    with torch.no_grad():
+        scale = (x @ HELD).amax()
+    return (x @ HELD) * scale + g
+
+
+def asks(x: Tensor) -> Tensor:
+    return x @ HELD * 2 if x.requires_grad else x @ HELD
+
+
+@pytest.mark.parametrize("fn", [constant_gradient, beside_a_gradient, asks])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_is_closed_over_has_its_gradient(fn: Callable[[Tensor], Tensor], wanted: bool) -> None:
+    x = sample(4, 4).detach().requires_grad_(wanted)
+    made, whole = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x), fn(x)
+    torch.testing.assert_close(made, whole)
+    leaves = [HELD, x] if wanted else [HELD]
+    one, other = (torch.autograd.grad(y.sin().sum(), leaves) for y in (made, whole))
+    torch.testing.assert_close(one, other)
+
+
+def fills_held(x: Tensor) -> Tensor:
+    value = (x @ HELD).sum()
+    value.backward()
+    return value.detach()
+
+
+def fills_an_argument(x: Tensor) -> Tensor:
+    value = (x * 2).sum()
+    torch.autograd.backward(value)
+    return value.detach()
+
+
+def straight(x: Tensor) -> Tensor:
+    return x.detach() @ Straight.apply(HELD * 2)
+
+
+def reentrant(x: Tensor) -> Tensor:
+    h: Any = checkpoint(torch.sin, x, use_reentrant=True)
+    return x + h
+
+
+HOOKED = torch.nn.Linear(4, 4).double()
+HOOKED.register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
+
+
+def hooked(x: Tensor) -> Tensor:
+    out: Tensor = HOOKED(x)
+    return out
+
+
+def hooked_tensor(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda g: g * 3)
+    return y
+
+
+def other_data(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data = y.data * 3
+    return y
+
+
+@pytest.mark.parametrize(
+    ("fn", "given"),
+    [
+        (fills_held, "backward() fills .grad of a tensor that the function closes over"),
+        (fills_an_argument, "backward() fills .grad of argument 0"),
+        (straight, "Straight.apply, with gradients"),
+        (reentrant, "checkpoint(..., use_reentrant=True)"),
+        (hooked, "a module with backward hooks"),
+        (hooked_tensor, "x.register_hook(...), with gradients"),
+        (other_data, "x.data = y, which no graph says"),
+    ],
+)
+def test_what_no_graph_has_is_refused(fn: Callable[[Tensor], Tensor], given: str) -> None:
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    with pytest.raises(fs.ShardingError) as caught:
+        part(sample(4, 4))
+    text = str(caught.value).splitlines()
+    assert text[0].startswith(f"fs.partition({fn.__name__})")
+    assert text[1] == f"  given: {given}"
+    assert HELD.grad is None
+    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+
+
+def test_modules_are_seen_in_training_or_not() -> None:
+    module = torch.nn.BatchNorm1d(4).double()
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    part = fs.partition(module, mesh=MESH, params=P(), in_specs=(P("dp"),))
+    x = sample(4, 4).detach()
+    with torch.no_grad():
+        part(state, x)
+        module.eval()
+        mean = state["running_mean"].clone()
+        torch.testing.assert_close(part(state, x), module(x))
+        torch.testing.assert_close(state["running_mean"], mean)
+
+
+def test_the_default_dtype_is_seen() -> None:
+    part = fs.partition(lambda x: x + torch.ones(3), mesh=MESH)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert part(torch.ones(4, 3, dtype=torch.float32)).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,139 @@
+"""Layouts chosen by what a step takes, beside the best that one writes by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, PartitionSpec
+from fshard.partition.auto import step_memory, step_time
+from fshard.partition.variable_elimination import Labelling
+from tests.benchmarks import bench_auto
+from tests.helpers.ops import blocks
+from tests.partition.test_partition import BLOCKS, mlp
+
+MESH = Mesh(dp=2, tp=2)
+TOPOLOGY = fs.Topology.node()
+SIZES: dict[str, tuple[Callable[..., blocks.Params], int, tuple[int, ...]]] = {
+    "gpt": (blocks.gpt_params, 512, (16, 128, 512)),
+    "llama": (blocks.llama_params, 512, (16, 128, 512)),
+    "resnet": (blocks.resnet_params, 64, (16, 64, 32, 32)),
+    "vit": (blocks.vit_params, 256, (64, 3, 8, 8)),
+}
+
+
+def meta(
+    params: blocks.Params, shape: tuple[int, ...]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same without numbers; the input asks for no gradient, as that of a model does."""
+    p = {k: torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=True)
+         for k, v in params.items()}  # fmt: skip
+    return p, torch.empty(shape, dtype=torch.float64, device="meta")
+
+
+def by_hand(
+    name: str, p: dict[str, Any]
+) -> dict[str, tuple[dict[str, PartitionSpec], PartitionSpec]]:
+    """The layouts that one writes: data, tensor, both, and parameters cut over the data axis."""
+    asked = BLOCKS[name][2]
+    every = ("dp", "tp")
+    tensor = {k: asked.get(k, P()) for k in p}
+    both = {
+        k: P(*(tuple(every) if axis == "tp" else None for axis in spec))
+        for k, spec in tensor.items()
+    }
+    return {
+        "data": (dict.fromkeys(p, P()), P(every)),
+        "fsdp": ({k: P(every) if v.shape[0] % 4 == 0 else P() for k, v in p.items()}, P(every)),
+        "megatron": (tensor, P("dp")),
+        "tensor": (both, P()),
+    }
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("tight", [False, True])
+def test_at_most_5_percent_above_the_best_by_hand(name: str, tight: bool) -> None:
+    fn = BLOCKS[name][0]
+    make, width, shape = SIZES[name]
+    p, x = meta(make(width), shape)
+    hand = {}
+    for kind, (specs, batch) in by_hand(name, p).items():
+        made = fs.partition(fn, mesh=MESH, params=specs, in_specs=(batch,)).trace(p, x)
+        hand[kind] = step_time(made, TOPOLOGY), step_memory(made)
+    memory = min(held for _, held in hand.values()) if tight else None
+    best = min(time for time, held in hand.values() if memory is None or held <= memory)
+    found = fs.auto(fn, MESH, [p, x], memory=memory, seconds=20)
+    assert found.time <= 1.05 * best, (found.explain(), hand)
+    assert memory is None or found.memory <= memory
+
+
+def test_what_it_chooses_runs_and_explains_itself() -> None:
+    p = blocks._make({"a": (64, 256), "b": (256, 64)}, 3)
+    x = torch.randn(8, 64, dtype=torch.float64)
+    found = fs.auto(mlp, Mesh(x=4), [p, x])
+    torch.testing.assert_close(found(p, x), mlp(p, x))
+    lines = found.explain().splitlines()
+    assert lines[0].startswith("args[0]['a']  P(")
+    assert " a step, " in lines[3]
+    assert str(found) == found.explain()
+    # No other is what was chosen, written otherwise.
+    chosen = [line.partition("  ")[::2] for line in lines[:3]]
+    others = [(name, str(p)) for name, p, _, _ in found.others]
+    assert others
+    assert not set(chosen) & set(others)
+
+
+def test_fixed_arguments_stay_as_they_are_and_memory_bounds() -> None:
+    p, x = meta(blocks._make({"a": (64, 256), "b": (256, 64)}, 3), (1024, 64))
+    found = fs.auto(mlp, Mesh(x=4), [p, x], fixed={1: P("x")})
+    assert found.in_specs[1] == P("x")
+    with pytest.raises(fs.ShardingError, match="the smallest takes"):
+        fs.auto(mlp, Mesh(x=4), [p, x], memory=10)
+
+
+@pytest.mark.parametrize("kind", ["node", "cluster"])
+@pytest.mark.parametrize("name", ["shared", "three times", "softmax", "norm", "losses", "gram"])
+def test_of_few_choices_the_best_is_taken(name: str, kind: str) -> None:
+    """Operands that are shared, and ways that part and meet again, on two axes."""
+    program = bench_auto.PROGRAMS[name]
+    found = bench_auto.compared(program, Mesh(x=2, y=2), bench_auto.TOPOLOGIES[kind])
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("name", ["gated", "wide chain", "shared", "norm"])
+def test_labels_and_descent_alone_come_near_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fshard.partition.auto.FEW", 0)
+    program = bench_auto.PROGRAMS[name]
+    least, spent, *_ = bench_auto.compared(program, Mesh(x=2, y=2), fs.Topology.cluster(2))
+    assert spent <= 1.15 * least
+
+
+def test_labelling_is_exact() -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        made, counts = Labelling(), [draw.randint(1, 3) for _ in range(6)]
+        own = [[draw.random() for _ in range(n)] for n in counts]
+        for weights in own:
+            made.variable(weights)
+        pairs = []
+        for _ in range(8):
+            a, b = draw.randrange(6), draw.randrange(6)
+            table = [[draw.random() for _ in range(counts[b])] for _ in range(counts[a])]
+            made.pair(a, b, table)
+            pairs.append((a, b, table))
+
+        def total(labels: tuple[int, ...], own: Any = own, pairs: Any = pairs) -> float:
+            return sum(w[n] for w, n in zip(own, labels, strict=True)) + sum(
+                t[labels[a]][labels[b]] for a, b, t in pairs
+            )
+
+        labels, least = made.solve()
+        best = min(total(each) for each in itertools.product(*map(range, counts)))
+        assert abs(best - least) < 1e-9
+        assert abs(total(tuple(labels)) - least) < 1e-9

@@ -1,0 +1,148 @@
+"""Functions of `torch.nn.functional` and `torch.linalg`, whole, through `partition`.
+
+Layouts that the families' rules take as they are: nothing is sent, and values and gradients are
+those of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from fshard.partition.ir import Operation
+from fshard.partition.partition import partition
+from tests.helpers.ops.samples import rand
+
+P = fs.P
+BOTH, ROWS = P("x", "y"), P("x")
+Function = Callable[..., torch.Tensor]
+Case = tuple[Function, tuple[tuple[int, ...], ...], tuple[fs.PartitionSpec, ...], str]
+
+IMAGE = (4, 4, 6, 6)
+CASES: dict[str, Case] = {
+    "linear": (F.linear, ((4, 2, 4), (6, 4), (6,)), (P("x", None, "y"), P(None, "y"), P()),
+               "f64[4@x,2,6]{unreduced: y}"),
+    "addmm": (torch.addmm, ((6,), (4, 4), (4, 6)), (P(), BOTH, P("y")),
+              "f64[4@x,6]{unreduced: y}"),
+    "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), ((4, 3, 4), (4, 4, 2)),
+               (P("x", None, "y"), BOTH), "f64[4@x,3,2]{unreduced: y}"),
+    "kron": (torch.kron, ((4, 2), (2, 3)), (ROWS, P()), "f64[8@x,6]"),
+    "cdist": (torch.cdist, ((4, 3), (6, 3)), (ROWS, P("y")), "f64[4@x,6@y]"),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (IMAGE, (6, 4, 3, 3), (6,)),
+               (BOTH, P(None, "y"), P()), "f64[4@x,6,6,6]{unreduced: y}"),
+    "patches": (lambda x, w, b: F.conv2d(x, w, b, stride=2), ((4, 3, 8, 8), (6, 3, 2, 2), (6,)),
+                (P("x", None, "y"), P(), P()), "f64[4@x,6,4@y,4]"),
+    "conv2d in groups": (lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=2),
+                         (IMAGE, (6, 2, 3, 3), (6,)), (BOTH, P("y"), P()), "f64[4@x,6@y,6,6]"),
+    "conv_transpose2d": (F.conv_transpose2d, (IMAGE, (4, 6, 3, 3), (6,)), (BOTH, P("y"), P()),
+                         "f64[4@x,6,8,8]{unreduced: y}"),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), (IMAGE,), (BOTH,), "f64[4@x,4@y,3,3]"),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), (IMAGE,), (BOTH,),
+                            "f64[4@x,4@y,1,1]"),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (IMAGE,), (BOTH,),
+                    "f64[4@x,4@y,12,12]"),
+    "pad": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), (IMAGE,), (BOTH,),
+            "f64[4@x,4@y,8,8]"),
+    "unfold": (lambda x: F.unfold(x, 2), (IMAGE,), (BOTH,), "f64[4@x,16@y,25]"),
+    "fold": (lambda x: F.fold(x, (4, 4), 2), ((4, 8, 9),), (BOTH,), "f64[4@x,2@y,4,4]"),
+    "grid_sample": (lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
+                    (IMAGE, (4, 3, 3, 2)), (BOTH, ROWS), "f64[4@x,4@y,3,3]"),
+    "rfft": (lambda x: torch.fft.rfft(x, dim=0).abs(), ((4, 4, 6),), (P(None, "x", "y"),),
+             "f64[3,4@x,6@y]"),
+    "solve": (torch.linalg.solve, ((4, 3, 3), (4, 3, 2)), (ROWS, P("x", None, "y")),
+              "f64[4@x,3,2@y]"),
+    "svdvals": (torch.linalg.svdvals, ((4, 3, 3),), (P(("x", "y")),), "f64[4@(x,y),3]"),
+    "slogdet": (lambda x: torch.linalg.slogdet(x)[1], ((4, 3, 3),), (P(("x", "y")),),
+                "f64[4@(x,y)]"),
+    "attention by heads": (F.scaled_dot_product_attention, ((2, 4, 8, 4),) * 3, (BOTH,) * 3,
+                           "f64[2@x,4@y,8,4]"),
+    "causal queries": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+                       ((2, 4, 8, 4),) * 3, (P("x", None, "y"), ROWS, ROWS), "f64[2@x,4,8@y,4]"),
+    "grouped queries": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                        ((2, 8, 8, 4), (2, 2, 8, 4), (2, 2, 8, 4)), (BOTH,) * 3,
+                        "f64[2@x,8@y,8,4]"),
+    "queries of one key": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        ((2, 8, 8, 4), (2, 1, 8, 4), (2, 1, 8, 4)), (BOTH, ROWS, ROWS), "f64[2@x,8@y,8,4]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_sent(name: str) -> None:
+    function, shapes, parts, layout = CASES[name]
+    mesh = fs.Mesh(x=2, y=2)
+    xs = [rand(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+    made = partition(function, mesh=mesh, in_specs=parts)
+    pairs = [
+        fs.shard(x, fs.Spec(mesh, part, shape=x.shape, dtype=x.dtype))
+        for x, part in zip(xs, parts, strict=True)
+    ]
+    with fs.comm_log() as log:
+        local = made(*pairs)
+    assert not log.counts
+    assert str(local.spec) == layout
+    given, wanted = fs.unshard(local), function(*xs)
+    torch.testing.assert_close(given, wanted)
+    weights = rand(*wanted.shape, seed=9)
+    torch.testing.assert_close(
+        torch.autograd.grad((given * weights).sum(), xs),
+        torch.autograd.grad((wanted * weights).sum(), xs),
+    )
+
+
+def test_a_fused_projection_is_split_where_it_is_cut() -> None:
+    """Every rank sends what others attend with, and attends with as many heads as they."""
+    mesh, width, heads = fs.Mesh(tp=4), 64, 8
+
+    def attend(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        by_head = [
+            each.view(*x.shape[:2], heads, -1).transpose(1, 2) for each in (x @ w).chunk(3, -1)
+        ]
+        made = F.scaled_dot_product_attention(*by_head, is_causal=True)
+        return made.transpose(1, 2).reshape(x.shape) @ out
+
+    shapes = (2, 32, width), (width, 3 * width), (width, width)
+    xs = [rand(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+    part = partition(attend, mesh=mesh, in_specs=(P(), P(None, "tp"), P("tp")))
+    made = part.trace(*xs)
+    (attention,) = [
+        line.strategy for line in made.lines
+        if isinstance(line, Operation) and "attention" in line.name
+    ]  # fmt: skip
+    assert {str(spec) for spec in attention.in_specs} == {"f64[2,8@tp,32,8]"}
+    # A gather of all would take three quarters of the three to every rank.
+    assert made.cost().bytes_received < 3 * (2 * 32 * width * 8) * 3 // 4 / 2
+    torch.testing.assert_close(part(*xs), attend(*xs))
+    mine, right = (torch.autograd.grad(fn(*xs).sin().sum(), xs) for fn in (part, attend))
+    for one, other in zip(mine, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cov": lambda x, w: torch.cov(x),
+    "of all numbers": lambda x, w: x.cov(correction=0),
+    "of counts": lambda x, w: torch.cov(x, fweights=torch.arange(8)),
+    "weighted": lambda x, w: torch.cov(x, aweights=w.abs()),
+    "both": lambda x, w: torch.cov(x, correction=2, fweights=torch.arange(8), aweights=w.abs()),
+    "of one": lambda x, w: torch.cov(x[0]),
+    "of integers": lambda x, w: torch.cov((10 * x).int()),
+    "corrcoef": lambda x, w: torch.corrcoef(x),
+    "corrcoef of one": lambda x, w: x[0].corrcoef(),
+    "corrcoef of complex": lambda x, w: torch.corrcoef(torch.complex(x, x.sin())).abs(),
+}
+
+
+@pytest.mark.parametrize("name", COVARIANCES)
+@pytest.mark.parametrize("layout", [BOTH, ROWS, P(None, "x")], ids=str)
+def test_covariances(name: str, layout: fs.PartitionSpec) -> None:
+    function, mesh = COVARIANCES[name], fs.Mesh(x=2, y=2)
+    x, w = rand(4, 8).requires_grad_(), rand(8, seed=1)
+    made = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w)
+    torch.testing.assert_close(made, function(x, w))
+    if made.requires_grad:
+        one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, function(x, w)))
+        torch.testing.assert_close(one, other)

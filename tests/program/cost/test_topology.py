@@ -1,0 +1,287 @@
+"""Topologies: links of axes and between meshes, public machines, files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.program.cost.topology import Link, Topology
+from tests.helpers import spec_grid
+
+
+def test_links_of_a_cluster() -> None:
+    cluster, node = Topology.cluster(), Topology.node()
+    mesh = Mesh(dp=4, tp=8)
+    inner, outer = cluster.inner, cluster.outer
+    assert (cluster.link(mesh, "tp"), cluster.link(mesh, "dp")) == (inner, outer)
+    assert cluster.link(mesh, ("dp", "tp")) == outer
+    assert node.link(mesh, "dp") == inner
+    assert cluster.link(mesh, ()) == inner
+    scattered = Mesh(dp=4, tp=8, devices=sorted(range(32), key=lambda rank: rank % 8))
+    assert cluster.link(scattered, "tp") == outer
+    nested = Mesh(dp=2, a=2, tp=4)
+    assert [cluster.link(nested, axis) for axis in nested.axes] == [outer, inner, inner]
+    assert Topology.cluster(4).link(nested, "a") == outer
+
+
+def test_links_of_a_cluster_are_those_of_its_groups() -> None:
+    inner, outer = Topology.cluster().inner, Topology.cluster().outer
+    assert Topology.cluster().link(Mesh(tp=6), "tp") == inner
+    assert Topology.cluster().link(Mesh(dp=2, tp=3), "tp") == inner
+    assert Topology.cluster().link(Mesh(dp=2, tp=3), ("dp", "tp")) == inner
+    sizes, starts = [(6,), (2, 3), (3, 2), (4, 3), (3, 4), (2, 3, 2), (5, 2)], range(9)
+    for size, start, nodes in itertools.product(sizes, starts, range(1, 13)):
+        grid = dict(zip("abc", size, strict=False))
+        mesh = Mesh(grid, devices=range(start, start + math.prod(size)))
+        for axis in mesh.axes:
+            inside = all(len({r // nodes for r in group}) == 1 for group in mesh.groups(axis))
+            assert Topology.cluster(nodes).link(mesh, axis) == (inner if inside else outer)
+
+
+def test_links_of_a_huge_cluster() -> None:
+    mesh = Mesh(a=1024, b=1024, devices=range(3, 3 + 2**20))
+    assert Topology.cluster().link(mesh, "b") == Topology.cluster().outer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology.cluster(0), "a node has at least 1 device"),
+        (lambda: Topology.cluster(2.5), "a node has at least 1 device"),  # type: ignore[arg-type]
+        (lambda: Topology.of({"x": (1e-6, 1e9)}), "a connection is a Link"),  # type: ignore[dict-item]
+        (lambda: Topology.of("x"), "a mapping from mesh axis to Link"),  # type: ignore[arg-type]
+        (
+            lambda: Topology.of({}, memory=0),
+            "given: memory=0\n  rule:  memory's",
+        ),
+        (
+            lambda: Topology.of({}, launch=-1.0),
+            "given: launch=-1.0\n  rule:  launches",
+        ),
+        (lambda: Topology.of({}, message="1 us"), "given: message='1 us'\n"),  # type: ignore[arg-type]
+        (lambda: Link("fast", 1), "bandwidth above 0"),  # type: ignore[arg-type]
+    ],
+)
+def test_topologies_that_do_not_exist(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("link", [(-1, 1), (1, 0), (1, -1)])
+def test_a_link_has_bandwidth(link: tuple[float, float]) -> None:
+    with pytest.raises(ShardingError, match="latency is at least 0, bandwidth above 0"):
+        Link(*link)
+
+
+def test_parts_of_an_axis_have_its_link() -> None:
+    slow, slower = Link(1e-3, 1e6), Link(2e-3, 1e5)
+    own = Topology.of({"x": slow, "x_1": slower})
+    mesh = Mesh(x_0=2, x_1=2, x_0_1=2, y_0=2, x_y=2)
+    assert own.link(mesh, "x_0") == own.link(mesh, "x_0_1") == slow
+    assert own.link(mesh, "x_1") == slower
+    assert own.link(mesh, "y_0") == own.link(mesh, "x_y") == own.inner
+    assert own.link(mesh, ("x_0", "y_0")) == Link(1e-3, 1e6)
+
+
+@st.composite
+def some_devices(draw: st.DrawFn) -> Mesh:
+    size = draw(st.integers(1, 5))
+    chosen = draw(st.lists(st.integers(0, 12), min_size=size, max_size=size, unique=True))
+    return Mesh(x=size, devices=chosen)
+
+
+@given(some_devices(), some_devices(), st.integers(1, 6))
+def test_links_between_meshes(one: Mesh, other: Mesh, nodes: int) -> None:
+    cluster = Topology.cluster(nodes)
+    ranks = {*one.ranks, *other.ranks}
+    inside = len({rank // nodes for rank in ranks}) == 1
+    assert cluster.between(one, other) == (cluster.inner if inside else cluster.outer)
+    assert Topology.node().between(one, other) == Topology.node().inner
+
+
+def test_links_between_meshes_of_named_axes() -> None:
+    slow, thin = Link(1e-3, 1e9), Link(1e-6, 1e6)
+    own = Topology.of({"x": slow, "y": thin, "z": Link(1.0, 1.0)})
+    assert own.between(Mesh(x=2, z=1), Mesh(y=3, devices=range(2, 5))) == Link(1e-3, 1e6)
+
+
+# -- public machines -----------------------------------------------------------------------
+
+MACHINES = [
+    (Topology.dgx_a100(), 8, 300e9, 25e9, 2.039e12),
+    (Topology.dgx_h100(), 8, 450e9, 50e9, 3.35e12),
+    (Topology.gb200_nvl72(), 72, 900e9, 50e9, 8e12),
+]
+
+
+@pytest.mark.parametrize(
+    ("machine", "size", "nvlink", "network", "memory"),
+    MACHINES,
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_machines_reach_most_of_what_is_promised(
+    machine: Topology, size: int, nvlink: float, network: float, memory: float
+) -> None:
+    assert machine.node_size == size
+    assert machine.inner.bandwidth == pytest.approx(0.8 * nvlink)
+    assert machine.outer.bandwidth == pytest.approx(0.9 * network)
+    assert machine.memory == pytest.approx(0.8 * memory)
+    mesh = Mesh(dp=2, tp=size)
+    assert machine.link(mesh, "tp") == machine.inner
+    assert machine.link(mesh, "dp") == machine.outer
+
+
+def test_hosts_of_processes() -> None:
+    host = Topology.cpu_host(4)
+    assert host.link(Mesh(x=4), "x") == host.inner
+    assert host.link(Mesh(x=8), "x") == host.outer
+    assert host.memory > host.inner.bandwidth
+
+
+def test_the_cluster_is_the_h100s() -> None:
+    cluster, machine = Topology.cluster(), Topology.dgx_h100()
+    assert (cluster.inner, cluster.outer) == (machine.inner, machine.outer)
+    assert Topology.node().inner == machine.inner
+
+
+# -- files ---------------------------------------------------------------------------------
+
+NUMBERS = st.floats(1e-12, 1e15)
+LINKS = st.builds(Link, NUMBERS, NUMBERS)
+TOPOLOGIES = st.builds(
+    Topology,
+    name=st.text(),
+    inner=LINKS,
+    outer=LINKS,
+    node_size=st.none() | st.integers(1, 100),
+    links=st.dictionaries(st.sampled_from(["x", "y", "inner"]), LINKS).map(
+        lambda d: tuple(d.items())
+    ),
+    launch=NUMBERS,
+    memory=NUMBERS,
+    message=NUMBERS,
+)
+
+
+@given(TOPOLOGIES)
+def test_a_file_gives_the_same_topology(
+    tmp_path_factory: pytest.TempPathFactory, topology: Topology
+) -> None:
+    path = tmp_path_factory.mktemp("topology") / "wires.json"
+    topology.save(path)
+    assert Topology.load(path) == topology
+    topology.save(str(path))
+    assert Topology.load(str(path)) == topology
+
+
+KEYS = "the keys are inner, launch, links, memory, message, name, node_size, outer"
+LINK = "a link is a latency and a bandwidth"
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "rule"),
+    [
+        ({"memory": None}, "without memory", KEYS),
+        ({"speed": 3}, "with speed", KEYS),
+        ({"speed": 3, "memory": None}, "without memory and with speed", KEYS),
+        ({"inner": 3}, "with inner 3", LINK),
+        ({"outer": {"latency": 1}}, "with outer {'latency': 1}", LINK),
+        ({"links": [1]}, "with links [1]", LINK),
+        ({"links": {"x": 1}}, "with x 1", LINK),
+        ({"name": None}, "with name=None", "a name is a text"),
+        ({"node_size": True}, "with node_size=True", "a node has at least 1 device"),
+        ({"launch": "6e-6"}, "with launch='6e-6'", "launches and messages take at least 0 seconds"),
+        ({"links": {"x": {"latency": "fast", "bandwidth": 1}}},
+         "with x Link(latency='fast', bandwidth=1)", "latency is at least 0, bandwidth above 0"),
+    ],
+)  # fmt: skip
+def test_a_file_of_other_keys(
+    tmp_path: Path, change: dict[str, object], given: str, rule: str
+) -> None:
+    path = tmp_path / "wires.json"
+    Topology.cluster().save(path)
+    read = {**json.loads(path.read_text()), **change}
+    if "memory" in change:
+        del read["memory"]
+    path.write_text(json.dumps(read))
+    with pytest.raises(ShardingError) as caught:
+        Topology.load(path)
+    assert str(caught.value) == spec_grid.message(
+        "fs.Topology.load", f"{str(path)!r} {given}", rule,
+        "write it anew with topology.save(path)")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": 0}, "memory's bandwidth is above 0"),
+        ({"node_size": 0}, "a node has at least 1 device"),
+        ({"inner": {"latency": -1, "bandwidth": 1}}, "latency is at least 0"),
+        ({"inner": {"latency": 0, "bandwidth": math.inf}}, "bandwidth above 0"),
+        ({"name": 3}, "a name is a text"),
+    ],
+)
+def test_a_file_of_other_numbers(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "wires.json"
+    Topology.cluster().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ShardingError, match=message):
+        Topology.load(path)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "wires.json"
+    with pytest.raises(ShardingError) as caught:
+        Topology.load(path)
+    assert str(caught.value) == spec_grid.message(
+        "fs.Topology.load", f"{str(path)!r}: No such file or directory", "the file can be read",
+        "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
+    for text in ("", "{", "\x00\xff", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ShardingError) as caught:
+            Topology.load(path)
+        assert str(caught.value) == spec_grid.message(
+            "fs.Topology.load", f"{str(path)!r}",
+            "the file holds JSON, as Topology.save writes it",
+            "write it anew with topology.save(path)")  # fmt: skip
+    path.write_text("{}")
+    with pytest.raises(ShardingError) as caught:
+        Topology.load(path)
+    assert str(caught.value) == spec_grid.message(
+        "fs.Topology.load", f"{str(path)!r} without {KEYS.removeprefix('the keys are ')}", KEYS,
+        "write it anew with topology.save(path)")  # fmt: skip
+    path.write_text("[1]")
+    with pytest.raises(ShardingError, match="with no mapping"):
+        Topology.load(path)
+
+
+def test_everything_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "wires.json"
+    Topology.cluster().save(path)
+    wrong = {"links": {"x": 1}, "inner": 2, "memory": -1, "name": 3}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    with pytest.raises(ShardingError) as caught:
+        Topology.load(path)
+    given = [problem.given for problem in caught.value.problems]
+    assert given == [
+        f"{str(path)!r} with {each}" for each in ("x 1", "inner 2", "name=3", "memory=-1")
+    ]
+
+
+@pytest.mark.parametrize("path", [3, None, b"wires.json"])
+@pytest.mark.parametrize("name", ["load", "save"])
+def test_a_path_that_is_none(name: str, path: object) -> None:
+    with pytest.raises(ShardingError) as caught:
+        getattr(Topology.cluster(), name)(path)
+    assert str(caught.value) == spec_grid.message(
+        f"fs.Topology.{name}", f"path {path!r}", "a path is a text or a Path",
+        "'topology.json', say")  # fmt: skip

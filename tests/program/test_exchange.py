@@ -1,0 +1,791 @@
+"""`Exchange` and `Remesh`: laws, tables of what moves, several meshes, refusals, text."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fshard._util.errors import ShardingError
+from fshard.layout.mesh import Mesh
+from fshard.layout.parsing import parse
+from fshard.layout.partition_spec import PartitionSpec as P
+from fshard.layout.refinement import prime_refinement
+from fshard.layout.spec import Spec
+from fshard.program.exchange_boxes import (
+    Box,
+    exchange_group,
+    kept,
+    moving_axes,
+    receives,
+    reduced_axes,
+    sends,
+    turned_axes,
+)
+from fshard.program.infer import infer
+from fshard.program.program import Program, check
+from fshard.program.steps import (
+    AllReduce,
+    AllToAll,
+    CollectivePermute,
+    Exchange,
+    ReducedToInvariant,
+    ReduceScatter,
+    Remesh,
+    ReplicatedToUnreduced,
+    Step,
+)
+from fshard.run.autograd.linear_function import _wider
+from tests.helpers import spec_grid, strategies
+from tests.helpers.reference import simulate
+
+STATES = ("sharded", "invariant", "reduced", "unreduced")
+MESHES = [Mesh(x=2, y=2), Mesh(x=2, y=3), Mesh(x=3, y=2)]
+
+# Two meshes: the same devices in other grids and orders, some in common, some more, none.
+TWO_MESHES = [
+    (Mesh(x=2, y=2), Mesh(x=4)),
+    (Mesh(x=2, y=3), Mesh(y=3, x=2)),
+    (Mesh(x=2, y=3), Mesh({"y": 2, "x": 3}, devices=(5, 0, 3, 1, 4, 2))),
+    (Mesh(x=2, y=2), Mesh({"x": 3}, devices=(2, 3, 4))),
+    (Mesh(x=4), Mesh({"a": 2, "x": 3}, devices=(3, 9, 2, 8, 7, 4))),
+    (Mesh(x=2), Mesh(a=2, b=2)),
+    (Mesh(x=2, y=2), Mesh({"x": 3}, devices=range(4, 7))),
+    (Mesh(), Mesh({"x": 2, "y": 2}, devices=range(1, 5))),
+]
+
+
+def exchange(src: Spec, dst: Spec) -> Exchange:
+    return Exchange(dst.partition, dst.sizes, dst.mesh)
+
+
+def allowed(src: Spec, dst: Spec) -> bool:
+    """The rule: unreduced or sharded before where unreduced after, and its dual for reduced."""
+    p, q = src.partition, dst.partition
+    if src.mesh != dst.mesh:
+        return not p.reduced and not q.unreduced
+    before, after = ({axis for axes in each.dims for axis in axes} for each in (p, q))
+    made = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
+    lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
+    return made <= before and lost <= after
+
+
+def pairs_on(mesh: Mesh, shape: Sequence[int], uneven: str | None = None) -> Iterator[
+    tuple[Spec, Spec]
+]:  # fmt: skip
+    every = spec_grid.all_specs(mesh, shape, uneven=uneven)
+    return itertools.product(every, every)
+
+
+# -- laws ---------------------------------------------------------------------------------
+
+
+def assert_laws(src: Spec, dst: Spec) -> None:
+    """What an exchange is: it leads there, keeps the value, and has the way back as adjoint."""
+    prog = Program(src, (exchange(src, dst),))
+    assert prog.dst == dst
+    x = spec_grid.random_locals(src)
+    made = simulate(prog, x)
+    assert torch.equal(spec_grid.global_of(dst, made), spec_grid.global_of(src, x))
+    y = spec_grid.random_locals(dst.dual, seed=1)
+    back = simulate(prog.T, y)
+    assert spec_grid.pairing(dst, made, y) == spec_grid.pairing(src, x, back)
+    assert prog == prog.T.T
+    assert [type(step) for step in prog.T.steps] == [Exchange]
+    assert pickle.loads(pickle.dumps(prog)) == prog
+    assert hash(pickle.loads(pickle.dumps(prog))) == hash(prog)
+    check(prog)
+    assert_tables(src, dst, x, made)
+
+
+def assert_tables(
+    src: Spec, dst: Spec, x: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+) -> None:
+    """Tables that agree, from holders, without what is there: done, they make the result."""
+    ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
+    gone = reduced_axes(src, dst)
+    held = dict(zip(src.mesh.ranks, x, strict=True))
+    result = dict(zip(dst.mesh.ranks, made, strict=True))
+    sent = {(rank, peer): box for rank in ranks for peer, box in sends(src, dst, rank)}
+    got = {(peer, rank): box for rank in ranks for peer, box in receives(src, dst, rank)}
+    assert sent == got
+    assert len(got) == sum(len(receives(src, dst, rank)) for rank in ranks)
+    for a, b in sent:
+        assert a != b
+        assert b in exchange_group(src, dst, a)
+        assert exchange_group(src, dst, a) == exchange_group(src, dst, b)
+        if src.mesh == dst.mesh:
+            stay = [axis for axis in src.mesh.axes if axis not in moving_axes(src, dst)]
+            assert src.mesh.index(a, stay) == src.mesh.index(b, stay)
+    if src.mesh != dst.mesh:
+        busy = {rank for pair in sent for rank in pair}
+        for rank in ranks:
+            assert set(exchange_group(src, dst, rank)) == (busy if rank in busy else set())
+    for rank in dst.mesh.ranks:
+        own = kept(src, dst, rank)
+        sources = [(peer, box) for peer, box in receives(src, dst, rank)]
+        sources += [] if own is None else [(rank, own)]
+        addends = torch.zeros((src.mesh.axis_size(gone), *dst.shape), dtype=dst.dtype)
+        times = torch.zeros(addends.shape, dtype=torch.int64)
+        for peer, box in sources:
+            assert all(start < stop for start, stop in box)
+            part = tuple(slice(*ends) for ends in box)
+            place = (src.mesh.index(peer, gone), *part)
+            addends[place] += held[peer][local(src, peer, box)]
+            times[place] += 1
+            if rank in src.mesh and peer != rank:
+                assert holds(src, rank, gone) != holds(src, peer, gone)
+        here = (slice(None), *dst.index(rank))
+        assert bool((times[here] == at_own_place(src, dst, rank)).all())
+        assert times.sum() == times[here].sum()
+        assert torch.equal(addends[here].sum(0), result[rank])
+    assert_balanced(src, dst)
+
+
+def at_own_place(src: Spec, dst: Spec, rank: int) -> torch.Tensor:
+    """1 for the elements of a rank's target that have its place along what becomes addends."""
+    axes = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+    place = torch.zeros(src.shape, dtype=torch.int64)
+    for each in src.mesh.ranks:
+        place[src.index(each)] = src.mesh.index(each, axes)
+    return (place[dst.index(rank)] == dst.mesh.index(rank, axes)).long()
+
+
+def local(spec: Spec, rank: int, box: Box) -> tuple[slice, ...]:
+    """A box of the global tensor in a rank's local, which has all of it."""
+    within = []
+    for (start, stop), mine in zip(box, spec.index(rank), strict=True):
+        assert mine.start <= start <= stop <= mine.stop
+        within.append(slice(start - mine.start, stop - mine.start))
+    return tuple(within)
+
+
+def holds(spec: Spec, rank: int, gone: tuple[str, ...]) -> object:
+    """Which addend of which shard, for all that one rank may receive."""
+    box = tuple((each.start, each.stop) for each in spec.index(rank))
+    return box, spec.mesh.index(rank, gone)
+
+
+def volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def assert_balanced(src: Spec, dst: Spec) -> None:
+    """Each holder of a shard sends its part of what all send, up to one piece."""
+    gone = reduced_axes(src, dst)
+    stay = moving_axes(src, dst) if src.mesh == dst.mesh else src.mesh.axes
+    stay = tuple(axis for axis in src.mesh.axes if axis not in stay)
+    holders: dict[object, list[int]] = {}
+    for rank in src.mesh.ranks:
+        holders.setdefault((holds(src, rank, gone), src.mesh.index(rank, stay)), []).append(rank)
+    for group in holders.values():
+        sizes = [[volume(box) for _, box in sends(src, dst, rank)] for rank in group]
+        total = sum(map(sum, sizes))
+        largest = max((size for each in sizes for size in each), default=0)
+        assert all(abs(sum(each) * len(group) - total) <= len(group) * largest for each in sizes)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("shape", [(12,), (12, 12)], ids=str)
+def test_laws_of_all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    found = [pair for pair in pairs_on(mesh, shape) if allowed(*pair)]
+    for src, dst in found:
+        assert_laws(src, dst)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"), [*((mesh, (5,)) for mesh in MESHES), (MESHES[1], (1, 7))], ids=str
+)
+def test_laws_of_all_uneven_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    for src, dst in pairs_on(mesh, shape, "chunk"):
+        if allowed(src, dst):
+            assert_laws(src, dst)
+
+
+@pytest.mark.parametrize(("one", "other"), TWO_MESHES, ids=str)
+@pytest.mark.parametrize(("shape", "every"), [((12,), 1), ((5,), 1), ((1, 7), 7)], ids=str)
+def test_laws_between_two_meshes(
+    one: Mesh, other: Mesh, shape: tuple[int, ...], every: int
+) -> None:
+    for a, b in [(one, other), (other, one)]:
+        before = spec_grid.all_specs(a, shape, ("invariant", "unreduced"), uneven="chunk")
+        after = spec_grid.all_specs(b, shape, ("invariant", "reduced"), uneven="chunk")
+        for src, dst in [*itertools.product(before, after)][::every]:
+            assert_laws(src, dst)
+
+
+@st.composite
+def exchanges(draw: st.DrawFn, kinds: Sequence[str] = ("sum",)) -> tuple[Spec, Spec]:
+    """Any two specs that an exchange leads between, of one mesh or of two."""
+    one = draw(strategies.meshes(permuted=True))
+    shape = draw(strategies.shapes())
+    first = draw(strategies.specs(one, shape, dtype=torch.int64, kinds=kinds))
+    if draw(st.booleans()):
+        other = shifted(draw, one)
+        last = draw(
+            strategies.specs(other, shape, dtype=torch.int64, states=STATES[:3], kinds=kinds)
+        )
+        plain = P(*first.partition.partitions, unreduced=first.partition.unreduced)
+        return first.replace(partition=plain), last
+    last = draw(strategies.specs(one, shape, dtype=torch.int64, states=STATES[:2]))
+    return first, like(draw, first, last, kinds)
+
+
+def shifted(draw: st.DrawFn, mesh: Mesh) -> Mesh:
+    """Another mesh, on devices of which any number are of `mesh` too."""
+    other = draw(strategies.meshes(permuted=True))
+    first = draw(st.integers(0, mesh.size))
+    return Mesh(dict(other.shape), devices=[first + device for device in other.devices])
+
+
+def like(draw: st.DrawFn, first: Spec, last: Spec, kinds: Sequence[str]) -> Spec:
+    """`last` with the states that an exchange from `first` leaves, and some that it may make."""
+    before, p = first.partition, last.partition
+    unreduced = {axis: kind for axis, kind in before.unreduced_kinds if draw(st.booleans())}
+    kind = next(iter(unreduced.values()), None) or draw(st.sampled_from(kinds))
+    shards = [axis for axes in before.dims for axis in axes]
+    unreduced |= {axis: kind for axis in shards if draw(st.booleans())}
+    cut = {axis for axes in p.dims for axis in axes}
+    reduced = {
+        axis: kind for axis, kind in before.reduced_kinds if axis not in cut or draw(st.booleans())
+    }
+    keep = {*unreduced, *reduced}
+    dims = [[axis for axis in dim if axis not in keep] for dim in p.dims]
+    free = [a for a in last.mesh.axes if a not in keep and not any(a in dim for dim in dims)]
+    reduced |= {axis: "sum" for axis in free if draw(st.booleans())}
+    partition = P(*map(tuple, dims), unreduced=unreduced, reduced=reduced)
+    sizes = {}
+    for dim, axes in enumerate(dims):
+        count = last.mesh.axis_size(tuple(axes))
+        sizes[dim] = draw(strategies.cut(last.shape[dim], count))
+        if last.shape[dim] % count == 0 and draw(st.booleans()):
+            del sizes[dim]
+    return Spec(last.mesh, partition, shape=last.shape, dtype=last.dtype, sizes=sizes)
+
+
+@given(exchanges())
+def test_laws_of_any_pair(pair: tuple[Spec, Spec]) -> None:
+    assert_laws(*pair)
+
+
+@given(exchanges(kinds=("max",)) | exchanges(kinds=("min",)) | exchanges(kinds=("product",)))
+def test_other_reductions(pair: tuple[Spec, Spec]) -> None:
+    src, dst = pair
+    prog = Program(src, (exchange(src, dst),))
+    x = spec_grid.random_locals(src)
+    assert torch.equal(spec_grid.global_of(dst, simulate(prog, x)), spec_grid.global_of(src, x))
+    assert prog.is_linear == (not src.partition.unreduced and not dst.partition.unreduced)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "product"])
+@pytest.mark.parametrize("shape", [(6, 2), (5, 3)], ids=str)
+def test_ranks_make_addends_of_shards(shape: tuple[int, ...], kind: str) -> None:
+    """And shards of reduced copies, as the reference does: every element in its place."""
+    mesh, dtype = Mesh(x=2, y=3), torch.float64 if kind == "avg" else torch.int64
+    shares = "avg" if kind == "avg" else "sum"
+
+    def typed(spec: Spec) -> Spec:
+        p = spec.partition
+        states = dict.fromkeys(p.unreduced, kind), dict.fromkeys(p.reduced, shares)
+        partition = P(*p.partitions, unreduced=states[0], reduced=states[1])
+        return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
+
+    found = [pair for pair in pairs_on(mesh, shape, "chunk") if allowed(*pair)]
+    for src, dst in [pair for pair in found if turned_axes(*pair)][::3]:
+        prog = Program(typed(src), (exchange(typed(src), typed(dst)),))
+        x = spec_grid.random_locals(prog.src)
+        made = prog(tuple(x))
+        assert all(map(torch.equal, made, simulate(prog, x)))
+        if kind in ("sum", "avg"):
+            y = spec_grid.random_locals(prog.dst.dual, seed=1)
+            assert all(map(torch.equal, prog.T(tuple(y)), simulate(prog.T, y)))
+
+
+AVERAGES = [
+    ("f64[12]{unreduced: x=avg}", "f64[12@x]"),
+    ("f64[12]{unreduced: x=avg, y}", "f64[12@y]{reduced: x}"),
+    ("f64[12@x]", "f64[12@y]{reduced: x=avg}"),
+    ("f64[12]{unreduced: x}", "f64[12]{reduced: x=avg}"),
+    ("f64[12]{unreduced: x=avg, y=avg}", "f64[12@y]{unreduced: x=avg}"),
+    ("f64[12@y]{unreduced: x=avg}", "f64[12]{reduced: x=avg, y}"),
+    ("f64[12@y]{reduced: x=avg}", "f64[12]{reduced: x=avg, y=avg}"),
+    ("f64[16@y]{reduced: x=avg}", "f64[16@(x,y)]"),
+    ("f64[16@(y,x)]", "f64[16]{unreduced: x=avg, y}"),
+    ("f64[16@(x,y)]", "f64[16]{unreduced: x=avg; reduced: y=avg}"),
+    ("f64[16@y]{unreduced: x=avg}", "f64[16@x]{unreduced: y=avg}"),
+    ("f64[16]{unreduced: y=avg; reduced: x=avg}", "f64[16@(x,y)]"),
+]
+
+
+@pytest.mark.parametrize(("src", "dst"), AVERAGES)
+def test_averages(src: str, dst: str) -> None:
+    mesh = Mesh(x=2, y=4)
+    one, other = parse(src, mesh), parse(dst, mesh)
+    prog = Program(one, (exchange(one, other),))
+    x, y = spec_grid.random_locals(one), spec_grid.random_locals(other.dual)
+    made, back = simulate(prog, x), simulate(prog.T, y)
+    assert torch.equal(spec_grid.global_of(other, made), spec_grid.global_of(one, x))
+    assert spec_grid.pairing(other, made, y) == spec_grid.pairing(one, x, back)
+    assert prog == prog.T.T
+
+
+def test_what_becomes_reduced_is_no_movement() -> None:
+    """Replicas stay where they are, whatever they are used for."""
+    mesh = Mesh(x=2, y=2, z=2)
+    src = parse("i64[8@x]", mesh)
+    for dst in ("i64[8@x]{reduced: y}", "i64[8@(x,z)]{reduced: y}"):
+        prog = Program(src, (exchange(src, parse(dst, mesh)),))
+        assert all(not sends(src, prog.dst, rank) for rank in mesh.ranks)
+        assert "y" not in moving_axes(src, prog.dst)
+
+
+def test_groups_are_of_the_axes_that_move() -> None:
+    mesh = Mesh(x=2, y=2, z=2)
+
+    def moving(src: str, dst: str) -> tuple[str, ...]:
+        return moving_axes(parse(src, mesh), parse(dst, mesh))
+
+    assert moving("i64[8@x]", "i64[8@y]") == ("x", "y")
+    assert moving("i64[8@(x,y)]", "i64[8@(x,z)]") == ("y", "z")
+    assert moving("i64[8@(y,x)]", "i64[8@(z,x)]") == ("y", "z")
+    # Behind another number of shards an axis cuts at other places.
+    assert moving("i64[8@x]", "i64[8@(y,x)]") == ("x", "y")
+    assert moving("i64[8@(x,y)]", "i64[8@x]") == ("y",)
+    assert moving("i64[8@x:3+5,8@y]", "i64[8@x:3+5,8@z]") == ("y", "z")
+    assert moving("i64[8@x:3+5,8@y]", "i64[8@x,8@z]") == ("x", "y", "z")
+    assert moving("i64[8@(x,y):1+3+2+2]", "i64[8@(x,z)]") == ("y", "z")
+    assert moving("i64[8]{unreduced: x, y}", "i64[8]{unreduced: x}") == ("y",)
+    assert moving("i64[8]{unreduced: x}", "i64[8@y]{unreduced: x}") == ("y",)
+    assert moving("i64[8]", "i64[8]{reduced: x}") == ()
+
+
+def test_tables_of_many_devices_are_of_one_rank() -> None:
+    """One rank's table on 65,536 devices takes no look at the others."""
+    mesh = Mesh(a=256, b=16, c=16)
+    src = Spec(mesh, P("a", "b"), shape=(4096, 4096))
+    dst = src.replace(partition=P("b", ("a", "c")))
+    with spec_grid.held_under(1 << 22):
+        got = receives(src, dst, 54321)
+        out = sends(src, dst, 54321)
+    assert sum(map(volume, (box for _, box in got))) == 256
+    assert len(got) == 16
+    assert all((54321, box) in sends(src, dst, peer) for peer, box in receives(src, dst, 54321))
+    assert all((54321, box) in receives(src, dst, peer) for peer, box in out)
+
+
+def test_replicas_share_the_work() -> None:
+    """Eight trainers that hold two shards four times feed four others, one each."""
+    src = Spec(Mesh(fsdp=2, dp=4), P("fsdp"), shape=(8,))
+    new = Mesh({"tp": 4}, devices=range(8, 12))
+    served = {rank: sends(src, Spec(new, P("tp"), shape=(8,)), rank) for rank in range(8)}
+    assert sorted(len(each) for each in served.values()) == [0, 0, 0, 0, 1, 1, 1, 1]
+    everything = {rank: sends(src, Spec(new, P(), shape=(8,)), rank) for rank in range(8)}
+    assert [[peer for peer, _ in each] for each in everything.values()] == [
+        [8],
+        [9],
+        [10],
+        [11],
+    ] * 2
+
+
+# -- remesh -------------------------------------------------------------------------------
+
+
+@given(strategies.meshes(permuted=True, max_size=6), st.data())
+def test_remesh_and_back(mesh: Mesh, data: st.DataObject) -> None:
+    spec = data.draw(strategies.specs(mesh, dtype=torch.float64, kinds=("sum", "avg")))
+    fine = prime_refinement(mesh)
+    prog = Program(spec, (Remesh(fine.mesh, fine.refine(spec.partition)),))
+    assert prog.dst.is_equivalent(spec)
+    assert prog.is_local
+    x = spec_grid.random_locals(spec)
+    assert all(map(torch.equal, simulate(prog, x), x))
+    assert prog.T.steps == (Remesh(mesh, spec.dual.partition),)
+    assert prog == prog.T.T
+    assert pickle.loads(pickle.dumps(prog)) == prog
+    y = spec_grid.random_locals(prog.dst.dual, seed=1)
+    assert all(map(torch.equal, simulate(prog.T, y), y))
+
+
+def test_remesh_turns_a_mesh() -> None:
+    """The devices in another order, with the axes in another order: the same shards."""
+    src = parse("f32[6@(x,y)]{reduced: z}", Mesh(x=2, y=3, z=1))
+    turned = Mesh({"y": 3, "x": 2}, devices=(0, 3, 1, 4, 2, 5))
+    prog = Program(src, (Remesh(turned, P(("x", "y"))),))
+    assert str(prog.dst) == "f32[6@(x,y)]"
+    assert prog.dst.mesh == turned
+
+
+# -- all-to-alls side by side -------------------------------------------------------------
+
+
+@st.composite
+def fused(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
+    """Several pairs of dims at once, of any sizes: the minor axes of each dim leave for others."""
+    mesh = draw(strategies.meshes(min_axes=1, permuted=True))
+    shape = draw(strategies.shapes(min_dims=2))
+    states = ("sharded", "sharded", "invariant")
+    spec = draw(strategies.specs(mesh, shape, dtype=torch.int64, states=states))
+    moves: list[tuple[str, int]] = []
+    now: dict[int, list[int]] = {}
+    for dim in draw(st.permutations(range(len(shape)))):
+        axes, sizes = spec.partition.dims[dim], spec.shard_sizes(dim)
+        moving = axes[draw(st.integers(0, len(axes))) :]
+        n = mesh.axis_size(moving)
+        now[dim] = [sum(sizes[at : at + n]) for at in range(0, len(sizes), n)]
+        moves += [(axis, dim) for axis in moving]
+    pairs = []
+    for axis, dim in moves:
+        to = draw(st.sampled_from([each for each in range(len(shape)) if each != dim]))
+        cuts = [draw(strategies.cut(size, mesh.shape[axis])) for size in now[to]]
+        now[to] = [part for cut in cuts for part in cut]
+        pairs.append(AllToAll((axis,), dim, to, tuple(now[to])))
+    assume(pairs)
+    return replace(pairs[0], also=tuple(pairs[1:])), spec
+
+
+@given(fused())
+def test_all_to_alls_side_by_side(drawn: tuple[AllToAll, Spec]) -> None:
+    step, src = drawn
+    prog = Program(src, (step,))
+    x = spec_grid.random_locals(src)
+    made = simulate(prog, x)
+    assert torch.equal(spec_grid.global_of(prog.dst, made), spec_grid.global_of(src, x))
+    y = spec_grid.random_locals(prog.dst, seed=1)
+    back = simulate(prog.T, y)
+    assert spec_grid.pairing(prog.dst, made, y) == spec_grid.pairing(src, x, back)
+    assert prog == prog.T.T
+    assert prog.T.dst == src
+    assert pickle.loads(pickle.dumps(prog)) == prog
+    (back,) = prog.T.steps
+    assert isinstance(back, AllToAll)
+    assert [pair.axes for pair in back.pairs] == [pair.axes for pair in step.pairs]
+    # An exchange to the same place moves the same.
+    same = Program(src, (exchange(src, prog.dst),))
+    assert all(map(torch.equal, simulate(same, x), made))
+
+
+def test_pairs_of_an_all_to_all() -> None:
+    one, other = AllToAll("x", 0, 1, (1, 2)), AllToAll("y", 1, 0)
+    both = replace(one, also=(other,))
+    assert both.pairs == (one, other)
+    assert one.pairs == (one,)
+    assert AllToAll("x", 0, 1, also=[other]) == AllToAll("x", 0, 1, also=(other,))  # type: ignore[arg-type]
+
+
+# -- tensors with one more dim ------------------------------------------------------------
+
+ELSEWHERE = Mesh({"a": 3}, devices=range(1, 4))
+APPLIED = [
+    ("i64[8@x,4@y]", CollectivePermute(P("y", "x"))),
+    ("i64[8@(x,y),4]", CollectivePermute(P(("y", "x")))),
+    ("i64[8,4]{unreduced: x}", CollectivePermute(P(unreduced={"y"}))),
+    ("i64[8@x,4]", Exchange(P("y"))),
+    ("i64[8@x,4]", Exchange(P("y"), ((3, 5), None))),
+    ("i64[8@x,4]", Exchange(P())),
+    ("i64[8@x,4]", Exchange(P("a"), ((3, 3, 2),), ELSEWHERE)),
+    ("i64[8@x,4]{unreduced: y}", Exchange(P(reduced={"a"}), mesh=ELSEWHERE)),
+    ("i64[8@(x,y),4]", Remesh(Mesh(all=4), P("all"))),
+    ("i64[8@x:3+5,4]", Remesh(Mesh(b=2, c=2), P("b"))),
+]
+
+
+@pytest.mark.parametrize(("text", "step"), APPLIED, ids=str)
+def test_a_tensor_with_one_more_dim(text: str, step: Step) -> None:
+    """A batch of tensors, the last dim, goes through the program of one."""
+    prog = Program(parse(text, Mesh(x=2, y=2)), (step,))
+    wide = _wider(prog, 3)
+    assert wide.src.shape == (8, 4, 3)
+    xs = [spec_grid.random_locals(prog.src, seed) for seed in range(3)]
+    made = simulate(wide, [torch.stack(each, -1) for each in zip(*xs, strict=True)])
+    singly = zip(*(simulate(prog, x) for x in xs), strict=True)
+    assert all(map(torch.equal, made, [torch.stack(each, -1) for each in singly]))
+    assert _wider(prog.T, 3) == wide.T
+    assert wide.steps == prog.steps
+
+
+# -- text ---------------------------------------------------------------------------------
+
+
+def test_text_of_programs_on_several_meshes() -> None:
+    src = parse("f32[1024@dp,512@tp]", Mesh(dp=2, tp=4))
+    fine = prime_refinement(src.mesh)
+    there = Exchange(P(None, "tp"), mesh=Mesh({"tp": 4}, devices=range(8, 12)))
+    lines = [
+        "f32[1024@dp,512@tp] on Mesh(dp=2, tp=4) -> f32[1024,512@tp]",
+        "    on Mesh(tp=4, devices=range(8, 12))",
+        "  exchange(P(None, 'tp'), Mesh(tp=4, devices=range(8, 12)))",
+        "    f32[1024,512@tp]  262,144 B",
+    ]
+    assert str(Program(src, (there,))).splitlines() == lines
+    steps = (Remesh(fine.mesh, fine.refine(src.partition)), AllToAll("tp_1", 1, 0))
+    lines = [
+        "f32[1024@dp,512@tp] on Mesh(dp=2, tp=4) -> f32[1024@(dp,tp_1),512@tp_0]",
+        "    on Mesh(dp=2, tp_0=2, tp_1=2)",
+        "  remesh(Mesh(dp=2, tp_0=2, tp_1=2))  f32[1024@dp,512@(tp_0,tp_1)]        0 B",
+        "  all_to_all(tp_1, dim 1 -> 0)        f32[1024@(dp,tp_1),512@tp_0]  131,072 B",
+    ]
+    assert str(Program(src, steps)).splitlines() == lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_explanations_name_both_meshes() -> None:
+    src = parse("f32[8@x]", Mesh(x=2))
+    text = str(Program(src, (Exchange(P("y"), mesh=Mesh(y=4)),)).explain())
+    first = "f32[8@x] on Mesh(x=2) -> f32[8@y] on Mesh(y=4), topology node"
+    assert text.splitlines()[0] == first
+
+
+def test_specs_of_two_meshes_are_told_apart() -> None:
+    """Texts of specs do not name the mesh: errors do, where it is what differs."""
+    one, other = (parse("f32[8@x]", Mesh({"x": 2}, devices=d)) for d in ((0, 1), (2, 3)))
+    with pytest.raises(ShardingError) as caught:
+        _ = Program(one, ()) >> Program(other, ())
+    here, there = "f32[8@x] on Mesh(x=2)", "f32[8@x] on Mesh(x=2, devices=range(2, 4))"
+    assert str(caught.value) == spec_grid.message(
+        "Program.then", f"a program to {here}, then one from {there}",
+        "the second begins with the spec the first ends with",
+        f"fs.redistribute({here}, {there}) between them")  # fmt: skip
+    with pytest.raises(ShardingError) as caught:
+        Program(one, (), other)
+    assert str(caught.value) == spec_grid.message(
+        "Program", f"steps that lead from f32[8@x] to {here}",
+        f"they lead to the target, {there}", "leave dst out, or plan with fs.redistribute",
+    )  # fmt: skip
+
+
+# -- refusals -----------------------------------------------------------------------------
+
+XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)
+ADDENDS = "what an exchange leaves unreduced is so before, by the same reduction, or sharded"
+STAYS = "what is reduced stays so in an exchange, by the same reduction, or is sharded then"
+PLAN = "fs.redistribute(src, dst) plans what has to move"
+
+# step, source, then what the error says: where, given, rule, fix
+REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
+    (Exchange(P("x", unreduced={"y"})), "f32[8]",
+     ("exchange(P('x', unreduced={'y'})) on f32[8]", "'y' unreduced in f32[8@x]{unreduced: y}",
+      ADDENDS, "leave 'y' out, then fs.ReplicatedToUnreduced('y')")),
+    (Exchange(P("x", unreduced={"y": "max"})), "f32[8]{unreduced: y}",
+     ("exchange(P('x', unreduced={'y': 'max'})) on f32[8]{unreduced: y}",
+      "'y' unreduced by max in f32[8@x]{unreduced: y=max}", ADDENDS,
+      "leave 'y' out, then fs.ReplicatedToUnreduced('y', 'max')")),
+    (Exchange(P("x")), "f32[8]{reduced: y}",
+     ("exchange(P('x')) on f32[8]{reduced: y}", "'y' reduced in f32[8]{reduced: y}", STAYS,
+      "fs.ReducedToInvariant('y') first")),
+    (Exchange(P("x", reduced={"y"})), "f32[8]{reduced: y=avg}",
+     ("exchange(P('x', reduced={'y'})) on f32[8]{reduced: y=avg}",
+      "'y' reduced by avg in f32[8]{reduced: y=avg}", STAYS, "fs.ReducedToInvariant('y') first")),
+    (Exchange(P("a"), mesh=Mesh(a=4)), "f32[8]{reduced: y}",
+     ("exchange(P('a'), Mesh(a=4)) on f32[8]{reduced: y}",
+      "'y' reduced in f32[8]{reduced: y} on Mesh(x=2, y=4)",
+      "nothing stays reduced where the mesh changes", "fs.ReducedToInvariant('y') first")),
+    (Exchange(P(unreduced={"a"}), mesh=Mesh(a=4)), "f32[8]{unreduced: y}",
+     ("exchange(P(unreduced={'a'}), Mesh(a=4)) on f32[8]{unreduced: y}",
+      "'a' unreduced in f32[8]{unreduced: a} on Mesh(a=4)",
+      "addends do not go to another mesh: there nothing is unreduced",
+      "leave 'a' out, then fs.ReplicatedToUnreduced('a')")),
+    (Exchange(P(None, "a"), mesh=Mesh(a=3)), "f32[8,8]",
+     ("exchange(P(None, 'a'), Mesh(a=3)) on f32[8,8]", "dim 1 of size 8 over ('a',)",
+      "it has 3 shards; without sizes they are equal: 8 % 3 = 2", "sizes=(None, (3, 3, 2)), say")),
+    (Exchange(P("x"), ((1, 2),)), "f32[8]",
+     ("exchange(P('x')) on f32[8]", "dim 0 of size 8 over ('x',)",
+      "it has 2 shards; 2 sizes of at least 0 that sum to 8, not 2 that sum to 3",
+      "sizes=((4, 4),), say")),
+    (Exchange(P("x"), (None, (1, 7))), "f32[8]",
+     ("exchange(P('x')) on f32[8]", "sizes=(None, (1, 7))", "sizes are by dim: 2 is more than 1",
+      "sizes=(None,)")),
+    (Exchange(P("x", "y")), "f32[8]",
+     ("exchange(P('x', 'y'))", "f32[8] on Mesh(x=2, y=4)",
+      "a partition has at most one entry per dim: 2 is more than 1",
+      "leave out the entries of dims that it does not have")),
+    (Exchange(P("z")), "f32[8]",
+     ("exchange(P('z')) on f32[8]", "axis 'z' on Mesh(x=2, y=4)", "the mesh's axes are x, y",
+      "use one of x, y")),
+    (Exchange(P("x", reduced={"y": "avg"})), "i64[8]",
+     ("exchange(P('x', reduced={'y': 'avg'})) on i64[8]", "'y' averaged, dtype torch.int64",
+      "an average of integers is not an integer", "use sum, or a floating dtype")),
+    (Remesh(FINE, P("x")), "f32[8@y]",
+     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
+      "dim 0 keeps its 4 shards: ('x',) make 2", PLAN)),
+    (Remesh(FINE, P(("y_1", "y_0"))), "f32[8@y]",
+     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
+      "every rank keeps its shard: rank 1 has [2:4], in f32[8@(y_1,y_0)] [4:6]", PLAN)),
+    (Remesh(Mesh(x=2), P("x")), "f32[8@x]",
+     ("remesh(Mesh(x=2))", "f32[8@x] on Mesh(x=2, y=4)",
+      "both meshes have the same devices: Mesh(x=2) has others",
+      f"fs.Exchange goes to other devices; {PLAN}")),
+    (Remesh(FINE, P(unreduced={"y_0"})), "f32[8]{unreduced: y}",
+     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8]{unreduced: y} on Mesh(x=2, y=4)",
+      "every rank is unreduced and reduced with whom it was: in f32[8]{unreduced: y_0} with others",
+      PLAN)),
+    (Remesh(FINE, P("z")), "f32[8]",
+     ("remesh(Mesh(x=2, y_0=2, y_1=2)) on f32[8]", "axis 'z' on Mesh(x=2, y_0=2, y_1=2)",
+      "the mesh's axes are x, y_0, y_1", "use one of x, y_0, y_1")),
+    (Remesh(FINE, P(None, "x")), "f32[8@x]",
+     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@x] on Mesh(x=2, y=4)",
+      "a partition has at most one entry per dim: 2 is more than 1",
+      "leave out the entries of dims that it does not have")),
+    (AllToAll("x", 0, 1, also=(AllToAll("x", 1, 0),)), "f32[8@x,8@y]",
+     ("all_to_all(x, dim 0 -> 1; x, dim 1 -> 0) on f32[8@x,8@y]",
+      "axis 'x' 2 times in ('x', 'x')", "an axis is named at most once", "name 'x' once")),
+    (AllToAll("x", 0, 0, also=(AllToAll("y", 1, 1),)), "f32[8@x,8@y]",
+     ("all_to_all(x, dim 0 -> 0; y, dim 1 -> 1)", "f32[8@x,8@y] on Mesh(x=2, y=4)",
+      "the two dims differ", "collective_permute reorders one dim")),
+    (AllToAll("x", 0, 1, also=(AllToAll("y", 0, 1),)), "f32[8@(y,x),8]",
+     ("all_to_all(y, dim 0 -> 1)", "f32[8@(y,x),8] on Mesh(x=2, y=4)",
+      "the axes are the most minor of dim 0, which has ('y', 'x')", "end with ('x',)")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "src", "says"), REFUSED, ids=lambda each: str(each)[:60])
+def test_refused(step: Step, src: str, says: tuple[str, str, str, str]) -> None:
+    with pytest.raises(ShardingError) as caught:
+        infer(step, parse(src, XY))
+    assert str(caught.value) == spec_grid.message(*says)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    step = Exchange(P("y", unreduced={"x"}))
+    with pytest.raises(ShardingError) as caught:
+        infer(step, parse("f32[8]{reduced: x}", XY))
+    first = spec_grid.message(
+        "exchange(P('y', unreduced={'x'})) on f32[8]{reduced: x}",
+        "'x' reduced in f32[8]{reduced: x}", STAYS, "fs.ReducedToInvariant('x') first")  # fmt: skip
+    second = spec_grid.message(
+        "", "'x' unreduced in f32[8@y]{unreduced: x}", ADDENDS,
+        "leave 'x' out, then fs.ReplicatedToUnreduced('x')")  # fmt: skip
+    assert str(caught.value) == f"{first}\n{second}"
+
+
+def test_the_rule_of_an_exchange_is_the_whole_rule() -> None:
+    """On all pairs: what the rule allows has a type, and nothing else has."""
+    for one, other in [(XY, XY), (XY, Mesh(x=8)), (Mesh(x=8), XY)]:
+        for src in spec_grid.all_specs(one, (8,)):
+            for dst in spec_grid.all_specs(other, (8,)):
+                if allowed(src, dst):
+                    assert infer(exchange(src, dst), src) == dst
+                    continue
+                with pytest.raises(ShardingError):
+                    infer(exchange(src, dst), src)
+
+
+def test_the_fixes_work() -> None:
+    src = parse("f32[8]{reduced: y}", XY)
+    steps = (ReducedToInvariant("y"), Exchange(P("x")), ReplicatedToUnreduced("y", "max"))
+    assert Program(src, steps).dst == parse("f32[8@x]{unreduced: y=max}", XY)
+    sized = Exchange(P(None, "a"), (None, (3, 3, 2)), Mesh(a=3))
+    assert Program(parse("f32[8,8]", XY), (sized,)).dst == parse("f32[8,8@a:chunk]", Mesh(a=3))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Exchange("x"), ("fs.Exchange", "partition 'x'", "a partition is a P",
+                                 "P('x', None), say: one entry per dim")),
+        (lambda: CollectivePermute(("x",)),
+         ("fs.CollectivePermute", "partition ('x',)", "a partition is a P",
+          "P('x', None), say: one entry per dim")),
+        (lambda: Exchange(P("x"), (3, 5)),
+         ("fs.Exchange", "sizes=(3, 5)", "sizes are by dim, each None or a number per shard",
+          "sizes=((3, 5), None), say, or None where all are equal")),
+        (lambda: Exchange(P("x"), mesh={"x": 2}),
+         ("fs.Exchange", "mesh {'x': 2}", "a mesh is a Mesh", "fs.Mesh(dp=2, tp=4), say")),
+        (lambda: Remesh(P("x"), Mesh(x=2)),
+         ("fs.Remesh", "mesh P('x')", "a mesh is a Mesh", "fs.Mesh(dp=2, tp=4), say")),
+        (lambda: AllToAll("x", 0, 1, also="y"),
+         ("fs.AllToAll", "also='y'", "also are all-to-alls without `also`",
+          "also=(fs.AllToAll('y', 0, 1), fs.AllToAll('z', 0, 1)), side by side")),
+    ],
+)  # fmt: skip
+def test_refusals_of_other_types(make: Callable[[], Step], says: tuple[str, str, str, str]) -> None:
+    with pytest.raises(ShardingError) as caught:
+        make()
+    assert str(caught.value) == spec_grid.message(*says)
+
+
+# -- gradients of maxima ------------------------------------------------------------------
+
+
+def gradients(prog: Program, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What all shards of a simulation make, and what flows back of cotangents drawn for it."""
+    xs = [x.requires_grad_() for x in spec_grid.random_locals(prog.src, seed)]
+    ys = prog(tuple(xs))
+    cotangents = spec_grid.random_locals(as_sums(prog.dst).dual, seed=1)
+    return list(ys), list(torch.autograd.grad(ys, xs, cotangents))
+
+
+def as_sums(spec: Spec) -> Spec:
+    p = spec.partition
+    sums = P(*p.partitions, unreduced=set(p.unreduced), reduced=p.reduced)
+    return spec.replace(partition=sums)
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("other", [Mesh(x=2, y=2), ELSEWHERE], ids=str)
+def test_maxima_have_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> None:
+    mesh, shape = Mesh(x=2, y=2), (12,)
+    before = spec_grid.all_specs(mesh, shape, ("unreduced",), kind=kind, dtype=torch.float64)
+    after = spec_grid.all_specs(other, shape, kind=kind, dtype=torch.float64)
+    found = [pair for pair in itertools.product(before, after) if allowed(*pair)]
+    for src, dst in found:
+        axes = reduced_axes(src, dst)
+        # Shards among neutral elements are candidates, which have no gradient.
+        if not axes or any(axis in dst.partition.unreduced for axis in turned_axes(src, dst)):
+            continue
+        apart = Program(src, (AllReduce(axes), exchange(infer(AllReduce(axes), src), dst)))
+        at_once = Program(src, (exchange(src, dst),))
+        assert apart.dst == at_once.dst == dst
+        for one, two in zip(gradients(apart), gradients(at_once), strict=True):
+            assert all(map(torch.equal, one, two))
+
+
+CANDIDATES = [
+    (CollectivePermute(P("y", unreduced={"x": "max"})), AllReduce("x")),
+    (Exchange(P(unreduced={"y": "max"})), AllReduce("y")),
+    (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), AllReduce("b")),
+    (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), ReduceScatter("b", 0)),
+    (Exchange(P("y")),),
+    (Exchange(P("a"), ((2, 1, 5),), ELSEWHERE),),
+    (Exchange(P("y", unreduced={"x"})), AllReduce("x")),
+]
+
+
+@pytest.mark.parametrize("steps", CANDIDATES, ids=lambda each: " ".join(map(str, each)))
+def test_candidates_have_the_gradients_of_one_device(steps: tuple[Step, ...]) -> None:
+    """Whether they move before the maximum is taken, or when it is."""
+    src = parse("f64[8@x]{unreduced: y=max}", Mesh(x=2, y=2))
+    prog = Program(src, steps)
+    _, back = gradients(prog)
+    wholes = torch.stack([spec_grid.random_global((8,), torch.float64, place) for place in (0, 1)])
+    cotangent = spec_grid.global_of(prog.dst, spec_grid.random_locals(prog.dst, seed=1))
+    (expected,) = torch.autograd.grad(wholes.requires_grad_().amax(0), wholes, cotangent)
+    for rank, gradient in zip(src.mesh.ranks, back, strict=True):
+        assert torch.equal(gradient, expected[src.mesh.index(rank, "y")][src.index(rank)])
+
+
+def test_products_have_no_gradient() -> None:
+    src = parse("f32[8]{unreduced: x=product}", Mesh(x=2))
+    with pytest.raises(ShardingError) as caught:
+        Program(src, (Exchange(P("x")),))((torch.ones(8, requires_grad=True),) * 2)
+    assert str(caught.value) == spec_grid.message(
+        "running f32[8]{unreduced: x=product} -> f32[8@x]",
+        "exchange(P('x')) on a tensor that requires grad",
+        "sums, averages, maxima and minima have a gradient, this step has none",
+        "detach() the local, or reduce by another reduction")  # fmt: skip
+
+
+def test_second_derivatives_of_a_maximum() -> None:
+    src = parse("f64[4]{unreduced: x=max}", Mesh(x=2))
+    prog = Program(src, (Exchange(P("x")),))
+    xs = tuple(torch.tensor(v, dtype=torch.float64, requires_grad=True)
+               for v in ([1.0, 5.0, 2.0, 7.0], [3.0, 4.0, 6.0, 0.0]))  # fmt: skip
+    assert torch.autograd.gradcheck(lambda *xs: prog(xs), xs)
+    assert torch.autograd.gradgradcheck(lambda *xs: prog(xs), xs)

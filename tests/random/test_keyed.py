@@ -1,0 +1,571 @@
+"""`fs.random.keyed`: code that draws by itself draws by a key, everywhere the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.partition.ir import Operation
+from tests.helpers.spec_grid import message
+
+KEY, OTHER = fs.random.key(7), fs.random.key(8)
+MESH = fs.Mesh(dp=2, tp=2)
+F64 = torch.float64
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=dtype).reshape(shape) / 10
+
+
+X, WEIGHTS = numbers(6, 8, 16), numbers(3, 5)
+aten = torch.ops.aten
+DRAWING: dict[str, Callable[[], Any]] = {
+    "dropout": lambda: F.dropout(X, 0.3),
+    "dropout in place": lambda: F.dropout(X.clone(), 0.3, inplace=True),
+    "torch.dropout": lambda: torch.dropout(X, 0.3, True),
+    "torch.dropout_": lambda: torch.dropout_(X.clone(), 0.3, True),
+    "native_dropout": lambda: torch.native_dropout(X, 0.3, True),
+    "dropout1d": lambda: F.dropout1d(X, 0.4),
+    "dropout2d": lambda: F.dropout2d(X[None], 0.4),
+    "dropout3d": lambda: F.dropout3d(X[..., None, None], 0.4),
+    "alpha_dropout": lambda: F.alpha_dropout(X, 0.4, training=True),
+    "alpha_dropout in place": lambda: F.alpha_dropout(X.clone(), 0.4, True, inplace=True),
+    "feature_alpha_dropout": lambda: F.feature_alpha_dropout(X, 0.4, training=True),
+    "feature_alpha_dropout_": lambda: torch.feature_alpha_dropout_(X.clone(), 0.4, True),
+    "feature_dropout_": lambda: torch.feature_dropout_(X.clone(), 0.4, True),
+    "a module": lambda: nn.Dropout(0.3)(X),
+    "attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.2, is_causal=True),
+    "attention's module": lambda: attend(need_weights=True),
+    "attention's module, fused": lambda: attend(need_weights=False),
+    "a transformer's layer": lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.3)(X),
+    "gumbel_softmax": lambda: F.gumbel_softmax(X),
+    "rrelu": lambda: F.rrelu(-X, training=True),
+    "rrelu in place": lambda: F.rrelu(-X, training=True, inplace=True),
+    "fractional_max_pool2d": lambda: F.fractional_max_pool2d(X.cos(), 2, output_size=5),
+    "fractional_max_pool3d": lambda: F.fractional_max_pool3d(X[None].cos(), 2, output_size=4,
+                                                             return_indices=True),
+    "svd_lowrank": lambda: torch.svd_lowrank(X[0], 3),
+    "rand": lambda: torch.rand(3, 4),
+    "rand of a list": lambda: torch.rand([3, 4], dtype=F64),
+    "rand of a size": lambda: torch.rand(size=(3,), layout=torch.strided),
+    "rand of nothing": lambda: torch.rand(()),
+    "rand into": lambda: torch.rand(3, out=torch.empty(0)),
+    "rand with a gradient": lambda: torch.rand(3, requires_grad=True),
+    "randn": lambda: torch.randn(3, 4),
+    "randint": lambda: torch.randint(10, (5,)),
+    "randint from": lambda: torch.randint(3, 10, (5,), dtype=torch.int32),
+    "randint by names": lambda: torch.randint(low=3, high=10, size=(5,)),
+    "randint by some names": lambda: torch.randint(high=10, size=(5,)),
+    "randperm": lambda: torch.randperm(9),
+    "rand_like": lambda: torch.rand_like(X),
+    "rand_like of aten": lambda: aten.rand_like.default(X),
+    "randn_like": lambda: torch.randn_like(input=X, dtype=F64),
+    "randint_like": lambda: torch.randint_like(X, 5),
+    "randint of fractions": lambda: torch.randint(0, 10, (9,), dtype=torch.float16),
+    "randint of booleans": lambda: torch.randint(2, (30,), dtype=torch.bool),
+    "randint_like of booleans": lambda: torch.randint_like(X > 3, 2),
+    "randint_like in fractions": lambda: torch.randint_like(X.int(), 9, dtype=F64),
+    "randint_like from": lambda: torch.randint_like(X.int(), 2, 5),
+    "bernoulli": lambda: torch.bernoulli(torch.full((9,), 0.3)),
+    "bernoulli of a number": lambda: torch.bernoulli(X, 0.3),
+    "bernoulli's method": (X / 100).bernoulli,
+    "bernoulli_": lambda: torch.empty(9).bernoulli_(0.2),
+    "bernoulli_ of a tensor": lambda: torch.empty(9).bernoulli_(torch.full((9,), 0.3)),
+    "uniform_": lambda: torch.empty(9).uniform_(),
+    "uniform_ between": lambda: torch.empty(9).uniform_(-1, 3),
+    "uniform_ by names": lambda: torch.empty(9).uniform_(**{"from": 2, "to": 3}),
+    "normal_": lambda: torch.empty(9).normal_(3, 0.1),
+    "normal_ by names": lambda: torch.empty(9).normal_(mean=3, std=0.1),
+    "normal of means": lambda: torch.normal(torch.zeros(4), 2.0),
+    "normal of deviations": lambda: torch.normal(0.0, torch.ones(4)),
+    "normal of both": lambda: torch.normal(torch.zeros(3, 1), torch.ones(4)),
+    "normal of a size": lambda: torch.normal(1.0, 2.0, (3,)),
+    "random_": lambda: torch.empty(9, dtype=torch.int64).random_(),
+    "random_ of booleans": lambda: torch.empty(30, dtype=torch.bool).random_(),
+    "random_ to": lambda: torch.empty(9).random_(5),
+    "random_ from": lambda: torch.empty(9).random_(3, 5),
+    "random_ of fractions": lambda: torch.empty(9).random_(),
+    "exponential_": lambda: torch.empty(9).exponential_(2.0),
+    "log_normal_": lambda: torch.empty(9).log_normal_(),
+    "geometric_": lambda: torch.empty(9).geometric_(0.3),
+    "cauchy_": lambda: torch.empty(9).cauchy_(),
+    "multinomial": lambda: torch.multinomial(WEIGHTS, 3),
+    "multinomial again": lambda: torch.multinomial(WEIGHTS, 9, replacement=True),
+    "a distribution": lambda: torch.distributions.Normal(0.0, 1.0).rsample((3,)),
+    "a choice": lambda: torch.distributions.Categorical(probs=WEIGHTS).sample((5,)),
+    "a linear layer": lambda: nn.Linear(4, 4).weight,
+    "a convolution": lambda: nn.Conv2d(2, 3, 3).bias,
+    "an embedding": lambda: nn.Embedding(4, 4).weight,
+    "trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(5)),
+    "xavier_normal_": lambda: nn.init.xavier_normal_(torch.empty(5, 5)),
+    "kaiming_uniform_": lambda: nn.init.kaiming_uniform_(torch.empty(5, 5)),
+    "init.uniform_": lambda: nn.init.uniform_(torch.empty(5), 1, 2),
+    "init.normal_": lambda: nn.init.normal_(torch.empty(5), 1, 2),
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(5, 5)),
+    "sparse_": lambda: nn.init.sparse_(torch.empty(5, 5), 0.3),
+}  # fmt: skip
+
+
+def attend(*, need_weights: bool) -> torch.Tensor:
+    module = nn.MultiheadAttention(16, 4, dropout=0.3)
+    made: torch.Tensor = module(X, X, X, need_weights=need_weights)[0]
+    return made
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+@pytest.fixture(autouse=True)
+def _generators_stay() -> Iterator[None]:
+    """No draw by a key asks PyTorch's generator."""
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_draws_draws_by_the_key(name: str) -> None:
+    """The same again with the same key, other numbers with another, of shapes as without."""
+    draw = DRAWING[name]
+    found = []
+    for key in (KEY, KEY, OTHER):
+        with fs.random.keyed(key):
+            found.append([each.detach() for each in flat(draw())])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not all(map(torch.equal, found[0], found[2]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        without = flat(draw())
+    for mine, theirs in zip(found[0], without, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        assert mine.isfinite().all()
+
+
+MEANS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
+    "dropout": (lambda x: F.dropout(x + 1, 0.3), 1.0, 0.655),
+    "alpha_dropout": (lambda x: F.alpha_dropout(torch.randn_like(x), 0.3, True), 0.0, 1.0),
+    "normal_": (lambda x: x.normal_(3, 2), 3.0, 2.0),
+    "exponential_": (lambda x: x.exponential_(2.0), 0.5, 0.5),
+    "geometric_": (lambda x: x.geometric_(0.25), 4.0, 12**0.5),
+    "log_normal_": (lambda x: x.log_normal_(0.0, 0.5), 1.1331, 0.604),
+    "random_": (lambda x: x.random_(0, 5), 2.0, 2**0.5),
+    "bernoulli": (lambda x: torch.bernoulli(x + 0.2), 0.2, 0.4),
+    "multinomial": (
+        lambda x: torch.multinomial((x[:, :3] + 1).cumsum(-1), 1).to(x.dtype), 4 / 3, 0.7454),
+    "multinomial again": (
+        lambda x: torch.multinomial((x[:1, :3] + 1).cumsum(-1), 99999, True).to(x.dtype),
+        4 / 3, 0.7454),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_and_deviations(name: str) -> None:
+    """Of a hundred thousand numbers; the limits are six standard errors."""
+    draw, mean, deviation = MEANS[name]
+    with fs.random.keyed(KEY):
+        made = draw(torch.zeros(100_000, 3 if "multi" in name else 1, dtype=F64))
+    error = 6 * deviation / made.numel() ** 0.5
+    assert abs(made.mean() - mean) < error
+    assert abs(made.std() - deviation) < 6 * error
+
+
+def test_every_draw_has_a_key_of_its_own() -> None:
+    """The n-th has the key with n folded in, blocks in blocks have theirs."""
+    with fs.random.keyed(KEY):
+        first = torch.rand(3)
+        with fs.random.keyed(OTHER):
+            inner = torch.rand(3)
+        second = torch.rand(3)
+    keys = [fs.random.fold_in(KEY, n) for n in range(2)]
+    assert torch.equal(first, fs.random.uniform(keys[0], 3))
+    assert torch.equal(second, fs.random.uniform(keys[1], 3))
+    assert torch.equal(inner, fs.random.uniform(fs.random.fold_in(OTHER, 0), 3))
+
+
+def test_what_draws_nothing_takes_no_key() -> None:
+    with fs.random.keyed(KEY):
+        F.dropout(X, 0.0)
+        F.dropout(X, 0.5, training=False)
+        nn.Dropout(0.5).eval()(X)
+        F.scaled_dot_product_attention(X, X, X)
+        made = torch.rand(3)
+    assert torch.equal(made, fs.random.uniform(fs.random.fold_in(KEY, 0), 3))
+
+
+def test_a_generator_that_is_chosen_draws() -> None:
+    with fs.random.keyed(KEY):
+        made = torch.rand(3, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(made, torch.rand(3, generator=torch.Generator().manual_seed(3)))
+
+
+def test_dropout_is_a_factor() -> None:
+    x = numbers(5, 4).requires_grad_()
+    mask = fs.random.dropout_mask(fs.random.fold_in(KEY, 0), x, 0.3)
+    with fs.random.keyed(KEY):
+        y = F.dropout(x, 0.3)
+    assert torch.equal(y, x * mask)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], mask)
+
+
+def test_attention_drops_weights() -> None:
+    """As the product of dropped weights and values, also of grouped queries and with a mask."""
+    q, k, v = numbers(2, 4, 5, 6), numbers(2, 2, 5, 6).cos(), numbers(2, 2, 5, 6).sin()
+    mask = torch.ones(5, 5).tril().bool()
+    with fs.random.keyed(KEY):
+        made = F.scaled_dot_product_attention(q, k, v, mask, 0.4, enable_gqa=True)
+    drop = fs.random.dropout_mask(fs.random.fold_in(KEY, 0), (2, 2, 2, 5, 5), 0.4)
+    weights = q.unflatten(1, (2, 2)) @ k.unsqueeze(2).mT / 6**0.5
+    weights = weights.masked_fill(~mask, -torch.inf).softmax(-1)
+    wanted = ((weights * drop) @ v.unsqueeze(2)).flatten(1, 2)
+    torch.testing.assert_close(made, wanted)
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.tanh(F.dropout(x, 0.5)), 0.5)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_draws_the_same_again(inside: bool, nested: bool) -> None:
+    """Whether the gradient is taken in the block or after it; what follows is not disturbed."""
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(twice, x, use_reentrant=False)
+        return made
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        once = again(x)
+        return again(once) if nested else twice(once)
+
+    found = []
+    for run in (lambda x: checkpoint(outer, x, use_reentrant=False), lambda x: twice(twice(x))):
+        x = numbers(8, 8).requires_grad_()
+        with fs.random.keyed(KEY):
+            y = run(torch.rand(8, 8) * x) * torch.rand(8, 8)
+            grad = torch.autograd.grad(y.sum(), x)[0] if inside else None
+            rest = torch.rand(3)
+        found.append((y, grad if grad is not None else torch.autograd.grad(y.sum(), x)[0], rest))
+    assert all(map(torch.equal, *found))
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(ShardingError) as error, fs.random.keyed(KEY):
+        checkpoint(twice, X.clone().requires_grad_(), use_reentrant=True)
+    assert str(error.value) == message(
+        "fs.random.keyed", "torch.utils.checkpoint with use_reentrant=True",
+        "what is computed again draws the same numbers, and here nobody could tell it to",
+        "use_reentrant=False")  # fmt: skip
+
+
+def test_checkpoints_are_left_as_they_were() -> None:
+    before = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+    with fs.random.keyed(KEY), fs.random.keyed(OTHER):
+        pass
+    after = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+    assert after == before
+    assert before[0].__module__ == "torch.utils.checkpoint"
+
+
+# -- in bodies ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [True, "strict", "values", False])
+def test_draws_in_bodies(check: Any) -> None:
+    """By an invariant key ranks draw the same, typed so and without a warning; folded, apart."""
+
+    def body(key: torch.Tensor, x: torch.Tensor) -> Any:
+        own = fs.random.fold_in(key, fs.axis_index("dp"))
+        same, apart = fs.random.uniform(key, 3), fs.random.normal(own, 3)
+        like = fs.random.normal(key, x)
+        cut = fs.random.normal(key, fs.Spec(MESH, P("dp", "tp"), shape=(4, 6))).local
+        with fs.random.keyed(own):
+            dropped = F.dropout(x, 0.5)
+        shown = (same, apart, like, cut, dropped)
+        types = [str(fs.typeof(each)) for each in shown] if check else []
+        return same, apart, cut, dropped, types
+
+    x = numbers(4, 6).requires_grad_()
+    run = fs.shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), check=check,
+                       out_specs=(P(), P("dp"), P("dp", "tp"), P("dp"), None))  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same, apart, cut, dropped, types = run(KEY, x)
+    if check:
+        assert types == [
+            "f32[3]", "f32[3]{varying: dp}", "f32[2,6]", "f32[2,3]{varying: dp, tp}",
+            "f32[2,6]{varying: dp}",
+        ]  # fmt: skip
+    keys = [fs.random.fold_in(KEY, rank) for rank in range(2)]
+    assert torch.equal(same, fs.random.uniform(KEY, 3))
+    assert torch.equal(apart, torch.cat([fs.random.normal(key, 3) for key in keys]))
+    assert torch.equal(cut, fs.random.normal(KEY, (4, 6)))
+    masks = [fs.random.dropout_mask(fs.random.fold_in(key, 0), (2, 6), 0.5) for key in keys]
+    assert torch.equal(dropped, x * torch.cat(masks))
+    assert torch.equal(torch.autograd.grad(dropped.sum(), x)[0], torch.cat(masks))
+
+
+def test_the_block_is_in_the_body() -> None:
+    """Around a body it would count the draws of all ranks, and again when backward runs it."""
+    x = numbers(4, 6).requires_grad_()
+    specs = {"mesh": MESH, "in_specs": P("dp"), "out_specs": P("dp")}
+    runs: list[Callable[[], Any]] = [
+        lambda: fs.shard_map(F.dropout, **specs)(x),
+        lambda: fs.shard_map(F.dropout, check=False, **specs)(x),
+        lambda: fs.simulate(MESH, lambda: torch.rand(3)),
+    ]
+    for run in runs:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(ShardingError) as error,
+            fs.random.keyed(KEY),
+        ):
+            run()
+        assert str(error.value) == message(
+            "fs.random.keyed",
+            "a block around a function that ranks run",
+            "a block counts the draws of one rank, as often as that runs",
+            "with fs.random.keyed(key): in the function, which the key is an argument of",
+        )
+    with fs.random.keyed(KEY):
+        assert torch.equal(fs.shard_map(torch.tanh, **specs)(x), x.tanh())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_checkpoints_in_bodies(check: bool) -> None:
+    """What backward computes again, of a checkpoint or of a body, draws the same."""
+
+    def body(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(fs.random.fold_in(key, fs.axis_index("dp"))):
+            y = checkpoint(twice, x, use_reentrant=False) * torch.rand(2, 6)
+        return fs.psum(y.sum(), "dp")
+
+    run = fs.shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P(), check=check)
+    x = numbers(4, 6).requires_grad_()
+    (first,) = torch.autograd.grad(run(KEY, x), x, create_graph=True)
+    wanted = torch.tensor(0.0)
+    for rank, part in enumerate(x.chunk(2)):
+        with fs.random.keyed(fs.random.fold_in(KEY, rank)):
+            wanted = wanted + (twice(part) * torch.rand(2, 6)).sum()
+    (right,) = torch.autograd.grad(wanted, x, create_graph=True)
+    torch.testing.assert_close(first, right)
+    second, rights = (torch.autograd.grad(each.sum(), x)[0] for each in (first, right))
+    torch.testing.assert_close(second, rights)
+
+
+def test_a_spec_wants_a_key_that_is_the_same_on_every_rank() -> None:
+    def body(key: torch.Tensor) -> torch.Tensor:
+        own = fs.random.fold_in(key, fs.axis_index("dp"))
+        made: torch.Tensor = fs.random.normal(own, fs.Spec(MESH, P("dp"), shape=(4,))).local
+        return made
+
+    run = fs.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P("dp"))
+    with pytest.raises(ShardingError, match=r"fs\.random\.normal"):
+        run(KEY)
+
+
+# -- partitioned ----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A transformer's block that drops in attention, and after both halves."""
+
+    def __init__(self, width: int, heads: int, p: float) -> None:
+        super().__init__()
+        self.heads, self.p = heads, p
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def heads(y: torch.Tensor) -> torch.Tensor:
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        y = self.first(x)
+        y = F.scaled_dot_product_attention(
+            *(heads(each(y)) for each in (self.q, self.k, self.v)),
+            dropout_p=self.p if self.training else 0.0, is_causal=True)  # fmt: skip
+        x = x + self.drop(self.o(y.transpose(1, 2).flatten(-2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.second(x)))))
+
+
+def test_a_block_in_training() -> None:
+    """Values and gradients of one device; nothing is sent but what is without dropout."""
+    with fs.random.keyed(KEY):
+        block = Block(16, 4, 0.1).double()
+    params = dict(block.named_parameters())
+    specs = dict.fromkeys(params, P())
+    specs |= {f"{name}.weight": P("tp") for name in ("q", "k", "v", "up")}
+    specs |= {f"{name}.bias": P("tp") for name in ("q", "k", "v", "up")}
+    specs |= {f"{name}.weight": P(None, "tp") for name in ("o", "down")}
+
+    def loss(params: Any, key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            made: torch.Tensor = torch.func.functional_call(block, params, (x,))
+        return made.square().mean()
+
+    part = fs.partition(loss, mesh=MESH, params=specs, in_specs=(P(), P("dp")))
+    x = numbers(4, 6, 16, dtype=F64).cos()
+    found = {}
+    for key in (KEY, OTHER):
+        mine, right = part(params, key, x), loss(params, key, x)
+        torch.testing.assert_close(mine, right, rtol=1e-13, atol=0.0)
+        grads = [torch.autograd.grad(each, list(params.values())) for each in (mine, right)]
+        torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-15)
+        found[key] = float(mine.detach())
+    assert len(set(found.values())) == 2
+    sent = [str(prog.steps) for prog in part.trace(params, KEY, x).programs if not prog.is_local]
+    block.eval()
+    still = fs.partition(loss, mesh=MESH, params=specs, in_specs=(P(), P("dp")))
+    assert sent == [
+        str(prog.steps) for prog in still.trace(params, KEY, x).programs if not prog.is_local
+    ]
+
+
+def test_every_way_of_drawing_is_partitioned() -> None:
+    """Each rank draws its part of what lies as the operand does; other draws as they are asked."""
+
+    def draws(key: torch.Tensor, x: torch.Tensor) -> Any:
+        one, *keys = fs.random.split(key, 6)
+        with fs.random.keyed(one):
+            noise = x + torch.randn_like(x) * torch.bernoulli(x.sigmoid()) + torch.rand(4, 8)
+        return (
+            noise, fs.random.uniform(keys[0], x), fs.random.exponential(keys[1], (4, 8)),
+            fs.random.randint(keys[2], x, 0, 9, dtype=torch.int32),
+            fs.random.permutation(fs.random.fold_in(keys[3], 5), 8),
+            fs.random.bits(fs.random.fold_in(keys[4], torch.tensor(3)), x, dtype=torch.int32),
+        )  # fmt: skip
+
+    x = numbers(4, 8)
+    for p in (P("dp", "tp"), P(None, ("tp", "dp")), P("dp"), P()):
+        part = fs.partition(draws, mesh=MESH, in_specs=(P(), p),
+                            out_specs=(p, None, P("tp"), None, P("dp"), None))  # fmt: skip
+        made = part.trace(KEY, x)
+        assert not [prog for prog in made.programs if not prog.is_local]
+        assert made.out_specs[1] == fs.Spec(MESH, p, shape=(4, 8), uneven="chunk")
+        assert all(map(torch.equal, part(KEY, x), draws(KEY, x)))
+
+
+def test_unreduced_values_are_dropped_as_they_are() -> None:
+    """A dropout of addends waits for no sum: the mask is the same on every rank."""
+
+    def run(key: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            return F.dropout(x @ w, 0.5)
+
+    x, w = torch.ones(3, 4), torch.ones(4, 5)
+    part = fs.partition(run, mesh=MESH, in_specs=(P(), P(None, "tp"), P("tp")))
+    spec = part.trace(KEY, x, w).out_specs[0]
+    assert spec is not None
+    assert spec.partition == P(None, None, unreduced={"tp"})
+    assert torch.equal(part(KEY, x, w), run(KEY, x, w))
+
+
+def test_the_key_is_an_argument() -> None:
+    x = torch.ones(4, 6)
+    part = fs.partition(F.dropout, mesh=MESH)
+    with pytest.raises(ShardingError) as error, fs.random.keyed(KEY):
+        part(x)
+    assert str(error.value) == message(
+        "fs.random.keyed", "a block around a function that is traced",
+        "what is traced is run again with other keys: the key is an argument of it",
+        "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
+    spec = fs.Spec(MESH, P("dp"), shape=(4, 6))
+    part = fs.partition(lambda key: fs.random.uniform(key, spec), mesh=MESH)
+    with pytest.raises(ShardingError) as error:
+        part(KEY)
+    assert str(error.value) == message(
+        "fs.random.uniform", "f32[4@dp,6] in a function that is traced",
+        "it is traced on whole tensors; fs.partition finds how they lie",
+        "a tensor that the draw is to lie as, or a shape; fs.constrain(x, P(...)) asks for a "
+        "layout")  # fmt: skip
+
+
+def test_a_pair_is_dropped_by_a_mask() -> None:
+    """What the refusal of a dropout says works, on pairs and in functions."""
+    spec = fs.Spec(MESH, P("dp", "tp"), shape=(4, 6))
+    x = fs.shard(numbers(4, 6), spec)
+    mask = fs.random.dropout_mask(KEY, spec, 0.5)
+    made = fs.unshard(fs.apply(torch.mul, x, mask))
+    assert torch.equal(made, numbers(4, 6) * fs.random.dropout_mask(KEY, (4, 6), 0.5))
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "poisson()": (
+        lambda: torch.poisson(X),
+        "draw before, or with a generator=; fs.random has draws to write it with"),
+    "lstm()": (
+        lambda: nn.LSTM(16, 3, 2, dropout=0.5)(X),
+        "dropout=0.0, and F.dropout between the layers, each called alone"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_cannot_draw_by_a_key_is_refused(given: str) -> None:
+    run, fix = REFUSED[given]
+    with pytest.raises(ShardingError) as error, fs.random.keyed(KEY):
+        run()
+    assert str(error.value) == message(
+        "fs.random.keyed", given, "it draws in a way that is not written with a key", fix
+    )
+
+
+def test_no_key() -> None:
+    with pytest.raises(ShardingError) as error, fs.random.keyed(3):  # type: ignore[arg-type]
+        pass
+    assert str(error.value) == message(
+        "fs.random.keyed", "a key that is int",
+        "a key is an int64 tensor of two words of 32 bits", "fs.random.key(0)")  # fmt: skip
+
+
+def test_transforms() -> None:
+    def loss(w: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            return F.dropout(w, 0.5).sum()
+
+    keys = fs.random.split(KEY, 3)
+    alone = torch.stack([torch.func.grad(loss)(torch.ones(6), key) for key in keys])
+    together = torch.vmap(torch.func.grad(loss))(torch.ones(3, 6), keys)
+    assert torch.equal(alone, together)
+    assert set(alone.unique().tolist()) == {0.0, 2.0}
+
+
+def test_draws_of_a_shape_lie_as_what_they_meet() -> None:
+    """Of a tensor that is there before, through operations of one operand: nobody draws all."""
+
+    def noisy(key: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+        with fs.random.keyed(key):
+            one = x + (torch.randn(4, 8) * 0.1).tanh()
+            two = torch.where(torch.rand(4, 8) < 0.5, x, y.T)
+            alone = torch.rand(4, 8)
+            early = torch.rand(8, 4) + y
+        return one, two, alone, early
+
+    x, y = numbers(4, 8), numbers(8, 4)
+    part = fs.partition(noisy, mesh=MESH, in_specs=(P(), P("dp", "tp"), P("tp")))
+    made = part.trace(KEY, x, y)
+    assert all(map(torch.equal, part(KEY, x, y), noisy(KEY, x, y)))
+    drawn = {
+        line.name: str(line.strategy.out_specs[0]) for line in made.lines
+        if isinstance(line, Operation) and line.name.startswith(("uniform", "normal"))
+    }  # fmt: skip
+    assert drawn == {
+        "normal": "f32[4@dp,8@tp]", "uniform": "f32[4@dp,8@tp]", "uniform_1": "f32[4,8]",
+        "uniform_2": "f32[8@tp,4]",
+    }  # fmt: skip

@@ -1,0 +1,80 @@
+"""Calibration without ranks, and how links are fitted to what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard._util.errors import ShardingError
+from fshard.program.cost.model import Traffic, gathered, swapped
+from fshard.program.cost.model import seconds as time_of
+from fshard.program.cost.topology import Link, Topology
+from fshard.run.calibrate import Sample, _fit, _message
+from tests.helpers import spec_grid
+
+NO_RANKS = spec_grid.message(
+    "fs.calibrate", "Mesh(x=4), in a process that is no rank of torchrun",
+    "what is measured is time between processes: a simulation has none",
+    "torchrun --nproc-per-node 4 script.py, and fs.init(mesh) in it; "
+    "fs.Topology.dgx_h100() and others need no processes")  # fmt: skip
+
+
+def test_without_ranks() -> None:
+    with pytest.raises(ShardingError) as caught:
+        fs.calibrate(fs.Mesh(x=4))
+    assert str(caught.value) == NO_RANKS
+
+
+def test_in_a_simulation() -> None:
+    mesh = fs.Mesh(x=4)
+    with pytest.raises(ShardingError) as caught:
+        fs.simulate(mesh, lambda: fs.calibrate(mesh))
+    assert NO_RANKS in str(caught.value)
+
+
+def test_of_something_else() -> None:
+    with pytest.raises(ShardingError) as caught:
+        fs.calibrate("x")  # type: ignore[arg-type]
+    assert str(caught.value) == spec_grid.message(
+        "fs.calibrate", "a mesh of 'x'", "what is measured are the links of a Mesh",
+        "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
+
+
+def moved(n: int) -> list[Traffic]:
+    shards = [2**power for power in range(10, 27, 4)]
+    return [each for s in shards for each in (gathered(n, s), swapped(n, n * s))]
+
+
+TIMES = st.floats(1e-7, 1e-2)
+
+
+@given(st.integers(2, 9), TIMES, TIMES, st.floats(1e6, 1e12), st.floats(0, 1e-4))
+def test_fits_what_follows_the_model(
+    n: int, latency: float, message: float, rate: float, launch: float
+) -> None:
+    mine = Topology(launch=launch, message=message, memory=1.0)
+    samples = [Sample(each, time_of(mine, Link(latency, rate), each, 0)) for each in moved(n)]
+    link = _fit(samples, launch, message)
+    for each, seconds in samples:
+        assert time_of(mine, link, each, 0) == pytest.approx(seconds, rel=1e-3)
+
+
+@given(st.integers(3, 9), TIMES, TIMES, st.floats(0, 1e-4))
+def test_finds_what_a_message_costs(n: int, latency: float, message: float, launch: float) -> None:
+    mine, link = Topology(launch=launch, message=message), Link(latency, 1e15)
+    sent = Traffic(1, 1, 1, 1), swapped(n, n)
+    one, many = (Sample(each, time_of(mine, link, each, 0)) for each in sent)
+    assert _message(one, many) == pytest.approx(message, rel=1e-3, abs=1e-9)
+    assert _message(one, one) == 0
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=10, max_size=10), st.floats(0, 1e-2), TIMES)
+def test_fits_something_physical_to_anything(
+    seconds: list[float], launch: float, message: float
+) -> None:
+    samples = [Sample(*each) for each in zip(moved(3), seconds, strict=True)]
+    link = _fit(samples, launch, message)
+    assert _message(*samples[:2]) >= 0
+    assert isinstance(link, Link)  # which refuses what is not physical

@@ -1,0 +1,114 @@
+"""What simulated ranks take away from a collective: its numbers, in memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.run.transports.reduce_dtypes import REDUCE, reduced
+
+MESH = fs.Mesh(x=3)
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+INTEGERS = [torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("op", REDUCE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_reduced_is_the_reduction_of_the_stack(op: str, dtype: torch.dtype, n: int) -> None:
+    if dtype.is_complex and op in ("max", "min"):
+        pytest.skip("complex numbers have no order")
+    generator = torch.Generator().manual_seed(n)
+    xs = [torch.randint(0, 4, (2, 3), generator=generator).to(dtype) for _ in range(n)]
+    kept = [x.clone() for x in xs]
+    found = reduced(xs, op)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, REDUCE[op](torch.stack(xs)))
+    found.view(torch.uint8).fill_(0)
+    assert all(torch.equal(x, each) for x, each in zip(xs, kept, strict=True))
+
+
+def test_small_floats_are_reduced_as_float32() -> None:
+    xs = [torch.tensor([1.0, 256.0], dtype=torch.bfloat16) for _ in range(2)]
+    tiny = [torch.tensor([2.0**-8, 1.0], dtype=torch.bfloat16) for _ in range(2)]
+    want = torch.tensor([2 + 2.0**-7, 514.0]).to(torch.bfloat16)
+    assert torch.equal(reduced([*xs, *tiny], "sum"), want)
+
+
+def test_nan_is_an_extreme() -> None:
+    xs = [torch.tensor([1.0, torch.nan]), torch.tensor([torch.nan, 2.0]), torch.zeros(2)]
+    assert reduced(xs, "max").isnan().all()
+    assert reduced(xs, "min").isnan().all()
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    return fs.all_gather(x, "x", mesh=MESH, tiled=True)
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return fs.psum(x, "x", mesh=MESH)
+
+
+def greatest(x: torch.Tensor) -> torch.Tensor:
+    return fs.pmax(x, "x", mesh=MESH)
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    return fs.psum_scatter(x, "x", mesh=MESH, tiled=True)
+
+
+ALL = [gathered, summed, greatest, scattered]
+
+
+@pytest.mark.parametrize("op", ALL, ids=lambda op: op.__name__)
+def test_what_a_rank_does_in_place_no_other_sees(op: Callable[[torch.Tensor], Any]) -> None:
+    """Neither in a result nor in an argument, whoever of the ranks writes first."""
+    x = torch.arange(3.0)
+    want = fs.simulate(MESH, lambda: op(x + fs.axis_index("x", mesh=MESH)))
+
+    def body(first: int) -> Any:
+        i = int(fs.axis_index("x", mesh=MESH))
+        mine = x + i
+        kept, y = mine.clone(), op(mine)
+        before = y.clone()
+        if i == first:
+            y.untyped_storage().fill_(0)
+        op(mine)  # the others have their turn
+        y.add_(i)
+        y.untyped_storage().resize_(0)  # frees its memory, and nobody else's
+        assert torch.equal(mine, kept)
+        return before
+
+    for first in range(3):
+        for found, each in zip(fs.simulate(MESH, body, first), want, strict=True):
+            assert torch.equal(found, each)
+
+
+def test_results_that_are_taken_in_another_order() -> None:
+    def body() -> Any:
+        pending = fs.start(fs.psum, torch.ones(2), "x", mesh=MESH)
+        second = fs.psum(torch.ones(2), "x", mesh=MESH)
+        return pending.wait().mul_(2).tolist(), second.add_(1).tolist()
+
+    assert fs.simulate(MESH, body) == [([6.0, 6.0], [4.0, 4.0])] * 3
+
+
+def test_equal_results_are_held_once_until_they_are_written() -> None:
+    """Read in any way they stay one; who writes, also below PyTorch, has a copy by itself."""
+
+    def body() -> Any:
+        i = int(fs.axis_index("x", mesh=MESH))
+        y = summed(torch.ones(2))
+        z = (y + y).view(2, 1) @ y.view(1, 2)
+        summed(y)  # all have read
+        if i == 1:
+            y.numpy()[:] = 7
+        summed(z)
+        return y.tolist()
+
+    assert fs.simulate(MESH, body) == [[3.0, 3.0], [7.0, 7.0], [3.0, 3.0]]

@@ -1,0 +1,256 @@
+"""The log of collectives: what it counts, forward and backward, against what programs promise."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard.program.cost.model import step_axes, traffic
+from fshard.run.transports.base import Event, notify, observe, unobserved
+from tests.helpers.spec_grid import random_global
+from tests.helpers.strategies import meshes, spec_pairs
+
+P = fs.PartitionSpec
+MESH = fs.Mesh(dp=2, tp=4)
+
+
+def spec(partition: fs.PartitionSpec, *shape: int) -> fs.Spec:
+    return fs.Spec(MESH, partition, shape=shape)
+
+
+def promised(prog: fs.Program) -> tuple[Counter[object], Counter[object]]:
+    """Launches and bytes per operation and axes, from the program's own account."""
+    counts: Counter[object] = Counter()
+    sent: Counter[object] = Counter()
+    for step, src, dst in zip(prog.steps, prog.specs, prog.specs[1:], strict=False):
+        moved = traffic(step, src, dst)
+        if moved.launches:
+            axes = step_axes(step, src, dst)
+            key = (step.name, axes[0] if len(axes) == 1 else axes)
+            counts[key] += 1
+            sent[key] += moved.sent
+    return counts, sent
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (P("dp", "tp"), P(("dp", "tp"))),
+        (P("dp", "tp"), P()),
+        (P(None, "tp", unreduced={"dp"}), P("dp", "tp")),
+        (P(unreduced={"dp", "tp"}), P()),
+        (P(unreduced={"dp", "tp"}), P("tp", "dp")),
+        (P(("dp", "tp")), P(("tp", "dp"))),
+        (P("dp", reduced={"tp"}), P(None, "dp")),
+    ],
+)
+def test_forward_and_backward_are_what_the_programs_promise(
+    src: fs.PartitionSpec, dst: fs.PartitionSpec
+) -> None:
+    prog = fs.redistribute(spec(src, 16, 8), spec(dst, 16, 8))
+    local = fs.shard(random_global((16, 8), torch.float32), prog.src).local
+    shards = tuple(x.detach().requires_grad_() for x in local)
+    with fs.comm_log() as log:
+        out = prog(shards)
+        assert log.backward.counts == Counter()
+        torch.autograd.grad(out, shards, [torch.ones_like(y) for y in out])
+    for phase, ran in ((log.forward, prog), (log.backward, prog.T)):
+        counts, sent = promised(ran)
+        assert phase.counts == counts
+        assert phase.bytes == sent
+        assert phase.total_bytes == sum(ran.step_bytes)
+    assert log.counts == promised(prog)[0] + promised(prog.T)[0]
+    assert log.total_bytes == prog.cost().bytes_sent + prog.T.cost().bytes_sent
+
+
+@settings(max_examples=60)
+@given(meshes(min_axes=1).flatmap(spec_pairs))
+def test_counts_of_any_program(pair: tuple[fs.Spec, fs.Spec]) -> None:
+    """Uneven shards too: no rank sends more than a step says, and some rank sends as much."""
+    prog = fs.redistribute(*pair)
+    with fs.comm_log() as log:
+        prog(fs.shard(random_global(prog.src.shape), prog.src).local)
+    counts, sent = promised(prog)
+    assert log.counts == counts
+    assert all(log.bytes[key] <= sent[key] for key in sent)  # type: ignore[index]
+    for key in (key for key, count in counts.items() if count == 1):
+        assert log.bytes[key] == sent[key]  # type: ignore[index]
+
+
+def test_keys_name_one_axis_or_several() -> None:
+    pair = fs.shard(torch.ones(8), spec(P(unreduced={"tp"}), 8))
+    with fs.comm_log() as log:
+        fs.reshard(pair, P())
+        fs.reshard(fs.shard(torch.ones(8), spec(P(unreduced={"dp", "tp"}), 8)), P())
+    assert log.counts["all_reduce", "tp"] == 1
+    assert log.counts["all_reduce", ("dp", "tp")] == 1
+    assert log.counts["all_reduce", "dp"] == 0, "what did not run counts 0"
+    assert log.bytes["all_reduce", "tp"] == 2 * 32 * 3 // 4
+
+
+def test_rank_local_code_counts_once_too() -> None:
+    def body(pair: fs.Sharded) -> fs.Sharded:
+        return fs.reshard(fs.reshard(pair, P()), P("tp"))
+
+    with fs.comm_log() as log:
+        fs.simulate(MESH, body, fs.shard(torch.ones(8), spec(P("dp"), 8)))
+    assert log.counts == {("all_gather", "dp"): 1}
+
+
+def test_mapped_functions_count_forward_and_backward() -> None:
+    x = torch.ones(4, 8, requires_grad=True)
+    w = torch.ones(8, 4, requires_grad=True)
+
+    @fs.shard_map(mesh=MESH, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+    def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return fs.psum(x @ w, "tp")
+
+    with fs.comm_log() as log:
+        y = matmul(x, w)
+    assert log.counts == {("all_reduce", "tp"): 1}
+    assert log.bytes == {("all_reduce", "tp"): 2 * 4 * 4 * 4 * 3 // 4}
+    with fs.comm_log() as log:
+        y.sum().backward()
+    assert log.forward.counts == Counter(), "the sum's transpose needs no communication"
+    # The arguments are whole on every rank, and so are their gradients.
+    assert log.backward.counts == {("all_gather", "tp"): 2}
+
+
+def test_what_is_computed_again_in_the_backward_pass_counts_as_backward() -> None:
+    """Where ranks differentiate on their own, as under torchrun: no boundary tells the phase."""
+
+    def body() -> None:
+        x = torch.ones(2, requires_grad=True)
+        gather = lambda x: fs.all_gather(x, "tp", mesh=MESH).sin()  # noqa: E731
+        checkpoint(gather, x, use_reentrant=False).sum().backward()
+
+    with fs.comm_log() as log:
+        fs.simulate(MESH, body)
+    assert log.forward.counts == {("all_gather", "tp"): 1}
+    assert log.backward.counts == {("all_gather", "tp"): 1, ("reduce_scatter", "tp"): 1}
+
+
+def test_counts_are_the_busiest_ranks() -> None:
+    with fs.comm_log() as log:
+        for rank, nbytes in ((0, 10), (0, 20), (1, 5), (1, 5), (1, 5)):
+            notify("all_gather", ("tp",), nbytes, rank)
+        notify("all_to_all", ("dp",), 7, 1)
+    assert log.counts == {("all_gather", "tp"): 3, ("all_to_all", "dp"): 1}
+    assert log.bytes == {("all_gather", "tp"): 30, ("all_to_all", "dp"): 7}
+    assert log.total_bytes == 30
+
+
+def test_logs_nest_and_stay_readable() -> None:
+    with fs.comm_log() as outer:
+        notify("a", ("x",), 1, 0)
+        with fs.comm_log() as inner:
+            notify("b", ("x",), 2, 0)
+        notify("c", ("x",), 4, 0)
+    notify("d", ("x",), 8, 0)
+    assert inner.counts == {("b", "x"): 1}
+    assert list(outer.counts) == [("a", "x"), ("b", "x"), ("c", "x")]
+    assert (inner.total_bytes, outer.total_bytes) == (2, 7)
+
+
+def test_log_ends_with_its_block_on_errors() -> None:
+    with pytest.raises(RuntimeError), fs.comm_log() as log:  # noqa: PT012
+        notify("a", ("x",), 1, 0)
+        raise RuntimeError
+    notify("b", ("x",), 1, 0)
+    assert log.counts == {("a", "x"): 1}
+
+
+def test_what_one_thread_only_pretends_others_still_log() -> None:
+    """What is observed is the process's, who is not told is the thread's."""
+    pretends, goes_on = threading.Event(), threading.Event()
+
+    def pretend() -> None:
+        with unobserved():
+            notify("a", ("x",), 1, 0)
+            pretends.set()
+            goes_on.wait()
+
+    thread = threading.Thread(target=pretend)
+    late: list[Event] = []
+    with fs.comm_log() as log:
+        with observe(late.append):
+            thread.start()
+            pretends.wait()
+            notify("b", ("x",), 2, 0)
+        goes_on.set()
+        thread.join()
+        notify("c", ("x",), 4, 0)
+    assert log.counts == {("b", "x"): 1, ("c", "x"): 1}
+    assert [event.op for event in late] == ["b"], "its block is over"
+
+
+def example() -> object:
+    with fs.comm_log() as log:
+        log._record(Event("all_reduce", ("tp",), 1234, 0, "forward"))
+        log._record(Event("all_reduce", ("tp",), 1234, 0, "backward"))
+        log._record(Event("all_reduce", ("dp", "tp"), 0, 0, "backward"))
+    return log
+
+
+def test_prints_as_a_table() -> None:
+    assert str(example()) == "\n".join(
+        [
+            "3 collectives, 2,468 B sent by the busiest rank",
+            "operation   axes    forward    bytes  backward    bytes",
+            "───────────────────────────────────────────────────────",
+            "all_reduce  tp            1  1,234 B         1  1,234 B",
+            "all_reduce  dp, tp                           1      0 B",
+            "───────────────────────────────────────────────────────",
+            "total                     1  1,234 B         2  1,234 B",
+        ]
+    )
+    with fs.comm_log() as log:
+        pass
+    assert str(log) == repr(log) == "no collective ran"
+
+
+def test_says_where_numbers_do_not_add_up() -> None:
+    with fs.comm_log() as log:
+        for rank, (forth, back) in enumerate([(48, 0), (0, 72)]):
+            log._record(Event("exchange", (), forth, rank, "forward"))
+            log._record(Event("exchange", (), back, rank, "backward"))
+    assert str(log) == "\n".join(
+        [
+            "2 collectives, 72 B sent by the busiest rank",
+            "operation  axes          forward  bytes  backward  bytes",
+            "────────────────────────────────────────────────────────",
+            "exchange   (two meshes)        1   48 B         1   72 B",
+            "────────────────────────────────────────────────────────",
+            "total                          1   48 B         1   72 B",
+            "each number is of its own busiest rank, so they need not add up",
+        ]
+    )
+
+
+def test_dict_is_json() -> None:
+    found = example().to_dict()  # type: ignore[attr-defined]
+    assert json.loads(json.dumps(found)) == found
+    assert found == {
+        "total_bytes": 2468,
+        "forward": [{"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234}],
+        "backward": [
+            {"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234},
+            {"op": "all_reduce", "axes": ["dp", "tp"], "count": 1, "bytes": 0},
+        ],
+    }
+
+
+def test_html_and_rich() -> None:
+    log = example()
+    bundle = log._repr_mimebundle_()  # type: ignore[attr-defined]
+    assert bundle["text/plain"] == str(log)
+    assert "<table" in bundle["text/html"]
+    assert "1,234 B" in bundle["text/html"]
+    assert "\x1b" not in str(log)

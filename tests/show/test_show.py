@@ -1,0 +1,505 @@
+"""Pictures and tables: their exact text, 80 columns, HTML that parses, colours only in rich."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import fshard as fs
+from fshard._util.text import bytes_text, rate_text, time_text, wrap
+from fshard.show.picture_grid import fit, lengths
+from fshard.show.shard_owners import holders_text, states_in_words
+from fshard.show.table import Column, Table
+from tests.helpers.spec_grid import held_under, random_global
+from tests.helpers.strategies import meshes, spec_pairs, specs
+
+P = fs.PartitionSpec
+MESH = fs.Mesh(dp=2, tp=4)
+LINEAR = {"kinds": ("sum", "avg")}
+EXTREME = {"kinds": ("max",), "states": ("sharded", "invariant", "unreduced")}
+LAYOUTS = st.sampled_from([LINEAR, EXTREME]).flatmap(
+    lambda options: meshes(max_axes=4, permuted=True).flatmap(lambda mesh: specs(mesh, **options))
+)
+
+
+def spec(partition: fs.PartitionSpec, shape: tuple[int, ...], **options: object) -> fs.Spec:
+    return fs.Spec(MESH, partition, shape=shape, **options)  # type: ignore[arg-type]
+
+
+def text(value: str) -> str:
+    """A block of a test as the lines it stands for."""
+    return textwrap.dedent(value).strip("\n")
+
+
+PICTURES = {
+    "sharded": (
+        spec(P("dp", "tp"), (8, 16)),
+        """
+        f32[8@dp,16@tp] on Mesh(dp=2, tp=4)
+                       tp=0    tp=1    tp=2    tp=3
+        dim 0  dim 1    0:4     4:8    8:12    12:16
+                     ┌───────┬───────┬───────┬───────┐
+                     │       │       │       │       │
+        dp=0     0:4 │   0   │   1   │   2   │   3   │
+                     │       │       │       │       │
+                     │       │       │       │       │
+                     ├───────┼───────┼───────┼───────┤
+                     │       │       │       │       │
+        dp=1     4:8 │   4   │   5   │   6   │   7   │
+                     │       │       │       │       │
+                     │       │       │       │       │
+                     └───────┴───────┴───────┴───────┘
+        each rank holds f32[4,4], 64 B of 512 B
+        """,
+    ),
+    "replicas": (
+        spec(P("tp"), (8,), dtype=torch.int64),
+        """
+        i64[8@tp] on Mesh(dp=2, tp=4)
+                   tp=0         tp=1         tp=2         tp=3
+        dim 0      0:2          2:4          4:6          6:8
+              ┌────────────┬────────────┬────────────┬────────────┐
+              │    0, 4    │    1, 5    │    2, 6    │    3, 7    │
+              └────────────┴────────────┴────────────┴────────────┘
+        each rank holds i64[2], 16 B of 64 B
+        invariant over dp: ranks such as 0, 4 hold the same
+        """,
+    ),
+    "unreduced": (
+        spec(P("dp", unreduced={"tp"}), (4,)),
+        """
+        f32[4@dp]{unreduced: tp} on Mesh(dp=2, tp=4)
+                         dp=0                     dp=1
+        dim 0            0:2                      2:4
+              ┌────────────────────────┬────────────────────────┐
+              │     0 + 1 + 2 + 3      │     4 + 5 + 6 + 7      │
+              └────────────────────────┴────────────────────────┘
+        each rank holds f32[2], 8 B of 16 B
+        unreduced over tp: each value is the sum of 4 ranks, such as 0, 1, 2, 3
+        """,
+    ),
+    "scalar, unreduced on a whole mesh": (
+        fs.Spec(fs.Mesh(tp=2), P(unreduced={"tp": "max"}), shape=()),
+        """
+        f32[]{unreduced: tp=max} on Mesh(tp=2)
+         ┌────────────────────────────────────────────────┐
+         │                   max(0, 1)                    │
+         └────────────────────────────────────────────────┘
+        each rank holds f32[], 4 B of 4 B
+        unreduced over tp: the value is the maximum of ranks 0, 1
+        """,
+    ),
+    "uneven, with an empty shard": (
+        spec(P("tp", reduced={"dp"}), (16, 4), sizes={0: (3, 5, 0, 8)}),
+        """
+        f32[16@tp:3+5+0+8,4]{reduced: dp} on Mesh(dp=2, tp=4)
+        dim 0  dim 1   0:4
+                     ┌──────┐
+        tp=0     0:3 │ 0, 4 │
+                     ├──────┤
+        tp=1     3:8 │ 1, 5 │
+                     │      │
+                     ├──────┤
+                     │      │
+        tp=3    8:16 │ 3, 7 │
+                     │      │
+                     │      │
+                     └──────┘
+        uneven: the largest local has 128 B of 256 B
+        dim 0 has shards of 3, 5, 0, 8
+        empty: tp=2, where ranks hold nothing
+        reduced over dp: ranks such as 0, 4 hold the same value, each for its own work;
+        the gradient is unreduced
+        """,
+    ),
+    "several axes on one dim": (
+        spec(P(("tp", "dp")), (9,), uneven="chunk"),
+        """
+        f32[9@(tp,dp):chunk] on Mesh(dp=2, tp=4)
+                  tp=0     tp=0     tp=1     tp=1     tp=2     tp=2
+                  dp=0     dp=1     dp=0     dp=1     dp=0     dp=1
+        dim 0      0:2      2:3      3:5      5:6      6:8      8:9
+              ┌───────────┬─────┬───────────┬─────┬───────────┬─────┐
+              │     0     │  4  │     1     │  5  │     2     │  6  │
+              └───────────┴─────┴───────────┴─────┴───────────┴─────┘
+        uneven: the largest local has 8 B of 36 B
+        dim 0 has shards of 2, 1, 2, 1, 2, 1, 0, 0
+        empty: (tp=3,dp=0), (tp=3,dp=1), where ranks hold nothing
+        """,
+    ),
+    "no elements": (
+        spec(P("dp"), (0, 3)),
+        """
+        f32[0@dp,3] on Mesh(dp=2, tp=4)
+        the tensor has no elements: no rank holds anything
+        """,
+    ),
+    "three dims": (
+        fs.Spec(fs.Mesh(a=2), P(None, None, "a"), shape=(2, 3, 4)),
+        """
+        f32[2,3,4@a] on Mesh(a=2)
+        ranks  at   index
+        ───────────────────────────
+        0      a=0  [0:2, 0:3, 0:2]
+        1      a=1  [0:2, 0:3, 2:4]
+        each rank holds f32[2,3,2], 48 B of 96 B
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(name: str) -> None:
+    value, expected = PICTURES[name]
+    assert str(fs.visualize(value)) == text(expected)
+
+
+def test_large_meshes_are_abbreviated_at_once() -> None:
+    mesh = fs.Mesh(x=1024, y=1024)
+    with held_under(4 << 20):  # a table of the ranks takes 8 MiB and more
+        drawn = str(fs.visualize(fs.Spec(mesh, P("x", "y"), shape=(4096, 4096))))
+        assert "1047552" in drawn
+        assert len(drawn.splitlines()) < 25
+        drawn = str(fs.visualize(fs.Spec(mesh, P("x", unreduced={"y": "max"}), shape=(4096, 4096))))
+        assert "0 … 1023 (1,024)" in drawn
+        assert "the maximum of 1,024 ranks, such as 0, 1, 2, … 1023 (1,024 in all)" in (
+            drawn.replace("\n", " ")
+        )
+        assert (
+            len(str(fs.visualize(fs.Spec(mesh, P("x", None, "y"), shape=(4096, 2, 4096))))) < 2500
+        )
+
+
+@settings(max_examples=300)
+@given(LAYOUTS)
+def test_any_layout_fits_80_columns(drawn: fs.Spec) -> None:
+    for line in str(fs.visualize(drawn)).splitlines():
+        assert len(line) <= 80, str(fs.visualize(drawn))
+        assert line == line.rstrip()
+
+
+@settings(max_examples=100)
+@given(LAYOUTS)
+def test_every_rank_is_drawn_in_its_shard(drawn: fs.Spec) -> None:
+    """Of a small mesh every rank that holds anything is named in the cell of its shard."""
+    if drawn.ndim > 2 or 0 in drawn.shape:
+        return
+    found = fit(drawn)
+    seen: list[int] = []
+    for row, line in zip(found.rows, found.cells, strict=True):
+        for column, (cell, _) in zip(found.columns, line, strict=True):
+            if row.place is None or column.place is None or "…" in cell:
+                return
+            spans = [row.span, column.span][2 - drawn.ndim :]
+            for rank in map(int, "".join(c if c.isdigit() else " " for c in cell).split()):
+                seen.append(rank)
+                index = [f"{each.start}:{each.stop}" for each in drawn.index(rank)]
+                assert index == spans, (drawn, rank)
+    filled = [rank for rank in drawn.mesh.ranks if 0 not in drawn.local_shape(rank)]
+    assert sorted(seen) == filled
+
+
+@settings(max_examples=50)
+@given(spec_pairs())
+def test_any_program_is_explained_in_80_columns(pair: tuple[fs.Spec, fs.Spec]) -> None:
+    explained = str(fs.redistribute(*pair).explain(fs.Topology.cluster(2)))
+    assert max(map(len, explained.splitlines())) <= 80, explained
+
+
+# -- expressions and words -----------------------------------------------------------------
+
+CUBE = fs.Mesh(a=2, b=2, c=2)
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        (P(), "0, 1, 2, 3, 4, 5, 6, 7"),
+        (P(None, unreduced={"c"}), "0 + 1, 2 + 3, 4 + 5, 6 + 7"),
+        (P("a", unreduced={"c"}), "0 + 1, 2 + 3"),
+        (P("a", unreduced={"b", "c"}), "0 + 1 + 2 + 3"),
+        (P("a", unreduced={"b": "avg", "c": "sum"}), "avg(0, 2) + avg(1, 3)"),
+        (P("a", unreduced={"b": "sum", "c": "avg"}), "avg(0 + 2, 1 + 3)"),
+        (P("a", unreduced={"c": "avg"}), "avg(0, 1), avg(2, 3)"),
+        (P("a", unreduced={"b": "product", "c": "product"}), "product(0, 1, 2, 3)"),
+    ],
+)
+def test_cells_say_how_the_value_comes_about(partition: fs.PartitionSpec, expected: str) -> None:
+    assert holders_text(fs.Spec(CUBE, partition, shape=(4,)), (0,)) == expected
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        (P(unreduced={"a", "b"}), ("unreduced over a, b: each value is the sum of 4 ranks, "
+         "such as 0, 2, 4, 6")),
+        (P(unreduced={"a", "b", "c"}), ("unreduced over a, b, c: the value is the sum of ranks "
+         "0, 1, 2, 3, 4, 5, 6, 7")),
+        (P(unreduced={"a": "avg"}), ("unreduced over a: each value is the average of 2 ranks, "
+         "such as 0, 4")),
+        (P(reduced={"a": "avg"}), ("reduced over a: ranks such as 0, 4 hold equal shares of the "
+         "value, each for its own work; the gradient is unreduced")),
+        (P("a"), "invariant over b, c: ranks such as 0, 1, 2, 3 hold the same"),
+    ],
+)  # fmt: skip
+def test_states_in_words(partition: fs.PartitionSpec, expected: str) -> None:
+    assert states_in_words(fs.Spec(CUBE, partition, shape=(4,)))[0] == expected
+
+
+def test_permuted_devices_are_named_by_rank() -> None:
+    mesh = fs.Mesh({"x": 2}, devices=(7, 3))
+    drawn = str(fs.visualize(fs.Spec(mesh, P("x"), shape=(4,))))
+    assert drawn.splitlines()[4].split("│")[1:3] == [f"{7:^24}", f"{3:^24}"]
+
+
+# -- pairs ---------------------------------------------------------------------------------
+
+
+def test_pair_shows_how_locals_make_up_the_global_tensor() -> None:
+    value = spec(P("dp", None, unreduced={"tp"}), (4, 8))
+    lines = str(fs.visualize(fs.shard(torch.zeros(4, 8), value))).splitlines()
+    assert lines[-2:] == [
+        "global[0:2, 0:8] = local[0] + local[1] + local[2] + local[3]",
+        "global[2:4, 0:8] = local[4] + local[5] + local[6] + local[7]",
+    ]
+    pair = (fs.shard(torch.zeros(8), spec(P("tp"), (8,))).local, spec(P("tp"), (8,)))
+    assert "global[2:4] = local[1] = local[5]" in str(fs.visualize(pair))
+
+
+@settings(max_examples=60)
+@given(specs(cuts=("even",), dtype=torch.float64, kinds=("sum", "avg")))
+def test_the_equations_hold(drawn: fs.Spec) -> None:
+    """What the notes of a pair claim is true, evaluated as Python."""
+    if drawn.partition.reduced_kinds and "avg" in dict(drawn.partition.reduced_kinds).values():
+        return
+    whole = random_global(drawn.shape, torch.float64)
+    pair = fs.shard(whole, drawn)
+    names = {
+        "sum": lambda *xs: torch.stack(xs).sum(0),
+        "avg": lambda *xs: torch.stack(xs).mean(0),
+        "local": pair.local,
+        "whole": whole,
+    }
+    for note in fs.visualize(pair).notes:
+        if note.startswith("global[") and " = " in note:
+            sides = note.replace("global[", "whole[").split(" = ")
+            first, *rest = [eval(side, names) for side in sides]
+            assert all(torch.equal(first, each) for each in rest), note
+
+
+def test_pair_on_one_rank_names_it() -> None:
+    value = spec(P("dp", None, unreduced={"tp"}), (4, 8))
+    pair = fs.shard(torch.zeros(4, 8), value)
+    drawn = fs.simulate(MESH, lambda mine: str(fs.visualize(mine)), pair)
+    assert drawn[5].splitlines()[-1] == (
+        "this is rank 5 (dp=1,tp=1): local f32[2,8] is an addend of global[2:4, 0:8]"
+    )
+
+
+def test_refusals() -> None:
+    with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: a Mesh\n"):
+        fs.visualize(MESH)  # type: ignore[arg-type]
+    with pytest.raises(fs.ShardingError, match=r"1 shards for Mesh\(dp=2, tp=4\)"):
+        fs.visualize(((torch.zeros(8),), spec(P("tp"), (8,))))
+    with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: on ranks 0, 1, .*\(3,\)"):
+        fs.visualize(((torch.zeros(3),) * 8, spec(P("tp"), (8,))))
+    with pytest.raises(fs.ShardingError, match="in a process that is no rank"):
+        fs.visualize((torch.zeros(8), spec(P("tp"), (8,))))
+
+
+# -- tables --------------------------------------------------------------------------------
+
+
+def test_explain() -> None:
+    src = fs.parse("f32[1024@dp,512@tp]", MESH)
+    dst = fs.parse("f32[1024@(dp,tp),512]", MESH)
+    # 196,608 B at 98.304 GB/s are 2 µs, a launch is 6, 3 messages 0.45, copies of 524,288 B 0.26.
+    wires = fs.Topology.of({"tp": fs.Link(latency=0.0, bandwidth=98.304e9)})
+    assert str(fs.redistribute(src, dst).explain(wires)) == text(
+        """
+        f32[1024@dp,512@tp] -> f32[1024@(dp,tp),512] on Mesh(dp=2, tp=4), topology
+        custom
+        step                        spec after                  sent     time     memory
+        ────────────────────────────────────────────────────────────────────────────────
+        (start)                     f32[1024@dp,512@tp]                        262,144 B
+        all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B  8.71 µs  262,144 B
+
+        busiest rank    this program  lower bound  ratio
+        ────────────────────────────────────────────────
+        bytes received     196,608 B    196,608 B  1.00x
+        peak memory        262,144 B    262,144 B  1.00x
+        bytes sent         196,608 B
+        launches                   1
+        time                 8.71 µs
+        """
+    )
+    assert "nothing to do" in str(fs.redistribute(src, src).explain())
+    named = str(fs.redistribute(src, dst).explain(fs.Topology.cluster(4)))
+    assert "topology\ncluster, nodes of 4" in named
+
+
+@settings(max_examples=50)
+@given(spec_pairs(), st.sampled_from([None, torch.float32]))
+def test_explained_steps_add_up(pair: tuple[fs.Spec, fs.Spec], sent: torch.dtype | None) -> None:
+    src, dst = (each.replace(dtype=torch.float64) for each in pair)
+    prog = fs.redistribute(src, dst, forward_dtype=sent)
+    alone = [
+        fs.Program(before, (step,), forward_dtype=sent).cost()
+        for before, step in zip(prog.specs, prog.steps, strict=False)
+    ]
+    assert tuple(each.bytes_sent for each in alone) == prog.step_bytes
+    assert sum(each.time for each in alone) == pytest.approx(prog.cost().time)
+    rows = prog.explain().steps.rows[1:]
+    assert [row[2] for row in rows] == [bytes_text(n) for n in prog.step_bytes]
+
+
+def test_table_wraps_its_widest_column() -> None:
+    columns = (Column("name", wrap=True), Column("n", right=True))
+    rows = (("a long cell, of several words, that wraps", "1"),)
+    table = Table("", columns, rows, footer=(("total", "1"),))
+    assert table.text(20) == text(
+        """
+        name               n
+        ────────────────────
+        a long cell, of    1
+        several words,
+        that wraps
+        ────────────────────
+        total              1
+        """
+    )
+
+
+def test_tables_cut_words_last() -> None:
+    columns = (Column("leaf", wrap=True), Column("from", wrap=True), Column("step", wrap=True))
+    rows = (("['self_attn.in_proj_weight'][0]", "f32[4096,4096]{unreduced: dp}",
+             "collective_permute(P(('tp', 'dp')))"),)  # fmt: skip
+    assert Table("", columns, rows).text(62) == text(
+        """
+        leaf              from             step
+        ──────────────────────────────────────────────────────────────
+        ['self_attn.      f32[4096,4096]   collective_permute(P(('tp',
+        in_proj_weight']  {unreduced: dp}  'dp')))
+        [0]
+        """
+    )
+    assert max(map(len, Table("", columns, rows).text(40).splitlines())) == 40
+
+
+@given(st.text("ab .,+{[]'", max_size=60), st.integers(4, 20))
+def test_wrap_keeps_the_width(words: str, width: int) -> None:
+    lines = wrap(words, width, most=100)
+    assert all(len(line) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == words.replace(" ", "")
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 80))
+def test_lengths_are_in_proportion(sizes: list[int], total: int) -> None:
+    found = lengths(sizes, [3] * len(sizes), total, 60)
+    assert sum(found) <= 60
+    for a, x in zip(sizes, found, strict=True):
+        for b, y in zip(sizes, found, strict=True):
+            assert (a <= b) <= (x <= y)
+
+
+def test_units() -> None:
+    assert [bytes_text(n) for n in (0, (1 << 20) - 1, 1 << 20, 10_000_000, 1 << 40)] == [
+        "0 B", "1,048,575 B", "1.00 MiB", "9.54 MiB", "1.00 TiB"]  # fmt: skip
+    assert [rate_text(n) for n in (1e4, 999e6, 45e9, 2.68e12)] == [
+        "0.01 MB/s", "999 MB/s", "45.0 GB/s", "2.68 TB/s"]  # fmt: skip
+    assert [time_text(s) for s in (0, 1e-7, 1e-3, 2.5, 125)] == [
+        "0 µs", "0.10 µs", "1.00 ms", "2.50 s", "125 s"]  # fmt: skip
+
+
+# -- notebooks and terminals ---------------------------------------------------------------
+
+
+class WellFormed(HTMLParser):
+    """Raises where tags do not match; keeps the text."""
+
+    VOID = ("br",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.said: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "style", "link", "img"), "self-contained, inline styles only"
+        self.open += [] if tag in self.VOID else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in self.VOID or self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+def html_text(page: str) -> str:
+    """The text of well-formed HTML."""
+    parser = WellFormed()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return " ".join(parser.said)
+
+
+@settings(max_examples=60)
+@given(LAYOUTS)
+def test_html_of_layouts(drawn: fs.Spec) -> None:
+    bundle = fs.visualize(drawn)._repr_mimebundle_()
+    assert bundle["text/plain"] == str(fs.visualize(drawn))
+    assert str(drawn) in html_text(bundle["text/html"])
+    bundle = drawn._repr_mimebundle_()
+    assert bundle["text/plain"] == str(drawn)
+    assert str(drawn) in html_text(bundle["text/html"])
+
+
+def test_html_of_programs() -> None:
+    src, dst = spec(P("dp", "tp"), (8, 16)), spec(P(unreduced={"dp"}), (8, 16))
+    prog = fs.redistribute(src, dst)
+    bundle = prog._repr_mimebundle_()
+    assert bundle["text/plain"] == str(prog)
+    page = html_text(bundle["text/html"])
+    assert all(str(step) in page for step in prog.steps)
+    assert "lower bound" in page
+    assert prog.explain()._repr_mimebundle_()["text/html"] == bundle["text/html"]
+
+
+def rendered(value: object, **options: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100, **options).print(value)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if name != "three dims"])
+def test_rich_draws_the_same_in_colour(name: str) -> None:
+    picture = fs.visualize(PICTURES[name][0])
+    coloured = rendered(picture, force_terminal=True, color_system="truecolor")
+    assert "\x1b[" in coloured
+    assert "\x1b" not in str(picture)
+    plain = [line.rstrip() for line in rendered(picture).splitlines()]
+    assert plain == str(picture).splitlines()
+
+
+def test_rich_gives_each_shard_a_colour() -> None:
+    picture = fs.visualize(PICTURES["sharded"][0])
+    coloured = rendered(picture, force_terminal=True, color_system="truecolor")
+    backs = {part.split("m")[0] for part in coloured.split("\x1b[") if ";48;2;" in part}
+    assert len(backs) == 8
+
+
+def test_rich_draws_tables() -> None:
+    prog = fs.redistribute(spec(P("dp"), (8, 16)), spec(P(), (8, 16)))
+    for value in (prog.explain(), fs.visualize(PICTURES["three dims"][0])):
+        shown = rendered(value, force_terminal=True)
+        assert "\x1b[" in shown
+        assert "\x1b" not in str(value)
+    assert "all_gather" in rendered(prog.explain())

@@ -1,0 +1,666 @@
+"""Collectives by axis name: `jax.lax`'s values and transposes, and what they refuse.
+
+`CASES` pairs every collective with an oracle that works on the list of all ranks' tensors
+with plain PyTorch. Gradients of a rank are those of the oracle, differentiated jointly: a
+result that is invariant counts once per group, and so does an argument.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError
+from tests.helpers.spec_grid import random_global
+
+Tensors = list[torch.Tensor]
+MESHES = [
+    Mesh(i=4),
+    Mesh(x=2, y=3),
+    Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3)),
+    Mesh(x=4, y=2),
+]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one tensor; `oracle` maps a group's tensors to the group's results.
+
+    `shape` of an argument on `n` ranks; an argument or a result is `varying` or not.
+    """
+
+    name: str
+    run: Callable[..., torch.Tensor]
+    oracle: Callable[[Tensors], Tensors]
+    shape: Callable[[int], tuple[int, ...]] = lambda n: (2, 3)
+    takes: str = "varying"
+    gives: str = "varying"
+    linear: bool = True
+
+
+def repeat(x: torch.Tensor, n: int) -> Tensors:
+    return [x] * n
+
+
+def gathered(dim: int, tiled: bool) -> Callable[[Tensors], Tensors]:
+    join = torch.cat if tiled else torch.stack
+    return lambda xs: repeat(join(xs, dim), len(xs))
+
+
+def scattered(dim: int, tiled: bool) -> Callable[[Tensors], Tensors]:
+    def oracle(xs: Tensors) -> Tensors:
+        total = torch.stack(xs).sum(0)
+        return list(total.chunk(len(xs), dim) if tiled else total.unbind(dim))
+
+    return oracle
+
+
+def exchanged(split: int, concat: int, tiled: bool) -> Callable[[Tensors], Tensors]:
+    def oracle(xs: Tensors) -> Tensors:
+        n = len(xs)
+        pieces = [x.chunk(n, split) if tiled else x.unbind(split) for x in xs]
+        join = torch.cat if tiled else torch.stack
+        return [join([piece[place] for piece in pieces], concat) for place in range(n)]
+
+    return oracle
+
+
+def permuted(perm: Callable[[int], Sequence[tuple[int, int]]]) -> Callable[[Tensors], Tensors]:
+    def oracle(xs: Tensors) -> Tensors:
+        comes = {dst % len(xs): src % len(xs) for src, dst in perm(len(xs))}
+        return [xs[comes[at]] if at in comes else 0 * xs[at] for at in range(len(xs))]
+
+    return oracle
+
+
+def ring(n: int) -> list[tuple[int, int]]:
+    return [(at, (at + 1) % n) for at in range(n)]
+
+
+def shift(n: int) -> list[tuple[int, int]]:
+    return [(at, at + 1) for at in range(n - 1)]
+
+
+def reductions() -> list[Collective]:
+    def everywhere(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+        return lambda xs: repeat(reduce(torch.stack(xs)), len(xs))
+
+    return [
+        Collective("psum", fs.psum, everywhere(lambda x: x.sum(0)), gives="same"),
+        Collective("pmean", fs.pmean, everywhere(lambda x: x.mean(0)), gives="same"),
+        Collective("pmax", fs.pmax, everywhere(lambda x: x.amax(0)), gives="same", linear=False),
+        Collective("pmin", fs.pmin, everywhere(lambda x: x.amin(0)), gives="same", linear=False),
+        Collective("pprod", fs.pprod, everywhere(lambda x: x.prod(0)), gives="same", linear=False),
+        Collective(
+            "pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), list, takes="same"
+        ),
+    ]
+
+
+def gathers() -> Iterator[Collective]:
+    for dim, tiled in itertools.product((0, 1, -1), (False, True)):
+        for to in ("varying", "invariant", "reduced"):
+            yield Collective(
+                f"all_gather({dim}, tiled={tiled}, {to})",
+                lambda x, ax, d=dim, t=tiled, s=to, **o: fs.all_gather(
+                    x, ax, axis=d, tiled=t, to=s, **o
+                ),
+                gathered(dim, tiled),
+                gives="same" if to == "invariant" else "varying",
+            )
+
+
+def scatters() -> Iterator[Collective]:
+    for dim, tiled in itertools.product((0, 1, -1), (False, True)):
+        yield Collective(
+            f"psum_scatter({dim}, tiled={tiled})",
+            lambda x, ax, d=dim, t=tiled, **o: fs.psum_scatter(
+                x, ax, scatter_dimension=d, tiled=t, **o
+            ),
+            scattered(dim, tiled),
+            sized(dim, 2, tiled),
+        )
+
+
+def exchanges() -> Iterator[Collective]:
+    dims = ((0, 0), (1, 1), (0, 1), (1, 0), (-1, 0), (2, 1), (0, 2))
+    for (split, concat), tiled in itertools.product(dims, (False, True)):
+        yield Collective(
+            f"all_to_all({split}, {concat}, tiled={tiled})",
+            lambda x, ax, s=split, c=concat, t=tiled, **o: fs.all_to_all(x, ax, s, c, tiled=t, **o),
+            exchanged(split, concat, tiled),
+            sized(split, 3, tiled),
+        )
+    yield Collective(
+        "pswapaxes", lambda x, ax, **o: fs.pswapaxes(x, ax, -1, **o), exchanged(2, 2, False),
+        sized(2, 3, False),
+    )  # fmt: skip
+
+
+def permutes() -> Iterator[Collective]:
+    for perm in (ring, shift, lambda n: [(0, n - 1)], lambda n: [(-1, 0)], lambda n: []):
+        yield Collective(
+            f"ppermute({perm(4)})",
+            lambda x, ax, p=perm, **o: fs.ppermute(x, ax, p(fs.axis_size(ax, **o)), **o),
+            permuted(perm),
+        )
+
+    for turn in (1, 2):
+        yield Collective(
+            f"pshuffle({turn})",
+            lambda x, ax, t=turn, **o: fs.pshuffle(x, ax, turned(fs.axis_size(ax, **o), t), **o),
+            lambda xs, t=turn: [xs[at] for at in turned(len(xs), t)],
+        )
+    for source in (0, 1, -1):
+        yield Collective(
+            f"pbroadcast({source})",
+            lambda x, ax, s=source, **o: fs.pbroadcast(x, ax, s, **o),
+            lambda xs, s=source: repeat(xs[s], len(xs)),
+        )
+
+
+def turned(n: int, by: int) -> list[int]:
+    return [(at + by) % n for at in range(n)]
+
+
+def in_groups(n: int) -> list[list[int]]:
+    """Odd places, in reverse, and even ones; of an odd number of ranks each its own."""
+    return [[at] for at in turned(n, 1)] if n % 2 else [[*range(1, n, 2)][::-1], [*range(0, n, 2)]]
+
+
+def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
+    """An oracle of every group."""
+
+    def each_group(xs: Tensors) -> Tensors:
+        ys: dict[int, torch.Tensor] = {}
+        for group in in_groups(len(xs)):
+            ys |= dict(zip(group, oracle([xs[at] for at in group]), strict=True))
+        return [ys[at] for at in range(len(xs))]
+
+    return each_group
+
+
+def grouped() -> Iterator[Collective]:
+    """Movements within groups."""
+
+    def shape(each: Callable[[int], tuple[int, ...]]) -> Callable[[int], tuple[int, ...]]:
+        return lambda n: each(len(in_groups(n)[0]))
+
+    def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+        return lambda x, ax, **o: fn(
+            x, ax, *args, axis_index_groups=in_groups(fs.axis_size(ax, **o)), **options, **o
+        )
+
+    for tiled in (False, True):
+        yield Collective(
+            f"all_gather in groups, tiled={tiled}",
+            run(fs.all_gather, axis=1, tiled=tiled), within(gathered(1, tiled)),
+        )  # fmt: skip
+        yield Collective(
+            f"psum_scatter in groups, tiled={tiled}",
+            run(fs.psum_scatter, scatter_dimension=1, tiled=tiled), within(scattered(1, tiled)),
+            shape(sized(1, 2, tiled)),
+        )  # fmt: skip
+        yield Collective(
+            f"all_to_all in groups, tiled={tiled}",
+            run(fs.all_to_all, 0, 1, tiled=tiled), within(exchanged(0, 1, tiled)),
+            shape(sized(0, 2, tiled)),
+        )  # fmt: skip
+    yield Collective(
+        "pswapaxes in groups", run(fs.pswapaxes, 1), within(exchanged(1, 1, False)),
+        shape(sized(1, 2, False)),
+    )  # fmt: skip
+
+
+def sized(dim: int, ndim: int, tiled: bool) -> Callable[[int], tuple[int, ...]]:
+    """A shape that n ranks divide along `dim`."""
+    return lambda n: tuple(
+        ((2 * n) if tiled else n) if at == dim % ndim else 2 + at for at in range(ndim)
+    )
+
+
+CASES = [
+    *reductions(), *gathers(), *scatters(), *exchanges(), *permutes(), *grouped(),
+]  # fmt: skip
+
+
+def axes_of(mesh: Mesh) -> list[tuple[str, ...]]:
+    """One axis, and several in both orders."""
+    names = mesh.axes
+    return [(name,) for name in names] + ([] if len(names) < 2 else [names, names[::-1]])
+
+
+def arguments(each: Collective, mesh: Mesh, axes: tuple[str, ...], dtype: torch.dtype) -> Tensors:
+    """One tensor per rank in rank order; equal along the axes where the argument is invariant."""
+    n = mesh.axis_size(axes)
+    same = each.takes == "same"
+    xs = [random_global(each.shape(n), dtype, seed) for seed in mesh.ranks]
+    return [xs[list(mesh.ranks).index(mesh.group(r, axes)[0])] if same else x
+            for r, x in zip(mesh.ranks, xs, strict=True)]  # fmt: skip
+
+
+def cotangents(each: Collective, mesh: Mesh, axes: tuple[str, ...], ys: Tensors) -> Tensors:
+    seeds = [
+        100 + (mesh.group(rank, axes)[0] if each.gives == "same" else rank) for rank in mesh.ranks
+    ]
+    return [random_global(y.shape, y.dtype, s) for y, s in zip(ys, seeds, strict=True)]
+
+
+def by_oracle(
+    each: Collective, mesh: Mesh, axes: tuple[str, ...], xs: Tensors
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Results, cotangents and gradients in rank order."""
+    place = {rank: at for at, rank in enumerate(mesh.ranks)}
+    leaves = [x.clone().requires_grad_() for x in xs]
+    ys: dict[int, torch.Tensor] = {}
+    for group in mesh.groups(axes):
+        outs = each.oracle([leaves[place[rank]] for rank in group])
+        ys |= dict(zip(group, outs, strict=True))
+    results = [ys[rank] for rank in mesh.ranks]
+    cts = cotangents(each, mesh, axes, results)
+    counted = [
+        at for at, rank in enumerate(mesh.ranks)
+        if each.gives != "same" or rank == mesh.group(rank, axes)[0]
+    ]  # fmt: skip
+    grads = torch.autograd.grad(
+        [results[at] for at in counted], leaves, [cts[at] for at in counted], allow_unused=True
+    )
+    whole = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, xs, strict=True)]
+    if each.takes == "same":
+        whole = [sum(whole[place[r]] for r in mesh.group(rank, axes)) for rank in mesh.ranks]  # type: ignore[misc]
+    return [y.detach() for y in results], cts, whole
+
+
+def on_rank(
+    each: Collective, mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor, ct: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Result, gradient and, where it is linear, the gradient's own transpose, on one rank."""
+    leaf = x.clone().requires_grad_()
+    y = each.run(leaf, axes, mesh=mesh)
+    cotangent = ct.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(y, leaf, cotangent, create_graph=True)
+    again = torch.autograd.grad(grad, cotangent, x)[0] if each.linear else None
+    return y.detach(), grad.detach(), again
+
+
+def run_on_rank(
+    each: Collective, mesh: Mesh, axes: tuple[str, ...], everyone: tuple[Tensors, Tensors]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`on_rank`, of this rank's part."""
+    place = list(mesh.ranks).index(here(mesh))
+    return on_rank(each, mesh, axes, *(tensors[place] for tensors in everyone))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
+def test_values_and_transposes(each: Collective, mesh: Mesh) -> None:
+    for axes in axes_of(mesh):
+        xs = arguments(each, mesh, axes, torch.float64)
+        ys, cts, grads = by_oracle(each, mesh, axes, xs)
+
+        found = fs.simulate(mesh, run_on_rank, each, mesh, axes, (xs, cts))
+        for (y, grad, again), want_y, want_grad in zip(found, ys, grads, strict=True):
+            torch.testing.assert_close(y, want_y)
+            torch.testing.assert_close(grad, want_grad)
+            if again is not None:
+                torch.testing.assert_close(again, want_y, msg="the transpose's transpose")
+
+
+def here(mesh: Mesh) -> int:
+    """The rank whose code is running."""
+    return mesh.devices[int(fs.axis_index(mesh.axes, mesh=mesh))]
+
+
+# -- JAX's own examples --------------------------------------------------------------------
+
+LONG = Mesh(x=4, y=2)
+
+
+def each_rank(fn: Callable[[torch.Tensor], Any], mesh: Mesh = LONG) -> list[Any]:
+    """`fn` of the numbers 0, 1, ... by rank."""
+    return fs.simulate(mesh, lambda: fn(torch.tensor(float(here(mesh)))))
+
+
+def test_the_order_of_several_axes_is_major_to_minor() -> None:
+    gather = each_rank(lambda v: fs.all_gather(v, ("y", "x"), mesh=LONG).tolist())
+    assert gather == [[0, 2, 4, 6, 1, 3, 5, 7]] * 8
+    gather = each_rank(lambda v: fs.all_gather(v, ("x", "y"), mesh=LONG).tolist())
+    assert gather == [[0, 1, 2, 3, 4, 5, 6, 7]] * 8
+    assert each_rank(lambda _: int(fs.axis_index(("y", "x"), mesh=LONG))) == [
+        0, 4, 1, 5, 2, 6, 3, 7,
+    ]  # fmt: skip
+    assert each_rank(lambda _: int(fs.axis_index("x", mesh=LONG))) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert each_rank(lambda _: fs.axis_size(("y", "x"), mesh=LONG)) == [8] * 8
+    index = fs.simulate(LONG, lambda: fs.axis_index("y", mesh=LONG))[1]
+    assert (index.dtype, index.ndim) == (torch.int64, 0)
+
+
+def test_psum_of_numbers_booleans_and_trees() -> None:
+    mesh = Mesh(i=4)
+
+    def body(v: torch.Tensor) -> Any:
+        tree = {"b": (v, [2 * v]), "a": 3, "c": v > 1}
+        return fs.psum(tree, "i", mesh=mesh)
+
+    out = each_rank(body, mesh)[2]
+    assert list(out) == ["b", "a", "c"]
+    assert out["a"] == 12, "a Python number times the ranks"
+    assert (out["b"][0].item(), out["b"][1][0].item()) == (6.0, 12.0)
+    assert (out["c"].dtype, out["c"].item()) == (torch.int64, 2)
+    assert each_rank(lambda v: fs.pmax({"v": v, "n": 1}, "i", mesh=mesh), mesh)[0] == {
+        "v": torch.tensor(3.0), "n": 1,
+    }  # fmt: skip
+
+
+def test_pmean_of_integers_is_a_float() -> None:
+    mesh = Mesh(i=4)
+    out = each_rank(lambda v: fs.pmean(v.long(), "i", mesh=mesh), mesh)
+    assert [(x.dtype, x.item()) for x in out] == [(torch.float32, 1.5)] * 4
+    assert each_rank(lambda _: fs.pmean(5, "i", mesh=mesh), mesh) == [5] * 4
+
+
+def test_integers_booleans_and_complex_numbers() -> None:
+    mesh = Mesh(i=2)
+    for dtype in (torch.bool, torch.int64, torch.int8, torch.complex64, torch.bfloat16):
+        xs = [random_global((2, 4), torch.int64, seed).abs().to(dtype) for seed in (0, 1)]
+
+        def body(xs: Tensors = xs) -> list[torch.Tensor]:
+            x = xs[here(mesh)]
+            return [
+                fs.all_gather(x, "i", mesh=mesh),
+                fs.all_to_all(x, "i", 0, 1, mesh=mesh),
+                fs.ppermute(x, "i", [(0, 1)], mesh=mesh),
+            ]
+
+        for rank, (gather, swapped, moved) in enumerate(fs.simulate(mesh, body)):
+            assert torch.equal(gather, torch.stack(xs))
+            assert torch.equal(swapped, torch.stack([x[rank] for x in xs], 1))
+            assert torch.equal(moved, xs[0] if rank else torch.zeros_like(xs[0]))
+
+
+def test_ties_share_the_gradient_of_a_maximum() -> None:
+    mesh = Mesh(i=4)
+
+    def body() -> torch.Tensor:
+        x = torch.tensor([1.0, 2.0, 5.0])[[min(here(mesh), 1), 1, 2]].requires_grad_()
+        return torch.autograd.grad(fs.pmax(x, "i", mesh=mesh).sum(), x)[0]
+
+    got = torch.stack(fs.simulate(mesh, body))
+    third = 1 / 3
+    want = torch.tensor([[0, 0.25, 0.25]] + [[third, 0.25, 0.25]] * 3)
+    torch.testing.assert_close(got, want)
+
+
+def test_casts() -> None:
+    """I to V and I to R transpose to sums; V to U and R to V to nothing."""
+    mesh = Mesh(i=4)
+
+    def grads() -> list[float]:
+        scale = 1.0 + here(mesh)
+        found = []
+        for options in (
+            {"to": "varying"}, {"to": "reduced"}, {"to": "unreduced"},
+            {"to": "varying", "src": "reduced"},
+        ):  # fmt: skip
+            x = torch.ones((), requires_grad=True)
+            y = fs.pcast({"x": x, "n": 3}, "i", mesh=mesh, **options)  # type: ignore[arg-type]
+            assert y["n"] == 3
+            assert y["x"].item() == 1.0
+            found.append(torch.autograd.grad(scale * y["x"], x)[0].item())
+        return found
+
+    found = fs.simulate(mesh, grads)
+    assert [row[:2] for row in found] == [[10.0, 10.0]] * 4
+    assert [row[2:] for row in found] == [[s, s] for s in (1.0, 2.0, 3.0, 4.0)]
+
+
+def test_axes_of_one_rank() -> None:
+    mesh = Mesh(x=1, y=2)
+    x = torch.arange(6.0).reshape(1, 6)
+
+    def body() -> list[Any]:
+        return [
+            fs.psum(x, "x", mesh=mesh), fs.all_gather(x, "x", mesh=mesh),
+            fs.psum_scatter(x, "x", tiled=True, mesh=mesh), fs.psum_scatter(x, "x", mesh=mesh),
+            fs.all_to_all(x, "x", 0, 1, mesh=mesh), fs.ppermute(x, "x", [], mesh=mesh),
+            fs.ppermute(x, "x", [(0, 0)], mesh=mesh),
+        ]  # fmt: skip
+
+    for out in fs.simulate(mesh, body):
+        want = [x, x[None], x, x[0], x.t(), 0 * x, x]
+        for got, each in zip(out, want, strict=True):
+            assert torch.equal(got, each)
+
+
+# -- what they refuse ----------------------------------------------------------------------
+
+X = torch.zeros(3, 4)
+MESH = Mesh(x=2, y=3)
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: fs.psum(X, "x"), "an unbound axis name: 'x'"),
+    (lambda: fs.axis_index(("x", "y")), "an unbound axis name: 'x', 'y'"),
+    (lambda: fs.psum(X, "q", mesh=MESH), "axis 'q' on Mesh(x=2, y=3)"),
+    (lambda: fs.psum(X, ("x", "x"), mesh=MESH), "axis 'x' 2 times"),
+    (lambda: fs.all_gather(X, "x", axis=3, mesh=MESH), "axis=3 of a result of 3 dims"),
+    (lambda: fs.all_gather(X, "x", axis=2, tiled=True, mesh=MESH), "axis=2 of a tensor of 2 dims"),
+    (lambda: fs.all_gather(X, "x", to="sharded", mesh=MESH), "to is varying, invariant or reduced"),
+    (
+        lambda: fs.psum_scatter(X, "x", tiled=True, mesh=MESH),
+        "the 2 ranks along the axes divide the dim; 3 % 2 = 1",
+    ),
+    (lambda: fs.psum_scatter(X, "x", mesh=MESH), "one entry for each of the 2 ranks"),
+    (lambda: fs.psum_scatter(X[0, 0], "x", mesh=MESH), "a 0-dim tensor has no dims"),
+    (lambda: fs.all_to_all(X, "y", 1, 0, tiled=True, mesh=MESH), "4 % 3 = 1"),
+    (lambda: fs.all_to_all(X, "y", 1, 0, mesh=MESH), "split_axis=1 of size 4"),
+    (lambda: fs.all_to_all(X, "y", 0, 2, mesh=MESH), "concat_axis=2 of a tensor of 2 dims"),
+    (lambda: fs.pswapaxes(X, "y", 1, mesh=MESH), "axis=1 of size 4"),
+    (lambda: fs.all_gather([X, 3], "x", mesh=MESH), "a leaf of type int"),
+    (lambda: fs.pargmax(3, "x", mesh=MESH), "the leaves of the tree are tensors, or None"),
+    (lambda: fs.pshuffle(X, "y", [0, 1, 1], mesh=MESH), "every place 0..2 along y once"),
+    (lambda: fs.pbroadcast(X, "y", 3, mesh=MESH), "places along y are -3..2"),
+    (
+        lambda: fs.psum(X, "y", axis_index_groups=[[0, 1], [2]], mesh=MESH),
+        "the groups are lists of one size and have every index 0..2 once",
+    ),
+    (
+        lambda: fs.all_gather(X, ("x", "y"), axis_index_groups=[[0, 1, 2], [3, 4, 4]], mesh=MESH),
+        "fix:   axis_index_groups=[[0, 1, 2], [3, 4, 5]], say",
+    ),
+    (lambda: fs.pmax(X, "x", axis_index_groups=[], mesh=MESH), "axis_index_groups=[] along x"),
+    (lambda: fs.start(torch.sum, X, 0), "what starts is a collective: all_gather, all_to_all"),
+    (
+        lambda: fs.start(fs.pmax, X.clone().requires_grad_(), "x", mesh=MESH),
+        "sums and movements run ahead with gradients",
+    ),
+    (lambda: fs.ppermute(X, "y", [(0, 3)], mesh=MESH), "places along y are -3..2"),
+    (lambda: fs.ppermute(X, "y", [(0, 1), (0, 2)], mesh=MESH), "source 0 in (0, 1)"),
+    (lambda: fs.ppermute(X, "y", [(0, 1), (-1, 1)], mesh=MESH), "destination 1 in (0, 1)"),
+    (
+        lambda: fs.pcast(X, "x", to="varying", src="unreduced", mesh=MESH),
+        "a cast from 'unreduced' to 'varying'",
+    ),
+    (lambda: fs.pcast(X, "x", to="invariant", mesh=MESH), "to='invariant'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_is_refused(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ShardingError, match=re.escape(text)) as caught:
+        fs.simulate(MESH, call)
+    assert not hasattr(caught.value, "problems") or caught.value.problems
+    assert str(caught.value).startswith(("fs.", "all_", "p"))
+
+
+def test_outside_of_any_rank() -> None:
+    for call in (lambda: fs.axis_index("x", mesh=MESH), lambda: fs.psum(X, "x", mesh=MESH)):
+        with pytest.raises(ShardingError, match=r"in a process that is no rank of it"):
+            call()
+    assert fs.axis_size(("x", "y"), mesh=MESH) == 6
+
+
+# -- ranks that part ways --------------------------------------------------------------------
+
+
+def text_of(error: pytest.ExceptionInfo[ShardingError]) -> str:
+    return "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+
+
+def test_a_rank_that_returns_while_others_wait() -> None:
+    mesh = Mesh(x=3)
+
+    def body() -> Any:
+        if here(mesh) == 1:
+            return None
+        return fs.psum(torch.ones(2), "x", mesh=mesh)
+
+    with pytest.raises(ShardingError, match="the simulation stands still") as caught:
+        fs.simulate(mesh, body)
+    text = text_of(caught)
+    line = body.__code__.co_firstlineno + 3
+    assert (
+        "ranks 0 (x=0), 2 (x=2): waiting in fs.psum over x: "
+        f"all_reduce(sum, torch.float32, (2,)) for [1] at {__file__}:{line}"
+    ) in text
+    assert "rank 1 (x=1): returned" in text
+    assert "rule:  every rank of a group calls the same collectives in the same order" in text
+
+
+def test_different_collectives() -> None:
+    mesh = Mesh(x=2)
+
+    def body() -> Any:
+        if here(mesh) == 1:
+            return fs.pmax(torch.ones(2), "x", mesh=mesh)
+        return fs.psum(torch.ones(2), "x", mesh=mesh)
+
+    with pytest.raises(ShardingError, match="call different collectives") as caught:
+        fs.simulate(mesh, body)
+    line = body.__code__.co_firstlineno
+    text = text_of(caught)
+    wire = "torch.float32, (2,)) at"
+    sum_, max_ = "fs.psum over x: all_reduce(sum", "fs.pmax over x: all_reduce(max"
+    assert f"rank 0 (x=0): {sum_}, {wire} {__file__}:{line + 3}" in text
+    assert f"rank 1 (x=1): {max_}, {wire} {__file__}:{line + 2}" in text
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2).double(), torch.ones(2, 1)])
+def test_different_shapes_and_dtypes(other: torch.Tensor) -> None:
+    mesh = Mesh(x=2)
+    with pytest.raises(ShardingError, match="with one shape and dtype"):
+        fs.simulate(mesh, lambda: fs.psum(other if here(mesh) else torch.ones(2), "x", mesh=mesh))
+
+
+def test_waiting_in_a_ring() -> None:
+    """Each rank waits along another axis first: nobody can go on, and all are named."""
+    mesh = Mesh(x=2, y=2)
+
+    def body() -> Any:
+        order = ("x", "y") if here(mesh) in (0, 3) else ("y", "x")
+        for axis in order:
+            fs.psum(torch.ones(()), axis, mesh=mesh)
+
+    with pytest.raises(ShardingError, match="the simulation stands still") as caught:
+        fs.simulate(mesh, body)
+    text = text_of(caught)
+    assert "ranks 0 (x=0, y=0), 3 (x=1, y=1): waiting in fs.psum over x" in text
+    assert "ranks 1 (x=0, y=1), 2 (x=1, y=0): waiting in fs.psum over y" in text
+
+
+def test_divergence_in_backward() -> None:
+    mesh = Mesh(x=2)
+
+    def body() -> Any:
+        x = torch.ones(2, requires_grad=True)
+        y = fs.pcast(x, "x", to="varying", mesh=mesh)
+        if here(mesh) == 0:
+            y.sum().backward()
+        return x.grad
+
+    with pytest.raises(ShardingError, match="the simulation stands still") as caught:
+        fs.simulate(mesh, body)
+    assert f"at {__file__}:{body.__code__.co_firstlineno + 4}" in text_of(caught)
+
+
+def test_an_exception_is_raised_once_with_its_rank() -> None:
+    mesh = Mesh(x=2, y=2)
+    reached = []
+
+    def body() -> Any:
+        fs.psum(torch.ones(()), "x", mesh=mesh)
+        if here(mesh) == 2:
+            raise KeyError("oops")
+        reached.append(here(mesh))
+        fs.psum(torch.ones(()), "x", mesh=mesh)
+        reached.append(here(mesh))
+
+    with pytest.raises(KeyError, match="oops") as caught:
+        fs.simulate(mesh, body)
+    assert caught.value.__notes__ == ["on rank 2 (x=1, y=0) of a simulated Mesh(x=2, y=2)"]
+    assert 0 not in reached[reached.index(0) + 1 :], "rank 0 was waiting for rank 2"
+    # The next simulation starts fresh.
+    assert fs.simulate(mesh, lambda: fs.psum(1, ("x", "y"), mesh=mesh)) == [4] * 4
+
+
+def test_a_simulation_is_deterministic_and_in_rank_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mesh = Mesh({"x": 2, "y": 2}, devices=(3, 1, 2, 0))
+
+    def body() -> float:
+        print("before", here(mesh))
+        x = torch.tensor([1e8, 1.0, -1e8, 1.0])[here(mesh)]
+        total = fs.psum(x, ("y", "x"), mesh=mesh)
+        print("after", here(mesh))
+        return float(total)
+
+    results, prints = [], []
+    for _ in range(3):
+        results.append(fs.simulate(mesh, body))
+        prints.append(capsys.readouterr().out.split("\n")[:-1])
+    assert results[0] == results[1] == results[2]
+    assert prints[0] == prints[1] == prints[2]
+    assert prints[0][:4] == [f"before {rank}" for rank in range(4)]
+
+
+def test_simulations_nest_and_share_nothing() -> None:
+    outer, inner = Mesh(x=2), Mesh(z=3)
+
+    def body() -> Any:
+        mine = here(outer)
+        inside = fs.simulate(inner, lambda: fs.psum(mine + fs.axis_index("z", mesh=inner), "z",
+                                                    mesh=inner).item())  # fmt: skip
+        return fs.psum(torch.tensor(inside[0]), "x", mesh=outer).item()
+
+    assert fs.simulate(outer, body) == [3 + 6] * 2
+
+
+def test_arguments_of_simulate() -> None:
+    mesh = Mesh(x=2)
+    pair = fs.shard(torch.arange(4.0), fs.Spec(mesh, P("x"), shape=(4,)))
+
+    def body(value: Any, tree: Any) -> Any:
+        return value.local.tolist(), value.spec.shape, tree["a"][0].local.shape, tree["n"]
+
+    out = fs.simulate(mesh, body, pair, {"a": [pair], "n": None})
+    assert out == [([0.0, 1.0], (4,), (2,), None), ([2.0, 3.0], (4,), (2,), None)]
+
+
+def test_grad_mode_reaches_the_ranks() -> None:
+    mesh = Mesh(x=2)
+    with torch.no_grad():
+        assert fs.simulate(mesh, torch.is_grad_enabled) == [False] * 2
+    with torch.inference_mode():
+        assert fs.simulate(mesh, torch.is_grad_enabled) == [False] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fs.simulate(mesh, lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        assert out == [torch.bfloat16] * 2
+    assert fs.simulate(mesh, torch.is_grad_enabled) == [True] * 2
+    assert fs.simulate(mesh, torch.is_autocast_enabled) == [False] * 2

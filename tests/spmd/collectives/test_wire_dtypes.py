@@ -1,0 +1,282 @@
+"""`forward_dtype` and `backward_dtype` of collectives: what travels, and what comes out.
+
+The definition is the test: a collective with a `forward_dtype` is the plain one of the cast
+tensor, cast back; its gradient is that of the plain one in `backward_dtype`, cast back. Where
+a direction sends nothing, its dtype changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError, Spec
+from fshard.spmd.collectives.collective_plan import PLANS
+from tests.spmd.collectives.test_collectives import here, in_groups, ring, turned
+
+MESHES = [Mesh({"i": 2}, devices=(1, 0)), Mesh(x=2, y=1), Mesh(i=1)]
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A collective of one tensor with n rows along some axes; which of its directions send."""
+
+    name: str
+    run: Callable[..., torch.Tensor]
+    there: bool = True
+    back: bool = True
+
+
+def ragged(x: torch.Tensor, axes: Any, mesh: Mesh, **o: Any) -> torch.Tensor:
+    """A row to every rank."""
+    n = fs.axis_size(axes, mesh=mesh)
+    index = int(fs.axis_index(axes, mesh=mesh))
+    return fs.ragged_all_to_all(
+        x, torch.zeros_like(x), list(range(n)), [1] * n, [index] * n, [1] * n,
+        axis_name=axes, mesh=mesh, **o,
+    )  # fmt: skip
+
+
+def senders() -> Iterator[Sender]:
+    size = fs.axis_size
+    yield Sender("psum", fs.psum, back=False)
+    yield Sender("pmean", fs.pmean, back=False)
+    yield Sender("pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), there=False)
+    for to in ("varying", "reduced", "invariant"):
+        run = lambda x, ax, s=to, **o: fs.all_gather(x, ax, axis=1, to=s, **o)  # noqa: E731
+        yield Sender(f"all_gather to {to}", run, back=to != "invariant")
+    yield Sender("psum_scatter", lambda x, ax, **o: fs.psum_scatter(x, ax, tiled=True, **o))
+    yield Sender("all_to_all", lambda x, ax, **o: fs.all_to_all(x, ax, 0, 1, **o))
+    yield Sender("pswapaxes", lambda x, ax, **o: fs.pswapaxes(x, ax, 0, **o))
+    yield Sender(
+        "ppermute", lambda x, ax, mesh, **o: fs.ppermute(
+            x, ax, ring(size(ax, mesh=mesh)), mesh=mesh, **o
+        ),
+    )  # fmt: skip
+    yield Sender(
+        "pshuffle", lambda x, ax, mesh, **o: fs.pshuffle(
+            x, ax, turned(size(ax, mesh=mesh), 1), mesh=mesh, **o
+        ),
+    )  # fmt: skip
+    yield Sender("pbroadcast", lambda x, ax, **o: fs.pbroadcast(x, ax, -1, **o))
+    yield Sender("ragged_all_to_all", ragged)
+    yield Sender(
+        "all_gather in groups", lambda x, ax, mesh, **o: fs.all_gather(
+            x, ax, axis_index_groups=in_groups(size(ax, mesh=mesh)), mesh=mesh, **o
+        ),
+    )  # fmt: skip
+
+
+SENDERS = list(senders())
+WIRES = [(F32, BF16, None), (F32, None, BF16), (F32, BF16, F64), (BF16, F32, BF16), (F64, F32, F32)]
+
+
+def test_every_collective_that_is_linear_has_them() -> None:
+    plans: list[Callable[..., Any]] = [*PLANS.values(), fs.ragged_all_to_all]
+    with_both = {
+        plan.__name__ for plan in plans
+        if {"forward_dtype", "backward_dtype"} <= inspect.signature(plan).parameters.keys()
+    }  # fmt: skip
+    assert with_both == {each.name.split()[0] for each in SENDERS}
+
+
+def randn(shape: torch.Size, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=source, dtype=F64).to(dtype)
+
+
+def gradient(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Result, cotangent drawn in the dtype of `x`, and gradient."""
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    ct = randn(y.shape, x.dtype, seed)
+    return y.detach(), ct, torch.autograd.grad(y, leaf, ct)[0]
+
+
+def on_rank(mesh: Mesh) -> list[str]:
+    """What is wrong on this rank with any collective and any dtypes; also in trees and ahead."""
+    axes = mesh.axes
+    seed = here(mesh)
+    wrong = []
+    for each in SENDERS:
+        for dtype, there, back in WIRES:
+            x = randn(torch.Size((mesh.size, 3)), dtype, seed)
+
+            def run(x: torch.Tensor, each: Sender = each, **o: Any) -> torch.Tensor:
+                return each.run(x, axes, mesh=mesh, **o)
+
+            wired = partial(run, forward_dtype=there, backward_dtype=back)
+            y, ct, grad = gradient(wired, x, 100 + seed)
+            want = run(x.to((there if each.there else None) or dtype)).to(dtype)
+            wire = (back if each.back else None) or dtype
+            leaf = x.to(wire).requires_grad_()
+            (want_grad,) = torch.autograd.grad(run(leaf), leaf, ct.to(wire))
+            name = f"{each.name} of {dtype}, {there} and {back}"
+            wrong += [f"{name}: {y} is not {want}"] * (not torch.equal(y, want))
+            want_grad = want_grad.to(dtype)
+            wrong += [f"{name}: grad {grad}, not {want_grad}"] * (not torch.equal(grad, want_grad))
+            wrong += [name] * (y.dtype != dtype or grad.dtype != dtype)
+    return wrong
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_is_sent_is_cast_once_each_way(mesh: Mesh) -> None:
+    assert fs.simulate(mesh, on_rank, mesh) == [[]] * mesh.size
+
+
+LINE = MESHES[0]
+
+
+@pytest.mark.parametrize("each", SENDERS, ids=lambda each: each.name)
+def test_bytes(each: Sender) -> None:
+    """Half the bytes forward, twice as many backward; offsets of a ragged exchange are plain."""
+
+    def run(**o: Any) -> Any:
+        def body() -> None:
+            x = torch.randn(2, 4, requires_grad=True)
+            each.run(x, "i", mesh=LINE, **o).sum().backward()
+
+        with fs.comm_log() as log:
+            fs.simulate(LINE, body)
+        if each.name == "ragged_all_to_all":
+            for phase in (log.forward, log.backward):
+                for launches in phase._ranks.values():
+                    launches[1].pop(("all_gather", "i"), None)
+        return log
+
+    plain, wired = run(), run(forward_dtype=BF16, backward_dtype=F64)
+    assert wired.counts == plain.counts
+    assert 2 * wired.forward.total_bytes == plain.forward.total_bytes
+    assert wired.backward.total_bytes == 2 * plain.backward.total_bytes
+    moves = each.there and "groups" not in each.name
+    assert bool(plain.forward.total_bytes) == moves
+
+
+def test_second_derivatives_send_forward_dtype_again() -> None:
+    def body(x: torch.Tensor) -> list[bool]:
+        found = []
+        for each in SENDERS:
+            leaf = x.clone().requires_grad_()
+            y = each.run(leaf, "i", mesh=LINE, forward_dtype=BF16, backward_dtype=F64)
+            ct = torch.ones_like(y).requires_grad_()
+            (grad,) = torch.autograd.grad(y, leaf, ct, create_graph=True)
+            (again,) = torch.autograd.grad(grad, ct, x)
+            found.append(torch.equal(again, y))
+        return found
+
+    for found in fs.simulate(LINE, lambda: body(randn(torch.Size((2, 3)), F32, here(LINE)))):
+        assert found == [True] * len(SENDERS)
+
+
+def test_trees_and_what_is_started_ahead() -> None:
+    shapes = {"a": torch.Size((2, 3)), "b": torch.Size((4,))}
+    share = {0: 1.0, 1: 4 / 3}
+
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        return {name: randn(shape, F32, seed) for name, shape in shapes.items()}
+
+    def gradients() -> Any:
+        leaves = {name: x.requires_grad_() for name, x in drawn(here(LINE)).items()}
+        ys = fs.all_gather(leaves, "i", forward_dtype=BF16, backward_dtype=BF16, mesh=LINE)
+        total = torch.cat([y.flatten() for y in ys.values()]).sum() * share[here(LINE)]
+        return ys, torch.autograd.grad(total, list(leaves.values()))
+
+    with fs.comm_log() as log:
+        found = fs.simulate(LINE, gradients)
+    assert log.forward.bytes == {("all_gather", "i"): 20}
+    assert log.backward.bytes == {("reduce_scatter", "i"): 20}
+    assert log.counts == {("all_gather", "i"): 1, ("reduce_scatter", "i"): 1}
+    addends = [torch.tensor(each).to(BF16) for each in share.values()]
+    by_place = [drawn(rank) for rank in LINE.devices]
+    for ys, grads in found:
+        for name, grad in zip(shapes, grads, strict=True):
+            want = torch.stack([each[name].to(BF16) for each in by_place]).float()
+            assert torch.equal(ys[name], want)
+            assert torch.equal(grad, torch.full_like(grad, float(addends[0] + addends[1])))
+
+    def ahead() -> Any:
+        tree = drawn(here(LINE))
+        pending = fs.start(fs.psum, tree, "i", forward_dtype=BF16, mesh=LINE)
+        return pending.wait(), fs.psum(tree, "i", forward_dtype=BF16, mesh=LINE)
+
+    for later, at_once in fs.simulate(LINE, ahead):
+        for name in shapes:
+            first, second = (each[name].to(BF16) for each in by_place)
+            assert torch.equal(later[name], (first + second).float())
+            assert torch.equal(later[name], at_once[name])
+
+
+def test_integers_are_sent_as_integers_and_booleans_as_them_too() -> None:
+    def body() -> list[Any]:
+        big = torch.tensor([100], dtype=torch.int8)
+        return [
+            fs.pmean(big, "i", forward_dtype=BF16, mesh=LINE),
+            fs.psum(big, "i", forward_dtype=torch.int64, mesh=LINE),
+            fs.all_gather(big > 0, "i", forward_dtype=torch.int8, mesh=LINE),
+            fs.psum(3, "i", forward_dtype=BF16, mesh=LINE),
+        ]
+
+    for mean, total, flags, number in fs.simulate(LINE, body):
+        assert torch.equal(mean, torch.tensor([100.0]))
+        assert torch.equal(total, torch.tensor([-56], dtype=torch.int8))
+        assert torch.equal(flags, torch.ones(2, 1, dtype=torch.bool))
+        assert number == 6
+
+
+def test_tensors_without_numbers() -> None:
+    x = torch.empty(2, 4, device="meta", dtype=F32)
+    for each in SENDERS:
+        if each.name != "ragged_all_to_all":
+            y = each.run(x, "i", mesh=LINE, forward_dtype=BF16)
+            assert (y.dtype, y.device.type) == (F32, "meta"), each.name
+
+
+def refusal(word: str, wire: object, dtype: torch.dtype) -> str:
+    return (
+        f"{word}={wire!r} of a tensor of {dtype}\n"
+        "  rule:  what is sent holds the values: floating for floating, integers for integers\n"
+        f"  fix:   leave {word} out, or cast the tensor first"
+    )
+
+
+@pytest.mark.parametrize("each", SENDERS, ids=lambda each: each.name)
+def test_refusals(each: Sender) -> None:
+    def run(x: torch.Tensor, **o: Any) -> None:
+        fs.simulate(LINE, lambda: each.run(x, "i", mesh=LINE, **o))
+
+    where = f"fs.{each.name.split()[0]}"
+    number = torch.ones(2, 1)
+    count, flag = number.long(), number.bool()
+    cases: list[tuple[torch.Tensor, str, Any]] = [
+        (count, "forward_dtype", BF16), (count, "backward_dtype", torch.complex64),
+        (count, "forward_dtype", torch.bool), (number, "forward_dtype", torch.int32),
+        (number, "backward_dtype", torch.complex64), (number, "backward_dtype", "bf16"),
+        (number + 0j, "forward_dtype", F64),
+    ]  # fmt: skip
+    cases += [] if each.name in ("psum", "pmean") else [(flag, "backward_dtype", F32)]
+    for x, word, wire in cases:
+        if where == "fs.pmean" and not x.is_floating_point() and not x.is_complex():
+            continue  # the mean of integers is floating
+        with pytest.raises(ShardingError, match=re.escape(refusal(word, wire, x.dtype))) as caught:
+            run(x, **{word: wire})
+        assert str(caught.value).startswith(f"{where}\n  given: {word}=")
+    with pytest.raises(ShardingError) as caught:
+        run(number, forward_dtype=torch.int32, backward_dtype=torch.int64)
+    assert len(caught.value.problems) == 2
+
+
+def test_programs_refuse_the_same() -> None:
+    src = Spec(LINE, P("i"), shape=(4,), dtype=torch.int64)
+    with pytest.raises(ShardingError, match=r"sent in torch.bfloat16\n  rule:  what is sent holds"):
+        fs.redistribute(src, src.replace(partition=P()), forward_dtype=BF16)

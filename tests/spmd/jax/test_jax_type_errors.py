@@ -1,0 +1,346 @@
+"""Errors that types raise in bodies, with their text; and what JAX fails to refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError
+from tests.spmd.jax.test_jax_errors import CASTS, MESH, X, text
+
+
+def unproven(path: str, kind: str, spec: str, along: str, part: str = "") -> str:
+    """What is said of a result that varies along axes which its spec leaves out."""
+    names = along.replace("'", "").strip("()")
+    return text(
+        "shard_map(body)", f"{path}: {kind} with the out spec {spec}",
+        f"an out spec that leaves {names} out promises one value along it; this is varying",
+        f"fs.psum(result, {along}), fs.all_gather(result, {along}, to='invariant') or the like; or "
+        f"{part or f'P({along})'}, each rank's part",
+    )  # fmt: skip
+
+
+UNPROVEN: dict[str, tuple[Any, Any, Callable[[torch.Tensor], Any], str]] = {
+    "a cut argument": (
+        P("x", "y"), P("x"), lambda v: 2 * v,
+        unproven("result", "f32[3,2]{varying: x, y}", "P('x')", "'y'"),
+    ),
+    "a sum over the other axis": (
+        P("x", "y"), P("x"), lambda v: fs.psum(v, "x"),
+        unproven("result", "f32[3,2]{varying: y}", "P('x')", "'y'"),
+    ),
+    "a gather that may differ": (
+        P("x"), P(), lambda v: fs.all_gather(v, "x", tiled=True),
+        unproven("result", "f32[6,6]{varying: x}", "P()", "'x'"),
+    ),
+    "a cast": (
+        P(), P(), lambda v: fs.pcast(v, "y", to="varying"),
+        unproven("result", "f32[6,6]{varying: y}", "P()", "'y'"),
+    ),
+    "an index": (
+        P(), P("y"), lambda v: v[fs.axis_index("x")],
+        unproven("result", "f32[6]{varying: x}", "P('y')", "'x'"),
+    ),
+    "one of several": (
+        P("y"), {"a": P("y"), "b": (P("y"), P())},
+        lambda v: {"a": v, "b": (v, fs.ppermute(v, "y", [(0, 1)]))},
+        unproven("result['b'][1]", "f32[2,6]{varying: y}", "P()", "'y'"),
+    ),
+    "two axes": (
+        P("x", "y"), P(), lambda v: fs.ppermute(v, "y", [(0, 1)]),
+        unproven("result", "f32[3,2]{varying: x, y}", "P()", "('x', 'y')"),
+    ),
+    "a scalar": (
+        P("x"), P(), lambda v: v.sum(),
+        unproven("result", "f32[]{varying: x}", "P()", "'x'", "result[None] with P('x')"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", [True, "strict", "values"])
+@pytest.mark.parametrize("name", UNPROVEN)
+def test_replication_that_cannot_be_shown(name: str, check: Any) -> None:
+    in_specs, out_specs, call, want = UNPROVEN[name]
+
+    def body(v: torch.Tensor) -> Any:
+        return call(v)
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check=check)
+    with pytest.raises(ShardingError) as caught:
+        mapped(X)
+    assert str(caught.value) == want
+
+
+MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "fs.psum": lambda v: fs.psum(v, ("x", "y")),
+    "fs.pmean": lambda v: fs.pmean(v, ("x", "y")),
+    "fs.psum_scatter": lambda v: fs.psum_scatter(v, ("x", "y"), scatter_dimension=1, tiled=True),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_axes_in_two_states(name: str) -> None:
+    call = MIXED[name]
+
+    def body(v: torch.Tensor) -> Any:
+        return call(v)
+
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x", "y"), check=True)(X)
+    assert str(caught.value) == text(
+        f"shard_map(body): {name} at {__file__}:{call.__code__.co_firstlineno}",
+        "an operand f32[3,6]{varying: x}",
+        "along its axes the operand is in one state; here it is varying along x, invariant along y",
+        "leave out y, or fs.pcast(x, 'y', to='varying') first, if the equal values are to count "
+        "once per rank",
+    )  # fmt: skip
+
+
+ADDENDS: dict[str, tuple[Callable[[torch.Tensor], Any], str, str, str]] = {
+    "a function": (
+        lambda u: torch.sin(2 * u),
+        "sin", "f32[3,6]{unreduced: x}",
+        "a sum over it is still to be taken, and the operation is not linear",
+    ),
+    "a product": (
+        lambda u: u * u,
+        "mul", "f32[3,6]{unreduced: x} and f32[3,6]{unreduced: x}",
+        "a product of two sums is not the sum of the products",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADDENDS)
+def test_addends_pass_linear_operations_only(name: str) -> None:
+    call, op, given, why = ADDENDS[name]
+
+    def body(v: torch.Tensor) -> Any:
+        return call(fs.pcast(v, "x", to="unreduced"))
+
+    out = P(unreduced={"x"})
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=True)(X)
+    assert str(caught.value) == text(
+        f"shard_map(body): {op} at {__file__}:{call.__code__.co_firstlineno}", given,
+        f"what is unreduced along x passes linear operations: {why}",
+        "fs.psum(operand, 'x') before",
+    )  # fmt: skip
+
+
+def test_an_addend_goes_with_addends() -> None:
+    def body(v: torch.Tensor) -> Any:
+        return fs.pcast(v, "x", to="unreduced") + v
+
+    out = P(unreduced={"x"})
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=True)(X)
+    assert str(caught.value) == text(
+        f"shard_map(body): add at {__file__}:{body.__code__.co_firstlineno + 1}",
+        "f32[3,6]{unreduced: x} and f32[3,6]{varying: x}",
+        "the operands of a linear operation are all unreduced along x by one reduction, or none: "
+        "another is added once on every rank",
+        "fs.psum(operand, 'x') before",
+    )  # fmt: skip
+
+
+UNREDUCED = P(unreduced={"x"})
+REDUCED = P(reduced={"x"})
+
+
+def addends(v: torch.Tensor) -> torch.Tensor:
+    return fs.pcast(v, "x", to="unreduced")
+
+
+STATES: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], tuple[str, str, str, str]]] = {
+    "one value to addends": (
+        P(), UNREDUCED, lambda v: fs.pcast(v, "x", to="unreduced"),
+        ("fs.pcast", "an operand f32[6,6]", f"{CASTS}; here it is invariant along x",
+         ("torch.where(fs.axis_index('x') == 0, x, 0), which varies: the value once, and zeros; "
+         "then the cast")),
+    ),
+    "a reduced value to addends": (
+        REDUCED, UNREDUCED, lambda v: fs.pcast(v, ("x",), to="unreduced"),
+        ("fs.pcast", "an operand f32[6,6]{reduced: x}", f"{CASTS}; here it is reduced along x",
+         ("torch.where(fs.axis_index('x') == 0, x, 0), which varies: the value once, and zeros; "
+         "then the cast")),
+    ),
+    "what varies to reduced": (
+        P("x"), REDUCED, lambda v: fs.pcast(v, "x", to="reduced"),
+        ("fs.pcast", "an operand f32[3,6]{varying: x}", f"{CASTS}; here it is varying along x",
+         "fs.psum(x, 'x') goes from varying to invariant; then the cast"),
+    ),
+    "a cast along axes in two states": (
+        P("x"), P("x", "y"), lambda v: fs.pcast(v, ("x", "y"), to="varying"),
+        ("fs.pcast", "an operand f32[3,6]{varying: x}", ("along its axes the operand is in one "
+         "state; here it is varying along x, invariant along y"), "fs.pcast(x, 'y', to='varying')"),
+    ),
+    "another source": (
+        P(), P("x"), lambda v: fs.pcast(v, "x", to="varying", src="reduced"),
+        ("fs.pcast", "an operand f32[6,6]",
+         "src is the state that the operand has; here it is invariant along x", "leave src out"),
+    ),
+    "addends are gathered": (
+        P("x"), P("x"), lambda v: fs.all_gather(addends(v), "x"),
+        ("fs.all_gather", "an operand f32[3,6]{unreduced: x}",
+         "along its axes the operand varies; here it is unreduced along x",
+         "fs.psum(x, 'x') first"),
+    ),
+    "a sum along addends and others": (
+        P("x", "y"), P(), lambda v: fs.psum(addends(v), ("x", "y")),
+        ("fs.psum", "an operand f32[3,2]{varying: y; unreduced: x}",
+         ("along its axes the operand varies, or is unreduced by sum along all of them; here it is "
+         "unreduced along x, varying along y"), "fs.psum(x, 'x') first, then over y"),
+    ),
+    "a maximum of addends": (
+        P("x", "y"), P(), lambda v: fs.pmax(addends(v), "y"),
+        ("fs.pmax", "an operand f32[3,2]{varying: y; unreduced: x}",
+         "what is unreduced along x passes linear collectives only", "fs.psum(x, 'x') before"),
+    ),
+    "a maximum along axes in two states": (
+        P("x"), P(), lambda v: fs.pmax(v, ("x", "y")),
+        ("fs.pmax", "an operand f32[3,6]{varying: x}", ("along its axes the operand is in one "
+         "state; here it is varying along x, invariant along y"), "leave out y"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_that_do_not_fit(name: str) -> None:
+    in_specs, out_specs, call, (op, *lines) = STATES[name]
+
+    def body(v: torch.Tensor) -> Any:
+        return call(v)
+
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
+    line = call.__code__.co_firstlineno
+    assert str(caught.value) == text(f"shard_map(body): {op} at {__file__}:{line}", *lines)
+
+
+RETURNED: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], str, str, str]] = {
+    "addends of what varies": (
+        P("x"), UNREDUCED, lambda v: v, "f32[3,6]{varying: x}", ("unreduced along x; this is "
+        "varying"), "fs.pcast(result, 'x', to='unreduced')",
+    ),
+    "addends of one value": (
+        P(), UNREDUCED, lambda v: v, "f32[6,6]", "unreduced along x; this is invariant",
+        "leave unreduced={'x'} out of the out spec",
+    ),
+    "addends of a reduced value": (
+        REDUCED, UNREDUCED, lambda v: v, "f32[6,6]{reduced: x}", ("unreduced along x; this is "
+        "reduced"), "reduced={'x'} in the out spec",
+    ),
+    "reduced of what varies": (
+        P("x"), REDUCED, lambda v: v, "f32[3,6]{varying: x}", "reduced along x; this is varying",
+        "fs.psum(result, 'x'), or fs.all_gather(result, 'x', to='reduced')",
+    ),
+    "reduced of addends": (
+        P("x"), REDUCED, addends, "f32[3,6]{unreduced: x}", "reduced along x; this is unreduced",
+        "fs.psum(result, 'x')",
+    ),
+    "parts of addends": (
+        P("x"), P("x"), addends, "f32[3,6]{unreduced: x}", "varying along x; this is unreduced",
+        "fs.psum_scatter(result, 'x', tiled=True), or fs.psum(result, 'x')",
+    ),
+    "addends by another reduction": (
+        P("x"), P(unreduced={"x": "avg"}), addends, "f32[3,6]{unreduced: x}",
+        "unreduced along x; this is unreduced by another reduction",
+        "the out spec with its own reduction",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_results_in_another_state(name: str) -> None:
+    in_specs, out_specs, call, kind, rule, fix = RETURNED[name]
+
+    def body(v: torch.Tensor) -> Any:
+        return call(v)
+
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
+    given = f"result: {kind} with the out spec {out_specs!r}"
+    assert str(caught.value) == text("shard_map(body)", given, f"the out spec says {rule}", fix)
+
+
+# -- what JAX lets pass -----------------------------------------------------------------------
+
+I4 = Mesh(i=4)
+
+
+@pytest.mark.parametrize("check", [True, "strict", "values"])
+def test_a_predicate_that_varies_is_reported_where_ranks_differ(check: Any) -> None:
+    """Both branches are invariant, the choice is not: `jax.lax.cond` passes it as invariant."""
+
+    def body(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a if x.sum() > 0 else b
+
+    mapped = fs.shard_map(
+        body, mesh=I4, in_specs=(P("i"), P(), P()), out_specs=P(), check=check
+    )  # fmt: skip
+    x, a, b = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.tensor([10.0]), torch.tensor([20.0])
+    assert mapped(x.abs(), a, b).tolist() == [10.0], "all ranks choose alike"
+    with pytest.raises(ShardingError) as caught:
+        mapped(x, a, b)
+    line = body.__code__.co_firstlineno + 1
+    assert str(caught.value) == text(
+        "shard_map(body)", "result: element (0,) is 10.0 on rank 0 and 20.0 on rank 1",
+        "what a spec leaves i out of is one value along it",
+        "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have parted where "
+        f"the host learnt of what varies: bool() at {__file__}:{line}",
+    )  # fmt: skip
+    cut = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P(), P()), out_specs=P("i"), check=check)
+    assert cut(x, a, b).tolist() == [10.0, 20.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("reduce", [fs.pmax, fs.pmin, fs.psum, fs.pmean])
+def test_reductions_in_groups_vary_from_group_to_group(reduce: Any) -> None:
+    """JAX types the extremes in groups as invariant; sums in groups it does not type at all."""
+
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return reduce(v, "i", axis_index_groups=[[0, 1], [2, 3]])  # type: ignore[no-any-return]
+
+    x = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P(), check=True)(x)
+    assert str(caught.value) == unproven("result", "f32[1]{varying: i}", "P()", "'i'")
+    cut = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"), check=True)(x)
+    first, second = x.view(2, 2).unbind()
+    whole: dict[Any, Any] = {
+        fs.pmax: torch.amax,
+        fs.pmin: torch.amin,
+        fs.psum: torch.sum,
+        fs.pmean: torch.mean,
+    }
+    want = [whole[reduce](each) for each in (first, first, second, second)]
+    assert torch.equal(cut, torch.stack(want))
+
+
+@pytest.mark.parametrize("check", [True, "strict", "values"])
+def test_shapes_that_vary_are_reported(check: Any) -> None:
+    """How many elements a mask takes is a number of the host; JAX has no such shapes."""
+
+    def body(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return a * x[x > 0].numel()
+
+    mapped = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P()), out_specs=P(), check=check)
+    x, a = torch.tensor([[1.0, -1.0], [0.0, 3.0], [3.0, 5.0], [7.0, 8.0]]), torch.ones(1)
+    told = f"indexing by a mask at {__file__}:{body.__code__.co_firstlineno + 1}"
+    with pytest.raises(ShardingError) as caught:
+        mapped(x, a)
+    if check == "strict":
+        want = unproven("result", "f32[1]{varying: i}", "P()", "'i'")
+        rule = f"this is varying, and may depend on what the host was told: {told}"
+        assert str(caught.value) == want.replace("this is varying", rule)
+        return
+    assert mapped(1 + x.abs(), a).tolist() == [2.0], "all ranks find as many"
+    assert str(caught.value) == text(
+        "shard_map(body)", "result: element (0,) is 1.0 on rank 0 and 2.0 on rank 2",
+        "what a spec leaves i out of is one value along it",
+        "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have parted where "
+        f"the host learnt of what varies: {told}",
+    )  # fmt: skip

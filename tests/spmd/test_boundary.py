@@ -1,0 +1,269 @@
+"""The boundary of `shard_map`: unreduced and reduced states, pairs of other specs, statics."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, Sharded, ShardingError, Spec
+from tests.helpers.spec_grid import message, random_global
+
+MESH = Mesh(x=2, y=3)
+F64 = torch.float64
+
+
+def reals(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random_global(shape, F64, seed) / 4
+
+
+def both_orders(f: Any, *args: torch.Tensor) -> list[Any]:
+    """Result, gradients and gradients of their squares."""
+    out = f(*args)
+    first = torch.autograd.grad((out**2).sum(), args, create_graph=True)
+    return [out, first, torch.autograd.grad(sum((g**2).sum() for g in first), args)]
+
+
+# -- unreduced and reduced -----------------------------------------------------------------
+
+
+STATES = [
+    P(unreduced={"x"}), P(unreduced={"x", "y"}), P("y", unreduced={"x"}), P(unreduced={"x": "avg"}),
+    P(reduced={"x"}), P(reduced={"x", "y"}), P("y", reduced={"x"}),
+    P(unreduced={"y"}, reduced={"x"}), P(None, ("y", "x")), P("x", unreduced={"y"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("p", STATES, ids=repr)
+@pytest.mark.parametrize("pair", [False, True], ids=["plain", "pair"])
+def test_states_go_in_and_out(p: Any, pair: bool) -> None:
+    """A linear body keeps the state of what goes in; gradients run through the dual specs."""
+    x = reals(6, 6).requires_grad_()
+    mapped = fs.shard_map(lambda v: 3 * v, mesh=MESH, in_specs=p, out_specs=p, check=False)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if not pair:
+            return mapped(x)  # type: ignore[no-any-return]
+        out = mapped(fs.shard(x, Spec(MESH, p, shape=(6, 6), dtype=F64)))
+        assert out.spec == Spec(MESH, p, shape=(6, 6), dtype=F64)
+        return fs.unshard(out)
+
+    torch.testing.assert_close(both_orders(whole, x), both_orders(lambda x: 3 * x, x))
+
+
+def test_a_plain_tensor_enters_unreduced_on_coordinate_0() -> None:
+    x = reals(4)
+    seen: list[torch.Tensor] = []
+
+    def body(v: torch.Tensor) -> torch.Tensor:
+        seen.append(v)
+        return fs.psum(v, "x")
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=P(unreduced={"x"}), out_specs=P(), check=False)
+    assert torch.equal(mapped(x), x)
+    for rank, mine in enumerate(seen):
+        assert torch.equal(mine, x if MESH.coords(rank)["x"] == 0 else torch.zeros(4, dtype=F64))
+
+
+@pytest.mark.parametrize("out", [P("x"), P("x", unreduced={"y"})], ids=repr)
+def test_a_product_with_reduced_weights(out: Any) -> None:
+    """Weights that each rank uses for its own rows; partial sums over the columns of another axis.
+
+    Along x the weights are reduced, so that their gradient is a sum over x, without a cast.
+    """
+    x, w = reals(4, 6).requires_grad_(), reals(6, 5, seed=1).requires_grad_()
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        partial = x @ w
+        return fs.psum(partial, "y") if "y" not in out.unreduced else partial
+
+    mapped = fs.shard_map(
+        body, mesh=MESH, in_specs=(P("x", "y"), P("y", reduced={"x"})), out_specs=out, check=False
+    )
+    torch.testing.assert_close(both_orders(mapped, x, w), both_orders(torch.matmul, x, w))
+
+
+def test_addends_in_sums_out() -> None:
+    """Unreduced pairs meet in the body: a sum of addends is an addend of the sum."""
+    a, b = reals(4, seed=1).requires_grad_(), reals(4, seed=2).requires_grad_()
+    p = P(unreduced={"x"})
+    mapped = fs.shard_map(
+        lambda a, b: fs.psum_scatter(a + 2 * b, "x", tiled=True), mesh=MESH, in_specs=p,
+        out_specs=P("x"), check=False,
+    )  # fmt: skip
+
+    def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        spec = Spec(MESH, p, shape=(4,), dtype=F64)
+        return fs.unshard(mapped(fs.shard(a, spec), b))
+
+    torch.testing.assert_close(both_orders(whole, a, b), both_orders(lambda a, b: a + 2 * b, a, b))
+
+
+# -- pairs of other specs --------------------------------------------------------------------
+
+
+LAYOUTS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(None, "y"), P("x", unreduced={"y"}),
+           P(reduced={"x"})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("src", "dst"), list(itertools.permutations(LAYOUTS, 2)), ids=repr)
+def test_pairs_are_redistributed_on_request(src: Any, dst: Any) -> None:
+    x = reals(6, 6).requires_grad_()
+    pair = fs.shard(x, Spec(MESH, src, shape=(6, 6), dtype=F64))
+    target = pair.spec.replace(partition=dst)
+    options: dict[str, Any] = {"in_specs": dst, "out_specs": dst}
+    strict = fs.shard_map(lambda v: 2 * v, mesh=MESH, check=False, **options)
+    prog = fs.redistribute(pair.spec, target)
+    cost = prog.cost()
+    words = "1 launch" if cost.launches == 1 else f"{cost.launches} launches"
+    lines = str(prog).replace("\n", "\n           ")
+    with pytest.raises(ShardingError) as caught:
+        strict(pair)
+    assert str(caught.value) == message(
+        "shard_map(<lambda>)",
+        f"v: a pair of {pair.spec}",
+        f"in_specs ask for {target}",
+        "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
+        f"{cost.bytes_sent:,} B per rank in {words}:\n           {lines}",
+    )
+    with fs.comm_log() as planned:
+        prog(pair.local)
+    free = fs.shard_map(
+        lambda v: 2 * v, mesh=MESH, redistribute_inputs=True, check=False, **options
+    )
+    with fs.comm_log() as log:
+        out = free(pair)
+    assert log.to_dict() == planned.to_dict()
+    assert out.spec == target
+    assert torch.equal(fs.unshard(out), 2 * x)
+    (grad,) = torch.autograd.grad((fs.unshard(out) * x.detach()).sum(), x)
+    assert torch.equal(grad, 2 * x)
+
+
+def test_redistribution_chunks_what_does_not_divide() -> None:
+    x = reals(5, 4)
+    pair = fs.shard(x, Spec(MESH, P(None, "x"), shape=(5, 4), dtype=F64))
+    mapped = fs.shard_map(
+        lambda v: v + 1, mesh=MESH, in_specs=P("y"), out_specs=P("y"), redistribute_inputs=True
+    )
+    out = mapped(pair)
+    assert out.spec == Spec(MESH, P("y"), shape=(5, 4), dtype=F64, uneven="chunk")
+    assert torch.equal(fs.unshard(out), x + 1)
+
+
+# -- what is no tensor -----------------------------------------------------------------------
+
+
+def test_what_is_no_tensor_goes_in_and_out() -> None:
+    class Config:
+        scale = 3
+
+    config = Config()
+
+    def body(v: torch.Tensor, config: Config, rest: dict[str, Any]) -> Any:
+        return {"v": v * config.scale, "config": config, "rows": v.shape[0], "nan": float("nan"),
+                "array": np.arange(3), **rest}  # fmt: skip
+
+    mapped = fs.shard_map(
+        body, mesh=MESH, in_specs=(P("x"), None, None),
+        out_specs={"v": P("x"), "config": None, "rows": None, "nan": P(), "name": None, "n": None,
+                   "array": None},
+    )  # fmt: skip
+    x = reals(4)
+    out = mapped(x, config, {"name": "a", "n": [1, None]})
+    assert torch.equal(out["v"], 3 * x)
+    assert out["config"] is config
+    assert (out["rows"], out["name"], out["n"]) == (2, "a", [1, None])
+    assert out["nan"] != out["nan"]
+    assert out["array"].tolist() == [0, 1, 2]
+
+
+def test_pairs_out_have_no_spec_for_what_is_no_tensor() -> None:
+    x = reals(4)
+    mapped = fs.shard_map(
+        lambda v: (v, "name"), mesh=MESH, in_specs=P("x"), out_specs=(P("x"), None)
+    )
+    out, name = mapped(fs.shard(x, Spec(MESH, P("x"), shape=(4,), dtype=F64)))
+    assert isinstance(out, Sharded)
+    assert name == "name"
+
+
+def test_specs_in_a_tree() -> None:
+    """Two specs, or a P and a spec, are a tree and no pair."""
+    x = reals(7)
+    spec = Spec(MESH, P("x"), shape=(7,), dtype=F64, sizes={0: (5, 2)})
+    for out_specs in ((P(), spec), (spec, spec)):
+
+        def body(v: torch.Tensor, whole: bool = out_specs[0] == P()) -> Any:
+            return (v.new_ones(7) if whole else v), 2 * v
+
+        mapped = fs.shard_map(body, mesh=MESH, in_specs=(spec,), out_specs=out_specs, check=False)
+        first, second = mapped(x)
+        assert torch.equal(first, torch.ones(7, dtype=F64) if out_specs[0] == P() else x)
+        assert torch.equal(second, 2 * x)
+
+
+# -- what is logged --------------------------------------------------------------------------
+
+
+def test_the_boundary_moves_what_the_specs_say() -> None:
+    """Arguments move nothing; results are gathered and summed."""
+    x = reals(6, 6).requires_grad_()
+    outs = (P("x"), P("x", unreduced={"y"}), P())
+    mapped = fs.shard_map(
+        lambda v: (v, v, v.sum()), mesh=MESH, in_specs=P("x"), out_specs=outs, check=False
+    )
+    with fs.comm_log() as log:
+        results = mapped(x)
+    with fs.comm_log() as wanted:
+        for p in outs[:2]:
+            fs.unshard(fs.shard(x, Spec(MESH, p, shape=(6, 6), dtype=F64)))
+    assert log.to_dict() == wanted.to_dict()
+    assert log.counts
+    with fs.comm_log() as log:
+        torch.autograd.grad(results[0].sum() + results[2].sum(), x)
+    assert log.to_dict()["backward"] == [
+        {"op": "all_gather", "axes": ["x"], "count": 1, "bytes": 3 * 6 * 8}
+    ], "a gradient is put together as a result is; cotangents are at hand"
+
+
+OTHERS: list[tuple[Any, Any]] = [
+    (lambda at: at, ("0", "1")),
+    (lambda at: {"loss": at / 2, "n": 3}, ("0.0", "0.5")),
+    (lambda at: "a" if at else "b", ("'b'", "'a'")),
+    (lambda at: None if at else 1.0, ("1.0", "None")),
+    (lambda at: float("nan"), None),
+    (lambda at: ("same", 3), None),
+    (lambda at: object(), None),
+]
+
+
+@pytest.mark.parametrize("at", range(len(OTHERS)))
+@pytest.mark.parametrize("check", [True, "values"])
+def test_what_is_no_tensor_is_compared_by_each_rank(at: int, check: Any) -> None:
+    """As in a simulation of all ranks: one rank alone compares where values are compared."""
+    make, differ = OTHERS[at]
+
+    def body(x: torch.Tensor) -> Any:
+        return x, make(int(fs.axis_index("x")))  # of which the host is told
+
+    mesh = Mesh(x=2)
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), None), check=check)
+    if differ is None:
+        assert len(fs.simulate(mesh, mapped, torch.ones(4))) == 2
+        return
+    with pytest.raises(ShardingError) as caught:
+        fs.simulate(mesh, mapped, torch.ones(4))
+    path = "result[1]['loss']" if at == 1 else "result[1]"
+    text = re.sub(r"; the ranks may have parted.*", "", str(caught.value))
+    assert text == message(
+        "shard_map(body)",
+        f"{path}: rank 0 returned {differ[0]}, rank 1 {differ[1]}",
+        "what is no tensor passes through, equal on every rank",
+        "torch.tensor([value]) with an out spec that puts the ranks' together",
+    )

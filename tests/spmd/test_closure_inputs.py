@@ -1,0 +1,317 @@
+"""What a mapped function closes over is an input with `P()`: its gradients are those of one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.helpers.spec_grid import random_global
+
+MESH = Mesh(x=2, y=3)
+F64 = torch.float64
+GLOBAL: list[torch.Tensor] = []
+
+
+def reals(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random_global(shape, F64, seed) / 4
+
+
+def layer(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What the bodies below compute of one rank's rows, whatever way they got at `w`."""
+    w = fs.pcast(w, ("x", "y"), to="varying") if isinstance(w, torch.Tensor) else w
+    return torch.tanh(v @ w) * fs.axis_size("x")
+
+
+def rows(fn: Callable[..., Any]) -> Any:
+    cut = P(("x", "y"))
+    return fs.shard_map(fn, mesh=MESH, in_specs=cut, out_specs=cut, check=False)
+
+
+def closed(w: torch.Tensor) -> Any:
+    return rows(lambda v: layer(v, w))
+
+
+def in_a_container(w: torch.Tensor) -> Any:
+    held = {"deep": [(w,)]}
+    return rows(lambda v: layer(v, held["deep"][0][0]))
+
+
+def in_a_default(w: torch.Tensor) -> Any:
+    def body(v: torch.Tensor, *, w: torch.Tensor = w) -> torch.Tensor:
+        return layer(v, w)
+
+    return rows(body)
+
+
+def in_a_partial(w: torch.Tensor) -> Any:
+    return rows(functools.partial(layer, w=w))
+
+
+def in_a_global(w: torch.Tensor) -> Any:
+    GLOBAL[:] = [w]
+    return rows(lambda v: layer(v, GLOBAL[0]))
+
+
+def in_an_inner_function(w: torch.Tensor) -> Any:
+    def helper(v: torch.Tensor) -> torch.Tensor:
+        return layer(v, w)
+
+    def wrapped(v: torch.Tensor) -> torch.Tensor:
+        return helper(v)
+
+    return rows(wrapped)
+
+
+class Holder:
+    """An object with a method that is mapped, or that is called."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        self.w = w
+
+    def method(self, v: torch.Tensor) -> torch.Tensor:
+        return layer(v, self.w)
+
+    def __call__(self, v: torch.Tensor) -> torch.Tensor:
+        return layer(v, self.w)
+
+
+def in_a_bound_self(w: torch.Tensor) -> Any:
+    return rows(Holder(w).method)
+
+
+def in_a_callable(w: torch.Tensor) -> Any:
+    return rows(Holder(w))
+
+
+def unseen(w: torch.Tensor) -> Any:
+    """In an object that nothing looks into: followed to its leaves."""
+    holder = Holder(w)
+    return rows(lambda v: layer(v, holder.w))
+
+
+def behind_an_argument(w: torch.Tensor) -> Any:
+    """The argument itself, which the rank's own copy is not."""
+
+    def call(v: torch.Tensor) -> Any:
+        return fs.shard_map(
+            lambda a, b: layer(a, w) + 0 * b, mesh=MESH, in_specs=(P(("x", "y")), P()),
+            out_specs=P(("x", "y")),
+        )(v, w.sum())  # fmt: skip
+
+    return call
+
+
+def checkpointed(w: torch.Tensor) -> Any:
+    return rows(lambda v: checkpoint(lambda u: layer(u, w), v, use_reentrant=False))
+
+
+WAYS = [
+    closed, in_a_container, in_a_default, in_a_partial, in_a_global, in_an_inner_function,
+    in_a_bound_self, in_a_callable, unseen, behind_an_argument, checkpointed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("history", [False, True], ids=["leaf", "computed"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda each: each.__name__)
+def test_gradients_are_those_of_one_device(way: Any, history: bool) -> None:
+    x, leaf = reals(6, 4).requires_grad_(), reals(4, 3, seed=1).requires_grad_()
+    found = []
+    for mapped in (False, True):
+        w = leaf.exp() if history else leaf
+        out = way(w)(x) if mapped else torch.tanh(x @ w) * 2
+        loss = (out**2).sum() + (w.sum() if history else 0)
+        first = torch.autograd.grad(loss, (x, leaf), create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, leaf))
+        found.append((out, first, second))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("way", [closed, unseen])
+def test_a_closure_and_what_it_was_computed_of(way: Any) -> None:
+    """Neither gradient counts twice."""
+    x, leaf = reals(6, 4), reals(4, 3, seed=1).requires_grad_()
+
+    def both(w: torch.Tensor) -> Any:
+        first = way(w)
+
+        def call(v: torch.Tensor) -> Any:
+            return rows(lambda u: layer(u, w) * fs.pcast(leaf, ("x", "y"), to="varying").sum())(v)
+
+        return call if way is closed else lambda v: first(v) * leaf.sum()
+
+    found = []
+    for mapped in (False, True):
+        w = leaf.exp()
+        out = both(w)(x) if mapped else torch.tanh(x @ w) * 2 * leaf.sum()
+        first = torch.autograd.grad((out**2).sum(), leaf, create_graph=True)
+        second = torch.autograd.grad((first[0] ** 2).sum(), leaf)
+        found.append((out, first, second))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_gradients_of_an_argument_with_p() -> None:
+    """Without a cast too: a closure's gradient is what that of an argument would be."""
+    x, w = reals(6, 4), reals(4, 3, seed=1).requires_grad_()
+    by_argument = fs.shard_map(
+        lambda v, w: v @ w, mesh=MESH, in_specs=(P(("x", "y")), P()), out_specs=P(("x", "y")),
+        check=False,
+    )  # fmt: skip
+    by_closure = rows(lambda v: v @ w)
+    want = torch.autograd.grad(by_argument(x, w).sum(), w)
+    torch.testing.assert_close(torch.autograd.grad(by_closure(x).sum(), w), want)
+
+
+def test_only_some_ranks_use_it() -> None:
+    """As an argument's: what is invariant has the gradient that the first rank knows."""
+    x, w = reals(6), torch.tensor(2.0, dtype=F64, requires_grad=True)
+    for user, want in ((0, x[0]), (3, torch.zeros((), dtype=F64))):
+
+        def body(v: torch.Tensor, w: torch.Tensor = w, user: int = user) -> torch.Tensor:
+            return v * w if fs.axis_index(("x", "y")) == user else v
+
+        mapped = rows(lambda v, body=body: body(v))
+        (grad,) = torch.autograd.grad(mapped(x).sum(), w)
+        torch.testing.assert_close(grad, want)
+
+
+def test_modules() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x = reals(4, 4).requires_grad_()
+    want = torch.autograd.grad((net(x) ** 2).sum(), [x, *net.parameters()])
+
+    @fs.shard_map(mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    def around(v: torch.Tensor) -> torch.Tensor:
+        params = {name: fs.pcast(each, "x", to="varying") for name, each in net.named_parameters()}
+        return torch.func.functional_call(net, params, (v,))  # type: ignore[no-any-return]
+
+    got = torch.autograd.grad((around(x) ** 2).sum(), [x, *net.parameters()])
+    torch.testing.assert_close(got, want)
+    # A module is a function too; along no mapped axis does it use its parameters differently.
+    mapped = fs.shard_map(net, mesh=MESH, in_specs=P(), out_specs=P())
+    torch.testing.assert_close(mapped(x), net(x))
+    got = torch.autograd.grad((mapped(x) ** 2).sum(), [x, *net.parameters()])
+    torch.testing.assert_close(got, want)
+
+
+def test_backward_accumulates_and_retains() -> None:
+    net = nn.Linear(3, 2).double()
+    mapped = fs.shard_map(net.forward, mesh=MESH, in_specs=P(), out_specs=P())
+    x = reals(4, 3)
+    net(x).sum().backward()
+    want = [each.grad.clone() for each in net.parameters()]  # type: ignore[union-attr]
+    net.zero_grad()
+    loss = mapped(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close([each.grad for each in net.parameters()], [2 * g for g in want])
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_a_history_that_others_use_too() -> None:
+    """The ranks go through an unseen history; it is still there for the caller."""
+    leaf = reals(4, 3).requires_grad_()
+    w = leaf.exp()
+    out = unseen(w)(reals(6, 4))
+    (out.sum() + (w**2).sum()).backward()
+    want = leaf.detach().requires_grad_()
+    e = want.exp()
+    ((torch.tanh(reals(6, 4) @ e) * 2).sum() + (e**2).sum()).backward()
+    torch.testing.assert_close(leaf.grad, want.grad)
+
+
+def test_what_is_made_in_the_body_is_no_closure() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        leaf = v.detach().requires_grad_()
+        (grad,) = torch.autograd.grad((leaf**2).sum(), leaf)
+        return grad * v + leaf
+
+    x = reals(6).requires_grad_()
+    (grad,) = torch.autograd.grad(rows(body)(x).sum(), x)
+    torch.testing.assert_close(grad, 2 * x.detach())
+
+
+def test_without_grad() -> None:
+    w = torch.ones(3, requires_grad=True)
+    mapped = fs.shard_map(lambda v: v * w, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    with torch.no_grad():
+        assert not mapped(torch.ones(2, 3)).requires_grad
+    detached = fs.shard_map(lambda v: v * w.detach(), mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    assert not detached(torch.ones(2, 3)).requires_grad
+
+
+def test_a_closure_that_is_a_mapped_result() -> None:
+    """One map's result in the body of the next."""
+    x, w = reals(6, 4), reals(4, 4, seed=1).requires_grad_()
+    squares = fs.shard_map(lambda u: u**2, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    for way in (closed, unseen):
+        made = squares(w)
+        out = way(made)(x)
+        want = torch.tanh(x @ w**2) * 2
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(
+            torch.autograd.grad(out.sum(), w), torch.autograd.grad(want.sum(), w)
+        )
+
+
+def test_nested_closures() -> None:
+    """An inner body closes over the outer one's values, and over the caller's."""
+    x, w = reals(6, 4).requires_grad_(), reals(4, 3, seed=1).requires_grad_()
+
+    def outer(v: torch.Tensor) -> torch.Tensor:
+        u = v.sin()
+
+        def inner(part: torch.Tensor) -> torch.Tensor:
+            each = fs.pcast(u, "y", to="varying")
+            return (each @ fs.pcast(w, ("x", "y"), to="varying"))[:, :1] + part
+
+        cut = P(None, "y")
+        return fs.shard_map(inner, in_specs=cut, out_specs=cut)(v[:, :3])  # type: ignore[no-any-return]
+
+    mapped = fs.shard_map(outer, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"))
+    want = (x.sin() @ w)[:, :1] + x[:, :3]
+    torch.testing.assert_close(mapped(x), want)
+    got = torch.autograd.grad((mapped(x) ** 2).sum(), (x, w))
+    torch.testing.assert_close(got, torch.autograd.grad((want**2).sum(), (x, w)))
+
+
+@pytest.mark.parametrize("check", [True, "values", False])
+def test_hooks_of_what_is_closed_over_see_its_whole_gradient_once(check: Any) -> None:
+    seen: list[Any] = []
+
+    def hooked(name: str, each: torch.Tensor) -> torch.Tensor:
+        each.register_hook(lambda g: seen.append((name, g.tolist())) or g * 0.5)
+        return each
+
+    leaf, root = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
+    w = hooked("w", root * 3)
+    hooked("leaf", leaf)
+    w.retain_grad()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        own, other = fs.pcast((w, leaf), "x", to="varying")
+        return fs.psum((x * own * own * other).sum(), "x")
+
+    mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P(), check=check)
+    loss = mapped(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    for create_graph in (False, True):
+        seen.clear()
+        w.grad = None
+        found = torch.autograd.grad(
+            loss, (root, leaf), retain_graph=True, create_graph=create_graph
+        )
+        # Of a w^2 leaf, where a are the sums of columns, [4, 6].
+        assert sorted(seen) == [("leaf", [36.0, 216.0]), ("w", [24.0, 144.0])]
+        retained = w.grad
+        assert retained is not None
+        assert retained.tolist() == [12.0, 72.0]
+        assert [each.tolist() for each in found] == [[36.0, 216.0], [18.0, 108.0]]

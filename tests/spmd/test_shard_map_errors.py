@@ -1,0 +1,378 @@
+"""What `shard_map` and `local_map` refuse, in the words they refuse it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, Sharded, ShardingError, Spec
+from tests.helpers.spec_grid import message
+
+MESH = Mesh(x=2, y=3)
+X = torch.zeros(6, 6)
+
+
+def pair_of(x: torch.Tensor, p: fs.PartitionSpec, mesh: Mesh = MESH) -> Sharded:
+    return fs.shard(x, Spec(mesh, p, shape=x.shape, dtype=x.dtype))
+
+
+def identity(v: Any) -> Any:
+    return v
+
+
+def two(v: Any, w: Any) -> Any:
+    return v, w
+
+
+def scalar(v: Any) -> Any:
+    return v.sum()
+
+
+def uneven(v: Any) -> Any:
+    return v[: 1 + int(fs.axis_index("x"))]
+
+
+def retyped(v: Any) -> Any:
+    return v.double() if fs.axis_index("x") else v
+
+
+def branching(v: Any) -> Any:
+    return (v, v) if fs.axis_index("y") == 2 else v
+
+
+def numbered(v: Any) -> Any:
+    return v, {"place": int(fs.axis_index("y"))}
+
+
+def number(v: Any) -> Any:
+    return 3
+
+
+def unbound(v: Any) -> Any:
+    return fs.psum(v, "q")
+
+
+P_OR_SPEC = "a leaf of specs is a P, a Spec or None"
+WHOLE = "P('x'), or P() for a value that is whole on every rank"
+Case = tuple[Callable[..., Any], Any, Any, tuple[Any, ...], str, str, str]
+
+# The function, its in_specs and out_specs, its arguments; what was given, the rule, the fix.
+REFUSED: list[Case] = [
+    # specs
+    (identity, P("q"), P(), (X,), "v: axis 'q' on Mesh(x=2, y=3)", "the mesh's axes are x, y",
+     "use one of x, y"),
+    (identity, P("x"), P("xx"), (X,), "out_specs: axis 'xx' on Mesh(x=2, y=3)",
+     "the mesh's axes are x, y", "did you mean 'x'?"),
+    (two, "x", P(), (X, X), "in_specs of type str",
+     "in_specs is a P, a tuple by position, or a dict by name", "in_specs=(P('x'), P())"),
+    (two, [P("x"), P()], P(), (X, X), "in_specs of type list",
+     "in_specs is a P, a tuple by position, or a dict by name", "in_specs=(P('x'), P())"),
+    (two, ("x", P()), P(), (X, X), "v: the spec 'x'", P_OR_SPEC, WHOLE),
+    (identity, P("x"), "x", (X,), "out_specs: the spec 'x'", P_OR_SPEC, WHOLE),
+    (identity, Spec(Mesh(x=2), P("x"), shape=(6, 6)), P("x"), (X,),
+     "v: the spec f32[6@x,6] on Mesh(x=2)", "the mesh is Mesh(x=2, y=3)",
+     "given.replace(mesh=mesh)"),
+    # prefixes
+    (two, (P("x"),), P(), (X, X), "in_specs of length 1 for 2 arguments",
+     "in_specs has one entry per argument, by position",
+     "a tuple with one entry each, or one P for all"),
+    (two, (P("x"),) * 3, P(), (X, X), "in_specs of length 3 for 2 arguments",
+     "in_specs has one entry per argument, by position",
+     "a tuple with one entry each, or one P for all"),
+    (two, {"v": P("x")}, P(), (X, X), "in_specs for v",
+     "every argument given has a spec; 'w' has none", "in_specs={..., 'w': P()}"),
+    # arguments
+    (identity, P("x", None, None), P(), (X,),
+     "v: P('x', None, None) with 3 entries for shape (6, 6)",
+     "a tensor of 2 dims has at most 2 entries", "drop 1 of them, trailing None too"),
+    (identity, P("x"), P(), (X[:5],), "v: dim 0 of size 5 over x=2",
+     "2 shards divide a dim evenly; 5 % 2 = 1",
+     ("a Spec in in_specs with uneven='chunk' (shards of (3, 2)), sizes={0: (...)}, "
+     "or pad the dim to 6")),
+    (identity, P(("x", "y")), P(), (X[:5],), "v: dim 0 of size 5 over x=2 x y=3",
+     "6 shards divide a dim evenly; 5 % 6 = 5",
+     ("a Spec in in_specs with uneven='chunk' (shards of (1, 1, 1, 1, 1, 0)), "
+     "sizes={0: (...)}, or pad the dim to 6")),
+    (identity, P("x"), P(), (3,), "v: a value of type int with P('x')",
+     "only tensors and pairs can be cut",
+     "torch.as_tensor(x) of an array; None, or P() for a number"),
+    # results
+    (identity, P("x"), None, (X,), "result: a tensor of shape (3, 6) with the out spec None",
+     "None is for what is no tensor",
+     "P() promises a value that is equal on every rank, P('x') puts dim 0 together"),
+    (scalar, P("x"), P("x"), (X,), "result: a local of 0 dims with P('x')",
+     "a tensor of 0 dims has at most 0 entries", "unsqueeze a scalar, x[None], to cut it"),
+    (identity, P("x"), P("x", None, None), (X,),
+     "result: a local of 2 dims with P('x', None, None)",
+     "a tensor of 2 dims has at most 2 entries", "drop entries"),
+    (uneven, P("x"), P("x"), (X,), "result: rank 3 returned shape (2, 6), torch.float32",
+     "f32[2@x,6] has there shape (1, 6), torch.float32",
+     "give a Spec with sizes= as the out spec of an uneven result"),
+    (retyped, P("x"), P("x"), (X,), "result: rank 3 returned shape (3, 6), torch.float64",
+     "f32[6@x,6] has there shape (3, 6), torch.float32",
+     "give a Spec with sizes= as the out spec of an uneven result"),
+    (branching, P("x"), P("x"), (X,),
+     "rank 0 returned PyTreeSpec(*, NoneIsLeaf), rank 2 PyTreeSpec((*, *), NoneIsLeaf)",
+     "every rank returns the same structure", "return the same tree on every rank"),
+    (numbered, P("x"), (P("x"), None), (X,), "result[1]['place']: rank 0 returned 0, rank 1 1",
+     "what is no tensor passes through, equal on every rank",
+     "torch.tensor([value]) with an out spec that puts the ranks' together"),
+    (number, P("x"), P("x"), (X,), "result: a int with the out spec P('x')",
+     "only tensors can be cut",
+     "None, or P() for a number; torch.tensor([value]) to put the ranks' together"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("case", REFUSED, ids=[each[4] for each in REFUSED])
+def test_what_is_refused(case: Case, grad: bool) -> None:
+    fn, in_specs, out_specs, args, *words = case
+    mapped = fs.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check=False)
+    if grad:
+        args = tuple(a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
+    with pytest.raises(ShardingError) as caught:
+        mapped(*args)
+    assert str(caught.value) == message(f"shard_map({fn.__name__})", *words)
+
+
+def test_trees_that_are_no_prefix() -> None:
+    for in_specs, out_specs, args, word in (
+        (({"a": P("x")},), P(), ({"b": X},), "in_specs[0]"),
+        (([P("x")],), P(), ((X,),), "in_specs[0]"),
+        ((([P("x")], P("x")),), P(), (([X, X], X),), "in_specs[0][0]"),
+        (P("x"), (P("x"), P()), (X,), "out_specs"),
+    ):
+        mapped = fs.shard_map(identity, mesh=MESH, in_specs=in_specs, out_specs=out_specs)
+        with pytest.raises(ShardingError, match="tree prefix of the values") as caught:
+            mapped(*args)
+        given = str(caught.value).split("\n")[1]
+        assert f"key path {word}" in given.replace("    ", " ") or word in given
+
+
+def test_an_axis_that_is_not_mapped() -> None:
+    mapped = fs.shard_map(
+        two, mesh=MESH, axis_names={"x"}, in_specs=(P("x", "y"), P(unreduced={"y"})),
+        out_specs=(P("x"), P("y")),
+    )  # fmt: skip
+    with pytest.raises(ShardingError) as caught:
+        mapped(X, X)
+    rule, fix = "the axes that are mapped here are x", "axis_names={'x', 'y'}"
+    assert str(caught.value).split("\n\n") == [
+        message("shard_map(two)", "v: axis 'y' in P('x', 'y')", rule, fix),
+        *(
+            message("", given, rule, fix).lstrip("\n")
+            for given in ("w: axis 'y' in P(unreduced={'y'})", "out_specs[1]: axis 'y' in P('y')")
+        ),
+    ]
+
+
+def test_an_axis_named_twice() -> None:
+    for make, given in (
+        (lambda: P("x", "x"), "axis 'x' 2 times in P('x', 'x')"),
+        (lambda: P("x", reduced={"x"}), "axis 'x' 2 times in P('x'), reduced={'x': 'sum'}"),
+    ):
+        with pytest.raises(ShardingError) as caught:
+            make()
+        assert str(caught.value) == message(
+            "fs.PartitionSpec",
+            given,
+            "an axis is named at most once in a spec",
+            "name 'x' for one dim, or in one of unreduced= and reduced=",
+        )
+
+
+def test_all_arguments_that_fail_are_named() -> None:
+    mapped = fs.shard_map(lambda tree, w: w, mesh=MESH, in_specs=(P("x"), P("y")), out_specs=P("y"))
+    with pytest.raises(ShardingError) as caught:
+        mapped({"a": X[:5], "b": [X, X[:3]]}, X[:4])
+    found = re.findall(r"given: (.*?): dim", str(caught.value))
+    assert found == ["tree['a']", "tree['b'][1]", "w"]
+
+
+def test_all_results_that_fail_are_named() -> None:
+    mapped = fs.shard_map(
+        lambda v: {"a": v.sum(), "b": v, "c": v}, mesh=MESH, in_specs=P("x"),
+        out_specs={"a": P("x"), "b": P("x"), "c": None},
+    )  # fmt: skip
+    with pytest.raises(ShardingError) as caught:
+        mapped(X)
+    assert re.findall(r"given: (.*?): a", str(caught.value)) == ["result['a']", "result['c']"]
+
+
+KNOWN = "the options are in_specs=, out_specs=, mesh=, axis_names=, redistribute_inputs=, check="
+OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"mesh": {"x": 2}}, "mesh={'x': 2}", "mesh is a fs.Mesh", "mesh=fs.Mesh(x=2)"),
+    ({"mesh": Mesh()}, "mesh=Mesh()", "there is at least one axis to map", "mesh=fs.Mesh(x=1)"),
+    ({"axis_names": "x"}, "axis_names='x'",
+     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
+    ({"axis_names": ["x"]}, "axis_names=['x']",
+     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
+    ({"axis_names": ["y", "x"]}, "axis_names=['y', 'x']",
+     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'y', 'x'}"),
+    ({"axis_names": [1], "mesh": Mesh(data=2, model=3)}, "axis_names=[1]",
+     "axis_names is a set, frozenset or tuple of axis names",
+     "axis_names={'data'}, or leave it out: all of Mesh(data=2, model=3)"),
+    ({"axis_names": 1, "mesh": None}, "axis_names=1",
+     "axis_names is a set, frozenset or tuple of axis names",
+     "leave it out: all that are not mapped yet"),
+    ({"check": [True]}, "check=[True]",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+    ({"check": torch.ones(2)}, "check=tensor([1., 1.])",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+    ({"check_vma": True}, "check_vma=True", KNOWN,
+     "check=True, which tracks the types of tensors, or check=False"),
+    ({"check_rep": False}, "check_rep=False", KNOWN,
+     "check=True, which tracks the types of tensors, or check=False"),
+    ({"auto": ("y",)}, "auto=('y',)", KNOWN,
+     "axis_names=, the axes that are mapped: all but those of auto"),
+    ({"axis_name": "x"}, "axis_name='x'", KNOWN, "did you mean 'axis_names'?"),
+    ({"device": "cpu"}, "device='cpu'", KNOWN, "leave device out"),
+    ({"check": "value"}, "check='value'",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+    ({"check": 1}, "check=1",
+     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(OPTIONS)))
+def test_wrong_options(at: int) -> None:
+    options, *words = OPTIONS[at]
+    given = {"mesh": MESH, "in_specs": P(), "out_specs": P()} | options
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(identity, **given)
+    assert str(caught.value) == message("fs.shard_map", *words)
+
+
+def test_what_is_no_function() -> None:
+    for where, call in (
+        ("fs.shard_map", lambda: fs.shard_map(3, mesh=MESH, in_specs=P(), out_specs=P())),  # type: ignore[arg-type]
+        ("fs.local_map", lambda: fs.local_map(3, in_specs=P(), out_specs=P())),  # type: ignore[arg-type]
+        ("fs.smap", lambda: fs.smap(3, axis_name="x", in_axes=0, out_axes=0)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ShardingError) as caught:
+            call()
+        assert str(caught.value) == message(
+            where, "3", "the first argument is a function", f"{where}(fn, ...)"
+        )
+
+
+def test_unknown_axis_names() -> None:
+    mapped = fs.shard_map(
+        identity, mesh=MESH, axis_names={"x", "yy"}, in_specs=P("x"), out_specs=P("x")
+    )
+    with pytest.raises(ShardingError) as caught:
+        mapped(X)
+    assert str(caught.value) == message(
+        "shard_map(identity)",
+        "axis 'yy' on Mesh(x=2, y=3)",
+        "the mesh's axes are x, y",
+        "did you mean 'y'?",
+    )
+
+
+def test_unbound_names() -> None:
+    with pytest.raises(ShardingError) as caught:
+        fs.shard_map(unbound, mesh=MESH, in_specs=P("x"), out_specs=P())(X)
+    assert str(caught.value) == message(
+        "fs.psum", "axis 'q' on Mesh(x=2, y=3)", "the mesh's axes are x, y", "use one of x, y"
+    )
+    with pytest.raises(ShardingError) as caught:
+        unbound(X)
+    assert str(caught.value) == message(
+        "fs.psum",
+        "an unbound axis name: 'q'",
+        "axis names are bound inside shard_map",
+        "call fs.psum in a function under fs.shard_map, or give mesh=",
+    )
+
+
+def test_calls_that_do_not_fit_the_function() -> None:
+    mapped = fs.shard_map(two, mesh=MESH, in_specs=P(), out_specs=P())
+    with pytest.raises(TypeError, match="missing a required argument: 'w'"):
+        mapped(X)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        mapped(X, X, X)
+
+
+# -- pairs -----------------------------------------------------------------------------
+
+
+def test_pairs_of_another_layout() -> None:
+    mapped = fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    given = pair_of(X, P("y"))
+    with pytest.raises(ShardingError) as caught:
+        mapped(given)
+    prog = fs.redistribute(given.spec, given.spec.replace(partition=P("x")))
+    lines = str(prog).replace("\n", "\n           ")
+    cost = prog.cost()
+    assert str(caught.value) == message(
+        "shard_map(identity)",
+        "v: a pair of f32[6@y,6]",
+        "in_specs ask for f32[6@x,6]",
+        "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
+        f"{cost.bytes_sent} B per rank in {cost.launches} launch:\n           {lines}",
+    )
+    assert torch.equal(fs.unshard(mapped(fs.reshard(given, P("x")))), X)
+
+
+def test_pairs_of_another_mesh() -> None:
+    mapped = fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ShardingError) as caught:
+        mapped(pair_of(X, P("x"), Mesh(x=2)))
+    assert str(caught.value) == message(
+        "shard_map(identity)",
+        "v: a pair of f32[6@x,6] on Mesh(x=2)",
+        "the mesh is Mesh(x=2, y=3)",
+        "unshard it, or map over its mesh",
+    )
+    wrong = (pair_of(X, P("x")).local[:5], Spec(MESH, P("x"), shape=(6, 6)))
+    with pytest.raises(ShardingError, match=re.escape("5 shards for Mesh(x=2, y=3)")):
+        mapped(wrong)
+
+
+# -- errors of bodies --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+def test_an_error_of_the_body_has_its_rank(grad: bool) -> None:
+    def fails(v: torch.Tensor) -> torch.Tensor:
+        if fs.axis_index("tp") == 1 and fs.axis_index("dp") == 1:
+            raise ZeroDivisionError("mine")
+        return fs.psum(v, "tp")
+
+    x = torch.zeros(4, requires_grad=grad)
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        fs.shard_map(fails, mesh=Mesh(dp=2, tp=2), in_specs=P(), out_specs=P())(x)
+    assert caught.value.__notes__ == ["on rank 3 (dp=1, tp=1) of a simulated Mesh(dp=2, tp=2)"]
+    frames = [each.name for each in caught.traceback]
+    assert frames.count("fails") == 1, "the traceback is that of the rank"
+
+
+def test_an_error_in_an_inner_body_has_its_rank_once() -> None:
+    def inner(v: torch.Tensor) -> torch.Tensor:
+        if fs.axis_index("y") == 1:
+            raise ZeroDivisionError("mine")
+        return v
+
+    def outer(v: torch.Tensor) -> torch.Tensor:
+        return fs.shard_map(inner, in_specs=P(), out_specs=P())(v)  # type: ignore[no-any-return]
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        fs.shard_map(outer, mesh=MESH, axis_names={"x"}, in_specs=P(), out_specs=P())(X)
+    assert caught.value.__notes__ == ["on rank 1 (x=0, y=1) of a simulated Mesh(x=2, y=3)"]
+
+
+def test_a_branch_that_only_some_ranks_take() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return fs.psum(v, "x") if v.sum() > 0 else v
+
+    mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P(), check=False)
+    with pytest.raises(ShardingError, match="the simulation stands still") as caught:
+        mapped(torch.tensor([1.0, -1.0]))
+    line = body.__code__.co_firstlineno + 1
+    assert f" at {__file__}:{line}" in str(caught.value)
