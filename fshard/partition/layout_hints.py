@@ -18,7 +18,7 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import Call, Meta, map_call, parts_of
+from fshard.ops.core.call import Meta, OpCall, map_call, parts_of
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import rule_of
 from fshard.ops.strategy.axis_roles import factor_sizes, states_of
@@ -69,7 +69,7 @@ def _before(node: fx.Node, wish: PartitionSpec, mesh: Mesh) -> list[tuple[fx.Nod
     return list(zip(operands, _asked(rule, spec, sizes), strict=True))
 
 
-def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
+def call_at(node: fx.Node) -> tuple[OpCall, Rule | None, list[fx.Node]] | None:
     """The call of a node of a traced graph, its rule, and the nodes of its operands.
 
     None for what is no operation on tensors; no rule where none is for it.
@@ -92,7 +92,7 @@ def call_at(node: fx.Node) -> tuple[Call, Rule | None, list[fx.Node]] | None:
         Meta.of(each) if isinstance(each, torch.Tensor) else None
         for each in (value if isinstance(value, list | tuple) else [value])
     )
-    call = Call(node.target, args, kwargs, metas, results)
+    call = OpCall(node.target, args, kwargs, metas, results)
     try:
         return call, rule_of(call), operands
     except ShardingError:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from fshard.layout.partition_spec import REDUCTIONS
-from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Dims, Mode
 
 __all__ = [
@@ -92,7 +92,7 @@ def is_inexact(x: Meta | torch.Tensor | None) -> bool:
     return x is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
-def tensors(call: Call) -> tuple[tuple[int, Meta], ...]:
+def tensors(call: OpCall) -> tuple[tuple[int, Meta], ...]:
     """The operands of a call that have dims, with their places."""
     return tuple((at, meta) for at, meta in enumerate(call.operands) if meta.ndim)
 

@@ -1,4 +1,4 @@
-"""`Call`: one call of an operation with tensors known by shape and dtype alone."""
+"""`OpCall`: one call of an operation with tensors known by shape and dtype alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 
 __all__ = [
-    "READ", "REFUSALS", "Call", "Meta", "Plain", "Results", "argument", "base_name", "dry",
+    "READ", "REFUSALS", "Meta", "OpCall", "Plain", "Results", "argument", "base_name", "dry",
     "fill_call", "map_call", "map_tensors", "meta_results", "name_of", "parts_of", "schema_of",
     "taken_apart", "unseen",
 ]  # fmt: skip
@@ -44,7 +44,7 @@ class Meta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """One call of `op`: arguments with `Meta` in the places of tensors, and what it returns.
 
     `args` and `kwargs` are as given; `operands` are their tensors in order, `results` what comes

@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard._util.errors import did_you_mean, fail
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "register_rule", "row_of", "rows", "version",
 ]  # fmt: skip
 
-Generator = Callable[[Call], Rule | list[Any] | None]
+Generator = Callable[[OpCall], Rule | list[Any] | None]
 G = TypeVar("G", bound=Callable[..., Any])
 
 
@@ -39,7 +39,7 @@ class _Always:
 
     made: Rule
 
-    def __call__(self, call: Call) -> Rule:
+    def __call__(self, call: OpCall) -> Rule:
         return self.made
 
 
@@ -82,7 +82,7 @@ def register_rule(*ops: Any, family: str = USER) -> Callable[[Any], Any]:
     """Give operations a sharding rule: as decorator of a generator, or with a rule's text.
 
     An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
-    that has one, or any Python function of tensors. A generator gets the `Call` and returns a
+    that has one, or any Python function of tensors. A generator gets the `OpCall` and returns a
     `Rule`, a list of acceptable shardings (pairs of results' and operands' states, see
     `acceptable`), or None where it has none for these arguments. The last registration wins.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import REDUCTIONS
-from fshard.ops.core.call import Call, name_of
+from fshard.ops.core.call import OpCall, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 
 __all__ = ["acceptable"]
@@ -20,7 +20,7 @@ __all__ = ["acceptable"]
 Line = tuple[Sequence[Any], Sequence[Any]]
 
 
-def acceptable(call: Call, lines: Sequence[Line]) -> Rule:
+def acceptable(call: OpCall, lines: Sequence[Line]) -> Rule:
     """The rule of a call that takes these shardings: pairs of results' and operands' states.
 
     A state is a dim that is sharded, None for whole, or a reduction; DTensor's placements are
@@ -81,7 +81,7 @@ def _state(given: Any) -> int | str | None:
 
 
 def _problem(
-    call: Call, number: int, states: Sequence[int | str | None],
+    call: OpCall, number: int, states: Sequence[int | str | None],
     factors: Sequence[Sequence[tuple[str, ...]]],
 ) -> Problem | None:  # fmt: skip
     given = f"line {number}: {list(states)}"

@@ -15,7 +15,7 @@ import torch
 
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import Call, Meta, map_call, meta_results
+from fshard.ops.core.call import Meta, OpCall, map_call, meta_results
 from fshard.ops.core.registry import register_decomposition
 from fshard.ops.strategy.axis_roles import Role, State
 from fshard.ops.strategy.local_call import Here, flat, run_local
@@ -147,7 +147,7 @@ def in_lists(
             ins[at] = asked[at] if at in shared else spec
     # PyTorch's own operations on lists have no gradient of what all elements use.
     apart = bool(grad and shared) or any(each.rule.local is not None for each in chosen)
-    call = Call(
+    call = OpCall(
         op, metas, named, tuple(map(Meta.of, specs)),
         tuple(meta for each in chosen for meta in each.call.results),
     )  # fmt: skip
@@ -184,7 +184,11 @@ def _everywhere(spec: Spec, axes: frozenset[str], *, whole: bool = False) -> Spe
 
 
 def _together(
-    call: Call, specs: Sequence[Spec], ins: Sequence[Spec], chosen: Sequence[Strategy], apart: bool
+    call: OpCall,
+    specs: Sequence[Spec],
+    ins: Sequence[Spec],
+    chosen: Sequence[Strategy],
+    apart: bool,
 ) -> Strategy:
     """One strategy of many; its rule is that of the first element, its roles name all."""
     rule = replace(chosen[0].rule, local=_OneByOne(tuple(chosen)) if apart else None)

@@ -14,7 +14,7 @@ from fshard._util.errors import ShardingError, fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import frozen, thawed_call
-from fshard.ops.core.call import Call, Meta, map_call, name_of, parts_of, unseen
+from fshard.ops.core.call import Meta, OpCall, map_call, name_of, parts_of, unseen
 from fshard.ops.core.registry import functional_of, read_by, row_of, version
 from fshard.ops.core.rule import Rule
 from fshard.ops.core.sharding_lists import acceptable
@@ -253,12 +253,12 @@ def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
     return None
 
 
-def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
     """The call of an overload with `Meta` in the places of tensors, results included."""
     return call_and_tree(op, args, kwargs)[0]
 
 
-def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
+def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
     """The call, and the tree of its results with their numbers in the places of tensors.
 
     The operation runs on meta tensors once for arguments of one kind.
@@ -272,18 +272,18 @@ def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 @lru_cache(maxsize=16384)
-def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[Call, Any]:
+def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[OpCall, Any]:
     return _called(op, *thawed_call(args, kwargs))
 
 
-def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
+def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
     functional, kwargs = functional_of(op), read_by(op, kwargs)
     results, tree = results_of(functional, args, kwargs)
     operands = tuple(parts_of((*args, *kwargs.values()), Meta))
-    return Call(functional, args, dict(kwargs), operands, results), tree
+    return OpCall(functional, args, dict(kwargs), operands, results), tree
 
 
-def rule_of(call: Call) -> Rule:
+def rule_of(call: OpCall) -> Rule:
     """The rule of a call; raises `ShardingError` where there is none."""
     row = row_of(call.op)
     made = None if row is None else row.generator(call)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Mode, Rule
 from fshard.ops.propagate.weights import Weight, compute_time, leftover, moving, nbytes, undone
 from fshard.ops.strategy.axis_roles import Role, State, factor_sizes, roles_of, states_of
@@ -43,7 +43,7 @@ class _Option(NamedTuple):
 
 
 def choose(
-    call: Call,
+    call: OpCall,
     tree: Any,
     rule: Rule,
     specs: Sequence[Spec],
@@ -122,7 +122,7 @@ def _best_first(axes: Sequence[list[_Option]]) -> Iterator[tuple[float, tuple[_O
 
 
 def _axes(
-    call: Call,
+    call: OpCall,
     rule: Rule,
     specs: Sequence[Spec],
     topology: Topology,
@@ -211,7 +211,7 @@ def _way(here: _Here, place: int, dst: State) -> Weight | None:
 
 
 def _wished(
-    call: Call, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], wish: PartitionSpec | None
+    call: OpCall, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], wish: PartitionSpec | None
 ) -> dict[str, str]:
     """The factor that each axis cuts where the first result lies as it is wished to."""
     if wish is None or not call.results:

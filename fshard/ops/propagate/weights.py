@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.axis_roles import Role, State
 from fshard.program.cost.model import Traffic, all_reduced, gathered, seconds, swapped
@@ -102,7 +102,7 @@ FLOPS = 400e12
 """Of one device, in products of bfloat16 or float32 on tensor cores: an H100's, as achieved."""
 
 
-def compute_time(topology: Topology, rule: Rule, call: Call, sizes: Mapping[str, int]) -> float:
+def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[str, int]) -> float:
     """Seconds of the whole call on one device: memory's, or multiplications' where there are more.
 
     Every combination of factors is one multiplication where several tensors are contracted.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fshard.ops.core.builders import axes_of, linear, wrap
-from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -32,7 +32,7 @@ aten = torch.ops.aten
     aten.fake_quantize_per_channel_affine_cachemask_backward, aten._standard_gamma_grad,
     family="backward",
 )  # fmt: skip
-def elementwise(call: Call) -> Rule | None:
+def elementwise(call: OpCall) -> Rule | None:
     """Every element alone; what has another shape (a kernel's buffer) is not cut."""
     whole = _whole_dims(call)
     shape = call.operands[0].shape
@@ -51,7 +51,7 @@ def elementwise(call: Call) -> Rule | None:
     return Rule(tuple(map(same, call.operands)), results, kinds, modes=modes, local=Parts())
 
 
-def _whole_dims(call: Call) -> tuple[int, ...]:
+def _whole_dims(call: OpCall) -> tuple[int, ...]:
     if not call.has("dim"):
         return ()
     given, ndim = call.get("dim"), call.operands[0].ndim
@@ -62,7 +62,7 @@ def _whole_dims(call: Call) -> tuple[int, ...]:
 
 
 @register_rule(aten.cummaxmin_backward, aten.cumprod_backward, family="backward")
-def per_dim(call: Call) -> Rule:
+def per_dim(call: OpCall) -> Rule:
     """Dims other than `dim` pass, on all tensors."""
     ndim = call.operands[0].ndim
     dim, every = wrap(call.get("dim"), ndim), letters(ndim)
@@ -71,7 +71,7 @@ def per_dim(call: Call) -> Rule:
 
 
 @register_rule(aten.value_selecting_reduction_backward, family="backward")
-def selected_backward(call: Call) -> Rule:
+def selected_backward(call: OpCall) -> Rule:
     """A value's gradient goes to where it was found along `dim`."""
     made = call.results[0]
     assert made is not None
@@ -83,7 +83,7 @@ def selected_backward(call: Call) -> Rule:
 
 
 @register_rule(aten.index_select_backward, family="backward")
-def index_select_backward(call: Call) -> Rule:
+def index_select_backward(call: OpCall) -> Rule:
     """Indices are summed into the rows that they name; other dims pass."""
     grad = call.operands[0]
     dim, every = wrap(call.get("dim"), grad.ndim), letters(grad.ndim, "i")
@@ -94,7 +94,7 @@ def index_select_backward(call: Call) -> Rule:
 
 
 @register_rule(aten.gather_backward, family="backward")
-def gather_backward(call: Call) -> Rule:
+def gather_backward(call: OpCall) -> Rule:
     """Dims other than the gathered one pass where the index is as long as the tensor."""
     x, index = call.operands[1], call.operands[-1]
     dim, every = wrap(call.get("dim"), x.ndim), letters(x.ndim)
@@ -105,14 +105,14 @@ def gather_backward(call: Call) -> Rule:
 
 
 @register_rule(aten.masked_select_backward, aten.masked_scatter_backward, family="backward")
-def whole_backward(call: Call) -> Rule:
+def whole_backward(call: OpCall) -> Rule:
     """What a mask selects lies in one row: nothing of it can be cut."""
     made = tuple(untouched(each) for each in call.results if each is not None)
     return Rule(tuple(map(untouched, call.operands)), made, modes=linear(0))
 
 
 @register_rule(aten.trace_backward, family="backward")
-def trace_backward(call: Call) -> Rule:
+def trace_backward(call: OpCall) -> Rule:
     """A number spread along a diagonal."""
     return Rule(((),), (((), ()),), modes=linear(0))
 
@@ -121,7 +121,7 @@ def trace_backward(call: Call) -> Rule:
 
 
 @register_rule(aten._cdist_backward, family="backward")
-def cdist_backward(call: Call) -> Rule:
+def cdist_backward(call: OpCall) -> Rule:
     """`bpq,bpk,bqk,bpq->bpk`: the distances are known, so that the width passes too."""
     grad, a, b, found = call.operands
     batch = letters(grad.ndim - 2, "pqk")
@@ -132,7 +132,7 @@ def cdist_backward(call: Call) -> Rule:
 
 
 @register_rule(aten._pdist_backward, family="backward")
-def pdist_backward(call: Call) -> Rule:
+def pdist_backward(call: OpCall) -> Rule:
     """The width passes; all pairs of rows are in one vector."""
     rows: Dims = ((), ("k",))
     return Rule((((),), rows, ((),)), (rows,), modes=linear(0), local=Parts())

@@ -14,7 +14,7 @@ from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
 from fshard.ops.core.builders import is_inexact
-from fshard.ops.core.call import Call, Meta, name_of
+from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 
 __all__ = ["Role", "State", "factor_sizes", "roles_of", "states_of"]
@@ -100,7 +100,7 @@ def _roles(
     return tuple(role for role in roles if _exists(role, operands, results))
 
 
-def roles_of(rule: Rule, call: Call, *, grad: bool) -> tuple[Role, ...]:
+def roles_of(rule: Rule, call: OpCall, *, grad: bool) -> tuple[Role, ...]:
     """Every role that the rule has for an axis; the last one, all invariant, always exists."""
     return _roles(rule, call.operands, call.results, grad)
 
@@ -162,7 +162,7 @@ def _can_lack(kind: str, dtype: torch.dtype) -> bool:
     return not state_problems((("x", kind),), (), dtype)
 
 
-def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
+def factor_sizes(rule: Rule, call: OpCall) -> dict[str, int]:
     """The length of every factor, from the dims that it is alone on, and by division.
 
     Raises `ShardingError` where the rule does not fit the shapes.
@@ -203,7 +203,7 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     return sizes
 
 
-def _where(rule: Rule, call: Call) -> str:
+def _where(rule: Rule, call: OpCall) -> str:
     return f"the rule of {name_of(call.op)}: {rule}"
 
 

@@ -13,7 +13,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec
 from fshard.layout.validation import mixed_kinds
-from fshard.ops.core.call import Call, Meta, name_of
+from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.strategy.axis_roles import Role, State
 from fshard.plan.redistribute import redistribute
@@ -36,7 +36,7 @@ class Strategy:
 
     op: Any
     rule: Rule
-    call: Call = field(repr=False)
+    call: OpCall = field(repr=False)
     roles: tuple[tuple[str, Role], ...]
     sources: tuple[Spec, ...]
     in_specs: tuple[Spec, ...]
@@ -112,7 +112,7 @@ class Layouts:
 
     def __init__(
         self,
-        call: Call,
+        call: OpCall,
         rule: Rule,
         mesh: Mesh,
         sources: Sequence[Spec],

@@ -18,7 +18,7 @@ import fshard as fs
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
-from fshard.ops.core.call import Call, Meta, fill_call, map_call
+from fshard.ops.core.call import Meta, OpCall, fill_call, map_call
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import call_and_tree, overload_of, rule_of
 from fshard.ops.strategy.axis_roles import Role, factor_sizes, roles_of
@@ -33,7 +33,7 @@ TWO_AXES = Mesh(x=2, y=3)
 
 def call_with(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Call, Rule, Any, list[torch.Tensor]]:
+) -> tuple[OpCall, Rule, Any, list[torch.Tensor]]:
     """The call of `op` on real tensors, its rule, the tree of its results, and the tensors."""
     as_meta = lambda t: Meta(tuple(t.shape), t.dtype)  # noqa: E731
     metas, named = map_call(args, kwargs, torch.Tensor, as_meta)
@@ -51,7 +51,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def strategies(
-    call: Call, rule: Rule, tree: Any, mesh: Mesh, *, grad: bool, skew: bool = False
+    call: OpCall, rule: Rule, tree: Any, mesh: Mesh, *, grad: bool, skew: bool = False
 ) -> Iterator[Strategy]:
     """One strategy for every choice of roles of the mesh's axes; with `skew` unequal shards."""
     lengths = factor_sizes(rule, call)

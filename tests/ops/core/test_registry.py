@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import Mesh, P, Spec
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from tests.helpers.ops.op_checks import check_call
 
 MESH = Mesh(x=2)
@@ -43,7 +43,7 @@ def test_an_operation_of_ones_own_takes_a_text() -> None:
 def test_lists_of_acceptable_shardings(states: tuple[Any, ...]) -> None:
     rows, columns, whole, summed = states
 
-    def lines(call: Call) -> list[Any]:
+    def lines(call: OpCall) -> list[Any]:
         return [
             ([rows], [rows, whole]),
             ([columns], [columns, columns]),

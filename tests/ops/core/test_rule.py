@@ -13,7 +13,7 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Mode, Rule, Slice, rule
 from fshard.ops.strategy.axis_roles import (
     INVARIANT,
@@ -31,9 +31,9 @@ F64, I64, BOOL = torch.float64, torch.int64, torch.bool
 
 
 def call(rule: Rule, *shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...],
-         dtype: torch.dtype = F64) -> Call:  # fmt: skip
+         dtype: torch.dtype = F64) -> OpCall:  # fmt: skip
     operands = tuple(Meta(shape, dtype) for shape in shapes)
-    return Call("an op", (), {}, operands, tuple(Meta(shape, dtype) for shape in results))
+    return OpCall("an op", (), {}, operands, tuple(Meta(shape, dtype) for shape in results))
 
 
 def said(make: Callable[[], object]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from fshard.layout.spec import Spec
 from fshard.ops.core.builders import is_inexact, linear
-from fshard.ops.core.call import Call, Meta, argument, map_tensors
+from fshard.ops.core.call import Meta, OpCall, argument, map_tensors
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.strategy.local_call import Here, LocalCall, Rewritten, with_argument
 
@@ -69,7 +69,7 @@ def trailing(text: str, ndim: int) -> Dims:
     return dims_of_text(text[len(text) - ndim :])
 
 
-def are_apart(call: Call, at: int, size: int, kernel: int) -> bool:
+def are_apart(call: OpCall, at: int, size: int, kernel: int) -> bool:
     """Whether windows of `kernel` along the spatial dim `at` lie one beside the other.
 
     Then all of a dim of `size` is read, every element by one window. Reads the arguments stride,
@@ -115,7 +115,7 @@ def fitted(operands: Sequence[Dims], metas: Sequence[Meta]) -> tuple[Dims, ...]:
 
 
 def contracted(
-    call: Call,
+    call: OpCall,
     operands: Sequence[Dims],
     result: Dims,
     *,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fshard.ops.core.builders import axes_of, is_inexact, linear, moved
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.contraction.einsum_helpers import Parts, dims_of_text, letters, named
@@ -25,7 +25,7 @@ OF_ONE_TENSOR = """
 
 
 @register_rule(*named(OF_ONE_TENSOR), prims.fft_c2c, prims.fft_r2c, prims.fft_c2r, family="fft")
-def transformed(call: Call) -> Rule:
+def transformed(call: OpCall) -> Rule:
     """Dims that are not transformed pass."""
     ndim, given = call.operands[0].ndim, call.get("dim")
     sizes = call.get("s") if call.has("s") else None
@@ -42,7 +42,7 @@ def transformed(call: Call) -> Rule:
 
 
 @register_rule(aten.fft_fftshift, aten.fft_ifftshift, family="fft")
-def shifted(call: Call) -> Rule:
+def shifted(call: OpCall) -> Rule:
     """Halves of dims exchanged: only elements move along them."""
     ndim = call.operands[0].ndim
     every = letters(ndim)
@@ -53,7 +53,7 @@ def shifted(call: Call) -> Rule:
 
 
 @register_rule(aten.stft, family="fft")
-def stft(call: Call) -> Rule:
+def stft(call: OpCall) -> Rule:
     """Transforms of overlapping windows of signals: linear in them, and in the window."""
     made = call.results[0]
     assert made is not None
@@ -64,7 +64,7 @@ def stft(call: Call) -> Rule:
 
 
 @register_rule(aten.istft, family="fft")
-def istft(call: Call) -> Rule:
+def istft(call: OpCall) -> Rule:
     """Signals put together of windows: linear in the transforms, which the window divides."""
     x, made = call.operands[0], call.results[0]
     assert made is not None

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from fshard.ops.core.builders import linear
-from fshard.ops.core.call import Call, Meta, base_name, schema_of
+from fshard.ops.core.call import Meta, OpCall, base_name, schema_of
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -43,7 +43,7 @@ OF_VECTORS = frozenset(("LU_pivots", "pivots", "tau", "input2"))
 OF_NUMBERS = frozenset(("atol", "rtol", "tol", "rcond"))
 
 
-def batched(call: Call, cores: Mapping[str, int] = MappingProxyType({})) -> Rule:
+def batched(call: OpCall, cores: Mapping[str, int] = MappingProxyType({})) -> Rule:
     """Dims before the last ones pass, which are two, or as many as `cores` says by argument."""
     ranks = [cores.get(name, 2) for name in names_of(call)]
     lead = [max(meta.ndim - rank, 0) for meta, rank in zip(call.operands, ranks, strict=True)]
@@ -66,13 +66,13 @@ def _made(meta: Meta, batch: str) -> Dims:
     return dims_of_text(batch) + ((),) * (meta.ndim - len(batch))
 
 
-def names_of(call: Call) -> list[str]:
+def names_of(call: OpCall) -> list[str]:
     """The names of the arguments that are tensors."""
     return [each.name for each in schema_of(call.op) if call.place(each.name) is not None]
 
 
 @register_rule(*named(FACTORED), torch.ops.prims.svd, family="linalg")
-def factored(call: Call) -> Rule:
+def factored(call: OpCall) -> Rule:
     """A factorization or a function of every matrix of a batch."""
     name = call.op._schema.name
     cores = dict.fromkeys(OF_VECTORS, 1) | dict.fromkeys(OF_NUMBERS, 0)
@@ -82,7 +82,7 @@ def factored(call: Call) -> Rule:
 
 
 @register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve, family="linalg")
-def unbatched(call: Call) -> Rule:
+def unbatched(call: OpCall) -> Rule:
     """One matrix made of a whole tensor."""
     made = tuple(None if each is None else untouched(each) for each in call.results)
     solves = base_name(call.op) == "linalg_tensorsolve"
@@ -90,7 +90,7 @@ def unbatched(call: Call) -> Rule:
 
 
 @register_rule(aten._linalg_check_errors, family="linalg")
-def checked(call: Call) -> Rule:
+def checked(call: OpCall) -> Rule:
     """Every matrix's code of failure is looked at; nothing is returned."""
     return Rule((dims_of_text(letters(call.operands[0].ndim)),), (None,))
 
@@ -108,7 +108,7 @@ SIDES = {
 
 
 @register_rule(*named(" ".join(SIDES)), family="linalg")
-def solving(call: Call) -> Rule:
+def solving(call: OpCall) -> Rule:
     """`bij,bjk->bik`: columns of the right-hand side are solved alone, linear in it."""
     name = base_name(call.op)
     matrix, side = SIDES[name]

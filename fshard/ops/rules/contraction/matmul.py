@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from fshard.ops.core.builders import wrap
-from fshard.ops.core.call import Call, Meta, base_name
+from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -35,7 +35,7 @@ aten = torch.ops.aten
     aten.matmul, aten.linalg_matmul, aten.mm, aten.bmm, aten.mv, aten.dot, aten.vdot, aten._int_mm,
     family="matmul",
 )  # fmt: skip
-def matmul(call: Call) -> Rule:
+def matmul(call: OpCall) -> Rule:
     """Products of vectors, matrices and batches of these, which broadcast: `bik,bkj->bij`."""
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim, 2) - 2, "ijk")
@@ -57,7 +57,7 @@ SUMS = {
 
 
 @register_rule(*(getattr(aten, name) for name in SUMS), family="matmul")
-def product_added(call: Call) -> Rule:
+def product_added(call: OpCall) -> Rule:
     """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
     made, a, b = SUMS[base_name(call.op).rstrip("_")]
     dims = (trailing(made, call.operands[0].ndim), dims_of_text(a), dims_of_text(b))
@@ -68,14 +68,14 @@ def product_added(call: Call) -> Rule:
 
 
 @register_rule(aten._addmm_activation, family="matmul")
-def activated(call: Call) -> Rule:
+def activated(call: OpCall) -> Rule:
     """A product with something added, and a function of that: the contraction is needed whole."""
     dims = (trailing("ij", call.operands[0].ndim), dims_of_text("ik"), dims_of_text("kj"))
     return Rule(fitted(dims, call.operands), (dims_of_text("ij"),), whole=frozenset("k"))
 
 
 @register_rule(aten.linear, family="matmul")
-def linear_layer(call: Call) -> Rule:
+def linear_layer(call: OpCall) -> Rule:
     """`x @ weight.T + bias`: the bias is counted once."""
     x, weight = call.operands[:2]
     batch = letters(x.ndim - 1, "jk")
@@ -86,7 +86,7 @@ def linear_layer(call: Call) -> Rule:
 
 
 @register_rule(aten.bilinear, family="matmul")
-def bilinear(call: Call) -> Rule:
+def bilinear(call: OpCall) -> Rule:
     """`x1 @ weight[o] @ x2 + bias`, for every output."""
     batch = letters(call.operands[0].ndim - 1, "ijo")
     operands = [dims_of_text(batch + "i"), dims_of_text(batch + "j"), dims_of_text("oij")]
@@ -97,7 +97,7 @@ def bilinear(call: Call) -> Rule:
 
 
 @register_rule(aten._trilinear, family="matmul")
-def trilinear(call: Call) -> Rule:
+def trilinear(call: OpCall) -> Rule:
     """Three tensors, unsqueezed at the `expand` dims, multiplied and summed over `sumdim`."""
     total = call.operands[0].ndim + len(call.get("expand1"))
     every = letters(total)
@@ -111,13 +111,13 @@ def trilinear(call: Call) -> Rule:
 
 
 @register_rule(aten.outer, aten.ger, family="matmul")
-def outer(call: Call) -> Rule:
+def outer(call: OpCall) -> Rule:
     """Every product of two vectors' elements."""
     return contracted(call, (dims_of_text("i"), dims_of_text("j")), dims_of_text("ij"))
 
 
 @register_rule(aten.inner, family="matmul")
-def inner(call: Call) -> Rule:
+def inner(call: OpCall) -> Rule:
     """Products over the last dims; with a number, a product by it."""
     a, b = call.operands
     if not (a.ndim and b.ndim):
@@ -130,7 +130,7 @@ def inner(call: Call) -> Rule:
 
 
 @register_rule(aten.tensordot, family="matmul")
-def tensordot(call: Call) -> Rule:
+def tensordot(call: OpCall) -> Rule:
     """Products summed over pairs of dims."""
     a, b = call.operands
     over = [wrap(dim, a.ndim) for dim in call.get("dims_self")]
@@ -144,7 +144,7 @@ def tensordot(call: Call) -> Rule:
 
 
 @register_rule(aten.kron, family="matmul")
-def kron(call: Call) -> Rule:
+def kron(call: OpCall) -> Rule:
     """Every dim of the result is a product of one of each operand: `ab,cd->(ac)(bd)`."""
     a, b = call.operands
     every = letters(a.ndim + b.ndim)
@@ -156,7 +156,7 @@ def kron(call: Call) -> Rule:
 
 
 @register_rule(aten.linalg_multi_dot, aten.chain_matmul, family="matmul")
-def chain(call: Call) -> Rule:
+def chain(call: OpCall) -> Rule:
     """A product of many matrices, of which the first and the last may be vectors."""
     every = letters(len(call.operands) + 1)
     last = len(call.operands) - 1
@@ -174,7 +174,7 @@ def chain(call: Call) -> Rule:
 
 
 @register_rule(aten.einsum, family="matmul")
-def einsum(call: Call) -> Rule:
+def einsum(call: OpCall) -> Rule:
     """Factors are the letters of the equation; those twice in one operand are needed whole."""
     left, arrow, right = call.get("equation").replace(" ", "").partition("->")
     texts = left.split(",")
@@ -210,7 +210,7 @@ def _spelled(text: str, free: str, ndim: int | None) -> str:
 
 
 @register_rule(aten.linalg_vecdot, family="matmul")
-def vecdot(call: Call) -> Rule:
+def vecdot(call: OpCall) -> Rule:
     """Products summed along one dim of two tensors that broadcast."""
     a, b = call.operands
     ndim = max(a.ndim, b.ndim)
@@ -220,7 +220,7 @@ def vecdot(call: Call) -> Rule:
 
 
 @register_rule(aten.cross, aten.linalg_cross, family="matmul")
-def cross(call: Call) -> Rule:
+def cross(call: OpCall) -> Rule:
     """Products of vectors of three along a dim, which is needed whole."""
     a, b = call.operands
     ndim, dim = max(a.ndim, b.ndim), call.get("dim")
@@ -238,7 +238,7 @@ def _broadcast(*metas: Meta) -> tuple[int, ...]:
 
 
 @register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist, family="matmul")
-def cdist(call: Call) -> Rule:
+def cdist(call: OpCall) -> Rule:
     """The distances of all pairs of rows: differences sum up where the power is 1 or 0."""
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim) - 2, "pqk")
@@ -247,12 +247,12 @@ def cdist(call: Call) -> Rule:
 
 
 @register_rule(aten.pdist, aten._pdist_forward, family="matmul")
-def pdist(call: Call) -> Rule:
+def pdist(call: OpCall) -> Rule:
     """The distances of the pairs of rows of one matrix."""
     return _distances(call, (((), ("k",)),), ((),), "k")
 
 
-def _distances(call: Call, dims: Sequence[Dims], made: Dims, over: str) -> Rule:
+def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rule:
     """Sums of differences' powers are cut where the root is none, maxima without gradients."""
     power = float(call.get("p")) if call.has("p") else 2.0
     kind = {0.0: "sum", 1.0: "sum", float("inf"): "max"}.get(power)
@@ -269,7 +269,7 @@ def _distances(call: Call, dims: Sequence[Dims], made: Dims, over: str) -> Rule:
 
 
 @register_rule(aten._grouped_mm, family="matmul")
-def grouped(call: Call) -> Rule | None:
+def grouped(call: OpCall) -> Rule | None:
     """Products of groups of rows or columns, whose ends `offs` says, or of batches."""
     if call.place("bias") is not None:
         return None

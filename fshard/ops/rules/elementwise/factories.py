@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fshard.ops.core.builders import unmoved
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.view.view_factors import letters
@@ -16,7 +16,7 @@ __all__ = ["alike", "anew"]
 
 @register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
                "prims::full_like", family="factories")  # fmt: skip
-def alike(call: Call) -> Rule:
+def alike(call: OpCall) -> Rule:
     """Lies as the operand does; where that is unreduced it is the same on every rank."""
     own: Dims = tuple((name,) for name in letters(call.operands[0].ndim))
     return Rule((own,), (own,), modes=unmoved(0))
@@ -31,7 +31,7 @@ TOLD = """
 
 
 @register_rule(*TOLD.split(), family="factories")
-def told(call: Call) -> Rule:
+def told(call: OpCall) -> Rule:
     """What shapes and dtypes tell, of whole tensors however they lie."""
     places = range(len(call.operands))
     return Rule(tuple(((),) * each.ndim for each in call.operands), (None,) * len(call.results),
@@ -43,7 +43,7 @@ def _nothing(op: Any, args: Any, kwargs: Any, here: Here) -> None:
 
 
 @register_rule("_assert_async.default", "_assert_async.msg", family="factories")
-def asserted(call: Call) -> Rule:
+def asserted(call: OpCall) -> Rule:
     """Every rank asserts the same."""
     return Rule(((),), (None,))
 
@@ -57,13 +57,13 @@ def asserted(call: Call) -> Rule:
     "prims::item",
     family="factories",
 )
-def number(call: Call) -> Rule:
+def number(call: OpCall) -> Rule:
     """A number of Python's is of whole tensors, never of a rank's part or addend."""
     return Rule(tuple(((),) * each.ndim for each in call.operands), ())
 
 
 @register_rule("linspace", "logspace", family="factories")
-def between(call: Call) -> Rule:
+def between(call: OpCall) -> Rule:
     """Numbers between two ends, of which a tensor has one at least; all ranks make all."""
     return Rule(((),) * len(call.operands), (((),),))
 
@@ -71,7 +71,7 @@ def between(call: Call) -> Rule:
 @register_rule(
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", family="factories"
 )
-def anew(call: Call) -> Rule:
+def anew(call: OpCall) -> Rule:
     """Of the operand's shape it lies as the operand does; of another shape it is whole."""
     result = call.results[0]
     assert result is not None

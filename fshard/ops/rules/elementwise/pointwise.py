@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fshard.ops.core.builders import aligned, dims_of
-from fshard.ops.core.call import Call, Meta
+from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.elementwise.unreduced import CASTS, SAME, modes_of
@@ -21,7 +21,7 @@ from fshard.ops.strategy.local_call import Here
 __all__ = ["pointwise"]
 
 
-def pointwise(call: Call) -> Rule:
+def pointwise(call: OpCall) -> Rule:
     """One factor for every dim of the result, on all operands that do not broadcast there."""
     results = tuple(_result_dims(each) for each in call.results)
     widest = max((each for each in call.results if each is not None), key=lambda m: m.ndim)
@@ -112,7 +112,7 @@ register_rule(*_tagged(), *_listed(), family="pointwise")(pointwise)
 
 
 @register_rule("to.other", "type_as", family="pointwise")
-def as_other(call: Call) -> Rule:
+def as_other(call: OpCall) -> Rule:
     """The second tensor gives its dtype alone."""
     own = dims_of(call.operands[0].ndim)
     other = ((),) * call.operands[1].ndim
@@ -120,7 +120,7 @@ def as_other(call: Call) -> Rule:
 
 
 @register_rule("prelu", family="pointwise")
-def prelu(call: Call) -> Rule:
+def prelu(call: OpCall) -> Rule:
     """A weight of all elements, or one for every channel: the second dim."""
     x, weight = call.operands
     own = dims_of(x.ndim)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from fshard._util.errors import fail
 from fshard.ops.core.builders import aligned, dims_of, unmoved
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.prng.draw_ops import DRAWN
@@ -30,7 +30,7 @@ KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the 
 
 
 @register_rule(*(f"fshard::{name}" for name in DRAWN), family="random")
-def drawn(call: Call) -> Rule:
+def drawn(call: OpCall) -> Rule:
     """Every dim can be cut on every axis: a rank draws its part. It lies as what it is to be like.
 
     Several keys make as many tensors, so their dims come first; one of size 1 of what it is to be
@@ -57,14 +57,14 @@ def _part(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -
 
 
 @register_rule("fshard::split", family="random")
-def split(call: Call) -> Rule:
+def split(call: OpCall) -> Rule:
     """Of a key all that follow, on every rank."""
     keys = dims_of(call.operands[0].ndim - 1)
     return Rule(((*keys, ()),), ((*keys, (), ()),))
 
 
 @register_rule("fshard::fold_in", family="random")
-def folded(call: Call) -> Rule:
+def folded(call: OpCall) -> Rule:
     """Keys and numbers broadcast; the words of a key stay together."""
     key, *data = call.operands
     made = call.results[0]
@@ -80,7 +80,7 @@ def folded(call: Call) -> Rule:
 # -- by a generator ---------------------------------------------------------------------------
 
 
-def _refused(call: Call, instead: str) -> NoReturn:
+def _refused(call: OpCall, instead: str) -> NoReturn:
     given = ", ".join(
         f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in call.operands
     )
@@ -89,7 +89,7 @@ def _refused(call: Call, instead: str) -> NoReturn:
          instead)  # fmt: skip
 
 
-def _dropout(call: Call) -> Rule:
+def _dropout(call: OpCall) -> Rule:
     """Off, a dropout is the identity: every dim passes."""
     p, train = call.get("p"), call.get("train")
     if p and train is not False:
@@ -118,7 +118,7 @@ DROPOUTS = """
 register_rule(*DROPOUTS, family="random")(_dropout)
 
 
-def _mixed(call: Call) -> Rule:
+def _mixed(call: OpCall) -> Rule:
     """Off, a leaky rectifier of one slope for all elements: every dim passes."""
     if call.get("training"):
         _refused(call, f"fs.random.uniform(key, spec) draws slopes; {KEYED}; training=False has "
@@ -145,7 +145,7 @@ UNKEYED = "poisson binomial _standard_gamma _sample_dirichlet _fused_dropout"
 
 
 def _draws(instead: str, names: str) -> None:
-    def refuse(call: Call) -> Rule:
+    def refuse(call: OpCall) -> Rule:
         _refused(call, instead)
 
     register_rule(*names.split(), family="random")(refuse)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import is_inexact, kinds, linear, moved, unmoved
-from fshard.ops.core.call import Call, Meta, base_name
+from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Mode
 
 __all__ = ["modes_of"]
@@ -55,7 +55,7 @@ CASTS = _words("""
 """)
 
 
-def modes_of(call: Call) -> Modes:
+def modes_of(call: OpCall) -> Modes:
     """The unreduced operands that a call on single elements passes."""
     name = base_name(call.op).rstrip("_").removeprefix("special_")
     n, results = len(call.operands), len(call.results)
@@ -88,14 +88,14 @@ def _falls(name: str, dtype: torch.dtype) -> bool:
 # -- arithmetic ----------------------------------------------------------------------------
 
 
-def _alike(call: Call, *places: int) -> bool:
+def _alike(call: OpCall, *places: int) -> bool:
     """Whether sums of these operands are sums of the result: integers wrap in their own size."""
     result = call.results[0]
     assert result is not None
     return is_inexact(result) or all(call.operands[at].dtype == result.dtype for at in places)
 
 
-def _added(call: Call) -> Modes:
+def _added(call: OpCall) -> Modes:
     """Sums are linear in both operands together; a constant shifts averages and extremes."""
     n = len(call.operands)
     both = linear((0, 1)) if n == 2 and _alike(call, 0, 1) else ()
@@ -105,7 +105,7 @@ def _added(call: Call) -> Modes:
     return both + alone + (_shifted(call) if n == 1 else ())
 
 
-def _shifted(call: Call) -> Modes:
+def _shifted(call: OpCall) -> Modes:
     """A tensor and a number: of numbers subtracted from one the larger is the smaller."""
     name = base_name(call.op)
     number, tensor = _scalar(call), call.operands[0]
@@ -118,7 +118,7 @@ def _shifted(call: Call) -> Modes:
     return kinds(0, FALLING if falls else RISING)
 
 
-def _scalar(call: Call) -> Any:
+def _scalar(call: OpCall) -> Any:
     """The number among the first two arguments; None where there is none."""
     given = (*call.args, *call.kwargs.values())
     return next((each for each in given[:2] if not isinstance(each, Meta)), None)
@@ -128,13 +128,13 @@ def _is_finite(number: Any) -> bool:
     return isinstance(number, int | float) and math.isfinite(number)
 
 
-def _multiplied(call: Call) -> Modes:
+def _multiplied(call: OpCall) -> Modes:
     """Linear in each operand; a number keeps or turns around the order."""
     places = [at for at in range(len(call.operands)) if _alike(call, at)]
     return linear(*places) + _scaled(call)
 
 
-def _scaled(call: Call) -> Modes:
+def _scaled(call: OpCall) -> Modes:
     number, tensor = _scalar(call), call.operands[0]
     if len(call.operands) > 1 or not is_inexact(tensor) or tensor.dtype.is_complex:
         return ()
@@ -143,7 +143,7 @@ def _scaled(call: Call) -> Modes:
     return kinds(0, RISING if number > 0 else FALLING)
 
 
-def _divided(call: Call) -> Modes:
+def _divided(call: OpCall) -> Modes:
     """Linear in what is divided."""
     whole = call.has("rounding_mode") and call.get("rounding_mode") is not None
     if whole or not is_inexact(call.results[0]) or not isinstance(call.args[0], Meta):
@@ -151,24 +151,24 @@ def _divided(call: Call) -> Modes:
     return linear(0) + _scaled(call)
 
 
-def _product_added(call: Call) -> Modes:
+def _product_added(call: OpCall) -> Modes:
     """`self + t1 * t2`: linear in the first together with one of the factors."""
     exact = not is_inexact(call.results[0])
     both = linear((0, 1), (0, 2)) if _alike(call, 0, 1, 2) else ()
     return both if exact else both + tuple(m for at in range(3) for m in linear(at, affine=True))
 
 
-def _quotient_added(call: Call) -> Modes:
+def _quotient_added(call: OpCall) -> Modes:
     return linear((0, 1)) + linear(0, affine=True) + linear(1, affine=True)
 
 
-def _interpolated(call: Call) -> Modes:
+def _interpolated(call: OpCall) -> Modes:
     """Linear in both ends together, affine in each, and in weights."""
     places = range(len(call.operands))
     return linear((0, 1)) + tuple(m for at in places for m in linear(at, affine=True))
 
 
-def _paired(call: Call) -> Modes:
+def _paired(call: OpCall) -> Modes:
     """Real and imaginary parts: linear in both together, affine in each."""
     return linear((0, 1)) + linear(0, affine=True) + linear(1, affine=True)
 
@@ -184,7 +184,7 @@ def _beside(place: int, constant: Any) -> Modes:
     return kinds(place, {kind: kind for kind in passing})
 
 
-def _where(call: Call) -> Modes:
+def _where(call: OpCall) -> Modes:
     if len(call.operands) == 3:
         return moved(1, 2) + _beside(1, None) + _beside(2, None)
     if len(call.operands) == 2:
@@ -192,24 +192,24 @@ def _where(call: Call) -> Modes:
     return ()
 
 
-def _masked(call: Call) -> Modes:
+def _masked(call: OpCall) -> Modes:
     if len(call.operands) == 2:
         return _beside(0, call.get("value"))
     return moved(0, 2) + _beside(0, None) + _beside(2, None)
 
 
-def _extreme(kind: str) -> Callable[[Call], Modes]:
-    def both(call: Call) -> Modes:
+def _extreme(kind: str) -> Callable[[OpCall], Modes]:
+    def both(call: OpCall) -> Modes:
         alone = tuple(mode for at in range(len(call.operands)) for mode in kinds(at, RISING))
         return alone + ((Mode((0, 1), kind, (kind,)),) if len(call.operands) == 2 else ())
 
     return both
 
 
-def _logical(kind: str) -> Callable[[Call], Modes]:
+def _logical(kind: str) -> Callable[[OpCall], Modes]:
     """Of booleans `or` is a maximum and `and` a minimum."""
 
-    def both(call: Call) -> Modes:
+    def both(call: OpCall) -> Modes:
         if any(each.dtype != torch.bool for each in call.operands):
             return ()
         return _extreme(kind)(call)
@@ -234,40 +234,40 @@ def _cast(source: Meta, made: Meta | None, place: int) -> Modes:
     return rises + (linear(place) if wide > 1e38 or wide >= torch.finfo(source.dtype).max else ())
 
 
-def _overwritten(call: Call) -> Modes:
+def _overwritten(call: OpCall) -> Modes:
     """What is written over does not matter; what is written is moved, and cast."""
     written = _cast(call.operands[1], call.results[0], 1) if len(call.operands) > 1 else ()
     return unmoved(0) + written
 
 
-def _absolute(call: Call) -> Modes:
+def _absolute(call: OpCall) -> Modes:
     return kinds(0, {"product": "product"})
 
 
-def _leaky(call: Call) -> Modes:
+def _leaky(call: OpCall) -> Modes:
     return kinds(0, RISING) if call.get("negative_slope") > 0 else ()
 
 
-def _elu(call: Call) -> Modes:
+def _elu(call: OpCall) -> Modes:
     rises = all(call.get(name) > 0 for name in ("alpha", "scale", "input_scale"))
     return kinds(0, RISING) if rises else ()
 
 
-def _shrunk(call: Call) -> Modes:
+def _shrunk(call: OpCall) -> Modes:
     return kinds(0, RISING) if call.get("lambd") >= 0 else ()
 
 
-def _threshold(call: Call) -> Modes:
+def _threshold(call: OpCall) -> Modes:
     return kinds(0, RISING) if call.get("value") <= call.get("threshold") else ()
 
 
-def _compared(first: str, second: str) -> Callable[[Call], Modes]:
+def _compared(first: str, second: str) -> Callable[[OpCall], Modes]:
     """Comparisons that are true where they are of all candidates, and false of what is no number.
 
     Of the least of all, or of the greatest; true where any candidate's is, they are not of NaN.
     """
 
-    def both(call: Call) -> Modes:
+    def both(call: OpCall) -> Modes:
         sides = zip((first, second), range(len(call.operands)), strict=False)
         return tuple(mode for kind, at in sides for mode in kinds(at, {kind: "min"}))
 
@@ -275,8 +275,8 @@ def _compared(first: str, second: str) -> Callable[[Call], Modes]:
 
 
 def _names(
-    words: str, modes: Callable[[Call], Modes]
-) -> Iterable[tuple[str, Callable[[Call], Modes]]]:
+    words: str, modes: Callable[[OpCall], Modes]
+) -> Iterable[tuple[str, Callable[[OpCall], Modes]]]:
     return ((word, modes) for word in words.split())
 
 

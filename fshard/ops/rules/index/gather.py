@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import aligned, dims_of, wrap
-from fshard.ops.core.call import Call, Meta, argument
+from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.local_indices import (
@@ -34,7 +34,7 @@ from fshard.ops.strategy.local_call import Here, with_argument
 __all__ = ["Looked", "broadcast_shape", "index_dims", "whole"]
 
 
-def whole(call: Call) -> Rule:
+def whole(call: OpCall) -> Rule:
     """A rule without factors: everything is needed whole."""
     operands: tuple[Dims, ...] = tuple(((),) * each.ndim for each in call.operands)
     return Rule(operands, tuple(None if m is None else ((),) * m.ndim for m in call.results))
@@ -75,7 +75,7 @@ class Looked:
 # -- gather and index_select ------------------------------------------------------------------
 
 
-def _gather(call: Call) -> Rule:
+def _gather(call: OpCall) -> Rule:
     """Dims beside the gathered one pass where both have the same size."""
     x, index = call.operands
     dim = wrap(call.get("dim"), x.ndim)
@@ -90,12 +90,12 @@ def _gather(call: Call) -> Rule:
     return replace(made, grad=frozenset(made.factors)) if call.get("sparse_grad") else made
 
 
-def _selected(call: Call) -> Rule:
+def _selected(call: OpCall) -> Rule:
     """What a selection passes where nothing can be cut."""
     return replace(whole(call), modes=selecting(0))
 
 
-def _take_along_dim(call: Call) -> Rule:
+def _take_along_dim(call: OpCall) -> Rule:
     """As `gather`, with dims that broadcast; of flattened tensors without a dim."""
     if call.get("dim") is None:
         return _take(call)
@@ -114,7 +114,7 @@ def _take_along_dim(call: Call) -> Rule:
                 modes=selecting(0), local=Looked(dim, "indices", negative=True))  # fmt: skip
 
 
-def _index_select(call: Call) -> Rule:
+def _index_select(call: OpCall) -> Rule:
     """All dims beside the selected one pass, and so does the index."""
     x, index = call.operands
     if not x.ndim:
@@ -149,7 +149,7 @@ def _taken(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) 
     return op(*placed, **named).masked_fill(~held.reshape(here.shape()), 0)
 
 
-def _take(call: Call) -> Rule:
+def _take(call: OpCall) -> Rule:
     """Every dim of the tensor may be cut: its parts are summed."""
     x, index = call.operands
     given, read = dims_of(x.ndim, "v"), dims_of(index.ndim, "k")
@@ -199,7 +199,7 @@ def _indexed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
     return op(*placed, **named).masked_fill(~held.reshape((*held.shape, *(1,) * after)), 0)
 
 
-def _index(call: Call) -> Rule:
+def _index(call: OpCall) -> Rule:
     """Dims that no index counts pass, those of the indices pass, counted ones are summed."""
     x, indices = call.operands[0], call.get("indices")
     if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
@@ -214,7 +214,7 @@ def _index(call: Call) -> Rule:
 # -- masks and positions ----------------------------------------------------------------------
 
 
-def _masked_scatter(call: Call) -> Rule:
+def _masked_scatter(call: OpCall) -> Rule:
     """The next element of the source for every one that is masked: nothing can be cut."""
     return replace(whole(call), modes=selecting(0, 2) + selecting(0, constant=True)
                    + selecting(2, constant=True))  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import aligned, dims_of, is_inexact, wrap
-from fshard.ops.core.call import Call, argument
+from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import index_dims, whole
@@ -75,7 +75,7 @@ class Written:
         return out if part.is_whole else unpadded(out, self.dim)
 
 
-def _names(call: Call) -> tuple[str, str]:
+def _names(call: OpCall) -> tuple[str, str]:
     """What an operation does with what it writes, and the reduction that parts of it need.
 
     That is none where the parts would not make the whole.
@@ -92,7 +92,7 @@ def _names(call: Call) -> tuple[str, str]:
     return "copy", ""
 
 
-def _modes(call: Call, kind: str, values: int | None) -> tuple[Mode, ...]:
+def _modes(call: OpCall, kind: str, values: int | None) -> tuple[Mode, ...]:
     """What passes unreduced: sums are linear in both operands together, copies pick elements."""
     whole_mean = kind == "mean" and not is_inexact(call.results[0])
     if kind in ("sum", "mean") and values is not None and not whole_mean:
@@ -109,7 +109,7 @@ def _modes(call: Call, kind: str, values: int | None) -> tuple[Mode, ...]:
 # -- scatter: an index for every element ------------------------------------------------------
 
 
-def _scatter(call: Call) -> Rule:
+def _scatter(call: OpCall) -> Rule:
     """Dims beside the scattered one pass where all operands have the same size."""
     x, index = call.operands[:2]
     values = call.operands[2] if len(call.operands) > 2 else None
@@ -153,7 +153,7 @@ def _written(
 # -- index_add and its like: an index for every slice -----------------------------------------
 
 
-def _index_write(call: Call) -> Rule:
+def _index_write(call: OpCall) -> Rule:
     """Dims beside the written one pass."""
     x, index = call.operands[:2]
     kind, parts = _names(call)
@@ -202,7 +202,7 @@ def _put_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here)
     return out
 
 
-def _index_put(call: Call) -> Rule:
+def _index_put(call: OpCall) -> Rule:
     """Counted dims pass, and so do others; dims of the indices are summed where they accumulate."""
     x, indices, values = call.operands[0], call.get("indices"), call.operands[-1]
     sums = call.get("accumulate")
@@ -228,7 +228,7 @@ def _sizes(made: Dims, *known: tuple[Dims, Sequence[int]]) -> tuple[int, ...]:
     return tuple(sizes.get(dim, 1) for dim in made)
 
 
-def _masked_put(call: Call, modes: tuple[Mode, ...]) -> Rule:
+def _masked_put(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
     """One mask: the dims that it covers pass where every element gets the same value."""
     x, indices, values = call.operands[0], call.get("indices"), call.operands[-1]
     at = next(place for place, each in enumerate(indices) if each is not None)
@@ -270,7 +270,7 @@ def _put_flat(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
     return op(*placed, **named)
 
 
-def _put(call: Call) -> Rule:
+def _put(call: OpCall) -> Rule:
     """Every dim of the tensor passes; those of the index are summed where they accumulate."""
     x, index, source = call.operands
     sums = call.get("accumulate")

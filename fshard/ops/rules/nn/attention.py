@@ -15,7 +15,7 @@ import torch
 
 from fshard._util.errors import fail
 from fshard.ops.core.builders import linear
-from fshard.ops.core.call import Call, Meta, argument
+from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -57,7 +57,7 @@ class _Heads:
         )
 
 
-def _heads(call: Call) -> _Heads:
+def _heads(call: OpCall) -> _Heads:
     q, k = _named(call, "query"), _named(call, "key")
     v = _named(call, "value")
     widest = max(each.ndim for each in (q, k, v))
@@ -71,13 +71,13 @@ def _heads(call: Call) -> _Heads:
     return _Heads(batch, (("h", "g"),), (("h",),)) if shared else _Heads(batch, ((),), ((),))
 
 
-def _named(call: Call, name: str) -> Meta:
+def _named(call: OpCall, name: str) -> Meta:
     place = call.place(name)
     assert place is not None
     return call.operands[place]
 
 
-def _refuse_dropout(call: Call) -> None:
+def _refuse_dropout(call: OpCall) -> None:
     rate = call.get("dropout_p")
     if rate:
         fail(f"fs.propagate({call.op})", f"dropout_p={rate}",
@@ -103,7 +103,7 @@ class _Causal:
 
 
 @register_rule(aten.scaled_dot_product_attention, family="attention")
-def attention(call: Call) -> Rule:
+def attention(call: OpCall) -> Rule:
     """`bhqe,bhke,bhkv->bhqv`: linear in the values; causal queries that are cut get a mask."""
     _refuse_dropout(call)
     heads = _heads(call)
@@ -138,7 +138,7 @@ FUSED = (
 
 
 @register_rule(*FUSED, family="attention")
-def fused(call: Call) -> Rule:
+def fused(call: OpCall) -> Rule:
     """Batch and heads pass, and queries that are not causal, but where rows are padded.
 
     What fused kernels return beside (counts, seeds of the generator) is the same on every rank, so
@@ -161,7 +161,7 @@ def fused(call: Call) -> Rule:
                 local=Parts())  # fmt: skip
 
 
-def _query(call: Call) -> str:
+def _query(call: OpCall) -> str:
     """The factor of queries, none where they need to be whole."""
     padded = "efficient" in call.op._schema.name
     return "" if call.get("is_causal") or padded else "q"
@@ -185,7 +185,7 @@ BACKWARD = (
 
 
 @register_rule(*BACKWARD, family="attention")
-def attention_backward(call: Call) -> Rule:
+def attention_backward(call: OpCall) -> Rule:
     """Keys' and values' gradients sum over the queries that share them; linear in what comes."""
     _refuse_dropout(call)
     heads, q = _heads(call), _query(call)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.builders import dims_of, is_inexact, linear
-from fshard.ops.core.call import Call, Meta, argument
+from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
@@ -84,7 +84,7 @@ def _weights_of(target: Tensor, weight: Tensor | None, ignored: int, dtype: torc
     return weight[target.masked_fill(~counts, 0)].masked_fill(~counts, 0)
 
 
-def _nll(call: Call) -> Rule:
+def _nll(call: OpCall) -> Rule:
     """Samples pass or are summed, but for a mean; classes are summed."""
     x, reduction = call.operands[0], call.get("reduction")
     if not x.ndim:
@@ -109,7 +109,7 @@ def _nll(call: Call) -> Rule:
                 modes=modes, local=_likelihood)  # fmt: skip
 
 
-def _nll_backward(call: Call) -> Rule:
+def _nll_backward(call: OpCall) -> Rule:
     """Samples and classes pass."""
     given, beside = _dims(call.operands[1])
     gradient = beside if call.get("reduction") == NONE else ()
@@ -151,7 +151,7 @@ register_rule("nll_loss_backward", "nll_loss2d_backward", family="losses")(_nll_
 # -- cross entropy ----------------------------------------------------------------------------
 
 
-def _cross_entropy(call: Call) -> Rule:
+def _cross_entropy(call: OpCall) -> Rule:
     """Samples pass or are summed, but for a mean of labels; classes are needed whole."""
     x, target = call.operands[:2]
     if not x.ndim:
@@ -270,7 +270,7 @@ register_decomposition("cross_entropy_loss")(_decomposed_cross_entropy)
 # -- margins ----------------------------------------------------------------------------------
 
 
-def _margins(call: Call) -> Rule:
+def _margins(call: OpCall) -> Rule:
     """Samples pass or are summed; classes are needed whole."""
     backward = call.op._schema.name.endswith("_backward")
     x = call.operands[1 if backward else 0]

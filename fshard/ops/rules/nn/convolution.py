@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import linear
-from fshard.ops.core.call import Call, Meta, argument
+from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -53,7 +53,7 @@ class _Letters:
     whole: frozenset[str]
 
 
-def _dims(call: Call, x: Meta, weight: Meta, groups: int) -> _Letters:
+def _dims(call: OpCall, x: Meta, weight: Meta, groups: int) -> _Letters:
     """`n(gc)s` and `(go)ck` make `n(go)s`; groups only where there are some.
 
     A spatial dim whose windows lie apart is one of windows, major, and of elements in each.
@@ -80,7 +80,7 @@ def _dims(call: Call, x: Meta, weight: Meta, groups: int) -> _Letters:
     return _Letters((*batch, ins, *sides[0]), own, (outs,), (*batch, outs, *sides[1]), whole)
 
 
-def _transposed(call: Call) -> bool:
+def _transposed(call: OpCall) -> bool:
     if call.has("transposed"):
         return bool(call.get("transposed"))
     return "transpose" in call.op._schema.name
@@ -107,7 +107,7 @@ class _Groups:
 
 
 @register_rule(*WITH_GROUPS, *OF_ONE, family="convolution")
-def convolution(call: Call) -> Rule:
+def convolution(call: OpCall) -> Rule:
     """Sums over channels in of products; groups are cut with their channels, in and out."""
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
@@ -124,7 +124,7 @@ def convolution(call: Call) -> Rule:
 
 
 @register_rule(aten.conv_tbc, family="convolution")
-def conv_tbc(call: Call) -> Rule:
+def conv_tbc(call: OpCall) -> Rule:
     """A convolution in one dim, of tensors that lie time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
     return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=added(2, (0, 1)),
@@ -167,7 +167,7 @@ class _Backward:
 
 
 @register_rule(aten.convolution_backward, family="convolution")
-def convolution_backward(call: Call) -> Rule:
+def convolution_backward(call: OpCall) -> Rule:
     """Gradients of input, weight and bias: every one sums over what it has not."""
     x, weight, groups = call.operands[1], call.operands[2], call.get("groups")
     dims = _dims(call, x, weight, groups)
@@ -190,7 +190,7 @@ def convolution_backward(call: Call) -> Rule:
 
 
 @register_rule(aten.conv_tbc_backward, family="convolution")
-def conv_tbc_backward(call: Call) -> Rule:
+def conv_tbc_backward(call: OpCall) -> Rule:
     """Its batch and channels out: the bias's gradient is of no channel in."""
     operands = (((), ("n",), ("o",)), ((), ("n",), ()), ((), (), ("o",)), (("o",),))
     results = (((), ("n",), ()), ((), (), ("o",)), (("o",),))

@@ -15,7 +15,7 @@ import torch
 
 from fshard._util.errors import fail
 from fshard.ops.core.builders import dims_of, linear
-from fshard.ops.core.call import Call, argument
+from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.index.local_indices import filled, locate, padded, part_of, selecting
@@ -42,7 +42,7 @@ def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
     return out if part.is_whole else out.masked_fill(~there.unsqueeze(-1), 0)
 
 
-def _embedding(call: Call) -> Rule:
+def _embedding(call: OpCall) -> Rule:
     """Rows are summed, width and indices pass."""
     index = dims_of(call.operands[1].ndim, "i")
     made = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
@@ -50,7 +50,7 @@ def _embedding(call: Call) -> Rule:
     return _as_asked(call, made)
 
 
-def _as_asked(call: Call, made: Rule) -> Rule:
+def _as_asked(call: OpCall, made: Rule) -> Rule:
     """What can be cut with a gradient.
 
     One scaled by frequency counts all indices, and a sparse one is no tensor to cut or sum.
@@ -62,7 +62,7 @@ def _as_asked(call: Call, made: Rule) -> Rule:
     return made
 
 
-def _renorm(call: Call) -> Never:
+def _renorm(call: OpCall) -> Never:
     fail(f"fs.propagate({call.op})", f"max_norm={call.get('max_norm')}",
          "it writes into the weight, and nothing is written in place here",
          "scale its rows before the lookup: torch.renorm(weight, 2, 0, max_norm)")  # fmt: skip
@@ -94,7 +94,7 @@ def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
     return op(*args, **kwargs)[1:]
 
 
-def _dense_backward(call: Call) -> Rule | None:
+def _dense_backward(call: OpCall) -> Rule | None:
     """Rows and width pass; indices are summed, unless their frequencies count."""
     if call.has("sparse") and call.get("sparse"):
         return None
@@ -139,7 +139,7 @@ def _padding(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int)
     return given % max(rows, 1)
 
 
-def _bag(call: Call) -> Rule:
+def _bag(call: OpCall) -> Rule:
     """Width passes, rows are summed but for maxima; only the bags themselves are results.
 
     What else the operation returns is for its own backward, and of other shapes on other devices.

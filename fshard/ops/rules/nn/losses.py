@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.builders import aligned, dims_of, linear
-from fshard.ops.core.call import Call, argument
+from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, whole
@@ -63,7 +63,7 @@ def reduced(loss: Tensor, reduction: int) -> Tensor:
 # -- losses of single elements ----------------------------------------------------------------
 
 
-def _elementwise(call: Call) -> Rule:
+def _elementwise(call: OpCall) -> Rule:
     """Dims pass, or are summed."""
     shape = broadcast_shape([each.shape for each in call.operands])
     factors = dims_of(len(shape))
@@ -84,7 +84,7 @@ def _elementwise(call: Call) -> Rule:
                 grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
 
 
-def _linear_in(call: Call, backward: bool) -> tuple[Mode, ...]:
+def _linear_in(call: OpCall, backward: bool) -> tuple[Mode, ...]:
     """The operands that a loss is linear in, or linear but for a constant."""
     if backward:
         return linear(0)
@@ -100,7 +100,7 @@ def _linear_in(call: Call, backward: bool) -> tuple[Mode, ...]:
     return ()
 
 
-def _weights(call: Call) -> tuple[Mode, ...]:
+def _weights(call: OpCall) -> tuple[Mode, ...]:
     weight = call.place("weight")
     return () if weight is None else linear(weight)
 
@@ -118,7 +118,7 @@ register_rule(*ELEMENTWISE, family="losses")(_elementwise)
 # -- losses of rows of features ---------------------------------------------------------------
 
 
-def _rows(call: Call) -> Rule:
+def _rows(call: OpCall) -> Rule:
     """Dims before the last pass, or are summed; features are needed whole."""
     features = _features(call)
     shape = broadcast_shape([each.shape for each in call.operands[:features]])
@@ -137,7 +137,7 @@ def _rows(call: Call) -> Rule:
     return Rule(operands, (made,), reductions, frozenset({"c"} & used), local=local)
 
 
-def _features(call: Call) -> int:
+def _features(call: OpCall) -> int:
     return 3 if call.op._schema.name == "aten::triplet_margin_loss" else 2
 
 
@@ -204,7 +204,7 @@ def _classified(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: H
     return out * ((end - begin) / total) if argument(op, args, kwargs, "reduction") == MEAN else out
 
 
-def _ctc(call: Call) -> Rule:
+def _ctc(call: OpCall) -> Rule:
     """Sequences pass or are summed; time, classes and labels are a recursion, needed whole."""
     x, targets = call.operands[:2]
     if x.ndim != 3 or targets.ndim != 2:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import aligned, dims_of, linear, wrap
-from fshard.ops.core.call import Call, Meta, argument, base_name, schema_of
+from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_of
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.reductions import OfSome, named, typed, zeros
@@ -29,7 +29,7 @@ def _names(dims: Dims) -> frozenset[str]:
     return frozenset(f for dim in dims for f in dim)
 
 
-def _affine(call: Call) -> tuple[Mode, ...]:
+def _affine(call: OpCall) -> tuple[Mode, ...]:
     """Modes of weight and bias: linear in both together, or in a weight without a bias."""
     weight, bias = call.place("weight"), call.place("bias") if call.has("bias") else None
     given = tuple(each for each in (weight, bias) if each is not None)
@@ -41,7 +41,7 @@ def _affine(call: Call) -> tuple[Mode, ...]:
     return (_first(call, given, "sum"), _first(call, given, "avg"), *alone)
 
 
-def _first(call: Call, places: tuple[int, ...], kind: str) -> Mode:
+def _first(call: OpCall, places: tuple[int, ...], kind: str) -> Mode:
     """A mode that the first result alone is unreduced in."""
     return Mode(places, kind, (kind, *(None,) * (len(call.results) - 1)))
 
@@ -49,7 +49,7 @@ def _first(call: Call, places: tuple[int, ...], kind: str) -> Mode:
 # -- layers --------------------------------------------------------------------------------
 
 
-def layer_norm(call: Call) -> Rule:
+def layer_norm(call: OpCall) -> Rule:
     """The normalized dims are whole, those before them free."""
     x = call.operands[0]
     factors, lead = _layer(call, x)
@@ -58,7 +58,7 @@ def layer_norm(call: Call) -> Rule:
                 whole=_names(factors[lead:]), modes=_affine(call), local=OfSome())  # fmt: skip
 
 
-def _layer(call: Call, x: Meta) -> tuple[Dims, int]:
+def _layer(call: OpCall, x: Meta) -> tuple[Dims, int]:
     return dims_of(x.ndim), x.ndim - len(call.get("normalized_shape"))
 
 
@@ -70,7 +70,7 @@ def _statistics(meta: Meta | None, x: Meta, lead: int) -> Dims | None:
     return factors if meta.shape == x.shape else factors[:lead] + ((),) * (x.ndim - lead)
 
 
-def layer_norm_backward(call: Call) -> Rule:
+def layer_norm_backward(call: OpCall) -> Rule:
     """Gradients of weight and bias are sums over the dims that are free."""
     x = call.operands[1]
     factors, lead = _layer(call, x)
@@ -108,7 +108,7 @@ class Grouped:
         return op(*placed, **{key: counts.get(key, each) for key, each in kwargs.items()})
 
 
-def group_norm(call: Call) -> Rule:
+def group_norm(call: OpCall) -> Rule:
     """Samples are free, and groups: channels are theirs, one after the other."""
     x = call.operands[0]
     groups = call.get("num_groups" if call.has("num_groups") else "group")
@@ -161,7 +161,7 @@ def _apart(name: str, value: Any) -> Any:
     return value.clone() if written else value
 
 
-def _own_statistics(call: Call) -> bool:
+def _own_statistics(call: OpCall) -> bool:
     """Whether a batch or an instance is normalized by its own statistics."""
     for name in ("training", "use_input_stats", "train", "update"):
         if call.has(name):
@@ -169,7 +169,7 @@ def _own_statistics(call: Call) -> bool:
     return "with_update" in base_name(call.op)
 
 
-def batch_norm(call: Call) -> Rule:
+def batch_norm(call: OpCall) -> Rule:
     """Channels are free; samples and places too, where the statistics are given."""
     x, own = call.operands[0], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dims_of(x.ndim - 2))
@@ -191,7 +191,7 @@ def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
     return (("c",),) if meta.shape == x.shape[1:2] else ((),) * meta.ndim
 
 
-def batch_norm_backward(call: Call) -> Rule:
+def batch_norm_backward(call: OpCall) -> Rule:
     """Gradients of weight and bias are sums over samples and places."""
     x, own = call.operands[1], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dims_of(x.ndim - 2))
@@ -206,7 +206,7 @@ def batch_norm_backward(call: Call) -> Rule:
 # -- norms of other things -----------------------------------------------------------------
 
 
-def renorm(call: Call) -> Rule:
+def renorm(call: OpCall) -> Rule:
     """The parts whose norm is bounded are free, their own dims whole."""
     x = call.operands[0]
     factors, dim = dims_of(x.ndim), wrap(call.get("dim"), x.ndim)
@@ -214,7 +214,7 @@ def renorm(call: Call) -> Rule:
                 local=OfSome())  # fmt: skip
 
 
-def cosine_similarity(call: Call) -> Rule:
+def cosine_similarity(call: OpCall) -> Rule:
     """The dim of the vectors is whole; all others are free, and may broadcast."""
     shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
     factors, dim = dims_of(len(shape)), wrap(call.get("dim"), len(shape))
@@ -223,7 +223,7 @@ def cosine_similarity(call: Call) -> Rule:
     return Rule(operands, (kept,), whole=_names(factors[dim : dim + 1]))
 
 
-def weight_norm(call: Call) -> Rule:
+def weight_norm(call: OpCall) -> Rule:
     """The dim that has norms of its own is free, those that they are over are whole."""
     widest = max(call.operands, key=lambda m: m.ndim)
     factors, dim = dims_of(widest.ndim), call.get("dim")

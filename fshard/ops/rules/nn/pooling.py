@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import is_inexact, kinds, linear, moved
-from fshard.ops.core.call import Call, Meta, argument, base_name
+from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -51,7 +51,7 @@ MAXIMA = """
 """
 
 
-def spatial_dims(call: Call) -> int:
+def spatial_dims(call: OpCall) -> int:
     """The number of spatial dims, as the operation's name says it."""
     found = re.search(r"([123])d", base_name(call.op))
     assert found is not None
@@ -64,7 +64,7 @@ def planes(meta: Meta, spatial: int) -> Dims:
     return dims_of_text("nc"[max(2 - lead, 0) :][:lead]) + ((),) * spatial
 
 
-def per_plane(call: Call, modes: tuple[Mode, ...] = ()) -> Rule:
+def per_plane(call: OpCall, modes: tuple[Mode, ...] = ()) -> Rule:
     """Every plane of every tensor alone; those of fewer dims have no spatial ones."""
     spatial = spatial_dims(call)
     lead = call.operands[0].ndim - spatial
@@ -79,7 +79,7 @@ def per_plane(call: Call, modes: tuple[Mode, ...] = ()) -> Rule:
 WINDOWED = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d")
 
 
-def windowed(call: Call, modes: tuple[Mode, ...]) -> Rule:
+def windowed(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
     """Where windows lie apart, as `per_plane` with dims of windows that can be cut between them."""
     x, spatial, kernel = call.operands[0], spatial_dims(call), call.get("kernel_size")
     every = letters(2 * spatial, "cn")
@@ -100,7 +100,7 @@ MOST_REPEATED = 32
 
 
 @register_rule(*named(NEAREST), family="pooling")
-def repeated(call: Call) -> Rule:
+def repeated(call: OpCall) -> Rule:
     """Where every element is repeated as often, dims can be cut between elements."""
     x, made, spatial = call.operands[0], call.results[0], spatial_dims(call)
     assert made is not None
@@ -119,7 +119,7 @@ def repeated(call: Call) -> Rule:
                 local=Parts(changes=(_Enlarged(spatial),)))  # fmt: skip
 
 
-def _scales_as(call: Call, at: int, larger: int, size: int) -> bool:
+def _scales_as(call: OpCall, at: int, larger: int, size: int) -> bool:
     """Whether a scale that is given along a dim is that of the sizes."""
     if call.has("scale_factors"):
         given = call.get("scale_factors")
@@ -143,7 +143,7 @@ class _Enlarged:
 
 
 @register_rule(*named(AVERAGES), family="pooling")
-def averaged(call: Call) -> Rule:
+def averaged(call: OpCall) -> Rule:
     """Linear in the tensor that it reads, but where integers are divided."""
     moves = any(word in base_name(call.op) for word in ("pad", "unpool"))
     modes = linear(0) if moves or is_inexact(call.operands[0]) else ()
@@ -151,7 +151,7 @@ def averaged(call: Call) -> Rule:
 
 
 @register_rule(*named(MAXIMA), family="pooling")
-def largest(call: Call) -> Rule:
+def largest(call: OpCall) -> Rule:
     """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
     if base_name(call.op) in WINDOWED:
         return windowed(call, kinds(0, {"max": "max"}))
@@ -185,7 +185,7 @@ class _Padded(Rewritten):
 
 @register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular,
                family="pooling")  # fmt: skip
-def padded(call: Call) -> Rule:
+def padded(call: OpCall) -> Rule:
     """Constants are added at the first and the last part of a dim that is cut.
 
     Zeros are linear, other constants keep averages and extremes. Dims that reflections and their
@@ -215,7 +215,7 @@ def padded(call: Call) -> Rule:
                 slices=tuple(slices))  # fmt: skip
 
 
-def _is_constant(call: Call) -> bool:
+def _is_constant(call: OpCall) -> bool:
     mode = call.get("mode") if call.has("mode") else "constant"
     return mode in ("constant", 0) and base_name(call.op) != "_pad_circular"
 
@@ -224,7 +224,7 @@ def _is_constant(call: Call) -> bool:
 
 
 @register_rule(aten.im2col, family="pooling")
-def im2col(call: Call) -> Rule:
+def im2col(call: OpCall) -> Rule:
     """Windows laid out as columns: channels are major to a window's elements."""
     first = planes(call.operands[0], 2)[:-2]
     made = (*first[:-1], ("c", "k"), ())
@@ -232,7 +232,7 @@ def im2col(call: Call) -> Rule:
 
 
 @register_rule(aten.col2im, family="pooling")
-def col2im(call: Call) -> Rule:
+def col2im(call: OpCall) -> Rule:
     """Columns added up where their windows lie."""
     result = call.results[0]
     assert result is not None
@@ -242,7 +242,7 @@ def col2im(call: Call) -> Rule:
 
 
 @register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d, family="pooling")
-def grid_sampler(call: Call) -> Rule:
+def grid_sampler(call: OpCall) -> Rule:
     """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
     x, made = sampled(call.operands[0].ndim - 2)
     return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear(0), local=Parts())
@@ -267,7 +267,7 @@ class _Batch:
 
 
 @register_rule(aten.affine_grid_generator, family="pooling")
-def affine_grid(call: Call) -> Rule:
+def affine_grid(call: OpCall) -> Rule:
     """Grids of transformed points: linear in the transformations."""
     made = call.results[0]
     assert made is not None
@@ -292,20 +292,20 @@ UPSAMPLE_GRADIENTS = " ".join(
 
 
 @register_rule(*named(POOL_GRADIENTS), family="pooling")
-def pool_backward(call: Call) -> Rule:
+def pool_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone, linear in what comes."""
     return per_plane(call, linear(0))
 
 
 @register_rule(*named(UPSAMPLE_GRADIENTS), family="pooling")
-def upsample_backward(call: Call) -> Rule:
+def upsample_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone; the input's shape is that of the rank's planes."""
     made = per_plane(call, linear(0))
     return replace(made, local=Parts(changes=(Sized("input_size"),)))
 
 
 @register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward, family="pooling")
-def grid_sampler_backward(call: Call) -> Rule:
+def grid_sampler_backward(call: OpCall) -> Rule:
     """The planes' gradient sums over points, that of the grid over channels."""
     x, made = sampled(call.operands[1].ndim - 2)
     grid = (made[0], *made[2:], ())
@@ -321,7 +321,7 @@ def grid_sampler_backward(call: Call) -> Rule:
 
 
 @register_rule(aten.affine_grid_generator_backward, family="pooling")
-def affine_grid_backward(call: Call) -> Rule:
+def affine_grid_backward(call: OpCall) -> Rule:
     """Points are summed into the transformations' gradient."""
     points = ((),) * (call.operands[0].ndim - 2)
     return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), whole=frozenset("a"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fshard._util.errors import fail
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.contraction.einsum_helpers import Parts, letters, named, untouched
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @register_rule(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input,
                family="recurrent")  # fmt: skip
-def layers(call: Call) -> Rule:
+def layers(call: OpCall) -> Rule:
     """All steps of all layers: only the batch passes; dropout between layers is refused."""
     if call.get("dropout") and call.get("train"):
         fail(f"fs.propagate({call.op})", f"dropout={call.get('dropout')} while training",
@@ -35,7 +35,7 @@ def layers(call: Call) -> Rule:
 
 
 @register_rule(*named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"), family="recurrent")
-def cell(call: Call) -> Rule:
+def cell(call: OpCall) -> Rule:
     """One step: the batch passes."""
     states = 3 if call.op._schema.name == "aten::lstm_cell" else 2
     rows: Dims = (("n",), ())
@@ -48,7 +48,7 @@ def cell(call: Call) -> Rule:
            "fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask "
            "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"), family="recurrent",
 )  # fmt: skip
-def quantized(call: Call) -> Rule:
+def quantized(call: OpCall) -> Rule:
     """Every element alone, by one scale or by that of its channel."""
     every = letters(call.operands[0].ndim)
     dims: Dims = tuple((letter,) for letter in every)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.builders import axes_of, dims_of
-from fshard.ops.core.call import Call
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.reduce.reductions import named
@@ -74,7 +74,7 @@ def _positions_here(op: Any, args: Sequence[Any], kwargs: Any, here: Here) -> Te
 
 
 @register_rule(torch.ops.fshard.positions.default, family="reductions")
-def _positions_rule(call: Call) -> Rule:
+def _positions_rule(call: OpCall) -> Rule:
     factors = dims_of(call.operands[0].ndim)
     return Rule((factors,), (factors,), local=_positions_here)
 

@@ -19,7 +19,7 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from fshard.ops.core.builders import aligned, axes_of, dims_of, is_inexact, kinds, linear
-from fshard.ops.core.call import Call, Meta, base_name, schema_of
+from fshard.ops.core.call import Meta, OpCall, base_name, schema_of
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.strategy.local_call import Here, resized
@@ -40,7 +40,7 @@ def named(*names: str) -> Iterator[Any]:
                 yield op
 
 
-def reduced_dims(call: Call) -> tuple[int, ...]:
+def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """The dims that a call reduces, from 0 on; an empty list is all, or none in some."""
     name = next((each for each in ("dim", "dims") if call.has(each)), None)
     given = None if name is None else call.get(name)
@@ -51,7 +51,7 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
     return axes_of(given, ndim) if ndim else ()
 
 
-def _is_untouched(call: Call) -> bool:
+def _is_untouched(call: OpCall) -> bool:
     """Whether a primitive reduces nothing: some reduce all dims where none is listed."""
     made = call.results[0]
     return call.op.namespace == "prims" and made is not None and (
@@ -59,7 +59,7 @@ def _is_untouched(call: Call) -> bool:
 
 
 def reducing(
-    call: Call,
+    call: OpCall,
     how: Mapping[int, str | None],
     *,
     modes: tuple[Mode, ...] = (),
@@ -83,7 +83,7 @@ def reducing(
                 local=Filled(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
 
 
-def keeping(call: Call, result: Meta | None, how: Mapping[int, Any]) -> Dims | None:
+def keeping(call: OpCall, result: Meta | None, how: Mapping[int, Any]) -> Dims | None:
     """The factors of a result that has no others than those of dims that are not reduced."""
     if result is None:
         return None
@@ -94,7 +94,7 @@ def keeping(call: Call, result: Meta | None, how: Mapping[int, Any]) -> Dims | N
     return tuple(each for dim, each in enumerate(factors) if dim not in how)
 
 
-def same_numbers(call: Call, operand: int = 0) -> bool:
+def same_numbers(call: OpCall, operand: int = 0) -> bool:
     """Whether numbers stay what they are: integers of another size wrap elsewhere."""
     source, made = call.operands[operand], call.results[0]
     return made is not None and (
@@ -201,7 +201,7 @@ WHOLE = (
 )  # fmt: skip
 
 
-def reduction(call: Call) -> Rule:
+def reduction(call: OpCall) -> Rule:
     """Dims that are reduced by the operation's kind, or whole where several results differ."""
     name, dims = base_name(call.op), reduced_dims(call)
     kind = KINDS.get(name) if len(call.results) == 1 else None
@@ -213,7 +213,7 @@ def reduction(call: Call) -> Rule:
     return made
 
 
-def _modes(call: Call, name: str, kind: str | None) -> tuple[Mode, ...]:
+def _modes(call: OpCall, name: str, kind: str | None) -> tuple[Mode, ...]:
     """Which unreduced operands pass: those of the same kind, where numbers stay what they are."""
     if kind is None or not same_numbers(call):
         return ()
@@ -224,14 +224,14 @@ def _modes(call: Call, name: str, kind: str | None) -> tuple[Mode, ...]:
     return ()
 
 
-def trace(call: Call) -> Rule:
+def trace(call: OpCall) -> Rule:
     """Both dims may be cut: every block has a diagonal of its own."""
     cut = {0: "sum", 1: "sum"}
     made = reducing(call, cut, modes=linear(0) if same_numbers(call) else ())
     return Rule(made.operands, made.results, made.reductions, modes=made.modes, local=Traced())
 
 
-def sum_to_size(call: Call) -> Rule:
+def sum_to_size(call: OpCall) -> Rule:
     """Dims that the result has not, or has of size 1, are summed."""
     x, made = call.operands[0], call.results[0]
     assert made is not None
@@ -243,7 +243,7 @@ def sum_to_size(call: Call) -> Rule:
                 modes=linear(0), local=resized("size"))  # fmt: skip
 
 
-def quantile(call: Call) -> Rule:
+def quantile(call: OpCall) -> Rule:
     """The dim is whole; every fraction that is asked for is one of its own, in front."""
     dims, made = dict.fromkeys(reduced_dims(call)), call.results[0]
     assert made is not None
@@ -256,7 +256,7 @@ def quantile(call: Call) -> Rule:
     return Rule(operands, ((*asked, *kept),), whole=whole, local=OfSome())
 
 
-def all_whole(call: Call) -> Rule:
+def all_whole(call: OpCall) -> Rule:
     """Every part of the result is of every part of the operands."""
     operands = tuple(dims_of(each.ndim, "abc"[at]) for at, each in enumerate(call.operands))
     results = tuple(None if m is None else ((),) * m.ndim for m in call.results)
@@ -287,7 +287,7 @@ class Norm:
         return {summed: None, chosen: "max" if float(self.order) > 0 else "min"}
 
 
-def norm_of(call: Call) -> Norm:
+def norm_of(call: OpCall) -> Norm:
     """The norm that a call of any of PyTorch's norms computes."""
     name, ndim = base_name(call.op), call.operands[0].ndim
     order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
@@ -306,14 +306,14 @@ def _order(order: Any) -> float | str:
     return order if isinstance(order, str) else float(order)
 
 
-def norm(call: Call) -> Rule:
+def norm(call: OpCall) -> Rule:
     """Norms of order 0 and 1 add up, those of infinite order are extremes; others are whole."""
     which = norm_of(call)
     shares = which.order not in (0.0, 1.0) or which.matrix
     return reducing(call, which.how, shares=shares, sizes=True)
 
 
-def dist(call: Call) -> Rule:
+def dist(call: OpCall) -> Rule:
     """A norm over all dims of a difference, whose operands may broadcast."""
     order = float(call.get("p"))
     kind = Norm(order, (0,)).how[0]
@@ -330,7 +330,7 @@ def dist(call: Call) -> Rule:
                 local=Filled(kind, every, sizes=True) if extreme else None)  # fmt: skip
 
 
-def pairwise_distance(call: Call) -> Rule:
+def pairwise_distance(call: OpCall) -> Rule:
     """A norm over the last dim of a difference, whose operands may broadcast."""
     order = float(call.get("p"))
     kind = Norm(order, (0,)).how[0]

@@ -25,7 +25,7 @@ from fshard.ops.core.builders import (
     moved,
     wrap,
 )
-from fshard.ops.core.call import Call, Meta, base_name
+from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.decompositions import log_sum_exp
@@ -43,7 +43,7 @@ OTHERS = (
 )  # fmt: skip
 
 
-def along(call: Call) -> Rule:
+def along(call: OpCall) -> Rule:
     """Every dim but one is cut as it is on all tensors."""
     x = call.operands[0]
     dim = wrap(call.get("dim"), x.ndim)
@@ -67,7 +67,7 @@ def _whole(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:
     return frozenset(f for at, each in enumerate(dims_of(ndim)) for f in each if at in dims)
 
 
-def _modes(call: Call) -> tuple[Mode, ...]:
+def _modes(call: OpCall) -> tuple[Mode, ...]:
     name, results = base_name(call.op), len(call.results)
     if not all(same_numbers(call, at) for at in range(len(call.operands))):
         return ()
@@ -78,7 +78,7 @@ def _modes(call: Call) -> tuple[Mode, ...]:
     return kinds(0, {"product": "product"}) if name == "cumprod" else ()
 
 
-def masked_softmax(call: Call) -> Rule:
+def masked_softmax(call: OpCall) -> Rule:
     """A mask is for a square of the last dims (type 0), for batch and last dim (1), or for all."""
     x, mask = call.operands
     given, kind = call.get("dim"), call.get("mask_type")
@@ -91,7 +91,7 @@ def masked_softmax(call: Call) -> Rule:
     return Rule((factors, masked), (factors,), whole=_whole(x.ndim, dims), local=OfSome())
 
 
-def segment_reduce(call: Call) -> Rule:
+def segment_reduce(call: OpCall) -> Rule:
     """The dim of the segments is whole; others are free, leading ones as the lengths have them."""
     x, axis = call.operands[0], wrap(call.get("axis"), call.operands[0].ndim)
     factors = dims_of(x.ndim)
@@ -107,7 +107,7 @@ def segment_reduce(call: Call) -> Rule:
                 local=OfSome())  # fmt: skip
 
 
-def trapezoid(call: Call) -> Rule:
+def trapezoid(call: OpCall) -> Rule:
     """The dim is whole; the places, where they are given, are of that dim alone or of all."""
     y, made = call.operands[0], call.results[0]
     assert made is not None
@@ -126,7 +126,7 @@ def trapezoid(call: Call) -> Rule:
                 modes=linear(*range(len(call.operands))) if inexact else ())  # fmt: skip
 
 
-def gradient(call: Call) -> Rule:
+def gradient(call: OpCall) -> Rule:
     """The dims that differences are taken along are whole, as are the places given for them."""
     x = call.operands[0]
     factors, dims = dims_of(x.ndim), axes_of(call.get("dim"), x.ndim)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.builders import BLOCKS, dims_of, wrap
-from fshard.ops.core.call import Call, Meta, argument
+from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
@@ -28,7 +28,7 @@ __all__: list[str] = []
 # -- in order ---------------------------------------------------------------------------------
 
 
-def _sorted(call: Call) -> Rule:
+def _sorted(call: OpCall) -> Rule:
     """Dims beside the one that is put in order pass."""
     x = call.operands[0]
     dim = wrap(call.get("dim"), x.ndim) if call.has("dim") else 0
@@ -36,7 +36,7 @@ def _sorted(call: Call) -> Rule:
     return Rule((dims,), (dims,) * len(call.results), whole=frozenset({"s"} if x.ndim else ()))
 
 
-def _topk(call: Call) -> Rule:
+def _topk(call: OpCall) -> Rule:
     """Dims beside the one whose largest are taken pass."""
     x = call.operands[0]
     dim = wrap(call.get("dim"), x.ndim)
@@ -85,7 +85,7 @@ def _counts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here)
     return bounds.new_zeros(here.shape(), dtype=dtype)
 
 
-def _searched(call: Call) -> Rule:
+def _searched(call: OpCall) -> Rule:
     """Values pass, and so do rows of boundaries; boundaries are counted."""
     bucket = call.op._schema.name == "aten::bucketize"
     bounds = call.place("boundaries" if bucket else "sorted_sequence")
@@ -107,7 +107,7 @@ def _searched(call: Call) -> Rule:
 register_rule("searchsorted", "bucketize", family="sorting")(_searched)
 
 
-def _isin(call: Call) -> Rule:
+def _isin(call: OpCall) -> Rule:
     """Elements pass; what they are looked for in is cut where any (or all) of the parts say it."""
     made = call.results[0]
     assert made is not None
@@ -128,7 +128,7 @@ register_rule("isin", family="sorting")(_isin)
 # -- counts -----------------------------------------------------------------------------------
 
 
-def _histc(call: Call) -> Rule:
+def _histc(call: OpCall) -> Rule:
     """Elements are counted, where the range does not depend on them."""
     x = call.operands[0]
     if call.get("min") == call.get("max"):
@@ -143,7 +143,7 @@ def _edges_once(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: H
     return counts, as_first(edges, here, 0, range(len(here.operands[0].shape)))
 
 
-def _histogram(call: Call) -> Rule:
+def _histogram(call: OpCall) -> Rule:
     """Elements are counted, where neither the range nor a density depends on all of them."""
     x = call.operands[0]
     if call.get("density") or (call.has("range") and call.get("range") is None):
@@ -183,7 +183,7 @@ class _Encoded:
         return op(*args, **kwargs).narrow(-1, 1, count)
 
 
-def _one_hot(call: Call) -> Rule:
+def _one_hot(call: OpCall) -> Rule:
     """All dims pass, and the classes of the code may be cut."""
     x = call.operands[0]
     dims = dims_of(x.ndim)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fshard.layout.partition_spec import REDUCTIONS
 from fshard.ops.core.builders import aligned, moved, wrap
-from fshard.ops.core.call import Call, base_name
+from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.view.view_factors import letters
@@ -23,7 +23,7 @@ Places = Sequence[int]
 """Of every dim of an operand the dim of the result that it is."""
 
 
-def joined(call: Call, places: Sequence[Places], along: int | None) -> Rule:
+def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
     """A rule of operands whose dims are those of one result, all but `along` at once."""
     result = call.results[0]
     assert result is not None
@@ -43,7 +43,7 @@ def joined(call: Call, places: Sequence[Places], along: int | None) -> Rule:
 @register_rule(
     "cat.default", "concat.default", "concatenate.default", "prims::cat", family="joining"
 )
-def cat(call: Call) -> Rule:
+def cat(call: OpCall) -> Rule:
     """Dims but the one along which they lie; what has no elements may have one dim alone."""
     result = call.results[0]
     assert result is not None
@@ -53,7 +53,7 @@ def cat(call: Call) -> Rule:
 
 
 @register_rule("stack", "_stack", family="joining")
-def stack(call: Call) -> Rule:
+def stack(call: OpCall) -> Rule:
     """The tensors lie along a dim of their own."""
     result = call.results[0]
     assert result is not None
@@ -85,7 +85,7 @@ _STACKS = {
 
 
 @register_rule(*_STACKS, family="joining")
-def stacked(call: Call) -> Rule:
+def stacked(call: OpCall) -> Rule:
     """Tensors of few dims are given more, and lie along one of them."""
     places = _STACKS[base_name(call.op)]
     given = [places(each.ndim) for each in call.operands]
@@ -93,7 +93,7 @@ def stacked(call: Call) -> Rule:
 
 
 @register_rule("pad_sequence", family="joining")
-def padded(call: Call) -> Rule:
+def padded(call: OpCall) -> Rule:
     """Sequences of different lengths, filled up: what comes after their first dims passes."""
     result = call.results[0]
     assert result is not None
@@ -105,7 +105,7 @@ def padded(call: Call) -> Rule:
 
 
 @register_rule("block_diag", "_chunk_cat", "flatten_dense_tensors", family="joining")
-def blocks(call: Call) -> Rule:
+def blocks(call: OpCall) -> Rule:
     """Tensors that lie beside and below each other are whole."""
     operands = tuple(((),) * each.ndim for each in call.operands)
     results = tuple(((),) * each.ndim for each in call.results if each is not None)
@@ -113,7 +113,7 @@ def blocks(call: Call) -> Rule:
 
 
 @register_rule("cartesian_prod", family="joining")
-def products(call: Call) -> Rule:
+def products(call: OpCall) -> Rule:
     """The first tensor's elements are major in the rows."""
     own = letters(len(call.operands))
     operands: tuple[Dims, ...] = tuple(((name,),) for name in own)
@@ -122,7 +122,7 @@ def products(call: Call) -> Rule:
 
 
 @register_rule("combinations", family="joining")
-def combinations(call: Call) -> Rule:
+def combinations(call: OpCall) -> Rule:
     """Every element meets all that come after it."""
     return Rule(((("a",),),), (((), ()),), whole=frozenset("a"), modes=moved(0))
 
@@ -140,7 +140,7 @@ def _each_alone(count: int) -> tuple[Mode, ...]:
 
 
 @register_rule("meshgrid", family="joining")
-def grid(call: Call) -> Rule:
+def grid(call: OpCall) -> Rule:
     """Every operand is a dim of all results; in Cartesian order the first two change places."""
     n = len(call.operands)
     own: Dims = tuple((name,) for name in letters(n))
@@ -158,7 +158,7 @@ def broadcast_locally(op: Any, args: Any, kwargs: Any, here: Here) -> list[Any]:
 
 
 @register_rule("broadcast_tensors", family="joining")
-def broadcast(call: Call) -> Rule:
+def broadcast(call: OpCall) -> Rule:
     """All results have all dims; an operand those along which it is not repeated."""
     result = call.results[0]
     assert result is not None

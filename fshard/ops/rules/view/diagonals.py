@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard.ops.core.builders import moved, wrap
-from fshard.ops.core.call import Call, argument
+from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.view.view_factors import letters
@@ -41,14 +41,14 @@ class _Shifted:
 
 
 @register_rule("tril", "triu", family="views")
-def triangle(call: Call) -> Rule:
+def triangle(call: OpCall) -> Rule:
     """Every dim can be cut. What is not taken is zero, which every reduction leaves so."""
     ndim = call.operands[0].ndim
     dims: Dims = tuple((name,) for name in letters(ndim))
     return Rule((dims,), (dims,), modes=moved(0), local=_Shifted("diagonal", ndim - 2, ndim - 1))
 
 
-def diagonal_dims(call: Call) -> tuple[int, int, int]:
+def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
     """The number of the diagonal, and the dims that it runs through."""
     ndim = call.operands[0].ndim
     name = "offset" if call.has("offset") else "diagonal"
@@ -57,7 +57,7 @@ def diagonal_dims(call: Call) -> tuple[int, int, int]:
 
 
 @register_rule("diagonal", "diagonal_copy", "linalg_diagonal", family="views")
-def diagonal(call: Call) -> Rule:
+def diagonal(call: OpCall) -> Rule:
     """The dim that the diagonal runs through from end to end can be cut, if there is one."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
@@ -90,7 +90,7 @@ def _embed_locally(op: Any, args: Any, kwargs: Mapping[str, Any], here: Here) ->
 
 
 @register_rule("diag_embed", family="views")
-def embedded(call: Call) -> Rule:
+def embedded(call: OpCall) -> Rule:
     """Matrices whose main diagonal is cut have their rows cut so."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
@@ -107,7 +107,7 @@ def embedded(call: Call) -> Rule:
 
 
 @register_rule("diag", family="views")
-def diag(call: Call) -> Rule:
+def diag(call: OpCall) -> Rule:
     """A vector's matrix, or a matrix's diagonal."""
     if call.operands[0].ndim == 2:
         found: Rule = diagonal(call)
@@ -118,7 +118,7 @@ def diag(call: Call) -> Rule:
 
 
 @register_rule("diagflat", family="views")
-def diagflat(call: Call) -> Rule:
+def diagflat(call: OpCall) -> Rule:
     """The matrix of all elements: they are needed whole."""
     names = letters(call.operands[0].ndim)
     return Rule((tuple((name,) for name in names),), (((), ()),), whole=frozenset(names),
@@ -126,7 +126,7 @@ def diagflat(call: Call) -> Rule:
 
 
 @register_rule("diagonal_scatter", "diagonal_backward", family="views")
-def into_diagonal(call: Call) -> Rule:
+def into_diagonal(call: OpCall) -> Rule:
     """The two dims of the matrices are whole; others pass."""
     result = call.results[0]
     assert result is not None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import axes_of, moved, unmoved, wrap
-from fshard.ops.core.call import Call, Meta, argument, base_name, dry
+from fshard.ops.core.call import Meta, OpCall, argument, base_name, dry
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
 from fshard.ops.rules.view.view_factors import letters, reshaping
@@ -34,7 +34,7 @@ def _rows(text: str) -> tuple[str, ...]:
 
 
 def keeping(
-    call: Call,
+    call: OpCall,
     *results: Sequence[int | None],
     permuted: Iterable[int] = (),
     shapes: int = 0,
@@ -87,7 +87,7 @@ _RESHAPED, _EXPANDED = _Shaped(aten.reshape.default), _Shaped(aten.expand.defaul
 """),
     family="views",
 )
-def reshaped(call: Call) -> Rule:
+def reshaped(call: OpCall) -> Rule:
     """Dims that are merged are one dim of several factors, and so are those that are split."""
     result = call.results[0]
     assert result is not None
@@ -97,7 +97,7 @@ def reshaped(call: Call) -> Rule:
                 local=_RESHAPED, sizes=found.sizes)  # fmt: skip
 
 
-def _shaped(call: Call) -> tuple[Mode, ...]:
+def _shaped(call: OpCall) -> tuple[Mode, ...]:
     """The modes of what a second operand, if there is one, gives its shape alone."""
     return moved(0) if len(call.operands) == 1 else (*moved(0), *unmoved(1), *moved(0, 1))
 
@@ -112,7 +112,7 @@ def _shaped(call: Call) -> tuple[Mode, ...]:
 """),
     family="views",
 )
-def permuting(call: Call) -> Rule:
+def permuting(call: OpCall) -> Rule:
     """Where every dim goes is asked of the operation, on a tensor with no two sizes alike."""
     sizes = range(2, 2 + call.operands[0].ndim)
     marked = Meta(tuple(sizes), call.operands[0].dtype)
@@ -121,7 +121,7 @@ def permuting(call: Call) -> Rule:
 
 
 @register_rule("flip", "fliplr", "flipud", "prims::rev", family="views")
-def flipped(call: Call) -> Rule:
+def flipped(call: OpCall) -> Rule:
     """The dims that are turned around keep their elements on other ranks."""
     name, ndim = base_name(call.op), call.operands[0].ndim
     at = {"fliplr": [1], "flipud": [0]}.get(name)
@@ -131,7 +131,7 @@ def flipped(call: Call) -> Rule:
 
 
 @register_rule("roll", family="views")
-def rolled(call: Call) -> Rule:
+def rolled(call: OpCall) -> Rule:
     """Without dims the whole tensor is rolled as one dim; all around it, it stays as it is."""
     x, given = call.operands[0], call.get("dims")
     ndim, shifts = x.ndim, call.get("shifts")
@@ -143,7 +143,7 @@ def rolled(call: Call) -> Rule:
 
 
 @register_rule("rot90", family="views")
-def turned(call: Call) -> Rule:
+def turned(call: OpCall) -> Rule:
     """A quarter is a transpose and one dim turned around, a half is both dims turned around."""
     ndim, quarters = call.operands[0].ndim, call.get("k") % 4
     one, other = (wrap(dim, ndim) for dim in call.get("dims"))
@@ -154,13 +154,13 @@ def turned(call: Call) -> Rule:
     return keeping(call, order, permuted=_long(call, moving))
 
 
-def _long(call: Call, dims: Iterable[int]) -> list[int]:
+def _long(call: OpCall, dims: Iterable[int]) -> list[int]:
     """Of dims those of more than one element: in others there is nothing to move."""
     return [dim for dim in dims if call.operands[0].ndim and call.operands[0].shape[dim] > 1]
 
 
 @register_rule("channel_shuffle", "native_channel_shuffle", family="views")
-def shuffled(call: Call) -> Rule:
+def shuffled(call: OpCall) -> Rule:
     """Channels change places all over their dim."""
     return keeping(call, range(call.operands[0].ndim), permuted=[1])
 
@@ -188,7 +188,7 @@ class _Sliced(Rewritten):
 
 
 @register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy", family="views")
-def sliced(call: Call) -> Rule:
+def sliced(call: OpCall) -> Rule:
     """The dim that is sliced stays cut: every rank has what it has of it."""
     x, made = call.operands[0], call.results[0]
     assert made is not None
@@ -203,7 +203,7 @@ def sliced(call: Call) -> Rule:
                 local=local, slices=(part,))  # fmt: skip
 
 
-def elements(call: Call, size: int) -> range:
+def elements(call: OpCall, size: int) -> range:
     """The places that a slice takes of a dim of that size."""
     if call.has("length"):
         start = call.get("start")
@@ -224,7 +224,7 @@ def select_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Ten
 
 
 @register_rule("select.int", "select_copy.int", family="views")
-def selected(call: Call) -> Rule:
+def selected(call: OpCall) -> Rule:
     """One rank has the elements, which are a sum then: of zeros on all others."""
     x = call.operands[0]
     dim, names = wrap(call.get("dim"), x.ndim), letters(x.ndim)
@@ -235,7 +235,7 @@ def selected(call: Call) -> Rule:
 
 
 @register_rule("unbind.int", "unbind_copy.int", family="views")
-def unbound(call: Call) -> Rule:
+def unbound(call: OpCall) -> Rule:
     """The dim that goes is whole."""
     ndim = call.operands[0].ndim
     dim = wrap(call.get("dim"), ndim)
@@ -269,7 +269,7 @@ class _Split(Rewritten):
 """),
     family="views",
 )
-def split(call: Call) -> Rule:
+def split(call: OpCall) -> Rule:
     """Every piece is a slice of the dim, which stays cut: every rank has its part of each."""
     x = call.operands[0]
     name = base_name(call.op)
@@ -292,7 +292,7 @@ def split(call: Call) -> Rule:
 
 
 @register_rule(*_rows("expand expand_copy expand_as broadcast_to"), family="views")
-def expanded(call: Call) -> Rule:
+def expanded(call: OpCall) -> Rule:
     """Dims that are made have a factor that the operand has not."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
@@ -307,7 +307,7 @@ def expanded(call: Call) -> Rule:
 
 
 @register_rule("prims::broadcast_in_dim", family="views")
-def broadcast(call: Call) -> Rule:
+def broadcast(call: OpCall) -> Rule:
     """Dims go where they are said to; those of one element may be repeated there."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
@@ -333,7 +333,7 @@ def repeat_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Ten
 
 
 @register_rule("repeat", "tile", family="views")
-def repeated(call: Call) -> Rule:
+def repeated(call: OpCall) -> Rule:
     """A dim that is repeated is the times, major, and its own factor."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
@@ -365,7 +365,7 @@ def _interleave_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> Any:
 
 
 @register_rule("repeat_interleave.self_int", family="views")
-def interleaved(call: Call) -> Rule:
+def interleaved(call: OpCall) -> Rule:
     """Times are minor: an element's copies lie beside each other."""
     x, dim = call.operands[0], call.get("dim")
     names = letters(x.ndim + 1)
@@ -380,7 +380,7 @@ def interleaved(call: Call) -> Rule:
 
 
 @register_rule("repeat_interleave.self_Tensor", "repeat_interleave.Tensor", family="views")
-def interleaved_by(call: Call) -> Rule:
+def interleaved_by(call: OpCall) -> Rule:
     """How often is in a tensor: the dim is whole, and so is what says it."""
     if not call.has("self"):
         return Rule((((),) * call.operands[0].ndim,), (((),),))

@@ -10,7 +10,7 @@ import torch
 
 from fshard._util.errors import fail
 from fshard.ops.core.builders import linear, moved, wrap
-from fshard.ops.core.call import Call, argument
+from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule, Slice
 from fshard.ops.rules.view.view_factors import letters
@@ -39,7 +39,7 @@ def _unfold_locally(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Ten
 
 
 @register_rule("unfold", "unfold_copy", family="views")
-def unfolded(call: Call) -> Rule:
+def unfolded(call: OpCall) -> Rule:
     """Windows that lie beside each other and fill the dim are a factor; of others it is whole."""
     x = call.operands[0]
     size, step = call.get("size"), call.get("step")
@@ -72,7 +72,7 @@ def _pixels_locally(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Ten
 
 
 @register_rule("pixel_shuffle", "pixel_unshuffle", family="views")
-def pixels(call: Call) -> Rule:
+def pixels(call: OpCall) -> Rule:
     """Blocks of pixels between the channels and the image: channels, rows and columns pass."""
     names = letters(call.operands[0].ndim + 2)
     batch: Dims = tuple((name,) for name in names[:-5])
@@ -119,7 +119,7 @@ def _into_complex(
 
 
 @register_rule("slice_scatter", family="views")
-def into_slice(call: Call) -> Rule:
+def into_slice(call: OpCall) -> Rule:
     """The dim that is written into stays cut, and the slice is cut with it."""
     x, src = call.operands
     names = letters(x.ndim + 1)
@@ -150,7 +150,7 @@ def _into_one(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
 
 
 @register_rule("select_scatter", family="views")
-def into_element(call: Call) -> Rule:
+def into_element(call: OpCall) -> Rule:
     """The dim that is written into stays cut: one rank has the element."""
     x = call.operands[0]
     dim, own = wrap(call.get("dim"), x.ndim), _dims(x.ndim)
@@ -158,7 +158,7 @@ def into_element(call: Call) -> Rule:
 
 
 @register_rule("slice_backward", "select_backward", family="views")
-def out_of_part(call: Call) -> Rule:
+def out_of_part(call: OpCall) -> Rule:
     """The gradient of a slice: zeros around it along its dim, which is whole."""
     grad, result = call.operands[0], call.results[0]
     assert result is not None
@@ -177,7 +177,7 @@ def _same(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
 
 
 @register_rule("unfold_backward", family="views")
-def out_of_windows(call: Call) -> Rule:
+def out_of_windows(call: OpCall) -> Rule:
     """Elements of several windows add up along the dim, which is whole."""
     result = call.results[0]
     assert result is not None
@@ -190,7 +190,7 @@ def out_of_windows(call: Call) -> Rule:
 
 
 @register_rule("view.dtype", "view_copy.dtype", family="views")
-def bits(call: Call) -> Rule:
+def bits(call: OpCall) -> Rule:
     """Bytes of another dtype: the last dim has more or fewer elements; nothing is linear."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
@@ -208,14 +208,14 @@ def bits(call: Call) -> Rule:
 
 
 @register_rule("view_as_real", "view_as_real_copy", family="views")
-def as_real(call: Call) -> Rule:
+def as_real(call: OpCall) -> Rule:
     """The two parts are a dim of their own."""
     own = _dims(call.operands[0].ndim)
     return Rule((own,), ((*own, ()),), modes=linear(0))
 
 
 @register_rule("view_as_complex", "view_as_complex_copy", family="views")
-def as_complex(call: Call) -> Rule:
+def as_complex(call: OpCall) -> Rule:
     """The last dim holds the two parts of each number."""
     own = _dims(call.operands[0].ndim - 1)
     return Rule(((*own, ()),), (own,), modes=linear(0))
@@ -227,7 +227,7 @@ def as_complex(call: Call) -> Rule:
 @register_rule(
     "as_strided", "as_strided_copy", "as_strided_scatter", "resize", "resize_as", family="views"
 )
-def strided(call: Call) -> NoReturn:
+def strided(call: OpCall) -> NoReturn:
     """Which elements strides of memory reach depends on how the whole tensor lies in memory."""
     shapes = ", ".join(str(list(each.shape)) for each in call.operands)
     fail(f"fs.propagate({call.op})", shapes,
