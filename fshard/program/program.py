@@ -31,7 +31,7 @@ from fshard.program.transpose import is_linear, transpose
 
 __all__ = [
     "Program", "as_topology", "as_types", "carries", "check", "endpoint_problems",
-    "exclude_problems", "wire_problems", "wire_specs",
+    "exclude_problems", "wire_problems", "wire_specs", "with_topology",
 ]  # fmt: skip
 
 STEPS: tuple[type, ...] = get_args(Step)
@@ -65,6 +65,7 @@ class Program:
     dst: Spec
     forward_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
+    topology: Topology | None = field(compare=False)
     specs: tuple[Spec, ...] = field(compare=False)
     _hash: int = field(compare=False)
 
@@ -76,6 +77,7 @@ class Program:
         *,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        topology: Topology | None = None,
     ) -> None:
         raise_if("Program", _type_problems(src, steps))
         raise_if("Program", wire_problems(src, (forward_dtype, backward_dtype)))
@@ -102,6 +104,7 @@ class Program:
         plain = {src.dtype, specs[-1].dtype}
         set_(self, "forward_dtype", None if plain == {forward_dtype} else forward_dtype)
         set_(self, "backward_dtype", None if plain == {backward_dtype} else backward_dtype)
+        set_(self, "topology", None if topology is None else as_topology("Program", topology))
         set_(self, "specs", tuple(specs))
         set_(self, "_hash", hash((src, self.steps, self.forward_dtype, self.backward_dtype)))
 
@@ -109,7 +112,7 @@ class Program:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = (self.forward_dtype, self.backward_dtype)
+        options = (self.forward_dtype, self.backward_dtype, self.topology)
         return _rebuild, (self.src, self.steps, *options)
 
     # -- algebra ----------------------------------------------------------------------
@@ -117,7 +120,7 @@ class Program:
     @property
     def T(self) -> Program:  # noqa: N802 - the mathematical name
         """The adjoint, `dual(dst) -> dual(src)`: the backward pass of this program."""
-        return _transpose(self)
+        return _transpose(self, self.topology)
 
     @property
     def is_linear(self) -> bool:
@@ -137,7 +140,29 @@ class Program:
         return not any(map(_launches, self.steps, self.specs, self.specs[1:]))
 
     def then(self, other: Program) -> Program:
-        """First this program, then `other`, which begins where this one ends; also `>>`."""
+        """Run this program, then `other`, as one program; also written `>>`.
+
+        The result remembers the topology of the first program that has steps and a topology:
+        where the two differ, the topology of this one. Pass another to `cost` or `explain`.
+
+        Args:
+            other: A program whose `src` equals this program's `dst`, and which sends the same
+                dtypes.
+
+        Returns:
+            The program from `self.src` to `other.dst`.
+
+        Raises:
+            ShardingError: If the specs do not meet, or the dtypes that are sent differ.
+
+        >>> import fshard as fs
+        >>> a = fs.Spec(fs.Mesh(x=2, y=2), fs.P("x", "y"), shape=(4, 4))
+        >>> b, c = a.replace(partition=fs.P(None, "y")), a.replace(partition=fs.P())
+        >>> print(fs.redistribute(a, b) >> fs.redistribute(b, c))
+        f32[4@x,4@y] -> f32[4,4] on Mesh(x=2, y=2)
+          all_gather(x, dim 0)  f32[4,4@y]  16 B
+          all_gather(y, dim 1)  f32[4,4]    32 B
+        """
         if self.dst != other.src:
             end, start = _told_apart(self.dst, other.src)
             fail(
@@ -154,19 +179,20 @@ class Program:
                 "both send the same dtypes",
                 "run one after the other",
             )
-        options = self if self.steps else other
+        options, rest = (self, other) if self.steps else (other, self)
         return Program(
             self.src,
             self.steps + other.steps,
             forward_dtype=options.forward_dtype,
             backward_dtype=options.backward_dtype,
+            topology=options.topology or rest.topology,
         )
 
     def __rshift__(self, other: Program) -> Program:
         return self.then(other)
 
     def simplify(
-        self, topology: Topology | None = None, /, *, exclude: type | Iterable[type] = ()
+        self, topology: Topology | None = None, *, exclude: type | Iterable[type] = ()
     ) -> Program:
         """An equal or cheaper program of the same ends and values, by local rewrites.
 
@@ -191,18 +217,32 @@ class Program:
           reduce_scatter(x, dim 1)  f32[4096@y,4096@x]  16,777,216 B
           all_gather(y, dim 0)      f32[4096,4096@x]    16,777,216 B
         """
-        topology = as_topology("Program.simplify", topology)
-        simple: Program = hooks.call("simplify", self, topology, as_types(exclude))
-        return simple
+        on = as_topology("Program.simplify", topology, self.topology)
+        simple: Program = hooks.call("simplify", self, on, as_types(exclude))
+        return with_topology(simple, topology or self.topology)
 
     # -- cost -------------------------------------------------------------------------
 
-    def cost(self, topology: Topology | None = None, /) -> Cost:
-        """Time, bytes and memory on a topology.
+    def cost(self, topology: Topology | None = None) -> Cost:
+        """Return the estimated time, bytes and memory of a run.
 
-        The default is a single node, also for a program planned on another: pass the same one.
+        Args:
+            topology: The machine; by default the topology that the program was planned on, and a
+                single node if it has none.
+
+        Returns:
+            A `Cost`: seconds, bytes of the busiest rank, launches and messages.
+
+        >>> import fshard as fs
+        >>> src = fs.Spec(fs.Mesh(x=16), fs.P("x"), shape=(1024, 1024))
+        >>> dst = src.replace(partition=fs.P())
+        >>> prog = fs.Program(src, (fs.AllGather("x", 0),), topology=fs.Topology.cluster())
+        >>> print(prog.cost())
+        98.3 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
+        >>> print(prog.cost(fs.Topology.node()))
+        19.8 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
         """
-        return _cost(self, as_topology("Program.cost", topology))
+        return _cost(self, as_topology("Program.cost", topology, self.topology))
 
     # -- running ----------------------------------------------------------------------
 
@@ -248,11 +288,17 @@ class Program:
         return tuple(map(_sent, self.steps, wire, wire[1:]))
 
     def explain(self, topology: Topology | None = None) -> Any:
-        """A table of the steps with specs, bytes, time and peak memory; prints anywhere.
+        """Return a table of the steps with specs, bytes, time and peak memory.
 
-        The default is a single node, also for a program planned on another: pass the same one.
+        Args:
+            topology: The machine; by default the topology that the program was planned on, and a
+                single node if it has none.
+
+        Returns:
+            A table that prints as text, in `rich` and as HTML in a notebook.
         """
-        return hooks.call("explain", self, as_topology("Program.explain", topology))
+        on = as_topology("Program.explain", topology, self.topology)
+        return hooks.call("explain", self, on)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         bundle: dict[str, str] = hooks.call("mimebundle", self)
@@ -266,8 +312,8 @@ def _told_apart(one: Spec, other: object) -> tuple[str, str]:
     return f"{one} on {one.mesh}", f"{other} on {other.mesh}"
 
 
-def as_topology(where: str, topology: Topology | None) -> Topology:
-    """The topology, a single node where none is given; raises `ShardingError` for others."""
+def as_topology(where: str, topology: Topology | None, default: Topology | None = None) -> Topology:
+    """Return `topology`, else `default`, else a single node; raise if it is not a `Topology`."""
     if topology is not None and not isinstance(topology, Topology):
         fail(
             where,
@@ -275,7 +321,7 @@ def as_topology(where: str, topology: Topology | None) -> Topology:
             "a topology is a Topology",
             "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})",
         )
-    return topology or Topology.node()
+    return topology or default or Topology.node()
 
 
 def _type_problems(src: object, steps: object) -> list[Problem]:
@@ -402,9 +448,25 @@ def check(prog: Program) -> None:
 
 
 def _rebuild(
-    src: Spec, steps: tuple[Step, ...], forward: torch.dtype | None, backward: torch.dtype | None
+    src: Spec,
+    steps: tuple[Step, ...],
+    forward: torch.dtype | None,
+    backward: torch.dtype | None,
+    topology: Topology | None,
 ) -> Program:
-    return Program(src, steps, forward_dtype=forward, backward_dtype=backward)
+    """Inverse of `Program.__reduce__`."""
+    return Program(src, steps, forward_dtype=forward, backward_dtype=backward, topology=topology)
+
+
+def with_topology(prog: Program, topology: Topology | None) -> Program:
+    """Return `prog` with another remembered topology; its steps are not checked again."""
+    if prog.topology == topology:
+        return prog
+    copy = object.__new__(Program)
+    for name in Program.__slots__:  # type: ignore[attr-defined]
+        object.__setattr__(copy, name, getattr(prog, name))
+    object.__setattr__(copy, "topology", topology)
+    return copy
 
 
 def _canonical(step: Step, before: Spec, after: Spec) -> Step:
@@ -430,7 +492,7 @@ def _other(mesh: Mesh, old: Mesh) -> Mesh | None:
 
 
 @lru_cache(maxsize=4096)
-def _transpose(prog: Program) -> Program:
+def _transpose(prog: Program, topology: Topology | None) -> Program:
     steps = [transpose(*each) for each in zip(prog.steps, prog.specs, strict=False)]
     start, end = prog.dst.dual, prog.src.dual
     try:
@@ -440,6 +502,7 @@ def _transpose(prog: Program) -> Program:
             end,
             forward_dtype=prog.backward_dtype,
             backward_dtype=prog.forward_dtype,
+            topology=topology,
         )
     except ShardingError as error:  # pragma: no cover - a bug of the table, not of the user
         raise AssertionError(f"the transpose of\n{prog}\ndoes not check") from error

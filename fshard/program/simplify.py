@@ -124,6 +124,7 @@ def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) 
             prog.dst,
             forward_dtype=prog.forward_dtype,
             backward_dtype=prog.backward_dtype,
+            topology=prog.topology,
         )
     return prog
 
