@@ -22,16 +22,15 @@ from typing import Any
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import REDUCTIONS, PartitionSpec, chunk_sizes
-from fshard.layout.spec import Spec
+from fshard.layout.spec import Spec, from_placements_hook, to_placements_hook
 
 __all__ = ["from_placements", "to_placements"]
 
 
-@hooks.register("to_placements")
+@to_placements_hook.set
 def to_placements(spec: Spec) -> tuple[Any, ...]:
     """DTensor's placements of a spec, one per mesh axis in mesh order.
 
@@ -71,7 +70,7 @@ def to_placements(spec: Spec) -> tuple[Any, ...]:
     return tuple(placements.values())
 
 
-@hooks.register("from_placements")
+@from_placements_hook.set
 def from_placements(
     mesh: Mesh,
     placements: Sequence[Any],

@@ -1,30 +1,46 @@
-"""A small registry low in the layers, so that values never import what runs or draws them.
+"""Typed slots low in the house for functions of higher rooms.
 
-`run/`, `show/` and `interop` register here what a value's method needs: a program's call,
-its table, a spec's placements. A value only asks for a hook by name.
+A value such as `Program` has methods that run it or draw it, but its module must not import `run/`
+or `show/`. It declares a `Hook` instead, whose signature and docstring are a function's, and a
+module of the higher room sets it with `@run_program_hook.set`. `run_program_hook.call(...)` is then
+that function itself. `fshard/__init__.py` imports every module that sets a hook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
-__all__ = ["call", "register"]
+__all__ = ["Hook"]
 
-_HOOKS: dict[str, Callable[..., Any]] = {}
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def register(name: str) -> Callable[[F], F]:
-    """Decorator that makes a function the hook called `name`; the last one wins."""
+class Hook(Generic[P, R]):
+    """Slot for one function of a higher room, made by decorating its declaration.
 
-    def keep(function: F) -> F:
-        _HOOKS[name] = function
+    Attributes:
+        call: the function, or before `set` the declaration, which raises `NotImplementedError`.
+
+    >>> @Hook
+    ... def area_hook(width: int, height: int) -> int:
+    ...     "Return an area; set by a higher room."
+    ...     raise NotImplementedError
+    >>> @area_hook.set
+    ... def area(width: int, height: int) -> int:
+    ...     return width * height
+    >>> area_hook.call(2, 3)
+    6
+    """
+
+    call: Callable[P, R]
+
+    def __init__(self, declaration: Callable[P, R]) -> None:
+        self.call = declaration
+        self.__doc__ = declaration.__doc__
+
+    def set(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Set the function and return it, so that this is a decorator."""
+        self.call = function
         return function
-
-    return keep
-
-
-def call(name: str, *args: Any, **options: Any) -> Any:
-    """Call the hook `name`; `fshard/__init__.py` imports every module that registers one."""
-    return _HOOKS[name](*args, **options)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import fail, raise_if
+from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec, chunk_sizes
 from fshard.layout.validation import (
@@ -162,8 +162,7 @@ class Spec:
         return f"{text}:{'chunk' if sizes == chunked else '+'.join(map(str, sizes))}"
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = hooks.call("mimebundle", self)
-        return bundle
+        return mimebundle_hook.call(self)
 
     # -- what it is -------------------------------------------------------------------
 
@@ -299,8 +298,7 @@ class Spec:
     @property
     def placements(self) -> tuple[Any, ...]:
         """DTensor's placements, one per mesh axis; a shard order becomes `_StridedShard`."""
-        result: tuple[Any, ...] = hooks.call("to_placements", self)
-        return result
+        return to_placements_hook.call(self)
 
     @staticmethod
     def from_placements(
@@ -310,8 +308,7 @@ class Spec:
         dtype: torch.dtype = torch.float32,
     ) -> Spec:
         """The spec of DTensor's `placements` on `mesh`, uneven dims chunked as DTensor does."""
-        spec: Spec = hooks.call("from_placements", mesh, placements, shape, dtype)
-        return spec
+        return from_placements_hook.call(mesh, placements, shape, dtype)
 
     def _with(
         self,
@@ -428,3 +425,23 @@ def _states(spec: Spec, rank: int) -> frozenset[tuple[str, str, tuple[int, ...]]
             axes = [axis for axis, each in kinds if each == kind]
             states.add((word, kind, tuple(sorted(spec.mesh.group(rank, axes)))))
     return frozenset(states)
+
+
+@Hook
+def mimebundle_hook(value: Any) -> dict[str, str]:
+    """`_repr_mimebundle_` of specs, programs and batches; set by `show/notebook.py`."""
+    raise NotImplementedError
+
+
+@Hook
+def to_placements_hook(spec: Spec) -> tuple[Any, ...]:
+    """`Spec.placements`; set by `interop.py`."""
+    raise NotImplementedError
+
+
+@Hook
+def from_placements_hook(
+    mesh: Mesh, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype
+) -> Spec:
+    """`Spec.from_placements`; set by `interop.py`."""
+    raise NotImplementedError

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fshard._util import hooks
 from fshard._util.errors import fail
+from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import TreeDef, is_pair
@@ -92,7 +92,7 @@ class Partitioned:
     def explain(self, topology: Topology | None = None) -> Any:
         """A table of every operation's layout and of what is sent each way; prints anywhere."""
         on = self._topology if topology is None else as_topology("explain", topology)
-        return hooks.call("explain_partitioned", self, on)
+        return explain_partitioned_hook.call(self, on)
 
     def __str__(self) -> str:
         return str(self.explain())
@@ -143,3 +143,9 @@ class Partitioned:
         for at in self.written:
             if not is_pair(given[at]):
                 write(given[at], unshard(Sharded(locals_[at], self.in_specs[at])))
+
+
+@Hook
+def explain_partitioned_hook(call: Partitioned, topology: Topology) -> Any:
+    """`Partitioned.explain`; set by `show/partition_table.py`."""
+    raise NotImplementedError

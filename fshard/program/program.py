@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR
-from fshard.layout.spec import DTYPE_NAMES, Spec
+from fshard.layout.spec import DTYPE_NAMES, Spec, mimebundle_hook
 from fshard.program.cost.model import Cost, max_local_nbytes, step_time, traffic
 from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer, way_back
@@ -218,7 +218,7 @@ class Program:
           all_gather(y, dim 0)      f32[4096,4096@x]    16,777,216 B
         """
         on = as_topology("Program.simplify", topology, self.topology)
-        simple: Program = hooks.call("simplify", self, on, as_types(exclude))
+        simple: Program = simplify_hook.call(self, on, as_types(exclude))
         return with_topology(simple, topology or self.topology)
 
     # -- cost -------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Program:
         The result may share memory with `local` where no step changes it. With `async_op`
         the last collective is only launched, and `.wait()` on the `Pending` gives the result.
         """
-        return hooks.call("run_program", self, local, async_op=async_op)
+        return run_program_hook.call(self, local, async_op=async_op)
 
     # -- text -------------------------------------------------------------------------
 
@@ -298,11 +298,10 @@ class Program:
             A table that prints as text, in `rich` and as HTML in a notebook.
         """
         on = as_topology("Program.explain", topology, self.topology)
-        return hooks.call("explain", self, on)
+        return explain_program_hook.call(self, on)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = hooks.call("mimebundle", self)
-        return bundle
+        return mimebundle_hook.call(self)
 
 
 def _told_apart(one: Spec, other: object) -> tuple[str, str]:
@@ -536,3 +535,21 @@ def _cost(prog: Program, topology: Topology) -> Cost:
         launches=sum(each.launches for each in moved),
         messages=sum(each.messages for each in moved),
     )
+
+
+@Hook
+def run_program_hook(prog: Program, local: Any, *, async_op: bool) -> Any:
+    """`Program.__call__`; set by `run/execute.py`."""
+    raise NotImplementedError
+
+
+@Hook
+def simplify_hook(prog: Program, topology: Topology, exclude: tuple[type, ...]) -> Program:
+    """`Program.simplify`; set by `program/simplify.py`."""
+    raise NotImplementedError
+
+
+@Hook
+def explain_program_hook(prog: Program, topology: Topology) -> Any:
+    """`Program.explain`; set by `show/program_table.py`."""
+    raise NotImplementedError

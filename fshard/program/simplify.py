@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import ShardingError, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -35,7 +34,7 @@ from fshard.program.cast_rules import holds, passes
 from fshard.program.cost.model import max_local_nbytes, step_time
 from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer
-from fshard.program.program import Program, exclude_problems, wire_specs
+from fshard.program.program import Program, exclude_problems, simplify_hook, wire_specs
 from fshard.program.single_step import single_steps
 from fshard.program.steps import (
     AllGather,
@@ -109,7 +108,7 @@ def _sent(spec: Spec, dtype: torch.dtype | None) -> Spec:
     return spec if dtype is None else spec._with(dtype=dtype)
 
 
-@hooks.register("simplify")
+@simplify_hook.set
 @lru_cache(maxsize=4096)
 def simplify(prog: Program, topology: Topology, exclude: tuple[type, ...] = ()) -> Program:
     """The program after all rewrites that pay; `Program.simplify` documents it."""

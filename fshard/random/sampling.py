@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
@@ -19,6 +18,7 @@ from fshard.ops.strategy.local_call import rank_here
 from fshard.ops.trace.trace import traces
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, Step
+from fshard.run.execute import run_typed_hook
 from fshard.run.global_tensors import _laying_out
 from fshard.run.transports.base import current_transport
 
@@ -413,8 +413,8 @@ def _pair(
     def run(key: torch.Tensor) -> Sharded:
         return Sharded(_as_states(spec)(part(key, rank)), spec)
 
-    made: Sharded = hooks.call("typed", where, key, lone, spec, run)
-    return made
+    result: Sharded = run_typed_hook.call(where, key, lone, spec, run)
+    return result
 
 
 @lru_cache(maxsize=4096)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
-from fshard.program.program import Program
+from fshard.program.program import Program, run_program_hook
 from fshard.run.autograd.linear_function import apply_program, is_transformed
 from fshard.run.capture import Function, Launcher, Launchers, record, replay
 from fshard.run.interpreter import launch, ranks_of
@@ -89,7 +89,7 @@ def _where(dst: Spec) -> str:
     return f"the program to {dst}"
 
 
-@hooks.register("run_program")
+@run_program_hook.set
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     """Run a program on a tuple of shards (a simulation) or on this rank's local.
 
@@ -102,7 +102,7 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
         local = nothing_of(prog)
     if isinstance(local, torch.Tensor):
         run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
-        return hooks.call("typed", _where(prog.dst), local, prog.src, prog.dst, run)
+        return run_typed_hook.call(_where(prog.dst), local, prog.src, prog.dst, run)
     shards = check_shards(local, prog.src, _where(prog.dst))
     out = _apply_everywhere(prog, shards)
     return Pending(lambda: out) if async_op else out
@@ -270,3 +270,11 @@ def _mismatch(shape: torch.Size, dtype: torch.dtype, spec: Spec, ranks: Sequence
         f"{spec} on {spec.mesh} has there shape {spec.local_shape(ranks[0])} and {spec.dtype}",
         "fs.from_local makes a spec from locals, fs.reshard changes one",
     )
+
+
+@Hook
+def run_typed_hook(
+    where: str, x: torch.Tensor, src: Spec, dst: Spec, run: Callable[[torch.Tensor], Any]
+) -> Any:
+    """Return `run(x)`, its types tracked in a `shard_map`; set by `spmd/tracking/typed_body.py`."""
+    raise NotImplementedError

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import fail
+from fshard._util.hooks import Hook
+from fshard.layout.spec import Spec
 from fshard.layout.tree import matching, paths, unflatten
-from fshard.plan.batch.batch import Batch, of_leaves
+from fshard.plan.batch.batch import Batch, of_leaves, run_batch_hook
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import (
     FinishAll,
@@ -41,7 +42,7 @@ __all__ = ["run_batch"]
 WHERE = "the batch"
 
 
-@hooks.register("run_batch")
+@run_batch_hook.set
 def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     """Run a batch on a tree of tuples of shards (a simulation) or of this rank's locals.
 
@@ -91,8 +92,7 @@ def _start_one(op: Run, given: list[Any], names: Sequence[str], ahead: bool) -> 
         return under(label, lambda: tuple(y for (y,) in finish()))
 
     ends = [(prog.src, prog.dst) for prog in op.progs]
-    started: FinishAll = hooks.call("typed_leaves", names, xs, ends, run)
-    return started
+    return run_typed_leaves_hook.call(names, xs, ends, run)
 
 
 def _own_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
@@ -195,3 +195,14 @@ def _flat(xs: Iterable[Shards]) -> Shards:
 
 def _by_leaf(ys: Shards, n: int) -> list[Shards]:
     return [ys[at : at + n] for at in range(0, len(ys), n)]
+
+
+@Hook
+def run_typed_leaves_hook(
+    names: Sequence[str],
+    xs: Shards,
+    ends: Sequence[tuple[Spec, Spec]],
+    start: Callable[[Shards], FinishAll],
+) -> FinishAll:
+    """Return `start(xs)` as `run_typed_hook` does; set by `spmd/tracking/typed_body.py`."""
+    raise NotImplementedError

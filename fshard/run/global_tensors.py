@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from fshard._torch.aliasing import own
 from fshard._torch.no_compile import uncompiled
-from fshard._util import hooks
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
@@ -22,7 +21,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.autograd.replicate import common, spread
-from fshard.run.execute import check_shards, check_tuple
+from fshard.run.execute import check_shards, check_tuple, run_typed_hook
 from fshard.run.transports.base import (
     Label,
     Transport,
@@ -56,8 +55,8 @@ def _typed(
     where: str, x: torch.Tensor, src: Spec, dst: Spec, run: Callable[[torch.Tensor], T]
 ) -> T:
     """`run(x)`, told to whoever tracks types: the local `x` lies as `src`, the result as `dst`."""
-    made: T = hooks.call("typed", where, x, src, dst, run)
-    return made
+    result: T = run_typed_hook.call(where, x, src, dst, run)
+    return result
 
 
 # -- the public functions -------------------------------------------------------------

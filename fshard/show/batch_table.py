@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fshard._util.hooks import register
 from fshard._util.text import WIDTH, bytes_text, plural, ratio_text, time_text
-from fshard.plan.batch.batch import Batch
+from fshard.plan.batch.batch import Batch, explain_batch_hook
 from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound_together
 from fshard.show.table import Column, Table
@@ -108,7 +107,7 @@ class BatchExplanation:
         return {"text/plain": str(self), "text/html": self.html()}
 
 
-@register("explain_batch")
+@explain_batch_hook.set
 def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     """The hook of `Batch.explain`.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import html
 
-from fshard._util.hooks import register
-from fshard.layout.spec import Spec
+from fshard.layout.spec import Spec, mimebundle_hook
 from fshard.plan.batch.batch import Batch
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -16,7 +15,7 @@ from fshard.show.program_table import explain
 __all__ = ["mimebundle"]
 
 
-@register("mimebundle")
+@mimebundle_hook.set
 def mimebundle(value: Spec | Program | Batch) -> dict[str, str]:
     """Plain `str` and HTML: tables of a program or a batch, a spec's picture where it is small.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fshard._util.hooks import register
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.partition.ir import Line, Move, Operation, Whole, Write, specs_text
-from fshard.partition.partitioned_call import Partitioned
+from fshard.partition.partitioned_call import Partitioned, explain_partitioned_hook
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.show.table import Column, Row, Table
@@ -21,7 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@register("explain_partitioned")
+@explain_partitioned_hook.set
 def explain_partitioned(made: Partitioned, topology: Topology) -> Table:
     """The hook of `Partitioned.explain`: arguments, then operations, each with its spec.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fshard._util.hooks import register
 from fshard._util.text import WIDTH, bytes_text, ratio_text, time_text
 from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound
-from fshard.program.program import Program
+from fshard.program.program import Program, explain_program_hook
 from fshard.show.table import Column, Table
 
 __all__ = ["Explanation", "explain"]
@@ -88,7 +87,7 @@ class Explanation:
         return {"text/plain": str(self), "text/html": self.html()}
 
 
-@register("explain")
+@explain_program_hook.set
 def explain(prog: Program, topology: Topology) -> Explanation:
     """The hook of `Program.explain`.
 

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.run.execute import Pending
 from fshard.run.transports.base import is_simulated
+from fshard.run.transports.simulator import run_rank_code_hook
 
 __all__ = [
     "VISIBLE", "Bound", "innermost", "resolve", "started", "stay_bound", "tracking",
@@ -77,7 +77,7 @@ _STARTED: ContextVar[list[Pending] | None] = ContextVar("fshard_started", defaul
 """What a simulated rank has started outside of mapped functions."""
 
 
-@hooks.register("rank_code")
+@run_rank_code_hook.set
 def run_rank_code(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """`fn(*args)` as a simulated rank, which waits for what it starts."""
     pendings: list[Pending] = []

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from fshard._util import hooks
 from fshard._util.errors import Problem, ShardingError, raise_if
+from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded
 from fshard.layout.mesh import Mesh
+from fshard.layout.spec import mimebundle_hook
 from fshard.layout.tree import TreeDef, flatten, paths, unflatten
 from fshard.plan.batch.coalesce import (
     Launch,
@@ -186,7 +187,7 @@ class Batch:
         launched, and what can only be launched after it is when `.wait()` on the `Pending`
         gives the result.
         """
-        return hooks.call("run_batch", self, locals, async_op=async_op)
+        return run_batch_hook.call(self, locals, async_op=async_op)
 
     # -- text -------------------------------------------------------------------------
 
@@ -216,11 +217,10 @@ class Batch:
 
     def explain(self, topology: Topology | None = None) -> Any:
         """Tables of the leaves and of the launches on a topology; prints anywhere."""
-        return hooks.call("explain_batch", self, as_topology("Batch.explain", topology))
+        return explain_batch_hook.call(self, as_topology("Batch.explain", topology))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = hooks.call("mimebundle", self)
-        return bundle
+        return mimebundle_hook.call(self)
 
 
 def _count(n: int, one: str, many: str = "") -> str:
@@ -385,3 +385,15 @@ def _on_the_way(prog: Program, ranks: Ranks) -> Vector:
     """The largest local that each rank has of a leaf at any time."""
     specs = (prog.src, *wire_specs(prog), prog.dst)
     return tuple(map(max, zip(*(held(spec, ranks) for spec in specs), strict=True)))
+
+
+@Hook
+def run_batch_hook(batch: Batch, tree: Any, *, async_op: bool) -> Any:
+    """`Batch.__call__`; set by `run/execute_batch.py`."""
+    raise NotImplementedError
+
+
+@Hook
+def explain_batch_hook(batch: Batch, topology: Topology) -> Any:
+    """`Batch.explain`; set by `show/batch_table.py`."""
+    raise NotImplementedError

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fshard._torch.thread_state import ThreadSettings
-from fshard._util import hooks
 from fshard._util.errors import ShardingError
+from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Sharded
 from fshard.layout.tree import is_pair, map_leaves
@@ -393,4 +393,10 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
     values = [
         map_leaves(lambda leaf, place=place: part(leaf, place), args) for place in range(mesh.size)
     ]
-    return run_ranks(mesh, lambda _, own: hooks.call("rank_code", fn, own), values)
+    return run_ranks(mesh, lambda _, own: run_rank_code_hook.call(fn, own), values)
+
+
+@Hook
+def run_rank_code_hook(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return `fn(*args)` as a simulated rank; set by `spmd/axis_env.py`."""
+    raise NotImplementedError

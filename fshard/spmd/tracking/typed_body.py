@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fshard._util import hooks
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
-from fshard.run.execute import Pending
+from fshard.run.execute import Pending, run_typed_hook
+from fshard.run.execute_batch import run_typed_leaves_hook
 from fshard.run.transports.divergence_report import explain_with
 from fshard.spmd.axis_env import innermost, tracking
 from fshard.spmd.in_specs import Argument, AtDim, Slot
@@ -147,8 +147,8 @@ def give_types(
             tracker.record(result, tracker.states(y).updated(scope.axes, None))
 
 
-@hooks.register("typed")
-def through(
+@run_typed_hook.set
+def run_typed(
     where: str,
     x: torch.Tensor,
     src: Spec,
@@ -175,14 +175,14 @@ def through(
     return record(made)
 
 
-@hooks.register("typed_leaves")
-def through_leaves(
+@run_typed_leaves_hook.set
+def run_typed_leaves(
     names: Sequence[str],
     xs: tuple[torch.Tensor, ...],
     ends: Sequence[tuple[Spec, Spec]],
     start: Callable[[tuple[torch.Tensor, ...]], Callable[[], tuple[torch.Tensor, ...]]],
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """`start(xs)` of several locals in a body, each with the specs of its ends; see `through`."""
+    """`start(xs)` of several locals in a body, each with the specs of its ends; see `run_typed`."""
     tracker: Tracker | None = tracking()
     if tracker is None:
         return start(xs)
