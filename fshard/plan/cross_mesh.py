@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.refinement import common_refinement
 from fshard.layout.spec import Spec
-from fshard.plan.search.problem import LAUNCH
+from fshard.plan.search.problem import LAUNCH_COST
 from fshard.plan.split_axes import plan_steps
 from fshard.program.cost.model import max_local_nbytes, step_time, traffic
 from fshard.program.cost.topology import Topology
@@ -71,7 +71,7 @@ def _across(
         if before is not None:
             steps = [*before, Exchange(there.partition, there.sizes, there.mesh)]
             heads.append((_weight(src, steps, topology, max_memory), steps, there))
-    room = LAUNCH / 2 if topology is None else 0.0
+    room = LAUNCH_COST / 2 if topology is None else 0.0
     for head, steps, there in sorted(heads, key=lambda each: each[0]):
         if head >= least:
             break
@@ -130,6 +130,6 @@ def _weight(
             weight += step_time(topology, step, spec, after)
         else:
             moved = traffic(step, spec, after)
-            weight += moved.received + LAUNCH * moved.launches
+            weight += moved.received + LAUNCH_COST * moved.launches
         spec = after
     return weight

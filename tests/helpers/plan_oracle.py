@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.problem import LAUNCH, LOCAL, MESSAGE
+from fshard.plan.search.problem import LAUNCH_COST, LOCAL_COST, MESSAGE_COST
 from fshard.program.cost.model import step_time, traffic
 from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer
@@ -34,7 +34,7 @@ def weigh(topology: Topology | None, step: Step, src: Spec, dst: Spec) -> float:
     if topology is not None:
         return step_time(topology, step, src, dst)
     moved = traffic(step, src, dst)
-    return moved.received + LAUNCH + MESSAGE * moved.messages if moved.launches else LOCAL
+    return moved.received + LAUNCH_COST + MESSAGE_COST * moved.messages if moved.launches else LOCAL_COST
 
 
 def weigh_all(topology: Topology | None, steps: Iterable[Step], src: Spec) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from fshard.plan.search.problem import Axes, Problem
+from fshard.plan.search.problem import Axes, SearchProblem
 from fshard.program.single_step import one_order
 from fshard.program.steps import Exchange
 
@@ -20,9 +20,9 @@ Pairs = tuple[Run, ...]
 class Runs:
     """The runs of one problem: axes, the dim that they leave and the one that they go to."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.fixed = problem.fixed
+        self.num_fixed = problem.num_fixed
         self.ordered: dict[Pairs, Pairs] = {}
         self.ways: dict[tuple[int, Axes], list[list[Run]]] = {}
 
@@ -57,14 +57,14 @@ class Runs:
         known = self.ways.get((dim, axes))
         if known is not None:
             return known
-        others = [to for to in range(len(self.fixed)) if to != dim]
+        others = [to for to in range(len(self.num_fixed)) if to != dim]
         found: list[list[Run]] = [[]]
-        for at in range(self.fixed[dim], len(axes)):
+        for at in range(self.num_fixed[dim], len(axes)):
             taken = axes[at:]
             ways = [(to,) * len(taken) for to in others]
             if Exchange in self.problem.exclude and len(taken) <= MOST_APART:
                 # Some may come back to the dim that others leave, or go to.
-                ways = list(itertools.product(range(len(self.fixed)), repeat=len(taken)))
+                ways = list(itertools.product(range(len(self.num_fixed)), repeat=len(taken)))
             else:
                 goals = tuple(self.problem.goals[axis] for axis in taken)
                 ends = tuple(to for word, to in goals if word == "sharded" and isinstance(to, int))

@@ -36,7 +36,7 @@ import math
 from fshard.layout.spec import Spec
 from fshard.plan.search.collective_edges import Moves
 from fshard.plan.search.exchange_edges import Make
-from fshard.plan.search.problem import Problem, State
+from fshard.plan.search.problem import LayoutState, SearchProblem
 from fshard.plan.search.reachability import is_out_of_reach
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
@@ -68,12 +68,12 @@ def search(
     """
     if exclude and is_out_of_reach(src, dst, exclude):
         return None
-    problem = Problem(src, dst, topology, max_memory, exclude)
+    problem = SearchProblem(src, dst, topology, max_memory, exclude)
     ends = problem.start, problem.goal
     if max_memory is not None and src != dst and max(map(problem.nbytes, ends)) > max_memory:
         return None
-    many = len(problem.size) - len(problem.ones) > FEW
-    haste = HASTE if many else 0.5 if problem.slow else 1
+    many = len(problem.size) - len(problem.unit_axes) > FEW
+    haste = HASTE if many else 0.5 if problem.slow_axes else 1
     found = _run(problem, Moves(problem, direct=True), most, 10, 1)
     for greed in (2, 1) if many else (1,):
         moves = Moves(problem, direct=False)
@@ -82,7 +82,7 @@ def search(
 
 
 def _run(
-    problem: Problem, moves: Moves, most: float, greed: float, haste: float
+    problem: SearchProblem, moves: Moves, most: float, greed: float, haste: float
 ) -> tuple[list[Step], float] | None:
     """The first program that comes out, of what weighs less than `most`.
 
@@ -90,12 +90,12 @@ def _run(
     comes sooner.
     """
     start, goal, bound = problem.start, problem.goal, problem.bound
-    best: dict[State, float] = {start: 0.0}
-    came: dict[State, tuple[State, Make]] = {}
+    best: dict[LayoutState, float] = {start: 0.0}
+    came: dict[LayoutState, tuple[LayoutState, Make]] = {}
     ticket = itertools.count()
     # What is to be found is better than `most`, not by a rounding only.
     most, slack, edges, schedule = most * (1 - 1e-9), 0.0, 0, list(SLACK)
-    queue: list[tuple[float, int, int, State, float]] = [
+    queue: list[tuple[float, int, int, LayoutState, float]] = [
         (bound(start), 0, next(ticket), start, 0.0)
     ]
     while queue:
@@ -128,7 +128,7 @@ def _run(
     return None
 
 
-def _walk_back(state: State, came: dict[State, tuple[State, Make]]) -> list[Step]:
+def _walk_back(state: LayoutState, came: dict[LayoutState, tuple[LayoutState, Make]]) -> list[Step]:
     steps = []
     while state in came:
         state, make = came[state]

@@ -13,7 +13,7 @@ from typing import Any
 
 from fshard.layout.partition_spec import Kinds
 from fshard.plan.search.exchange_targets import all_targets, direct_targets, swapped_inside
-from fshard.plan.search.problem import Axes, Problem, State, partition_of
+from fshard.plan.search.problem import Axes, LayoutState, SearchProblem, state_partition
 from fshard.program.cost.model import NOTHING, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
 
@@ -23,8 +23,8 @@ MOST_UNLIKE = 16
 """On more ranks no exchanges are tried in which they receive unlike much of even shards."""
 
 Make = partial[Any]
-Move = tuple[float, Make, State]
-Aim = tuple[State, int, int, float]
+Move = tuple[float, Make, LayoutState]
+Aim = tuple[LayoutState, int, int, float]
 
 
 class Jumps:
@@ -33,22 +33,22 @@ class Jumps:
     `limit` is what an edge may weigh, at most, to be of use. `direct` ones are those to the goal.
     """
 
-    def __init__(self, problem: Problem, direct: bool) -> None:
+    def __init__(self, problem: SearchProblem, direct: bool) -> None:
         self.problem = problem
         self.direct = direct
         self.limit = math.inf
         self.exclude = problem.exclude
-        self.targets: dict[object, list[State]] = {}
+        self.targets: dict[object, list[LayoutState]] = {}
         self.aims: dict[tuple[Kinds, frozenset[str]], list[Aim]] = {}
         # Where nothing else moves shards from dim to dim, permutations of finer ones do.
         self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
         # Where ranks receive unlike much no bytes are saved, at best a copy: few ranks are counted.
-        few = problem.mesh.size <= MOST_UNLIKE and len(problem.size) - len(problem.ones) < 3
+        few = problem.mesh.size <= MOST_UNLIKE and len(problem.size) - len(problem.unit_axes) < 3
         self.lopsided = few and problem.topology is not None and not direct
-        self.found: list[State] = []
+        self.found: list[LayoutState] = []
 
     @property
-    def ends(self) -> list[State]:
+    def ends(self) -> list[LayoutState]:
         """Layouts worth a jump: the goal, and those of which little makes it."""
         if not self.found:
             find = direct_targets if self.direct else all_targets
@@ -57,86 +57,86 @@ class Jumps:
 
     # -- weights ----------------------------------------------------------------------
 
-    def local(self, make: Make, after: State, copied: int) -> Move:
+    def local(self, make: Make, after: LayoutState, copied: int) -> Move:
         """An edge without traffic."""
         problem = self.problem
-        if not problem.is_possible(after):
+        if not problem.is_divisible(after):
             return math.inf, make, after
-        return problem.weigh_local(copied), make, after
+        return problem.local_cost(copied), make, after
 
     def collective(
         self,
         make: Make,
         axes: Axes,
-        before: State,
-        after: State,
+        before: LayoutState,
+        after: LayoutState,
         moved: Traffic | None,
         copied: int,
         addends: int = 1,
     ) -> Move | None:
         """An edge with traffic, if it is not too heavy; `moved` is None where that is not known."""
         problem = self.problem
-        if not problem.is_possible(after):
+        if not problem.is_divisible(after):
             return None
         if moved is None:
             if self.least(before, after, copied, addends) > self.limit:
                 return None
             moved = problem.traffic(make(), before, after, addends)
         if moved.launches and not problem.empty:
-            weight = problem.weigh(axes, moved, copied)
+            weight = problem.cost(axes, moved, copied)
         else:
-            weight = problem.weigh_local(2 * problem.nbytes(after))
+            weight = problem.local_cost(2 * problem.nbytes(after))
         return (weight, make, after) if weight <= self.limit else None
 
-    def least(self, before: State, after: State, copied: int, addends: int) -> float:
+    def least(self, before: LayoutState, after: LayoutState, copied: int, addends: int) -> float:
         """What a collective between the two and all after it weigh at least."""
         problem = self.problem
-        rest, lacks = problem.bound(after), problem.lacking(before, after, addends)
+        rest, lacks = problem.bound(after), problem.missing_between(before, after, addends)
         if lacks <= 0:
-            return rest + problem.weigh_local(min(copied, 2 * problem.nbytes(after)))
-        wires = problem.weigh_at_least(lacks * problem.item, 0)
-        return rest + problem.weigh_local(copied) + wires
+            return rest + problem.local_cost(min(copied, 2 * problem.nbytes(after)))
+        wires = problem.min_cost(lacks * problem.itemsize, 0)
+        return rest + problem.local_cost(copied) + wires
 
     # -- edges ------------------------------------------------------------------------
 
-    def permutes(self, state: State) -> Iterator[Move]:
+    def permutes(self, state: LayoutState) -> Iterator[Move]:
         """To one of the ends; to other orders in need."""
         problem = self.problem
         if CollectivePermute in self.exclude:
             return
         if not self.targets:
             for target in self.ends:
-                self.targets.setdefault(problem.signature(target), []).append(target)
+                self.targets.setdefault(problem.permute_signature(target), []).append(target)
         nbytes = problem.nbytes(state)
-        found: Iterable[State] = self.targets.get(problem.signature(state), ())
-        others: Iterable[State] = ()
+        found: Iterable[LayoutState] = self.targets.get(problem.permute_signature(state), ())
+        others: Iterable[LayoutState] = ()
         if not self.direct:
             others = self.reordered(state) if self.permuting else swapped_inside(problem, state)
         for target in itertools.chain(found, others):
             if target[:3] != state[:3]:
-                before, after = problem.roles(state), problem.roles(target)
+                before, after = problem.axis_roles(state), problem.axis_roles(target)
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
                 make = partial(_permute, target)
                 moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
                 if move := self.collective(make, axes, state, target, moved, 0):
                     yield move
 
-    def reordered(self, state: State) -> Iterator[State]:
+    def reordered(self, state: LayoutState) -> Iterator[LayoutState]:
         """The same shards with the axes of every dim in other orders."""
         for dims in itertools.product(*map(itertools.permutations, state.dims)):
             yield state._replace(dims=dims)
 
-    def exchanges(self, state: State) -> Iterator[Move]:
+    def exchanges(self, state: LayoutState) -> Iterator[Move]:
         """Straight to one of the ends."""
         if Exchange in self.exclude:
             return
-        shards = self.problem.added.intersection(itertools.chain(*state.dims))
+        shards = self.problem.goal_unreduced.intersection(itertools.chain(*state.dims))
         key = state.unreduced, shards
         aims = self.aims.get(key)
         if aims is None:
             aims = self.aims[key] = self.find_aims(*key)
         problem, packed = self.problem, 2 * self.problem.nbytes(state)
-        begun = problem.weigh_at_least(0, 0) + problem.weigh_local(packed)
+        begun = problem.min_cost(0, 0) + problem.local_cost(packed)
         for target, addends, unpacked, rest in aims:
             if begun + rest > self.limit and problem.even:
                 continue
@@ -144,16 +144,19 @@ class Jumps:
                 continue
             make = partial(_exchange, target)
             moved, copied = None, packed + unpacked
-            even, turned = problem.is_even_along(state, target), problem.turned(state, target)
+            even, turned = (
+                problem.is_even_along(state, target),
+                problem.converted_axes(state, target),
+            )
             if even:
-                moved = problem.exchanged(state, target, addends, turned)
+                moved = problem.exchange_traffic(state, target, addends, turned)
             if moved is None and turned:
                 if not self.lopsided:
                     continue
-                moved = problem.exchanged_by_rank(state, target, addends, turned)
+                moved = problem.exchange_traffic_by_rank(state, target, addends, turned)
             if even and moved == NOTHING:  # slices do
                 continue
-            axes = problem.moving(state, target)
+            axes = problem.moving_axes(state, target)
             if move := self.collective(make, axes, state, target, moved, copied, addends):
                 yield move
 
@@ -163,28 +166,28 @@ class Jumps:
         Shards become addends on the way, or else copies, where ranks would receive unlike much.
         """
         problem = self.problem
-        found: dict[State, Aim] = {}
+        found: dict[LayoutState, Aim] = {}
         for goal, some in itertools.product(self.ends, (shards, ()) if shards else ((),)):
             stay = tuple(a for a in goal.unreduced if a in unreduced or a[0] in some)
             target = goal._replace(unreduced=stay)
             less = [each for each in unreduced if each not in target.unreduced]
             if target not in found and len({kind for _, kind in less}) < 2:
-                addends = problem.count(tuple(axis for axis, _ in less))
+                addends = problem.num_ranks(tuple(axis for axis, _ in less))
                 copied = (1 + addends) * problem.nbytes(target)
-                rest = problem.bound(target) + problem.weigh_local(copied)
+                rest = problem.bound(target) + problem.local_cost(copied)
                 found[target] = target, addends, copied, rest
         return list(found.values())
 
 
-def is_kept(reduced: Kinds, target: State) -> bool:
+def is_kept(reduced: Kinds, target: LayoutState) -> bool:
     """Whether all that is reduced stays so or shards the target, as an exchange allows."""
     lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
     return not lost or {*lost} <= {*itertools.chain(*target.dims)}
 
 
-def _permute(target: State) -> CollectivePermute:
-    return CollectivePermute(partition_of(target))
+def _permute(target: LayoutState) -> CollectivePermute:
+    return CollectivePermute(state_partition(target))
 
 
-def _exchange(target: State) -> Exchange:
-    return Exchange(partition_of(target), target.sizes)
+def _exchange(target: LayoutState) -> Exchange:
+    return Exchange(state_partition(target), target.sizes)

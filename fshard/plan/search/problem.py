@@ -1,9 +1,9 @@
-"""What a search knows: the problem, layouts on the way as light values, weights and bounds.
+"""Search problem of one redistribution: light layout values, costs of steps, and lower bounds.
 
-The weight of a step is `step_time` of `cost/model.py`, or what the busiest rank receives; for
-even shards both are closed forms of a few numbers, for others sums over ranks (`rank_overlap`),
-or the specs are built and asked. The bound of a layout is what any program from it to the goal
-costs at least, by the same numbers.
+The cost of a step is `step_time` of `cost/model.py` in seconds, or the bytes that the busiest rank
+receives. Even shards have closed forms, uneven ones are summed over ranks (`rank_overlap`), and
+remaining cases build the specs. The bound of a layout is a lower bound of the cost of every
+program from it to the goal, in the same units.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import Kinds, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.program.cost.model import (
@@ -32,32 +30,32 @@ from fshard.program.cost.topology import Link, Topology
 from fshard.program.infer import cut_sizes, join_sizes, permute_signature
 from fshard.program.steps import AllToAll, Exchange, Step
 
-__all__ = ["LAUNCH", "Axes", "Problem", "State", "partition_of", "subsets", "with_kinds"]
+__all__ = ["LAUNCH_COST", "LayoutState", "SearchProblem", "add_kinds", "state_partition", "subsets"]
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
 DimSizes = tuple[int, ...] | None
 
-LAUNCH = 1e-2
-"""The weight of a launch where bytes are what counts: launches break ties."""
+LAUNCH_COST = 1e-2
+"""Cost of a launch in bytes: launches break ties of programs that receive equally many bytes."""
 
-MESSAGE = 1e-6
-"""That of a message: they break ties of launches."""
+MESSAGE_COST = 1e-6
+"""Cost of a message in bytes: messages break ties of launches."""
 
-LOCAL = 1e-9
-"""That of a local step: fewer steps break ties of messages."""
+LOCAL_COST = 1e-9
+"""Cost of a local step in bytes: fewer steps break ties of messages."""
 
 
-THOROUGH = 3
-"""The most axes on which programs are looked for that sum what may stay unreduced."""
+FEW_AXES = 3
+"""Most axes of a mesh on which goal axes that stay unreduced may also be reduced and embedded."""
 
 _ANY = Topology()
-_NEVER: tuple[int, ...] = (-1,)
+_INDIVISIBLE: tuple[int, ...] = (-1,)
 _EVEN: tuple[None, ...] = (None,) * 64
 
 
-class State(NamedTuple):
-    """A layout on the way."""
+class LayoutState(NamedTuple):
+    """Layout met by the search: the parts of a `Spec` that steps change."""
 
     dims: Dims
     unreduced: Kinds
@@ -65,434 +63,436 @@ class State(NamedTuple):
     sizes: tuple[DimSizes, ...]
 
 
-@dataclass(slots=True)
-class Problem:
-    """The constants of one search and its memo tables; `topology=None` weighs bytes alone."""
+class SearchProblem:
+    """Endpoints and restrictions of one search, with its memo tables.
 
-    src: Spec
-    dst: Spec
-    topology: Topology | None
-    max_memory: int | None
-    exclude: frozenset[type]
-    mesh: Mesh = field(init=False)
-    item: int = field(init=False)
-    size: dict[str, int] = field(init=False)
-    start: State = field(init=False)
-    goal: State = field(init=False)
-    goals: dict[str, tuple[str, object]] = field(init=False)
-    added: frozenset[str] = field(init=False)
-    fixed: list[int] = field(init=False)
-    stand_ins: frozenset[str] = field(init=False)
-    ones: frozenset[str] = field(init=False)
-    thorough: bool = field(init=False)
-    even: bool = field(init=False)
-    empty: bool = field(init=False)
-    slow: frozenset[str] = field(init=False)
-    fastest: Link = field(init=False)
-    slower: Link = field(init=False)
-    fast_ranks: int = field(init=False)
-    links: dict[Axes, Link] = field(init=False, default_factory=dict)
-    volumes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = field(init=False, default_factory=dict)
-    bounds: dict[State, float] = field(init=False, default_factory=dict)
-    specs: dict[State, Spec] = field(init=False, default_factory=dict)
-    held: Held | None = field(init=False, default=None)
-    finer: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = field(
-        init=False, default_factory=dict
-    )
-    counts: dict[Axes, int] = field(init=False, default_factory=dict)
-    parts: dict[tuple[int, Axes, Axes, Set[str]], Parts | None] = field(
-        init=False, default_factory=dict
-    )
-    cuts: dict[Cuts, dict[str, object]] = field(init=False, default_factory=dict)
+    `topology=None` minimizes the bytes that the busiest rank receives, else time is minimized.
+    `goals` maps each axis to its state in the goal and the dim or reduction; `num_fixed` counts
+    the major axes of each dim that all layouts share; along `slow_axes` links are not the fastest.
+    """
 
-    def __post_init__(self) -> None:
-        self.mesh = self.src.mesh
-        self.item = self.src.dtype.itemsize
+    def __init__(
+        self,
+        src: Spec,
+        dst: Spec,
+        topology: Topology | None,
+        max_memory: int | None,
+        exclude: frozenset[type],
+    ) -> None:
+        self.src, self.dst, self.topology = src, dst, topology
+        self.max_memory, self.exclude = max_memory, exclude
+        self.mesh, self.itemsize = src.mesh, src.dtype.itemsize
         self.size = dict(self.mesh.shape)
-        self.ones = frozenset(axis for axis, n in self.size.items() if n == 1)
-        # With more axes, what stays unreduced is left alone: it is not summed and embedded anew.
-        self.thorough = len(self.size) - len(self.ones) <= THOROUGH
-        self.start, self.goal = _state(self.src), _state(self.dst)
+        self.unit_axes = frozenset(axis for axis, n in self.size.items() if n == 1)
+        self.few_axes = len(self.size) - len(self.unit_axes) <= FEW_AXES
+        self.start, self.goal = _layout_state(src), _layout_state(dst)
+        self.empty = 0 in src.shape
         self.even = self.is_even(self.start) and self.is_even(self.goal)
-        self.empty = 0 in self.src.shape
+        self.links: dict[Axes, Link] = {}
+        self.local_sizes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = {}
+        self.bounds: dict[LayoutState, float] = {}
+        self.specs: dict[LayoutState, Spec] = {}
+        self.rank_overlap: Held | None = None
+        self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
+        self.rank_counts: dict[Axes, int] = {}
+        self.parts: dict[tuple[int, Axes, Axes, Set[str]], Parts | None] = {}
+        self.placements: dict[Cuts, dict[str, object]] = {}
+        self._classify_axes()
+        self._classify_links()
+
+    def _classify_axes(self) -> None:
+        """Set `goals`, `goal_unreduced`, `num_fixed` and `replacement_axes`."""
         p = self.dst.partition
-        self.added = frozenset([axis for axis, _ in p.unreduced_kinds])
-        self.goals = dict.fromkeys(self.mesh.axes, ("invariant", "sum"))
+        self.goal_unreduced = frozenset([axis for axis, _ in p.unreduced_kinds])
+        self.goals: dict[str, tuple[str, object]] = dict.fromkeys(self.size, ("invariant", "sum"))
         self.goals |= {axis: ("sharded", dim) for dim, axes in enumerate(p.dims) for axis in axes}
         self.goals |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
         self.goals |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
-        # What both ends begin a dim with stays: each such shard is a problem of its own.
-        self.fixed = [
-            _common(have, need) if self.even else 0
-            for have, need in zip(self.start.dims, self.goal.dims, strict=True)
-        ]
-        # Axes that may take another's place in a dim: rare, so looked for only where they can.
-        self.stand_ins = frozenset(
+        ends = list(zip(self.start.dims, self.goal.dims, strict=True))
+        # Major axes that both ends share stay in place: each such shard is a separate problem.
+        self.num_fixed = [_num_common(*axes) if self.even else 0 for axes in ends]
+        # Axes that may replace another axis of a dim: rare, so searched only where they exist.
+        self.replacement_axes = frozenset(
             [
-                by
-                for mine, theirs in zip(self.start.dims, self.goal.dims, strict=True)
-                for axis, by in itertools.product(mine, theirs)
-                if axis in self.added and self.size[axis] == self.size[by]
+                new
+                for have, need in ends
+                for old, new in itertools.product(have, need)
+                if old in self.goal_unreduced and self.size[old] == self.size[new]
             ]
         )
-        self._tiers()
 
-    def _tiers(self) -> None:
-        """Which axes leave the fastest links: for the bound of what crosses them."""
+    def _classify_links(self) -> None:
+        """Set `slow_axes` and the fastest and next slower links, for bounds of slow traffic."""
         links = {axis: self.link((axis,)) for axis, n in self.size.items() if n > 1}
         best = max((link.bandwidth for link in links.values()), default=1.0)
-        quick = min((link.latency for link in links.values()), default=0.0)
-        self.fastest = Link(quick, best)
-        self.slow = frozenset(axis for axis, link in links.items() if link.bandwidth < best)
-        rest = [links[axis].bandwidth for axis in self.slow]
-        self.slower = Link(quick, max(rest, default=best))
-        self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow)
+        latency = min((link.latency for link in links.values()), default=0.0)
+        self.fastest_link = Link(latency, best)
+        self.slow_axes = frozenset(axis for axis, link in links.items() if link.bandwidth < best)
+        rest = [links[axis].bandwidth for axis in self.slow_axes]
+        self.slower_link = Link(latency, max(rest, default=best))
+        self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow_axes)
 
     # -- sizes ------------------------------------------------------------------------
 
-    def count(self, axes: Axes) -> int:
-        """The devices along `axes`."""
-        found = self.counts.get(axes)
-        if found is None:
-            found = self.counts[axes] = math.prod([self.size[axis] for axis in axes])
-        return found
+    def num_ranks(self, axes: Axes) -> int:
+        """Return the number of devices along `axes`."""
+        count = self.rank_counts.get(axes)
+        if count is None:
+            count = self.rank_counts[axes] = math.prod([self.size[axis] for axis in axes])
+        return count
 
     def link(self, axes: Axes) -> Link:
-        """The slowest link along `axes`; without a topology any will do."""
+        """Return the slowest link along `axes`; any link if only bytes count."""
         topology = self.topology or _ANY
         return topology.link(self.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
 
-    def nbytes(self, state: State) -> int:
-        """Bytes of the largest local."""
+    def nbytes(self, state: LayoutState) -> int:
+        """Return the bytes of the largest local."""
         key = (state.dims, state.sizes)
-        found = self.volumes.get(key)
-        if found is None:
-            found = self.item
+        nbytes = self.local_sizes.get(key)
+        if nbytes is None:
+            nbytes = self.itemsize
             for size, axes, sizes in zip(self.src.shape, state.dims, state.sizes, strict=True):
-                found *= size // self.count(axes) if sizes is None else max(sizes)
-            self.volumes[key] = found
-        return found
+                nbytes *= size // self.num_ranks(axes) if sizes is None else max(sizes)
+            self.local_sizes[key] = nbytes
+        return nbytes
 
-    def spec(self, state: State) -> Spec:
-        """The state as a spec."""
-        found = self.specs.get(state)
-        if found is None:
-            found = self.specs[state] = self.src._with(
-                partition=partition_of(state), sizes=state.sizes
+    def spec(self, state: LayoutState) -> Spec:
+        """Return the state as a `Spec`."""
+        spec = self.specs.get(state)
+        if spec is None:
+            spec = self.specs[state] = self.src._with(
+                partition=state_partition(state), sizes=state.sizes
             )
-        return found
+        return spec
 
-    def is_even(self, state: State) -> bool:
-        """Whether closed forms hold: equal shards, and some elements at all."""
+    def is_even(self, state: LayoutState) -> bool:
+        """Return True if closed forms hold: equal shards of a tensor that has elements."""
         return state.sizes == _EVEN[: len(state.sizes)] and 0 not in self.src.shape
 
-    def is_possible(self, state: State) -> bool:
-        """Whether a dim divides by the axes that were put on it, where it has to."""
-        return not self.even or _NEVER not in state.sizes
+    def is_divisible(self, state: LayoutState) -> bool:
+        """Return True unless an even problem has a dim that its axes do not divide."""
+        return not self.even or _INDIVISIBLE not in state.sizes
 
-    def is_even_along(self, before: State, after: State, dims: Iterable[int] | None = None) -> bool:
-        """Whether all shards of a dim, of some or of all of them are equal."""
+    def is_even_along(
+        self, before: LayoutState, after: LayoutState, dims: Iterable[int] | None = None
+    ) -> bool:
+        """Return True if all shards of each of `dims` (default: of all dims) are equal."""
         if self.even:
             return True
         if dims is None:
             return self.is_even(before) and self.is_even(after)
         return all(before.sizes[dim] is after.sizes[dim] is None for dim in dims)
 
-    # -- weights ----------------------------------------------------------------------
+    # -- costs ------------------------------------------------------------------------
 
-    def weigh(self, axes: Axes, moved: Traffic, copied: int) -> float:
-        """The weight of a collective over `axes` that moves and copies that much."""
+    def cost(self, axes: Axes, moved: Traffic, copied: int) -> float:
+        """Return the cost of a collective over `axes` that also copies `copied` bytes."""
         if self.topology is None:
-            return moved.received + LAUNCH + MESSAGE * moved.messages
+            return moved.received + LAUNCH_COST + MESSAGE_COST * moved.messages
         link = self.links.get(axes)
         if link is None:
             link = self.links[axes] = self.link(axes)
         return seconds(self.topology, link, moved, copied)
 
-    def weigh_local(self, copied: int) -> float:
-        """The weight of a step without traffic."""
-        return LOCAL if self.topology is None else copied / self.topology.memory
+    def local_cost(self, copied: int) -> float:
+        """Return the cost of a step without traffic that copies `copied` bytes."""
+        return LOCAL_COST if self.topology is None else copied / self.topology.memory
 
-    def traffic(self, step: Step, before: State, after: State, addends: int) -> Traffic:
-        """What any step moves: where closed forms do not hold."""
-        if self.ranks().all and not self.empty:
+    def traffic(
+        self, step: Step, before: LayoutState, after: LayoutState, reduced_ranks: int
+    ) -> Traffic:
+        """Return the traffic of a step that has no closed form."""
+        if self.overlap().all and not self.empty:
             if isinstance(step, Exchange):
-                return self.exchanged_by_rank(before, after, addends, self.turned(before, after))
+                converted = self.converted_axes(before, after)
+                return self.exchange_traffic_by_rank(before, after, reduced_ranks, converted)
             if isinstance(step, AllToAll) and step.also:
-                moved = self.exchanged_by_rank(before, after, 1, NONE)
+                moved = self.exchange_traffic_by_rank(before, after, 1, NONE)
                 axes = tuple(axis for pair in step.pairs for axis in pair.axes)
-                return moved._replace(messages=self.count(axes) - 1, rounds=1)
+                return moved._replace(messages=self.num_ranks(axes) - 1, rounds=1)
         return traffic(step, self.spec(before), self.spec(after))
 
-    # -- parts of moves ---------------------------------------------------------------
+    # -- parts of edges ---------------------------------------------------------------
 
-    def take(self, state: State, dim: int, axes: Axes) -> State:
-        """The state without `axes`, the most minor ones of `dim`."""
-        mine = state.dims[dim][: -len(axes)]
+    def remove_axes(self, state: LayoutState, dim: int, axes: Axes) -> LayoutState:
+        """Return the state without `axes`, the most minor ones of `dim`."""
         sizes = state.sizes[dim]
         if sizes is not None:
-            sizes = join_sizes(sizes, self.count(axes))
-        return State(
-            (*state.dims[:dim], mine, *state.dims[dim + 1 :]),
-            state.unreduced,
-            state.reduced,
-            (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
-        )
+            sizes = join_sizes(sizes, self.num_ranks(axes))
+        return _replace_dim(state, dim, state.dims[dim][: -len(axes)], sizes)
 
-    def put(self, state: State, dim: int, axes: Axes) -> State:
-        """The state with `axes` at the minor end of `dim`, cut as the goal or the source is."""
-        mine = (*state.dims[dim], *axes)
+    def append_axes(self, state: LayoutState, dim: int, axes: Axes) -> LayoutState:
+        """Return the state with `axes` at the minor end of `dim`, sized as in an end."""
+        dim_axes = (*state.dims[dim], *axes)
         sizes = state.sizes[dim]
-        ends = self.start.sizes[dim] is self.goal.sizes[dim] is None
-        if sizes is not None or not ends or self.src.shape[dim] % self.count(mine):
-            sizes = self.cut(state, dim, axes, mine)
-        return State(
-            (*state.dims[:dim], mine, *state.dims[dim + 1 :]),
-            state.unreduced,
-            state.reduced,
-            (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
-        )
+        even_ends = self.start.sizes[dim] is self.goal.sizes[dim] is None
+        if sizes is not None or not even_ends or self.src.shape[dim] % self.num_ranks(dim_axes):
+            sizes = self.split_sizes(state, dim, axes, dim_axes)
+        return _replace_dim(state, dim, dim_axes, sizes)
 
-    def cut(self, state: State, dim: int, axes: Axes, mine: Axes) -> DimSizes:
-        """The shard sizes of a dim that is cut further: those of an end where it is on its way.
+    def split_sizes(self, state: LayoutState, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
+        """Return the shard sizes of a dim sharded further, those of an end if it leads there.
 
-        Between even ends nothing on the way is uneven: of many devices most would have nothing.
+        Between even ends uneven layouts are refused: most of many devices would hold nothing.
         """
         if self.even:
-            return _NEVER
-        key = (dim, state.sizes[dim], axes, mine)
-        if key not in self.finer:
-            self.finer[key] = self._cut(state, dim, axes, mine)
-        return self.finer[key]
+            return _INDIVISIBLE
+        key = (dim, state.sizes[dim], axes, dim_axes)
+        if key not in self.split_cache:
+            self.split_cache[key] = self._split_sizes(state, dim, axes, dim_axes)
+        return self.split_cache[key]
 
-    def _cut(self, state: State, dim: int, axes: Axes, mine: Axes) -> DimSizes:
-        n, shards = self.count(axes), self.count(state.dims[dim])
-        whole = state.sizes[dim]
+    def _split_sizes(self, state: LayoutState, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
+        n, shards = self.num_ranks(axes), self.num_ranks(state.dims[dim])
+        coarse = state.sizes[dim]
         for end in (self.dst, self.src):
-            if end.partition.dims[dim][: len(mine)] == mine:
+            if end.partition.dims[dim][: len(dim_axes)] == dim_axes:
                 sizes = join_sizes(end.sizes[dim], end.dim_shards(dim) // (shards * n))
-                if join_sizes(sizes, n) == whole and (
+                if join_sizes(sizes, n) == coarse and (
                     sizes is not None or self.src.shape[dim] % (shards * n) == 0
                 ):
                     return sizes
-        cut = cut_sizes(self.src.shape[dim], shards, whole, n, chunk=True)
-        assert not isinstance(cut, str)
-        return cut if cut is None or len(set(cut)) > 1 else None
+        chunks = cut_sizes(self.src.shape[dim], shards, coarse, n, chunk=True)
+        assert not isinstance(chunks, str)
+        return chunks if chunks is None or len(set(chunks)) > 1 else None
 
     def replicated_goal(self, axes: Axes) -> tuple[bool, str]:
-        """Whether all of `axes` end reduced by one kind, and that kind."""
+        """Return whether the goal has all of `axes` reduced by one kind, and that kind."""
         goals = {self.goals[axis] for axis in axes}
-        word, kind = next(iter(goals))
-        return (True, str(kind)) if len(goals) == 1 and word == "reduced" else (False, "sum")
+        state, kind = next(iter(goals))
+        return (True, str(kind)) if len(goals) == 1 and state == "reduced" else (False, "sum")
 
-    def ranks(self) -> Held:
-        """What ranks hold, for where closed forms do not."""
-        if self.held is None:
-            self.held = Held(self.mesh, self.src.shape)
-        return self.held
+    def overlap(self) -> Held:
+        """Return the boxes of all ranks, for layouts without closed forms."""
+        if self.rank_overlap is None:
+            self.rank_overlap = Held(self.mesh, self.src.shape)
+        return self.rank_overlap
 
-    def exchanged(
-        self, before: State, after: State, addends: int = 1, turned: Set[str] = NONE
+    def exchange_traffic(
+        self,
+        before: LayoutState,
+        after: LayoutState,
+        reduced_ranks: int = 1,
+        converted: Set[str] = NONE,
     ) -> Traffic | None:
-        """What moves between any two even layouts, each rank receiving what it lacks.
+        """Return the traffic between two even layouts if each rank receives what it lacks.
 
-        None where `turned` axes make some ranks receive more than others.
+        None if `converted` axes make some ranks receive more than others.
         """
-        found = []
-        for at, (have, need) in enumerate(zip(before.dims, after.dims, strict=True)):
-            key = at, have, need, turned
+        parts = []
+        for dim, (have, need) in enumerate(zip(before.dims, after.dims, strict=True)):
+            key = dim, have, need, converted
             if key not in self.parts:
-                self.parts[key] = dim_parts(self.src.shape[at], self.size, have, need, turned)
+                self.parts[key] = dim_parts(self.src.shape[dim], self.size, have, need, converted)
             part = self.parts[key]
             if part is None:
                 return None
-            found.append(part)
-        return joined(found, self.item, addends)
+            parts.append(part)
+        return joined(parts, self.itemsize, reduced_ranks)
 
-    def turned(self, before: State, after: State) -> Set[str]:
-        """The axes whose shards become addends, or whose copies shards: `turned_axes`."""
+    def converted_axes(self, before: LayoutState, after: LayoutState) -> Set[str]:
+        """Return the axes that turn from sharded to unreduced, or from reduced to sharded."""
         if not after.unreduced and not before.reduced:
             return NONE
-        made = {axis for axis, _ in after.unreduced}.intersection(itertools.chain(*before.dims))
-        lent = {axis for axis, _ in before.reduced}.intersection(itertools.chain(*after.dims))
-        return frozenset(made | lent)
+        summed = {axis for axis, _ in after.unreduced}.intersection(itertools.chain(*before.dims))
+        sliced = {axis for axis, _ in before.reduced}.intersection(itertools.chain(*after.dims))
+        return frozenset(summed | sliced)
 
-    def swapped(self, before: State, after: State, axes: Axes) -> Traffic:
-        """What an all-to-all of several dims moves between even layouts."""
-        moved = self.exchanged(before, after)
+    def all_to_all_traffic(self, before: LayoutState, after: LayoutState, axes: Axes) -> Traffic:
+        """Return the traffic of an all-to-all of several dims between even layouts."""
+        moved = self.exchange_traffic(before, after)
         assert moved is not None
-        return moved._replace(messages=self.count(axes) - 1, rounds=1)
+        return moved._replace(messages=self.num_ranks(axes) - 1, rounds=1)
 
-    def exchanged_by_rank(
-        self, before: State, after: State, addends: int, turned: Set[str]
+    def exchange_traffic_by_rank(
+        self, before: LayoutState, after: LayoutState, reduced_ranks: int, converted: Set[str]
     ) -> Traffic:
-        """The same between layouts of any sizes, of the busiest of all ranks."""
-        lent = {axis for axis, _ in before.reduced if axis in turned}
+        """Return the busiest rank's traffic of an exchange between layouts of any sizes."""
+        sliced = {axis for axis, _ in before.reduced if axis in converted}
         holders, needers = (
             self.mesh.size
-            // self.count((*itertools.chain(*end.dims), *(a for a, _ in end.unreduced)))
+            // self.num_ranks((*itertools.chain(*end.dims), *(a for a, _ in end.unreduced)))
             for end in (before, after)
         )
-        have, need, item = _cuts(before), _cuts(after), self.item
-        holders //= self.count(tuple(lent))
-        return self.ranks().exchanged(have, need, item, addends, needers, holders, turned)
+        holders //= self.num_ranks(tuple(sliced))
+        ends = _dim_shards(before), _dim_shards(after), self.itemsize
+        return self.overlap().exchanged(*ends, reduced_ranks, needers, holders, converted)
 
-    def signature(self, state: State) -> object:
-        """What a permutation keeps, the sizes of the shards among it."""
+    def permute_signature(self, state: LayoutState) -> object:
+        """Return what a permutation of devices keeps, including the sizes of the shards."""
         return permute_signature(self.size, *state[:3]), state.sizes
 
-    def roles(self, state: State) -> dict[str, object]:
-        """What each axis of several devices does."""
+    def axis_roles(self, state: LayoutState) -> dict[str, object]:
+        """Return the role of each axis that has several devices."""
         return axis_roles(self.size, *state[:3])
 
-    def moving(self, before: State, after: State) -> Axes:
-        """The axes along which layouts exchange anything: `moving_axes` of light values."""
-        was, now, turned = self.places(before), self.places(after), self.turned(before, after)
-        return tuple(
-            [axis for axis in self.size if was.get(axis) != now.get(axis) and axis not in turned]
-        )
+    def moving_axes(self, before: LayoutState, after: LayoutState) -> Axes:
+        """Return the axes along which an exchange sends: `moving_axes` of layout states."""
+        old, new = self.axis_placements(before), self.axis_placements(after)
+        fixed = self.converted_axes(before, after)
+        return tuple([a for a in self.size if old.get(a) != new.get(a) and a not in fixed])
 
-    def places(self, state: State) -> dict[str, object]:
-        """Where each axis cuts a dim and into what, or the reduction of its addends."""
-        key = _cuts(state)
-        found = self.cuts.get(key)
-        if found is None:
-            found = self.cuts[key] = {}
+    def axis_placements(self, state: LayoutState) -> dict[str, object]:
+        """Map each axis to the dim, stride and sizes that it shards, or to its reduction."""
+        key = _dim_shards(state)
+        placements = self.placements.get(key)
+        if placements is None:
+            placements = self.placements[key] = {}
             for dim, (axes, sizes) in enumerate(key):
                 major = 1
-                for at, axis in enumerate(axes):
-                    cut = sizes and join_sizes(sizes, self.count(axes[at + 1 :]))
-                    found[axis] = (dim, major, cut)
+                for i, axis in enumerate(axes):
+                    shards = sizes and join_sizes(sizes, self.num_ranks(axes[i + 1 :]))
+                    placements[axis] = (dim, major, shards)
                     major *= self.size[axis]
-        return {**found, **dict(state.unreduced)} if state.unreduced else found
+        return {**placements, **dict(state.unreduced)} if state.unreduced else placements
 
     # -- bounds -----------------------------------------------------------------------
 
-    def bound(self, state: State) -> float:
-        """What any program from `state` to the goal weighs at least: the heuristic of A*.
+    def bound(self, state: LayoutState) -> float:
+        """Return a lower bound of the cost from `state` to the goal: the heuristic of A*.
 
-        A launch where anything is missing, with what the busiest rank must receive over the
-        fastest link, or a whole node over the next slower ones.
+        It counts one launch if any rank misses elements, and the missing bytes of the busiest rank
+        over the fastest link, or those of a node over the next slower links.
         """
-        found = self.bounds.get(state)
-        if found is None:
-            found = self.bounds[state] = self._bound(state)
-        return found
+        bound = self.bounds.get(state)
+        if bound is None:
+            bound = self.bounds[state] = self._bound(state)
+        return bound
 
-    def _bound(self, state: State) -> float:
+    def _bound(self, state: LayoutState) -> float:
         if self.empty:
             return 0.0
-        # Ranks that end with addends of one tensor may hold what they need between them.
-        group = self.added
-        addends: Axes = ()
+        # Ranks that end with partial sums of one tensor may share its elements between them.
+        group = self.goal_unreduced
+        reduced: Axes = ()
         if state.unreduced:
-            if group and self.even and not self.thorough:
-                stay = set(state.unreduced)
-                group = frozenset([each[0] for each in self.goal.unreduced if each not in stay])
-            addends = tuple([axis for axis, _ in state.unreduced if axis not in self.added])
-        members = self.count(tuple(group))
+            if group and self.even and not self.few_axes:
+                group = frozenset(axis for axis, _ in {*self.goal.unreduced} - {*state.unreduced})
+            reduced = tuple(
+                [axis for axis, _ in state.unreduced if axis not in self.goal_unreduced]
+            )
+        members = self.num_ranks(tuple(group))
         even = self.even or (self.is_even(state) and self.is_even(self.goal))
-        lacks = self.missing if even else self.missing_uneven
-        missing = -(-lacks(state, group, addends) // members)
+        count = self.missing_elements if even else self.missing_uneven
+        missing = -(-count(state, group, reduced) // members)
         if missing <= 0:
             return 0.0
-        across = 0
-        if self.slow and members == 1 and even:
-            fast = frozenset(self.size) - self.slow
-            slow_addends = tuple(axis for axis in addends if axis in self.slow)
-            across = -(-self.missing(state, fast, slow_addends) // self.fast_ranks)
-        return self.weigh_at_least(missing * self.item, across * self.item)
+        slow = 0
+        if self.slow_axes and members == 1 and even:
+            fast = frozenset(self.size) - self.slow_axes
+            slow_reduced = tuple(axis for axis in reduced if axis in self.slow_axes)
+            slow = -(-self.missing_elements(state, fast, slow_reduced) // self.fast_ranks)
+        return self.min_cost(missing * self.itemsize, slow * self.itemsize)
 
-    def weigh_at_least(self, nbytes: int, across: int) -> float:
-        """A launch that moves so many bytes, `across` of them between nodes."""
+    def min_cost(self, nbytes: int, slow_nbytes: int) -> float:
+        """Return the least cost of a launch that moves `nbytes`, `slow_nbytes` between nodes."""
         if self.topology is None:
-            return nbytes + LAUNCH
-        time = across / self.slower.bandwidth + max(0, nbytes - across) / self.fastest.bandwidth
-        return self.topology.launch + self.fastest.latency + time
+            return nbytes + LAUNCH_COST
+        slow = slow_nbytes / self.slower_link.bandwidth
+        fast = max(0, nbytes - slow_nbytes) / self.fastest_link.bandwidth
+        return self.topology.launch + self.fastest_link.latency + (slow + fast)
 
-    def missing(self, state: State, within: frozenset[str], addends: Axes) -> int:
-        """Elements that the worst placed rank lacks, or the worst group of ranks along `within`.
+    def missing_elements(self, state: LayoutState, within: frozenset[str], reduced: Axes) -> int:
+        """Return the elements that the worst rank, or group of ranks along `within`, misses.
 
-        Even layouts: behind the common axes of a dim, other axes on both sides leave some
-        rank with nothing of what it needs, and axes of the source alone with an n-th of it.
-        Of what is still to be reduced each rank must receive all that it needs, and all ranks
-        together one message an element for every addend but one, and every copy but one.
+        Even layouts only. After the common major axes of a dim, different axes on both sides leave
+        some rank without any needed element, and axes of the source alone leave it an n-th. Axes
+        still to be reduced: each rank receives all that it needs, and all ranks together receive
+        one message an element for all but one partial sum, and for all but one copy.
         """
-        whole = held = 1
+        needed = available = 1
         for length, *ends in zip(self.src.shape, state.dims, self.goal.dims, strict=True):
             have, need = (
-                [tuple(a for a in axes if a not in self.ones) for axes in ends]
-                if self.ones
+                [tuple(a for a in axes if a not in self.unit_axes) for axes in ends]
+                if self.unit_axes
                 else ends
             )
-            at, here = 0, length
-            for one, other in zip(have, need, strict=False):
-                if one != other:
+            common, need_size = 0, length
+            for have_axis, need_axis in zip(have, need, strict=False):
+                if have_axis != need_axis:
                     break
-                if one not in within:
-                    here //= self.size[one]
-                at += 1
-            mine, theirs, there = have[at:], need[at:], here
-            for axis in theirs:
-                here //= 1 if axis in within else self.size[axis]
-            for axis in mine:
-                there //= 1 if axis in within else self.size[axis]
-            whole *= here
-            clash = mine and theirs and mine[0] not in within and theirs[0] not in within
-            held *= 0 if clash else min(here, there)
-        if self.count(addends) == 1:
-            return whole - held
-        return self._summed(whole, within, addends)
+                if have_axis not in within:
+                    need_size //= self.size[have_axis]
+                common += 1
+            have, need, have_size = have[common:], need[common:], need_size
+            for axis in need:
+                need_size //= 1 if axis in within else self.size[axis]
+            for axis in have:
+                have_size //= 1 if axis in within else self.size[axis]
+            needed *= need_size
+            disjoint = have and need and have[0] not in within and need[0] not in within
+            available *= 0 if disjoint else min(need_size, have_size)
+        if self.num_ranks(reduced) == 1:
+            return needed - available
+        return self._reduction_elements(needed, within, reduced)
 
-    def missing_uneven(self, state: State, within: frozenset[str], addends: Axes) -> int:
-        """The same of shards of any sizes."""
-        if self.count(addends) == 1:
-            return self.lacking(state, self.goal, 1, within)
-        return self._summed(self.nbytes(self.goal) // self.item, within, addends)
+    def missing_uneven(self, state: LayoutState, within: frozenset[str], reduced: Axes) -> int:
+        """Return the same as `missing_elements`, for shards of any sizes."""
+        if self.num_ranks(reduced) == 1:
+            return self.missing_between(state, self.goal, 1, within)
+        needed = self.nbytes(self.goal) // self.itemsize
+        return self._reduction_elements(needed, within, reduced)
 
-    def lacking(
-        self, before: State, after: State, addends: int, within: Collection[str] = ()
+    def missing_between(
+        self,
+        before: LayoutState,
+        after: LayoutState,
+        reduced_ranks: int,
+        within: Collection[str] = (),
     ) -> int:
-        """Elements that some rank has to receive from one layout to another, of any sizes."""
-        return self.ranks().lacking(_cuts(before), _cuts(after), addends, within)
+        """Return the elements that some rank must receive between layouts of any sizes."""
+        have, need = _dim_shards(before), _dim_shards(after)
+        return self.overlap().lacking(have, need, reduced_ranks, within)
 
-    def _summed(self, whole: int, within: frozenset[str], addends: Axes) -> int:
-        """Elements to be received of what is to be reduced, where a rank needs so many."""
+    def _reduction_elements(self, needed: int, within: frozenset[str], reduced: Axes) -> int:
+        """Return the elements received to reduce over `reduced` if a rank needs `needed`."""
         groups = copies = 1
         for axis, size in self.size.items():
             if axis not in within:
                 groups *= size
                 copies *= size if self.goals[axis][0] in ("invariant", "reduced") else 1
-        messages = self.count(addends) - 1 + copies - 1
-        return max(whole, -(-math.prod(self.src.shape) * messages // groups))
+        messages = self.num_ranks(reduced) - 1 + copies - 1
+        return max(needed, -(-math.prod(self.src.shape) * messages // groups))
 
 
-def _state(spec: Spec) -> State:
+def _layout_state(spec: Spec) -> LayoutState:
     p = spec.partition
-    return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
+    return LayoutState(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
 
 
-def _common(have: Axes, need: Axes) -> int:
-    """How many axes both begin with."""
+def _replace_dim(state: LayoutState, dim: int, axes: Axes, sizes: DimSizes) -> LayoutState:
+    """Return the state with one dim sharded over `axes` into `sizes`."""
+    return LayoutState(
+        (*state.dims[:dim], axes, *state.dims[dim + 1 :]),
+        state.unreduced,
+        state.reduced,
+        (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
+    )
+
+
+def _num_common(have: Axes, need: Axes) -> int:
+    """Return the number of major axes that both have in common."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(have, need, strict=False))
     return sum(1 for _ in same)
 
 
-def _cuts(state: State) -> Cuts:
+def _dim_shards(state: LayoutState) -> Cuts:
+    """Return the axes and the shard sizes of each dim."""
     return tuple(zip(state.dims, state.sizes, strict=True))
 
 
-def partition_of(state: State) -> PartitionSpec:
-    """The partition of a state."""
+def state_partition(state: LayoutState) -> PartitionSpec:
+    """Return the partition of a state."""
     return PartitionSpec._of(state.dims, state.unreduced, state.reduced)
 
 
-def with_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
-    """The states with those of `axes` among them."""
+def add_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
+    """Return `kinds` with every axis of `axes` added, sorted by axis."""
     return tuple(sorted((*kinds, *((axis, str(kind)) for axis in axes))))
 
 
 def subsets(names: Sequence[str]) -> Iterator[Axes]:
-    """Every non-empty choice of axes, in the order given."""
+    """Yield every non-empty choice of axes, in the order given."""
     for count in range(1, len(names) + 1):
         yield from itertools.combinations(names, count)

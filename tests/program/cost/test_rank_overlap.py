@@ -9,7 +9,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.search.astar import search
-from fshard.plan.search.problem import Problem
+from fshard.plan.search.problem import SearchProblem
 from fshard.program.cost.model import traffic
 from fshard.program.cost.rank_overlap import MOST_RANKS, Held
 from fshard.program.exchange_boxes import reduced_axes
@@ -24,7 +24,7 @@ def test_exchanges_move_what_specs_say(mesh: Mesh) -> None:
     for _ in range(150):
         src, dst = _spec(draw, mesh, addends=True), _spec(draw, mesh)
         step = Exchange(dst.partition, dst.sizes)
-        problem = Problem(src, dst, None, None, frozenset())
+        problem = SearchProblem(src, dst, None, None, frozenset())
         addends = mesh.axis_size(tuple(src.partition.unreduced))
         if not problem.even:
             found = problem.traffic(step, problem.start, problem.goal, addends)
@@ -45,13 +45,16 @@ def test_exchanges_that_make_addends_move_what_specs_say(
         if lengths == (48, 48):
             src, dst = (Spec(mesh, each.partition, shape=lengths) for each in (src, dst))
         for a, b in ((src, dst), (dst.dual, src.dual)):
-            problem, step = Problem(a, b, None, None, frozenset()), Exchange(b.partition, b.sizes)
+            problem, step = (
+                SearchProblem(a, b, None, None, frozenset()),
+                Exchange(b.partition, b.sizes),
+            )
             addends = mesh.axis_size(reduced_axes(a, b))
-            turned = problem.turned(problem.start, problem.goal)
-            found = problem.exchanged_by_rank(problem.start, problem.goal, addends, turned)
+            turned = problem.converted_axes(problem.start, problem.goal)
+            found = problem.exchange_traffic_by_rank(problem.start, problem.goal, addends, turned)
             moved = traffic(step, a, b)
             assert (found.sent, found.received) == (moved.sent, moved.received), f"{a} -> {b}"
-            closed = problem.exchanged(problem.start, problem.goal, addends, turned)
+            closed = problem.exchange_traffic(problem.start, problem.goal, addends, turned)
             assert not problem.even or closed in (None, moved), f"{a} -> {b}"
 
 
@@ -60,7 +63,7 @@ def test_no_program_weighs_less_than_the_bound_of_its_source(mesh: Mesh) -> None
     draw = random.Random(1)
     for _ in range(25):
         src, dst = _spec(draw, mesh, addends=True), _spec(draw, mesh)
-        problem = Problem(src, dst, None, None, frozenset())
+        problem = SearchProblem(src, dst, None, None, frozenset())
         found = search(src, dst, None)
         assert found is not None
         assert problem.bound(problem.start) <= found[1], f"{src} -> {dst}"
