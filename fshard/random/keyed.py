@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from fshard._util.errors import fail, raise_if
-from fshard.ops.trace.trace import traces
+from fshard.ops.trace.trace import trace_depth
 from fshard.random.sampling import _key_problems, fold_in
 from fshard.random.torch_replacements import INSTEAD
 from fshard.run.transports.base import current_transport
-from fshard.spmd.axis_env import innermost
+from fshard.spmd.axis_env import current_axes
 from fshard.spmd.tracking.torch_effects import Word, draws, kind_of
 
 __all__ = ["keyed"]
@@ -36,16 +36,16 @@ class _Keyed(TorchFunctionMode):
     def __init__(self, key: torch.Tensor, count: int = 0) -> None:
         super().__init__()
         self.key, self.count = key, count
-        self.traces, self.place = traces(), (innermost(), current_transport())
+        self.traces, self.place = trace_depth(), (current_axes(), current_transport())
 
     def next(self) -> torch.Tensor:
         """The key of the next draw."""
-        if traces() > self.traces:
+        if trace_depth() > self.traces:
             fail("fs.random.keyed", "a block around a function that is traced",
                  "what is traced is run again with other keys: the key is an argument of it",
                  "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
         bound, transport = self.place
-        if innermost() is not bound or current_transport() is not transport:
+        if current_axes() is not bound or current_transport() is not transport:
             fail("fs.random.keyed", "a block around a function that ranks run",
                  "a block counts the draws of one rank, as often as that runs",
                  "with fs.random.keyed(key): in the function, which the key is an argument "
@@ -138,7 +138,7 @@ _REPLACING = threading.Lock()
 
 
 def _here() -> _Keyed | None:
-    """The innermost block of this thread."""
+    """The current_axes block of this thread."""
     stack = _get_current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, _Keyed)), None)
 

@@ -1,7 +1,7 @@
 """The axis environment: which mesh the axis names of a running `shard_map` belong to.
 
 The one piece of ambient state in the library. It lives exactly as long as the call of the
-mapped function, per rank; what was started in it, or by a simulated rank outside of one, has to
+mapped function, per rank; what was register_pending in it, or by a simulated rank outside of one, has to
 be waited for in it.
 """
 
@@ -20,14 +20,20 @@ from fshard.run.transports.base import is_simulated
 from fshard.run.transports.simulator import run_rank_code_hook
 
 __all__ = [
-    "VISIBLE", "Bound", "innermost", "resolve", "started", "stay_bound", "tracking",
+    "COMPILE_MESH",
+    "BoundAxes",
+    "bind_for_backward",
+    "current_axes",
+    "current_tracker",
+    "register_pending",
+    "resolve_axes",
 ]  # fmt: skip
 
 
-class Bound:
+class BoundAxes:
     """The axis names of one call, of one mesh, bound for the code of a `with` block.
 
-    Raises `ShardingError` at the end of the block for what was started in it and never
+    Raises `ShardingError` at the end of the block for what was register_pending in it and never
     waited for.
     """
 
@@ -40,25 +46,25 @@ class Bound:
         self.pendings: list[Pending] = []
         # Of a backward pass that these names are bound for again: its id, and what was bound.
         self.task: int | None = None
-        self.outer: Bound | None = None
+        self.outer: BoundAxes | None = None
         # And which were bound around the call whose backward it is.
         self.around: frozenset[str] = frozenset()
 
-    def __enter__(self) -> Bound:
-        self.token: Token[Bound | None] = _BOUND.set(self)
+    def __enter__(self) -> BoundAxes:
+        self.token: Token[BoundAxes | None] = _BOUND.set(self)
         if not is_simulated():
-            self.before, VISIBLE[0] = VISIBLE[0], self.mesh
+            self.before, COMPILE_MESH[0] = COMPILE_MESH[0], self.mesh
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         _BOUND.reset(self.token)
         if not is_simulated():
-            VISIBLE[0] = self.before
+            COMPILE_MESH[0] = self.before
         _give_up(self.pendings, None if kind else "a mapped function")
 
 
 def _give_up(pendings: Sequence[Pending], who: str | None) -> None:
-    """Abandon what was never waited for; raise for it where it is known who started it."""
+    """Abandon what was never waited for; raise for it where it is known who register_pending it."""
     lost = [each for each in pendings if not each.waited]
     for each in pendings:
         each.abandon()
@@ -74,7 +80,7 @@ def _give_up(pendings: Sequence[Pending], who: str | None) -> None:
 
 
 _STARTED: ContextVar[list[Pending] | None] = ContextVar("fshard_started", default=None)
-"""What a simulated rank has started outside of mapped functions."""
+"""What a simulated rank has register_pending outside of mapped functions."""
 
 
 @run_rank_code_hook.set
@@ -91,14 +97,14 @@ def run_rank_code(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     return result
 
 
-_BOUND: ContextVar[Bound | None] = ContextVar("fshard_axes", default=None)
+_BOUND: ContextVar[BoundAxes | None] = ContextVar("fshard_axes", default=None)
 
-VISIBLE: list[Mesh | None] = [None]
+COMPILE_MESH: list[Mesh | None] = [None]
 """The mesh bound in this process as a rank, where `torch.compile` sees that it is another one."""
 
 
-def innermost() -> Bound | None:
-    """What the innermost running `shard_map` has bound, or None."""
+def current_axes() -> BoundAxes | None:
+    """What the current_axes running `shard_map` has bound, or None."""
     bound = _BOUND.get()
     while bound is not None and bound.task is not None:
         if bound.task == torch._C._current_graph_task_id():
@@ -107,7 +113,7 @@ def innermost() -> Bound | None:
     return bound
 
 
-def stay_bound(
+def bind_for_backward(
     ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str], around: frozenset[str]
 ) -> None:
     """Bind the names again for the backward pass of `ys`: what it recomputes, calls collectives.
@@ -118,9 +124,9 @@ def stay_bound(
     """
 
     def bind(_: object) -> None:
-        again = Bound(mesh, axes)
+        again = BoundAxes(mesh, axes)
         again.around = around
-        again.outer, again.task = innermost(), torch._C._current_graph_task_id()
+        again.outer, again.task = current_axes(), torch._C._current_graph_task_id()
         while again.outer is not None and again.outer.task == again.task:
             again.outer = again.outer.outer
         _BOUND.set(again)
@@ -129,29 +135,29 @@ def stay_bound(
         node.register_prehook(bind)
 
 
-def started(pending: Pending) -> Pending:
+def register_pending(pending: Pending) -> Pending:
     """`pending`, which the running mapped function or simulated rank has to wait for."""
-    bound = innermost()
+    bound = current_axes()
     pendings = _STARTED.get() if bound is None else bound.pendings
     if pendings is not None:
         pendings.append(pending)
     return pending
 
 
-def tracking() -> Any:
+def current_tracker() -> Any:
     """What tracks the types of the running body's tensors, or None."""
-    bound = innermost()
+    bound = current_axes()
     types = None if bound is None else bound.types
     return None if types is None or types.paused else types
 
 
-def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str, ...]]:
+def resolve_axes(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh that `axes` are names of, and the axes as a tuple.
 
     Raises `ShardingError` for an unbound, unknown or repeated axis, and for sets of names.
     """
     names = as_axes(axes, where)
-    bound = innermost() if mesh is None else None
+    bound = current_axes() if mesh is None else None
     found = mesh if bound is None else bound.mesh
     if found is None:
         fail(
@@ -166,7 +172,7 @@ def resolve(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str,
     return found, names
 
 
-def _not_mapped(names: tuple[str, ...], bound: Bound, where: str) -> NoReturn:
+def _not_mapped(names: tuple[str, ...], bound: BoundAxes, where: str) -> NoReturn:
     """Raise for axes of the mesh that the running `shard_map` leaves alone."""
     mapped = [axis for axis in bound.mesh.axes if axis in bound.axes]
     raise_if(

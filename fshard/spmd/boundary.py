@@ -19,7 +19,7 @@ from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, lay_out, shard
 from fshard.run.transports.base import Transport
-from fshard.spmd.in_specs import Argument, AtDim, Slot
+from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 
 __all__ = ["check_others", "check_specs", "nothing", "place_all", "result_specs"]
@@ -53,7 +53,7 @@ def _each(
 # -- specs ----------------------------------------------------------------------------
 
 
-def check_specs(where: str, scope: Scope, slots: Sequence[Slot], out_specs: Any) -> None:
+def check_specs(where: str, scope: Scope, slots: Sequence[PathSpec], out_specs: Any) -> None:
     """Raise `ShardingError` for leaves of `in_specs` and `out_specs` that the scope cannot have."""
     leaves = list(zip(paths(out_specs, "out_specs"), flatten(out_specs)[0], strict=True))
     problems: list[Problem] = []
@@ -65,7 +65,7 @@ def check_specs(where: str, scope: Scope, slots: Sequence[Slot], out_specs: Any)
 
 
 def _spec_problems(given: Any, scope: Scope) -> list[Problem]:
-    if given is None or isinstance(given, AtDim):
+    if given is None or isinstance(given, DimSpec):
         return []
     if isinstance(given, Spec):
         if scope.adopt(given) is None:
@@ -99,7 +99,7 @@ def _axis_problem(axis: str, p: PartitionSpec, scope: Scope) -> Problem:
 
 def place_all(
     where: str,
-    slots: Sequence[Slot],
+    slots: Sequence[PathSpec],
     values: Sequence[Any],
     scope: Scope,
     transport: Transport | None,
@@ -133,7 +133,7 @@ def place_all(
 
 
 def _word(given: Any) -> str:
-    return f"{given.word} {given.dim}" if isinstance(given, AtDim) else repr(given)
+    return f"{given.word} {given.dim}" if isinstance(given, DimSpec) else repr(given)
 
 
 def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
@@ -142,7 +142,7 @@ def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
         spec = scope.adopt(given)
         assert spec is not None
         return spec
-    p = given.of(value.ndim) if isinstance(given, AtDim) else given
+    p = given.of(value.ndim) if isinstance(given, DimSpec) else given
     try:
         return _even(scope.mesh, p, value.shape, value.dtype)
     except ShardingError as error:
@@ -181,7 +181,7 @@ def _agreed(where: str, spec: Spec, given: Any, scope: Scope) -> tuple[Spec, Spe
         target = scope.adopt(given)
         assert target is not None
         return spec, target
-    p = given.of(spec.ndim) if isinstance(given, AtDim) else given
+    p = given.of(spec.ndim) if isinstance(given, DimSpec) else given
     return spec, spec.replace(partition=p, uneven="chunk")
 
 
@@ -268,7 +268,7 @@ def _result_spec(
         spec = scope.adopt(given)
         assert spec is not None
     else:
-        p = given.of(first.ndim) if isinstance(given, AtDim) else given
+        p = given.of(first.ndim) if isinstance(given, DimSpec) else given
         if len(p) > first.ndim:
             fail(
                 where,
@@ -341,7 +341,7 @@ def nothing(scope: Scope, out_specs: Any, pairs: bool) -> Any:
         if isinstance(given, Spec):
             empty = torch.empty((0,) * max(1, given.ndim), dtype=given.dtype)
             return Sharded(empty, given) if pairs else empty
-        p: PartitionSpec = given.smallest if isinstance(given, AtDim) else given
+        p: PartitionSpec = given.smallest if isinstance(given, DimSpec) else given
         empty = torch.empty((0,) * max(1, len(p)))
         return Sharded(empty, Spec(scope.mesh, p, shape=empty.shape)) if pairs else empty
 

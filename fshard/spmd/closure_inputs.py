@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fshard.layout.tree import flatten, is_pair
 
-__all__ = ["closures_of", "leaves_of", "without_hooks"]
+__all__ = ["find_closure_inputs", "graph_leaves", "without_hooks"]
 
 Edge = tuple[Any, int]
 """A node of an autograd graph and which of its outputs: what identifies a tensor there."""
@@ -26,7 +26,7 @@ Edge = tuple[Any, int]
 LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
-def closures_of(
+def find_closure_inputs(
     fn: Callable[..., Any], xs: Iterable[torch.Tensor], ys: Iterable[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The tensors beside `xs` that `ys`, results of `fn` that require grad, depend on.
@@ -49,7 +49,7 @@ def closures_of(
             del held[edge]
 
 
-def leaves_of(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def graph_leaves(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The leaves that a graph goes back to from `ys`."""
     ends = _reached([_edge(y) for y in ys if y.requires_grad], frozenset())
     return tuple(edge[0].variable for edge in ends)

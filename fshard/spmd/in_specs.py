@@ -12,11 +12,11 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, paths
 
-__all__ = ["Argument", "AtDim", "Signature", "Slot", "match_specs"]
+__all__ = ["ArgSignature", "Argument", "DimSpec", "PathSpec", "match_specs"]
 
 
 @dataclass(frozen=True, slots=True)
-class AtDim:
+class DimSpec:
     """A leaf of specs that counts from either end: `axis` cuts dim `dim`."""
 
     axis: str
@@ -53,11 +53,11 @@ class Argument:
     local: Callable[[Any], Any] = lambda value: value
 
 
-Slot = tuple[str, Any]
+PathSpec = tuple[str, Any]
 """The path of a leaf, and the spec that is given for it."""
 
 
-class Signature:
+class ArgSignature:
     """What of a function's parameters its calls need, read once."""
 
     __slots__ = ("fixed", "free", "parameters", "signature")
@@ -77,11 +77,11 @@ class Signature:
 
 def match_specs(
     where: str,
-    signature: Signature,
+    signature: ArgSignature,
     in_specs: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> tuple[Slot, ...]:
+) -> tuple[PathSpec, ...]:
     """Path and spec of every leaf of `(args, kwargs)`, in the order of that tree's leaves.
 
     They depend on the structure of the arguments alone. Raises `ShardingError` where `in_specs`
@@ -90,7 +90,7 @@ def match_specs(
     if signature.signature is not None:
         # Python's own TypeError for a call that does not fit.
         signature.signature.bind(*args, **kwargs)
-    slots: list[Slot] = []
+    slots: list[PathSpec] = []
     for at, value in enumerate(args):
         name = _name(signature.parameters, at)
         slots += _leaves(where, name, value, *_entry(where, signature, in_specs, args, name, at))
@@ -114,14 +114,14 @@ def _name(parameters: Sequence[inspect.Parameter], at: int) -> str:
 
 def _entry(
     where: str,
-    signature: Signature,
+    signature: ArgSignature,
     in_specs: Any,
     args: Sequence[Any],
     name: str,
     at: int | None,
 ) -> tuple[Any, str]:
     """The part of `in_specs` for one argument, and how it is written."""
-    if in_specs is None or isinstance(in_specs, PartitionSpec | Spec | AtDim):
+    if in_specs is None or isinstance(in_specs, PartitionSpec | Spec | DimSpec):
         return in_specs, "in_specs"
     if isinstance(in_specs, Mapping):
         if name not in in_specs:
@@ -157,6 +157,6 @@ def _entry(
     return in_specs[at], f"in_specs[{at}]"
 
 
-def _leaves(where: str, name: str, value: Any, prefix: Any, written: str) -> list[Slot]:
+def _leaves(where: str, name: str, value: Any, prefix: Any, written: str) -> list[PathSpec]:
     specs = broadcast_prefix(prefix, value, written, where)
     return list(zip(paths(value, name), specs, strict=True))

@@ -14,7 +14,7 @@ from functools import lru_cache
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.spmd.axis_env import Bound
+from fshard.spmd.axis_env import BoundAxes
 
 __all__ = [
     "Scope", "check_axis_names", "check_check", "check_mesh", "pair_scope", "refuse", "scope_of",
@@ -119,7 +119,11 @@ def check_mesh(mesh: object, where: str) -> None:
 
 
 def scope_of(
-    where: str, mesh: Mesh | None, axis_names: frozenset[str], outer: Bound | None, rank: int | None
+    where: str,
+    mesh: Mesh | None,
+    axis_names: frozenset[str],
+    outer: BoundAxes | None,
+    rank: int | None,
 ) -> Scope:
     """The scope of a `shard_map` of `axis_names`, none of which means all that are left.
 
@@ -185,7 +189,7 @@ def _inner(
     return Scope(mesh.submesh(*left, **coords), axes, mesh, outer | axes, rank)
 
 
-def pair_scope(mesh: Mesh, outer: Bound | None, rank: int | None) -> Scope:
+def pair_scope(mesh: Mesh, outer: BoundAxes | None, rank: int | None) -> Scope:
     """The scope of a `local_map` over pairs of `mesh`, all of whose axes are mapped.
 
     In a running `shard_map` whose mesh they are part of, its names stay bound.

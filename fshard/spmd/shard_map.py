@@ -26,9 +26,9 @@ from fshard.run.global_tensors import unshard
 from fshard.run.transports.base import Transport, current_transport, is_simulated
 from fshard.run.transports.divergence_check import checked_collectives
 from fshard.run.transports.divergence_report import blame
-from fshard.spmd.axis_env import innermost, tracking
+from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.boundary import check_others, check_specs, nothing, place_all, result_specs
-from fshard.spmd.in_specs import Argument, Signature, Slot, match_specs
+from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
 from fshard.spmd.mesh_scope import (
     Scope,
     check_axis_names,
@@ -234,28 +234,28 @@ class _Mapping:
         self.redistribute_inputs = redistribute_inputs
         name = getattr(fn, "__name__", type(fn).__name__)
         self.where = f"{where.removeprefix('fs.')}({name})"
-        self.signature = Signature(fn)
+        self.signature = ArgSignature(fn)
         self.plans: dict[Key, _Plan] = {}
         self.returned: dict[Key, _Returned] = {}
         # Of the tensors that were returned, by plan and by what every rank returned.
         self.specs: dict[tuple[_Plan, tuple[_Returned, ...]], tuple[Spec, ...]] = {}
         # By the structures of arguments and results, and by where the call was made.
-        self.slots_in: dict[TreeDef, tuple[Slot, ...]] = {}
-        self.slots_out: dict[TreeDef, tuple[Slot, ...]] = {}
+        self.slots_in: dict[TreeDef, tuple[PathSpec, ...]] = {}
+        self.slots_out: dict[TreeDef, tuple[PathSpec, ...]] = {}
         self.checked: dict[tuple[TreeDef, Scope], None] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call; with `check="collectives"` its collectives are compared."""
         if self.check != "collectives":
             return self._call(args, kwargs)
-        outer = innermost()
+        outer = current_axes()
         mesh = self.mesh or (outer and outer.mesh)
         with checked_collectives(mesh) if mesh else nullcontext():
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Place the arguments, run the function as every rank or as this one, read the results."""
-        transport, outer, tracker = current_transport(), innermost(), tracking()
+        transport, outer, tracker = current_transport(), current_axes(), current_tracker()
         # A simulated rank's transport lives as long as the simulation, its number comes again.
         who = transport.rank if transport is not None and is_simulated() else transport
         key: list[Any] = [who, torch.is_grad_enabled()]
@@ -300,7 +300,7 @@ class _Mapping:
         return _Plan(scope, treedef, transport is not None, bool(pairs), arguments)
 
     def _scope(self, pairs: Sequence[tuple[Any, Spec]], transport: Transport | None) -> Scope:
-        outer = None if transport is None else innermost()
+        outer = None if transport is None else current_axes()
         rank = None if transport is None else transport.rank
         if self.axis_names is not None:
             return scope_of(self.where, self.mesh, self.axis_names, outer, rank)
@@ -315,7 +315,7 @@ class _Mapping:
             )
         return pair_scope(meshes[0], outer, rank)
 
-    def results(self, treedef: TreeDef) -> tuple[Slot, ...]:
+    def results(self, treedef: TreeDef) -> tuple[PathSpec, ...]:
         """Path and out spec of every leaf of a result; raises `ShardingError` for no prefix."""
         slots = self.slots_out.get(treedef)
         if slots is None:
@@ -411,7 +411,7 @@ class _Call:
         self.returned[_rank()] = returned, kept
         return ys
 
-    def promised(self) -> list[Slot]:
+    def promised(self) -> list[PathSpec]:
         """Path and out spec of the tensors that this rank's body has given."""
         returned, _ = self.returned[_rank()]
         slots = self.mapping.results(returned.treedef)

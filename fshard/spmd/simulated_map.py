@@ -22,8 +22,8 @@ from fshard.run.autograd.linear_function import is_transformed
 from fshard.run.autograd.replicate import spread
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
-from fshard.spmd.axis_env import Bound, stay_bound
-from fshard.spmd.closure_inputs import closures_of, without_hooks
+from fshard.spmd.axis_env import BoundAxes, bind_for_backward
+from fshard.spmd.closure_inputs import find_closure_inputs, without_hooks
 from fshard.spmd.mesh_scope import Scope
 
 __all__ = ["check_untransformed", "map_ranks", "run_body"]
@@ -61,7 +61,7 @@ def map_ranks(
     agree()
     if not any(y.requires_grad for _, ys in graphs for y in ys):
         return [ys for _, ys in graphs]
-    closures = closures_of(fn, *([x for row in graphs for x in row[at]] for at in (0, 1)))
+    closures = find_closure_inputs(fn, *([x for row in graphs for x in row[at]] for at in (0, 1)))
     shared = list(zip(*(spread(each, mesh.size) for each in closures), strict=True))
     rows = [(*xs, *shared[at]) if shared else xs for at, xs in enumerate(values)]
     call = _Ran(scope, body, fn, graphs, len(values[0]), closures, settings, random)
@@ -85,12 +85,12 @@ def check_untransformed(where: str) -> None:
 def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:
     """`body(xs)` as the one rank that this process, or this simulated rank, is."""
     ys = _bound(scope, body, xs)
-    stay_bound(ys, scope.names, scope.bound, scope.bound - scope.axes)
+    bind_for_backward(ys, scope.names, scope.bound, scope.bound - scope.axes)
     return ys
 
 
 def _bound(scope: Scope, body: Body, xs: Locals) -> Locals:
-    with Bound(scope.names, scope.bound):
+    with BoundAxes(scope.names, scope.bound):
         return own_all(body(xs), xs)
 
 
@@ -161,7 +161,7 @@ def _once(call: _Ran, rows: list[Locals], keep: bool) -> tuple[torch.Tensor | No
         (xs, ys), grads = work
         # Behind what is closed over there may be a history that other ranks share.
         retain = keep or bool(call.closures)
-        with Bound(call.scope.names, call.scope.bound):
+        with BoundAxes(call.scope.names, call.scope.bound):
             return _gradients(xs + call.closures, ys, grads, retain_graph=retain)
 
     back = run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))

@@ -9,7 +9,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, map_leaves, paths
-from fshard.spmd.in_specs import AtDim
+from fshard.spmd.in_specs import DimSpec
 from fshard.spmd.mesh_scope import check_mesh
 from fshard.spmd.shard_map import mapped
 
@@ -81,5 +81,5 @@ def _specs(word: str, axes: Any, axis_name: str) -> Any:
         ],
     )
     return map_leaves(
-        lambda leaf: PartitionSpec() if leaf is None else AtDim(axis_name, leaf, word), axes
+        lambda leaf: PartitionSpec() if leaf is None else DimSpec(axis_name, leaf, word), axes
     )

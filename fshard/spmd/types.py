@@ -5,7 +5,7 @@ varying (anything), reduced (the same value, used for different work) or unreduc
 The cotangent of a varying tensor varies, of an invariant one is invariant, of a reduced one
 unreduced and the other way round. The rules are those of JAX's varying manual axes (`jax.typeof`,
 JAX 0.11): operands of one operation agree along every axis, and a cast makes them agree whose
-transpose is the sum that gradients need; what is unreduced passes linear operations only.
+transpose is the sum that gradients need; what is unreduced apply_signature linear operations only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,24 @@ from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES
 
 __all__ = [
-    "CASTS", "INVARIANT", "VARYING", "Clash", "Joined", "LocalType", "Rule", "Signature", "State",
-    "States", "join", "named_axes", "newly", "other_than_cast", "passes", "state_meant",
-    "states_of", "word_of",
+    "CASTS",
+    "INVARIANT",
+    "VARYING",
+    "JoinedStates",
+    "LocalType",
+    "State",
+    "States",
+    "TypeConflict",
+    "TypeRule",
+    "TypeSignature",
+    "apply_signature",
+    "format_axes",
+    "join_states",
+    "newly_cast_axes",
+    "state_word",
+    "states_of",
+    "suggest_instead_of_cast",
+    "suggest_state",
 ]  # fmt: skip
 
 State = tuple[str, str]
@@ -154,7 +169,7 @@ class LocalType:
 # -- operations --------------------------------------------------------------------------
 
 
-class Rule(enum.Enum):
+class TypeRule(enum.Enum):
     """In which of its tensor operands an operation is linear: those it takes unreduced."""
 
     OTHER = "none"
@@ -166,7 +181,7 @@ class Rule(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
+class TypeConflict:
     """Why operands do not go together along an axis, and what helps."""
 
     axis: str
@@ -175,7 +190,7 @@ class Clash:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedStates:
     """The states of a result, and those that the operands are cast to for it."""
 
     result: States
@@ -183,13 +198,13 @@ class Joined:
 
 
 @lru_cache(maxsize=4096)
-def join(operands: tuple[States, ...], rule: Rule) -> Joined | Clash:
+def join_states(operands: tuple[States, ...], rule: TypeRule) -> JoinedStates | TypeConflict:
     """What an operation makes of operands in given states.
 
     Invariant goes with varying after a cast that sums its gradient, reduced with varying as it
     is; invariant goes with reduced after a cast. Unreduced operands pass where `rule` allows.
 
-    >>> joined = join((States.varying(["x"]), INVARIANT), Rule.OTHER)
+    >>> joined = join_states((States.varying(["x"]), INVARIANT), TypeRule.OTHER)
     >>> print(joined.result, joined.operands[1])
     {varying: x} {varying: x}
     """
@@ -199,19 +214,19 @@ def join(operands: tuple[States, ...], rule: Rule) -> Joined | Clash:
     for axis in axes:
         found = [each.at(axis) for each in operands]
         outcome = _along(axis, found, rule)
-        if isinstance(outcome, Clash):
+        if isinstance(outcome, TypeConflict):
             return outcome
         result[axis], states = outcome
         for target, state in zip(targets, states, strict=True):
             target[axis] = state
-    return Joined(States.of(result), tuple(States.of(each) for each in targets))
+    return JoinedStates(States.of(result), tuple(States.of(each) for each in targets))
 
 
 def _along(
-    axis: str, found: Sequence[State | None], rule: Rule
-) -> tuple[State, list[State]] | Clash:
+    axis: str, found: Sequence[State | None], rule: TypeRule
+) -> tuple[State, list[State]] | TypeConflict:
     """The result's state along one axis, and the operands' that it takes."""
-    words = set(map(word_of, found))
+    words = set(map(state_word, found))
     if "unreduced" in words:
         return _unreduced(axis, found, rule)
     others = {each for each in found if each is not None}
@@ -220,7 +235,7 @@ def _along(
     if len(others) == 1 and (others == {("reduced", "sum")} or "invariant" not in words):
         (state,) = others
         return state, [state] * len(found)
-    return Clash(
+    return TypeConflict(
         axis,
         f"a value reduced by avg along {axis} goes with others of that kind alone: its gradient "
         "is a share of an average",
@@ -229,63 +244,63 @@ def _along(
 
 
 def _unreduced(
-    axis: str, found: Sequence[State | None], rule: Rule
-) -> tuple[State, list[State]] | Clash:
+    axis: str, found: Sequence[State | None], rule: TypeRule
+) -> tuple[State, list[State]] | TypeConflict:
     reduce = f"fs.psum(operand, {axis!r}) before"
     places = _linear_places(found, rule)
     if not places:
         why = (
             "a product of two sums is not the sum of the products"
-            if rule is Rule.PRODUCT
+            if rule is TypeRule.PRODUCT
             else "a sum over it is still to be taken, and the operation is not linear"
         )
-        return Clash(
-            axis, f"what is unreduced along {axis} passes linear operations: {why}", reduce
+        return TypeConflict(
+            axis, f"what is unreduced along {axis} apply_signature linear operations: {why}", reduce
         )
     states = {found[at] for at in places}
     state = found[places[0]]
     if len(states) > 1 or state is None or state[0] != "unreduced":
-        return Clash(
+        return TypeConflict(
             axis,
             f"the operands of a linear operation are all unreduced along {axis} by one reduction, "
             "or none: another is added once on every rank",
             reduce,
         )
-    if state[1] not in LINEAR and rule is not Rule.MOVE:
+    if state[1] not in LINEAR and rule is not TypeRule.MOVE:
         why = f"a {state[1]} over {axis} is still to be taken: what is computed of it is not that"
-        return Clash(axis, why, f"fs.p{state[1]}(operand, {axis!r}) before")
+        return TypeConflict(axis, why, f"fs.p{state[1]}(operand, {axis!r}) before")
     factor: State = ("reduced", state[1])
     factors = {each for at, each in enumerate(found) if at not in places}
     if factors - {None, factor} or (None in factors and state[1] != "sum"):
         why = f"a factor of what is unreduced along {axis} is the same on every rank along it"
-        return Clash(axis, why, reduce)
+        return TypeConflict(axis, why, reduce)
     return state, [state if at in places else factor for at in range(len(found))]
 
 
-def _linear_places(found: Sequence[State | None], rule: Rule) -> list[int]:
+def _linear_places(found: Sequence[State | None], rule: TypeRule) -> list[int]:
     """The operands in which, jointly, the operation is linear as far as they need it."""
     everything = list(range(len(found)))
     match rule:
-        case Rule.MOVE | Rule.LINEAR:
+        case TypeRule.MOVE | TypeRule.LINEAR:
             return everything
-        case Rule.SCALED:
+        case TypeRule.SCALED:
             return everything[:1]
-        case Rule.MASKED:
+        case TypeRule.MASKED:
             return everything[1:] or everything
-        case Rule.PRODUCT:
+        case TypeRule.PRODUCT:
             places = [
                 at for at, each in enumerate(found) if each is not None and each[0] == "unreduced"
             ]
             return places if len(places) == 1 else []
-        case Rule.OTHER:
+        case TypeRule.OTHER:
             return []
 
 
 @lru_cache(maxsize=4096)
-def newly(states: States, target: States) -> tuple[str, ...]:
+def newly_cast_axes(states: States, target: States) -> tuple[str, ...]:
     """The axes along which a tensor is invariant, and is something else where it is cast to.
 
-    >>> newly(INVARIANT, States.varying(["x"]))
+    >>> newly_cast_axes(INVARIANT, States.varying(["x"]))
     ('x',)
     """
     return tuple(axis for axis, _ in target.items if states.at(axis) is None)
@@ -295,7 +310,7 @@ def newly(states: States, target: States) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class TypeSignature:
     """What a collective takes and gives along its axes.
 
     It takes what varies, and what is unreduced by one of `reductions`. What is invariant along
@@ -314,24 +329,24 @@ class Signature:
 
 
 @lru_cache(maxsize=4096)
-def passes(states: States, signature: Signature) -> Joined | Clash:
+def apply_signature(states: States, signature: TypeSignature) -> JoinedStates | TypeConflict:
     """What a collective makes of an operand, which it is cast to first.
 
-    >>> total = passes(States.varying(["x", "y"]), Signature(("x",), None, ("sum",)))
+    >>> total = apply_signature(States.varying(["x", "y"]), TypeSignature(("x",), None, ("sum",)))
     >>> print(total.result)
     {varying: y}
     """
     axes = signature.axes
     if not axes:
-        return Joined(states, (states,))
-    words = {axis: word_of(states.at(axis)) for axis in axes}
+        return JoinedStates(states, (states,))
+    words = {axis: state_word(states.at(axis)) for axis in axes}
     if signature.cast_to is not None:
         return _recast(states, words, signature)
     outside = [axis for axis in states.axes("unreduced") if axis not in axes]
     if outside and not signature.linear:
         (axis, *_) = outside
-        rule = f"what is unreduced along {axis} passes linear collectives only"
-        return Clash(axis, rule, f"fs.psum(x, {axis!r}) before")
+        rule = f"what is unreduced along {axis} apply_signature linear collectives only"
+        return TypeConflict(axis, rule, f"fs.psum(x, {axis!r}) before")
     found = set(words.values())
     if "unreduced" in found:
         return _addends(states, words, signature)
@@ -341,26 +356,30 @@ def passes(states: States, signature: Signature) -> Joined | Clash:
         fix = f"leave out {', '.join(still)}"
         if not {"max", "min"} & set(signature.reductions):
             fix += (
-                f", or fs.pcast(x, {named_axes(still)}, to='varying') first, if the equal values "
+                f", or fs.pcast(x, {format_axes(still)}, to='varying') first, if the equal values "
             )
             fix += "are to count once per rank"
         rule = f"along its axes the operand is in one state; here it is {listed}"
-        return Clash(still[0], rule, fix)
+        return TypeConflict(still[0], rule, fix)
     shares = [a for a in axes if states.at(a) == ("reduced", "avg")]
     if shares:
         rule = f"along its axes the operand varies; here it is {listed}, by avg"
-        return Clash(shares[0], rule, f"take it reduced by sum, P(reduced={{{shares[0]!r}}})")
+        return TypeConflict(
+            shares[0], rule, f"take it reduced by sum, P(reduced={{{shares[0]!r}}})"
+        )
     target = states.updated(axes, VARYING)
-    return Joined(target.updated(axes, signature.gives), (target,))
+    return JoinedStates(target.updated(axes, signature.gives), (target,))
 
 
-def _addends(states: States, words: dict[str, str], signature: Signature) -> Joined | Clash:
+def _addends(
+    states: States, words: dict[str, str], signature: TypeSignature
+) -> JoinedStates | TypeConflict:
     """What a collective makes of an operand that is unreduced along some of its axes."""
     axes = signature.axes
     unreduced = tuple(axis for axis, word in words.items() if word == "unreduced")
     kinds = {kind for axis, (_, kind) in states.items if axis in unreduced}
     if unreduced == axes and kinds <= set(signature.reductions):
-        return Joined(states.updated(axes, signature.gives), (states,))
+        return JoinedStates(states.updated(axes, signature.gives), (states,))
     takes = " or ".join(signature.reductions)
     rule = "along its axes the operand varies"
     if takes:
@@ -368,60 +387,64 @@ def _addends(states: States, words: dict[str, str], signature: Signature) -> Joi
     listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
     (kind, *_) = sorted(kinds)
     reduce = {"sum": "psum", "avg": "pmean", "product": "pprod"}.get(kind, f"p{kind}")
-    fix = f"fs.{reduce}(x, {named_axes(unreduced)}) first"
+    fix = f"fs.{reduce}(x, {format_axes(unreduced)}) first"
     if signature.all_or_none and unreduced != axes:
         fix += f", then over {', '.join(a for a in axes if a not in unreduced)}"
-    return Clash(unreduced[0], f"{rule}; here it is {listed}", fix)
+    return TypeConflict(unreduced[0], f"{rule}; here it is {listed}", fix)
 
 
-def word_of(state: State | None) -> str:
+def state_word(state: State | None) -> str:
     """The word for a state."""
     return "invariant" if state is None else state[0]
 
 
-def named_axes(axes: Sequence[str]) -> str:
+def format_axes(axes: Sequence[str]) -> str:
     """Axes as one writes them for a collective."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
-def _recast(states: States, words: dict[str, str], signature: Signature) -> Joined | Clash:
+def _recast(
+    states: States, words: dict[str, str], signature: TypeSignature
+) -> JoinedStates | TypeConflict:
     """What `pcast` makes of an operand."""
     to, axes = str(signature.cast_to), signature.axes
     if len(set(words.values())) > 1:
         listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
         groups = [[a for a in axes if words[a] == word] for word, to_ in CASTS if to_ == to]
-        fixes = [f"fs.pcast(x, {named_axes(each)}, to={to!r})" for each in sorted(groups) if each]
-        return Clash(axes[0], f"along its axes the operand is in one state; here it is {listed}",
+        fixes = [f"fs.pcast(x, {format_axes(each)}, to={to!r})" for each in sorted(groups) if each]
+        return TypeConflict(axes[0], f"along its axes the operand is in one state; here it is {listed}",
                      ", and then ".join(fixes) or "leave the cast out")  # fmt: skip
     (word,) = set(words.values())
     if signature.source not in (None, word):
         rule = f"src is the state that the operand has; here it is {word} along {', '.join(axes)}"
-        return Clash(axes[0], rule, "leave src out")
+        return TypeConflict(axes[0], rule, "leave src out")
     if (word, to) not in CASTS:
         ways = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
         rule = f"casts are {ways}; here it is {word} along {', '.join(axes)}"
-        return Clash(axes[0], rule, other_than_cast(word, to, axes))
+        return TypeConflict(axes[0], rule, suggest_instead_of_cast(word, to, axes))
     if word == "reduced" and any(states.at(axis) != ("reduced", "sum") for axis in axes):
-        return Clash(axes[0], "what is reduced by avg has the gradient of a share",
+        return TypeConflict(axes[0], "what is reduced by avg has the gradient of a share",
                      f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")  # fmt: skip
-    return Joined(states.updated(axes, signature.gives), (states,))
+    return JoinedStates(states.updated(axes, signature.gives), (states,))
 
 
-def state_meant(word: object, known: Sequence[str]) -> str:
+def suggest_state(word: object, known: Sequence[str]) -> str:
     """The fix for a word that is none of the `known` states; JAX's word is invarying for one."""
     word = {"invarying": "invariant"}.get(str(word), str(word))
     return did_you_mean(word, known, f"use one of {', '.join(known)}")
 
 
-def other_than_cast(word: str, to: str, axes: Sequence[str]) -> str:
+def suggest_instead_of_cast(word: str, to: str, axes: Sequence[str]) -> str:
     """What to do in place of a cast that there is not."""
     if word == to:
         return "leave the cast out"
     if to == "unreduced":
         return (
-            f"torch.where(fs.axis_index({named_axes(axes)}) == 0, x, 0), which varies: the value "
+            f"torch.where(fs.axis_index({format_axes(axes)}) == 0, x, 0), which varies: the value "
             "once, and zeros; then the cast"
         )
     if word == "reduced":
-        return f"fs.psum of what is made of it; fs.pcast(x, {named_axes(axes)}, to='varying') first"
-    return f"fs.psum(x, {named_axes(axes)}) goes from {word} to invariant; then the cast"
+        return (
+            f"fs.psum of what is made of it; fs.pcast(x, {format_axes(axes)}, to='varying') first"
+        )
+    return f"fs.psum(x, {format_axes(axes)}) goes from {word} to invariant; then the cast"

@@ -13,15 +13,15 @@ from fshard.spmd.types import (
     CASTS,
     INVARIANT,
     VARYING,
-    Clash,
-    Joined,
+    JoinedStates,
     LocalType,
-    Rule,
-    Signature,
     State,
     States,
-    join,
-    passes,
+    TypeConflict,
+    TypeRule,
+    TypeSignature,
+    apply_signature,
+    join_states,
     states_of,
 )
 
@@ -62,40 +62,43 @@ def test_the_dual_of_the_dual_is_itself(states: States) -> None:
         assert states.dual.at(axis) == (swap[word], kind)
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_one_operand_keeps_its_states_or_is_refused(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", TypeRule)
+def test_one_operand_keeps_its_states_or_is_refused(rule: TypeRule) -> None:
     for states in ALONG_BOTH:
-        joined = join((states,), rule)
-        if isinstance(joined, Joined):
+        joined = join_states((states,), rule)
+        if isinstance(joined, JoinedStates):
             assert joined.result is states
             assert joined.operands == (states,)
         else:
             assert states.unreduced
 
 
-@pytest.mark.parametrize("rule", [Rule.OTHER, Rule.MOVE, Rule.LINEAR, Rule.PRODUCT])
-def test_the_order_of_operands_does_not_matter(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [TypeRule.OTHER, TypeRule.MOVE, TypeRule.LINEAR, TypeRule.PRODUCT])
+def test_the_order_of_operands_does_not_matter(rule: TypeRule) -> None:
     for a, b in itertools.product(ALONG_BOTH, repeat=2):
-        one, other = join((a, b), rule), join((b, a), rule)
-        if isinstance(one, Joined):
-            assert isinstance(other, Joined)
+        one, other = join_states((a, b), rule), join_states((b, a), rule)
+        if isinstance(one, JoinedStates):
+            assert isinstance(other, JoinedStates)
             assert one.result is other.result
             assert one.operands == other.operands[::-1]
         else:
-            assert isinstance(other, Clash)
+            assert isinstance(other, TypeConflict)
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_axes_do_not_interfere(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", TypeRule)
+def test_axes_do_not_interfere(rule: TypeRule) -> None:
     """Along two axes an operation does what it does along each."""
     for a, b in itertools.product(ALONG_BOTH, repeat=2):
-        both = join((a, b), rule)
-        single = {axis: join((_only(a, axis), _only(b, axis)), rule) for axis in ("x", "y")}
-        if all(isinstance(each, Joined) for each in single.values()) and rule is not Rule.PRODUCT:
-            assert isinstance(both, Joined)
-        if isinstance(both, Joined):
+        both = join_states((a, b), rule)
+        single = {axis: join_states((_only(a, axis), _only(b, axis)), rule) for axis in ("x", "y")}
+        if (
+            all(isinstance(each, JoinedStates) for each in single.values())
+            and rule is not TypeRule.PRODUCT
+        ):
+            assert isinstance(both, JoinedStates)
+        if isinstance(both, JoinedStates):
             for axis, each in single.items():
-                assert isinstance(each, Joined)
+                assert isinstance(each, JoinedStates)
                 assert both.result.at(axis) == each.result.at(axis)
 
 
@@ -103,21 +106,21 @@ def _only(states: States, axis: str) -> States:
     return States.of({name: state for name, state in states.items if name == axis})
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_casting_operands_is_done_once(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", TypeRule)
+def test_casting_operands_is_done_once(rule: TypeRule) -> None:
     """Operands that are as an operation takes them are taken as they are, for the same result."""
     for operands in itertools.product(ALONG_X, repeat=2):
-        joined = join(operands, rule)
-        if isinstance(joined, Joined):
-            again = join(joined.operands, rule)
+        joined = join_states(operands, rule)
+        if isinstance(joined, JoinedStates):
+            again = join_states(joined.operands, rule)
             assert again == joined
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_operands_are_cast_only_as_pcast_casts(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", TypeRule)
+def test_operands_are_cast_only_as_pcast_casts(rule: TypeRule) -> None:
     for operands in itertools.product(ALONG_X, repeat=3):
-        joined = join(operands, rule)
-        if isinstance(joined, Joined):
+        joined = join_states(operands, rule)
+        if isinstance(joined, JoinedStates):
             for before, after in zip(operands, joined.operands, strict=True):
                 was, now = (_word(each.at("x")) for each in (before, after))
                 assert was == now or (was, now) in CASTS
@@ -130,31 +133,31 @@ def _word(state: State | None) -> str:
 def test_more_operands_are_as_operands_of_results() -> None:
     """f(a, b, c) has the type of g(f(a, b), c): types do not depend on how a sum is bracketed."""
     for a, b, c in itertools.product(ALONG_X, repeat=3):
-        for rule in (Rule.OTHER, Rule.LINEAR, Rule.MOVE):
-            whole, first = join((a, b, c), rule), join((a, b), rule)
-            if isinstance(first, Joined):
-                second = join((first.result, c), rule)
-                assert isinstance(second, Joined) == isinstance(whole, Joined)
-                if isinstance(second, Joined) and isinstance(whole, Joined):
+        for rule in (TypeRule.OTHER, TypeRule.LINEAR, TypeRule.MOVE):
+            whole, first = join_states((a, b, c), rule), join_states((a, b), rule)
+            if isinstance(first, JoinedStates):
+                second = join_states((first.result, c), rule)
+                assert isinstance(second, JoinedStates) == isinstance(whole, JoinedStates)
+                if isinstance(second, JoinedStates) and isinstance(whole, JoinedStates):
                     assert second.result is whole.result
 
 
 def test_values_of_linear_rules_are_right() -> None:
-    """What is unreduced passes just where the sum of results is the result of sums."""
+    """What is unreduced apply_signature just where the sum of results is the result of sums."""
     u, v = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0])  # addends on two ranks
     c = torch.tensor(11.0)
     states = {"u": States.of({"x": SUM}), "v": States.of({"x": SUM}), "c": INVARIANT}
     held = {"u": u, "v": v, "c": torch.stack([c, c])}
     whole = {"u": u.sum(), "v": v.sum(), "c": c}
-    functions: dict[Rule, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        Rule.LINEAR: torch.add, Rule.PRODUCT: torch.mul, Rule.SCALED: torch.div,
-        Rule.OTHER: torch.atan2,
+    functions: dict[TypeRule, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        TypeRule.LINEAR: torch.add, TypeRule.PRODUCT: torch.mul, TypeRule.SCALED: torch.div,
+        TypeRule.OTHER: torch.atan2,
     }  # fmt: skip
     for rule, function in functions.items():
         for a, b in itertools.product("uvc", repeat=2):
-            joined = join((states[a], states[b]), rule)
+            joined = join_states((states[a], states[b]), rule)
             right = torch.allclose(function(held[a], held[b]).sum(), function(whole[a], whole[b]))
-            unreduced = isinstance(joined, Joined) and joined.result.unreduced
+            unreduced = isinstance(joined, JoinedStates) and joined.result.unreduced
             assert unreduced == right
 
 
@@ -162,9 +165,9 @@ def test_values_of_linear_rules_are_right() -> None:
 
 
 def test_what_reductions_take_and_give() -> None:
-    total = Signature(("x", "y"), None, ("sum",), all_or_none=True)
+    total = TypeSignature(("x", "y"), None, ("sum",), all_or_none=True)
     for states in ALONG_BOTH:
-        joined = passes(states, total)
+        joined = apply_signature(states, total)
         words = {_word(states.at(axis)) for axis in ("x", "y")}
         kinds = {states.at(axis) for axis in ("x", "y")} - {None, VARYING}
         takes = (
@@ -173,31 +176,31 @@ def test_what_reductions_take_and_give() -> None:
             or ("invariant" not in words and kinds == {("reduced", "sum")})
             or (words == {"unreduced"} and kinds == {SUM})
         )
-        assert isinstance(joined, Joined) == takes, states
-        if isinstance(joined, Joined):
+        assert isinstance(joined, JoinedStates) == takes, states
+        if isinstance(joined, JoinedStates):
             assert joined.result is INVARIANT
 
 
 def test_movements_cast_axis_by_axis_and_take_nothing_unreduced_there() -> None:
-    move = Signature(("x", "y"))
+    move = TypeSignature(("x", "y"))
     for states in ALONG_BOTH:
-        joined = passes(states, move)
+        joined = apply_signature(states, move)
         kinds = {states.at(axis) for axis in ("x", "y")} - {None, VARYING, ("reduced", "sum")}
-        assert isinstance(joined, Joined) == (not kinds), states
-        if isinstance(joined, Joined):
+        assert isinstance(joined, JoinedStates) == (not kinds), states
+        if isinstance(joined, JoinedStates):
             assert joined.result is States.varying(["x", "y"])
 
 
 def test_linear_collectives_alone_pass_what_is_unreduced_elsewhere() -> None:
     states = States.of({"x": VARYING, "y": SUM})
     linear, extreme = (
-        Signature(("x",), None, ("sum",)),
-        Signature(("x",), None, ("max",), linear=False),
+        TypeSignature(("x",), None, ("sum",)),
+        TypeSignature(("x",), None, ("max",), linear=False),
     )
-    joined = passes(states, linear)
-    assert isinstance(joined, Joined)
+    joined = apply_signature(states, linear)
+    assert isinstance(joined, JoinedStates)
     assert joined.result is States.of({"y": SUM})
-    assert isinstance(passes(states, extreme), Clash)
+    assert isinstance(apply_signature(states, extreme), TypeConflict)
 
 
 def test_casts_are_those_of_jax() -> None:
@@ -207,7 +210,7 @@ def test_casts_are_those_of_jax() -> None:
     for source, to in itertools.product(words, repeat=2):
         state = words[source]
         states = States.of({} if state is None else {"x": state})
-        joined = passes(states, Signature(("x",), words[to], cast_to=to))
-        assert isinstance(joined, Joined) == ((source, to) in CASTS)
-        if isinstance(joined, Joined):
+        joined = apply_signature(states, TypeSignature(("x",), words[to], cast_to=to))
+        assert isinstance(joined, JoinedStates) == ((source, to) in CASTS)
+        if isinstance(joined, JoinedStates):
             assert joined.result.at("x") == words[to]

@@ -23,9 +23,9 @@ from torch.utils.hooks import BackwardHook
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
-from fshard.ops.core.call import map_tensors
+from fshard.ops.core.call import map_instances
 from fshard.ops.trace.covariance import WITHOUT_NUMBERS
-from fshard.spmd.closure_inputs import leaves_of
+from fshard.spmd.closure_inputs import graph_leaves
 
 __all__ = ["Above", "Below", "Saved", "TakesGradients", "gradients_within", "refuse_grads"]
 
@@ -115,7 +115,7 @@ class Below(_Watch):
             plain = out.requires_grad
         if not self.tracked or (torch.is_grad_enabled() and plain):
             return out
-        return map_tensors(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
+        return map_instances(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
 
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -234,7 +234,7 @@ _PATCHED: tuple[tuple[Any, str], ...] = (
 
 def _held(given: Any) -> bool:
     """Whether a gradient would come to a tensor from outside of the traced function."""
-    return any(not isinstance(leaf, FakeTensor) for leaf in leaves_of([*tensors_in(given)]))
+    return any(not isinstance(leaf, FakeTensor) for leaf in graph_leaves([*tensors_in(given)]))
 
 
 def _refuse_function(cls: Any, where: str) -> NoReturn:

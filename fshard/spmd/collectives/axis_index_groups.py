@@ -13,7 +13,7 @@ from typing import NoReturn
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.validation import whole_numbers
-from fshard.spmd.axis_env import resolve
+from fshard.spmd.axis_env import resolve_axes
 
 __all__ = ["Groups", "resolve_groups"]
 
@@ -29,7 +29,7 @@ def resolve_groups(
     Raises `ShardingError` for an unbound, unknown or repeated axis, and for groups that do not
     have every index once or differ in size.
     """
-    found, names = resolve(axes, mesh, where)
+    found, names = resolve_axes(axes, mesh, where)
     if groups is None and names:
         return found, names
     given = [[0]] if groups is None else groups

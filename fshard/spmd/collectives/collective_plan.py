@@ -41,12 +41,19 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import call_line
 from fshard.run.transports.shape_only import Shapes, standing_in
-from fshard.spmd.axis_env import Bound, innermost, tracking
+from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
 from fshard.spmd.collectives.compile_node import tree_node
-from fshard.spmd.types import Signature
+from fshard.spmd.types import TypeSignature
 
 __all__ = [
-    "PLANS", "Move", "Plan", "begin", "check_dim", "collective", "need_number", "need_tensor",
+    "COLLECTIVE_PLANS",
+    "CollectivePlan",
+    "Transfer",
+    "check_dim",
+    "collective",
+    "launch_collective",
+    "require_number",
+    "require_tensor",
 ]  # fmt: skip
 
 Tree = TypeVar("Tree")
@@ -54,7 +61,7 @@ Options = ParamSpec("Options")
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Transfer:
     """One tensor's part in a collective: what is sent, by what, and how the result is read."""
 
     op: Program | Linear
@@ -69,28 +76,30 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a collective does with every leaf of a tree: a `Move`, or the result at once.
+class CollectivePlan:
+    """What a collective does with every leaf of a tree: a `Transfer`, or the result at once.
 
     `signature` says which types of leaves it takes, and what it makes of them.
     """
 
     name: str
     leaf: Callable[[Any], Any]
-    signature: Signature
+    signature: TypeSignature
 
 
-PLANS: dict[Any, Callable[..., Plan]] = {}
+COLLECTIVE_PLANS: dict[Any, Callable[..., CollectivePlan]] = {}
 """The plan behind every collective that is one."""
 
 
 def collective(
-    plan: Callable[Options, Plan],
+    plan: Callable[Options, CollectivePlan],
 ) -> Callable[Concatenate[Tree, Options], Tree]:
     """The collective of a plan: a tree in front of the plan's own arguments; `None` stays."""
 
     def general(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
-        return begin(_planned(_key(plan, args, kwargs, innermost()), plan, args, kwargs), x)()
+        return launch_collective(
+            _planned(_key(plan, args, kwargs, current_axes()), plan, args, kwargs), x
+        )()
 
     general.__name__ = plan.__name__
     node = tree_node(general)
@@ -114,15 +123,18 @@ def collective(
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in rest
     ]
     run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
-    PLANS[run] = plan
+    COLLECTIVE_PLANS[run] = plan
     return run
 
 
-_PLANNED: dict[Hashable, Plan] = {}
+_PLANNED: dict[Hashable, CollectivePlan] = {}
 
 
 def _key(
-    plan: Callable[..., Plan], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound | None
+    plan: Callable[..., CollectivePlan],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bound: BoundAxes | None,
 ) -> Hashable | None:
     """What a plan depends on; None for arguments that a key cannot hold."""
     arguments = plain_key(args, kwargs)
@@ -132,8 +144,11 @@ def _key(
 
 
 def _planned(
-    key: Hashable, plan: Callable[..., Plan], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Plan:
+    key: Hashable,
+    plan: Callable[..., CollectivePlan],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> CollectivePlan:
     """The plan of a collective with its arguments, where the names are bound that are now."""
     if key is None:
         return plan(*args, **kwargs)
@@ -151,20 +166,20 @@ def _copied(value: Any) -> Any:
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
-def begin(plan: Plan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
+def launch_collective(plan: CollectivePlan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
     """Launch a collective on a tree; the call that finishes it, differentiably.
 
     With `ahead` everything that is sent is launched now; raises `ShardingError` for what
     cannot be, a maximum or minimum with a gradient.
     """
-    tracker = tracking()
+    tracker = current_tracker()
     return _begin(plan, x, ahead) if tracker is None else tracker.begin(plan, x, ahead, _begin)
 
 
-def _begin(plan: Plan, x: Tree, ahead: bool) -> Callable[[], Tree]:
+def _begin(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
     if isinstance(x, torch.Tensor):
         move = plan.leaf(x)
-        if not isinstance(move, Move):
+        if not isinstance(move, Transfer):
             return lambda: move
         launched = _launch(plan.name, (move,), ahead)
         return lambda: move.read(launched()[0])
@@ -172,7 +187,7 @@ def _begin(plan: Plan, x: Tree, ahead: bool) -> Callable[[], Tree]:
     results: list[Any] = [None if leaf is None else plan.leaf(leaf) for leaf in leaves]
     kinds: dict[Hashable, list[int]] = {}
     for place, move in enumerate(results):
-        if isinstance(move, Move):
+        if isinstance(move, Transfer):
             kinds.setdefault(move.kind, []).append(place)
     launches = [
         (places, _launch(plan.name, [results[place] for place in places], ahead))
@@ -189,7 +204,7 @@ def _begin(plan: Plan, x: Tree, ahead: bool) -> Callable[[], Tree]:
     return finish
 
 
-def _launch(name: str, moves: Sequence[Move], ahead: bool) -> FinishAll:
+def _launch(name: str, moves: Sequence[Transfer], ahead: bool) -> FinishAll:
     """Launch moves of one kind."""
     xs = tuple([move.x for move in moves])
     op = _together(tuple([move.op for move in moves]))
@@ -230,13 +245,16 @@ _LAUNCHERS = Launchers()
 
 
 def _launcher(
-    plan: Callable[..., Plan], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    plan: Callable[..., CollectivePlan],
+    x: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Launcher | None:
     """What a collective does to a tensor like `x` on this rank; None where it is not recorded.
 
     That is under `torchrun` alone, for what communicates over this process's own transport.
     """
-    transport, bound = direct_transport(), innermost()
+    transport, bound = direct_transport(), current_axes()
     if transport is None or is_transformed() or (bound is not None and bound.types is not None):
         return None
     of_plan = _key(plan, args, kwargs, bound)
@@ -255,7 +273,7 @@ def _launcher(
 
 def _record(
     key: Hashable,
-    planned: Callable[..., Plan],
+    planned: Callable[..., CollectivePlan],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     x: torch.Tensor,
@@ -267,14 +285,14 @@ def _record(
     like.requires_grad_(wanted)
     with standing_in():
         move = plan.leaf(like)
-    if not isinstance(move, Move) or transport.rank not in _together((move.op,)).mesh:
+    if not isinstance(move, Transfer) or transport.rank not in _together((move.op,)).mesh:
         return None
-    forward: Function = lambda x: begin(plan, x)()  # noqa: E731
+    forward: Function = lambda x: launch_collective(plan, x)()  # noqa: E731
     launcher = record(forward, _adjoint(plan, like, transport), like.detach())
     return None if launcher is None or (wanted and not launcher.is_linear) else launcher
 
 
-def _adjoint(plan: Plan, like: torch.Tensor, transport: Transport) -> Function:
+def _adjoint(plan: CollectivePlan, like: torch.Tensor, transport: Transport) -> Function:
     """The transpose of what a plan does to a tensor like `like`, a linear map.
 
     That of what is moved, between those of how it is laid out and read.
@@ -301,7 +319,7 @@ def _adjoint(plan: Plan, like: torch.Tensor, transport: Transport) -> Function:
 # -- what plans check -----------------------------------------------------------------------
 
 
-def need_tensor(value: Any, where: str) -> torch.Tensor:
+def require_tensor(value: Any, where: str) -> torch.Tensor:
     """`value`, which is a tensor; raises `ShardingError` if it is not."""
     if not isinstance(value, torch.Tensor):
         fail(
@@ -313,7 +331,7 @@ def need_tensor(value: Any, where: str) -> torch.Tensor:
     return value
 
 
-def need_number(value: Any, where: str) -> Any:
+def require_number(value: Any, where: str) -> Any:
     """`value`, a leaf that is a number of Python's; raises `ShardingError` if it is none."""
     if not isinstance(value, complex | Real | torch.SymInt | torch.SymFloat):
         fail(

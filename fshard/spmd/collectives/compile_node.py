@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import current_transport, is_simulated
-from fshard.spmd.axis_env import VISIBLE
+from fshard.spmd.axis_env import COMPILE_MESH
 
 __all__ = ["as_node", "tree_as_node", "tree_node"]
 
@@ -34,7 +34,7 @@ def as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         if not torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         node.make()
-        found: Result = node.made[0](args, *_options(kwargs), _numbers(VISIBLE[0]))
+        found: Result = node.made[0](args, *_options(kwargs), _numbers(COMPILE_MESH[0]))
         return found
 
     return call
@@ -62,7 +62,7 @@ def tree_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         leaves, structure = tree_flatten(args[0])
         given = [leaf for leaf in leaves if leaf is not None]
         node.make()
-        found = node.made[0]((given, *args[1:]), *_options(kwargs), _numbers(VISIBLE[0]))
+        found = node.made[0]((given, *args[1:]), *_options(kwargs), _numbers(COMPILE_MESH[0]))
         left = iter(found)
         done: Result = tree_unflatten(
             [None if leaf is None else next(left) for leaf in leaves], structure

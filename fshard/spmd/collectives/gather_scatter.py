@@ -21,11 +21,17 @@ from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllToAll, ReduceScatter
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
-from fshard.spmd.collectives.collective_plan import Move, Plan, check_dim, collective, need_tensor
-from fshard.spmd.collectives.wire_dtypes import PLAIN, Wires, check_wires
-from fshard.spmd.types import VARYING, Signature, State, state_meant
+from fshard.spmd.collectives.collective_plan import (
+    CollectivePlan,
+    Transfer,
+    check_dim,
+    collective,
+    require_tensor,
+)
+from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wires
+from fshard.spmd.types import VARYING, State, TypeSignature, suggest_state
 
-__all__ = ["all_gather", "all_to_all", "gather_move", "psum_scatter", "pswapaxes"]
+__all__ = ["all_gather", "all_to_all", "gather_transfer", "psum_scatter", "pswapaxes"]
 
 
 # -- programs on a local whose dims 0 (and 1) are the ranks' --------------------------------
@@ -39,7 +45,7 @@ def _gathering(
     to: str,
     shape: torch.Size,
     dtype: torch.dtype,
-    wires: Wires,
+    wires: WireDtypes,
 ) -> Program:
     whole = (*shape[:dim], shape[dim] * mesh.axis_size(axes), *shape[dim + 1 :])
     src = Spec(mesh, PartitionSpec(*[None] * dim, axes), shape=whole, dtype=dtype)
@@ -52,7 +58,7 @@ def _gathering(
 
 @lru_cache(maxsize=4096)
 def _scattering(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: Wires
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: WireDtypes
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=set(axes)), shape=shape, dtype=dtype)
     there, back = wires
@@ -61,7 +67,7 @@ def _scattering(
 
 @lru_cache(maxsize=4096)
 def _exchanging(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: Wires
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: WireDtypes
 ) -> Program:
     src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
     there, back = wires
@@ -72,17 +78,17 @@ def _first(axes: tuple[str, ...], shape: torch.Size) -> PartitionSpec:
     return PartitionSpec(axes, *[None] * (len(shape) - 1))
 
 
-def gather_move(
+def gather_transfer(
     mesh: Mesh,
     axes: tuple[str, ...],
     x: torch.Tensor,
     to: str,
     read: Callable[[torch.Tensor], torch.Tensor],
-) -> Move:
+) -> Transfer:
     """Everyone's `x` along a new dim 0, and what is made of it."""
     piece = x.unsqueeze(0)
-    prog = _gathering(mesh, axes, 0, to, piece.shape, piece.dtype, PLAIN)
-    return Move(prog, piece, read)
+    prog = _gathering(mesh, axes, 0, to, piece.shape, piece.dtype, NO_WIRE_DTYPES)
+    return Transfer(prog, piece, read)
 
 
 def _insert(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
@@ -110,7 +116,7 @@ def all_gather(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
 
     `jax.lax.all_gather`, PyTorch's `all_gather_into_tensor`, of a tree
@@ -134,11 +140,11 @@ def all_gather(
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_gather")
     wires = forward_dtype, backward_dtype
     if to not in ("varying", "invariant", "reduced"):
-        fix = state_meant(to, ("varying", "invariant", "reduced"))
+        fix = suggest_state(to, ("varying", "invariant", "reduced"))
         fail("fs.all_gather", f"to={to!r}", "to is varying, invariant or reduced", fix)
 
     def leaf(value: Any) -> Any:
-        x = need_tensor(value, "fs.all_gather")
+        x = require_tensor(value, "fs.all_gather")
         of = "a tensor" if tiled else "a result"
         dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis", of)
         check_wires("fs.all_gather", x.dtype, wires)
@@ -146,11 +152,13 @@ def all_gather(
         gathered = to if axis_index_groups is None else "varying"
         # Along the dim itself: parts that come apart are joined there, and nothing copied again.
         piece = x if tiled else x.unsqueeze(dim)
-        return Move(_gathering(where, axes, dim, gathered, piece.shape, piece.dtype, wires), piece)
+        return Transfer(
+            _gathering(where, axes, dim, gathered, piece.shape, piece.dtype, wires), piece
+        )
 
     gives: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
     state = gives.get(to) if axis_index_groups is None else VARYING
-    return Plan("fs.all_gather", leaf, Signature(as_axes(axis_name), state))
+    return CollectivePlan("fs.all_gather", leaf, TypeSignature(as_axes(axis_name), state))
 
 
 @collective
@@ -163,7 +171,7 @@ def psum_scatter(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """The sum over the ranks along the axes, each rank keeping one slice of it.
 
     `jax.lax.psum_scatter`, PyTorch's `reduce_scatter_tensor`, of a tree
@@ -184,7 +192,7 @@ def psum_scatter(
     n = where.axis_size(axes)
 
     def leaf(value: Any) -> Any:
-        x = need_tensor(value, "fs.psum_scatter")
+        x = require_tensor(value, "fs.psum_scatter")
         dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
         _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
         check_wires("fs.psum_scatter", x.dtype, wires)
@@ -193,10 +201,10 @@ def psum_scatter(
             fail("fs.psum_scatter", f"a tensor of {x.dtype}", "booleans have no sum", fix)
         rows = _extract(x, dim, n, tiled)
         prog = _scattering(where, axes, rows.shape, rows.dtype, wires)
-        return Move(prog, rows, lambda y: y.squeeze(0))
+        return Transfer(prog, rows, lambda y: y.squeeze(0))
 
-    signature = Signature(as_axes(axis_name), VARYING, ("sum",), all_or_none=True)
-    return Plan("fs.psum_scatter", leaf, signature)
+    signature = TypeSignature(as_axes(axis_name), VARYING, ("sum",), all_or_none=True)
+    return CollectivePlan("fs.psum_scatter", leaf, signature)
 
 
 @collective
@@ -210,7 +218,7 @@ def all_to_all(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
 
     `jax.lax.all_to_all`, PyTorch's `all_to_all_single`, which has no coalesced form: here a tree
@@ -229,7 +237,7 @@ def all_to_all(
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_to_all")
     wires = forward_dtype, backward_dtype
-    dims, signature = (split_axis, concat_axis), Signature(as_axes(axis_name))
+    dims, signature = (split_axis, concat_axis), TypeSignature(as_axes(axis_name))
     return _all_to_all("fs.all_to_all", where, axes, dims, tiled, wires, signature)
 
 
@@ -242,7 +250,7 @@ def pswapaxes(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """Exchange the ranks along the axes with the dim `axis`, which has as many entries.
 
     `jax.lax.pswapaxes`, PyTorch's `all_to_all_single`: entry i goes to rank i, and what rank j
@@ -257,7 +265,7 @@ def pswapaxes(
     """
     where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pswapaxes")
     wires = forward_dtype, backward_dtype
-    signature = Signature(as_axes(axis_name))
+    signature = TypeSignature(as_axes(axis_name))
     return _all_to_all("fs.pswapaxes", where, axes, (axis, axis), False, wires, signature)
 
 
@@ -267,13 +275,13 @@ def _all_to_all(
     axes: tuple[str, ...],
     dims: tuple[int, int],
     tiled: bool,
-    wires: Wires,
-    signature: Signature,
-) -> Plan:
+    wires: WireDtypes,
+    signature: TypeSignature,
+) -> CollectivePlan:
     n = mesh.axis_size(axes)
 
     def leaf(value: Any) -> Any:
-        x = need_tensor(value, name)
+        x = require_tensor(value, name)
         word = "axis" if name == "fs.pswapaxes" else "split_axis"
         split = check_dim(dims[0], x.ndim, name, word)
         concat = check_dim(dims[1], x.ndim, name, "concat_axis")
@@ -282,9 +290,9 @@ def _all_to_all(
         # One row that is cut into a piece for each rank, and becomes a column of theirs.
         rows = _extract(x, split, n, tiled).unsqueeze(0)
         prog = _exchanging(mesh, axes, rows.shape, rows.dtype, wires)
-        return Move(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled))
+        return Transfer(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled))
 
-    return Plan(name, leaf, signature)
+    return CollectivePlan(name, leaf, signature)
 
 
 def _check_split(where: str, word: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:

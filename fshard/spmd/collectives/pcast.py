@@ -16,23 +16,23 @@ from fshard.program.steps import InvariantToReduced
 from fshard.run.autograd.linear_function import Run, apply_linear, is_differentiated
 from fshard.run.transports.base import Label, current_rank, labelled
 from fshard.run.transports.divergence_report import call_line
-from fshard.spmd.axis_env import resolve, tracking
+from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.axis_index_groups import resolve_groups
-from fshard.spmd.collectives.collective_plan import Move, Plan, collective
+from fshard.spmd.collectives.collective_plan import CollectivePlan, Transfer, collective
 from fshard.spmd.collectives.compile_node import as_node
 from fshard.spmd.collectives.wire_dtypes import check_wires
 from fshard.spmd.types import (
     CASTS,
     VARYING,
-    Signature,
     State,
     States,
-    named_axes,
-    other_than_cast,
-    state_meant,
+    TypeSignature,
+    format_axes,
+    suggest_instead_of_cast,
+    suggest_state,
 )
 
-__all__ = ["axis_index", "axis_size", "pcast", "summed"]
+__all__ = ["axis_index", "axis_size", "cast_to_varying", "pcast"]
 
 GIVES: dict[str, State] = {
     "varying": VARYING,
@@ -53,8 +53,8 @@ def _using(
     return Program(src, (InvariantToReduced(axes),), backward_dtype=wire)
 
 
-def summed(mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
-    """`x` as it is; its cotangents are summed along the axes.
+def cast_to_varying(mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
+    """`x` as it is; its cotangents are cast_to_varying along the axes.
 
     It shares the memory of `x`, and is a view of it: PyTorch refuses to write it in place, which
     would change `x` behind the back of its gradient. A clone of it may be written.
@@ -73,7 +73,7 @@ def pcast(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """The same values in another state; nothing moves now, the transpose may.
 
     `jax.lax.pcast`; in PyTorch an `autograd.Function` written by hand. From invariant to
@@ -104,21 +104,23 @@ def pcast(
         check_wires("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
         if state != "invariant" or not is_differentiated(value):
             return value
-        return Move(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
+        return Transfer(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
 
     gives = GIVES.get(to)
-    return Plan("fs.pcast", leaf, Signature(as_axes(axis_name), gives, cast_to=to, source=src))
+    return CollectivePlan(
+        "fs.pcast", leaf, TypeSignature(as_axes(axis_name), gives, cast_to=to, source=src)
+    )
 
 
 def _refuse_cast(src: str | None, to: str, axes: tuple[str, ...]) -> NoReturn:
     words = "invariant", "reduced", "unreduced", "varying"
     unknown = [word for word in (to, src or to) if word not in words]
     if unknown:
-        fix = state_meant(unknown[0], words)
+        fix = suggest_state(unknown[0], words)
     elif src is None or to == "invariant":
-        fix = f"fs.psum(x, {named_axes(axes)}) goes from varying or unreduced to invariant"
+        fix = f"fs.psum(x, {format_axes(axes)}) goes from varying or unreduced to invariant"
     else:
-        fix = other_than_cast(src, to, axes)
+        fix = suggest_instead_of_cast(src, to, axes)
     given = f"to={to!r}" if src is None else f"a cast from {src!r} to {to!r}"
     rule = "casts are " + ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
     fail("fs.pcast", given, rule, fix)
@@ -137,10 +139,10 @@ def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
     >>> f()
     tensor([0, 1, 2])
     """
-    where, axes = resolve(axis_name, mesh, "fs.axis_index")
+    where, axes = resolve_axes(axis_name, mesh, "fs.axis_index")
     rank = current_rank(where, "fs.axis_index").rank
     index = torch.tensor(where.index(rank, axes))
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is not None:
         tracker.record(index, States.varying(axes))
     return index
@@ -157,5 +159,5 @@ def axis_size(axis_name: Axes, *, mesh: Mesh | None = None) -> int:
     >>> axis_size(("x", "y"), mesh=fs.Mesh(x=2, y=3))
     6
     """
-    where, axes = resolve(axis_name, mesh, "fs.axis_size")
+    where, axes = resolve_axes(axis_name, mesh, "fs.axis_size")
     return where.axis_size(axes)

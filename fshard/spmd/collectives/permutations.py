@@ -18,10 +18,15 @@ from fshard.layout.validation import whole_numbers
 from fshard.run.autograd.linear_function import FinishAll, Shards
 from fshard.run.packing import join, part
 from fshard.run.transports.base import Transport, notify
-from fshard.spmd.axis_env import resolve
-from fshard.spmd.collectives.collective_plan import Move, Plan, collective, need_tensor
-from fshard.spmd.collectives.wire_dtypes import Wires, check_wires, sent_in
-from fshard.spmd.types import Signature, named_axes
+from fshard.spmd.axis_env import resolve_axes
+from fshard.spmd.collectives.collective_plan import (
+    CollectivePlan,
+    Transfer,
+    collective,
+    require_tensor,
+)
+from fshard.spmd.collectives.wire_dtypes import WireDtypes, check_wires, send_in
+from fshard.spmd.types import TypeSignature, format_axes
 
 __all__ = ["pbroadcast", "ppermute", "pshuffle"]
 
@@ -101,15 +106,15 @@ class _Broadcast:
         return lambda: part(moved(), shapes)
 
 
-def _plan(name: str, op: _Permute | _Broadcast, wires: Wires) -> Plan:
-    sent = sent_in(op, wires)
+def _plan(name: str, op: _Permute | _Broadcast, wires: WireDtypes) -> CollectivePlan:
+    sent = send_in(op, wires)
 
     def leaf(value: Any) -> Any:
-        x = need_tensor(value, name)
+        x = require_tensor(value, name)
         check_wires(name, x.dtype, wires)
-        return Move(sent, x) if x.numel() else x.clone()
+        return Transfer(sent, x) if x.numel() else x.clone()
 
-    return Plan(name, leaf, Signature(op.axes))
+    return CollectivePlan(name, leaf, TypeSignature(op.axes))
 
 
 def _along(axes: tuple[str, ...]) -> str:
@@ -118,7 +123,7 @@ def _along(axes: tuple[str, ...]) -> str:
 
 def _pairs(perm: Any, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     """Sources and destinations of n places, counted from 0; raises for all that are wrong."""
-    named, problems = named_axes(axes), []
+    named, problems = format_axes(axes), []
     found: list[tuple[int, int]] = []
     listed = list(perm) if isinstance(perm, Iterable) else [perm]
     pairs = [whole_numbers(each) for each in listed]
@@ -158,7 +163,7 @@ def ppermute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """Send `x` from rank `src` to rank `dst` of the axes for every `(src, dst)` in `perm`.
 
     `jax.lax.ppermute`, PyTorch's `permute_tensor`. Ranks that receive nothing get zeros.
@@ -172,7 +177,7 @@ def ppermute(
     >>> f(torch.tensor([1.0, 2.0, 3.0]))
     tensor([0., 1., 2.])
     """
-    where, axes = resolve(axis_name, mesh, "fs.ppermute")
+    where, axes = resolve_axes(axis_name, mesh, "fs.ppermute")
     pairs = _pairs(perm, where.axis_size(axes), as_axes(axis_name))
     return _plan("fs.ppermute", _Permute(where, axes, pairs), (forward_dtype, backward_dtype))
 
@@ -185,7 +190,7 @@ def pshuffle(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """The `x` of rank `perm[i]` on rank i of the axes: indexing by a permutation.
 
     `jax.lax.pshuffle`, PyTorch's `permute_tensor` with the inverse. Transpose: the inverse.
@@ -197,7 +202,7 @@ def pshuffle(
     >>> f(torch.tensor([1.0, 2.0, 3.0]))
     tensor([3., 1., 2.])
     """
-    where, axes = resolve(axis_name, mesh, "fs.pshuffle")
+    where, axes = resolve_axes(axis_name, mesh, "fs.pshuffle")
     n = where.axis_size(axes)
     sources = whole_numbers(perm)
     if sources is None or sorted(sources) != list(range(n)):
@@ -219,7 +224,7 @@ def pbroadcast(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """The `x` of rank `source` of the axes, on every rank.
 
     `jax.lax.pbroadcast`, PyTorch's `broadcast`: the source sends to everyone, nobody else sends.
@@ -233,7 +238,7 @@ def pbroadcast(
     >>> f(torch.tensor([1.0, 2.0, 3.0]))
     tensor([2., 2., 2.])
     """
-    where, axes = resolve(axis_name, mesh, "fs.pbroadcast")
+    where, axes = resolve_axes(axis_name, mesh, "fs.pbroadcast")
     n = where.axis_size(axes)
     if not isinstance(source, int) or not -n <= source < n:
         near = source % n if isinstance(source, int) else 0

@@ -21,21 +21,21 @@ from fshard.layout.tree import map_leaves
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
 from fshard.run.autograd.linear_function import is_differentiated
-from fshard.spmd.axis_env import resolve
+from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.collective_plan import (
-    Move,
-    Plan,
+    CollectivePlan,
+    Transfer,
     Tree,
     collective,
-    need_number,
-    need_tensor,
+    require_number,
+    require_tensor,
 )
 from fshard.spmd.collectives.compile_node import tree_as_node
-from fshard.spmd.collectives.gather_scatter import gather_move
+from fshard.spmd.collectives.gather_scatter import gather_transfer
 from fshard.spmd.collectives.pcast import axis_index
-from fshard.spmd.collectives.wire_dtypes import PLAIN, Wires, check_wires
-from fshard.spmd.types import VARYING, Signature
+from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wires
+from fshard.spmd.types import VARYING, TypeSignature
 
 __all__ = ["pargmax", "pargmin", "pmax", "pmean", "pmin", "pprod", "psum"]
 
@@ -51,7 +51,7 @@ def _reduction(
     shape: torch.Size,
     dtype: torch.dtype,
     to: One,
-    wires: Wires = PLAIN,
+    wires: WireDtypes = NO_WIRE_DTYPES,
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     back = wires[1] if to == "reduced" else None
@@ -67,12 +67,12 @@ def _one(groups: Groups) -> One:
     return "invariant" if groups is None else "reduced"
 
 
-def _to_one(axis_name: Axes, groups: Groups, *kinds: str) -> Signature:
+def _to_one(axis_name: Axes, groups: Groups, *kinds: str) -> TypeSignature:
     """A reduction's: from group to group its result is another, so that it varies."""
     linear = set(kinds) <= {"sum", "avg"}
     if groups is None:
-        return Signature(as_axes(axis_name), None, kinds, all_or_none=True, linear=linear)
-    return Signature(as_axes(axis_name), VARYING, all_or_none=True, linear=linear)
+        return TypeSignature(as_axes(axis_name), None, kinds, all_or_none=True, linear=linear)
+    return TypeSignature(as_axes(axis_name), VARYING, all_or_none=True, linear=linear)
 
 
 @collective
@@ -83,7 +83,7 @@ def psum(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """The sum over the ranks along the axes: varying (or unreduced) to invariant.
 
     `jax.lax.psum`, PyTorch's `all_reduce`, of a tree `all_reduce_coalesced`. Booleans are summed
@@ -103,12 +103,12 @@ def psum(
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return need_number(value, "fs.psum") * where.axis_size(axes)
+            return require_number(value, "fs.psum") * where.axis_size(axes)
         x = value.to(torch.int64) if value.dtype == torch.bool else value
         check_wires("fs.psum", x.dtype, wires)
-        return Move(_reduction(where, axes, "sum", x.shape, x.dtype, to, wires), x)
+        return Transfer(_reduction(where, axes, "sum", x.shape, x.dtype, to, wires), x)
 
-    return Plan("fs.psum", leaf, _to_one(axis_name, axis_index_groups, "sum"))
+    return CollectivePlan("fs.psum", leaf, _to_one(axis_name, axis_index_groups, "sum"))
 
 
 @collective
@@ -119,7 +119,7 @@ def pmean(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-) -> Plan:
+) -> CollectivePlan:
     """The mean over the ranks along the axes; integers become the default float.
 
     `jax.lax.pmean`, PyTorch's `all_reduce` by `avg`. Transpose: a cast to varying and a division
@@ -136,18 +136,20 @@ def pmean(
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return need_number(value, "fs.pmean")
+            return require_number(value, "fs.pmean")
         inexact = value.dtype.is_floating_point or value.dtype.is_complex
         x = value if inexact else value.to(torch.get_default_dtype())
         check_wires("fs.pmean", x.dtype, wires)
-        return Move(_reduction(where, axes, "avg", x.shape, x.dtype, to, wires), x)
+        return Transfer(_reduction(where, axes, "avg", x.shape, x.dtype, to, wires), x)
 
     signature = _to_one(axis_name, axis_index_groups, "sum", "avg")
-    return Plan("fs.pmean", leaf, signature)
+    return CollectivePlan("fs.pmean", leaf, signature)
 
 
 @collective
-def pmax(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None) -> Plan:
+def pmax(
+    axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+) -> CollectivePlan:
     """The elementwise maximum over the ranks along the axes; ties share the gradient.
 
     `jax.lax.pmax` (which has no gradient), PyTorch's `all_reduce` by `max`, whose gradient is
@@ -163,7 +165,9 @@ def pmax(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None
 
 
 @collective
-def pmin(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None) -> Plan:
+def pmin(
+    axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+) -> CollectivePlan:
     """The elementwise minimum over the ranks along the axes; ties share the gradient.
 
     `jax.lax.pmin`, PyTorch's `all_reduce` by `min`; otherwise as `pmax`.
@@ -177,16 +181,20 @@ def pmin(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None
     return _extreme("min", "fs.pmin", axis_name, axis_index_groups, mesh)
 
 
-def _extreme(kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh | None) -> Plan:
+def _extreme(
+    kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh | None
+) -> CollectivePlan:
     where, axes = resolve_groups(axis_name, mesh, groups, name)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return need_number(value, name)
+            return require_number(value, name)
         _need_order(value, name)
-        return Move(_reduction(where, axes, kind, value.shape, value.dtype, _one(groups)), value)
+        return Transfer(
+            _reduction(where, axes, kind, value.shape, value.dtype, _one(groups)), value
+        )
 
-    return Plan(name, leaf, _to_one(axis_name, groups, kind))
+    return CollectivePlan(name, leaf, _to_one(axis_name, groups, kind))
 
 
 def _need_order(x: torch.Tensor, where: str) -> None:
@@ -196,7 +204,9 @@ def _need_order(x: torch.Tensor, where: str) -> None:
 
 
 @collective
-def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None) -> Plan:
+def pprod(
+    axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+) -> CollectivePlan:
     """The elementwise product over the ranks along the axes; varying to invariant.
 
     PyTorch's `all_reduce` by `product`, without a counterpart in `jax.lax`. The
@@ -215,13 +225,13 @@ def pprod(axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | Non
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return need_number(value, "fs.pprod") ** where.axis_size(axes)
+            return require_number(value, "fs.pprod") ** where.axis_size(axes)
         if is_differentiated(value):
-            return gather_move(where, axes, value, to, lambda each: each.prod(0))
-        return Move(_reduction(where, axes, "product", value.shape, value.dtype, to), value)
+            return gather_transfer(where, axes, value, to, lambda each: each.prod(0))
+        return Transfer(_reduction(where, axes, "product", value.shape, value.dtype, to), value)
 
     signature = _to_one(axis_name, axis_index_groups, "product")
-    return Plan("fs.pprod", leaf, signature)
+    return CollectivePlan("fs.pprod", leaf, signature)
 
 
 @tree_as_node
@@ -257,14 +267,14 @@ def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
 
 
 def _place_of(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None) -> Tree:
-    where, axes = resolve(axis_name, mesh, name)
+    where, axes = resolve_axes(axis_name, mesh, name)
     n = where.axis_size(axes)
 
     def candidate(value: Any) -> Any:
         """NaN as the extreme: the backends' maxima do not agree on it."""
         if value is None:
             return None
-        plain = need_tensor(value, name).detach()
+        plain = require_tensor(value, name).detach()
         _need_order(plain, name)
         limit = torch.inf if kind == "max" else -torch.inf
         plain = plain.to(torch.uint8) if plain.dtype == torch.bool else plain

@@ -17,11 +17,11 @@ from fshard.layout.validation import whole_numbers
 from fshard.run.autograd.linear_function import FinishAll, Shards, apply_linear
 from fshard.run.transports.base import Label, Transport, current_rank, labelled, notify
 from fshard.run.transports.shape_only import is_abstract
-from fshard.spmd.axis_env import tracking
+from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.compile_node import as_node
 from fshard.spmd.collectives.gather_scatter import all_gather
-from fshard.spmd.collectives.wire_dtypes import Wires, sent_in, wire_problems
+from fshard.spmd.collectives.wire_dtypes import WireDtypes, send_in, wire_problems
 from fshard.spmd.tracking.insert_casts import computed
 from fshard.spmd.types import States
 
@@ -115,7 +115,7 @@ def ragged_all_to_all(
     def exchange(operand: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         return _exchange(operand, output, _Numbers(*numbers), where, axes, wires)
 
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is None:
         return exchange(operand, output)
     varying = States.varying(as_axes(axis_name))
@@ -129,7 +129,7 @@ def _exchange(
     numbers: _Numbers,
     where: Mesh,
     axes: tuple[str, ...],
-    wires: Wires,
+    wires: WireDtypes,
 ) -> torch.Tensor:
     n = where.axis_size(axes)
     # In a graph of torch.compile the offsets that are told are no numbers yet: nobody checks them.
@@ -150,7 +150,7 @@ def _exchange(
             starts = [row[here].output_offset for row in told]
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
-    op = sent_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
+    op = send_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
     with labelled(Label(NAME, where)):
         (moved,) = apply_linear(op, (packed,), everywhere=False)
     at = [torch.arange(size, device=output.device) for size in rows.recv_sizes]
@@ -228,7 +228,9 @@ class _Told(NamedTuple):
     said: int
 
 
-def _mine(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers, wires: Wires) -> list[_Told]:
+def _mine(
+    operand: torch.Tensor, output: torch.Tensor, rows: _Numbers, wires: WireDtypes
+) -> list[_Told]:
     height = output.shape[0] if output.ndim else 0
     width, dtype = math.prod(operand.shape[1:]), DTYPES.index(wires[0] or operand.dtype)
     numbers = zip(rows.output_offsets, rows.send_sizes, rows.recv_sizes, strict=True)

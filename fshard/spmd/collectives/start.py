@@ -10,8 +10,8 @@ import torch
 from fshard._util.errors import fail
 from fshard.run.execute import Pending
 from fshard.run.transports.divergence_report import call_line
-from fshard.spmd.axis_env import started
-from fshard.spmd.collectives.collective_plan import PLANS, begin
+from fshard.spmd.axis_env import register_pending
+from fshard.spmd.collectives.collective_plan import COLLECTIVE_PLANS, launch_collective
 
 __all__ = ["start"]
 
@@ -50,17 +50,18 @@ def start(
     if torch.compiler.is_compiling():
         done = op(x, *args, **kwargs)
         return Pending(lambda: done)
-    made = PLANS[op](*args, **kwargs)
-    return started(Pending(begin(made, x, ahead=True), made.name, call_line()))
+    made = COLLECTIVE_PLANS[op](*args, **kwargs)
+    return register_pending(Pending(launch_collective(made, x, ahead=True), made.name, call_line()))
 
 
 def _check(op: Callable[..., Any]) -> None:
     """Raise `ShardingError` for a function that is no collective."""
-    if op not in PLANS:
+    if op not in COLLECTIVE_PLANS:
         fail(
             "fs.start",
             f"{getattr(op, '__name__', op)!r}",
-            "what starts is a collective: " + ", ".join(sorted(p.__name__ for p in PLANS.values())),
+            "what starts is a collective: "
+            + ", ".join(sorted(p.__name__ for p in COLLECTIVE_PLANS.values())),
             "fs.start(fs.psum, x, axis)",
         )
 

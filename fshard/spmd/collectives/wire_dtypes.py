@@ -17,15 +17,15 @@ from fshard.program.program import carries
 from fshard.run.autograd.linear_function import FinishAll, Linear, Shards
 from fshard.run.transports.base import Transport
 
-__all__ = ["PLAIN", "Wires", "check_wires", "sent_in", "wire_problems"]
+__all__ = ["NO_WIRE_DTYPES", "WireDtypes", "check_wires", "send_in", "wire_problems"]
 
-Wires = tuple[torch.dtype | None, torch.dtype | None]
+WireDtypes = tuple[torch.dtype | None, torch.dtype | None]
 """What is sent forward and in the transpose; `None` is the tensor's own dtype."""
 
-PLAIN: Wires = (None, None)
+NO_WIRE_DTYPES: Wires = (None, None)
 
 
-def wire_problems(dtype: torch.dtype, wires: Wires) -> list[Problem]:
+def wire_problems(dtype: torch.dtype, wires: WireDtypes) -> list[Problem]:
     """What is wrong with dtypes that do not hold the values of one of `dtype`."""
     words = zip(("forward_dtype", "backward_dtype"), wires, strict=True)
     return [
@@ -39,9 +39,9 @@ def wire_problems(dtype: torch.dtype, wires: Wires) -> list[Problem]:
     ]
 
 
-def check_wires(where: str, dtype: torch.dtype, wires: Wires) -> None:
+def check_wires(where: str, dtype: torch.dtype, wires: WireDtypes) -> None:
     """Raise `ShardingError` for dtypes that do not hold the values of one of `dtype`."""
-    if wires != PLAIN:
+    if wires != NO_WIRE_DTYPES:
         raise_if(where, wire_problems(dtype, wires))
 
 
@@ -50,7 +50,7 @@ class _Sent:
     """A linear operation whose locals travel in other dtypes."""
 
     op: Linear
-    wires: Wires
+    wires: WireDtypes
 
     @property
     def mesh(self) -> Mesh:
@@ -72,6 +72,6 @@ class _Sent:
         return lambda: tuple(y.to(dtype) for y, dtype in zip(moved(), dtypes, strict=True))
 
 
-def sent_in(op: Linear, wires: Wires) -> Linear:
+def send_in(op: Linear, wires: WireDtypes) -> Linear:
     """`op` with its locals sent in other dtypes; a program takes them itself."""
-    return op if wires == PLAIN else _Sent(op, wires)
+    return op if wires == NO_WIRE_DTYPES else _Sent(op, wires)

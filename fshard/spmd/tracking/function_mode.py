@@ -35,7 +35,7 @@ from fshard.spmd.tracking.torch_effects import (
     writes_state,
 )
 from fshard.spmd.tracking.tracker import Tracker
-from fshard.spmd.types import INVARIANT, Rule, States
+from fshard.spmd.types import INVARIANT, States, TypeRule
 
 __all__ = ["tracked"]
 
@@ -258,7 +258,7 @@ def _write(
         if key != "out" and not (over and value is targets[0])
     }
     if not all(map(_has_fractions, targets)) and any(map(_has_fractions, tensors_in(read_args))):
-        kind = replace(kind, rule=Rule.OTHER)  # each part of a sum is cut to a whole number
+        kind = replace(kind, rule=TypeRule.OTHER)  # each part of a sum is cut to a whole number
     states, new = agree(tracker, kind, read_args, read_kwargs, also=also)
     for target in targets:
         if id(target) in new:

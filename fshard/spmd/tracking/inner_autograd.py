@@ -18,12 +18,20 @@ import torch
 from torch.autograd import Function
 
 from fshard.layout.tree import tensors_in
-from fshard.spmd.axis_env import tracking
-from fshard.spmd.closure_inputs import leaves_of
+from fshard.spmd.axis_env import current_tracker
+from fshard.spmd.closure_inputs import graph_leaves
 from fshard.spmd.tracking.insert_casts import agree, replaced
 from fshard.spmd.tracking.torch_effects import Kind, Word
 from fshard.spmd.tracking.tracker import Tracker
-from fshard.spmd.types import INVARIANT, Clash, Rule, State, States, join, word_of
+from fshard.spmd.types import (
+    INVARIANT,
+    State,
+    States,
+    TypeConflict,
+    TypeRule,
+    join_states,
+    state_word,
+)
 
 __all__ = ["backward", "gradients", "telling"]
 
@@ -80,7 +88,7 @@ def _refuse_seed(
     tracker: Tracker, op: str, y: torch.Tensor, seed: torch.Tensor | None, axis: str, wanted: States
 ) -> NoReturn:
     given = "ones" if seed is None else str(tracker.typeof(seed))
-    word, was = word_of(wanted.at(axis)), word_of(tracker.states(y).at(axis))
+    word, was = state_word(wanted.at(axis)), state_word(tracker.states(y).at(axis))
     fix = {
         "invariant": f"fs.psum(g, {axis!r})",
         "unreduced": f"grad_outputs=fs.pcast(g, {axis!r}, to='unreduced') of a g that varies, or "
@@ -100,7 +108,7 @@ def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[s
     seeds = names.get("gradient", names.get("grad_tensors"))
     _check_seeds(tracker, "backward", given_outputs, seeds)
     inputs = names.get("inputs")
-    leaves = list(leaves_of(outputs) if inputs is None else tensors_in(inputs))
+    leaves = list(graph_leaves(outputs) if inputs is None else tensors_in(inputs))
     if inputs is None:
         for leaf in leaves:
             if tracker.is_outside(leaf):
@@ -128,8 +136,8 @@ def _add_up(tracker: Tracker, x: torch.Tensor, was: States) -> None:
     """Write down the states of a gradient that was added to one in the states `was`."""
     assert x.grad is not None
     made = tracker.states(x).dual
-    joined = join((was, made), Rule.LINEAR)
-    if isinstance(joined, Clash):
+    joined = join_states((was, made), TypeRule.LINEAR)
+    if isinstance(joined, TypeConflict):
         given = f"a gradient{made} of a tensor whose .grad is {tracker.typeof(x.grad)}"
         tracker.fail("backward", given, joined.rule, "x.grad = None before")
     tracker.record(x.grad, joined.result)
@@ -172,14 +180,14 @@ def telling(tracker: Tracker) -> Iterator[None]:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`Function.apply`: a custom function is linear in nothing, and takes operands that agree."""
-    tracker = None if cls.__module__.startswith("fshard.") else tracking()
+    tracker = None if cls.__module__.startswith("fshard.") else current_tracker()
     if tracker is None:
         return _APPLY(cls, *args, **kwargs)
     if cls.__name__ == "CheckpointFunction":
         tracker.fail("torch.utils.checkpoint", "use_reentrant=True",
                      "what is computed again in backward is part of the graph that is typed",
                      "use_reentrant=False")  # fmt: skip
-    kind = Kind(f"{cls.__name__}.apply", Word.OP, Rule.OTHER)
+    kind = Kind(f"{cls.__name__}.apply", Word.OP, TypeRule.OTHER)
     states, new = agree(tracker, kind, args, kwargs)
     result = _APPLY(cls, *replaced(args, new), **replaced(kwargs, new))
     for each in tensors_in(result):
@@ -192,7 +200,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 def _as_subclass(x: torch.Tensor, cls: type[torch.Tensor]) -> Any:
     """`Tensor.as_subclass`: another tensor over the same memory."""
     result = _AS_SUBCLASS(x, cls)
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is not None:
         tracker.record(result, tracker.states(x))
     return result
@@ -200,7 +208,7 @@ def _as_subclass(x: torch.Tensor, cls: type[torch.Tensor]) -> Any:
 
 def _set(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`Tensor.set_`: the same tensor over other memory, which tells its states."""
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is None or id(x) not in tracker.table:
         return _SET(x, *args, **kwargs)
     tracker.check_write(x, "set_")
@@ -214,7 +222,7 @@ def _set(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @functools.wraps(_BACKWARD)
 def _backward_of_all(*args: Any, **kwargs: Any) -> None:
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is None:
         _BACKWARD(*args, **kwargs)
     else:
@@ -224,7 +232,7 @@ def _backward_of_all(*args: Any, **kwargs: Any) -> None:
 def _parameter(cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
     """`nn.Parameter(data)`: another tensor over the same memory."""
     made = _PARAMETER(cls, data, requires_grad)
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is not None:
         tracker.record(made, INVARIANT if data is None else tracker.states(data))
     return made
@@ -235,7 +243,7 @@ def _part(name: str) -> property:
     part = getattr(torch._C.TensorBase, name)
 
     def written(x: torch.Tensor, value: torch.Tensor) -> None:
-        if tracking() is None:
+        if current_tracker() is None:
             part.__set__(x, value)
         else:
             part.__get__(x).copy_(value)
@@ -247,7 +255,7 @@ def _refusing(call: Any) -> Any:
     """The call of a function that TorchScript runs, which is told to nobody."""
 
     def refuse(scripted: Any, *args: Any, **kwargs: Any) -> Any:
-        tracker = tracking()
+        tracker = current_tracker()
         if tracker is None:
             return call(scripted, *args, **kwargs)
         tracker.fail(scripted.name, "a function that TorchScript runs",

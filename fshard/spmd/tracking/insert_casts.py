@@ -10,7 +10,7 @@ import torch
 from fshard.layout.tree import tensors_in
 from fshard.spmd.tracking.torch_effects import Kind, Word, adds_a_number, stays_linear
 from fshard.spmd.tracking.tracker import Tracker
-from fshard.spmd.types import INVARIANT, Clash, Joined, Rule, States, join
+from fshard.spmd.types import INVARIANT, JoinedStates, States, TypeConflict, TypeRule, join_states
 
 __all__ = ["agree", "computed", "replaced"]
 
@@ -35,18 +35,18 @@ def agree(
     tensors = _listed(args, kwargs)
     operands = tuple(map(tracker.states, tensors))
     extra = (*also, tracker.told) if tracker.told.items else also
-    joined = join(operands + extra, kind.rule)
+    joined = join_states(operands + extra, kind.rule)
     number = False
-    if isinstance(joined, Joined) and joined.result.unreduced:
+    if isinstance(joined, JoinedStates) and joined.result.unreduced:
         if adds_a_number(kind.name, args, kwargs):
-            joined, number = join((*operands, *extra, INVARIANT), kind.rule), True
+            joined, number = join_states((*operands, *extra, INVARIANT), kind.rule), True
         elif not stays_linear(kind.name, args, kwargs):
-            joined = join(operands + extra, Rule.OTHER)
-    if isinstance(joined, Clash):
+            joined = join_states(operands + extra, TypeRule.OTHER)
+    if isinstance(joined, TypeConflict):
         listed = " and ".join(str(tracker.typeof(x)) for x in tensors)
         others = " and a number" if number else ""
         rule = joined.rule
-        if extra and isinstance(join(operands, kind.rule), Joined):
+        if extra and isinstance(join_states(operands, kind.rule), JoinedStates):
             rule += "; what follows may depend on what varies: " + "; ".join(tracker.told_at)
         tracker.fail(kind.name, f"{listed}{others}", rule, joined.fix)
     new: dict[int, torch.Tensor] = {}
@@ -71,7 +71,7 @@ def computed(
 
     So is the result, which depends on all of them.
     """
-    kind = Kind(name, Word.OP, Rule.OTHER)
+    kind = Kind(name, Word.OP, TypeRule.OTHER)
     states, new = agree(tracker, kind, (*operands, *others), {}, also=(also,))
     with tracker.pause():
         made = run(*replaced(tuple(operands), new))
@@ -80,7 +80,7 @@ def computed(
 
 
 def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call, in order: those that `Rule` tells by their place come first."""
+    """The tensors of a call, in order: those that `TypeRule` tells by their place come first."""
     found = []
     if kwargs:
         first = [kwargs[each] for each in ("condition", "self", "input") if each in kwargs]

@@ -24,7 +24,7 @@ from fshard.run.autograd.linear_function import Run, apply_linear
 from fshard.run.transports.base import Label, current_transport, labelled
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
-from fshard.spmd.types import VARYING, State, States, named_axes, states_of, word_of
+from fshard.spmd.types import VARYING, State, States, format_axes, state_word, states_of
 
 __all__ = ["TAKEN", "Other", "Promise", "check_promises", "check_values", "other_problem"]
 
@@ -88,7 +88,7 @@ def _broken(tracker: Tracker, axes: Sequence[str], promise: Promise) -> list[Pro
         have, want = states.at(axis), wanted.at(axis)
         told = axis in tracker.told.axes("varying") and not tracker.strict
         if not _shown(have, want) and not (told and (have, want) == (VARYING, None)):
-            unlike.setdefault((word_of(have), word_of(want)), []).append(axis)
+            unlike.setdefault((state_word(have), state_word(want)), []).append(axis)
     return [_unlike(tracker, promise, *words, along) for words, along in unlike.items()]
 
 
@@ -103,7 +103,7 @@ def _unlike(
     tracker: Tracker, promise: Promise, have: str, want: str, along: Sequence[str]
 ) -> Problem:
     """A result that is in one state along some axes, and promised in another."""
-    names, named = ", ".join(along), named_axes(along)
+    names, named = ", ".join(along), format_axes(along)
     braces = f"{{{', '.join(map(repr, along))}}}"
     spec, it = ("out spec", "result") if promise.is_result else ("spec", "x")
     given = f"{promise.path}: {tracker.typeof(promise.x)} with the {spec} {promise.p!r}"
@@ -296,7 +296,7 @@ def _equal_by(along: Sequence[str], what: str) -> str:
     """How values become equal along axes."""
     if what == RETURNED:
         return f"fs.psum or fs.pbroadcast over {', '.join(along)}"
-    return f"the same seed, or fs.pbroadcast(x, {named_axes(along)}, 0, mesh=mesh) before the call"
+    return f"the same seed, or fs.pbroadcast(x, {format_axes(along)}, 0, mesh=mesh) before the call"
 
 
 def _parted(told: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from fshard.spmd.types import Rule
+from fshard.spmd.types import TypeRule
 
 __all__ = [
     "OVERWRITES",
@@ -71,7 +71,7 @@ class Kind:
 
     name: str
     word: Word
-    rule: Rule
+    rule: TypeRule
     sizes: frozenset[int | str] = frozenset()
 
 
@@ -184,14 +184,14 @@ PRODUCT = _words("""
     __matmul__ bmm chain_matmul conv1d conv2d conv3d cross dot einsum ger inner kron linear matmul
     mm mul multiply mv outer tensordot vdot
 """)
-RULES: dict[str, Rule] = {
+RULES: dict[str, TypeRule] = {
     name: rule
     for rule, names in (
-        (Rule.MOVE, MOVE),
-        (Rule.LINEAR, LINEAR),
-        (Rule.SCALED, SCALED),
-        (Rule.MASKED, MASKED),
-        (Rule.PRODUCT, PRODUCT),
+        (TypeRule.MOVE, MOVE),
+        (TypeRule.LINEAR, LINEAR),
+        (TypeRule.SCALED, SCALED),
+        (TypeRule.MASKED, MASKED),
+        (TypeRule.PRODUCT, PRODUCT),
     )
     for name in names
 }
@@ -231,14 +231,14 @@ def _classify(func: Callable[..., Any]) -> Kind:
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(name, owner)
     if name == "grad" and inspect.isfunction(func):
-        return Kind(name, Word.GRADIENTS, Rule.OTHER)
+        return Kind(name, Word.GRADIENTS, TypeRule.OTHER)
     if name == "backward" and inspect.isfunction(func):
-        return Kind(name, Word.BACKWARD, Rule.OTHER)
+        return Kind(name, Word.BACKWARD, TypeRule.OTHER)
     written = _written(func, name)
     if isinstance(func, OpOverload | OpOverloadPacket) and not _is_aten(func):
         first = {each.name for schema in _schemas(func, name) for each in schema.arguments[:1]}
         word = Word.FRESH if first == {"like"} else Word.STATE if written else Word.OP
-        return Kind(name, word, Rule.OTHER)
+        return Kind(name, word, TypeRule.OTHER)
     if name == "__getitem__":
         return Kind(name, Word.INDEX, RULES[name])
     for word, names in (
@@ -252,18 +252,18 @@ def _classify(func: Callable[..., Any]) -> Kind:
         (Word.STATE, STATE),
     ):
         if name in names:
-            return Kind(name, word, RULES.get(name, Rule.OTHER))
+            return Kind(name, word, RULES.get(name, TypeRule.OTHER))
     writes = name.endswith("_") and not name.startswith("__")
     if name.startswith("__i") and name not in ("__init__", "__invert__", "__iter__"):
         name, writes = name.removeprefix("__i").removesuffix("__"), True
     base = name.rstrip("_") if writes else name
     if writes and base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return Kind(name, Word.WRITE_LISTS, Rule.OTHER)
+        return Kind(name, Word.WRITE_LISTS, TypeRule.OTHER)
     if base.startswith("_foreach_"):
-        return Kind(name, Word.LISTS, Rule.OTHER)
+        return Kind(name, Word.LISTS, TypeRule.OTHER)
     if written and not (writes and len(written) == 1):
-        return Kind(name, Word.STATE, Rule.OTHER)
-    rule = RULES.get(base, Rule.OTHER)
+        return Kind(name, Word.STATE, TypeRule.OTHER)
+    rule = RULES.get(base, TypeRule.OTHER)
     if writes or name == "__setitem__":
         return Kind(name, Word.WRITE, rule)
     return Kind(name, Word.OP, rule)
@@ -271,14 +271,14 @@ def _classify(func: Callable[..., Any]) -> Kind:
 
 def _attribute(access: str, name: str) -> Kind:
     if access == "__get__" and name == "grad":
-        return Kind("grad", Word.GRAD, Rule.OTHER)
+        return Kind("grad", Word.GRAD, TypeRule.OTHER)
     if access == "__set__" and name == "grad":
-        return Kind("grad =", Word.SET_GRAD, Rule.OTHER)
+        return Kind("grad =", Word.SET_GRAD, TypeRule.OTHER)
     if name in ATTRIBUTES or access == "__delete__":
-        return Kind(name, Word.NOTHING, Rule.OTHER)
+        return Kind(name, Word.NOTHING, TypeRule.OTHER)
     if access == "__get__":
-        return Kind(name, Word.OP, Rule.MOVE)
-    return Kind(f"{name} =", Word.WRITE if name == "data" else Word.NOTHING, Rule.MOVE)
+        return Kind(name, Word.OP, TypeRule.MOVE)
+    return Kind(f"{name} =", Word.WRITE if name == "data" else Word.NOTHING, TypeRule.MOVE)
 
 
 # -- what depends on the arguments ---------------------------------------------------------

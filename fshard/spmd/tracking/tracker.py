@@ -20,26 +20,26 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
 from fshard.run.autograd.linear_function import is_transformed
 from fshard.run.transports.divergence_report import user_frame, user_line
-from fshard.spmd.axis_env import innermost, tracking
-from fshard.spmd.collectives.collective_plan import Plan
-from fshard.spmd.collectives.pcast import summed
+from fshard.spmd.axis_env import current_axes, current_tracker
+from fshard.spmd.collectives.collective_plan import CollectivePlan
+from fshard.spmd.collectives.pcast import cast_to_varying
 from fshard.spmd.types import (
     INVARIANT,
-    Clash,
-    Joined,
+    JoinedStates,
     LocalType,
-    Rule,
     States,
-    join,
-    named_axes,
-    newly,
-    passes,
-    word_of,
+    TypeConflict,
+    TypeRule,
+    apply_signature,
+    format_axes,
+    join_states,
+    newly_cast_axes,
+    state_word,
 )
 
 __all__ = ["Tracker", "has_gradient", "typeof"]
 
-Launch = Callable[[Plan, Any, bool], Callable[[], Any]]
+Launch = Callable[[CollectivePlan, Any, bool], Callable[[], Any]]
 
 
 class _Known(weakref.ref[torch.Tensor]):
@@ -130,7 +130,7 @@ class Tracker:
 
         Memory that is known tells its own. Else it is from outside, and the same on every rank;
         but where the host has learnt of what varies, it may have been made of that. What is
-        closed over and also cut, as an argument, needs its gradient summed: it is invariant.
+        closed over and also cut, as an argument, needs its gradient cast_to_varying: it is invariant.
         """
         inner = _unwrapped(x)
         if inner is not None:
@@ -139,9 +139,9 @@ class Tracker:
             return states
         sharing = [each.states for _, each in self._sharing(x)]
         if sharing and not (x.requires_grad and _storage(x) in self._memory):
-            joined = join(tuple(sharing), Rule.MOVE)
+            joined = join_states(tuple(sharing), TypeRule.MOVE)
             axes = {axis for each in sharing for axis, _ in each.items}
-            states = States.varying(axes) if isinstance(joined, Clash) else joined.result
+            states = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(x, states)
             return states
         states = INVARIANT if x.requires_grad else self.told
@@ -176,9 +176,9 @@ class Tracker:
     def cast(self, x: torch.Tensor, states: States, target: States) -> torch.Tensor:
         """`x` in other states; where it was invariant, its gradient becomes the sum.
 
-        A tensor is cast once, however often it is used: its gradient is summed once.
+        A tensor is cast once, however often it is used: its gradient is cast_to_varying once.
         """
-        axes = newly(states, target)
+        axes = newly_cast_axes(states, target)
         if not axes or not has_gradient(x):
             return x
         known = self.table[id(x)]
@@ -188,7 +188,7 @@ class Tracker:
         found = known.casts.get(axes)
         if found is not None and found[0] == version:
             return found[1]
-        y = summed(self.mesh, axes, x)
+        y = cast_to_varying(self.mesh, axes, x)
         if not is_transformed():  # what torch.func wraps ends with the transform
             known.casts[axes] = (version, y)
         self.record(y, states.updated(axes, target.at(axes[0])))
@@ -196,17 +196,17 @@ class Tracker:
 
     def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
         """Raise, if strict, for a cast that is not written and would change gradients."""
-        axes = newly(states, target) if self.strict else ()
+        axes = newly_cast_axes(states, target) if self.strict else ()
         if not axes or not has_gradient(x):
             return
-        word = word_of(target.at(axes[0]))
+        word = state_word(target.at(axes[0]))
         self.fail(
             op,
             f"an operand {LocalType(x.shape, x.dtype, states)} that requires grad, where the "
             f"others are {word} along {', '.join(axes)}",
             f"the operands agree along every axis; the gradient of this one is a sum over "
             f"{', '.join(axes)}, which check='strict' wants to see written",
-            f"fs.pcast(operand, {named_axes(axes)}, to={word!r}), or check=True, which inserts it",
+            f"fs.pcast(operand, {format_axes(axes)}, to={word!r}), or check=True, which inserts it",
         )
 
     def fail(self, op: str, given: str, rule: str, fix: str) -> NoReturn:
@@ -220,7 +220,9 @@ class Tracker:
 
     # -- collectives --
 
-    def begin(self, plan: Plan, tree: Any, ahead: bool, launch: Launch) -> Callable[[], Any]:
+    def begin(
+        self, plan: CollectivePlan, tree: Any, ahead: bool, launch: Launch
+    ) -> Callable[[], Any]:
         """Launch a collective on the leaves of a tree, cast as its signature asks."""
         leaves, treedef = flatten(tree)
         rows = [(leaf, self._taken(plan, leaf)) for leaf in leaves]
@@ -245,18 +247,18 @@ class Tracker:
 
         return done
 
-    def _taken(self, plan: Plan, leaf: Any) -> Joined | None:
+    def _taken(self, plan: CollectivePlan, leaf: Any) -> JoinedStates | None:
         """What a collective makes of a leaf; None for one that is no tensor."""
         if not isinstance(leaf, torch.Tensor):
             return None
-        joined = passes(self.states(leaf), plan.signature)
-        if isinstance(joined, Clash):
+        joined = apply_signature(self.states(leaf), plan.signature)
+        if isinstance(joined, TypeConflict):
             self.fail(plan.name, f"an operand {self.typeof(leaf)}", joined.rule, joined.fix)
         if self.strict:
             self._check_source(plan, leaf)
         return joined
 
-    def _check_source(self, plan: Plan, leaf: torch.Tensor) -> None:
+    def _check_source(self, plan: CollectivePlan, leaf: torch.Tensor) -> None:
         """Raise for a cast that takes its operand for invariant where nothing is tracked."""
         to, source, axes = plan.signature.cast_to, plan.signature.source, plan.signature.axes
         state = self.states(leaf).at(axes[0]) if axes else None
@@ -264,17 +266,19 @@ class Tracker:
             self.fail(
                 plan.name,
                 f"an operand {self.typeof(leaf)} and no src",
-                "what is not tracked is taken to be invariant, and its gradient summed: "
-                "check='strict' passes what is the same with check=False",
+                "what is not tracked is taken to be invariant, and its gradient cast_to_varying: "
+                "check='strict' apply_signature what is the same with check=False",
                 f"fs.pcast(x, {axes[0]!r}, to='varying', src={state[0]!r})",
             )
 
-    def _is_only_typed(self, plan: Plan, leaf: torch.Tensor) -> bool:
+    def _is_only_typed(self, plan: CollectivePlan, leaf: torch.Tensor) -> bool:
         """Whether a leaf changes its type and nothing else happens, not in backward either."""
         signature, states = plan.signature, self.states(leaf)
         return signature.cast_to is not None and any(map(states.at, signature.axes))
 
-    def _cast_for(self, plan: Plan, leaf: torch.Tensor, joined: Joined) -> torch.Tensor:
+    def _cast_for(
+        self, plan: CollectivePlan, leaf: torch.Tensor, joined: JoinedStates
+    ) -> torch.Tensor:
         states, (target,) = self.states(leaf), joined.operands
         if states is target:
             return leaf
@@ -304,10 +308,10 @@ class Tracker:
     def written(self, target: torch.Tensor, states: States) -> None:
         """Write down that `target`, and all that shares its memory, now is in `states`."""
         for other, known in self._sharing(target):
-            joined = join((known.states, states), Rule.MOVE)
+            joined = join_states((known.states, states), TypeRule.MOVE)
             axes = (axis for each in (known.states, states) for axis, _ in each.items)
             same = torch.is_grad_enabled() and _base(other) is _base(target)
-            rest = States.varying(axes) if isinstance(joined, Clash) else joined.result
+            rest = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(other, states if same else rest)
         if target.layout is not torch.strided:  # it may hold other values now
             self.moved(target)
@@ -361,7 +365,7 @@ class Tracker:
                 seen = frame.f_globals.setdefault("__warningregistry__", {})
                 file, line = frame.f_code.co_filename, frame.f_lineno
                 warnings.warn_explicit(text, UserWarning, file, line, registry=seen)
-        bound = innermost()
+        bound = current_axes()
         return States.varying(self.mesh.axes if bound is None else bound.axes)
 
     @contextmanager
@@ -388,7 +392,7 @@ def typeof(x: torch.Tensor, /) -> LocalType:
     >>> types(torch.ones(4))
     (f32[2]{varying: i}, f32[2])
     """
-    tracker = tracking()
+    tracker = current_tracker()
     if tracker is None:
         fail(
             "fs.typeof",

@@ -15,8 +15,8 @@ from fshard.layout.tree import is_pair
 from fshard.run.execute import Pending, run_typed_hook
 from fshard.run.execute_batch import run_typed_leaves_hook
 from fshard.run.transports.divergence_report import explain_with
-from fshard.spmd.axis_env import innermost, tracking
-from fshard.spmd.in_specs import Argument, AtDim, Slot
+from fshard.spmd.axis_env import current_axes, current_tracker
+from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 from fshard.spmd.tracking.function_mode import tracked
 from fshard.spmd.tracking.out_spec_check import TAKEN, Other, Promise, check_promises, check_values
@@ -66,8 +66,8 @@ def paused(tracker: Tracker | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
-    """Track the types of what the block, the body of the innermost call, computes."""
-    bound = innermost()
+    """Track the types of what the block, the body of the current_axes call, computes."""
+    bound = current_axes()
     assert bound is not None
     before, bound.types = bound.types, tracker
     try:
@@ -117,7 +117,7 @@ def enter_types(
 def leave_types(
     tracker: Tracker,
     scope: Scope,
-    slots: Sequence[Slot],
+    slots: Sequence[PathSpec],
     ys: Sequence[torch.Tensor],
     others: Sequence[Other],
 ) -> tuple[torch.Tensor, ...]:
@@ -133,7 +133,7 @@ def leave_types(
 
 def _partition(given: Any, ndim: int) -> PartitionSpec | None:
     """What an out spec says of a tensor, if it can say anything."""
-    if isinstance(given, AtDim):
+    if isinstance(given, DimSpec):
         return given.of(ndim) if -ndim <= given.dim < ndim else None
     return given.partition if isinstance(given, Spec) else given
 
@@ -159,7 +159,7 @@ def run_typed(
 
     Raises `ShardingError` where the type of `x` does not show the first.
     """
-    tracker: Tracker | None = tracking()
+    tracker: Tracker | None = current_tracker()
     if tracker is None:
         return run(x)
     x, given = _checked(tracker, where, x, src, dst)
@@ -183,7 +183,7 @@ def run_typed_leaves(
     start: Callable[[tuple[torch.Tensor, ...]], Callable[[], tuple[torch.Tensor, ...]]],
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """`start(xs)` of several locals in a body, each with the specs of its ends; see `run_typed`."""
-    tracker: Tracker | None = tracking()
+    tracker: Tracker | None = current_tracker()
     if tracker is None:
         return start(xs)
     checked = [

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, Spec
-from fshard.spmd.collectives.collective_plan import PLANS
+from fshard.spmd.collectives.collective_plan import COLLECTIVE_PLANS
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_global
 from tests.spmd.collectives.test_collectives import CASES, by_oracle
@@ -74,7 +74,7 @@ PARTS = [("aot_eager", CHOSEN[at::5]) for at in range(5)] + [
 
 def test_every_collective_is_chosen() -> None:
     chosen = {words(CASES[at].name) for at in CHOSEN}
-    assert {kind[0] for kind in chosen} == {plan.__name__ for plan in PLANS.values()}
+    assert {kind[0] for kind in chosen} == {plan.__name__ for plan in COLLECTIVE_PLANS.values()}
     states = {kind[-1] for kind in chosen if kind[0] == "all_gather"}
     assert states > {"varying", "invariant", "reduced"}
 

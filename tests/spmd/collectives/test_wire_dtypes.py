@@ -19,7 +19,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
-from fshard.spmd.collectives.collective_plan import PLANS
+from fshard.spmd.collectives.collective_plan import COLLECTIVE_PLANS
 from tests.spmd.collectives.test_collectives import here, in_groups, ring, turned
 
 MESHES = [Mesh({"i": 2}, devices=(1, 0)), Mesh(x=2, y=1), Mesh(i=1)]
@@ -81,7 +81,7 @@ WIRES = [(F32, BF16, None), (F32, None, BF16), (F32, BF16, F64), (BF16, F32, BF1
 
 
 def test_every_collective_that_is_linear_has_them() -> None:
-    plans: list[Callable[..., Any]] = [*PLANS.values(), fs.ragged_all_to_all]
+    plans: list[Callable[..., Any]] = [*COLLECTIVE_PLANS.values(), fs.ragged_all_to_all]
     with_both = {
         plan.__name__ for plan in plans
         if {"forward_dtype", "backward_dtype"} <= inspect.signature(plan).parameters.keys()

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import Mesh, P
-from fshard.spmd.axis_env import tracking
+from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.tracking import torch_effects
 
 MESH = Mesh(x=2)
@@ -53,7 +53,7 @@ def run(body: Body, check: bool | str = True, grad: bool = True) -> list[Any]:
 
     def mapped(x: torch.Tensor, w: torch.Tensor) -> None:
         y = body(x, w)
-        tracker = tracking()
+        tracker = current_tracker()
         seen.append((str(fs.typeof(y).states), str(tracker.told), y.detach().clone()))
 
     x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=grad)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import Mesh, P
-from fshard.spmd.axis_env import innermost
+from fshard.spmd.axis_env import current_axes
 from tests.helpers.spec_grid import random_global
 from tests.spmd.tracking.test_tracking import I, V, run
 
@@ -152,7 +152,7 @@ def test_casts_in_transforms_have_their_gradients(body: Any) -> None:
 
 def fs_varying(x: torch.Tensor) -> torch.Tensor:
     """Varying in a mapped function, else as it is."""
-    return x if innermost() is None else fs.pcast(x, "x", to="varying")
+    return x if current_axes() is None else fs.pcast(x, "x", to="varying")
 
 
 def test_strict_asks_in_transforms_for_casts_of_what_has_a_gradient() -> None:
