@@ -5,7 +5,7 @@ varying (anything), reduced (the same value, used for different work) or unreduc
 The cotangent of a varying tensor varies, of an invariant one is invariant, of a reduced one
 unreduced and the other way round. The rules are those of JAX's varying manual axes (`jax.typeof`,
 JAX 0.11): operands of one operation agree along every axis, and a cast makes them agree whose
-transpose is the sum that gradients need; what is unreduced apply_signature linear operations only.
+transpose is the sum that gradients need; what is unreduced passes linear operations only.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _unreduced(
             else "a sum over it is still to be taken, and the operation is not linear"
         )
         return TypeConflict(
-            axis, f"what is unreduced along {axis} apply_signature linear operations: {why}", reduce
+            axis, f"what is unreduced along {axis} passes linear operations: {why}", reduce
         )
     states = {found[at] for at in places}
     state = found[places[0]]
@@ -345,7 +345,7 @@ def apply_signature(states: States, signature: TypeSignature) -> JoinedStates | 
     outside = [axis for axis in states.axes("unreduced") if axis not in axes]
     if outside and not signature.linear:
         (axis, *_) = outside
-        rule = f"what is unreduced along {axis} apply_signature linear collectives only"
+        rule = f"what is unreduced along {axis} passes linear collectives only"
         return TypeConflict(axis, rule, f"fs.psum(x, {axis!r}) before")
     found = set(words.values())
     if "unreduced" in found:

@@ -22,7 +22,7 @@ __all__ = ["NO_WIRE_DTYPES", "WireDtypes", "check_wires", "send_in", "wire_probl
 WireDtypes = tuple[torch.dtype | None, torch.dtype | None]
 """What is sent forward and in the transpose; `None` is the tensor's own dtype."""
 
-NO_WIRE_DTYPES: Wires = (None, None)
+NO_WIRE_DTYPES: WireDtypes = (None, None)
 
 
 def wire_problems(dtype: torch.dtype, wires: WireDtypes) -> list[Problem]:

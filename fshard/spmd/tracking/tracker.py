@@ -130,7 +130,7 @@ class Tracker:
 
         Memory that is known tells its own. Else it is from outside, and the same on every rank;
         but where the host has learnt of what varies, it may have been made of that. What is
-        closed over and also cut, as an argument, needs its gradient cast_to_varying: it is invariant.
+        closed over and also cut, as an argument, needs its gradient summed: it is invariant.
         """
         inner = _unwrapped(x)
         if inner is not None:
@@ -266,8 +266,8 @@ class Tracker:
             self.fail(
                 plan.name,
                 f"an operand {self.typeof(leaf)} and no src",
-                "what is not tracked is taken to be invariant, and its gradient cast_to_varying: "
-                "check='strict' apply_signature what is the same with check=False",
+                "what is not tracked is taken to be invariant, and its gradient summed: "
+                "check='strict' passes what is the same with check=False",
                 f"fs.pcast(x, {axes[0]!r}, to='varying', src={state[0]!r})",
             )
 

@@ -66,7 +66,7 @@ def paused(tracker: Tracker | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
-    """Track the types of what the block, the body of the current_axes call, computes."""
+    """Track the types of what the block, the body of the innermost call, computes."""
     bound = current_axes()
     assert bound is not None
     before, bound.types = bound.types, tracker
