@@ -1,11 +1,11 @@
-"""Train a GPT written for one device on a mesh: what is added are the layouts of its parameters.
+"""Train a GPT that is written for one device on a mesh, from the layouts of its parameters.
 
     python examples/partition_gpt.py                        # 8 simulated devices in one process
     torchrun --nproc-per-node 4 examples/partition_gpt.py   # 4 real processes, the same losses
 
-The model knows nothing of devices. `fs.partition` finds how every operation in it runs on the
-layouts that the parameters and the batch have, and where communication is needed: Megatron's, in
-this case, with data parallelism. A twin, trained without fshard, must come to the same numbers.
+The model contains no communication. `fs.partition` chooses a sharding strategy for each of its
+operations and inserts the collectives: here those of Megatron-LM, with data parallelism. A second
+model is trained without fshard, and the script checks that both have the same losses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH, LENGTH, WIDTH, HEADS, WORDS, LAYERS = 16, 12, 32, 4, 24, 2
 
 
 class Block(nn.Module):
-    """Attention and a multilayer perceptron, each after a norm and beside a residual."""
+    """Pre-norm transformer block: attention and a multilayer perceptron, with residuals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a `(batch, length, width)` tensor one of the same shape."""
+        """Map a `(batch, length, width)` tensor to one of the same shape."""
         batch, length, _ = x.shape
         h = self.before_attention(x)
         q, k, v = (
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model; called with words and those after them, it gives the mean loss."""
+    """Language model that returns the mean loss of predicting `following` from `words`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor, following: Tensor) -> Tensor:
-        """The mean cross entropy of `(batch, length)` words."""
+        """Return the mean cross entropy; both arguments are `(batch, length)` word indices."""
         x = self.blocks(self.words(words) + self.places.weight)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), following.flatten())
 
 
 def layout(name: str) -> fs.PartitionSpec:
-    """How a parameter lies: heads and hidden units are cut over tp, the rest is everywhere."""
+    """Return a parameter's layout: heads and hidden units sharded over tp, others replicated."""
     layer, _, kind = name.rpartition(".")
     match layer.rpartition(".")[2], kind:
         case "query" | "key" | "value" | "up", _:
@@ -76,7 +76,7 @@ def layout(name: str) -> fs.PartitionSpec:
 
 
 def sentences(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Words that count up by the same step, which a model can learn, and those after them."""
+    """Return arithmetic sequences of words, `(batch, length)`, and the word after each."""
     first = torch.randint(WORDS, (BATCH, 1), generator=generator)
     step = torch.randint(1, 4, (BATCH, 1), generator=generator)
     text = (first + step * torch.arange(LENGTH + 1)) % WORDS
@@ -84,7 +84,7 @@ def sentences(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def main(steps: int) -> int:
-    """Train both models, compare, and tell."""
+    """Train both models and print their losses; return 0 if they agree, else 1."""
     mesh = fs.Mesh(dp=2, tp=int(os.environ.get("WORLD_SIZE", "8")) // 2)
     if "RANK" in os.environ:  # set by torchrun
         fs.init(mesh, backend="gloo")  # the tensors are on the CPU
@@ -94,17 +94,17 @@ def main(steps: int) -> int:
     twin = copy.deepcopy(model)
 
     specs = {
-        name: fs.Spec(mesh, layout(name), shape=each.shape, dtype=each.dtype)
-        for name, each in model.named_parameters()
+        name: fs.Spec(mesh, layout(name), shape=param.shape, dtype=param.dtype)
+        for name, param in model.named_parameters()
     }
     params = {name: fs.shard(p.detach(), specs[name]) for name, p in model.named_parameters()}
-    locals_ = [each for pair in params.values() for each in held(pair)]
+    shards = [shard for pair in params.values() for shard in trainable_shards(pair)]
     partitioned = fs.partition(model, mesh=mesh, params=specs, in_specs=P("dp"), out_specs=P())
 
-    optimizers = [torch.optim.AdamW(each, lr=0.003) for each in (locals_, twin.parameters())]
+    optimizers = [torch.optim.AdamW(p, lr=0.003) for p in (shards, twin.parameters())]
     generator = torch.Generator().manual_seed(0)
-    leads = os.environ.get("RANK", "0") == "0"
-    apart = 0.0
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    max_difference = 0.0
     for step in range(1, steps + 1):
         text = sentences(generator)
         with fs.comm_log() as log:
@@ -113,20 +113,20 @@ def main(steps: int) -> int:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        ours, theirs = (loss.item() for loss in losses)
-        apart = max(apart, abs(ours - theirs))
-        if leads and (step == 1 or step % 10 == 0):
-            print(f"step {step:4}  loss {ours:.10f}  one device {theirs:.10f}")
-    if leads:
+        sharded, single = (loss.item() for loss in losses)
+        max_difference = max(max_difference, abs(sharded - single))
+        if is_first_rank and (step == 1 or step % 10 == 0):
+            print(f"step {step:4}  loss {sharded:.10f}  one device {single:.10f}")
+    if is_first_rank:
         print(f"Communicated in one step, on {mesh}:", log, sep="\n")
-        print(f"Losses differ by at most {apart:.1e}.")
-    return int(apart > 1e-9)
+        print(f"Losses differ by at most {max_difference:.1e}.")
+    return int(max_difference > 1e-9)
 
 
-def held(pair: fs.Sharded) -> list[Tensor]:
-    """The tensors that this process holds of a pair, to be trained."""
-    mine = [pair.local] if isinstance(pair.local, Tensor) else pair.local
-    return [each.requires_grad_() for each in mine]
+def trainable_shards(pair: fs.Sharded) -> list[Tensor]:
+    """Return the shards of a pair in this process, with `requires_grad` set."""
+    shards = [pair.local] if isinstance(pair.local, Tensor) else pair.local
+    return [shard.requires_grad_() for shard in shards]
 
 
 if __name__ == "__main__":

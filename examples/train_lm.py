@@ -4,12 +4,12 @@
     python examples/train_lm.py --mesh sp=2,tp=4       # another mesh, the same losses
     torchrun --nproc-per-node 4 examples/train_lm.py   # 4 real processes, the same losses
 
-A transformer learns to predict the next character of Python's own standard library. On the
-mesh the batch is cut over the axis dp and the sequence over sp; attention heads, hidden units
-and the vocabulary are cut over tp. `model_specs` says how every parameter lies, `lm_loss` what
-one device does with its shards: what is communicated forward is what you read there, and the
-backward pass is its transpose. At the end the same model, trained on one device in plain
-PyTorch, must have come to the same numbers.
+A transformer learns to predict the next character of Python's own standard library. The batch is
+sharded over the axis dp and the sequence over sp; attention heads, hidden units and the vocabulary
+are sharded over tp. `model_specs` returns the layout of every parameter. `lm_loss` is the program
+of one device on its shards: it writes every collective of the forward pass, and the backward pass
+runs their transposes. At the end the script trains the same model on one device in plain PyTorch
+and checks that losses and parameters agree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import fshard as fs
 from fshard import P
 
 VOCABULARY = 128  # a token is an ASCII code
-DATA = P("dp", "sp")  # how a batch of sequences lies on the mesh
+DATA = P("dp", "sp")  # the layout of a batch of sequences
 MESHES = {1: "tp=1", 2: "tp=2", 4: "sp=2,tp=2", 8: "dp=2,sp=2,tp=2"}  # by number of devices
 LIMITS = {"float64": 1e-9, "float32": 1e-2}  # of the difference from one device
 Tree = Any  # nested dicts and lists of tensors, of specs, or of pairs
@@ -44,7 +44,7 @@ Tree = Any  # nested dicts and lists of tensors, of specs, or of pairs
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of the model and of its training: the options of the command."""
+    """Sizes of the model and of its training: the options of the command."""
 
     steps: int = 100
     batch: int = 16
@@ -59,7 +59,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What a training leaves: global parameters, every step's loss, what the last one sent."""
+    """Global parameters, the loss of every step, and the communication log of the last one."""
 
     params: Tree
     losses: list[float]
@@ -70,7 +70,7 @@ class Result:
 
 
 def read_text() -> Tensor:
-    """The first million ASCII characters of the standard library's sources, as codes."""
+    """Return the first million ASCII characters of the standard library's sources, as codes."""
     text = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes().decode("ascii", "ignore").encode()
@@ -78,7 +78,7 @@ def read_text() -> Tensor:
 
 
 def batches(text: Tensor, c: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every step, random pieces of the text, and the same one character further on."""
+    """Yield random pieces of the text and their next characters, `[batch, length]` each."""
     generator = torch.Generator().manual_seed(c.seed)
     for _ in range(c.steps):
         starts = torch.randint(len(text) - c.length, (c.batch, 1), generator=generator)
@@ -90,7 +90,7 @@ def batches(text: Tensor, c: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def model_specs(mesh: fs.Mesh, c: Config) -> Tree:
-    """How every parameter lies on the mesh: a pytree of specs, which need no tensor."""
+    """Return the layout of every parameter: a pytree of specs, without any tensor."""
 
     def spec(partition: fs.PartitionSpec, *shape: int) -> fs.Spec:
         return fs.Spec(mesh, partition, shape=shape, dtype=getattr(torch, c.dtype))
@@ -114,7 +114,7 @@ def model_specs(mesh: fs.Mesh, c: Config) -> Tree:
 
 
 def initial_weights(specs: Tree, c: Config) -> Tree:
-    """Global tensors, the same in every process: random matrices, norms that do nothing."""
+    """Return global tensors, equal in every process: random matrices, identity norms."""
     generator = torch.Generator().manual_seed(c.seed)
 
     def weight(path: tuple[Any, ...], spec: fs.Spec) -> Tensor:
@@ -126,21 +126,21 @@ def initial_weights(specs: Tree, c: Config) -> Tree:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors in a tree; where its leaves are pairs, every shard that this process holds."""
+    """Return the tensors in a tree; of a pair, every shard in this process."""
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-# -- the model: what one device does with its shards ----------------------------------------
+# -- the model, as one device runs it on its shards ------------------------------------------
 #
 # Shapes are local ones: b = batch / dp, t = length / sp, h = heads / tp, v = vocabulary / tp.
-# Types are tracked: where what is whole along tp is used with what is cut over it, its gradient
-# is a sum over tp (Megatron-LM's f), and the cast that takes it is inserted.
+# Types are tracked: where a value that is invariant along tp meets one that varies, its gradient is
+# a sum over tp (the operator f of Megatron-LM), and `shard_map` inserts the cast for it.
 
 
 def lm_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy of the whole batch, from this device's [b, t] part of it."""
-    # Every device along dp and sp uses a parameter for tokens of its own: gradients add up. This
-    # cast would be inserted too, one by one; of all at once, it takes one sum for all gradients.
+    """Return the mean cross entropy of the global batch from this device's `[b, t]` shard."""
+    # Devices along dp and sp use a parameter for different tokens: its gradient is a sum. Without
+    # this line one cast per parameter is inserted; one cast of all needs one all-reduce.
     params = fs.pcast(params, ("dp", "sp"), to="varying")
     t = tokens.shape[1]
     positions = fs.axis_index("sp") * t + torch.arange(t)
@@ -154,12 +154,12 @@ def lm_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def layer_norm(norm: Tree, x: Tensor) -> Tensor:
-    """Normalise the features of every position: the same work on every device along tp."""
+    """Normalise the features of every position; every device along tp computes the same."""
     return F.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"])
 
 
 def attention(block: Tree, x: Tensor, positions: Tensor) -> Tensor:
-    """Own heads and own queries; the keys and values of the whole sequence are gathered."""
+    """Attend with local heads and queries to the gathered keys and values of the sequence."""
     qkv = torch.einsum("btd,cdhe->cbhte", x, block["qkv"])  # [3, b, h, t, d / heads]
     k, v = fs.all_gather(qkv[1:], "sp", axis=3, tiled=True)
     past = positions[:, None] >= torch.arange(k.shape[2])
@@ -168,30 +168,30 @@ def attention(block: Tree, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def feed_forward(block: Tree, x: Tensor) -> Tensor:
-    """Two matrices, the first cut by columns, the second by rows (Megatron-LM): one sum."""
+    """Apply a column-sharded and a row-sharded matrix, with one sum (Megatron-LM)."""
     hidden = F.gelu(x @ block["up"])  # [b, t, 4 d / tp]
     return fs.psum(hidden @ block["down"], "tp")
 
 
-def own(tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Which row of this device's part of the vocabulary a token has, and whether it has one."""
+def local_rows(tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return each token's row in this device's vocabulary shard, and whether it is in it."""
     row = tokens - fs.axis_index("tp") * rows
-    mine = (row >= 0) & (row < rows)
-    return row.where(mine, 0), mine
+    is_local = (row >= 0) & (row < rows)
+    return row.where(is_local, 0), is_local
 
 
 def embed(table: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of a table that is cut over tp: whoever has a row gives it, the others zeros."""
-    row, mine = own(tokens, len(table))
-    return fs.psum(table[row] * mine[..., None], "tp")
+    """Look up rows of a table that is sharded over tp: other devices contribute zeros."""
+    row, is_local = local_rows(tokens, len(table))
+    return fs.psum(table[row] * is_local[..., None], "tp")
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(logits)[targets], [b, t], of logits that nobody holds whole."""
+    """Return `-log softmax(logits)[targets]`, `[b, t]`, of logits sharded over tp."""
     top = fs.pmax(logits.detach().amax(-1), "tp")
     total = fs.psum((logits - top[..., None]).exp().sum(-1), "tp")
-    row, mine = own(targets, logits.shape[-1])
-    hit = fs.psum(logits.gather(-1, row[..., None])[..., 0] * mine, "tp")
+    row, is_local = local_rows(targets, logits.shape[-1])
+    hit = fs.psum(logits.gather(-1, row[..., None])[..., 0] * is_local, "tp")
     return top + total.log() - hit
 
 
@@ -202,7 +202,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def adamw(
     shards: Sequence[Tensor], grads: Sequence[Tensor], state: Sequence[Tensor], step: int, lr: float
 ) -> None:
-    """One step of AdamW. It is elementwise: every shard is updated where it lies."""
+    """Take one step of AdamW, which is elementwise: each shard is updated in place."""
     for x, g, (mean, square) in zip(shards, grads, state, strict=True):
         mean.lerp_(g, 1 - 0.9)
         square.lerp_(g * g, 1 - 0.999)
@@ -211,7 +211,7 @@ def adamw(
 
 
 def train_sharded(mesh: fs.Mesh, weights: Tree, text: Tensor, c: Config, out: Console) -> Result:
-    """Train on the mesh; the log is that of the last step."""
+    """Train on the mesh."""
     specs = model_specs(mesh, c)
     loss_fn = fs.shard_map(lm_loss, mesh=mesh, in_specs=(specs, DATA, DATA), out_specs=P())
     params = optree.tree_map(fs.shard, weights, specs)  # a pytree of pairs (local, spec)
@@ -228,15 +228,15 @@ def train_sharded(mesh: fs.Mesh, weights: Tree, text: Tensor, c: Config, out: Co
             if len(losses) % max(1, c.steps // 10) == 0 or len(losses) == 1:
                 bar.console.print(f"step {len(losses):4}  loss {losses[-1]:.10f}")
     with torch.no_grad():
-        whole = optree.tree_map(fs.unshard, params, is_leaf=lambda x: isinstance(x, fs.Sharded))
-    return Result(whole, losses, log)
+        trained = optree.tree_map(fs.unshard, params, is_leaf=lambda x: isinstance(x, fs.Sharded))
+    return Result(trained, losses, log)
 
 
-# -- the same on one device, with nothing of fshard -----------------------------------------
+# -- the same model on one device, without fshard --------------------------------------------
 
 
 def single_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy of a batch."""
+    """Return the mean cross entropy of a batch."""
     x = F.embedding(tokens, params["embed"]) + params["position"]
     for block in params["blocks"]:
         y = layer_norm(block["norm1"], x)
@@ -250,7 +250,7 @@ def single_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_single(weights: Tree, text: Tensor, c: Config) -> Result:
-    """Train the same model from the same weights on the same batches, as everyone does."""
+    """Train the same model from the same weights on the same batches in plain PyTorch."""
     params = optree.tree_map(lambda x: x.clone().requires_grad_(), weights)
     optimizer = torch.optim.AdamW(tensors(params), lr=c.lr, weight_decay=0.01)
     losses = []
@@ -266,33 +266,33 @@ def train_single(weights: Tree, text: Tensor, c: Config) -> Result:
 # -- the command ----------------------------------------------------------------------------
 
 
-def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest absolute difference between two lists of tensors."""
-    pairs = zip(ours, theirs, strict=True)
+def max_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Return the largest absolute difference between two lists of tensors."""
+    pairs = zip(left, right, strict=True)
     return torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
 
 
 def report(mesh: fs.Mesh, sharded: Result, single: Result, limit: float, out: Console) -> bool:
-    """Print what came out; whether the two trainings agree."""
+    """Print both results; return True if they differ by less than `limit`."""
     both = (sharded, single)
-    apart = difference(*([torch.tensor(each.losses, dtype=torch.float64)] for each in both))
-    away = difference(*(tensors(each.params) for each in both))
-    same = apart < limit and away < limit
-    bits = [[loss / math.log(2) for loss in each.losses] for each in both]
+    of_losses = max_difference(*([torch.tensor(r.losses, dtype=torch.float64)] for r in both))
+    of_params = max_difference(*(tensors(r.params) for r in both))
+    same = of_losses < limit and of_params < limit
+    bits = [[loss / math.log(2) for loss in r.losses] for r in both]
 
     table = Table("", str(mesh), "one device", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_row("loss of the first step", *(f"{each.losses[0]:.10f}" for each in both))
-    table.add_row("loss of the last step", *(f"{each.losses[-1]:.10f}" for each in both))
-    table.add_row("bits per character", *(f"{each[0]:.2f} -> {each[-1]:.2f}" for each in bits))
-    table.add_row("largest difference of losses", f"{apart:.1e}")
-    table.add_row("largest difference of parameters", f"{away:.1e}")
+    table.add_row("loss of the first step", *(f"{r.losses[0]:.10f}" for r in both))
+    table.add_row("loss of the last step", *(f"{r.losses[-1]:.10f}" for r in both))
+    table.add_row("bits per character", *(f"{b[0]:.2f} -> {b[-1]:.2f}" for b in bits))
+    table.add_row("largest difference of losses", f"{of_losses:.1e}")
+    table.add_row("largest difference of parameters", f"{of_params:.1e}")
     out.print(table, "Communicated in one step:", sharded.log, sep="\n")
     out.print(f"{'The same' if same else 'NOT the same'} as on one device, to within {limit:.0e}.")
     return same
 
 
 def parse_arguments(world: int | None) -> tuple[fs.Mesh, Config]:
-    """The mesh and the sizes that the command line asks for; `world` is torchrun's."""
+    """Return the mesh and the sizes of the command line; `world` is torchrun's world size."""
 
     def mesh(text: str) -> fs.Mesh:
         axes = dict(item.split("=") for item in text.split(","))
@@ -300,36 +300,36 @@ def parse_arguments(world: int | None) -> tuple[fs.Mesh, Config]:
 
     parser = argparse.ArgumentParser(description="Train a language model on a mesh of devices.")
     parser.add_argument("--mesh", type=mesh, default=MESHES.get(world or 8, f"dp={world}"))
-    for each in fields(Config):
-        choices = list(LIMITS) if each.name == "dtype" else None
-        default: Any = each.default
-        parser.add_argument(f"--{each.name}", type=type(default), default=default, choices=choices)
+    for field in fields(Config):
+        choices = list(LIMITS) if field.name == "dtype" else None
+        default: Any = field.default
+        parser.add_argument(f"--{field.name}", type=type(default), default=default, choices=choices)
     options = vars(parser.parse_args())
-    found, c = options.pop("mesh"), Config(**options)
-    if world not in (None, found.size):
-        parser.error(f"{found} has {found.size} devices, torchrun started {world} processes")
+    chosen, c = options.pop("mesh"), Config(**options)
+    if world not in (None, chosen.size):
+        parser.error(f"{chosen} has {chosen.size} devices, torchrun started {world} processes")
     if min(c.steps, c.batch, c.length, c.heads, c.layers) < 1:
-        parser.error("steps, batch, length, heads and layers are at least 1")
-    try:  # what does not divide is known before anything runs
-        model_specs(found, c)
-        fs.Spec(found, DATA, shape=(c.batch, c.length))
+        parser.error("steps, batch, length, heads and layers must be at least 1")
+    try:  # refuse sizes that do not divide before anything runs
+        model_specs(chosen, c)
+        fs.Spec(chosen, DATA, shape=(c.batch, c.length))
     except fs.ShardingError as error:
         parser.error(str(error))
-    return found, c
+    return chosen, c
 
 
 def main() -> int:
-    """Train twice, compare, and tell."""
+    """Train twice and print a comparison; return 0 if both agree, else 1."""
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # set by torchrun
     mesh, config = parse_arguments(world)
     if world:
         fs.init(mesh, backend="gloo")  # the tensors are on the CPU
-    leads = os.environ.get("RANK", "0") == "0"
-    out = Console(width=min(80, Console().width), highlight=False, quiet=not leads)
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    out = Console(width=min(80, Console().width), highlight=False, quiet=not is_first_rank)
     text = read_text()
     weights = initial_weights(model_specs(mesh, config), config)
     sharded = train_sharded(mesh, weights, text, config, out)
-    if not leads:
+    if not is_first_rank:
         return 0
     single = train_single(weights, text, config)
     return 0 if report(mesh, sharded, single, LIMITS[config.dtype], out) else 1

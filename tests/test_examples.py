@@ -1,4 +1,4 @@
-"""The examples run as the README says: simulated and under torchrun, with the same numbers."""
+"""The examples run as the README says, simulated and under torchrun, with equal losses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,26 @@ PARTITION_GPT = ROOT / "examples" / "partition_gpt.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
+COMMANDS = {
+    "train_lm": [str(TRAIN_LM), *TINY],
+    "data_parallel": [str(DATA_PARALLEL), "30"],
+    "partition_gpt": [str(PARTITION_GPT), "10"],
+}
+RUN_ALL = f"""
+import os, runpy, sys
+for name, argv in {COMMANDS!r}.items():
+    if os.environ["RANK"] == "0":
+        print(f"[{{name}}]", flush=True)
+    sys.argv = argv
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, f"{{name}} ended with {{end.code}}"
+"""
 
 
 def run(command: Sequence[str], timeout: float) -> tuple[str, str]:
-    """What a command prints; it must succeed, and is ended if it takes longer."""
+    """Return stdout and stderr of a command that must succeed within `timeout` seconds."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "FORCE_COLOR")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     process = subprocess.Popen(
@@ -50,7 +66,7 @@ def run(command: Sequence[str], timeout: float) -> tuple[str, str]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process: torchrun ends its ranks, in sessions of their own, only if it is asked."""
+    """Terminate a process; only SIGTERM lets torchrun end its ranks, which have own sessions."""
     process.terminate()
     try:
         process.communicate(timeout=GRACE_SECONDS)
@@ -60,92 +76,114 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def losses(out: str) -> list[float]:
-    """The losses of the steps, as printed."""
-    return [float(each) for each in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
+    """Return the printed losses of the steps."""
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
+
+
+def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import an example as a module, in an environment without torchrun."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def on_processes() -> dict[str, str]:
+    """Output of every example under torchrun; one launch runs all of them in turn."""
+    out, err = run([sys.executable, *TORCHRUN, sys.executable, "-W", "error", "-c", RUN_ALL], 240)
+    assert err == ""
+    _, *parts = re.split(r"^\[(\w+)\]$", out, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @pytest.mark.timeout(300)
-def test_simulated_training_equals_one_device() -> None:
+def test_train_lm_simulated_agrees_with_one_device() -> None:
     out, err = run([sys.executable, "-W", "error", str(TRAIN_LM), "--steps", "20"], 240)
     assert err == ""
     assert out.endswith("The same as on one device, to within 1e-09.\n")
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
     assert "Mesh(dp=2, sp=2, tp=2)   one device" in out
-    found = losses(out)
-    assert len(found) == 11
-    assert found[-1] < 3.3 < 4.7 < found[0]
-    (apart,), (away,) = (re.findall(rf"of {of} +(\S+)", out) for of in ("losses", "parameters"))
-    assert float(apart) < 1e-9
-    assert float(away) < 1e-9
+    values = losses(out)
+    assert len(values) == 11
+    assert values[-1] < 3.3 < 4.7 < values[0]
+    (of_losses,), (of_params,) = (
+        re.findall(rf"of {kind} +(\S+)", out) for kind in ("losses", "parameters")
+    )
+    assert float(of_losses) < 1e-9
+    assert float(of_params) < 1e-9
 
 
 @pytest.mark.timeout(300)
-def test_torchrun_prints_the_same_losses() -> None:
-    script = [sys.executable, "-W", "error", str(TRAIN_LM), *TINY]
-    simulated, _ = run(script, 120)
-    out, err = run([sys.executable, *TORCHRUN, *script], 240)
-    assert err == ""
+def test_train_lm_torchrun_agrees_with_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+) -> None:
+    out = on_processes["train_lm"]
+    module = load(TRAIN_LM, monkeypatch)
+    assert command(monkeypatch, module, *TINY, "--mesh", "sp=2,tp=2") == 0
     assert "Mesh(dp=1, sp=2, tp=2)   one device" in out
     assert out.endswith("The same as on one device, to within 1e-09.\n")
     assert len(losses(out)) == 3
-    assert losses(out) == pytest.approx(losses(simulated), rel=0, abs=2e-10)
+    assert losses(out) == pytest.approx(losses(capsys.readouterr().out), rel=0, abs=2e-10)
 
 
 @pytest.mark.timeout(300)
-def test_a_module_is_trained_as_on_one_device() -> None:
-    script = [sys.executable, "-W", "error", str(DATA_PARALLEL), "50"]
-    simulated, err = run(script, 120)
-    assert err == ""
+def test_data_parallel_agrees_with_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+) -> None:
+    assert load(DATA_PARALLEL, monkeypatch).main(50) == 0
+    simulated, out = capsys.readouterr().out, on_processes["data_parallel"]
     assert max(map(len, simulated.splitlines())) <= 80
     first, last = losses(simulated)
     assert last < 0.9 < 1.09 < first
-    assert "2 collectives, 4,664 B sent by the busiest rank" in simulated  # one each way
-    out, err = run([sys.executable, *TORCHRUN, *script], 240)
-    assert err == ""
-    assert losses(out) == pytest.approx([first, last], rel=0, abs=2e-10)
+    assert "2 collectives, 4,664 B sent by the busiest rank" in simulated
+    assert losses(out) == pytest.approx([first], rel=0, abs=2e-10)
     for text in (out, simulated):
-        (apart,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
-        assert float(apart) < 1e-12
+        (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(difference) < 1e-12
 
 
 @pytest.mark.timeout(300)
-def test_a_gpt_is_partitioned_as_on_one_device() -> None:
-    script = [sys.executable, "-W", "error", str(PARTITION_GPT), "10"]
-    simulated, err = run(script, 120)
-    assert err == ""
+def test_partition_gpt_agrees_with_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+) -> None:
+    assert load(PARTITION_GPT, monkeypatch).main(10) == 0
+    simulated, out = capsys.readouterr().out, on_processes["partition_gpt"]
     assert max(map(len, simulated.splitlines())) <= 80
     first, last = losses(simulated)
     assert last < 2.7 < 3.3 < first
-    out, err = run([sys.executable, *TORCHRUN, *script], 240)
-    assert err == ""
     assert losses(out) == pytest.approx([first, last], rel=0, abs=2e-10)
     for text in (out, simulated):
-        # Forward two for each block, the count of words and the loss; backward two for each block
-        # and one for each parameter.
+        # Forward: two per block, the word count and the loss. Backward: two per block and one per
+        # parameter.
         assert re.search(r"^total +6 .* B +42 ", text, re.MULTILINE)
-        (apart,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
-        assert float(apart) < 1e-12
+        (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(difference) < 1e-12
 
 
-# -- in this process ------------------------------------------------------------------------
+# -- in this process -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def train_lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example as a module, in an environment without torchrun."""
-    monkeypatch.delenv("RANK", raising=False)
-    spec = importlib.util.spec_from_file_location("train_lm", TRAIN_LM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_lm", module)
-    spec.loader.exec_module(module)
-    return module
+    """Return the example `train_lm` as a module."""
+    return load(TRAIN_LM, monkeypatch)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: str) -> Any:
-    """The exit status of the example with these arguments."""
+    """Return the exit status of the example with these arguments."""
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
     return module.main()
 
@@ -168,22 +206,22 @@ def test_single_precision(
     assert "The same as on one device, to within 1e-02." in capsys.readouterr().out
 
 
-def test_what_is_communicated(train_lm: ModuleType) -> None:
+def test_train_lm_collectives(train_lm: ModuleType) -> None:
     layers = 3
     config = train_lm.Config(steps=1, batch=4, length=8, width=16, layers=layers)
     mesh = fs.Mesh(dp=2, sp=2, tp=2)
     weights = train_lm.initial_weights(train_lm.model_specs(mesh, config), config)
-    quiet = Console(quiet=True)
-    log = train_lm.train_sharded(mesh, weights, train_lm.read_text(), config, quiet).log
+    console = Console(quiet=True)
+    log = train_lm.train_sharded(mesh, weights, train_lm.read_text(), config, console).log
     assert log.forward.counts == {
         ("all_reduce", "tp"): 1 + 2 * layers + 3,  # embedding, two per layer, cross entropy
         ("all_gather", "sp"): layers,  # keys and values in one
         ("all_reduce", ("dp", "sp")): 1,  # the loss
     }
     assert log.backward.counts == {
-        ("all_reduce", "tp"): 2 * layers + 1,  # where what is whole is used for own work
+        ("all_reduce", "tp"): 2 * layers + 1,  # inputs that are invariant along tp
         ("reduce_scatter", "sp"): layers,
-        ("all_reduce", ("dp", "sp")): 1,  # every gradient, side by side
+        ("all_reduce", ("dp", "sp")): 1,  # all gradients in one launch
     }
     doubles = layers * 2 * 2 * 2 * 4 * 4  # [2, b, h, t, d / heads], to the one other rank
     assert log.forward.bytes["all_gather", "sp"] == 8 * doubles
@@ -191,7 +229,7 @@ def test_what_is_communicated(train_lm: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("broken", ["lr", "nan"])
-def test_a_difference_is_noticed(
+def test_train_lm_reports_a_difference(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     train_lm: ModuleType,
@@ -199,10 +237,10 @@ def test_a_difference_is_noticed(
 ) -> None:
     adamw = train_lm.adamw
 
-    def other(shards: Any, grads: Any, state: Any, step: int, lr: float) -> None:
+    def broken_adamw(shards: Any, grads: Any, state: Any, step: int, lr: float) -> None:
         adamw(shards, grads, state, step, lr * (1 + 1e-6) if broken == "lr" else torch.nan)
 
-    monkeypatch.setattr(train_lm, "adamw", other)
+    monkeypatch.setattr(train_lm, "adamw", broken_adamw)
     assert command(monkeypatch, train_lm, *TINY, "--layers", "1") == 1
     assert "NOT the same as on one device" in capsys.readouterr().out
 
@@ -214,31 +252,31 @@ def test_a_difference_is_noticed(
         (["--mesh", "tp=0"], "argument --mesh: invalid mesh value: 'tp=0'"),
         (["--mesh", "tp=8"], "dim 2 of size 4 over tp=8"),
         (["--batch", "15"], "dim 0 of size 15 over dp=2"),
-        (["--steps", "0"], "steps, batch, length, heads and layers are at least 1"),
+        (["--steps", "0"], "steps, batch, length, heads and layers must be at least 1"),
         (["--dtype", "int64"], "invalid choice: 'int64'"),
     ],
 )
-def test_refusals(
+def test_train_lm_refuses_bad_options(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     train_lm: ModuleType,
     arguments: list[str],
     expected: str,
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         command(monkeypatch, train_lm, *arguments)
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert expected in err
 
 
-def test_refuses_a_mesh_of_another_size_than_the_world(
+def test_train_lm_refuses_a_mesh_that_is_not_the_world_size(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], train_lm: ModuleType
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         command(monkeypatch, train_lm, "--mesh", "tp=2")
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     assert "has 2 devices, torchrun started 4 processes" in capsys.readouterr().err
