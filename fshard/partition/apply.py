@@ -16,11 +16,18 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import is_pair, map_leaves
-from fshard.ops.core.cache_keys import frozen, thawed_call
-from fshard.ops.core.call import READ, Plain, fill_call, map_call, name_of, parts_of
-from fshard.ops.core.registry import decomposition_of, read_by
+from fshard.ops.core.cache_keys import freeze, unfreeze_call
+from fshard.ops.core.call import (
+    READS_VALUE,
+    StaticResult,
+    fill_call,
+    instances_in,
+    map_call,
+    name_of,
+)
+from fshard.ops.core.registry import decomposition_of, read_arguments
 from fshard.ops.propagate.propagate import is_several, local_strategy_for, strategy_for
-from fshard.ops.strategy.local_call import rank_here, run_local
+from fshard.ops.strategy.local_call import rank_on_mesh, run_local
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition.call_signature import wants_grad
@@ -59,8 +66,8 @@ def apply(
     if mode not in MODES:
         fail("fs.apply", f"mode={mode!r}", "mode is 'explicit' or 'auto'", "mode='auto'")
     refuse_autocast(f"fs.apply({name_of(op)})")
-    args, kwargs, mesh, everywhere = _laid(op, args, read_by(op, kwargs))
-    pairs = parts_of((*args, *kwargs.values()), Sharded)
+    args, kwargs, mesh, everywhere = _laid(op, args, read_arguments(op, kwargs))
+    pairs = instances_in((*args, *kwargs.values()), Sharded)
     grad = torch.is_grad_enabled() and any(map(wants_grad, pairs))
     specs, named = map_call(args, kwargs, Sharded, lambda pair: pair.spec)
     if is_several(op, specs, named):
@@ -86,7 +93,7 @@ def _laid(
     """
     as_sharded = lambda each: Sharded(*each) if is_pair(each) else each  # noqa: E731
     given, named = map_leaves(as_sharded, list(args)), map_leaves(as_sharded, kwargs)
-    pairs = parts_of((*given, *named.values()), Sharded)
+    pairs = instances_in((*given, *named.values()), Sharded)
     if not pairs:
         fail(f"fs.apply({name_of(op)})", "no pairs",
              "at least one argument is a pair (local, spec)",
@@ -113,7 +120,7 @@ def _by_others(
     mode: str, cost: Topology | None,
 ) -> Any:  # fmt: skip
     """What is several operations, or can be done by others, as `fs.partition` does it."""
-    part = _partition(op, frozen(tuple(specs)), frozen(dict(named)), cost)
+    part = _partition(op, freeze(tuple(specs)), freeze(dict(named)), cost)
     made = part.trace(*pairs)
     progs = [prog for prog in made.programs if not prog.is_local]
     if mode == "explicit" and progs:
@@ -151,8 +158,8 @@ def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partit
 
 
 def _alone(there: Callable[[], Any], args: Any, kwargs: Any, cost: Topology | None) -> Partition:
-    given, named = thawed_call(args, kwargs)
-    mesh = parts_of((*given, *named.values()), Spec)[0].mesh
+    given, named = unfreeze_call(args, kwargs)
+    mesh = instances_in((*given, *named.values()), Spec)[0].mesh
 
     def run(*tensors: torch.Tensor) -> Any:
         placed, filled = fill_call(given, named, Spec, tensors)
@@ -194,7 +201,7 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    if strategy.tree is READ:
+    if strategy.tree is READS_VALUE:
         # Its operands are the same on every rank, and so is the number.
         read = [each[0] for each in locals_] if everywhere else locals_
         placed, named = fill_call(args, kwargs, Sharded, read)
@@ -211,7 +218,7 @@ def _run(
             for at, spec in enumerate(strategy.out_specs)
         ]
     else:
-        found = list(on(rank_here(mesh, "fs.apply"), locals_))
+        found = list(on(rank_on_mesh(mesh, "fs.apply"), locals_))
     pairs = [
         None if spec is None else Sharded(local, spec)
         for local, spec in zip(found, strategy.out_specs, strict=True)
@@ -221,7 +228,7 @@ def _run(
 
 def _as_returned(tree: Any, pairs: Sequence[Any]) -> Any:
     """The results in the tree in which the operation returns them."""
-    if isinstance(tree, Plain):
+    if isinstance(tree, StaticResult):
         return tree.value
     if isinstance(tree, int):
         return pairs[tree]

@@ -20,13 +20,13 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.cache_keys import frozen
-from fshard.ops.core.call import Meta, Plain, fill_call, map_call, parts_of
+from fshard.ops.core.cache_keys import freeze
+from fshard.ops.core.call import Meta, StaticResult, fill_call, instances_in, map_call
 from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.functionalize import has_no_gradient
-from fshard.ops.trace.trace import constraint_of, decompose, own_way
+from fshard.ops.trace.trace import constraint_of, decompose, own_decomposition
 from fshard.partition.ir import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
@@ -161,7 +161,7 @@ class _Walk:
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
     ) -> Any:
         """One operation: by its rule, or by others; what it returns."""
-        known = parts_of((*args, *kwargs.values()), Known)
+        known = instances_in((*args, *kwargs.values()), Known)
         if not known:
             return self.from_nothing(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
@@ -170,7 +170,7 @@ class _Walk:
         # with other arguments, as the sum that a mean is made of, it may be done by others too.
         how = None if _call_of(op, args, kwargs) in self.within else decomposition_of(op)
         if row_of(op) is None:
-            if how is None and own_way(op) is None:
+            if how is None and own_decomposition(op) is None:
                 self.refuse(op, args, kwargs)
             return self.by_others(op, how, args, kwargs)
         chosen = self.choose(op, args, kwargs, known, self.wish(node, known))
@@ -279,7 +279,7 @@ class _Walk:
             self.refuse(op, args, kwargs)
         grad = self.grad
         self.within.append(_call_of(op, args, kwargs))
-        made = self.run(graph, parts_of((*args, *kwargs.values()), Known))
+        made = self.run(graph, instances_in((*args, *kwargs.values()), Known))
         self.within.pop()
         if self.grad != grad:
             self.grad_mode(grad)
@@ -360,7 +360,7 @@ def _way(src: Spec, dst: Spec, topology: Topology) -> Program:
 def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call without its tensors."""
     placed, named = map_call(args, kwargs, Known, lambda _: None)
-    return op, frozen(placed), frozen(named)
+    return op, freeze(placed), freeze(named)
 
 
 def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
@@ -368,4 +368,4 @@ def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
         return results[tree]
     if isinstance(tree, list | tuple):
         return [_as_tree(each, results) for each in tree]
-    return tree.value if isinstance(tree, Plain) else tree
+    return tree.value if isinstance(tree, StaticResult) else tree

@@ -29,7 +29,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, is_pair, paths, unflatten
 from fshard.ops.core.call import Meta, name_of
 from fshard.ops.propagate.weights import compute_time, moving, nbytes
-from fshard.ops.strategy.axis_roles import INVARIANT, Role, State, factor_sizes, roles_of
+from fshard.ops.strategy.axis_roles import INVARIANT, Role, AxisState, factor_sizes, roles_of
 from fshard.partition.call_signature import wants_grad
 from fshard.partition.ir import Constant, Move, Operation
 from fshard.partition.layout_hints import call_at
@@ -322,7 +322,7 @@ class _Value:
     """A tensor in the labelling: its variable, its state under each label; `grad` if it has one."""
 
     variable: int
-    states: list[State]
+    states: list[AxisState]
     grad: bool
 
 
@@ -367,7 +367,7 @@ class _Labels:
         for node, variable, options in nodes:
             picked = options[labels[variable]]
             if node.op == "placeholder":
-                if picked.word == "sharded":
+                if picked.name == "sharded":
                     self.dims[place][picked.dim] += axes
                     self.cut[node] = self.cut.get(node, 1) * n
                     self.factors[node, picked.dim] = self.factors.get((node, picked.dim), 1) * n
@@ -381,13 +381,13 @@ class _Labels:
         meta, n = self.search.metas[at], self.search.mesh.axis_size(axes)
         assert meta is not None
         states = [INVARIANT] + [
-            State("sharded", dim) for dim, size in enumerate(meta.shape)
+            AxisState("sharded", dim) for dim, size in enumerate(meta.shape)
             if size and size % (n * self.factors.get((node, dim), 1)) == 0
         ]  # fmt: skip
         fixed = self.search.fixed.get(at)
         if fixed is not None:
             p = fixed.partition if isinstance(fixed, Spec) else fixed
-            held = [State("sharded", d) for d, cut in enumerate(p.dims) if {*axes} & {*cut}]
+            held = [AxisState("sharded", d) for d, cut in enumerate(p.dims) if {*axes} & {*cut}]
             states = held[:1] or [INVARIANT]
         local = nbytes(meta) // self.cut.get(node, 1)
         weights = [self.price * local / (1 if s == INVARIANT else n) for s in states]
@@ -446,23 +446,23 @@ class _Labels:
         if role.factor is None:
             return True
         taken = self.factors.get((node, role.factor), 1)
-        leads = all(s is None or s.place == 0 for s in (*role.operands, *role.results))
+        leads = all(s is None or s.position == 0 for s in (*role.operands, *role.results))
         return leads and sizes[role.factor] > 0 and sizes[role.factor] % (n * taken) == 0
 
     def way(
-        self, link: Any, n: int, have: State, asked: State, meta: Meta, cut: int, grad: bool
+        self, link: Any, n: int, have: AxisState, asked: AxisState, meta: Meta, cut: int, grad: bool
     ) -> float:
         """Seconds of a value's way to an operand, and of the gradient's way back if it has one.
 
         The value is in `cut` parts on other axes.
         """
-        if asked.word == "any":
+        if asked.name == "any":
             return 0.0
         topology, local = self.search.topology, nbytes(meta) // cut
-        local = local // n if have.word == "sharded" else local
+        local = local // n if have.name == "sharded" else local
         weight = moving(topology, link, n, have, _led(asked), local, meta.dtype.itemsize)
         back = weight.back
-        if (have.word, asked.word) == ("invariant", "sharded"):
+        if (have.name, asked.name) == ("invariant", "sharded"):
             # Slicing sends nothing; the gradients of the slices are gathered.
             back = seconds(topology, link, gathered(n, local // n), local)
         return weight.time + (back if grad else 0.0)
@@ -470,12 +470,12 @@ class _Labels:
 
 def _counts(role: Role) -> bool:
     """Whether a role can come up: arguments are never unreduced, so what is so was summed."""
-    kinds = {s.kind for s in role.operands if s.word == "unreduced"}
+    kinds = {s.kind for s in role.operands if s.name == "unreduced"}
     return role.name != "reduced" and kinds <= {"sum"}
 
 
-def _led(state: State | None) -> State:
+def _led(state: AxisState | None) -> AxisState:
     """A state without the place of its factor, which leads its dim."""
     if state is None:
         return INVARIANT
-    return State("sharded", state.dim) if state.word == "sharded" else state
+    return AxisState("sharded", state.dim) if state.name == "sharded" else state

@@ -12,7 +12,7 @@ import torch
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
-from fshard.ops.core.call import parts_of
+from fshard.ops.core.call import instances_in
 
 __all__ = ["How", "by_place", "tensors_of", "wants_grad"]
 
@@ -52,7 +52,7 @@ class How:
 
 def _device(leaf: Any) -> torch.device:
     """Where a tensor or a pair's local is; of specs nobody knows, and it does not matter."""
-    found = parts_of(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
+    found = instances_in(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
     return found[0].device if found else CPU
 
 

@@ -13,8 +13,8 @@ from torch import fx
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import map_call, map_tensors
-from fshard.ops.strategy.local_call import Here, Rewritten, flat, run_local, tracked
+from fshard.ops.core.call import map_call, map_instances
+from fshard.ops.strategy.local_call import LocalRewrite, RankContext, flat, run_local, tracked
 from fshard.ops.strategy.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import spread
@@ -121,7 +121,7 @@ def _refs(line: Line) -> list[int]:
         case Operation():
             found: list[int] = []
             for each in (*line.args, *line.kwargs.values()):
-                map_tensors(each, Ref, lambda ref: found.append(ref.at))
+                map_instances(each, Ref, lambda ref: found.append(ref.at))
             return found
         case Move() | Pick() | Copy():
             return [line.source.at]
@@ -296,8 +296,8 @@ def _local_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping
     several = not line.single and not _returns_flat(strategy)
     if local is None and not several:
         return op, line.args, line.kwargs
-    here = Here(rank, strategy.in_specs, strategy.out_specs)
-    if isinstance(local, Rewritten) and not several:
+    here = RankContext(rank, strategy.in_specs, strategy.out_specs)
+    if isinstance(local, LocalRewrite) and not several:
         call = local.call(op, line.args, line.kwargs, here)
         if call is not None:
             return call

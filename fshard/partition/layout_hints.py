@@ -18,10 +18,10 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import Meta, OpCall, map_call, parts_of
+from fshard.ops.core.call import Meta, OpCall, instances_in, map_call
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import rule_of
-from fshard.ops.strategy.axis_roles import factor_sizes, states_of
+from fshard.ops.strategy.axis_roles import factor_sizes, axis_states
 from fshard.ops.trace.trace import constraint_of
 
 __all__ = ["call_at", "wishes"]
@@ -87,7 +87,7 @@ def call_at(node: fx.Node) -> tuple[OpCall, Rule | None, list[fx.Node]] | None:
         return Meta.of(got)
 
     args, kwargs = map_call(node.args, node.kwargs, fx.Node, as_meta)
-    metas = tuple(parts_of((*args, *kwargs.values()), Meta))
+    metas = tuple(instances_in((*args, *kwargs.values()), Meta))
     results = tuple(
         Meta.of(each) if isinstance(each, torch.Tensor) else None
         for each in (value if isinstance(value, list | tuple) else [value])
@@ -103,11 +103,11 @@ def _asked(rule: Rule, spec: Spec, sizes: Mapping[str, int]) -> list[PartitionSp
     """The partition of every operand that cuts the factors which the result's spec cuts."""
     dims = rule.results[0]
     assert dims is not None
-    states = states_of(dims, spec, sizes)
+    states = axis_states(dims, spec, sizes)
     cut: dict[str, list[str]] = {}
     for axis, state in states.items():
-        if state.word == "sharded" and state.place >= 0:
-            cut.setdefault(dims[state.dim][state.place], []).append(axis)
+        if state.name == "sharded" and state.position >= 0:
+            cut.setdefault(dims[state.dim][state.position], []).append(axis)
     # A factor that is not the first of its dim can be cut only where those before it are whole
     # in no part: no wish is worth that.
     return [

@@ -26,7 +26,7 @@ from fshard.layout.tree import (
     tensors_in,
     unflatten,
 )
-from fshard.ops.core.cache_keys import frozen, numbers
+from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta, name_of
 from fshard.ops.trace.trace import Traced, refuse_autocast, trace
 from fshard.partition.assign_layouts import Assigned, Known, assign, brought
@@ -128,7 +128,7 @@ class Partition:
                 key.append(local.requires_grad if one else wants_grad(leaf))
             else:
                 given.append(leaf)
-                key.append(frozen(leaf))
+                key.append(freeze(leaf))
         kind = tuple(key)
         try:
             found = self._calls.get(kind)
@@ -327,7 +327,7 @@ class Partition:
 
         def flat(*tensors: torch.Tensor) -> list[Any]:
             left = iter(tensors)
-            given = [numbers(leaf) if meta is None else next(left)
+            given = [concrete_number(leaf) if meta is None else next(left)
                      for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
             results, shape = flatten(self.fn(*unflatten(tree, given)))
             problems = [_no_tree(each, name) for each, name in zip(
@@ -413,7 +413,7 @@ def _at(place: str, error: ShardingError, among: str) -> list[Problem]:
 
 def _others(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> tuple[Any, ...]:
     """The leaves that are no tensors, as a key: 1, 1.0 and True trace to other graphs."""
-    return tuple(frozen(leaf) for leaf, spec in zip(leaves, specs, strict=True) if spec is None)
+    return tuple(freeze(leaf) for leaf, spec in zip(leaves, specs, strict=True) if spec is None)
 
 
 def _own_sizes(given: Any, p: PartitionSpec) -> Mapping[int, Sequence[int] | None] | None:

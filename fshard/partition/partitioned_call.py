@@ -14,8 +14,8 @@ from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import TreeDef, is_pair
-from fshard.ops.core.call import parts_of
-from fshard.ops.strategy.local_call import rank_here
+from fshard.ops.core.call import instances_in
+from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.partition.ir import Line, Move, directly, local_graph, run_everywhere, write
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -116,7 +116,7 @@ class Partitioned:
             if not isinstance(each, torch.Tensor):
                 break
         else:
-            made = self._directly(rank_here(self.mesh, "a partitioned function"))(*locals_)
+            made = self._directly(rank_on_mesh(self.mesh, "a partitioned function"))(*locals_)
             return [y if type(at) is int else at.value
                     for at, y in zip(self._outputs, made, strict=True)]  # fmt: skip
         wanted = [each for each in self._outputs if type(each) is int]
@@ -129,7 +129,7 @@ class Partitioned:
         owner: dict[int, int] = {}
         first = sorted(range(len(given)), key=lambda at: at not in self.written)
         for at in first:
-            for each in parts_of(given[at], torch.Tensor):
+            for each in instances_in(given[at], torch.Tensor):
                 place = each.untyped_storage().data_ptr()
                 mine = owner.setdefault(place, at) if place else at
                 if mine != at and mine in self.written:

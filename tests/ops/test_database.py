@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fshard.ops.core.builders import kinds, linear
+from fshard.ops.core.builders import kind_modes, linear_modes
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import rule
 from tests.helpers.ops.op_database import COLUMNS, case_of, cases, layouts, named, op_db, try_layout
@@ -101,18 +101,30 @@ LIBRARY.impl("greatest", lambda x: x.amax(0), "CompositeImplicitAutograd")
 ops = torch.ops.fshard_judged
 WRONG = {
     "values": (ops.centered.default, rule("ij->ij"), True),
-    "values, cut elsewhere": (ops.centered.default, rule("ij->ij", whole="i"), False),
+    "values, cut elsewhere": (ops.centered.default, rule("ij->ij", unsharded="i"), False),
     "addends": (
         ops.centered.default,
-        rule("ij->ij", whole="ij", modes=linear(0, affine=True)),
+        rule("ij->ij", unsharded="ij", modes=linear_modes(0, affine=True)),
         False,
     ),
     "another reduction": (ops.greatest.default, rule("ij->j", reduce="sum"), True),
-    "candidates": (ops.greatest.default, rule("ij->j", whole="i", modes=linear(0)), True),
+    "candidates": (ops.greatest.default, rule("ij->j", unsharded="i", modes=linear_modes(0)), True),
     "gradients of ties": (ops.greatest.default, rule("ij->j", reduce="max"), True),
-    "ties without gradients": (ops.greatest.default, rule("ij->j", reduce="max", grad="i"), False),
-    "another kind": (ops.doubled.default, rule("ij->ij", modes=kinds(0, {"max": "min"})), True),
-    "the same kind": (ops.doubled.default, rule("ij->ij", modes=kinds(0, {"max": "max"})), False),
+    "ties without gradients": (
+        ops.greatest.default,
+        rule("ij->j", reduce="max", no_grad="i"),
+        False,
+    ),
+    "another kind": (
+        ops.doubled.default,
+        rule("ij->ij", modes=kind_modes(0, {"max": "min"})),
+        True,
+    ),
+    "the same kind": (
+        ops.doubled.default,
+        rule("ij->ij", modes=kind_modes(0, {"max": "max"})),
+        False,
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fshard.layout.spec import Spec
 
-__all__ = ["frozen", "numbers", "thawed", "thawed_call"]
+__all__ = ["concrete_number", "freeze", "unfreeze", "unfreeze_call"]
 
 _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
@@ -35,46 +35,46 @@ class _Number(tuple[Any, ...]):
     __slots__ = ()
 
 
-def frozen(value: Any) -> Any:
+def freeze(value: Any) -> Any:
     """An argument as it can be a key: lists as tuples, numbers with their types.
 
-    >>> frozen(1) == frozen(True), frozen([1]) == frozen((1,)), frozen(0.0) == frozen(-0.0)
+    >>> freeze(1) == frozen(True), frozen([1]) == frozen((1,)), frozen(0.0) == frozen(-0.0)
     (False, False, False)
     """
     kind = type(value)
     if kind is Spec or value is None or kind is str:
         return value
     if kind is tuple:
-        return tuple(map(frozen, value))
+        return tuple(map(freeze, value))
     if kind is list:
-        return _List(map(frozen, value))
+        return _List(map(freeze, value))
     if kind is dict:
-        return tuple((key, frozen(each)) for key, each in value.items())
+        return tuple((key, freeze(each)) for key, each in value.items())
     if kind in (bool, int, float, complex):
         # Zeros differ by their sign, and NaN from itself.
         return _Number((kind, repr(value) if kind in (float, complex) else value))
-    return frozen(numbers(value)) if kind in _SYMBOLS else value
+    return freeze(concrete_number(value)) if kind in _SYMBOLS else value
 
 
-def numbers(value: Any) -> Any:
+def concrete_number(value: Any) -> Any:
     """A symbol as the number that it stands for, anything else as it is."""
     number = _SYMBOLS.get(type(value))
     return value if number is None else number(value)
 
 
-def thawed(value: Any) -> Any:
+def unfreeze(value: Any) -> Any:
     """The argument that a key was made of; of mappings what they were is not told."""
     kind = type(value)
     if kind is _Number:
         given = value[1]
         return value[0](given.strip("()")) if isinstance(given, str) else given
     if kind is _List:
-        return list(map(thawed, value))
+        return list(map(unfreeze, value))
     if kind is tuple:
-        return tuple(map(thawed, value))
+        return tuple(map(unfreeze, value))
     return value
 
 
-def thawed_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def unfreeze_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by place and by name, from their keys."""
-    return tuple(map(thawed, args)), {key: thawed(each) for key, each in kwargs}
+    return tuple(map(unfreeze, args)), {key: unfreeze(each) for key, each in kwargs}

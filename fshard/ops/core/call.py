@@ -17,9 +17,24 @@ from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 
 __all__ = [
-    "READ", "REFUSALS", "Meta", "OpCall", "Plain", "Results", "argument", "base_name", "dry",
-    "fill_call", "map_call", "map_tensors", "meta_results", "name_of", "parts_of", "schema_of",
-    "taken_apart", "unseen",
+    "OP_ERRORS",
+    "READS_VALUE",
+    "Meta",
+    "OpCall",
+    "Results",
+    "StaticResult",
+    "argument",
+    "base_name",
+    "dry_run",
+    "fill_call",
+    "flatten_results",
+    "instances_in",
+    "map_call",
+    "map_instances",
+    "meta_results",
+    "name_of",
+    "schema_arguments",
+    "without_dispatch_modes",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
@@ -71,32 +86,32 @@ class OpCall:
 
     def has(self, name: str) -> bool:
         """Whether the schema has an argument of that name."""
-        return any(argument.name == name for argument in schema_of(self.op))
+        return any(argument.name == name for argument in schema_arguments(self.op))
 
-    def place(self, name: str) -> int | None:
+    def operand_index(self, name: str) -> int | None:
         """The number among `operands` of the tensor argument `name`; None where it is absent."""
         seen = 0
-        for at, argument in enumerate(schema_of(self.op)):
+        for at, argument in enumerate(schema_arguments(self.op)):
             given: Any = self.kwargs.get(argument.name)
             if argument.name not in self.kwargs and at < len(self.args):
                 given = self.args[at] if not argument.kwarg_only else None
             if argument.name == name:
                 return seen if isinstance(given, Meta) else None
-            seen += len(parts_of(given, Meta))
+            seen += len(instances_in(given, Meta))
         raise KeyError(name)
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class StaticResult:
     """What an operation returns beside tensors, which shapes alone tell."""
 
     value: Any
 
 
-READ = Plain("a number that is read from a tensor")
+READS_VALUE = StaticResult("a number that is read from a tensor")
 """In the place of what an operation returns that turns a tensor into a number."""
 
-REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 """What PyTorch raises for arguments that it does not take."""
 Results = tuple[tuple[Meta | None, ...], Any]
 """What a call returns: tensors, flat, and the tree of them by number."""
@@ -135,7 +150,7 @@ def name_of(op: Any) -> str:
 
 def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """The argument called `name` of a call, its default where it is not given."""
-    for at, each in enumerate(schema_of(op)):
+    for at, each in enumerate(schema_arguments(op)):
         if each.name == name:
             if name in kwargs:
                 return kwargs[name]
@@ -143,29 +158,29 @@ def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str)
     raise KeyError(name)
 
 
-def schema_of(op: Any) -> Sequence[Any]:
+def schema_arguments(op: Any) -> Sequence[Any]:
     """The arguments of an operation's schema."""
     arguments: Sequence[Any] = op._schema.arguments
     return arguments
 
 
-def parts_of(value: Any, kind: type[T]) -> list[T]:
+def instances_in(value: Any, kind: type[T]) -> list[T]:
     """What is a `kind` in an argument: itself, or those in a list of them, in order."""
     if isinstance(value, kind):
         return [value]
     if isinstance(value, list | tuple):
-        return [each for inner in value for each in parts_of(inner, kind)]
+        return [each for inner in value for each in instances_in(inner, kind)]
     return []
 
 
-def map_tensors(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+def map_instances(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """An argument with `change` applied to what is a `kind` in it, lists included."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, list):  # also those of graphs, which are of a class of their own
-        return [map_tensors(each, kind, change) for each in value]
+        return [map_instances(each, kind, change) for each in value]
     if type(value) is tuple:
-        return tuple(map_tensors(each, kind, change) for each in value)
+        return tuple(map_instances(each, kind, change) for each in value)
     return value
 
 
@@ -174,8 +189,8 @@ def map_call(
     change: Callable[[Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The arguments of a call with `change` applied to what is a `kind` in them."""
-    placed = tuple(map_tensors(each, kind, change) for each in args)
-    return placed, {key: map_tensors(each, kind, change) for key, each in kwargs.items()}
+    placed = tuple(map_instances(each, kind, change) for each in args)
+    return placed, {key: map_instances(each, kind, change) for key, each in kwargs.items()}
 
 
 def fill_call(
@@ -195,14 +210,14 @@ def meta_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Res
     where the shape of what it returns is not known from them.
     """
     if reads_number(op):
-        return (), READ
+        return (), READS_VALUE
     try:
-        return taken_apart(dry(op, args, kwargs, "meta"))
-    except REFUSALS as error:
-        return taken_apart(_on_zeros(op, args, kwargs, error))
+        return flatten_results(dry_run(op, args, kwargs, "meta"))
+    except OP_ERRORS as error:
+        return flatten_results(_on_zeros(op, args, kwargs, error))
 
 
-def taken_apart(out: Any) -> Results:
+def flatten_results(out: Any) -> Results:
     """Of what an operation returned the tensors' metas, flat, and the tree with their numbers."""
     found: list[Meta | None] = []
 
@@ -216,13 +231,13 @@ def taken_apart(out: Any) -> Results:
         if isinstance(value, list | tuple):
             return type(value)(*map(number, value)) if hasattr(value, "_fields") else (
                 type(value)(number(each) for each in value))  # fmt: skip
-        return Plain(value)
+        return StaticResult(value)
 
     tree = number(out)
     return tuple(found), tree
 
 
-def dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
+def dry_run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
     """The operation on tensors without numbers: meta ones, or zeros; one for all that is large."""
 
     def make(meta: Meta) -> torch.Tensor:
@@ -232,7 +247,7 @@ def dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) ->
             return torch.zeros(meta.shape, dtype=meta.dtype)
         return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
-    with unseen(), torch._C.DisableTorchFunction():
+    with without_dispatch_modes(), torch._C.DisableTorchFunction():
         real, named = map_call(args, kwargs, Meta, make)
         if "device" in named:
             named["device"] = torch.device(device)
@@ -241,7 +256,7 @@ def dry(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) ->
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def without_dispatch_modes() -> Iterator[None]:
     """Run a block unseen by what traces or fakes the operations of the code around it."""
     # Modes above dispatch are of the process, not of the thread: others' are left alone.
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
@@ -268,8 +283,8 @@ def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Ex
     if not lacking:
         _refused(op, args, kwargs, error)
     try:
-        return dry(op, args, kwargs, "cpu")
-    except REFUSALS as refused:
+        return dry_run(op, args, kwargs, "cpu")
+    except OP_ERRORS as refused:
         _refused(op, args, kwargs, refused)
 
 

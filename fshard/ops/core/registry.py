@@ -16,8 +16,16 @@ from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
 
 __all__ = [
-    "Generator", "Row", "decomposition_of", "functional_of", "overloads", "register_decomposition",
-    "register_rule", "row_of", "rows", "version",
+    "Generator",
+    "Row",
+    "decomposition_of",
+    "functional_of",
+    "overloads",
+    "register_decomposition",
+    "register_rule",
+    "registry_version",
+    "row_of",
+    "rows",
 ]  # fmt: skip
 
 Generator = Callable[[OpCall], Rule | list[Any] | None]
@@ -127,7 +135,7 @@ def register_decomposition(*ops: Any) -> Callable[[G], G]:
     return keep
 
 
-def version() -> int:
+def registry_version() -> int:
     """A number that is another one after each registration: a part of the keys of caches."""
     return _COUNT[0]
 
@@ -192,7 +200,7 @@ def functional_of(op: Any) -> Any:
     return _functional(op) if isinstance(op, OpOverload) else op
 
 
-def read_by(op: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(op: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by name that an operation reads: without those that it writes into."""
     if not kwargs:
         return {}

@@ -102,10 +102,10 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims | None, ...]
     reductions: tuple[tuple[str, str], ...] = ()
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     permuted: frozenset[str] = frozenset()
     modes: tuple[Mode, ...] = ()
-    grad: frozenset[str | Mode] = frozenset()
+    no_grad: frozenset[str | Mode] = frozenset()
     local: Local | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     unread: frozenset[int] = frozenset()
@@ -130,14 +130,14 @@ class Rule:
         >>> matmul.kind("i"), matmul.kind("k")
         ('pass-through', 'sum')
         """
-        if factor in self.whole:
-            return "whole"
+        if factor in self.unsharded:
+            return "unsharded"
         if factor in self.permuted:
             return "permuted"
         cut = self.as_cut(factor)
         if all(dims is None or any(_has(dims, f) for f in cut) for dims in self.results):
             return "pass-through"
-        return dict(self.reductions).get(factor, "whole")
+        return dict(self.reductions).get(factor, "unsharded")
 
     def __str__(self) -> str:
         text = ",".join(map(_dims_text, self.operands)) + "->"
@@ -163,11 +163,11 @@ def rule(
     text: str,
     *,
     reduce: str | Mapping[str, str] = "sum",
-    whole: Iterable[str] = (),
+    unsharded: Iterable[str] = (),
     permuted: Iterable[str] = (),
     linear: Iterable[int | Sequence[int]] = (),
     modes: Iterable[Mode] = (),
-    grad: Iterable[str] = (),
+    no_grad: Iterable[str] = (),
     local: Local | None = None,
 ) -> Rule:
     """A sharding rule from its text: `"ik,kj->ij"`.
@@ -202,10 +202,10 @@ def rule(
     given = tuple(modes) + tuple(
         Mode(places, kind, (kind,) * len(results)) for places in together for kind in ("sum", "avg")
     )
-    problems += _problems(made, len(operands), kinds, (*whole, *permuted, *grad), given)
+    problems += _problems(made, len(operands), kinds, (*unsharded, *permuted, *no_grad), given)
     raise_if(where, problems)
-    return Rule(operands, results, tuple(sorted(kinds.items())), frozenset(whole),
-                frozenset(permuted), given, frozenset(grad), local)  # fmt: skip
+    return Rule(operands, results, tuple(sorted(kinds.items())), frozenset(unsharded),
+                frozenset(permuted), given, frozenset(no_grad), local)  # fmt: skip
 
 
 def _parse(text: str, problems: list[Problem]) -> Dims:

@@ -15,12 +15,12 @@ from fshard.layout.partition_spec import REDUCTIONS
 from fshard.ops.core.call import OpCall, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 
-__all__ = ["acceptable"]
+__all__ = ["rule_from_shardings"]
 
 Line = tuple[Sequence[Any], Sequence[Any]]
 
 
-def acceptable(call: OpCall, lines: Sequence[Line]) -> Rule:
+def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
     """The rule of a call that takes these shardings: pairs of results' and operands' states.
 
     A state is a dim that is sharded, None for whole, or a reduction; DTensor's placements are
@@ -32,7 +32,7 @@ def acceptable(call: OpCall, lines: Sequence[Line]) -> Rule:
     >>> from fshard.ops.core.call import Meta
     >>> x = Meta((4, 8), torch.float32)
     >>> call = call_of(torch.ops.aten.softmax.int, (x, 1), {})
-    >>> print(acceptable(call, [([0], [0])]))
+    >>> print(rule_from_shardings(call, [([0], [0])]))
     s0 ()->s0 ()
     """
     tensors = [*call.operands, *call.results]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fshard.ops.core.builders import place
+from fshard.ops.core.builders import valid_dim
 from fshard.ops.core.call import Meta
 
 __all__ = ["Given", "Shape", "fourier", "waves"]
@@ -52,7 +52,7 @@ def _transformed(
         lengths, dims = None if lengths is None else [lengths], [dims]
     if dims is None:
         dims = list(range(-len(lengths), 0)) if lengths is not None else list(range(len(shape)))
-    placed = [place(dim, len(shape)) for dim in dims]
+    placed = [valid_dim(dim, len(shape)) for dim in dims]
     places = [dim for dim in placed if dim is not None]
     if not places or len({*places}) < len(placed) or not all(shape):
         return None

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import is_inexact, place, wrap
-from fshard.ops.core.call import Meta, Results, argument, parts_of
+from fshard.ops.core.builders import is_inexact, valid_dim, wrap_dim
+from fshard.ops.core.call import Meta, Results, argument, instances_in
 from fshard.ops.meta.fft_formulas import Given, Shape, fourier, waves
 
 __all__ = ["FORMULAS", "Law", "broadcast"]
@@ -41,7 +41,7 @@ def law(
     """
 
     def told(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
-        operands = parts_of((*args, *kwargs.values()), Meta)
+        operands = instances_in((*args, *kwargs.values()), Meta)
         found = {each.dtype for each in operands} - ({torch.int64} if indexed else set())
         if not operands or len(found) > 1:
             return None
@@ -111,7 +111,7 @@ def outer(operands: list[Meta], given: Given) -> Shape | None:
 def vecdot(operands: list[Meta], given: Given) -> Shape | None:
     """A sum of products along a dim."""
     left, right = operands[0].shape, operands[1].shape
-    dim = place(given("dim"), len(left))
+    dim = valid_dim(given("dim"), len(left))
     if left != right or dim is None or not is_inexact(operands[0]):
         return None
     return left[:dim] + left[dim + 1 :]
@@ -230,7 +230,7 @@ def embedded_diagonal(operands: list[Meta], given: Given) -> Shape | None:
     """The last dim as the diagonals of two."""
     shape = operands[0].shape
     n = len(shape) + 1
-    dims = {place(given("dim1"), n), place(given("dim2"), n)}
+    dims = {valid_dim(given("dim1"), n), valid_dim(given("dim2"), n)}
     if None in dims or len(dims) < 2 or not shape:
         return None
     left = iter(shape[:-1])
@@ -252,7 +252,7 @@ def joined(operands: list[Meta], given: Given) -> Shape | None:
 
 def _joined(shapes: Sequence[Shape], dim: int) -> Shape | None:
     first = shapes[0]
-    at = place(dim, len(first))
+    at = valid_dim(dim, len(first))
     # An empty vector may stand beside anything.
     if at is None or any(len(each) != len(first) or each == (0,) for each in shapes):
         return None
@@ -263,7 +263,7 @@ def _joined(shapes: Sequence[Shape], dim: int) -> Shape | None:
 
 def stacked(operands: list[Meta], given: Given) -> Shape | None:
     """Beside one another along a new dim."""
-    first, dim = operands[0].shape, place(given("dim"), operands[0].ndim + 1)
+    first, dim = operands[0].shape, valid_dim(given("dim"), operands[0].ndim + 1)
     if dim is None or any(each.shape != first for each in operands):
         return None
     return (*first[:dim], len(operands), *first[dim:])
@@ -291,7 +291,7 @@ def combinations(operands: list[Meta], given: Given) -> Shape | None:
 def taken(operands: list[Meta], given: Given) -> Shape | None:
     """As many elements along a dim as indices."""
     x, at = operands
-    dim = None if given("dim") is None else place(given("dim"), x.ndim)
+    dim = None if given("dim") is None else valid_dim(given("dim"), x.ndim)
     if dim is None or at.ndim != x.ndim or at.dtype != torch.int64:
         return None
     before = broadcast([x.shape[:dim], at.shape[:dim]])
@@ -304,7 +304,7 @@ def taken(operands: list[Meta], given: Given) -> Shape | None:
 def written(operands: list[Meta], given: Given) -> Shape | None:
     """The first operand, into which as many slices are written as there are indices."""
     x, index, source = operands[0], given("index"), given("source")
-    dim = place(given("dim"), x.ndim)
+    dim = valid_dim(given("dim"), x.ndim)
     if dim is None or index.ndim != 1 or index.dtype != torch.int64 or source.dtype != x.dtype:
         return None
     fits = source.shape == (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
@@ -314,7 +314,7 @@ def written(operands: list[Meta], given: Given) -> Shape | None:
 def filled(operands: list[Meta], given: Given) -> Shape | None:
     """The first operand, of which what an index names is one real number."""
     x, index, value = operands[0], given("index"), given("value")
-    dim = place(given("dim"), x.ndim)
+    dim = valid_dim(given("dim"), x.ndim)
     fits = dim is not None and index.ndim == 1 and index.dtype == torch.int64
     return x.shape if fits and is_inexact(x) and isinstance(value, int | float) else None
 
@@ -331,7 +331,7 @@ def added(operands: list[Meta], given: Given) -> Shape | None:
 def gated(operands: list[Meta], given: Given) -> Shape | None:
     """Half of a dim."""
     shape = operands[0].shape
-    dim = place(given("dim"), len(shape))
+    dim = valid_dim(given("dim"), len(shape))
     if dim is None or shape[dim] % 2 or not shape[dim]:
         return None
     return (*shape[:dim], shape[dim] // 2, *shape[dim + 1 :])
@@ -342,14 +342,14 @@ def trapezoid(operands: list[Meta], given: Given) -> Shape | None:
     found = running_trapezoid(operands, given)
     if found is None:
         return None
-    dim = wrap(given("dim"), len(found))
+    dim = wrap_dim(given("dim"), len(found))
     return found[:dim] + found[dim + 1 :]
 
 
 def running_trapezoid(operands: list[Meta], given: Given) -> Shape | None:
     """A sum between each two neighbours along a dim."""
     shape = operands[0].shape
-    dim = place(given("dim"), len(shape))
+    dim = valid_dim(given("dim"), len(shape))
     if dim is None or shape[dim] < 2 or not is_inexact(operands[0]):
         return None
     if any(x.shape not in (shape, shape[dim : dim + 1]) for x in operands[1:]):
@@ -360,7 +360,7 @@ def running_trapezoid(operands: list[Meta], given: Given) -> Shape | None:
 def gradient(operands: list[Meta], given: Given) -> list[Meta] | None:
     """For every dim a tensor of the same shape."""
     x = operands[0]
-    dims = range(x.ndim) if given("dim") is None else [place(given("dim"), x.ndim)]
+    dims = range(x.ndim) if given("dim") is None else [valid_dim(given("dim"), x.ndim)]
     spacing = given("spacing")
     plain = spacing is None or isinstance(spacing, int | float)
     least = given("edge_order") + 1

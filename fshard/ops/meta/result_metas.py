@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import axes_of
+from fshard.ops.core.builders import normalize_dims
 from fshard.ops.core.call import (
-    REFUSALS,
+    OP_ERRORS,
     Meta,
     Results,
     argument,
-    dry,
+    dry_run,
     fill_call,
+    flatten_results,
+    instances_in,
     meta_results,
-    parts_of,
-    schema_of,
-    taken_apart,
+    schema_arguments,
 )
 from fshard.ops.core.registry import overloads, row_of
 from fshard.ops.meta.formulas import FORMULAS, Law, broadcast
@@ -59,7 +59,7 @@ def law_of(op: Any) -> Law | None:
 
 def elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """Every result has the shape to which all operands broadcast, or is a number of all of it."""
-    operands = parts_of((*args, *kwargs.values()), Meta)
+    operands = instances_in((*args, *kwargs.values()), Meta)
     whole = broadcast([each.shape for each in operands])
     if whole is None:
         return None
@@ -79,7 +79,7 @@ def batched(*places: int, results: int = 1, alone: Container[int] = ()) -> Law:
     """
 
     def law(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
-        operands = parts_of((*args, *kwargs.values()), Meta)
+        operands = instances_in((*args, *kwargs.values()), Meta)
         if max(places) >= len(operands):
             return None
         single = operands[places[0]].ndim in alone
@@ -105,9 +105,9 @@ def batched(*places: int, results: int = 1, alone: Container[int] = ()) -> Law:
 
 def along(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """The dims `dim` of the only operand are reduced, and kept at length 1 with `keepdim`."""
-    (x,) = parts_of((*args, *kwargs.values()), Meta)
-    names = {each.name for each in schema_of(op)}
-    dims = axes_of(argument(op, args, kwargs, "dim") if "dim" in names else None, x.ndim)
+    (x,) = instances_in((*args, *kwargs.values()), Meta)
+    names = {each.name for each in schema_arguments(op)}
+    dims = normalize_dims(argument(op, args, kwargs, "dim") if "dim" in names else None, x.ndim)
     kept = "keepdim" in names and argument(op, args, kwargs, "keepdim")
     few = Meta(tuple(min(n, 2) if at in dims else 0 for at, n in enumerate(x.shape)), x.dtype)
     made = _ran(op, fill_call(args, kwargs, Meta, [few]))
@@ -122,7 +122,7 @@ def along(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | 
 
 def attention(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """A row of values for every query, where batches and heads do not broadcast."""
-    query, key, value = parts_of((*args, *kwargs.values()), Meta)[:3]
+    query, key, value = instances_in((*args, *kwargs.values()), Meta)[:3]
     lead = {each.shape[:-2] for each in (query, key, value)}
     if query.ndim < 3 or len(lead) > 1 or len({each.dtype for each in (query, key, value)}) > 1:
         return None
@@ -135,7 +135,7 @@ def product(one: int, other: int) -> Law:
     """What is added to a product of two tensors of so many dims, to which it broadcasts."""
 
     def law(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
-        added, left, right = parts_of((*args, *kwargs.values()), Meta)
+        added, left, right = instances_in((*args, *kwargs.values()), Meta)
         inner = left.shape[1:]
         if (left.ndim, right.ndim) != (one, other) or right.shape[: len(inner)] != inner:
             return None
@@ -152,7 +152,7 @@ def channels(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results
 
     It has one channel: PyTorch's kernels give each to a thread, whose start takes milliseconds.
     """
-    x, *others = parts_of((*args, *kwargs.values()), Meta)
+    x, *others = instances_in((*args, *kwargs.values()), Meta)
     if x.ndim < 2 or not x.shape[1] or any(each.shape != x.shape[1:2] for each in others):
         return None
     few = Meta((1, 1, *[2] * (x.ndim - 2)) if x.ndim > 2 else (2, 1), x.dtype)
@@ -174,7 +174,7 @@ def channels(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results
 
 def groups(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """A norm of groups of channels, and mean and deviation of every group."""
-    x, *others = parts_of((*args, *kwargs.values()), Meta)
+    x, *others = instances_in((*args, *kwargs.values()), Meta)
     n, c, each, group = (argument(op, args, kwargs, name) for name in ("N", "C", "HxW", "group"))
     fits = math.prod(x.shape) == n * c * each and x.shape[:2] == (n, c)
     if not fits or group <= 0 or c % group or any(other != Meta((c,), x.dtype) for other in others):
@@ -185,8 +185,8 @@ def groups(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results |
 def _ran(op: Any, call: tuple[Sequence[Any], Mapping[str, Any]]) -> Results | None:
     """What a call gives whose tensors have hardly any elements; None where it is refused."""
     try:
-        return taken_apart(dry(op, *call, "cpu"))
-    except REFUSALS:
+        return flatten_results(dry_run(op, *call, "cpu"))
+    except OP_ERRORS:
         return None
 
 

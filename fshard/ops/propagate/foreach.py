@@ -17,8 +17,8 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, map_call, meta_results
 from fshard.ops.core.registry import register_decomposition
-from fshard.ops.strategy.axis_roles import Role, State
-from fshard.ops.strategy.local_call import Here, flat, run_local
+from fshard.ops.strategy.axis_roles import Role, AxisState
+from fshard.ops.strategy.local_call import RankContext, flat, run_local
 from fshard.ops.strategy.strategy import Strategy
 
 __all__ = ["Element", "elements_of", "in_lists", "is_list"]
@@ -204,7 +204,7 @@ def _roles(chosen: Sequence[Strategy]) -> tuple[tuple[str, Role], ...]:
     made = []
     for at, (axis, _) in enumerate(chosen[0].roles):
         roles = [each.roles[at][1] for each in chosen]
-        operands: list[State] = [state for role in roles for state in role.operands]
+        operands: list[AxisState] = [state for role in roles for state in role.operands]
         results = [state for role in roles for state in role.results]
         name = " / ".join(dict.fromkeys(role.name for role in roles))
         made.append((axis, Role(name, tuple(operands), tuple(results))))
@@ -217,7 +217,7 @@ class _OneByOne:
 
     chosen: tuple[Strategy, ...]
 
-    def __call__(self, op: Any, args: Any, kwargs: Mapping[str, Any], here: Here) -> list[Any]:
+    def __call__(self, op: Any, args: Any, kwargs: Mapping[str, Any], here: RankContext) -> list[Any]:
         parts = elements_of(op, args, kwargs)
         return [
             run_local(strategy, here.rank, part.args, part.kwargs)[0]

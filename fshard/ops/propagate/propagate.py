@@ -13,16 +13,23 @@ from fshard._torch.no_compile import uncompiled
 from fshard._util.errors import ShardingError, fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.cache_keys import frozen, thawed_call
-from fshard.ops.core.call import Meta, OpCall, map_call, name_of, parts_of, unseen
-from fshard.ops.core.registry import functional_of, read_by, row_of, version
+from fshard.ops.core.cache_keys import freeze, unfreeze_call
+from fshard.ops.core.call import (
+    Meta,
+    OpCall,
+    instances_in,
+    map_call,
+    name_of,
+    without_dispatch_modes,
+)
+from fshard.ops.core.registry import functional_of, read_arguments, registry_version, row_of
 from fshard.ops.core.rule import Rule
-from fshard.ops.core.sharding_lists import acceptable
+from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import results_of
 from fshard.ops.propagate.foreach import in_lists, is_list
 from fshard.ops.propagate.select import choose
 from fshard.ops.strategy.strategy import Strategy
-from fshard.ops.trace.trace import own_way
+from fshard.ops.trace.trace import own_decomposition
 from fshard.program.cost.topology import Topology
 from fshard.program.program import as_topology
 
@@ -104,17 +111,17 @@ def local_strategy_for(
 def _strategy(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: _Asked
 ) -> Strategy | None:
-    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), asked)
+    key = (op, freeze(tuple(args)), freeze(dict(kwargs)), asked)
     try:
         hash(key)
     except TypeError:
         return _compute(op, args, kwargs, asked)
-    return _cached(version(), *key)
+    return _cached(registry_version(), *key)
 
 
 @lru_cache(maxsize=16384)
 def _cached(rules: int, op: Any, args: Any, kwargs: Any, asked: _Asked) -> Strategy | None:
-    return _compute(op, *thawed_call(args, kwargs), asked)
+    return _compute(op, *unfreeze_call(args, kwargs), asked)
 
 
 def _no_way(op: Any) -> NoReturn:
@@ -124,8 +131,8 @@ def _no_way(op: Any) -> NoReturn:
 def _compute(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: _Asked
 ) -> Strategy | None:
-    topology, kwargs = as_topology("fs.propagate", asked.cost), read_by(op, kwargs)
-    specs = parts_of((*args, *kwargs.values()), Spec)
+    topology, kwargs = as_topology("fs.propagate", asked.cost), read_arguments(op, kwargs)
+    specs = instances_in((*args, *kwargs.values()), Spec)
     if not specs:
         fail(f"fs.propagate({name_of(op)})", "no specs",
              "a spec stands in the place of every tensor",
@@ -159,17 +166,17 @@ def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
         return callable(op)
-    key = op, frozen(tuple(args)), frozen(dict(kwargs))
+    key = op, freeze(tuple(args)), freeze(dict(kwargs))
     try:
         hash(key)
     except TypeError:
         return _is_several(op, args, kwargs)
-    return _is_several_before(version(), *key)
+    return _is_several_before(registry_version(), *key)
 
 
 @lru_cache(maxsize=16384)
 def _is_several_before(rules: int, op: Any, args: Any, kwargs: Any) -> bool:
-    return _is_several(op, *thawed_call(args, kwargs))
+    return _is_several(op, *unfreeze_call(args, kwargs))
 
 
 def _is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -179,7 +186,7 @@ def _is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     except ShardingError:
         # Functions of `torch` take a number in the place of a list of one: they are traced.
         return not isinstance(op, OpOverload | OpOverloadPacket)
-    return row_of(overload) is None and own_way(functional_of(overload)) is not None
+    return row_of(overload) is None and own_decomposition(functional_of(overload)) is not None
 
 
 def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -198,7 +205,7 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
     # One tensor of a list stands for all: PyTorch writes every one down for each overload in vain.
     real, named = map_call(args, kwargs, list, lambda each: each[:1] if _is_list(each) else each)
-    with unseen(), torch._C.DisableTorchFunction():
+    with without_dispatch_modes(), torch._C.DisableTorchFunction():
         real, named = map_call(real, named, Meta, make)
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *real, **named)
@@ -263,7 +270,7 @@ def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
     The operation runs on meta tensors once for arguments of one kind.
     """
-    key = op, frozen(tuple(args)), frozen(dict(kwargs))
+    key = op, freeze(tuple(args)), freeze(dict(kwargs))
     try:
         hash(key)
     except TypeError:
@@ -273,13 +280,13 @@ def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 @lru_cache(maxsize=16384)
 def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[OpCall, Any]:
-    return _called(op, *thawed_call(args, kwargs))
+    return _called(op, *unfreeze_call(args, kwargs))
 
 
 def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
-    functional, kwargs = functional_of(op), read_by(op, kwargs)
+    functional, kwargs = functional_of(op), read_arguments(op, kwargs)
     results, tree = results_of(functional, args, kwargs)
-    operands = tuple(parts_of((*args, *kwargs.values()), Meta))
+    operands = tuple(instances_in((*args, *kwargs.values()), Meta))
     return OpCall(functional, args, dict(kwargs), operands, results), tree
 
 
@@ -288,7 +295,7 @@ def rule_of(call: OpCall) -> Rule:
     row = row_of(call.op)
     made = None if row is None else row.generator(call)
     if isinstance(made, list):
-        made = acceptable(call, made)
+        made = rule_from_shardings(call, made)
     if made is None:
         name = str(call.op)
         what = "it has none" if row is None else "the one it has is not for these arguments"

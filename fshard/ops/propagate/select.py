@@ -19,7 +19,7 @@ from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Mode, Rule
 from fshard.ops.propagate.weights import Weight, compute_time, leftover, moving, nbytes, undone
-from fshard.ops.strategy.axis_roles import Role, State, factor_sizes, roles_of, states_of
+from fshard.ops.strategy.axis_roles import Role, AxisState, factor_sizes, roles_of, axis_states
 from fshard.ops.strategy.strategy import Layouts, Strategy
 from fshard.program.cost.model import max_local_nbytes
 from fshard.program.cost.topology import Link, Topology
@@ -66,7 +66,7 @@ def choose(
     def way(picked: Sequence[_Option]) -> Strategy | None:
         """These options together, where they can be laid out."""
         chosen = {axis: each.role for axis, each in zip(axes, picked, strict=True)}
-        laid = layouts.under(chosen)
+        laid = layouts.specs(chosen)
         if laid is None:
             return None
         time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
@@ -132,7 +132,7 @@ def _axes(
     wished: Mapping[str, str],
 ) -> dict[str, list[_Option]]:
     mesh = specs[0].mesh
-    states = [states_of(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
+    states = [axis_states(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
     held = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
     made = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in call.results]
     total = compute_time(topology, rule, call, lengths)
@@ -146,7 +146,7 @@ def _axes(
         if key not in alike:
             # Of results the least: all other axes may cut them.
             least = [(size * n // mesh.size, item) for size, item in made]
-            words = frozenset(state.word for state in on)
+            words = frozenset(state.name for state in on)
             here = _Here(topology, link, n, on, words, held, least, total * n / mesh.size, lengths,
                          grad, local, [{} for _ in specs])  # fmt: skip
             found = (_weighed(role, at, here, role.factor is not None and role.factor == wish)
@@ -166,7 +166,7 @@ class _Here(NamedTuple):
     topology: Topology
     link: Link
     n: int
-    states: Sequence[State]
+    states: Sequence[AxisState]
     words: frozenset[str]
     held: list[tuple[int, int]]
     made: list[tuple[int, int]]
@@ -174,7 +174,7 @@ class _Here(NamedTuple):
     lengths: Mapping[str, int]
     grad: bool
     local: bool
-    ways: list[dict[State, Weight | None]]
+    ways: list[dict[AxisState, Weight | None]]
 
 
 def _weighed(role: Role, at: int, here: _Here, asked: bool) -> _Option | None:
@@ -192,14 +192,14 @@ def _weighed(role: Role, at: int, here: _Here, asked: bool) -> _Option | None:
         time, back, sends = time + way.time, back + way.back, sends or way.sends
     cuts = role.factor is not None
     for state, (size, item) in zip(role.results, here.made, strict=True):
-        if state is not None and state.word == "unreduced":
+        if state is not None and state.name == "unreduced":
             time += leftover(topology, link, n, state, size, item, made=cuts)
     if cuts and not asked:
         time += undone(topology, link, n, here.states, role, sum(size for size, _ in here.made))
     return _Option((time + here.work / (n if cuts else 1), back, at), role, sends)
 
 
-def _way(here: _Here, place: int, dst: State) -> Weight | None:
+def _way(here: _Here, place: int, dst: AxisState) -> Weight | None:
     """An operand's way to a state; None where it has none, or none that will do."""
     src, (size, item) = here.states[place], here.held[place]
     way = None
@@ -221,9 +221,9 @@ def _wished(
         return {}
     spec = Spec(mesh, wish, shape=meta.shape, dtype=meta.dtype, uneven="chunk")
     return {
-        axis: dims[state.dim][state.place]
-        for axis, state in states_of(dims, spec, lengths).items()
-        if state.word == "sharded" and state.place >= 0 and dims[state.dim]
+        axis: dims[state.dim][state.position]
+        for axis, state in axis_states(dims, spec, lengths).items()
+        if state.name == "sharded" and state.position >= 0 and dims[state.dim]
     }
 
 
@@ -239,22 +239,22 @@ def _plausible(role: Role, here: _Here) -> bool:
     return role.label != "reduced" or "reduced" in here.words
 
 
-def _keeps(role: Role, here: Sequence[State], word: str) -> bool:
+def _keeps(role: Role, here: Sequence[AxisState], word: str) -> bool:
     """Whether some operand is in a state of that word, and stays in it."""
     pairs = zip(here, role.operands, strict=True)
-    return any(src.word == word and src == dst for src, dst in pairs)
+    return any(src.name == word and src == dst for src, dst in pairs)
 
 
-def _can_be(src: State, dst: State, *, grad: bool) -> bool:
+def _can_be(src: AxisState, dst: AxisState, *, grad: bool) -> bool:
     """Whether one program changes a state so, and gradients pass it where they are asked for.
 
     Candidates of a maximum are no addends, nor are addends candidates; and neutral elements of a
     maximum beside a value have no gradient.
     """
-    if dst.word != "unreduced" or src == dst:
+    if dst.name != "unreduced" or src == dst:
         return True
-    kinds = {dst.kind, src.kind} if src.word == "unreduced" else {dst.kind}
-    return kinds <= set(LINEAR) or (src.word != "unreduced" and not grad)
+    kinds = {dst.kind, src.kind} if src.name == "unreduced" else {dst.kind}
+    return kinds <= set(LINEAR) or (src.name != "unreduced" and not grad)
 
 
 def _joint(
@@ -279,7 +279,7 @@ def _joint(
         whole, least = max_local_nbytes(spec), spec.nbytes // mesh.size
         for axis, kind in spec.partition.unreduced_kinds:
             n, link = mesh.shape[axis], topology.link(mesh, axis)
-            state = State("unreduced", kind=kind)
+            state = AxisState("unreduced", kind=kind)
             weigh = partial(leftover, topology, link, n, state, item=spec.dtype.itemsize,
                             made=chosen[axis].factor is not None)  # fmt: skip
             time += weigh(local=whole) - weigh(local=least * n)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
-from fshard.ops.strategy.axis_roles import Role, State
+from fshard.ops.strategy.axis_roles import Role, AxisState
 from fshard.program.cost.model import Traffic, all_reduced, gathered, seconds, swapped
 from fshard.program.cost.topology import Link, Topology
 
@@ -34,10 +34,10 @@ FREE = Weight(0.0, False, 0.0)
 
 @lru_cache(maxsize=65536)
 def moving(
-    topology: Topology, link: Link, n: int, src: State, dst: State, local: int, item: int
+    topology: Topology, link: Link, n: int, src: AxisState, dst: AxisState, local: int, item: int
 ) -> Weight:
     """The change of one tensor's state on an axis of `n`, of which a rank holds `local` bytes."""
-    if src == dst or n == 1 or dst.word == "any":
+    if src == dst or n == 1 or dst.name == "any":
         return FREE
 
     def way(moved: Traffic) -> float:
@@ -47,11 +47,11 @@ def moving(
         return way(all_reduced(n, size, item))
 
     back = 0.0
-    if (src.word, dst.word) == ("invariant", "reduced"):
+    if (src.name, dst.name) == ("invariant", "reduced"):
         back = reducing(local)
-    elif src.word == "sharded" and dst.word in ("reduced", "sharded"):
-        back = way(gathered(n, local) if dst.word == "reduced" else swapped(n, local))
-    match src.word, dst.word:
+    elif src.name == "sharded" and dst.name in ("reduced", "sharded"):
+        back = way(gathered(n, local) if dst.name == "reduced" else swapped(n, local))
+    match src.name, dst.name:
         case "sharded", "sharded":
             return Weight(way(swapped(n, local)), True, back)
         case "sharded", "invariant" | "reduced":
@@ -66,7 +66,7 @@ def moving(
 
 
 def leftover(
-    topology: Topology, link: Link, n: int, state: State, local: int, item: int, *, made: bool
+    topology: Topology, link: Link, n: int, state: AxisState, local: int, item: int, *, made: bool
 ) -> float:
     """What it takes later to reduce a result that stays unreduced.
 
@@ -74,14 +74,14 @@ def leftover(
     much had another factor been cut; one that was unreduced before could be reduced now, and is
     weighed as that.
     """
-    if state.word != "unreduced" or n == 1:
+    if state.name != "unreduced" or n == 1:
         return 0.0
     moved = swapped(n, local) if made else all_reduced(n, local, item)
     return seconds(topology, link, moved, local)
 
 
 def undone(
-    topology: Topology, link: Link, n: int, here: Sequence[State], role: Role, local: int
+    topology: Topology, link: Link, n: int, here: Sequence[AxisState], role: Role, local: int
 ) -> float:
     """What it takes later to leave a cut that no operand had: it is paid for where it is made.
 
@@ -89,11 +89,11 @@ def undone(
     reduce-scatter is not taken for half of an all-reduce.
     """
     if role.factor is None or n == 1 or any(
-        src.word == "sharded" and src == dst
+        src.name == "sharded" and src == dst
         for src, dst in zip(here, role.operands, strict=True)
     ):  # fmt: skip
         return 0.0
-    unreduced = any(state.word == "unreduced" for state in here)
+    unreduced = any(state.name == "unreduced" for state in here)
     moved = gathered(n, local // n) if unreduced else swapped(n, local // n)
     return seconds(topology, link, moved, local)
 
@@ -110,7 +110,7 @@ def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[st
     touched = sum(nbytes(each) for each in (*call.operands, *call.results) if each is not None)
     time = touched / topology.memory
     contracts = len(call.operands) > 1 and any(
-        rule.kind(f) not in ("pass-through", "whole", "permuted") for f in sizes
+        rule.kind(f) not in ("pass-through", "unsharded", "permuted") for f in sizes
     )
     if contracts:
         time = max(time, 2 * math.prod(sizes.values()) / FLOPS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fshard.ops.core.builders import axes_of, linear, wrap
+from fshard.ops.core.builders import linear_modes, normalize_dims, wrap_dim
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
@@ -45,7 +45,9 @@ def elementwise(call: OpCall) -> Rule | None:
     results = tuple(None if each is None else same(each) for each in call.results)
     empty = any(each is not None and each.shape != shape for each in call.results)
     kinds = tuple((f, "sum") for dim in dims for f in dim) if empty else ()
-    modes = () if call.op._schema.name.endswith("forward") else linear(0, results=len(results))
+    modes = (
+        () if call.op._schema.name.endswith("forward") else linear_modes(0, results=len(results))
+    )
     if call.op._schema.name.endswith("_gamma_grad"):
         modes = ()
     return Rule(tuple(map(same, call.operands)), results, kinds, modes=modes, local=Parts())
@@ -55,7 +57,7 @@ def _whole_dims(call: OpCall) -> tuple[int, ...]:
     if not call.has("dim"):
         return ()
     given, ndim = call.get("dim"), call.operands[0].ndim
-    return axes_of(ndim - 1 if given is None else given, ndim)
+    return normalize_dims(ndim - 1 if given is None else given, ndim)
 
 
 # -- along one dim --------------------------------------------------------------------------
@@ -65,9 +67,9 @@ def _whole_dims(call: OpCall) -> tuple[int, ...]:
 def per_dim(call: OpCall) -> Rule:
     """Dims other than `dim` pass, on all tensors."""
     ndim = call.operands[0].ndim
-    dim, every = wrap(call.get("dim"), ndim), letters(ndim)
+    dim, every = wrap_dim(call.get("dim"), ndim), letters(ndim)
     dims = tuple(() if at == dim else (every[at],) for at in range(ndim))
-    return Rule((dims,) * len(call.operands), (dims,), modes=linear(0), local=Parts())
+    return Rule((dims,) * len(call.operands), (dims,), modes=linear_modes(0), local=Parts())
 
 
 @register_rule(aten.value_selecting_reduction_backward, family="backward")
@@ -75,10 +77,10 @@ def selected_backward(call: OpCall) -> Rule:
     """A value's gradient goes to where it was found along `dim`."""
     made = call.results[0]
     assert made is not None
-    dim, every = wrap(call.get("dim"), made.ndim), letters(made.ndim)
+    dim, every = wrap_dim(call.get("dim"), made.ndim), letters(made.ndim)
     dims: Dims = tuple(() if at == dim else (every[at],) for at in range(made.ndim))
     kept = dims if call.get("keepdim") else dims[:dim] + dims[dim + 1 :]
-    return Rule((kept, kept), (dims,), modes=linear(0),
+    return Rule((kept, kept), (dims,), modes=linear_modes(0),
                 local=Parts(changes=(Sized("sizes"),)))  # fmt: skip
 
 
@@ -86,10 +88,10 @@ def selected_backward(call: OpCall) -> Rule:
 def index_select_backward(call: OpCall) -> Rule:
     """Indices are summed into the rows that they name; other dims pass."""
     grad = call.operands[0]
-    dim, every = wrap(call.get("dim"), grad.ndim), letters(grad.ndim, "i")
+    dim, every = wrap_dim(call.get("dim"), grad.ndim), letters(grad.ndim, "i")
     passed: Dims = tuple(() if at == dim else (every[at],) for at in range(grad.ndim))
     given: Dims = tuple(("i",) if at == dim else each for at, each in enumerate(passed))
-    return Rule((given, (("i",),)), (passed,), (("i", "sum"),), modes=linear(0),
+    return Rule((given, (("i",),)), (passed,), (("i", "sum"),), modes=linear_modes(0),
                 local=Parts(changes=(Sized("self_sizes"),)))  # fmt: skip
 
 
@@ -97,24 +99,24 @@ def index_select_backward(call: OpCall) -> Rule:
 def gather_backward(call: OpCall) -> Rule:
     """Dims other than the gathered one pass where the index is as long as the tensor."""
     x, index = call.operands[1], call.operands[-1]
-    dim, every = wrap(call.get("dim"), x.ndim), letters(x.ndim)
+    dim, every = wrap_dim(call.get("dim"), x.ndim), letters(x.ndim)
     dims: Dims = tuple(
         (every[at],) if at != dim and x.shape[at] == index.shape[at] else () for at in range(x.ndim)
     )
-    return Rule((dims, dims, dims), (dims,), modes=linear(0), local=Parts())
+    return Rule((dims, dims, dims), (dims,), modes=linear_modes(0), local=Parts())
 
 
 @register_rule(aten.masked_select_backward, aten.masked_scatter_backward, family="backward")
 def whole_backward(call: OpCall) -> Rule:
     """What a mask selects lies in one row: nothing of it can be cut."""
     made = tuple(untouched(each) for each in call.results if each is not None)
-    return Rule(tuple(map(untouched, call.operands)), made, modes=linear(0))
+    return Rule(tuple(map(untouched, call.operands)), made, modes=linear_modes(0))
 
 
 @register_rule(aten.trace_backward, family="backward")
 def trace_backward(call: OpCall) -> Rule:
     """A number spread along a diagonal."""
-    return Rule(((),), (((), ()),), modes=linear(0))
+    return Rule(((),), (((), ()),), modes=linear_modes(0))
 
 
 # -- distances ------------------------------------------------------------------------------
@@ -128,11 +130,11 @@ def cdist_backward(call: OpCall) -> Rule:
     texts = (batch + "pq", batch + "pk", batch + "qk", batch + "pq")
     dims = [trailing(text, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)]
     return Rule(fitted(dims, (grad, a, b, found)), (dims_of_text(batch + "pk"),), (("q", "sum"),),
-                modes=linear(0), local=Parts())  # fmt: skip
+                modes=linear_modes(0), local=Parts())  # fmt: skip
 
 
 @register_rule(aten._pdist_backward, family="backward")
 def pdist_backward(call: OpCall) -> Rule:
     """The width passes; all pairs of rows are in one vector."""
     rows: Dims = ((), ("k",))
-    return Rule((((),), rows, ((),)), (rows,), modes=linear(0), local=Parts())
+    return Rule((((),), rows, ((),)), (rows,), modes=linear_modes(0), local=Parts())

@@ -11,15 +11,15 @@ import torch
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import map_tensors, schema_of
+from fshard.ops.core.call import map_instances, schema_arguments
 from fshard.ops.strategy.strategy import Strategy
 from fshard.run.transports.base import current_rank
 
-__all__ = ["Here", "Rewritten", "rank_here", "resized", "run_local"]
+__all__ = ["LocalRewrite", "RankContext", "rank_on_mesh", "run_local", "with_local_shape"]
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class RankContext:
     """Where a local call runs: a rank, and the layouts that the operation has there."""
 
     rank: int
@@ -32,7 +32,7 @@ class Here:
         assert spec is not None
         return spec.local_shape(self.rank)
 
-    def begin(self, operand: int, dim: int) -> int:
+    def offset(self, operand: int, dim: int) -> int:
         """Where the local of an operand begins in the whole, along a dim."""
         return self.operands[operand].offsets(self.rank)[dim]
 
@@ -41,7 +41,7 @@ class Here:
         spec = self.operands[operand]
         return spec.offsets(self.rank)[dim] + spec.local_shape(self.rank)[dim]
 
-    def result_begin(self, dim: int, result: int = 0) -> int:
+    def result_offset(self, dim: int, result: int = 0) -> int:
         """Where the local of a result begins in the whole, along a dim."""
         spec = self.results[result]
         assert spec is not None
@@ -52,7 +52,7 @@ class Here:
         """Whether a rank, which may be another one, holds nothing of an operand."""
         return any(sizes is not None and 0 in sizes for s in self.operands for sizes in s.sizes)
 
-    def is_whole(self, operand: int, dim: int) -> bool:
+    def is_unsharded(self, operand: int, dim: int) -> bool:
         """Whether an operand is not cut along a dim."""
         return not self.operands[operand].partition.dims[dim]
 
@@ -64,26 +64,28 @@ def with_argument(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, value: Any
 ) -> LocalCall:
     """A call with another value of the argument called `name`."""
-    for at, each in enumerate(schema_of(op)):
+    for at, each in enumerate(schema_arguments(op)):
         if each.name == name and name not in kwargs and at < len(args):
             return op, (*args[:at], value, *args[at + 1 :]), dict(kwargs)
     return op, tuple(args), {**kwargs, name: value}
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class LocalRewrite:
     """A local call that is one call of PyTorch's, which does not depend on what is in the tensors.
 
     It is written down once for every rank, and nothing of fshard runs when it is called.
     """
 
     def call(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall | None:
         """The operation that runs on the rank, and its arguments; None where more runs there."""
         raise NotImplementedError
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """What the call returns."""
         found = self.call(op, args, kwargs, here)
         assert found is not None
@@ -92,7 +94,7 @@ class Rewritten:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resized(Rewritten):
+class _Resized(LocalRewrite):
     """A local call with a result's local shape in the place of an argument."""
 
     name: str
@@ -100,7 +102,7 @@ class _Resized(Rewritten):
     op: Any = None
 
     def call(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall:
         """The call with the shape that the rank makes."""
         shape = list(here.shape(self.result))
@@ -108,7 +110,7 @@ class _Resized(Rewritten):
         return self.op or op, placed, named
 
 
-def resized(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]:
+def with_local_shape(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]:
     """A rule's `local`: the argument `name`, a shape, becomes that of the result on the rank.
 
     `op` runs in the place of the operation: a `reshape` for a `view`, whose local may lie in
@@ -117,7 +119,7 @@ def resized(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]
     return _Resized(name, result, op)
 
 
-def rank_here(mesh: Mesh, where: str) -> int:
+def rank_on_mesh(mesh: Mesh, where: str) -> int:
     """The rank that this code runs as; raises `ShardingError` where it is none of the mesh."""
     rank = current_rank(mesh, where).rank
     if rank not in mesh:
@@ -135,7 +137,7 @@ def run_local(
     if local is None:
         out = call.op(*args, **kwargs)
     else:
-        here = Here(rank, strategy.in_specs, strategy.out_specs)
+        here = RankContext(rank, strategy.in_specs, strategy.out_specs)
         out = local(call.op, tuple(args), dict(kwargs), here)
         if here.has_empty:
             out = tracked(out, (*args, *kwargs.values()))
@@ -186,7 +188,7 @@ def tracked(out: Any, operands: Sequence[Any]) -> Any:
             return x
         return _Tracked.apply(x, *wanted)  # type: ignore[no-untyped-call]
 
-    return map_tensors(out, torch.Tensor, attach)
+    return map_instances(out, torch.Tensor, attach)
 
 
 def flat(out: Any) -> list[torch.Tensor | None]:

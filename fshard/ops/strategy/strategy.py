@@ -15,7 +15,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.validation import mixed_kinds
 from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.strategy.axis_roles import Role, State
+from fshard.ops.strategy.axis_roles import Role, AxisState
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -131,7 +131,7 @@ class Layouts:
         self._dims = tuple(dict.fromkeys(dim for dims in (*made, *read) for dim in dims))
         self._known: dict[tuple[str, tuple[str, ...]], Cuts] = {}
 
-    def under(
+    def specs(
         self, chosen: Mapping[str, Role]
     ) -> tuple[tuple[Spec, ...], tuple[Spec | None, ...]] | None:
         """Those of operands and of results under one role for every axis; None if none can be."""
@@ -239,16 +239,16 @@ def _spec(
     cuts: Mapping[tuple[str, ...], Cuts],
     dims: Dims,
     meta: Meta,
-    states: Sequence[State | None],
+    states: Sequence[AxisState | None],
 ) -> Spec:
     """The spec of a tensor whose dims have these factors, in these states on the axes."""
     unreduced: list[tuple[str, str]] = []
     reduced: list[tuple[str, str]] = []
     for axis, state in zip(axes, states, strict=True):
         assert state is not None
-        if state.word == "unreduced":
+        if state.name == "unreduced":
             unreduced.append((axis, state.kind))
-        elif state.word == "reduced":
+        elif state.name == "reduced":
             reduced.append((axis, "sum"))
     kinds: tuple[Kinds, Kinds] = tuple(unreduced), tuple(reduced)
     if len(unreduced) > 1 and mixed_kinds(*kinds):

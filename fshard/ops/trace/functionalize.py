@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
-from fshard.ops.core.call import base_name, parts_of
+from fshard.ops.core.call import base_name, instances_in
 from fshard.ops.prng.draw_ops import DRAWN
 from fshard.spmd.tracking.torch_effects import STATE, writes_state
 
@@ -47,7 +47,7 @@ def writes(node: fx.Node) -> list[fx.Node]:
     if not isinstance(op, torch._ops.OpOverload):
         return []
     found = [*_written(op, node.args, node.kwargs), *_statistics(node)]
-    return parts_of(found, fx.Node)
+    return instances_in(found, fx.Node)
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -382,4 +382,4 @@ def _memory_of(x: torch.Tensor) -> int:
 
 
 def _is_inexact(node: fx.Node) -> bool:
-    return any(map(is_inexact, parts_of(node.meta.get("val"), torch.Tensor)))
+    return any(map(is_inexact, instances_in(node.meta.get("val"), torch.Tensor)))

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.ops.core.cache_keys import frozen, thawed_call
-from fshard.ops.core.call import Meta, fill_call, parts_of, unseen
+from fshard.ops.core.cache_keys import freeze, unfreeze_call
+from fshard.ops.core.call import Meta, fill_call, instances_in, without_dispatch_modes
 from fshard.ops.trace.draw_layouts import follow
 from fshard.ops.trace.functionalize import Held, check_writes, functional, writes
 from fshard.ops.trace.inner_gradients import (
@@ -38,8 +38,8 @@ from fshard.ops.trace.inner_gradients import (
 from fshard.run.transports.divergence_report import here, one_line, raise_line
 
 __all__ = [
-    "Traced", "constrain", "constraint_of", "decompose", "own_way", "refuse_autocast", "trace",
-    "traces",
+    "Traced", "constrain", "constraint_of", "decompose", "own_decomposition", "refuse_autocast", "trace",
+    "trace_depth",
 ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ _ONE_AT_A_TIME = threading.RLock()
 _DEPTH: ContextVar[int] = ContextVar("fshard_traces", default=0)
 
 
-def traces() -> int:
+def trace_depth() -> int:
     """So many functions, one in another, are being traced around this place."""
     return _DEPTH.get()
 
@@ -110,7 +110,7 @@ def trace(
     gradients are asked for one that calls a custom `autograd.Function`.
     """
     made = None
-    with _ONE_AT_A_TIME, unseen(), gradients_within(wanted, traces, where):
+    with _ONE_AT_A_TIME, without_dispatch_modes(), gradients_within(wanted, trace_depth, where):
         if above:
             with suppress(TakesGradients):
                 made = _traced(fn, metas, where, above, wanted, devices, Above(where, wanted))
@@ -237,11 +237,11 @@ def decompose(
     `how` computes the same; without it PyTorch's own ways are tried: those of composite
     operations, and its table of decompositions. Traced once for arguments of one kind.
     """
-    run = how or own_way(op)
+    run = how or own_decomposition(op)
     if run is None:
         return None
     grad = torch.is_grad_enabled()
-    call = frozen(tuple(args)), frozen(dict(kwargs))
+    call = freeze(tuple(args)), freeze(dict(kwargs))
     return _decomposed(op, run, how is not None, *call, grad, device)
 
 
@@ -255,8 +255,8 @@ def _decomposed(
     grad: bool,
     device: torch.device,
 ) -> fx.GraphModule:
-    given, named = thawed_call(args, kwargs)
-    metas = parts_of((*given, *named.values()), Meta)
+    given, named = unfreeze_call(args, kwargs)
+    metas = instances_in((*given, *named.values()), Meta)
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
         placed, filled = fill_call(given, named, Meta, tensors)
@@ -269,7 +269,7 @@ def _decomposed(
     return made.graph
 
 
-def own_way(op: Any) -> Callable[..., Any] | None:
+def own_decomposition(op: Any) -> Callable[..., Any] | None:
     """How PyTorch does an operation by others; None where it has a kernel only."""
     if not isinstance(op, torch._ops.OpOverload):
         return None

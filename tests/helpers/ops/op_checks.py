@@ -63,7 +63,7 @@ def strategies(
                  dtype=m.dtype, sizes=_sizes(rule, at, chosen, mesh, lengths) if skew else None)
             for at, m in enumerate(call.operands)
         ]  # fmt: skip
-        laid = Layouts(call, rule, mesh, sources, lengths).under(chosen)
+        laid = Layouts(call, rule, mesh, sources, lengths).specs(chosen)
         if laid is not None:
             whole = tuple(Spec(mesh, PartitionSpec(), shape=m.shape, dtype=m.dtype)
                           for m in call.operands)  # fmt: skip

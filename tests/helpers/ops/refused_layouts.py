@@ -19,8 +19,8 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.validation import state_problems
-from fshard.ops.core.call import map_tensors
-from fshard.ops.strategy.axis_roles import State, roles_of
+from fshard.ops.core.call import map_instances
+from fshard.ops.strategy.axis_roles import AxisState, roles_of
 from fshard.ops.strategy.local_call import flat
 from tests.helpers.ops.op_checks import call_with, lie
 from tests.helpers.ops.op_database import differ
@@ -99,12 +99,12 @@ def _says_nothing(whole: Sequence[torch.Tensor]) -> bool:
     return alike or not all(x.isfinite().all() for x in whole)
 
 
-def _text(operands: Sequence[State], results: Sequence[State | None]) -> Layout:
-    def one(state: State | None) -> str:
+def _text(operands: Sequence[AxisState], results: Sequence[AxisState | None]) -> Layout:
+    def one(state: AxisState | None) -> str:
         if state is None:
             return "none"
         words = {"sharded": f"S{state.dim}", "unreduced": f"U{state.kind}", "any": "any"}
-        return words.get(state.word, "I")
+        return words.get(state.name, "I")
 
     return tuple(map(one, operands)), tuple(map(one, results))
 
@@ -147,7 +147,7 @@ def _exists(kind: str, x: torch.Tensor) -> bool:
 
 def _placed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mine: Sequence[Any]) -> Any:
     left = iter(mine)
-    put = lambda value: map_tensors(value, torch.Tensor, lambda _: next(left))  # noqa: E731
+    put = lambda value: map_instances(value, torch.Tensor, lambda _: next(left))  # noqa: E731
     return op(*[put(each) for each in args], **{key: put(each) for key, each in kwargs.items()})
 
 

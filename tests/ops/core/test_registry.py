@@ -30,7 +30,7 @@ OP = torch.ops.fshard_tests.scaled.default
 
 
 def test_an_operation_of_ones_own_takes_a_text() -> None:
-    fs.register_rule(OP)(fs.rule("bd,kd->bd", whole="k", linear=(0, 1)))
+    fs.register_rule(OP)(fs.rule("bd,kd->bd", unsharded="k", linear=(0, 1)))
     x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     assert check_call(OP, x, w, grad=False, two_axes=True) == []
     part = fs.partition(lambda x, w: OP(x, w).relu(), mesh=MESH, in_specs=(P("x"), P(None, "x")))
@@ -79,7 +79,7 @@ def test_the_last_registration_wins_and_plain_functions_have_rules_too() -> None
     assert fs.propagate(twice, Spec(MESH, P("x"), shape=(4, 2))).out_specs[0] == Spec(
         MESH, P("x"), shape=(4, 2)
     )
-    fs.register_rule(twice)(fs.rule("ij->ij", whole="i"))
+    fs.register_rule(twice)(fs.rule("ij->ij", unsharded="i"))
     assert fs.propagate(twice, Spec(MESH, P("x"), shape=(4, 2))).sends
     pair = fs.shard(torch.ones(4, 2), Spec(MESH, P(None, "x"), shape=(4, 2)))
     torch.testing.assert_close(fs.unshard(fs.apply(twice, pair)), torch.full((4, 2), 2.0))

@@ -17,11 +17,11 @@ from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Mode, Rule, Slice, rule
 from fshard.ops.strategy.axis_roles import (
     INVARIANT,
-    NOWHERE,
-    State,
+    NO_FACTOR,
+    AxisState,
     factor_sizes,
     roles_of,
-    states_of,
+    axis_states,
 )
 from tests.helpers.spec_grid import message
 
@@ -82,7 +82,7 @@ def test_a_rule_prints_as_it_is_written(text: str, printed: str) -> None:
 
 def test_long_names_of_factors_are_set_apart() -> None:
     made = Rule(((("d0",), ("d1", "d2")),), ((("d0",), ()),), reductions=(("d1", "max"),))
-    assert str(made) == "d0 (d1 d2)->d0 ()  {d1 max; d2 whole}"
+    assert str(made) == "d0 (d1 d2)->d0 ()  {d1 max; d2 unsharded}"
 
 
 def test_modes_print_what_they_make() -> None:
@@ -98,15 +98,15 @@ def test_modes_print_what_they_make() -> None:
 
 
 def test_kinds_of_factors() -> None:
-    made = rule("abcde->ab", reduce={"c": "max"}, whole="a", permuted="b")
+    made = rule("abcde->ab", reduce={"c": "max"}, unsharded="a", permuted="b")
     assert {f: made.kind(f) for f in made.factors} == {
-        "a": "whole", "b": "permuted", "c": "max", "d": "whole", "e": "whole",
+        "a": "unsharded", "b": "permuted", "c": "max", "d": "unsharded", "e": "unsharded",
     }  # fmt: skip
 
 
 def test_a_factor_that_one_of_two_results_lacks_is_reduced() -> None:
     assert rule("ij->ij,i").kind("j") == "sum"
-    assert rule("ij->ij,i", reduce={}).kind("j") == "whole"
+    assert rule("ij->ij,i", reduce={}).kind("j") == "unsharded"
 
 
 def test_every_rank_has_of_a_slice_what_it_has_of_the_whole() -> None:
@@ -135,7 +135,7 @@ def test_a_slice_is_cut_as_what_it_is_of() -> None:
         role.name: role.results
         for role in roles_of(made, call(made, (2, 6), results=((2, 3),)), grad=False)
     }
-    assert laid["b"] == (State("sharded", 1, 0),)
+    assert laid["b"] == (AxisState("sharded", 1, 0),)
 
 
 # -- errors -------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ fs.rule('ii->i')
   fix:   give the second one another letter""",
     ),
     "unknown factors and kinds, all at once": (
-        lambda: rule("ij->i", whole="z", reduce={"j": "mean"}, linear=(3,)),
+        lambda: rule("ij->i", unsharded="z", reduce={"j": "mean"}, linear=(3,)),
         """\
 fs.rule('ij->i')
   given: factor 'z'
@@ -255,9 +255,9 @@ def test_the_roles_of_a_product() -> None:
         role.name: (role.operands, role.results) for role in roles_of(made, shapes, grad=False)
     }
     s, u, reduced = (
-        (lambda d: State("sharded", d, 0)),
-        State("unreduced", kind="sum"),
-        State("reduced"),
+        (lambda d: AxisState("sharded", d, 0)),
+        AxisState("unreduced", kind="sum"),
+        AxisState("reduced"),
     )
     assert found["i"] == ((s(0), reduced), (s(0),))
     assert found["k"] == ((s(1), s(0)), (u,))
@@ -267,14 +267,14 @@ def test_the_roles_of_a_product() -> None:
 
 
 def test_what_is_whole_or_permuted_is_not_cut() -> None:
-    made = rule("ijk->ijk", whole="i", permuted="j")
+    made = rule("ijk->ijk", unsharded="i", permuted="j")
     shapes = call(made, (2, 2, 2), results=((2, 2, 2),))
     factors = {role.factor for role in roles_of(made, shapes, grad=False)}
     assert factors == {None, "k"}
 
 
 def test_with_gradients_factors_in_grad_are_not_cut() -> None:
-    made = rule("ij->i", reduce="max", grad="j")
+    made = rule("ij->i", reduce="max", no_grad="j")
     shapes = call(made, (2, 2), results=((2,),))
     cut = {
         grad: {role.factor for role in roles_of(made, shapes, grad=grad)} for grad in (False, True)
@@ -285,7 +285,7 @@ def test_with_gradients_factors_in_grad_are_not_cut() -> None:
 def test_integers_are_never_reduced_and_booleans_have_no_sums() -> None:
     made = rule("ij->i")
     integers = roles_of(made, call(made, (2, 2), results=((2,),), dtype=I64), grad=False)
-    assert not any(state.word == "reduced" for role in integers for state in role.operands)
+    assert not any(state.name == "reduced" for role in integers for state in role.operands)
     assert {role.factor for role in integers} == {None, "i", "j"}
     booleans = roles_of(made, call(made, (2, 2), results=((2,),), dtype=BOOL), grad=False)
     assert {role.factor for role in booleans} == {None, "i"}
@@ -303,8 +303,8 @@ def walked(text: str, lengths: dict[str, int], entry: object, sizes: object = No
         whole *= lengths[factor]
     given = {"sizes": {0: sizes}} if sizes else {"uneven": "chunk"}
     spec = Spec(mesh, PartitionSpec(entry), shape=(whole,), **given)
-    found = states_of(made.operands[0], spec, lengths)
-    return {axis: state.place for axis, state in found.items() if state.word == "sharded"}
+    found = axis_states(made.operands[0], spec, lengths)
+    return {axis: state.position for axis, state in found.items() if state.name == "sharded"}
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ def walked(text: str, lengths: dict[str, int], entry: object, sizes: object = No
     [
         ({"i": 2, "j": 6}, "x", {"x": 0}),
         ({"i": 4, "j": 6}, "x", {"x": 0}),
-        ({"i": 3, "j": 4}, "x", {"x": NOWHERE}),
+        ({"i": 3, "j": 4}, "x", {"x": NO_FACTOR}),
         ({"i": 1, "j": 4}, "x", {"x": 1}),
         ({"i": 2, "j": 6}, ("x", "y"), {"x": 0, "y": 1}),
         ({"i": 6, "j": 4}, ("x", "y"), {"x": 0, "y": 0}),
         ({"i": 3, "j": 2}, ("y", "x"), {"y": 0, "x": 1}),
-        ({"i": 2, "j": 2}, ("y", "x"), {"y": NOWHERE, "x": NOWHERE}),
+        ({"i": 2, "j": 2}, ("y", "x"), {"y": NO_FACTOR, "x": NO_FACTOR}),
     ],
 )
 def test_axes_walk_the_factors_of_a_dim_major_to_minor(
@@ -330,7 +330,7 @@ def test_uneven_shards_cut_the_first_factor_where_they_hold_whole_rows() -> None
     lengths = {"i": 3, "j": 4}
     assert walked("(ij)->ij", lengths, "x", (8, 4)) == {"x": 0}
     assert walked("(ij)->ij", lengths, "x", (0, 12)) == {"x": 0}
-    assert walked("(ij)->ij", lengths, "x", (7, 5)) == {"x": NOWHERE}
+    assert walked("(ij)->ij", lengths, "x", (7, 5)) == {"x": NO_FACTOR}
 
 
 def test_the_only_factor_of_a_dim_is_cut_however_uneven() -> None:
@@ -346,7 +346,7 @@ def test_a_walk_says_where_every_shard_lies() -> None:
         for entry in ("x", ("x", "y")):
             spec = Spec(mesh, PartitionSpec(entry), shape=(i * j * k,), uneven="chunk")
             places = walked("(ijk)->ijk", lengths, entry, mesh=mesh)
-            if NOWHERE in places.values():
+            if NO_FACTOR in places.values():
                 continue
             cut = dict.fromkeys("ijk", 1)
             for axis in spec.partition.dims[0]:
@@ -361,10 +361,10 @@ def test_a_walk_says_where_every_shard_lies() -> None:
 
 def test_a_state_of_an_axis_that_is_not_named_is_invariant() -> None:
     spec = Spec(Mesh(x=2, y=2), PartitionSpec("x", unreduced={"y": "max"}), shape=(4,))
-    made = states_of(((("i"),),), spec, {"i": 4})
-    assert made == {"x": State("sharded", 0, 0), "y": State("unreduced", kind="max")}
+    made = axis_states(((("i"),),), spec, {"i": 4})
+    assert made == {"x": AxisState("sharded", 0, 0), "y": AxisState("unreduced", kind="max")}
     plain = Spec(Mesh(x=2), PartitionSpec(), shape=(4,))
-    assert states_of((("i",),), plain, {"i": 4}) == {"x": INVARIANT}
+    assert axis_states((("i",),), plain, {"i": 4}) == {"x": INVARIANT}
 
 
 def test_rules_are_values() -> None:

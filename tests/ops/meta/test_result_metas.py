@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fshard._util.errors import ShardingError
-from fshard.ops.core.call import Meta, map_call, meta_results, parts_of
-from fshard.ops.core.registry import functional_of, read_by
+from fshard.ops.core.call import Meta, instances_in, map_call, meta_results
+from fshard.ops.core.registry import functional_of, read_arguments
 from fshard.ops.meta.result_metas import law_of, results_of
 from tests.helpers.ops.op_database import calls_of, cases, op_db
 
@@ -38,8 +38,8 @@ def unlike(
                 call for case in cases(info, samples, dtype) for call in calls_of(case)
             ]:
                 op, law = functional_of(full), law_of(functional_of(full))
-                given, named = map_call(args, read_by(full, kwargs), torch.Tensor, Meta.of)
-                if law is None or not parts_of((*given, *named.values()), Meta):
+                given, named = map_call(args, read_arguments(full, kwargs), torch.Tensor, Meta.of)
+                if law is None or not instances_in((*given, *named.values()), Meta):
                     continue
                 told = law(op, given, named)
                 assert told is None or told == meta_results(op, given, named), (op, given, named)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import Mesh, P
-from fshard.ops.core.cache_keys import frozen, numbers
+from fshard.ops.core.cache_keys import concrete_number, freeze
 
 MESH = Mesh(dp=2)
 
@@ -101,13 +101,13 @@ def test_symbols_are_the_keys_of_their_numbers() -> None:
         n = x.shape[0]
         assert isinstance(n, torch.SymInt)
         for each in (n, n * 0.5, n > 3, [n, (n,)]):
-            found.append(frozen(each))
+            found.append(freeze(each))
             hash(found[-1])
-        found.append(numbers(n))
+        found.append(concrete_number(n))
         return x * 1
 
     make_fx(fn, tracing_mode="symbolic")(torch.ones(4, 6))
-    assert found == [frozen(4), frozen(2.0), frozen(True), frozen([4, (4,)]), 4]
+    assert found == [freeze(4), freeze(2.0), freeze(True), freeze([4, (4,)]), 4]
     assert type(found[-1]) is int
     fs.apply(torch.neg, fs.shard(torch.ones(4), spec_of(torch.ones(4))))
 

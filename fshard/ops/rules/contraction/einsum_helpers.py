@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fshard.layout.spec import Spec
-from fshard.ops.core.builders import is_inexact, linear
-from fshard.ops.core.call import Meta, OpCall, argument, map_tensors
+from fshard.ops.core.builders import is_inexact, linear_modes
+from fshard.ops.core.call import Meta, OpCall, argument, map_instances
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.strategy.local_call import Here, LocalCall, Rewritten, with_argument
+from fshard.ops.strategy.local_call import LocalCall, LocalRewrite, RankContext, with_argument
 
 __all__ = [
     "Expanded", "Parts", "Pinned", "Sized", "added", "are_apart", "contracted", "dims_of_text",
@@ -26,7 +26,7 @@ __all__ = [
     "untouched",
 ]  # fmt: skip
 
-Change = Callable[[LocalCall, Here], LocalCall]
+Change = Callable[[LocalCall, RankContext], LocalCall]
 
 
 # -- factors --------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def contracted(
     places = [at for at in range(len(dims)) if at != addend] if linear_in is None else linear_in
     if call.results[0] is not None and is_widened(call.operands[0], call.results[0]):
         places = ()
-    modes = linear(*places) if addend is None else added(addend, places)
+    modes = linear_modes(*places) if addend is None else added(addend, places)
     if addend is not None and local is None:
         local = Parts(once=(addend,), zeros=False)
     kinds = tuple(sorted((f, "sum") for f in seen if f not in made))
@@ -149,14 +149,14 @@ def added(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
     """Modes of a sum of an addend and of products, each linear, of the addend counted once."""
     places = tuple(products)
     both = tuple(tuple(sorted((at, addend))) for at in places)
-    return linear(*places, *both) + linear(addend, affine=True)
+    return linear_modes(*places, *both) + linear_modes(addend, affine=True)
 
 
 # -- on one rank ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(Rewritten):
+class Parts(LocalRewrite):
     """A local call: arguments changed, addends counted once, and zeros where a part is empty.
 
     Of an axis over which the first result is a sum, the ranks after the first take zeros for the
@@ -171,7 +171,7 @@ class Parts(Rewritten):
     along: int = -1
 
     def call(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall | None:
         """The call with its changes, where the rank has a part and adds what there is to add."""
         parts = any(_is_later(here, at) for at in self.once) or has_nothing(here)
@@ -181,14 +181,16 @@ class Parts(Rewritten):
         return self._changed(op, args, kwargs, here)
 
     def _changed(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall:
         call: LocalCall = op, tuple(args), dict(kwargs)
         for change in self.changes:
             call = change(call, here)
         return call
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """Run it on a rank."""
         args, kwargs = tuple(args), dict(kwargs)
         later = frozenset(at for at in self.once if _is_later(here, at))
@@ -202,7 +204,7 @@ class Parts(Rewritten):
         return op(*args, **kwargs)
 
 
-def _is_later(here: Here, place: int) -> bool:
+def _is_later(here: RankContext, place: int) -> bool:
     """Whether a rank before this one adds the operand to the first result."""
     made, given = here.results[0], here.operands[place]
     assert made is not None
@@ -224,8 +226,8 @@ def _without(
     def change(x: torch.Tensor) -> torch.Tensor:
         return nil(x) if next(seen) in places else x
 
-    placed = tuple(map_tensors(each, torch.Tensor, change) for each in args)
-    return placed, {key: map_tensors(each, torch.Tensor, change) for key, each in kwargs.items()}
+    placed = tuple(map_instances(each, torch.Tensor, change) for each in args)
+    return placed, {key: map_instances(each, torch.Tensor, change) for key, each in kwargs.items()}
 
 
 def nil(x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +235,7 @@ def nil(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.new_zeros((), dtype=torch.bool), x, 0)
 
 
-def has_nothing(here: Here) -> bool:
+def has_nothing(here: RankContext) -> bool:
     """Whether an operand that has something along a dim has nothing of it on this rank."""
     return any(_is_cut_off(spec, here.rank) for spec in here.operands)
 
@@ -245,7 +247,7 @@ def _is_cut_off(spec: Spec | None, rank: int) -> bool:
 
 
 def nothing(
-    args: Any, kwargs: Any, here: Here, addends: Mapping[int, int] = MappingProxyType({})
+    args: Any, kwargs: Any, here: RankContext, addends: Mapping[int, int] = MappingProxyType({})
 ) -> list[torch.Tensor | None]:
     """Zeros for every result, with a way for gradients to every operand that wants some.
 
@@ -254,7 +256,7 @@ def nothing(
     """
     given: list[torch.Tensor] = []
     for each in (*args, *kwargs.values()):
-        map_tensors(each, torch.Tensor, given.append)
+        map_instances(each, torch.Tensor, given.append)
     wanted = [nil(x).sum() for x in given if x.requires_grad]
     made: list[torch.Tensor | None] = []
     for spec in here.results:
@@ -282,7 +284,7 @@ class Pinned:
     name: str
     value: Any
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         return with_argument(*call, self.name, self.value)
 
@@ -294,7 +296,7 @@ class Sized:
     name: str
     result: int = 0
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         return with_argument(*call, self.name, list(here.shape(self.result)))
 
@@ -306,7 +308,7 @@ class Expanded:
     name: str
     result: int = 0
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         x = argument(*call, self.name)
         return with_argument(*call, self.name, x.expand(here.shape(self.result)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fshard.ops.core.builders import axes_of, is_inexact, linear, moved
+from fshard.ops.core.builders import all_modes, is_inexact, linear_modes, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
@@ -34,10 +34,10 @@ def transformed(call: OpCall) -> Rule:
     elif isinstance(given, list | tuple) and not given:
         over = set()
     else:
-        over = set(axes_of(given, ndim))
+        over = set(normalize_dims(given, ndim))
     every = letters(ndim)
     dims: Dims = tuple(() if dim in over else (every[dim],) for dim in range(ndim))
-    modes = linear(0) if is_inexact(call.operands[0]) else ()
+    modes = linear_modes(0) if is_inexact(call.operands[0]) else ()
     return Rule((dims,), (dims,), modes=modes, local=Parts())
 
 
@@ -46,10 +46,10 @@ def shifted(call: OpCall) -> Rule:
     """Halves of dims exchanged: only elements move along them."""
     ndim = call.operands[0].ndim
     every = letters(ndim)
-    over = axes_of(call.get("dim"), ndim)
+    over = normalize_dims(call.get("dim"), ndim)
     dims = dims_of_text(every)
     return Rule((dims,), (dims,), permuted=frozenset(every[dim] for dim in over),
-                modes=moved(0), local=Parts())  # fmt: skip
+                modes=all_modes(0), local=Parts())  # fmt: skip
 
 
 @register_rule(aten.stft, family="fft")
@@ -60,7 +60,7 @@ def stft(call: OpCall) -> Rule:
     batch = letters(call.operands[0].ndim - 1)
     operands = ((*dims_of_text(batch), ()), *(((),) for _ in call.operands[1:]))
     result = dims_of_text(batch) + ((),) * (made.ndim - len(batch))
-    return Rule(operands, (result,), modes=linear(*range(len(operands))), local=Parts())
+    return Rule(operands, (result,), modes=linear_modes(*range(len(operands))), local=Parts())
 
 
 @register_rule(aten.istft, family="fft")
@@ -71,4 +71,4 @@ def istft(call: OpCall) -> Rule:
     batch = letters(made.ndim - 1)
     operands = (dims_of_text(batch) + ((),) * (x.ndim - len(batch)),
                 *(((),) for _ in call.operands[1:]))  # fmt: skip
-    return Rule(operands, ((*dims_of_text(batch), ()),), modes=linear(0), local=Parts())
+    return Rule(operands, ((*dims_of_text(batch), ()),), modes=linear_modes(0), local=Parts())

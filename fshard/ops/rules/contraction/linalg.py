@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 import torch
 
-from fshard.ops.core.builders import linear
-from fshard.ops.core.call import Meta, OpCall, base_name, schema_of
+from fshard.ops.core.builders import linear_modes
+from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.contraction.einsum_helpers import (
@@ -68,7 +68,9 @@ def _made(meta: Meta, batch: str) -> Dims:
 
 def names_of(call: OpCall) -> list[str]:
     """The names of the arguments that are tensors."""
-    return [each.name for each in schema_of(call.op) if call.place(each.name) is not None]
+    return [
+        each.name for each in schema_arguments(call.op) if call.operand_index(each.name) is not None
+    ]
 
 
 @register_rule(*named(FACTORED), torch.ops.prims.svd, family="linalg")
@@ -86,7 +88,7 @@ def unbatched(call: OpCall) -> Rule:
     """One matrix made of a whole tensor."""
     made = tuple(None if each is None else untouched(each) for each in call.results)
     solves = base_name(call.op) == "linalg_tensorsolve"
-    return Rule(tuple(map(untouched, call.operands)), made, modes=linear(1) if solves else ())
+    return Rule(tuple(map(untouched, call.operands)), made, modes=linear_modes(1) if solves else ())
 
 
 @register_rule(aten._linalg_check_errors, family="linalg")
@@ -112,7 +114,7 @@ def solving(call: OpCall) -> Rule:
     """`bij,bjk->bik`: columns of the right-hand side are solved alone, linear in it."""
     name = base_name(call.op)
     matrix, side = SIDES[name]
-    at, a = call.place(side), call.place(matrix)
+    at, a = call.operand_index(side), call.operand_index(matrix)
     made = call.results[0]
     assert at is not None
     assert a is not None

@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from fshard.ops.core.builders import wrap
+from fshard.ops.core.builders import wrap_dim
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
@@ -71,7 +71,7 @@ def product_added(call: OpCall) -> Rule:
 def activated(call: OpCall) -> Rule:
     """A product with something added, and a function of that: the contraction is needed whole."""
     dims = (trailing("ij", call.operands[0].ndim), dims_of_text("ik"), dims_of_text("kj"))
-    return Rule(fitted(dims, call.operands), (dims_of_text("ij"),), whole=frozenset("k"))
+    return Rule(fitted(dims, call.operands), (dims_of_text("ij"),), unsharded=frozenset("k"))
 
 
 @register_rule(aten.linear, family="matmul")
@@ -82,7 +82,7 @@ def linear_layer(call: OpCall) -> Rule:
     made = batch + ("j" if weight.ndim == 2 else "")
     operands = [dims_of_text(batch + "k"), trailing("jk", weight.ndim)]
     operands += [trailing("j", bias.ndim) for bias in call.operands[2:]]
-    return contracted(call, operands, dims_of_text(made), addend=call.place("bias"))
+    return contracted(call, operands, dims_of_text(made), addend=call.operand_index("bias"))
 
 
 @register_rule(aten.bilinear, family="matmul")
@@ -91,7 +91,7 @@ def bilinear(call: OpCall) -> Rule:
     batch = letters(call.operands[0].ndim - 1, "ijo")
     operands = [dims_of_text(batch + "i"), dims_of_text(batch + "j"), dims_of_text("oij")]
     operands += [dims_of_text("o") for _ in call.operands[3:]]
-    bias = call.place("bias")
+    bias = call.operand_index("bias")
     return contracted(call, operands, dims_of_text(batch + "o"), addend=bias,
                       local=Parts(once=() if bias is None else (bias,)))  # fmt: skip
 
@@ -103,9 +103,9 @@ def trilinear(call: OpCall) -> Rule:
     every = letters(total)
     operands = []
     for at in (1, 2, 3):
-        expanded = {wrap(dim, total) for dim in call.get(f"expand{at}")}
+        expanded = {wrap_dim(dim, total) for dim in call.get(f"expand{at}")}
         operands.append(dims_of_text("".join(every[d] for d in range(total) if d not in expanded)))
-    summed = {wrap(dim, total) for dim in call.get("sumdim")}
+    summed = {wrap_dim(dim, total) for dim in call.get("sumdim")}
     result = "".join(every[d] for d in range(total) if d not in summed)
     return contracted(call, operands, dims_of_text(result))
 
@@ -133,8 +133,8 @@ def inner(call: OpCall) -> Rule:
 def tensordot(call: OpCall) -> Rule:
     """Products summed over pairs of dims."""
     a, b = call.operands
-    over = [wrap(dim, a.ndim) for dim in call.get("dims_self")]
-    pairs = {wrap(dim, b.ndim): at for at, dim in enumerate(call.get("dims_other"))}
+    over = [wrap_dim(dim, a.ndim) for dim in call.get("dims_self")]
+    pairs = {wrap_dim(dim, b.ndim): at for at, dim in enumerate(call.get("dims_other"))}
     every = letters(a.ndim + b.ndim)
     left, rest = every[: a.ndim], every[a.ndim :]
     right = "".join(left[over[pairs[at]]] if at in pairs else rest[at] for at in range(b.ndim))
@@ -214,7 +214,7 @@ def vecdot(call: OpCall) -> Rule:
     """Products summed along one dim of two tensors that broadcast."""
     a, b = call.operands
     ndim = max(a.ndim, b.ndim)
-    every, dim = letters(ndim), wrap(call.get("dim"), ndim)
+    every, dim = letters(ndim), wrap_dim(call.get("dim"), ndim)
     return contracted(call, (trailing(every, a.ndim), trailing(every, b.ndim)),
                       dims_of_text(every[:dim] + every[dim + 1 :]))  # fmt: skip
 
@@ -228,7 +228,7 @@ def cross(call: OpCall) -> Rule:
         # The first of size 3, of the whole tensor: a rank's part may have one before it.
         dim = next(at for at, size in enumerate(_broadcast(a, b)) if size == 3)
     every = letters(ndim)
-    dims = [() if at == wrap(dim, ndim) else (every[at],) for at in range(ndim)]
+    dims = [() if at == wrap_dim(dim, ndim) else (every[at],) for at in range(ndim)]
     return contracted(call, [tuple(dims[ndim - each.ndim :]) for each in (a, b)], tuple(dims),
                       local=Parts(changes=(Pinned("dim", dim),), zeros=False))  # fmt: skip
 
@@ -262,7 +262,7 @@ def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rul
     grad = frozenset(factors) if kind == "max" else frozenset()
     kinds = tuple((f, kind) for f in factors) if kind else ()
     whole = frozenset() if kind else frozenset(factors)
-    return Rule(tuple(dims), (made,), kinds, whole, grad=grad, local=Parts())
+    return Rule(tuple(dims), (made,), kinds, whole, no_grad=grad, local=Parts())
 
 
 # -- groups of products ---------------------------------------------------------------------
@@ -271,7 +271,7 @@ def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rul
 @register_rule(aten._grouped_mm, family="matmul")
 def grouped(call: OpCall) -> Rule | None:
     """Products of groups of rows or columns, whose ends `offs` says, or of batches."""
-    if call.place("bias") is not None:
+    if call.operand_index("bias") is not None:
         return None
     a, b = call.operands[:2]
     operands, made = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fshard.ops.core.builders import unmoved
+from fshard.ops.core.builders import unread_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.view.view_factors import letters
-from fshard.ops.strategy.local_call import Here, resized
+from fshard.ops.strategy.local_call import RankContext, with_local_shape
 
 __all__ = ["alike", "anew"]
 
@@ -19,7 +19,7 @@ __all__ = ["alike", "anew"]
 def alike(call: OpCall) -> Rule:
     """Lies as the operand does; where that is unreduced it is the same on every rank."""
     own: Dims = tuple((name,) for name in letters(call.operands[0].ndim))
-    return Rule((own,), (own,), modes=unmoved(0))
+    return Rule((own,), (own,), modes=unread_modes(0))
 
 
 TOLD = """
@@ -38,7 +38,7 @@ def told(call: OpCall) -> Rule:
                 local=_nothing, unread=frozenset(places))  # fmt: skip
 
 
-def _nothing(op: Any, args: Any, kwargs: Any, here: Here) -> None:
+def _nothing(op: Any, args: Any, kwargs: Any, here: RankContext) -> None:
     """A rank's part has another shape: nothing is asked of it."""
 
 
@@ -78,5 +78,5 @@ def anew(call: OpCall) -> Rule:
     x = call.operands[0]
     if x.shape == result.shape and call.op._schema.name != "aten::new_empty_strided":
         own: Dims = tuple((name,) for name in letters(x.ndim))
-        return Rule((own,), (own,), modes=unmoved(0), local=resized("size"))
+        return Rule((own,), (own,), modes=unread_modes(0), local=with_local_shape("size"))
     return Rule((((),) * x.ndim,), (((),) * result.ndim,), unread=frozenset({0}))

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from fshard.ops.core.builders import aligned, dims_of
+from fshard.ops.core.builders import align_factors, dim_factors
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.elementwise.unreduced import CASTS, SAME, modes_of
-from fshard.ops.strategy.local_call import Here
+from fshard.ops.strategy.local_call import RankContext
 
 __all__ = ["pointwise"]
 
@@ -25,12 +25,12 @@ def pointwise(call: OpCall) -> Rule:
     """One factor for every dim of the result, on all operands that do not broadcast there."""
     results = tuple(_result_dims(each) for each in call.results)
     widest = max((each for each in call.results if each is not None), key=lambda m: m.ndim)
-    factors = dims_of(widest.ndim)
-    operands = tuple(aligned(each.shape, widest.shape, factors) for each in call.operands)
+    factors = dim_factors(widest.ndim)
+    operands = tuple(align_factors(each.shape, widest.shape, factors) for each in call.operands)
     return Rule(operands, results, modes=modes_of(call), local=_LOCAL.get(call.op))
 
 
-def _copied(op: Any, args: tuple[Any, ...], kwargs: Any, here: Here) -> torch.Tensor:
+def _copied(op: Any, args: tuple[Any, ...], kwargs: Any, here: RankContext) -> torch.Tensor:
     """What is copied into a tensor, as it is there: the operation itself has no gradient."""
     into, given = args[0], args[1]
     made: torch.Tensor = given.to(into.dtype).expand_as(into).clone()
@@ -41,7 +41,7 @@ _LOCAL = {torch.ops.aten.copy.default: _copied}
 
 
 def _result_dims(meta: Meta | None) -> Dims | None:
-    return None if meta is None else dims_of(meta.ndim)
+    return None if meta is None else dim_factors(meta.ndim)
 
 
 ELSEWHERE = ("equal", "rrelu")
@@ -114,7 +114,7 @@ register_rule(*_tagged(), *_listed(), family="pointwise")(pointwise)
 @register_rule("to.other", "type_as", family="pointwise")
 def as_other(call: OpCall) -> Rule:
     """The second tensor gives its dtype alone."""
-    own = dims_of(call.operands[0].ndim)
+    own = dim_factors(call.operands[0].ndim)
     other = ((),) * call.operands[1].ndim
     return Rule((own, other), (own,), modes=modes_of(call), unread=frozenset({1}))
 
@@ -123,6 +123,6 @@ def as_other(call: OpCall) -> Rule:
 def prelu(call: OpCall) -> Rule:
     """A weight of all elements, or one for every channel: the second dim."""
     x, weight = call.operands
-    own = dims_of(x.ndim)
+    own = dim_factors(x.ndim)
     channel = own[1:2] if x.ndim > 1 and weight.shape[-1:] == x.shape[1:2] else ((),)
     return Rule((own, channel * weight.ndim), (own,))

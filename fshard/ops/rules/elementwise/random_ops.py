@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from fshard._util.errors import fail
-from fshard.ops.core.builders import aligned, dims_of, unmoved
+from fshard.ops.core.builders import align_factors, dim_factors, unread_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.prng.draw_ops import DRAWN
 from fshard.ops.rules.index.local_indices import EQUAL, selecting
-from fshard.ops.strategy.local_call import Here
+from fshard.ops.strategy.local_call import RankContext
 
 __all__ = ["KEYED", "drawn", "folded", "split"]
 
@@ -36,30 +36,30 @@ def drawn(call: OpCall) -> Rule:
     Several keys make as many tensors, so their dims come first; one of size 1 of what it is to be
     like is there for all keys.
     """
-    place, made = call.place("key"), call.results[0]
+    place, made = call.operand_index("key"), call.results[0]
     assert place is not None
     assert made is not None
-    keys = dims_of(call.operands[place].ndim - 1, "k")
-    dims = keys + dims_of(made.ndim - len(keys))
+    keys = dim_factors(call.operands[place].ndim - 1, "k")
+    dims = keys + dim_factors(made.ndim - len(keys))
     if not place:
         return Rule(((*keys, ()),), (dims,), local=_part)
-    like = aligned(call.operands[0].shape, made.shape, dims)
-    return Rule((like, (*keys, ())), (dims,), modes=unmoved(0), local=_part)
+    like = align_factors(call.operands[0].shape, made.shape, dims)
+    return Rule((like, (*keys, ())), (dims,), modes=unread_modes(0), local=_part)
 
 
-def _part(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _part(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """The draw of what a rank holds: its place in the whole, and its size."""
     like, key, shape, start, size, *rest = args
     mine = here.shape()
     keys = len(mine) - len(size)
-    begins = [begin + here.result_begin(keys + dim) for dim, begin in enumerate(start)]
+    begins = [begin + here.result_offset(keys + dim) for dim, begin in enumerate(start)]
     return op(like, key, shape, begins, mine[keys:], *rest, **kwargs)
 
 
 @register_rule("fshard::split", family="random")
 def split(call: OpCall) -> Rule:
     """Of a key all that follow, on every rank."""
-    keys = dims_of(call.operands[0].ndim - 1)
+    keys = dim_factors(call.operands[0].ndim - 1)
     return Rule(((*keys, ()),), ((*keys, (), ()),))
 
 
@@ -69,10 +69,10 @@ def folded(call: OpCall) -> Rule:
     key, *data = call.operands
     made = call.results[0]
     assert made is not None
-    shape, dims = made.shape[:-1], dims_of(made.ndim - 1)
+    shape, dims = made.shape[:-1], dim_factors(made.ndim - 1)
     operands = (
-        (*aligned(key.shape[:-1], shape, dims), ()),
-        *(aligned(each.shape, shape, dims) for each in data),
+        (*align_factors(key.shape[:-1], shape, dims), ()),
+        *(align_factors(each.shape, shape, dims) for each in data),
     )
     return Rule(tuple(operands), ((*dims, ()),))
 
@@ -96,7 +96,7 @@ def _dropout(call: OpCall) -> Rule:
         _refused(call, f"fs.random.dropout_mask(key, spec, p), a factor, drops by a key; {KEYED}; "
                        "p=0.0 or train=False drops nothing")  # fmt: skip
     x = call.operands[0]
-    dims = dims_of(x.ndim)
+    dims = dim_factors(x.ndim)
     if len(call.results) == 1:
         return Rule((dims,), (dims,), modes=selecting(0))
     # The mask keeps everything, whatever that is.
@@ -104,7 +104,7 @@ def _dropout(call: OpCall) -> Rule:
     return Rule((dims,), (dims, dims), modes=modes, local=_kept)
 
 
-def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """A part with its mask, whose dtype PyTorch has wrong where the part is empty."""
     out, mask = op(*args, **kwargs)
     made = here.results[1]
@@ -123,7 +123,7 @@ def _mixed(call: OpCall) -> Rule:
     if call.get("training"):
         _refused(call, f"fs.random.uniform(key, spec) draws slopes; {KEYED}; training=False has "
                        "one slope")  # fmt: skip
-    dims = dims_of(call.operands[0].ndim)
+    dims = dim_factors(call.operands[0].ndim)
     results: tuple[Dims, ...] = (dims,) * len(call.results)
     return Rule((dims,) * len(call.operands), results)
 

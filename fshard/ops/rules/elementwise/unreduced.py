@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import is_inexact, kinds, linear, moved, unmoved
+from fshard.ops.core.builders import (
+    all_modes,
+    is_inexact,
+    kind_modes,
+    linear_modes,
+    unread_modes,
+)
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Mode
 
@@ -60,21 +66,21 @@ def modes_of(call: OpCall) -> Modes:
     name = base_name(call.op).rstrip("_").removeprefix("special_")
     n, results = len(call.operands), len(call.results)
     if name in SAME or (name == "real" and not call.operands[0].dtype.is_complex):
-        return moved(0, results=results)
+        return all_modes(0, results=results)
     if name in CASTS:
         return _cast(call.operands[0], call.results[0], 0)
     if name.endswith("_backward"):
         # Gradients are linear in the gradient that they are of, which comes first.
-        return linear(0, results=results)
+        return linear_modes(0, results=results)
     if name in _BY_NAME:
         return _BY_NAME[name](call)
     found: Modes = ()
     if name in LINEAR:
-        found += linear(0, results=results)
+        found += linear_modes(0, results=results)
     if name in RISES and results == 1:
-        found += tuple(mode for at in range(n) for mode in kinds(at, RISING))
+        found += tuple(mode for at in range(n) for mode in kind_modes(at, RISING))
     if name in FALLS and _falls(name, call.operands[0].dtype):
-        found += kinds(0, FALLING)
+        found += kind_modes(0, FALLING)
     return found
 
 
@@ -98,10 +104,10 @@ def _alike(call: OpCall, *places: int) -> bool:
 def _added(call: OpCall) -> Modes:
     """Sums are linear in both operands together; a constant shifts averages and extremes."""
     n = len(call.operands)
-    both = linear((0, 1)) if n == 2 and _alike(call, 0, 1) else ()
+    both = linear_modes((0, 1)) if n == 2 and _alike(call, 0, 1) else ()
     if not is_inexact(call.results[0]):
         return both
-    alone = tuple(mode for at in range(n) for mode in linear(at, affine=True))
+    alone = tuple(mode for at in range(n) for mode in linear_modes(at, affine=True))
     return both + alone + (_shifted(call) if n == 1 else ())
 
 
@@ -115,7 +121,7 @@ def _shifted(call: OpCall) -> Modes:
     falls = name == "rsub" or (name in ("sub", "subtract") and not isinstance(call.args[0], Meta))
     if not _is_finite(times) or (falls and name == "rsub" and times <= 0):
         return ()
-    return kinds(0, FALLING if falls else RISING)
+    return kind_modes(0, FALLING if falls else RISING)
 
 
 def _scalar(call: OpCall) -> Any:
@@ -131,7 +137,7 @@ def _is_finite(number: Any) -> bool:
 def _multiplied(call: OpCall) -> Modes:
     """Linear in each operand; a number keeps or turns around the order."""
     places = [at for at in range(len(call.operands)) if _alike(call, at)]
-    return linear(*places) + _scaled(call)
+    return linear_modes(*places) + _scaled(call)
 
 
 def _scaled(call: OpCall) -> Modes:
@@ -140,7 +146,7 @@ def _scaled(call: OpCall) -> Modes:
         return ()
     if not _is_finite(number) or number == 0:
         return ()
-    return kinds(0, RISING if number > 0 else FALLING)
+    return kind_modes(0, RISING if number > 0 else FALLING)
 
 
 def _divided(call: OpCall) -> Modes:
@@ -148,29 +154,31 @@ def _divided(call: OpCall) -> Modes:
     whole = call.has("rounding_mode") and call.get("rounding_mode") is not None
     if whole or not is_inexact(call.results[0]) or not isinstance(call.args[0], Meta):
         return ()
-    return linear(0) + _scaled(call)
+    return linear_modes(0) + _scaled(call)
 
 
 def _product_added(call: OpCall) -> Modes:
     """`self + t1 * t2`: linear in the first together with one of the factors."""
     exact = not is_inexact(call.results[0])
-    both = linear((0, 1), (0, 2)) if _alike(call, 0, 1, 2) else ()
-    return both if exact else both + tuple(m for at in range(3) for m in linear(at, affine=True))
+    both = linear_modes((0, 1), (0, 2)) if _alike(call, 0, 1, 2) else ()
+    return (
+        both if exact else both + tuple(m for at in range(3) for m in linear_modes(at, affine=True))
+    )
 
 
 def _quotient_added(call: OpCall) -> Modes:
-    return linear((0, 1)) + linear(0, affine=True) + linear(1, affine=True)
+    return linear_modes((0, 1)) + linear_modes(0, affine=True) + linear_modes(1, affine=True)
 
 
 def _interpolated(call: OpCall) -> Modes:
     """Linear in both ends together, affine in each, and in weights."""
     places = range(len(call.operands))
-    return linear((0, 1)) + tuple(m for at in places for m in linear(at, affine=True))
+    return linear_modes((0, 1)) + tuple(m for at in places for m in linear_modes(at, affine=True))
 
 
 def _paired(call: OpCall) -> Modes:
     """Real and imaginary parts: linear in both together, affine in each."""
-    return linear((0, 1)) + linear(0, affine=True) + linear(1, affine=True)
+    return linear_modes((0, 1)) + linear_modes(0, affine=True) + linear_modes(1, affine=True)
 
 
 # -- choices -------------------------------------------------------------------------------
@@ -181,12 +189,12 @@ def _beside(place: int, constant: Any) -> Modes:
     passing = ["avg", "max", "min"]
     if isinstance(constant, int | float):
         passing += ["sum"] * (constant == 0) + ["product"] * (constant in (0, 1))
-    return kinds(place, {kind: kind for kind in passing})
+    return kind_modes(place, {kind: kind for kind in passing})
 
 
 def _where(call: OpCall) -> Modes:
     if len(call.operands) == 3:
-        return moved(1, 2) + _beside(1, None) + _beside(2, None)
+        return all_modes(1, 2) + _beside(1, None) + _beside(2, None)
     if len(call.operands) == 2:
         return _beside(1, next(each for each in call.args[1:] if not isinstance(each, Meta)))
     return ()
@@ -195,12 +203,12 @@ def _where(call: OpCall) -> Modes:
 def _masked(call: OpCall) -> Modes:
     if len(call.operands) == 2:
         return _beside(0, call.get("value"))
-    return moved(0, 2) + _beside(0, None) + _beside(2, None)
+    return all_modes(0, 2) + _beside(0, None) + _beside(2, None)
 
 
 def _extreme(kind: str) -> Callable[[OpCall], Modes]:
     def both(call: OpCall) -> Modes:
-        alone = tuple(mode for at in range(len(call.operands)) for mode in kinds(at, RISING))
+        alone = tuple(mode for at in range(len(call.operands)) for mode in kind_modes(at, RISING))
         return alone + ((Mode((0, 1), kind, (kind,)),) if len(call.operands) == 2 else ())
 
     return both
@@ -223,42 +231,44 @@ def _logical(kind: str) -> Callable[[OpCall], Modes]:
 def _cast(source: Meta, made: Meta | None, place: int) -> Modes:
     """Casts to inexact numbers of no much smaller range are linear up to rounding, and rising."""
     if made is None or source.dtype == made.dtype:
-        return moved(place)
+        return all_modes(place)
     real = not (source.dtype.is_complex or made.dtype.is_complex)
-    rises = kinds(place, RISING) if real and is_inexact(made) else ()
+    rises = kind_modes(place, RISING) if real and is_inexact(made) else ()
     if not (is_inexact(source) and is_inexact(made)):
         return rises
     if source.dtype.is_complex and not made.dtype.is_complex:
-        return linear(place)
+        return linear_modes(place)
     wide = torch.finfo(made.dtype).max
-    return rises + (linear(place) if wide > 1e38 or wide >= torch.finfo(source.dtype).max else ())
+    return rises + (
+        linear_modes(place) if wide > 1e38 or wide >= torch.finfo(source.dtype).max else ()
+    )
 
 
 def _overwritten(call: OpCall) -> Modes:
     """What is written over does not matter; what is written is moved, and cast."""
     written = _cast(call.operands[1], call.results[0], 1) if len(call.operands) > 1 else ()
-    return unmoved(0) + written
+    return unread_modes(0) + written
 
 
 def _absolute(call: OpCall) -> Modes:
-    return kinds(0, {"product": "product"})
+    return kind_modes(0, {"product": "product"})
 
 
 def _leaky(call: OpCall) -> Modes:
-    return kinds(0, RISING) if call.get("negative_slope") > 0 else ()
+    return kind_modes(0, RISING) if call.get("negative_slope") > 0 else ()
 
 
 def _elu(call: OpCall) -> Modes:
     rises = all(call.get(name) > 0 for name in ("alpha", "scale", "input_scale"))
-    return kinds(0, RISING) if rises else ()
+    return kind_modes(0, RISING) if rises else ()
 
 
 def _shrunk(call: OpCall) -> Modes:
-    return kinds(0, RISING) if call.get("lambd") >= 0 else ()
+    return kind_modes(0, RISING) if call.get("lambd") >= 0 else ()
 
 
 def _threshold(call: OpCall) -> Modes:
-    return kinds(0, RISING) if call.get("value") <= call.get("threshold") else ()
+    return kind_modes(0, RISING) if call.get("value") <= call.get("threshold") else ()
 
 
 def _compared(first: str, second: str) -> Callable[[OpCall], Modes]:
@@ -269,7 +279,7 @@ def _compared(first: str, second: str) -> Callable[[OpCall], Modes]:
 
     def both(call: OpCall) -> Modes:
         sides = zip((first, second), range(len(call.operands)), strict=False)
-        return tuple(mode for kind, at in sides for mode in kinds(at, {kind: "min"}))
+        return tuple(mode for kind, at in sides for mode in kind_modes(at, {kind: "min"}))
 
     return both
 

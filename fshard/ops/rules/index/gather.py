@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import aligned, dims_of, wrap
+from fshard.ops.core.builders import align_factors, dim_factors, wrap_dim
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
@@ -29,7 +29,7 @@ from fshard.ops.rules.index.local_indices import (
     total_kind,
     unravelled,
 )  # fmt: skip
-from fshard.ops.strategy.local_call import Here, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument
 
 __all__ = ["Looked", "broadcast_shape", "index_dims", "whole"]
 
@@ -58,7 +58,9 @@ class Looked:
     after: int = 0
     negative: bool = False
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """The lookup on one rank."""
         part = part_of(here, 0, self.dim)
         if part.is_whole:
@@ -78,7 +80,7 @@ class Looked:
 def _gather(call: OpCall) -> Rule:
     """Dims beside the gathered one pass where both have the same size."""
     x, index = call.operands
-    dim = wrap(call.get("dim"), x.ndim)
+    dim = wrap_dim(call.get("dim"), x.ndim)
     if x.ndim != index.ndim or not x.ndim:
         return _selected(call)
     same = [at == dim or x.shape[at] == index.shape[at] for at in range(x.ndim)]
@@ -87,7 +89,7 @@ def _gather(call: OpCall) -> Rule:
     made = Rule((given, read), (read,), (("v", total_kind(x)),), modes=selecting(0),
                 local=Looked(dim, "index"))  # fmt: skip
     # A sparse gradient is no tensor that can be cut or summed.
-    return replace(made, grad=frozenset(made.factors)) if call.get("sparse_grad") else made
+    return replace(made, no_grad=frozenset(made.factors)) if call.get("sparse_grad") else made
 
 
 def _selected(call: OpCall) -> Rule:
@@ -102,7 +104,7 @@ def _take_along_dim(call: OpCall) -> Rule:
     x, index = call.operands
     made = call.results[0]
     assert made is not None
-    dim = wrap(call.get("dim"), made.ndim)
+    dim = wrap_dim(call.get("dim"), made.ndim)
     beside = [1 if at == dim else size for at, size in enumerate(made.shape)]
     there = factored(made.ndim, dim, "")
     given, read = (
@@ -119,7 +121,7 @@ def _index_select(call: OpCall) -> Rule:
     x, index = call.operands
     if not x.ndim:
         return _selected(call)
-    dim = wrap(call.get("dim"), x.ndim)
+    dim = wrap_dim(call.get("dim"), x.ndim)
     made = factored(x.ndim, dim, "k")
     made[dim] = ("k",) if index.ndim else ()
     given: Dims = tuple(factored(x.ndim, dim, "v"))
@@ -131,7 +133,7 @@ def _index_select(call: OpCall) -> Rule:
 # -- take: indices into the flattened tensor --------------------------------------------------
 
 
-def _taken(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _taken(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """A lookup in a flattened tensor that is cut along any of its dims."""
     name = "index" if op._schema.name == "aten::take" else "indices"
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, name)
@@ -152,7 +154,7 @@ def _taken(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) 
 def _take(call: OpCall) -> Rule:
     """Every dim of the tensor may be cut: its parts are summed."""
     x, index = call.operands
-    given, read = dims_of(x.ndim, "v"), dims_of(index.ndim, "k")
+    given, read = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
     flat = call.op._schema.name == "aten::take_along_dim"
     made: Dims = (tuple(f for (f,) in read),) if flat else read
     kind = total_kind(x)
@@ -172,8 +174,8 @@ def index_dims(ndim: int, indices: Sequence[Meta | None]) -> tuple[Dims, Dims, l
              for at in range(ndim)]  # fmt: skip
     counting = [at for at, each in enumerate(indices) if each is not None]
     shape = broadcast_shape([each.shape for each in indices if each is not None])
-    read = dims_of(len(shape), "b")
-    own = [aligned(each.shape, shape, read) for each in indices if each is not None]
+    read = dim_factors(len(shape), "b")
+    own = [align_factors(each.shape, shape, read) for each in indices if each is not None]
     together = counting == list(range(counting[0], counting[0] + len(counting)))
     before = counting[0] if together else 0
     rest = [f for at, f in enumerate(given) if at not in counting]
@@ -181,10 +183,10 @@ def index_dims(ndim: int, indices: Sequence[Meta | None]) -> tuple[Dims, Dims, l
     return tuple(given), made, own, len(rest) - before
 
 
-def _indexed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _indexed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Advanced indexing of a tensor that is cut along dims that indices count."""
     x, given = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
-    cut = [at for at, each in enumerate(given) if each is not None and not here.is_whole(0, at)]
+    cut = [at for at, each in enumerate(given) if each is not None and not here.is_unsharded(0, at)]
     parts = {at: part_of(here, 0, at) for at in cut}
     if all(part.is_whole for part in parts.values()):
         return op(*args, **kwargs)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fshard.ops.core.builders import dims_of
+from fshard.ops.core.builders import dim_factors
 from fshard.ops.core.call import Meta
 from fshard.ops.core.rule import Mode
-from fshard.ops.strategy.local_call import Here
+from fshard.ops.strategy.local_call import RankContext
 
 __all__ = [
     "EQUAL", "Part", "as_first", "counted", "filled", "locate", "padded", "part_of", "selecting",
@@ -45,10 +45,10 @@ class Part:
         return self.begin == self.end and self.size > 0
 
 
-def part_of(here: Here, operand: int, dim: int) -> Part:
+def part_of(here: RankContext, operand: int, dim: int) -> Part:
     """What a rank holds of a dim of an operand."""
     size = here.operands[operand].shape[dim]
-    return Part(here.begin(operand, dim), here.end(operand, dim), size)
+    return Part(here.offset(operand, dim), here.end(operand, dim), size)
 
 
 def locate(index: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +95,7 @@ def filled(index: torch.Tensor, part: Part) -> torch.Tensor:
 # -- what is added once -----------------------------------------------------------------------
 
 
-def as_first(x: torch.Tensor, here: Here, operand: int, dims: Sequence[int]) -> torch.Tensor:
+def as_first(x: torch.Tensor, here: RankContext, operand: int, dims: Sequence[int]) -> torch.Tensor:
     """A tensor on the first rank along the axes that cut dims of an operand, zeros on others."""
     spec = here.operands[operand]
     at = spec.mesh.coords(here.rank)
@@ -148,7 +148,7 @@ def ravelled(indices: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Ten
 
 def factored(ndim: int, dim: int, factor: str) -> list[tuple[str, ...]]:
     """A factor of its own for every dim, and `factor` for one of them."""
-    dims = list(dims_of(ndim))
+    dims = list(dim_factors(ndim))
     if ndim:
         dims[dim] = (factor,)
     return dims

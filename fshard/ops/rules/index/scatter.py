@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import aligned, dims_of, is_inexact, wrap
+from fshard.ops.core.builders import align_factors, dim_factors, is_inexact, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
@@ -34,7 +34,7 @@ from fshard.ops.rules.index.local_indices import (
     unpadded,
     unravelled,
 )  # fmt: skip
-from fshard.ops.strategy.local_call import Here, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument
 
 __all__ = ["Written"]
 
@@ -54,7 +54,9 @@ class Written:
     negative: bool = False
     values: str = ""
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """The write on one rank."""
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
         if self.counting is not None:
@@ -118,7 +120,7 @@ def _scatter(call: OpCall) -> Rule:
     tensors = [x, index] + ([] if values is None else [values])
     if not x.ndim or any(each.ndim != x.ndim for each in tensors):
         return replace(whole(call), modes=modes)
-    dim = wrap(call.get("dim"), x.ndim)
+    dim = wrap_dim(call.get("dim"), x.ndim)
 
     def dims(factor: str) -> Dims:
         named = factored(x.ndim, dim, factor)
@@ -146,7 +148,7 @@ def _written(
     grad = frozenset({"k"} if parts in ("max", "min") else ())
     if parts == "sum":
         local = replace(local, counting=at)
-    return Rule(operands, (made,), (("k", parts),) if parts else (), modes=modes, grad=grad,
+    return Rule(operands, (made,), (("k", parts),) if parts else (), modes=modes, no_grad=grad,
                 local=local)  # fmt: skip
 
 
@@ -157,13 +159,13 @@ def _index_write(call: OpCall) -> Rule:
     """Dims beside the written one pass."""
     x, index = call.operands[:2]
     kind, parts = _names(call)
-    values = call.place("source") if call.has("source") else call.place("value") if (
-        call.has("value")) else None  # fmt: skip
+    written = next((name for name in ("source", "value") if call.has(name)), None)
+    values = None if written is None else call.operand_index(written)
     modes = _modes(call, kind, values)
     name = call.op._schema.name.removeprefix("aten::")
     if not x.ndim:
         return replace(whole(call), modes=modes)
-    dim = wrap(call.get("dim"), x.ndim)
+    dim = wrap_dim(call.get("dim"), x.ndim)
     given = tuple(factored(x.ndim, dim, "v"))
     read: Dims = (("k",),) * index.ndim
     operands: tuple[Dims, ...] = (given, read)
@@ -182,7 +184,7 @@ def _index_write(call: OpCall) -> Rule:
 # -- index_put --------------------------------------------------------------------------------
 
 
-def _put_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _put_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Advanced indexing that writes into a tensor that is cut along dims that indices count."""
     x, given = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
     counting = [at for at, each in enumerate(given) if each is not None]
@@ -214,7 +216,7 @@ def _index_put(call: OpCall) -> Rule:
         return _masked_put(call, modes)
     given, made, own, _ = index_dims(x.ndim, indices)
     sizes = _sizes(made, (given, x.shape), *zip(own, (each.shape for each in there), strict=True))
-    read = aligned(values.shape, sizes, made)
+    read = align_factors(values.shape, sizes, made)
     summed = {f for dims in own for dim in dims for f in dim}
     reductions = tuple((f, "sum") for f in sorted(summed)) if sums else ()
     return Rule((given, *own, read), (given,), reductions, modes=modes, local=_put_at)
@@ -235,21 +237,21 @@ def _masked_put(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
     mask = indices[at]
     if len(call.operands) != 3 or mask.dtype != torch.bool:
         return replace(whole(call), modes=modes)
-    given = dims_of(x.ndim)
+    given = dim_factors(x.ndim)
     slot = x.ndim - at - mask.ndim
     same = values.ndim <= slot or values.shape[-slot - 1] == 1
     if not same:
         given = (*given[:at], *((),) * mask.ndim, *given[at + mask.ndim :])
     covered = given[at : at + mask.ndim]
     made = (*given[:at], (), *given[at + mask.ndim :])
-    read = aligned(values.shape, (*x.shape[:at], -1, *x.shape[at + mask.ndim :]), made)
+    read = align_factors(values.shape, (*x.shape[:at], -1, *x.shape[at + mask.ndim :]), made)
     return Rule((given, covered, read), (given,), modes=modes)
 
 
 # -- put: indices into the flattened tensor ---------------------------------------------------
 
 
-def _put_flat(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _put_flat(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Writing into a flattened tensor that is cut along any of its dims."""
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
     shape = here.operands[0].shape
@@ -274,7 +276,7 @@ def _put(call: OpCall) -> Rule:
     """Every dim of the tensor passes; those of the index are summed where they accumulate."""
     x, index, source = call.operands
     sums = call.get("accumulate")
-    given, read = dims_of(x.ndim, "v"), dims_of(index.ndim, "k")
+    given, read = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
     modes = _modes(call, "sum" if sums else "copy", 2)
     if index.shape != source.shape:
         return replace(whole(call), modes=modes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fshard._util.errors import fail
-from fshard.ops.core.builders import linear
+from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
@@ -27,7 +27,7 @@ from fshard.ops.rules.contraction.einsum_helpers import (
 )
 from fshard.ops.rules.elementwise.random_ops import KEYED
 from fshard.ops.rules.reduce.decompositions import wide
-from fshard.ops.strategy.local_call import Here, LocalCall, with_argument
+from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 
 __all__ = ["attention", "attention_backward", "in_products"]
 
@@ -72,7 +72,7 @@ def _heads(call: OpCall) -> _Heads:
 
 
 def _named(call: OpCall, name: str) -> Meta:
-    place = call.place(name)
+    place = call.operand_index(name)
     assert place is not None
     return call.operands[place]
 
@@ -89,14 +89,14 @@ def _refuse_dropout(call: OpCall) -> None:
 class _Causal:
     """A change: where causal queries begin in the middle, the mask says so."""
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         op, args, kwargs = call
         query, key = args[0], args[1]
         dim = query.dim() - 2
-        if not argument(op, args, kwargs, "is_causal") or here.is_whole(0, dim):
+        if not argument(op, args, kwargs, "is_causal") or here.is_unsharded(0, dim):
             return call
-        rows = torch.arange(here.begin(0, dim), here.end(0, dim), device=query.device)
+        rows = torch.arange(here.offset(0, dim), here.end(0, dim), device=query.device)
         mask = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
         call = with_argument(*call, "is_causal", False)
         return with_argument(*call, "attn_mask", mask)
@@ -115,13 +115,16 @@ def attention(call: OpCall) -> Rule:
         heads.operand(("", ""), of_keys=True),
         heads.operand(("", "v"), of_keys=True),
     ]
-    if call.place("attn_mask") is not None:
+    if call.operand_index("attn_mask") is not None:
         dims.append(heads.aligned(call.operands[3], ("q", ""), sizes))
     result = heads.operand(("q", "v"), of_keys=False)
     # Tensors of fewer dims broadcast along the first ones.
     last = [each[len(each) - m.ndim :] for each, m in zip(dims, call.operands, strict=True)]
     return Rule(
-        fitted(last, call.operands), (result,), modes=linear(2), local=Parts(changes=(_Causal(),))
+        fitted(last, call.operands),
+        (result,),
+        modes=linear_modes(2),
+        local=Parts(changes=(_Causal(),)),
     )
 
 
@@ -197,7 +200,7 @@ def attention_backward(call: OpCall) -> Rule:
     operands: list[Dims] = []
     mask: Dims = ()
     for each in call.op._schema.arguments:
-        place = call.place(each.name)
+        place = call.operand_index(each.name)
         if place is None:
             continue
         name, meta = each.name.rstrip("_"), call.operands[place]
@@ -214,7 +217,7 @@ def attention_backward(call: OpCall) -> Rule:
         for dims, meta in zip(made, call.results, strict=True)
     )
     return Rule(tuple(operands), results, _lacking(rows, results, "sum"),
-                modes=linear(0, results=len(results)), local=Parts())  # fmt: skip
+                modes=linear_modes(0, results=len(results)), local=Parts())  # fmt: skip
 
 
 # -- in products and sums -------------------------------------------------------------------

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.ops.core.builders import dims_of, is_inexact, linear
+from fshard.ops.core.builders import dim_factors, is_inexact, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
 from fshard.ops.rules.index.local_indices import locate, part_of
 from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, Averaged
-from fshard.ops.strategy.local_call import Here, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument
 
 __all__: list[str] = []
 
@@ -40,14 +40,14 @@ def _class_dim(ndim: int) -> int:
 def _dims(x: Meta) -> tuple[Dims, Dims]:
     """Factors of a tensor with classes, and of one without: `c` is that of the classes."""
     at = _class_dim(x.ndim)
-    beside = dims_of(x.ndim - 1)
+    beside = dim_factors(x.ndim - 1)
     return (*beside[:at], ("c",), *beside[at:]), beside
 
 
 # -- negative log likelihood ------------------------------------------------------------------
 
 
-def _likelihood(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _likelihood(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """The likelihoods of a rank's classes; a mean over the weights of all."""
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
     at = _class_dim(x.ndim)
@@ -90,7 +90,7 @@ def _nll(call: OpCall) -> Rule:
     if not x.ndim:
         return whole(call)
     given, beside = _dims(x)
-    weight = call.place("weight") is not None
+    weight = call.operand_index("weight") is not None
     operands: tuple[Dims, ...] = (given, beside)
     if weight:
         operands += (((),) if reduction == MEAN else (("c",),),)
@@ -102,9 +102,9 @@ def _nll(call: OpCall) -> Rule:
         lacking |= samples  # the second result is nothing then
     needed = samples if reduction == MEAN else set()
     # The second result counts weights: it is the same whatever the likelihoods are.
-    modes = linear(0, results=len(call.results), affine=len(call.results) == 2)
+    modes = linear_modes(0, results=len(call.results), affine=len(call.results) == 2)
     if weight and reduction != MEAN:
-        modes += linear(2, results=len(call.results))
+        modes += linear_modes(2, results=len(call.results))
     return Rule(operands, results, tuple((f, "sum") for f in sorted(lacking)), frozenset(needed),
                 modes=modes, local=_likelihood)  # fmt: skip
 
@@ -113,12 +113,14 @@ def _nll_backward(call: OpCall) -> Rule:
     """Samples and classes pass."""
     given, beside = _dims(call.operands[1])
     gradient = beside if call.get("reduction") == NONE else ()
-    weight = () if call.place("weight") is None else ((("c",),),)
+    weight = () if call.operand_index("weight") is None else ((("c",),),)
     operands = (gradient, given, beside, *weight, ())
-    return Rule(operands, (given,), modes=linear(0), local=_likelihood_of)
+    return Rule(operands, (given,), modes=linear_modes(0), local=_likelihood_of)
 
 
-def _likelihood_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _likelihood_of(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+) -> Any:
     """The gradient of likelihoods with respect to a rank's classes.
 
     Of a mean that of a sum: PyTorch's gradient of this operation takes the mean of what it is given
@@ -158,13 +160,13 @@ def _cross_entropy(call: OpCall) -> Rule:
         return whole(call)
     given, beside = _dims(x)
     reduction, likely = call.get("reduction"), is_inexact(target)
-    weight = () if call.place("weight") is None else ((("c",),),)
+    weight = () if call.operand_index("weight") is None else ((("c",),),)
     samples = [f for (f,) in beside]
     needed = frozenset({"c"} | (set(samples) if reduction == MEAN and not likely else set()))
     summed = reduction != NONE
-    modes = linear(1, affine=call.get("label_smoothing") != 0) if likely else ()
+    modes = linear_modes(1, affine=call.get("label_smoothing") != 0) if likely else ()
     if weight and (likely or reduction != MEAN):
-        modes += linear(2)
+        modes += linear_modes(2)
     local = Averaged(math.prod(x.shape), (0,)) if likely and reduction == MEAN else None
     return Rule((given, given if likely else beside, *weight), (() if summed else beside,),
                 tuple((f, "sum") for f in samples) if summed else (), needed, modes=modes,
@@ -279,7 +281,7 @@ def _margins(call: OpCall) -> Rule:
         return whole(call)
     sample: Dims = (("n",),)
     one: Dims = sample if reduction == NONE else ()
-    weight = call.place("weight") if call.has("weight") else None
+    weight = call.operand_index("weight") if call.has("weight") else None
 
     def dims(place: int, meta: Meta) -> Dims:
         if backward and place == 0:
@@ -295,7 +297,7 @@ def _margins(call: OpCall) -> Rule:
         results += ((("n",), ()),)
     local = Averaged(x.shape[0], (1 if backward else 0,), 1) if reduction == MEAN else None
     return Rule(operands, results, () if backward or reduction == NONE else (("n", "sum"),),
-                modes=linear(0) if backward else (), local=local)  # fmt: skip
+                modes=linear_modes(0) if backward else (), local=local)  # fmt: skip
 
 
 register_rule("multi_margin_loss", "multi_margin_loss_backward", "multilabel_margin_loss",

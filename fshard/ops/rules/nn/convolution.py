@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import linear
+from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
@@ -24,7 +24,7 @@ from fshard.ops.rules.contraction.einsum_helpers import (
     letters,
     nil,
 )
-from fshard.ops.strategy.local_call import Here, LocalCall, with_argument
+from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 
 __all__ = ["convolution", "convolution_backward"]
 
@@ -96,7 +96,7 @@ class _Groups:
     transposed: bool
     result: int | None = 0
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         weight = here.operands[self.weight].local_shape(here.rank)
         sides = here.operands[self.x], here.results[0] if self.result == 0 else here.operands[0]
@@ -111,14 +111,14 @@ def convolution(call: OpCall) -> Rule:
     """Sums over channels in of products; groups are cut with their channels, in and out."""
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
-    dims, bias = _dims(call, x, weight, groups), call.place("bias")
+    dims, bias = _dims(call, x, weight, groups), call.operand_index("bias")
     operands = [dims.x, dims.weight] + ([dims.bias] if bias is not None else [])
     channel = x.ndim - weight.ndim + 1
     changes = (_Groups(0, 1, channel, _transposed(call)),) if groups > 1 else ()
     once = () if bias is None else (bias,)
     return Rule(
         tuple(operands), (dims.made,), (("c", "sum"),), dims.whole,
-        modes=linear(0, 1) if bias is None else added(bias, (0, 1)),
+        modes=linear_modes(0, 1) if bias is None else added(bias, (0, 1)),
         local=Parts(once, changes, along=channel),
     )  # fmt: skip
 
@@ -141,7 +141,9 @@ class _Backward:
     parts: Parts
     channel: int
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """Run it on a rank."""
         made = list(self.parts(op, *self._resized(op, args, kwargs, here), here))
         x, bias = here.operands[1], here.results[2]
@@ -156,7 +158,7 @@ class _Backward:
         return [*made[:2], nil(made[2]) if later else made[2]]
 
     def _resized(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         name = "bias_sizes"
         if argument(op, args, kwargs, name) is None:
@@ -184,7 +186,7 @@ def convolution_backward(call: OpCall) -> Rule:
         (dims.made, dims.x, dims.weight), results,
         tuple(sorted((f, "sum") for f in seen if f != "g")),
         dims.whole,
-        modes=linear(0, results=3),
+        modes=linear_modes(0, results=3),
         local=_Backward(Parts(changes=changes), channel),
     )  # fmt: skip
 
@@ -194,5 +196,5 @@ def conv_tbc_backward(call: OpCall) -> Rule:
     """Its batch and channels out: the bias's gradient is of no channel in."""
     operands = (((), ("n",), ("o",)), ((), ("n",), ()), ((), (), ("o",)), (("o",),))
     results = (((), ("n",), ()), ((), (), ("o",)), (("o",),))
-    return Rule(operands, results, (("n", "sum"), ("o", "sum")), modes=linear(0, results=3),
+    return Rule(operands, results, (("n", "sum"), ("o", "sum")), modes=linear_modes(0, results=3),
                 local=Parts())  # fmt: skip

@@ -14,19 +14,19 @@ from typing import Any, Never
 import torch
 
 from fshard._util.errors import fail
-from fshard.ops.core.builders import dims_of, linear
+from fshard.ops.core.builders import dim_factors, linear_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.index.local_indices import filled, locate, padded, part_of, selecting
-from fshard.ops.strategy.local_call import Here, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument
 
 __all__: list[str] = []
 
 MAX = 2
 
 
-def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Rows of a weight that is cut, the padding's row only where it is held."""
     part, padding = part_of(here, 0, 0), argument(op, args, kwargs, "padding_idx")
     held = part.begin <= padding < part.end
@@ -44,7 +44,7 @@ def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Her
 
 def _embedding(call: OpCall) -> Rule:
     """Rows are summed, width and indices pass."""
-    index = dims_of(call.operands[1].ndim, "i")
+    index = dim_factors(call.operands[1].ndim, "i")
     made = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
                 modes=selecting(0), local=_embedded)  # fmt: skip
     return _as_asked(call, made)
@@ -56,9 +56,9 @@ def _as_asked(call: OpCall, made: Rule) -> Rule:
     One scaled by frequency counts all indices, and a sparse one is no tensor to cut or sum.
     """
     if call.get("sparse"):
-        return replace(made, grad=frozenset(made.factors))
+        return replace(made, no_grad=frozenset(made.factors))
     if call.get("scale_grad_by_freq"):
-        return replace(made, grad=frozenset(made.factors) - {"d"})
+        return replace(made, no_grad=frozenset(made.factors) - {"d"})
     return made
 
 
@@ -71,9 +71,9 @@ def _renorm(call: OpCall) -> Never:
 # -- its gradient -----------------------------------------------------------------------------
 
 
-def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Rows of the weight's gradient that a rank holds; what falls elsewhere is dropped."""
-    rows, begin = here.shape()[0], here.result_begin(0)
+    rows, begin = here.shape()[0], here.result_offset(0)
     given, made = argument(op, args, kwargs, op._schema.arguments[0].name), here.results[0]
     assert made is not None
     if not given.numel():
@@ -98,17 +98,17 @@ def _dense_backward(call: OpCall) -> Rule | None:
     """Rows and width pass; indices are summed, unless their frequencies count."""
     if call.has("sparse") and call.get("sparse"):
         return None
-    index = dims_of(call.operands[1].ndim, "i")
+    index = dim_factors(call.operands[1].ndim, "i")
     counted = bool(call.get("scale_grad_by_freq"))
     reductions = () if counted else tuple((f, "sum") for (f,) in index)
-    return Rule(((*index, ("d",)), index), ((("v",), ("d",)),), reductions, modes=linear(0),
+    return Rule(((*index, ("d",)), index), ((("v",), ("d",)),), reductions, modes=linear_modes(0),
                 local=_gradient)  # fmt: skip
 
 
 # -- bags -------------------------------------------------------------------------------------
 
 
-def _bagged(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _bagged(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Sums and averages over bags of rows of a weight that is cut."""
     part = part_of(here, 0, 0)
     if part.is_whole:
@@ -147,10 +147,11 @@ def _bag(call: OpCall) -> Rule:
     largest = call.get("mode") == MAX
     others = tuple(((),) * each.ndim for each in call.operands[1:])
     first, nothing = (((), ("d",)),), (None,) * (len(call.results) - 1)
-    scale = call.place("per_sample_weights")
+    scale = call.operand_index("per_sample_weights")
     linear_in = () if largest else (0,) if scale is None else (0, scale)
     made = Rule(((("v",), ("d",)), *others), (*first, *nothing), () if largest else (("v", "sum"),),
-                modes=linear(*linear_in, results=len(call.results)), local=_bagged)  # fmt: skip
+                modes=linear_modes(*linear_in, results=len(call.results)),
+                local=_bagged)  # fmt: skip
     return _as_asked(call, made)
 
 

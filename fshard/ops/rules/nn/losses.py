@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.ops.core.builders import aligned, dims_of, linear
+from fshard.ops.core.builders import align_factors, dim_factors, linear_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, whole
-from fshard.ops.strategy.local_call import Here, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument
 
 __all__ = ["MEAN", "NONE", "SUM", "Averaged", "reduced"]
 
@@ -38,7 +38,9 @@ class Averaged:
     rows: tuple[int, ...]
     after: int = 0
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """The loss on one rank."""
         shape = broadcast_shape([here.operands[at].local_shape(here.rank) for at in self.rows])
         mine = math.prod(shape[: len(shape) - self.after])
@@ -66,12 +68,12 @@ def reduced(loss: Tensor, reduction: int) -> Tensor:
 def _elementwise(call: OpCall) -> Rule:
     """Dims pass, or are summed."""
     shape = broadcast_shape([each.shape for each in call.operands])
-    factors = dims_of(len(shape))
-    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands)
+    factors = dim_factors(len(shape))
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
     backward = call.op._schema.name.endswith("_backward")
     made = call.results[0]
     assert made is not None
-    result = aligned(made.shape, shape, factors)
+    result = align_factors(made.shape, shape, factors)
     sums = call.get("reduction") != NONE and not backward
     used = {f for dims in operands for dim in dims for f in dim}
     reductions = tuple((f, "sum") for (f,) in factors if f in used) if sums else ()
@@ -81,28 +83,28 @@ def _elementwise(call: OpCall) -> Rule:
     narrow = call.get("reduction") == MEAN and any(each.shape != shape for each in call.operands)
     wrong = narrow and call.op._schema.name.removeprefix("aten::") in BY_FIRST
     return Rule(operands, (result,), reductions, modes=_linear_in(call, backward),
-                grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
+                no_grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
 
 
 def _linear_in(call: OpCall, backward: bool) -> tuple[Mode, ...]:
     """The operands that a loss is linear in, or linear but for a constant."""
     if backward:
-        return linear(0)
+        return linear_modes(0)
     match call.op._schema.name.removeprefix("aten::"):
         case "kl_div":
-            return linear(0, affine=True)
+            return linear_modes(0, affine=True)
         case "poisson_nll_loss":
-            return () if call.get("full") else linear(1, affine=True)
+            return () if call.get("full") else linear_modes(1, affine=True)
         case "binary_cross_entropy_with_logits":
-            return linear(1, affine=True) + _weights(call)
+            return linear_modes(1, affine=True) + _weights(call)
         case "binary_cross_entropy":
             return _weights(call)  # addends of a target may lie where it refuses targets
     return ()
 
 
 def _weights(call: OpCall) -> tuple[Mode, ...]:
-    weight = call.place("weight")
-    return () if weight is None else linear(weight)
+    weight = call.operand_index("weight")
+    return () if weight is None else linear_modes(weight)
 
 
 ELEMENTWISE = """
@@ -126,8 +128,8 @@ def _rows(call: OpCall) -> Rule:
     others = [each.shape for each in call.operands[features:]]
     if not shape or any(each != rows for each in others):
         return whole(call)
-    factors = (*dims_of(len(rows)), ("c",))
-    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands[:features])
+    factors = (*dim_factors(len(rows)), ("c",))
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands[:features])
     operands += (factors[:-1],) * len(others)
     reduction = call.get("reduction")
     made = factors[:-1] if reduction == NONE else ()
@@ -188,10 +190,10 @@ def _triplet_margin(
 # -- connectionist temporal classification ----------------------------------------------------
 
 
-def _classified(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _classified(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """The losses of a rank's sequences, whose lengths may be listed for all of them."""
     x, total = argument(op, args, kwargs, "log_probs"), here.operands[0].shape[1]
-    begin, end = here.begin(0, 1), here.end(0, 1)
+    begin, end = here.offset(0, 1), here.end(0, 1)
     if end - begin == total:
         return op(*args, **kwargs)
     if end == begin:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import aligned, dims_of, linear, wrap
-from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_of
+from fshard.ops.core.builders import align_factors, dim_factors, linear_modes, wrap_dim
+from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.reductions import OfSome, named, typed, zeros
-from fshard.ops.strategy.local_call import Here
+from fshard.ops.strategy.local_call import RankContext
 
 __all__ = ["batch_norm", "group_norm", "layer_norm"]
 
@@ -31,7 +31,10 @@ def _names(dims: Dims) -> frozenset[str]:
 
 def _affine(call: OpCall) -> tuple[Mode, ...]:
     """Modes of weight and bias: linear in both together, or in a weight without a bias."""
-    weight, bias = call.place("weight"), call.place("bias") if call.has("bias") else None
+    weight, bias = (
+        call.operand_index("weight"),
+        call.operand_index("bias") if call.has("bias") else None,
+    )
     given = tuple(each for each in (weight, bias) if each is not None)
     if not given:
         return ()
@@ -55,18 +58,18 @@ def layer_norm(call: OpCall) -> Rule:
     factors, lead = _layer(call, x)
     weights = (factors[lead:],) * (len(call.operands) - 1)
     return Rule((factors, *weights), tuple(_statistics(each, x, lead) for each in call.results),
-                whole=_names(factors[lead:]), modes=_affine(call), local=OfSome())  # fmt: skip
+                unsharded=_names(factors[lead:]), modes=_affine(call), local=OfSome())  # fmt: skip
 
 
 def _layer(call: OpCall, x: Meta) -> tuple[Dims, int]:
-    return dims_of(x.ndim), x.ndim - len(call.get("normalized_shape"))
+    return dim_factors(x.ndim), x.ndim - len(call.get("normalized_shape"))
 
 
 def _statistics(meta: Meta | None, x: Meta, lead: int) -> Dims | None:
     """The factors of a tensor like `x`, or of a number for all of its last dims."""
     if meta is None:
         return None
-    factors = dims_of(x.ndim)
+    factors = dim_factors(x.ndim)
     return factors if meta.shape == x.shape else factors[:lead] + ((),) * (x.ndim - lead)
 
 
@@ -82,7 +85,7 @@ def layer_norm_backward(call: OpCall) -> Rule:
     given = tuple(m and d for m, d in zip(call.results, results, strict=True))
     return Rule(tuple(operands), given,
                 tuple((f, "sum") for f in _names(factors[:lead])), _names(inner),
-                modes=linear(0, results=len(call.results)), local=OfSome())  # fmt: skip
+                modes=linear_modes(0, results=len(call.results)), local=OfSome())  # fmt: skip
 
 
 # -- groups --------------------------------------------------------------------------------
@@ -94,7 +97,9 @@ class Grouped:
 
     channels: int
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         x: torch.Tensor = args[0]
         if not x.numel():
             return zeros(x, here)
@@ -103,7 +108,7 @@ class Grouped:
             "N": batch, "C": channels, "HxW": x.numel() // (batch * channels),
             "group": channels // self.channels, "num_groups": channels // self.channels,
         }  # fmt: skip
-        places = [argument.name for argument in schema_of(op)]
+        places = [argument.name for argument in schema_arguments(op)]
         placed = [counts.get(name, each) for name, each in zip(places, args, strict=False)]
         return op(*placed, **{key: counts.get(key, each) for key, each in kwargs.items()})
 
@@ -113,7 +118,7 @@ def group_norm(call: OpCall) -> Rule:
     x = call.operands[0]
     groups = call.get("num_groups" if call.has("num_groups") else "group")
     per = x.shape[1] // groups
-    factors: Dims = (("n",), ("g", "c"), *dims_of(x.ndim - 2))
+    factors: Dims = (("n",), ("g", "c"), *dim_factors(x.ndim - 2))
     backward = base_name(call.op).endswith("backward")
     results = (factors, (("g", "c"),), (("g", "c"),)) if backward else (
         (factors, (("n",), ("g",)), (("n",), ("g",))))  # fmt: skip
@@ -124,7 +129,7 @@ def group_norm(call: OpCall) -> Rule:
     )
     given = tuple(m and d for m, d in zip(call.results, results, strict=False))
     return Rule(operands, given, (("n", "sum"),) if backward else (), _names(factors[2:]) | {"c"},
-                modes=linear(0, results=3) if backward else _affine(call), local=Grouped(per),
+                modes=linear_modes(0, results=3) if backward else _affine(call), local=Grouped(per),
                 sizes=(("c", per), ("g", groups)))  # fmt: skip
 
 
@@ -140,9 +145,11 @@ class Unwritten:
 
     given: bool
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         if args[0].numel():
-            places = [each.name for each in schema_of(op)]
+            places = [each.name for each in schema_arguments(op)]
             placed = [_apart(name, each) for name, each in zip(places, args, strict=False)]
             made = op(*placed, **{key: _apart(key, each) for key, each in kwargs.items()})
         else:
@@ -172,7 +179,7 @@ def _own_statistics(call: OpCall) -> bool:
 def batch_norm(call: OpCall) -> Rule:
     """Channels are free; samples and places too, where the statistics are given."""
     x, own = call.operands[0], _own_statistics(call)
-    factors: Dims = (("n",), ("c",), *dims_of(x.ndim - 2))
+    factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
     operands = tuple(factors if at == 0 else (("c",),) for at in range(len(call.operands)))
     results = tuple(_of_channels(each, x, factors) for each in call.results)
     over = _names((factors[0], *factors[2:]))
@@ -194,13 +201,13 @@ def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
 def batch_norm_backward(call: OpCall) -> Rule:
     """Gradients of weight and bias are sums over samples and places."""
     x, own = call.operands[1], _own_statistics(call)
-    factors: Dims = (("n",), ("c",), *dims_of(x.ndim - 2))
+    factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
     over = _names((factors[0], *factors[2:]))
     operands = tuple(_of_channels(each, x, factors) or () for each in call.operands)
     results = tuple(_of_channels(each, x, factors) for each in call.results)
     sums = () if own else tuple((f, "sum") for f in sorted(over))
     return Rule(operands, results, sums, over if own else frozenset(),
-                modes=linear(0, results=3), local=OfSome())  # fmt: skip
+                modes=linear_modes(0, results=3), local=OfSome())  # fmt: skip
 
 
 # -- norms of other things -----------------------------------------------------------------
@@ -209,40 +216,40 @@ def batch_norm_backward(call: OpCall) -> Rule:
 def renorm(call: OpCall) -> Rule:
     """The parts whose norm is bounded are free, their own dims whole."""
     x = call.operands[0]
-    factors, dim = dims_of(x.ndim), wrap(call.get("dim"), x.ndim)
-    return Rule((factors,), (factors,), whole=_names(factors[:dim] + factors[dim + 1 :]),
+    factors, dim = dim_factors(x.ndim), wrap_dim(call.get("dim"), x.ndim)
+    return Rule((factors,), (factors,), unsharded=_names(factors[:dim] + factors[dim + 1 :]),
                 local=OfSome())  # fmt: skip
 
 
 def cosine_similarity(call: OpCall) -> Rule:
     """The dim of the vectors is whole; all others are free, and may broadcast."""
     shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
-    factors, dim = dims_of(len(shape)), wrap(call.get("dim"), len(shape))
-    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands)
+    factors, dim = dim_factors(len(shape)), wrap_dim(call.get("dim"), len(shape))
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
     kept = factors[:dim] + factors[dim + 1 :] if shape else ()
-    return Rule(operands, (kept,), whole=_names(factors[dim : dim + 1]))
+    return Rule(operands, (kept,), unsharded=_names(factors[dim : dim + 1]))
 
 
 def weight_norm(call: OpCall) -> Rule:
     """The dim that has norms of its own is free, those that they are over are whole."""
     widest = max(call.operands, key=lambda m: m.ndim)
-    factors, dim = dims_of(widest.ndim), call.get("dim")
-    kept = {wrap(dim, widest.ndim)} if dim >= 0 or "interface" in base_name(call.op) else set()
+    factors, dim = dim_factors(widest.ndim), call.get("dim")
+    kept = {wrap_dim(dim, widest.ndim)} if dim >= 0 or "interface" in base_name(call.op) else set()
 
     def dims(meta: Meta | None) -> Dims | None:
         if meta is None or meta.shape == widest.shape:
             return meta and factors
-        return tuple(each if at in kept else () for at, each in enumerate(dims_of(meta.ndim)))
+        return tuple(each if at in kept else () for at, each in enumerate(dim_factors(meta.ndim)))
 
     name, rest = base_name(call.op), (None,) * (len(call.results) - 1)
     modes: tuple[Mode, ...] = ()
     if name in ("_weight_norm", "_weight_norm_interface"):
         modes = tuple(Mode((1,), kind, (kind, *rest)) for kind in ("sum", "avg"))
     elif name.endswith("backward"):
-        modes = linear(0, results=len(call.results))
+        modes = linear_modes(0, results=len(call.results))
     whole = frozenset(f for at, each in enumerate(factors) for f in each if at not in kept)
     return Rule(tuple(dims(each) or () for each in call.operands), tuple(map(dims, call.results)),
-                whole=whole, modes=modes, local=OfSome())  # fmt: skip
+                unsharded=whole, modes=modes, local=OfSome())  # fmt: skip
 
 
 GENERATORS = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import is_inexact, kinds, linear, moved
+from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
@@ -25,7 +25,7 @@ from fshard.ops.rules.contraction.einsum_helpers import (
     letters,
     named,
 )
-from fshard.ops.strategy.local_call import Here, LocalCall, Rewritten, with_argument
+from fshard.ops.strategy.local_call import LocalCall, LocalRewrite, RankContext, with_argument
 
 __all__ = ["padded", "per_plane", "spatial_dims"]
 
@@ -92,7 +92,7 @@ def windowed(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
         reads.append((every[at], every[spatial + at]) if apart else ())
         makes.append((every[at],) if apart else ())
     whole = frozenset(f for dim in reads for f in dim[1:])
-    return Rule(((*lead, *reads),), ((*lead, *makes),), whole=whole, modes=modes, local=Parts())
+    return Rule(((*lead, *reads),), ((*lead, *makes),), unsharded=whole, modes=modes, local=Parts())
 
 
 MOST_REPEATED = 32
@@ -115,7 +115,7 @@ def repeated(call: OpCall) -> Rule:
         makes.append((every[at], every[spatial + at]) if whole else ())
     lead = planes(x, spatial)[: x.ndim - spatial]
     inner = frozenset(f for dim in makes for f in dim[1:])
-    return Rule(((*lead, *reads),), ((*lead, *makes),), whole=inner, modes=moved(0),
+    return Rule(((*lead, *reads),), ((*lead, *makes),), unsharded=inner, modes=all_modes(0),
                 local=Parts(changes=(_Enlarged(spatial),)))  # fmt: skip
 
 
@@ -135,7 +135,7 @@ class _Enlarged:
 
     spatial: int
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         if argument(*call, "output_size") is None:
             return call
@@ -146,7 +146,7 @@ class _Enlarged:
 def averaged(call: OpCall) -> Rule:
     """Linear in the tensor that it reads, but where integers are divided."""
     moves = any(word in base_name(call.op) for word in ("pad", "unpool"))
-    modes = linear(0) if moves or is_inexact(call.operands[0]) else ()
+    modes = linear_modes(0) if moves or is_inexact(call.operands[0]) else ()
     return windowed(call, modes) if base_name(call.op) in WINDOWED else per_plane(call, modes)
 
 
@@ -154,7 +154,7 @@ def averaged(call: OpCall) -> Rule:
 def largest(call: OpCall) -> Rule:
     """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
     if base_name(call.op) in WINDOWED:
-        return windowed(call, kinds(0, {"max": "max"}))
+        return windowed(call, kind_modes(0, {"max": "max"}))
     return per_plane(call)
 
 
@@ -162,7 +162,7 @@ def largest(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Padded(Rewritten):
+class _Padded(LocalRewrite):
     """A rank's part with what is added before its first and after its last element.
 
     `before` has for every dim how many elements the operation adds in front of all.
@@ -171,14 +171,14 @@ class _Padded(Rewritten):
     before: tuple[int, ...]
 
     def call(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall:
         """The padding by as much as the result begins before the part, and ends after it."""
         pairs = []
         for dim, before in reversed(list(enumerate(self.before))):
-            begin = here.result_begin(dim) - before
+            begin = here.result_offset(dim) - before
             end = begin + here.shape()[dim]
-            pairs += [here.begin(0, dim) - begin, end - here.end(0, dim)]
+            pairs += [here.offset(0, dim) - begin, end - here.end(0, dim)]
         value = argument(op, args, kwargs, "value")
         return aten.constant_pad_nd.default, (args[0], pairs, value or 0), {}
 
@@ -197,7 +197,7 @@ def padded(call: OpCall) -> Rule:
     if not _is_constant(call):
         whole = range(x.ndim - len(pairs) // 2, x.ndim)
         dims = tuple(() if dim in whole else each for dim, each in enumerate(dims))
-        return Rule((dims,), (dims,), modes=moved(0), local=Parts())
+        return Rule((dims,), (dims,), modes=all_modes(0), local=Parts())
     added = {x.ndim - 1 - at // 2: pairs[at : at + 2] for at in range(0, len(pairs), 2)}
     given, made, slices = list(dims), list(dims), list[Slice]()
     for dim, (before, after) in added.items():
@@ -208,8 +208,8 @@ def padded(call: OpCall) -> Rule:
             slices.append(Slice(name, dims[dim][0], -before, size + after))
             made[dim] = (name,)
     value = (call.get("value") if call.has("value") else 0) or 0
-    modes = linear(0, affine=value != 0) if is_inexact(x) or value == 0 else ()
-    modes += kinds(0, {"max": "max", "min": "min"})
+    modes = linear_modes(0, affine=value != 0) if is_inexact(x) or value == 0 else ()
+    modes += kind_modes(0, {"max": "max", "min": "min"})
     fronts = tuple(added[dim][0] if dim in added else 0 for dim in range(x.ndim))
     return Rule((tuple(given),), (tuple(made),), modes=modes, local=_Padded(fronts),
                 slices=tuple(slices))  # fmt: skip
@@ -228,7 +228,9 @@ def im2col(call: OpCall) -> Rule:
     """Windows laid out as columns: channels are major to a window's elements."""
     first = planes(call.operands[0], 2)[:-2]
     made = (*first[:-1], ("c", "k"), ())
-    return Rule(((*first, (), ()),), (made,), whole=frozenset("k"), modes=linear(0), local=Parts())
+    return Rule(
+        ((*first, (), ()),), (made,), unsharded=frozenset("k"), modes=linear_modes(0), local=Parts()
+    )
 
 
 @register_rule(aten.col2im, family="pooling")
@@ -238,14 +240,16 @@ def col2im(call: OpCall) -> Rule:
     assert result is not None
     first = planes(result, 2)[:-2]
     lies = (*first[:-1], ("c", "k"), ())
-    return Rule((lies,), ((*first, (), ()),), whole=frozenset("k"), modes=linear(0), local=Parts())
+    return Rule(
+        (lies,), ((*first, (), ()),), unsharded=frozenset("k"), modes=linear_modes(0), local=Parts()
+    )
 
 
 @register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d, family="pooling")
 def grid_sampler(call: OpCall) -> Rule:
     """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
     x, made = sampled(call.operands[0].ndim - 2)
-    return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear(0), local=Parts())
+    return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear_modes(0), local=Parts())
 
 
 def sampled(spatial: int) -> tuple[Dims, Dims]:
@@ -260,7 +264,7 @@ class _Batch:
 
     name: str = "size"
 
-    def __call__(self, call: LocalCall, here: Here) -> LocalCall:
+    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
         """The call with it."""
         sizes = argument(*call, self.name)
         return with_argument(*call, self.name, [here.shape()[0], *sizes[1:]])
@@ -272,8 +276,8 @@ def affine_grid(call: OpCall) -> Rule:
     made = call.results[0]
     assert made is not None
     theta: Dims = (("n",), ("a",), ())
-    return Rule((theta,), ((("n",), *((),) * (made.ndim - 2), ("a",)),), whole=frozenset("a"),
-                modes=linear(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
+    return Rule((theta,), ((("n",), *((),) * (made.ndim - 2), ("a",)),), unsharded=frozenset("a"),
+                modes=linear_modes(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------
@@ -294,13 +298,13 @@ UPSAMPLE_GRADIENTS = " ".join(
 @register_rule(*named(POOL_GRADIENTS), family="pooling")
 def pool_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone, linear in what comes."""
-    return per_plane(call, linear(0))
+    return per_plane(call, linear_modes(0))
 
 
 @register_rule(*named(UPSAMPLE_GRADIENTS), family="pooling")
 def upsample_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone; the input's shape is that of the rank's planes."""
-    made = per_plane(call, linear(0))
+    made = per_plane(call, linear_modes(0))
     return replace(made, local=Parts(changes=(Sized("input_size"),)))
 
 
@@ -317,12 +321,12 @@ def grid_sampler_backward(call: OpCall) -> Rule:
         if any(dims is not None and dim not in dims for dims in results)
     }  # fmt: skip
     return Rule((made, x, grid), results, tuple(sorted((f, "sum") for f in lacking)),
-                modes=linear(0, results=2), local=Parts())  # fmt: skip
+                modes=linear_modes(0, results=2), local=Parts())  # fmt: skip
 
 
 @register_rule(aten.affine_grid_generator_backward, family="pooling")
 def affine_grid_backward(call: OpCall) -> Rule:
     """Points are summed into the transformations' gradient."""
     points = ((),) * (call.operands[0].ndim - 2)
-    return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), whole=frozenset("a"),
-                modes=linear(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
+    return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), unsharded=frozenset("a"),
+                modes=linear_modes(0), local=Parts(changes=(_Batch(),)))  # fmt: skip

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.ops.core.builders import axes_of, dims_of
+from fshard.ops.core.builders import dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.reduce.reductions import named
-from fshard.ops.strategy.local_call import Here
+from fshard.ops.strategy.local_call import RankContext
 
 __all__ = ["kept", "log_sum_exp", "positions", "root", "vector_norm", "wide"]
 
@@ -39,7 +39,7 @@ def kept(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
 
 def dims_in(x: Tensor, dims: Dims) -> list[int]:
     """Dims from 0 on; all for None or none."""
-    return list(axes_of(dims, x.ndim)) if x.ndim else []
+    return list(normalize_dims(dims, x.ndim)) if x.ndim else []
 
 
 def root(x: Tensor, order: float = 2.0) -> Tensor:
@@ -68,14 +68,14 @@ def _places(x: Tensor, dim: int, begin: int) -> Tensor:
     return line.reshape(shape).expand(x.shape).clone()
 
 
-def _positions_here(op: Any, args: Sequence[Any], kwargs: Any, here: Here) -> Tensor:
+def _positions_here(op: Any, args: Sequence[Any], kwargs: Any, here: RankContext) -> Tensor:
     x, dim = args
-    return _places(x, dim, here.begin(0, dim))
+    return _places(x, dim, here.offset(0, dim))
 
 
 @register_rule(torch.ops.fshard.positions.default, family="reductions")
 def _positions_rule(call: OpCall) -> Rule:
-    factors = dims_of(call.operands[0].ndim)
+    factors = dim_factors(call.operands[0].ndim)
     return Rule((factors,), (factors,), local=_positions_here)
 
 

@@ -18,11 +18,18 @@ from typing import Any
 import torch
 from torch._ops import OpOverloadPacket
 
-from fshard.ops.core.builders import aligned, axes_of, dims_of, is_inexact, kinds, linear
-from fshard.ops.core.call import Meta, OpCall, base_name, schema_of
+from fshard.ops.core.builders import (
+    align_factors,
+    dim_factors,
+    is_inexact,
+    kind_modes,
+    linear_modes,
+    normalize_dims,
+)
+from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.strategy.local_call import Here, resized
+from fshard.ops.strategy.local_call import RankContext, with_local_shape
 from fshard.run.transports.reduce_dtypes import neutral_like
 
 __all__ = ["OfSome", "named", "reducing", "same_numbers", "typed", "zeros"]
@@ -48,7 +55,7 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     listed = given is not None and not isinstance(given, int)
     if listed and not given and (base_name(call.op) in ("any", "all") or _is_untouched(call)):
         return ()
-    return axes_of(given, ndim) if ndim else ()
+    return normalize_dims(given, ndim) if ndim else ()
 
 
 def _is_untouched(call: OpCall) -> bool:
@@ -71,7 +78,7 @@ def reducing(
     With `shares` the gradient of an element depends on elements of other parts, as it does of
     extremes with ties and of products; results that are `sizes` are not negative.
     """
-    factors = dims_of(call.operands[0].ndim)
+    factors = dim_factors(call.operands[0].ndim)
     whole = frozenset(factors[dim][0] for dim, kind in how.items() if kind is None)
     cut = {dim: kind for dim, kind in how.items() if kind is not None}
     extremes = sorted({kind for kind in cut.values() if kind in ("max", "min")})
@@ -79,7 +86,7 @@ def reducing(
     rest = tuple(((),) * each.ndim for each in call.operands[1:])
     return Rule((factors, *rest), outs, tuple((factors[dim][0], kind) for dim, kind in cut.items()),
                 whole, modes=modes,
-                grad=frozenset((*(factors[dim][0] for dim in cut), *modes) if shares else ()),
+                no_grad=frozenset((*(factors[dim][0] for dim in cut), *modes) if shares else ()),
                 local=Filled(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
 
 
@@ -87,7 +94,7 @@ def keeping(call: OpCall, result: Meta | None, how: Mapping[int, Any]) -> Dims |
     """The factors of a result that has no others than those of dims that are not reduced."""
     if result is None:
         return None
-    factors = dims_of(call.operands[0].ndim)
+    factors = dim_factors(call.operands[0].ndim)
     kept = [() if dim in how else each for dim, each in enumerate(factors)]
     if result.ndim == len(factors):
         return tuple(kept)
@@ -117,7 +124,9 @@ class Filled:
     dims: tuple[tuple[int, ...], ...]
     sizes: bool = False
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         x: torch.Tensor = args[0]
         if all(t.shape[dim] for t, dims in zip(args, self.dims, strict=False) for dim in dims):
             return op(*args, **kwargs)
@@ -134,7 +143,9 @@ class Shared:
 
     dims: tuple[int, ...]
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         x: torch.Tensor = args[0]
         whole = math.prod(here.operands[0].shape[dim] for dim in self.dims)
         mine = math.prod(x.shape[dim] for dim in self.dims)
@@ -154,14 +165,16 @@ class OfSome:
     Its results are of the dtypes that are told without a device: some kernels have others.
     """
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         """The operation, or zeros in the shapes of the rank's results."""
         if args[0].numel() or not math.prod(here.operands[0].shape):
             return typed(op(*args, **kwargs), here)
         return zeros(args[0], here)
 
 
-def typed(made: Any, here: Here) -> Any:
+def typed(made: Any, here: RankContext) -> Any:
     """What an operation returned, in the dtypes of the layouts."""
     if isinstance(made, torch.Tensor):
         return made if here.results[0] is None else made.to(here.results[0].dtype)
@@ -169,7 +182,7 @@ def typed(made: Any, here: Here) -> Any:
     return [x if x is None or spec is None else x.to(spec.dtype) for x, spec in pairs]
 
 
-def zeros(like: torch.Tensor, here: Here) -> Any:
+def zeros(like: torch.Tensor, here: RankContext) -> Any:
     """The results of an operation on one rank, of zeros."""
     made = [
         None if each is None else like.new_zeros(each.local_shape(here.rank), dtype=each.dtype)
@@ -182,8 +195,10 @@ def zeros(like: torch.Tensor, here: Here) -> Any:
 class Traced:
     """A trace on one rank: of the diagonal that crosses its block."""
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
-        return torch.diagonal(args[0], here.begin(0, 0) - here.begin(0, 1)).sum()
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
+        return torch.diagonal(args[0], here.offset(0, 0) - here.offset(0, 1)).sum()
 
 
 # -- by an operation's name ----------------------------------------------------------------
@@ -218,16 +233,16 @@ def _modes(call: OpCall, name: str, kind: str | None) -> tuple[Mode, ...]:
     if kind is None or not same_numbers(call):
         return ()
     if name in ("sum", "mean"):
-        return linear(0)
+        return linear_modes(0)
     if name in ("prod", "any", "all", *EXTREMES):
-        return kinds(0, {kind: kind})
+        return kind_modes(0, {kind: kind})
     return ()
 
 
 def trace(call: OpCall) -> Rule:
     """Both dims may be cut: every block has a diagonal of its own."""
     cut = {0: "sum", 1: "sum"}
-    made = reducing(call, cut, modes=linear(0) if same_numbers(call) else ())
+    made = reducing(call, cut, modes=linear_modes(0) if same_numbers(call) else ())
     return Rule(made.operands, made.results, made.reductions, modes=made.modes, local=Traced())
 
 
@@ -237,10 +252,10 @@ def sum_to_size(call: OpCall) -> Rule:
     assert made is not None
     more = x.ndim - made.ndim
     gone = {d: "sum" for d in range(x.ndim) if d < more or made.shape[d - more] != x.shape[d]}
-    factors = dims_of(x.ndim)
+    factors = dim_factors(x.ndim)
     result = tuple(() if more + d in gone else factors[more + d] for d in range(made.ndim))
     return Rule((factors,), (result,), tuple((factors[d][0], kind) for d, kind in gone.items()),
-                modes=linear(0), local=resized("size"))  # fmt: skip
+                modes=linear_modes(0), local=with_local_shape("size"))  # fmt: skip
 
 
 def quantile(call: OpCall) -> Rule:
@@ -250,17 +265,17 @@ def quantile(call: OpCall) -> Rule:
     many = tuple(each.ndim == 1 for each in call.operands[1:])
     asked = (("q",),) if any(many) else ()
     kept = keeping(call, Meta(made.shape[len(asked) :], made.dtype), dims) or ()
-    factors = dims_of(call.operands[0].ndim)
+    factors = dim_factors(call.operands[0].ndim)
     operands = (factors, *((asked,) if many else ()))
     whole = frozenset(factors[dim][0] for dim in dims)
-    return Rule(operands, ((*asked, *kept),), whole=whole, local=OfSome())
+    return Rule(operands, ((*asked, *kept),), unsharded=whole, local=OfSome())
 
 
 def all_whole(call: OpCall) -> Rule:
     """Every part of the result is of every part of the operands."""
-    operands = tuple(dims_of(each.ndim, "abc"[at]) for at, each in enumerate(call.operands))
+    operands = tuple(dim_factors(each.ndim, "abc"[at]) for at, each in enumerate(call.operands))
     results = tuple(None if m is None else ((),) * m.ndim for m in call.results)
-    return Rule(operands, results, whole=frozenset(f for o in operands for d in o for f in d))
+    return Rule(operands, results, unsharded=frozenset(f for o in operands for d in o for f in d))
 
 
 # -- norms ---------------------------------------------------------------------------------
@@ -292,7 +307,7 @@ def norm_of(call: OpCall) -> Norm:
     name, ndim = base_name(call.op), call.operands[0].ndim
     order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
     given = call.get("dim") if call.has("dim") else None
-    dims = axes_of(given, ndim) if ndim else ()
+    dims = normalize_dims(given, ndim) if ndim else ()
     if name == "linalg_matrix_norm":
         return Norm(_order(order), dims, matrix=True)
     if name == "nuclear_norm":
@@ -318,15 +333,15 @@ def dist(call: OpCall) -> Rule:
     order = float(call.get("p"))
     kind = Norm(order, (0,)).how[0]
     shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
-    factors = dims_of(len(shape))
+    factors = dim_factors(len(shape))
     names = [f for dim in factors for f in dim]
-    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands)
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
     if kind is None:
-        return Rule(operands, ((),), whole=frozenset(names))
+        return Rule(operands, ((),), unsharded=frozenset(names))
     extreme = kind in ("max", "min")
     every = tuple(tuple(range(each.ndim)) for each in call.operands)
     return Rule(operands, ((),), tuple((f, kind) for f in names),
-                grad=frozenset(names if extreme else ()),
+                no_grad=frozenset(names if extreme else ()),
                 local=Filled(kind, every, sizes=True) if extreme else None)  # fmt: skip
 
 
@@ -335,20 +350,22 @@ def pairwise_distance(call: OpCall) -> Rule:
     order = float(call.get("p"))
     kind = Norm(order, (0,)).how[0]
     shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
-    factors, last = dims_of(len(shape)), len(shape) - 1
-    operands = tuple(aligned(each.shape, shape, factors) for each in call.operands)
+    factors, last = dim_factors(len(shape)), len(shape) - 1
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
     result = (*factors[:-1], ()) if call.get("keepdim") else factors[:-1]
     name = factors[last][0]
     if kind is None:
-        return Rule(operands, (result,), whole=frozenset({name}))
+        return Rule(operands, (result,), unsharded=frozenset({name}))
     extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
-    return Rule(operands, (result,), ((name, kind),), grad=frozenset({name} if extreme else ()),
+    return Rule(operands, (result,), ((name, kind),), no_grad=frozenset({name} if extreme else ()),
                 local=Filled(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
 
 
 def _of_one(name: str, *more: str) -> list[Any]:
     """The overloads of operations that reduce one tensor: `max` of two tensors is none."""
-    return [op for op in named(name, *more) if not any(a.name == "other" for a in schema_of(op))]
+    return [
+        op for op in named(name, *more) if not any(a.name == "other" for a in schema_arguments(op))
+    ]
 
 
 PRIMS = [getattr(torch.ops.prims, each).default

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fshard.ops.core.builders import (
-    BLOCKS,
-    aligned,
-    axes_of,
-    dims_of,
+    MAX_BLOCKS,
+    align_factors,
+    all_modes,
+    dim_factors,
     is_inexact,
-    kinds,
-    linear,
-    moved,
-    wrap,
+    kind_modes,
+    linear_modes,
+    normalize_dims,
+    wrap_dim,
 )
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
@@ -46,25 +46,25 @@ OTHERS = (
 def along(call: OpCall) -> Rule:
     """Every dim but one is cut as it is on all tensors."""
     x = call.operands[0]
-    dim = wrap(call.get("dim"), x.ndim)
+    dim = wrap_dim(call.get("dim"), x.ndim)
     if base_name(call.op) == "diff" and call.get("n") == 0:
-        own = dims_of(x.ndim)
-        return Rule((own,) * len(call.operands), (own,), modes=moved(0))
+        own = dim_factors(x.ndim)
+        return Rule((own,) * len(call.operands), (own,), modes=all_modes(0))
     return Rule(tuple(_dims(each, x, dim) for each in call.operands),
                 tuple(each and _dims(each, x, dim) for each in call.results),
-                whole=_whole(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip
+                unsharded=_whole(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip
 
 
 def _dims(meta: Meta, x: Meta, dim: int) -> Dims:
     """The factors of `x`, but for `dim` where it is of another size."""
     return tuple(
         () if at == dim and meta.shape[at] != x.shape[at] else each
-        for at, each in enumerate(dims_of(meta.ndim))
+        for at, each in enumerate(dim_factors(meta.ndim))
     )
 
 
 def _whole(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:
-    return frozenset(f for at, each in enumerate(dims_of(ndim)) for f in each if at in dims)
+    return frozenset(f for at, each in enumerate(dim_factors(ndim)) for f in each if at in dims)
 
 
 def _modes(call: OpCall) -> tuple[Mode, ...]:
@@ -72,38 +72,38 @@ def _modes(call: OpCall) -> tuple[Mode, ...]:
     if not all(same_numbers(call, at) for at in range(len(call.operands))):
         return ()
     if name == "diff":
-        return linear(tuple(range(len(call.operands))))
+        return linear_modes(tuple(range(len(call.operands))))
     if name in LINEAR:
-        return linear(0, results=results)
-    return kinds(0, {"product": "product"}) if name == "cumprod" else ()
+        return linear_modes(0, results=results)
+    return kind_modes(0, {"product": "product"}) if name == "cumprod" else ()
 
 
 def masked_softmax(call: OpCall) -> Rule:
     """A mask is for a square of the last dims (type 0), for batch and last dim (1), or for all."""
     x, mask = call.operands
     given, kind = call.get("dim"), call.get("mask_type")
-    factors = masked = dims_of(x.ndim)
-    dims: tuple[int, ...] = (wrap(-1 if given is None else given, x.ndim),)
+    factors = masked = dim_factors(x.ndim)
+    dims: tuple[int, ...] = (wrap_dim(-1 if given is None else given, x.ndim),)
     if kind in (0, 1) and mask.ndim < x.ndim:
         # The kernel asks for as many rows as columns.
         dims = (x.ndim - 2, x.ndim - 1)
         masked = factors[-2:] if kind == 0 else (factors[0], factors[-1])
-    return Rule((factors, masked), (factors,), whole=_whole(x.ndim, dims), local=OfSome())
+    return Rule((factors, masked), (factors,), unsharded=_whole(x.ndim, dims), local=OfSome())
 
 
 def segment_reduce(call: OpCall) -> Rule:
     """The dim of the segments is whole; others are free, leading ones as the lengths have them."""
-    x, axis = call.operands[0], wrap(call.get("axis"), call.operands[0].ndim)
-    factors = dims_of(x.ndim)
+    x, axis = call.operands[0], wrap_dim(call.get("axis"), call.operands[0].ndim)
+    factors = dim_factors(x.ndim)
     inner = (*factors[:axis], (), *factors[axis + 1 :])
     lengths = ((*factors[:axis], ()),) * (len(call.operands) - 1)
     reduce, modes = call.get("reduce"), tuple[Mode, ...]()
     if reduce in ("max", "min"):
-        modes = kinds(0, {reduce: reduce})
+        modes = kind_modes(0, {reduce: reduce})
     elif reduce in ("sum", "mean") and call.get("initial") is None:
-        modes = linear(0)
-    return Rule((factors, *lengths), (inner,), whole=_whole(x.ndim, (axis,)), modes=modes,
-                grad=frozenset(modes if reduce in ("max", "min") else ()),
+        modes = linear_modes(0)
+    return Rule((factors, *lengths), (inner,), unsharded=_whole(x.ndim, (axis,)), modes=modes,
+                no_grad=frozenset(modes if reduce in ("max", "min") else ()),
                 local=OfSome())  # fmt: skip
 
 
@@ -111,29 +111,30 @@ def trapezoid(call: OpCall) -> Rule:
     """The dim is whole; the places, where they are given, are of that dim alone or of all."""
     y, made = call.operands[0], call.results[0]
     assert made is not None
-    dim = wrap(call.get("dim"), y.ndim)
+    dim = wrap_dim(call.get("dim"), y.ndim)
     shape, places = y.shape, call.operands[1:]
     if places and places[0].ndim > 1:
         shape = torch.broadcast_shapes(shape, places[0].shape)
         dim += len(shape) - y.ndim
-    factors = dims_of(len(shape))
+    factors = dim_factors(len(shape))
     at = tuple((factors[dim],) if x.ndim == 1 and x.shape[0] == shape[dim]
-               else aligned(x.shape, shape, factors) for x in places)  # fmt: skip
+               else align_factors(x.shape, shape, factors) for x in places)  # fmt: skip
     middle = ((),) if made.ndim == len(shape) else ()
     inexact = all(map(is_inexact, (made, *call.operands)))
-    return Rule((aligned(y.shape, shape, factors), *at),
-                ((*factors[:dim], *middle, *factors[dim + 1 :]),), whole=_whole(len(shape), (dim,)),
-                modes=linear(*range(len(call.operands))) if inexact else ())  # fmt: skip
+    return Rule((align_factors(y.shape, shape, factors), *at),
+                ((*factors[:dim], *middle, *factors[dim + 1 :]),),
+                unsharded=_whole(len(shape), (dim,)),
+                modes=linear_modes(*range(len(call.operands))) if inexact else ())  # fmt: skip
 
 
 def gradient(call: OpCall) -> Rule:
     """The dims that differences are taken along are whole, as are the places given for them."""
     x = call.operands[0]
-    factors, dims = dims_of(x.ndim), axes_of(call.get("dim"), x.ndim)
+    factors, dims = dim_factors(x.ndim), normalize_dims(call.get("dim"), x.ndim)
     places = tuple(((),) * each.ndim for each in call.operands[1:])
     count = len(call.results)
-    return Rule((factors, *places), (factors,) * count, whole=_whole(x.ndim, dims),
-                modes=linear(0, results=count) if is_inexact(x) else ())  # fmt: skip
+    return Rule((factors, *places), (factors,) * count, unsharded=_whole(x.ndim, dims),
+                modes=linear_modes(0, results=count) if is_inexact(x) else ())  # fmt: skip
 
 
 register_rule(*named(*LINEAR, *OTHERS), family="scans")(along)
@@ -151,8 +152,8 @@ def _blocks(x: Tensor, dim: int) -> tuple[Tensor, int] | None:
 
     None where that saves nothing.
     """
-    at = wrap(dim, x.ndim)
-    blocks = math.gcd(x.shape[at], BLOCKS) if x.ndim else 1
+    at = wrap_dim(dim, x.ndim)
+    blocks = math.gcd(x.shape[at], MAX_BLOCKS) if x.ndim else 1
     if blocks < 2 or x.shape[at] < 2 * blocks:
         return None
     return x.unflatten(at, (blocks, x.shape[at] // blocks)), at

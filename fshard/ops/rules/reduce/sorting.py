@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.ops.core.builders import BLOCKS, dims_of, wrap
+from fshard.ops.core.builders import MAX_BLOCKS, dim_factors, wrap_dim
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
 from fshard.ops.rules.index.local_indices import as_first, factored
-from fshard.ops.strategy.local_call import Here, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument
 
 __all__: list[str] = []
 
@@ -31,18 +31,18 @@ __all__: list[str] = []
 def _sorted(call: OpCall) -> Rule:
     """Dims beside the one that is put in order pass."""
     x = call.operands[0]
-    dim = wrap(call.get("dim"), x.ndim) if call.has("dim") else 0
+    dim = wrap_dim(call.get("dim"), x.ndim) if call.has("dim") else 0
     dims = tuple(factored(x.ndim, dim, "s"))
-    return Rule((dims,), (dims,) * len(call.results), whole=frozenset({"s"} if x.ndim else ()))
+    return Rule((dims,), (dims,) * len(call.results), unsharded=frozenset({"s"} if x.ndim else ()))
 
 
 def _topk(call: OpCall) -> Rule:
     """Dims beside the one whose largest are taken pass."""
     x = call.operands[0]
-    dim = wrap(call.get("dim"), x.ndim)
+    dim = wrap_dim(call.get("dim"), x.ndim)
     dims = tuple(factored(x.ndim, dim, "s"))
     made = tuple(() if at == dim else f for at, f in enumerate(dims))
-    return Rule((dims,), (made, made), whole=frozenset({"s"} if x.ndim else ()))
+    return Rule((dims,), (made, made), unsharded=frozenset({"s"} if x.ndim else ()))
 
 
 register_rule("sort", "argsort", "msort", family="sorting")(_sorted)
@@ -58,9 +58,9 @@ def _topk_of_blocks(
     sorted: bool = True,  # noqa: A002
 ) -> tuple[Tensor, Tensor]:
     """The largest of every block, and the largest of those: blocks may be on different ranks."""
-    at = wrap(dim, x.ndim)
+    at = wrap_dim(dim, x.ndim)
     size = x.shape[at] if x.ndim else 1
-    blocks = math.gcd(size, BLOCKS)
+    blocks = math.gcd(size, MAX_BLOCKS)
     if not x.ndim or 2 * blocks * k > size:
         values, indices = torch.topk(x, k, dim, largest, sorted)
         return values, indices
@@ -75,7 +75,7 @@ def _topk_of_blocks(
 # -- searches ---------------------------------------------------------------------------------
 
 
-def _counts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _counts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """A search among the boundaries that a rank has; none are below where it has none."""
     name = "boundaries" if op._schema.name == "aten::bucketize" else "sorted_sequence"
     bounds = argument(op, args, kwargs, name)
@@ -88,18 +88,18 @@ def _counts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here)
 def _searched(call: OpCall) -> Rule:
     """Values pass, and so do rows of boundaries; boundaries are counted."""
     bucket = call.op._schema.name == "aten::bucketize"
-    bounds = call.place("boundaries" if bucket else "sorted_sequence")
-    values = call.place("self")
+    bounds = call.operand_index("boundaries" if bucket else "sorted_sequence")
+    values = call.operand_index("self")
     assert bounds is not None
     edges = call.operands[bounds]
     asked = call.operands[values] if values is not None else Meta((), edges.dtype)
-    read = dims_of(asked.ndim)
+    read = dim_factors(asked.ndim)
     rows: Dims = () if edges.ndim == 1 else read[:-1]
     given: list[Dims] = [(*rows, ("m",)) for _ in call.operands]
     if values is not None:
         given[values] = read
     # Where boundaries are in the order of a sorter, no part of them is sorted.
-    has_order = not bucket and call.place("sorter") is not None
+    has_order = not bucket and call.operand_index("sorter") is not None
     return Rule(tuple(given), (read,), (("m", "sum"),), frozenset({"m"} if has_order else ()),
                 local=_counts)  # fmt: skip
 
@@ -111,12 +111,14 @@ def _isin(call: OpCall) -> Rule:
     """Elements pass; what they are looked for in is cut where any (or all) of the parts say it."""
     made = call.results[0]
     assert made is not None
-    read = dims_of(made.ndim, "e")
+    read = dim_factors(made.ndim, "e")
     operands: list[Dims] = []
     for name in ("elements", "test_elements"):
-        place = call.place(name) if call.has(name) else None
+        place = call.operand_index(name) if call.has(name) else None
         if place is not None:
-            operands.append(read if name == "elements" else dims_of(call.operands[place].ndim, "t"))
+            operands.append(
+                read if name == "elements" else dim_factors(call.operands[place].ndim, "t")
+            )
     looked = [f for dims in operands for (f,) in dims if f.startswith("t")]
     kind = "min" if call.get("invert") else "max"
     return Rule(tuple(operands), (read,), tuple((f, kind) for f in looked))
@@ -133,11 +135,11 @@ def _histc(call: OpCall) -> Rule:
     x = call.operands[0]
     if call.get("min") == call.get("max"):
         return whole(call)
-    dims = dims_of(x.ndim)
+    dims = dim_factors(x.ndim)
     return Rule((dims,), (((),),), tuple((f, "sum") for (f,) in dims))
 
 
-def _edges_once(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+def _edges_once(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
     """Counts of a rank's elements, with the edges of the bins on the first rank alone."""
     counts, edges = op(*args, **kwargs)
     return counts, as_first(edges, here, 0, range(len(here.operands[0].shape)))
@@ -148,8 +150,8 @@ def _histogram(call: OpCall) -> Rule:
     x = call.operands[0]
     if call.get("density") or (call.has("range") and call.get("range") is None):
         return whole(call)
-    dims = dims_of(x.ndim)
-    bins = call.place("bins")
+    dims = dim_factors(x.ndim)
+    bins = call.operand_index("bins")
     operands = tuple(((),) if at == bins else dims for at in range(len(call.operands)))
     return Rule(operands, (((),), ((),)), tuple((f, "sum") for (f,) in dims), local=_edges_once)
 
@@ -168,9 +170,11 @@ class _Encoded:
 
     classes: int
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Here) -> Any:
+    def __call__(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+    ) -> Any:
         last = len(here.shape()) - 1
-        count, begin = here.shape()[last], here.result_begin(last)
+        count, begin = here.shape()[last], here.result_offset(last)
         if count == self.classes:
             return op(*args, **kwargs)
         x = argument(op, args, kwargs, "self")
@@ -186,7 +190,7 @@ class _Encoded:
 def _one_hot(call: OpCall) -> Rule:
     """All dims pass, and the classes of the code may be cut."""
     x = call.operands[0]
-    dims = dims_of(x.ndim)
+    dims = dim_factors(x.ndim)
     return Rule((dims,), ((*dims, ("c",)),), local=_Encoded(call.get("num_classes")))
 
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fshard.layout.partition_spec import REDUCTIONS
-from fshard.ops.core.builders import aligned, moved, wrap
+from fshard.ops.core.builders import align_factors, all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.view.view_factors import letters
-from fshard.ops.strategy.local_call import Here
+from fshard.ops.strategy.local_call import RankContext
 
 __all__ = ["joined"]
 
@@ -37,7 +37,7 @@ def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
     ]
     made: Dims = tuple(each if kept else () for each, kept in zip(own, held, strict=True))
     operands = tuple(tuple(made[at] for at in each) for each in places)
-    return Rule(operands, (made,), modes=moved(*range(len(call.operands))))
+    return Rule(operands, (made,), modes=all_modes(*range(len(call.operands))))
 
 
 @register_rule(
@@ -47,7 +47,7 @@ def cat(call: OpCall) -> Rule:
     """Dims but the one along which they lie; what has no elements may have one dim alone."""
     result = call.results[0]
     assert result is not None
-    dim = wrap(call.get("dim"), result.ndim)
+    dim = wrap_dim(call.get("dim"), result.ndim)
     places = [range(each.ndim) if each.ndim == result.ndim else [dim] for each in call.operands]
     return joined(call, places, dim)
 
@@ -57,7 +57,7 @@ def stack(call: OpCall) -> Rule:
     """The tensors lie along a dim of their own."""
     result = call.results[0]
     assert result is not None
-    dim = wrap(call.get("dim"), result.ndim)
+    dim = wrap_dim(call.get("dim"), result.ndim)
     places = [[at for at in range(result.ndim) if at != dim]] * len(call.operands)
     return joined(call, places, dim)
 
@@ -98,7 +98,7 @@ def padded(call: OpCall) -> Rule:
     result = call.results[0]
     assert result is not None
     rest: Dims = tuple((name,) for name in letters(result.ndim - 2))
-    alike = moved(*range(len(call.operands)))
+    alike = all_modes(*range(len(call.operands)))
     if call.get("padding_value"):
         alike = tuple(mode for mode in alike if mode.kind not in ("sum", "product"))
     return Rule((((), *rest),) * len(call.operands), (((), (), *rest),), modes=alike)
@@ -109,7 +109,7 @@ def blocks(call: OpCall) -> Rule:
     """Tensors that lie beside and below each other are whole."""
     operands = tuple(((),) * each.ndim for each in call.operands)
     results = tuple(((),) * each.ndim for each in call.results if each is not None)
-    return Rule(operands, results, modes=moved(*range(len(operands))))
+    return Rule(operands, results, modes=all_modes(*range(len(operands))))
 
 
 @register_rule("cartesian_prod", family="joining")
@@ -118,13 +118,13 @@ def products(call: OpCall) -> Rule:
     own = letters(len(call.operands))
     operands: tuple[Dims, ...] = tuple(((name,),) for name in own)
     rows: Dims = (own, ()) if len(own) > 1 else (own,)
-    return Rule(operands, (rows,), modes=moved(*range(len(own))))
+    return Rule(operands, (rows,), modes=all_modes(*range(len(own))))
 
 
 @register_rule("combinations", family="joining")
 def combinations(call: OpCall) -> Rule:
     """Every element meets all that come after it."""
-    return Rule(((("a",),),), (((), ()),), whole=frozenset("a"), modes=moved(0))
+    return Rule(((("a",),),), (((), ()),), unsharded=frozenset("a"), modes=all_modes(0))
 
 
 # -- several results, each of one operand -------------------------------------------------
@@ -136,7 +136,7 @@ def _each_alone(count: int) -> tuple[Mode, ...]:
         Mode((at,), kind, tuple(kind if other == at else None for other in range(count)))
         for at in range(count) for kind in REDUCTIONS
     )  # fmt: skip
-    return moved(*range(count), results=count) + alone
+    return all_modes(*range(count), results=count) + alone
 
 
 @register_rule("meshgrid", family="joining")
@@ -152,7 +152,7 @@ def grid(call: OpCall) -> Rule:
     return Rule(operands, (made,) * n, modes=_each_alone(n))
 
 
-def broadcast_locally(op: Any, args: Any, kwargs: Any, here: Here) -> list[Any]:
+def broadcast_locally(op: Any, args: Any, kwargs: Any, here: RankContext) -> list[Any]:
     """Every tensor expanded to what the rank makes of it."""
     return [x.expand(here.shape(at)) for at, x in enumerate(args[0])]
 
@@ -163,6 +163,6 @@ def broadcast(call: OpCall) -> Rule:
     result = call.results[0]
     assert result is not None
     own: Dims = tuple((name,) for name in letters(result.ndim))
-    operands = tuple(aligned(each.shape, result.shape, own) for each in call.operands)
+    operands = tuple(align_factors(each.shape, result.shape, own) for each in call.operands)
     n = len(operands)
     return Rule(operands, (own,) * n, modes=_each_alone(n), local=broadcast_locally)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fshard.ops.core.builders import moved, wrap
+from fshard.ops.core.builders import all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.view.view_factors import letters
-from fshard.ops.strategy.local_call import Here, resized, with_argument
+from fshard.ops.strategy.local_call import RankContext, with_argument, with_local_shape
 
 __all__ = ["diagonal_dims", "triangle"]
 
@@ -32,9 +32,9 @@ class _Shifted:
     columns: int
 
     def __call__(
-        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Here
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], here: RankContext
     ) -> Any:
-        shift = here.begin(0, self.rows) - here.begin(0, self.columns)
+        shift = here.offset(0, self.rows) - here.offset(0, self.columns)
         given = argument(op, args, kwargs, self.name)
         _, placed, named = with_argument(op, args, kwargs, self.name, given + shift)
         return op(*placed, **named)
@@ -45,7 +45,9 @@ def triangle(call: OpCall) -> Rule:
     """Every dim can be cut. What is not taken is zero, which every reduction leaves so."""
     ndim = call.operands[0].ndim
     dims: Dims = tuple((name,) for name in letters(ndim))
-    return Rule((dims,), (dims,), modes=moved(0), local=_Shifted("diagonal", ndim - 2, ndim - 1))
+    return Rule(
+        (dims,), (dims,), modes=all_modes(0), local=_Shifted("diagonal", ndim - 2, ndim - 1)
+    )
 
 
 def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
@@ -53,7 +55,7 @@ def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
     ndim = call.operands[0].ndim
     name = "offset" if call.has("offset") else "diagonal"
     given = [call.get(each) if call.has(each) else at for at, each in enumerate(("dim1", "dim2"))]
-    return call.get(name), wrap(given[0], ndim), wrap(given[1], ndim)
+    return call.get(name), wrap_dim(given[0], ndim), wrap_dim(given[1], ndim)
 
 
 @register_rule("diagonal", "diagonal_copy", "linalg_diagonal", family="views")
@@ -72,14 +74,16 @@ def diagonal(call: OpCall) -> Rule:
     kept = tuple(own[at] for at in range(x.ndim) if at not in (rows, columns))
     lost = frozenset(names[at] for at in (rows, columns) if at != along)
     name = "offset" if call.has("offset") else "diagonal"
-    return Rule((own,), ((*kept, () if along is None else own[along]),), whole=lost,
-                modes=moved(0), local=_Shifted(name, rows, columns))  # fmt: skip
+    return Rule((own,), ((*kept, () if along is None else own[along]),), unsharded=lost,
+                modes=all_modes(0), local=_Shifted(name, rows, columns))  # fmt: skip
 
 
-def _embed_locally(op: Any, args: Any, kwargs: Mapping[str, Any], here: Here) -> torch.Tensor:
+def _embed_locally(
+    op: Any, args: Any, kwargs: Mapping[str, Any], here: RankContext
+) -> torch.Tensor:
     x: torch.Tensor = args[0]
-    begin, end = here.begin(0, x.ndim - 1), here.end(0, x.ndim - 1)
-    if begin == 0 and here.is_whole(0, x.ndim - 1):
+    begin, end = here.offset(0, x.ndim - 1), here.end(0, x.ndim - 1)
+    if begin == 0 and here.is_unsharded(0, x.ndim - 1):
         made: torch.Tensor = op(*args, **kwargs)
         return made
     whole = here.operands[0].shape[-1]
@@ -95,15 +99,15 @@ def embedded(call: OpCall) -> Rule:
     x, result = call.operands[0], call.results[0]
     assert result is not None
     offset = call.get("offset")
-    rows, columns = wrap(call.get("dim1"), result.ndim), wrap(call.get("dim2"), result.ndim)
+    rows, columns = wrap_dim(call.get("dim1"), result.ndim), wrap_dim(call.get("dim2"), result.ndim)
     own: Dims = tuple((name,) for name in letters(x.ndim))
     left = iter(own[:-1])
     last = own[-1] if not offset else ()
     made = tuple(
         last if at == rows else () if at == columns else next(left) for at in range(result.ndim)
     )
-    return Rule((own,), (made,), whole=frozenset() if not offset else frozenset(own[-1]),
-                modes=moved(0), local=_embed_locally)  # fmt: skip
+    return Rule((own,), (made,), unsharded=frozenset() if not offset else frozenset(own[-1]),
+                modes=all_modes(0), local=_embed_locally)  # fmt: skip
 
 
 @register_rule("diag", family="views")
@@ -113,16 +117,16 @@ def diag(call: OpCall) -> Rule:
         found: Rule = diagonal(call)
         return found
     if call.get("diagonal"):
-        return Rule(((("a",),),), (((), ()),), whole=frozenset("a"), modes=moved(0))
-    return Rule(((("a",),),), ((("a",), ()),), modes=moved(0), local=_embed_locally)
+        return Rule(((("a",),),), (((), ()),), unsharded=frozenset("a"), modes=all_modes(0))
+    return Rule(((("a",),),), ((("a",), ()),), modes=all_modes(0), local=_embed_locally)
 
 
 @register_rule("diagflat", family="views")
 def diagflat(call: OpCall) -> Rule:
     """The matrix of all elements: they are needed whole."""
     names = letters(call.operands[0].ndim)
-    return Rule((tuple((name,) for name in names),), (((), ()),), whole=frozenset(names),
-                modes=moved(0))  # fmt: skip
+    return Rule((tuple((name,) for name in names),), (((), ()),), unsharded=frozenset(names),
+                modes=all_modes(0))  # fmt: skip
 
 
 @register_rule("diagonal_scatter", "diagonal_backward", family="views")
@@ -130,10 +134,10 @@ def into_diagonal(call: OpCall) -> Rule:
     """The two dims of the matrices are whole; others pass."""
     result = call.results[0]
     assert result is not None
-    rows, columns = (wrap(call.get(each), result.ndim) for each in ("dim1", "dim2"))
+    rows, columns = (wrap_dim(call.get(each), result.ndim) for each in ("dim1", "dim2"))
     names = letters(result.ndim)
     whole: Dims = tuple(() if at in (rows, columns) else (name,) for at, name in enumerate(names))
     line = (*(each for at, each in enumerate(whole) if at not in (rows, columns)), ())
     if len(call.operands) == 1:
-        return Rule((line,), (whole,), modes=moved(0), local=resized("input_sizes"))
-    return Rule((whole, line), (whole,), modes=moved(0, 1))
+        return Rule((line,), (whole,), modes=all_modes(0), local=with_local_shape("input_sizes"))
+    return Rule((whole, line), (whole,), modes=all_modes(0, 1))

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import axes_of, moved, unmoved, wrap
-from fshard.ops.core.call import Meta, OpCall, argument, base_name, dry
+from fshard.ops.core.builders import all_modes, normalize_dims, unread_modes, wrap_dim
+from fshard.ops.core.call import Meta, OpCall, argument, base_name, dry_run
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
 from fshard.ops.rules.view.view_factors import letters, reshaping
-from fshard.ops.strategy.local_call import Here, LocalCall, Rewritten, resized
+from fshard.ops.strategy.local_call import LocalCall, LocalRewrite, RankContext, with_local_shape
 
 __all__ = ["elements", "keeping", "reshaped"]
 
@@ -51,9 +51,9 @@ def keeping(
     return Rule(
         (tuple((name,) for name in names), *made[:1] * shapes),
         made,
-        whole=frozenset(names[at] for at in lost),
+        unsharded=frozenset(names[at] for at in lost),
         permuted=frozenset(names[at] for at in permuted),
-        modes=moved(0, results=len(results)),
+        modes=all_modes(0, results=len(results)),
         local=local,
     )
 
@@ -62,7 +62,7 @@ def keeping(
 
 
 @dataclass(frozen=True, slots=True)
-class _Shaped(Rewritten):
+class _Shaped(LocalRewrite):
     """What a rank holds, brought to the shape of what it makes.
 
     That is by `reshape` also where a `view` is asked for, which its memory may not allow.
@@ -70,7 +70,7 @@ class _Shaped(Rewritten):
 
     op: Any
 
-    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: Here) -> LocalCall:
+    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: RankContext) -> LocalCall:
         """The call with the shape that the rank makes."""
         return self.op, (args[0], list(here.shape())), {}
 
@@ -93,13 +93,17 @@ def reshaped(call: OpCall) -> Rule:
     assert result is not None
     found = reshaping(call.operands[0].shape, result.shape)
     others = (found.after,) * (len(call.operands) - 1)
-    return Rule((found.before, *others), (found.after,), whole=found.whole, modes=_shaped(call),
+    return Rule((found.before, *others), (found.after,), unsharded=found.whole, modes=_shaped(call),
                 local=_RESHAPED, sizes=found.sizes)  # fmt: skip
 
 
 def _shaped(call: OpCall) -> tuple[Mode, ...]:
     """The modes of what a second operand, if there is one, gives its shape alone."""
-    return moved(0) if len(call.operands) == 1 else (*moved(0), *unmoved(1), *moved(0, 1))
+    return (
+        all_modes(0)
+        if len(call.operands) == 1
+        else (*all_modes(0), *unread_modes(1), *all_modes(0, 1))
+    )
 
 
 # -- other orders of dims ------------------------------------------------------------------
@@ -116,7 +120,7 @@ def permuting(call: OpCall) -> Rule:
     """Where every dim goes is asked of the operation, on a tensor with no two sizes alike."""
     sizes = range(2, 2 + call.operands[0].ndim)
     marked = Meta(tuple(sizes), call.operands[0].dtype)
-    shape = dry(call.op, (marked, *call.args[1:]), call.kwargs, "meta").shape
+    shape = dry_run(call.op, (marked, *call.args[1:]), call.kwargs, "meta").shape
     return keeping(call, [size - 2 for size in shape])
 
 
@@ -126,7 +130,7 @@ def flipped(call: OpCall) -> Rule:
     name, ndim = base_name(call.op), call.operands[0].ndim
     at = {"fliplr": [1], "flipud": [0]}.get(name)
     dims = call.args[1] if at is None and call.args[1:] else call.kwargs.get("dims", at)
-    turned = [wrap(dim, ndim) for dim in dims or ()]
+    turned = [wrap_dim(dim, ndim) for dim in dims or ()]
     return keeping(call, range(ndim), permuted=_long(call, turned))
 
 
@@ -135,7 +139,7 @@ def rolled(call: OpCall) -> Rule:
     """Without dims the whole tensor is rolled as one dim; all around it, it stays as it is."""
     x, given = call.operands[0], call.get("dims")
     ndim, shifts = x.ndim, call.get("shifts")
-    dims: Iterable[int] = axes_of(given, ndim)
+    dims: Iterable[int] = normalize_dims(given, ndim)
     if given and x.ndim:
         pairs = zip(dims, shifts if isinstance(shifts, list | tuple) else [shifts], strict=True)
         dims = [dim for dim, shift in pairs if x.shape[dim] and shift % x.shape[dim]]
@@ -146,7 +150,7 @@ def rolled(call: OpCall) -> Rule:
 def turned(call: OpCall) -> Rule:
     """A quarter is a transpose and one dim turned around, a half is both dims turned around."""
     ndim, quarters = call.operands[0].ndim, call.get("k") % 4
-    one, other = (wrap(dim, ndim) for dim in call.get("dims"))
+    one, other = (wrap_dim(dim, ndim) for dim in call.get("dims"))
     order = list(range(ndim))
     if quarters % 2:
         order[one], order[other] = other, one
@@ -169,17 +173,17 @@ def shuffled(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sliced(Rewritten):
+class _Sliced(LocalRewrite):
     """What a rank has of a slice of `dim`: every `step`-th element from `start` on in the whole."""
 
     dim: int
     start: int
     step: int
 
-    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: Here) -> LocalCall:
+    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: RankContext) -> LocalCall:
         """The slice as the rank counts its elements."""
         count = here.shape()[self.dim]
-        begin = self.start + here.result_begin(self.dim) * self.step - here.begin(0, self.dim)
+        begin = self.start + here.result_offset(self.dim) * self.step - here.offset(0, self.dim)
         begin = begin if count else 0
         if "narrow" in base_name(op):
             return op, (args[0], self.dim, begin, count), {}
@@ -193,13 +197,13 @@ def sliced(call: OpCall) -> Rule:
     x, made = call.operands[0], call.results[0]
     assert made is not None
     names = letters(x.ndim + 1)
-    dim, own = wrap(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
+    dim, own = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
     taken = elements(call, x.shape[dim])
     local = _Sliced(dim, taken.start, taken.step)
     if made.shape == x.shape:
-        return Rule((own,), (own,), modes=moved(0), local=local)
+        return Rule((own,), (own,), modes=all_modes(0), local=local)
     part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
-    return Rule((own,), ((*own[:dim], (part.name,), *own[dim + 1 :]),), modes=moved(0),
+    return Rule((own,), ((*own[:dim], (part.name,), *own[dim + 1 :]),), modes=all_modes(0),
                 local=local, slices=(part,))  # fmt: skip
 
 
@@ -212,12 +216,12 @@ def elements(call: OpCall, size: int) -> range:
     return range(*slice(call.get("start"), call.get("end"), call.get("step")).indices(size))
 
 
-def select_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def select_locally(op: Any, args: Args, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     """The element where it is on this rank, else zeros, as a sum of no elements."""
     x: torch.Tensor = args[0]
-    dim = wrap(argument(op, args, kwargs, "dim"), x.ndim)
+    dim = wrap_dim(argument(op, args, kwargs, "dim"), x.ndim)
     index = argument(op, args, kwargs, "index") % here.operands[0].shape[dim]
-    at = index - here.begin(0, dim)
+    at = index - here.offset(0, dim)
     if 0 <= at < x.shape[dim]:
         return x.select(dim, at)
     return x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
@@ -227,18 +231,18 @@ def select_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Ten
 def selected(call: OpCall) -> Rule:
     """One rank has the elements, which are a sum then: of zeros on all others."""
     x = call.operands[0]
-    dim, names = wrap(call.get("dim"), x.ndim), letters(x.ndim)
+    dim, names = wrap_dim(call.get("dim"), x.ndim), letters(x.ndim)
     own: Dims = tuple((name,) for name in names)
     kind = "max" if x.dtype == torch.bool else "sum"
     return Rule((own,), (own[:dim] + own[dim + 1 :],), reductions=((names[dim], kind),),
-                modes=moved(0), local=select_locally)  # fmt: skip
+                modes=all_modes(0), local=select_locally)  # fmt: skip
 
 
 @register_rule("unbind.int", "unbind_copy.int", family="views")
 def unbound(call: OpCall) -> Rule:
     """The dim that goes is whole."""
     ndim = call.operands[0].ndim
-    dim = wrap(call.get("dim"), ndim)
+    dim = wrap_dim(call.get("dim"), ndim)
     kept = [at for at in range(ndim) if at != dim]
     return keeping(call, *[kept] * len(call.results))
 
@@ -247,12 +251,12 @@ SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Split(Rewritten):
+class _Split(LocalRewrite):
     """A rank's part of every piece: they lie one after the other there, too."""
 
     dim: int
 
-    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: Here) -> LocalCall:
+    def call(self, op: Any, args: Sequence[Any], kwargs: Kwargs, here: RankContext) -> LocalCall:
         """A split in the sizes that the pieces have on the rank."""
         sizes = [here.shape(at)[self.dim] for at in range(len(here.results))]
         copies = base_name(op).endswith("copy")
@@ -273,7 +277,7 @@ def split(call: OpCall) -> Rule:
     """Every piece is a slice of the dim, which stays cut: every rank has its part of each."""
     x = call.operands[0]
     name = base_name(call.op)
-    dim = SPLITS[name] if name in SPLITS else wrap(call.get("dim"), x.ndim)
+    dim = SPLITS[name] if name in SPLITS else wrap_dim(call.get("dim"), x.ndim)
     dim = min(dim, x.ndim - 1)
     names = letters(x.ndim + len(call.results))
     own, pieces, begin = tuple((each,) for each in names[: x.ndim]), list[Slice](), 0
@@ -284,7 +288,7 @@ def split(call: OpCall) -> Rule:
     results = tuple((*own[:dim], (each.name,), *own[dim + 1 :]) for each in pieces)
     if len(pieces) == 1:
         results, pieces = (own,), []
-    return Rule((own,), results, modes=moved(0, results=len(results)), local=_Split(dim),
+    return Rule((own,), results, modes=all_modes(0, results=len(results)), local=_Split(dim),
                 slices=tuple(pieces))  # fmt: skip
 
 
@@ -317,10 +321,10 @@ def broadcast(call: OpCall) -> Rule:
         names[at] if size == result.shape[at] else ()
         for at, size in zip(places, x.shape, strict=True)
     )
-    return Rule((own,), (names,), modes=moved(0), local=resized("shape"))
+    return Rule((own,), (names,), modes=all_modes(0), local=with_local_shape("shape"))
 
 
-def repeat_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def repeat_locally(op: Any, args: Args, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     """Every dim as often as what is made is longer than what is there."""
     x, shape = args[0], here.shape()
     more = len(shape) - x.ndim
@@ -355,11 +359,11 @@ def repeated(call: OpCall) -> Rule:
     sizes = tuple((dims[0], size // x.shape[at - more]) for at, (dims, size)
                   in enumerate(zip(made, result.shape, strict=True)) if len(dims) == 2
                   and x.shape[at - more])  # fmt: skip
-    return Rule((tuple(operand),), (tuple(made),), modes=moved(0), local=repeat_locally,
+    return Rule((tuple(operand),), (tuple(made),), modes=all_modes(0), local=repeat_locally,
                 sizes=sizes)  # fmt: skip
 
 
-def _interleave_locally(op: Any, args: Args, kwargs: Kwargs, here: Here) -> Any:
+def _interleave_locally(op: Any, args: Args, kwargs: Kwargs, here: RankContext) -> Any:
     kept = {key: value for key, value in kwargs.items() if key != "output_size"}
     return op(*args, **kept)
 
@@ -373,9 +377,9 @@ def interleaved(call: OpCall) -> Rule:
     if dim is None:
         made: Dims = ((*names[:-1], names[-1]),)
     else:
-        at = wrap(dim, x.ndim)
+        at = wrap_dim(dim, x.ndim)
         made = (*own[:at], (*own[at], names[-1]), *own[at + 1 :]) if own else ((names[-1],),)
-    return Rule((own,), (made,), whole=frozenset(names[-1:]), modes=moved(0),
+    return Rule((own,), (made,), unsharded=frozenset(names[-1:]), modes=all_modes(0),
                 local=_interleave_locally, sizes=((names[-1], call.get("repeats")),))  # fmt: skip
 
 
@@ -385,9 +389,11 @@ def interleaved_by(call: OpCall) -> Rule:
     if not call.has("self"):
         return Rule((((),) * call.operands[0].ndim,), (((),),))
     ndim, dim = call.operands[0].ndim, call.get("dim")
-    at = None if dim is None else wrap(dim, ndim)
+    at = None if dim is None else wrap_dim(dim, ndim)
     names = letters(ndim)
     own: Dims = tuple((name,) for name in names)
     made: Dims = ((),) if at is None else tuple(() if d == at else own[d] for d in range(ndim))
     lost = frozenset(name for d, name in enumerate(names) if at is None or d == at)
-    return Rule((own, ((),) * call.operands[1].ndim), (made or ((),),), whole=lost, modes=moved(0))
+    return Rule(
+        (own, ((),) * call.operands[1].ndim), (made or ((),),), unsharded=lost, modes=all_modes(0)
+    )

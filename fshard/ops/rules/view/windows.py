@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 import torch
 
 from fshard._util.errors import fail
-from fshard.ops.core.builders import linear, moved, wrap
+from fshard.ops.core.builders import all_modes, linear_modes, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule, Slice
 from fshard.ops.rules.view.view_factors import letters
 from fshard.ops.rules.view.views import elements, keeping
-from fshard.ops.strategy.local_call import Here, LocalCall, Rewritten, resized
+from fshard.ops.strategy.local_call import LocalCall, LocalRewrite, RankContext, with_local_shape
 
 __all__ = ["unfolded"]
 
@@ -29,10 +29,10 @@ def _dims(ndim: int) -> Dims:
 # -- windows -------------------------------------------------------------------------------
 
 
-def _unfold_locally(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def _unfold_locally(op: Any, args: Any, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     """Windows beside each other are a dim of its own; that many of a rank may be none."""
     x: torch.Tensor = args[0]
-    dim = wrap(argument(op, args, kwargs, "dimension"), x.ndim)
+    dim = wrap_dim(argument(op, args, kwargs, "dimension"), x.ndim)
     size = argument(op, args, kwargs, "size")
     shape = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
     return x.reshape(shape).movedim(dim + 1, -1)
@@ -44,18 +44,19 @@ def unfolded(call: OpCall) -> Rule:
     x = call.operands[0]
     size, step = call.get("size"), call.get("step")
     if not x.ndim:
-        return Rule(((),), (((),),), modes=moved(0))
-    dim, own = wrap(call.get("dimension"), x.ndim), _dims(x.ndim)
+        return Rule(((),), (((),),), modes=all_modes(0))
+    dim, own = wrap_dim(call.get("dimension"), x.ndim), _dims(x.ndim)
     if size == step and x.shape[dim] % size == 0:
         inner = letters(x.ndim + 1)[-1]
         blocks = (*own[:dim], (*own[dim], inner), *own[dim + 1 :])
-        return Rule((blocks,), ((*own, (inner,)),), whole=frozenset({inner}), modes=moved(0),
+        return Rule((blocks,), ((*own, (inner,)),), unsharded=frozenset({inner}),
+                    modes=all_modes(0),
                     local=_unfold_locally)  # fmt: skip
     kept = [None if at == dim else at for at in range(x.ndim)]
     return keeping(call, [*kept, None])
 
 
-def _pixels_locally(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def _pixels_locally(op: Any, args: Any, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     """Blocks as dims: of tensors without elements the operation loses the sizes."""
     x, shape = args[0], here.shape()
     batch, order = x.shape[:-3], tuple(range(x.ndim - 3))
@@ -82,7 +83,7 @@ def pixels(call: OpCall) -> Rule:
     shuffles = "unshuffle" not in str(call.op)
     times = call.get("upscale_factor" if shuffles else "downscale_factor")
     ends = (deep, wide) if shuffles else (wide, deep)
-    return Rule(ends[:1], ends[1:], whole=frozenset({p, q}), modes=moved(0),
+    return Rule(ends[:1], ends[1:], unsharded=frozenset({p, q}), modes=all_modes(0),
                 local=_pixels_locally, sizes=((p, times), (q, times)))  # fmt: skip
 
 
@@ -90,20 +91,20 @@ def pixels(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Into(Rewritten):
+class _Into(LocalRewrite):
     """What a rank has of a slice of `dim`, written into what it has of the dim."""
 
     dim: int
     start: int
     step: int
 
-    def call(self, op: Any, args: Any, kwargs: Kwargs, here: Here) -> LocalCall:
+    def call(self, op: Any, args: Any, kwargs: Kwargs, here: RankContext) -> LocalCall:
         """The slice as the rank counts its elements."""
         src = here.operands[1]
         count, at = (
             each[self.dim] for each in (src.local_shape(here.rank), src.offsets(here.rank))
         )
-        begin = self.start + at * self.step - here.begin(0, self.dim)
+        begin = self.start + at * self.step - here.offset(0, self.dim)
         ends = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
         run = _into_complex if here.operands[0].dtype.is_complex else op
         return run, (*args[:2], self.dim, *ends, self.step), {}
@@ -123,28 +124,28 @@ def into_slice(call: OpCall) -> Rule:
     """The dim that is written into stays cut, and the slice is cut with it."""
     x, src = call.operands
     names = letters(x.ndim + 1)
-    dim, own = wrap(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
+    dim, own = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
     taken = elements(call, x.shape[dim])
     local = _Into(dim, taken.start, taken.step)
     if src.shape == x.shape:
-        return Rule((own, own), (own,), modes=moved(1), local=_all_of, unread=frozenset({0}))
+        return Rule((own, own), (own,), modes=all_modes(1), local=_all_of, unread=frozenset({0}))
     part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
-    return Rule((own, (*own[:dim], (part.name,), *own[dim + 1 :])), (own,), modes=moved(0, 1),
+    return Rule((own, (*own[:dim], (part.name,), *own[dim + 1 :])), (own,), modes=all_modes(0, 1),
                 local=local, slices=(part,))  # fmt: skip
 
 
-def _all_of(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def _all_of(op: Any, args: Any, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     """What is written over all that was there, which may lie otherwise."""
     made: torch.Tensor = args[1].to(args[0].dtype, copy=True)
     return made
 
 
-def _into_one(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def _into_one(op: Any, args: Any, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     """The element where it is on this rank; the others leave what they have."""
     x, src = args[:2]
-    dim = wrap(argument(op, args, kwargs, "dim"), x.ndim)
+    dim = wrap_dim(argument(op, args, kwargs, "dim"), x.ndim)
     index = argument(op, args, kwargs, "index") % here.operands[0].shape[dim]
-    places = torch.arange(x.shape[dim], device=x.device) == index - here.begin(0, dim)
+    places = torch.arange(x.shape[dim], device=x.device) == index - here.offset(0, dim)
     places = places.reshape([-1 if at == dim else 1 for at in range(x.ndim)])
     return torch.where(places, src.unsqueeze(dim).to(x.dtype), x)
 
@@ -153,8 +154,8 @@ def _into_one(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
 def into_element(call: OpCall) -> Rule:
     """The dim that is written into stays cut: one rank has the element."""
     x = call.operands[0]
-    dim, own = wrap(call.get("dim"), x.ndim), _dims(x.ndim)
-    return Rule((own, own[:dim] + own[dim + 1 :]), (own,), modes=moved(0, 1), local=_into_one)
+    dim, own = wrap_dim(call.get("dim"), x.ndim), _dims(x.ndim)
+    return Rule((own, own[:dim] + own[dim + 1 :]), (own,), modes=all_modes(0, 1), local=_into_one)
 
 
 @register_rule("slice_backward", "select_backward", family="views")
@@ -162,16 +163,16 @@ def out_of_part(call: OpCall) -> Rule:
     """The gradient of a slice: zeros around it along its dim, which is whole."""
     grad, result = call.operands[0], call.results[0]
     assert result is not None
-    dim = wrap(call.get("dim"), result.ndim)
+    dim = wrap_dim(call.get("dim"), result.ndim)
     own = _dims(result.ndim)
     whole = tuple(() if at == dim else each for at, each in enumerate(own))
     if grad.ndim == result.ndim and grad.shape[dim] == result.shape[dim]:
-        return Rule((own,), (own,), modes=moved(0), local=_same)
+        return Rule((own,), (own,), modes=all_modes(0), local=_same)
     part = whole if grad.ndim == result.ndim else whole[:dim] + whole[dim + 1 :]
-    return Rule((part,), (whole,), modes=moved(0), local=resized("input_sizes"))
+    return Rule((part,), (whole,), modes=all_modes(0), local=with_local_shape("input_sizes"))
 
 
-def _same(op: Any, args: Any, kwargs: Kwargs, here: Here) -> torch.Tensor:
+def _same(op: Any, args: Any, kwargs: Kwargs, here: RankContext) -> torch.Tensor:
     made: torch.Tensor = args[0].clone()
     return made
 
@@ -181,9 +182,11 @@ def out_of_windows(call: OpCall) -> Rule:
     """Elements of several windows add up along the dim, which is whole."""
     result = call.results[0]
     assert result is not None
-    dim, own = wrap(call.get("dim"), result.ndim), _dims(result.ndim)
+    dim, own = wrap_dim(call.get("dim"), result.ndim), _dims(result.ndim)
     whole = tuple(() if at == dim else each for at, each in enumerate(own))
-    return Rule(((*whole, ()),), (whole,), modes=linear(0), local=resized("input_sizes"))
+    return Rule(
+        ((*whole, ()),), (whole,), modes=linear_modes(0), local=with_local_shape("input_sizes")
+    )
 
 
 # -- the same bytes ------------------------------------------------------------------------
@@ -204,21 +207,21 @@ def bits(call: OpCall) -> Rule:
         x.dtype.itemsize, result.dtype.itemsize
     )
     ends = (own, split) if shorter else (split, own)
-    return Rule(ends[:1], ends[1:], whole=frozenset({name}), sizes=((name, times),))
+    return Rule(ends[:1], ends[1:], unsharded=frozenset({name}), sizes=((name, times),))
 
 
 @register_rule("view_as_real", "view_as_real_copy", family="views")
 def as_real(call: OpCall) -> Rule:
     """The two parts are a dim of their own."""
     own = _dims(call.operands[0].ndim)
-    return Rule((own,), ((*own, ()),), modes=linear(0))
+    return Rule((own,), ((*own, ()),), modes=linear_modes(0))
 
 
 @register_rule("view_as_complex", "view_as_complex_copy", family="views")
 def as_complex(call: OpCall) -> Rule:
     """The last dim holds the two parts of each number."""
     own = _dims(call.operands[0].ndim - 1)
-    return Rule(((*own, ()),), (own,), modes=linear(0))
+    return Rule(((*own, ()),), (own,), modes=linear_modes(0))
 
 
 # -- what has no rule ----------------------------------------------------------------------

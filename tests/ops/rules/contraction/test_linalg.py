@@ -106,7 +106,7 @@ def test_texts() -> None:
     )
     assert loops(aten.linalg_solve, square(), rand(3, 2, 3), left=False) == "b11,bk1->bk1"
     assert text(aten.linalg_solve_ex, square(), rand(3, 3, 2)) == (
-        "b11,b1k->b1k,b  {k whole; unreduced 1 sum -> sum, invariant; "
+        "b11,b1k->b1k,b  {k unsharded; unreduced 1 sum -> sum, invariant; "
         "unreduced 1 avg -> avg, invariant}"
     )
     assert text(aten._linalg_svd, upright(), False, False) == "b11->1,b1,1  {b sum}"

@@ -130,7 +130,7 @@ def test_texts() -> None:
     assert loops(aten.einsum, "...ij,jk", [rand(2, 4, 3), rand(3, 5)]) == "bij,jk->bik"
     assert loops(aten.einsum, "iij->j", [rand(3, 3, 2)]) == "11j->j"
     assert text(aten.cdist, rand(4, 3), rand(5, 3), INF) == "pk,qk->pq  {k max}"
-    assert text(aten.cdist, rand(4, 3), rand(5, 3)) == "pk,qk->pq  {k whole}"
+    assert text(aten.cdist, rand(4, 3), rand(5, 3)) == "pk,qk->pq  {k unsharded}"
 
 
 def test_bytes_that_are_summed_wider_pass_no_addends() -> None:

@@ -58,9 +58,9 @@ RULES = {
     "rows of a table": "vd,i0 i1->i0 i1 d  {v sum; unreduced 0 sum; unreduced 0 avg; "
     "unreduced 0 max; unreduced 0 min; unreduced 0 product}",
     "gradient": "i0 i1 d,i0 i1->vd  {i0 sum; i1 sum; unreduced 0 sum; unreduced 0 avg}",
-    "gradient by frequency": "i0 d,i0->vd  {i0 whole; unreduced 0 sum; unreduced 0 avg}",
+    "gradient by frequency": "i0 d,i0->vd  {i0 unsharded; unreduced 0 sum; unreduced 0 avg}",
     "bags, means": "vd,1,1->1d,none,none,none  {v sum; unreduced 0 sum; unreduced 0 avg}",
-    "bags, maxima": "vd,1,1->1d,none,none,none  {v whole}",
+    "bags, maxima": "vd,1,1->1d,none,none,none  {v unsharded}",
 }
 
 
@@ -124,7 +124,7 @@ def test_rows_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
 def test_a_sparse_gradient_cuts_nothing() -> None:
     """Without gradients everything may be cut."""
     _, rule, _, _ = call_with(aten.embedding, (W, below(7, 3), -1, False, True), {})
-    assert rule.grad == frozenset(rule.factors)
+    assert rule.no_grad == frozenset(rule.factors)
     assert check_call(aten.embedding, W, below(7, 3), -1, False, True, grad=False) == []
 
 

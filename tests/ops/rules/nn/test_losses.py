@@ -161,10 +161,10 @@ def test_connectionist_classification(reduction: int) -> None:
 
 RULES = {
     "mse": "d0 d1,d0 d1->  {d0 sum; d1 sum}",
-    "cosine_embedding": "d0 c,d0 c,d0->  {d0 sum; c whole}",
-    "nll_loss": "d0 c,d0->  {d0 whole; c sum; unreduced 0 sum; unreduced 0 avg}",
-    "cross_entropy": "d0 c,d0->  {d0 whole; c whole}",
-    "cross_entropy, probabilities": "d0 c d1,d0 c d1->  {d0 sum; c whole; d1 sum; "
+    "cosine_embedding": "d0 c,d0 c,d0->  {d0 sum; c unsharded}",
+    "nll_loss": "d0 c,d0->  {d0 unsharded; c sum; unreduced 0 sum; unreduced 0 avg}",
+    "cross_entropy": "d0 c,d0->  {d0 unsharded; c unsharded}",
+    "cross_entropy, probabilities": "d0 c d1,d0 c d1->  {d0 sum; c unsharded; d1 sum; "
     "unreduced 1 sum; unreduced 1 avg}",
 }
 

@@ -142,20 +142,20 @@ def test_rules_on_two_axes() -> None:
 
 
 TEXTS = {
-    "layer_norm w": "d0 d1 d2,d2->d0 d1 d2  {d2 whole; unreduced 1 sum; unreduced 1 avg}",
-    "layer_norm b": "d0 d1 d2,d2->d0 d1 d2  {d2 whole; unreduced 1 avg}",
+    "layer_norm w": "d0 d1 d2,d2->d0 d1 d2  {d2 unsharded; unreduced 1 sum; unreduced 1 avg}",
+    "layer_norm b": "d0 d1 d2,d2->d0 d1 d2  {d2 unsharded; unreduced 1 avg}",
     "native_layer_norm_backward (True, True, True)":
         "d0 d1 d2,d0 d1 d2,d0 d1 (),d0 d1 (),d2,d2->d0 d1 d2,d2,d2"
-        "  {d0 sum; d1 sum; d2 whole; unreduced 0 sum; unreduced 0 avg}",
-    "group_norm ": "n (g c) d0->n (g c) d0  {c whole; d0 whole}",
+        "  {d0 sum; d1 sum; d2 unsharded; unreduced 0 sum; unreduced 0 avg}",
+    "group_norm ": "n (g c) d0->n (g c) d0  {c unsharded; d0 unsharded}",
     "native_batch_norm_backward False":
         "n c d0,n c d0,c,c,c->n c d0,c,c  {n sum; d0 sum; unreduced 0 sum; unreduced 0 avg}",
     "native_batch_norm_backward True":
         "n c d0,n c d0,c,c,c,c,c->n c d0,c,c"
-        "  {n whole; d0 whole; unreduced 0 sum; unreduced 0 avg}",
-    "renorm": "d0 d1 d2->d0 d1 d2  {d0 whole; d2 whole}",
-    "cosine spread": "d0 () d2,d1 d2->d0 d1  {d2 whole}",
-    "_weight_norm": "d0 d1,d0 ()->d0 d1  {d1 whole; unreduced 1 sum; unreduced 1 avg}",
+        "  {n unsharded; d0 unsharded; unreduced 0 sum; unreduced 0 avg}",
+    "renorm": "d0 d1 d2->d0 d1 d2  {d0 unsharded; d2 unsharded}",
+    "cosine spread": "d0 () d2,d1 d2->d0 d1  {d2 unsharded}",
+    "_weight_norm": "d0 d1,d0 ()->d0 d1  {d1 unsharded; unreduced 1 sum; unreduced 1 avg}",
 }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_the_rule_of_a_gradient_that_has_no_kernel_here_reads() -> None:
     args = rand(3, 2, 4), rand(3, 2, 4), [4], rand(3, 2, 1), rand(4), [True, True]
     assert str(call_with(aten._fused_rms_norm_backward.default, args, {})[1]) == (
         "d0 d1 d2,d0 d1 d2,d0 d1 (),d2->d0 d1 d2,d2"
-        "  {d0 sum; d1 sum; d2 whole; unreduced 0 sum; unreduced 0 avg}"
+        "  {d0 sum; d1 sum; d2 unsharded; unreduced 0 sum; unreduced 0 avg}"
     )
 
 

@@ -145,16 +145,16 @@ def test_texts() -> None:
         "nc11->nc11  {unreduced 0 sum; unreduced 0 avg}"
     )
     assert text(aten.max_pool2d, rand(*TWO), [3, 4]) == (
-        "nc(be)1->ncb1  {e whole; unreduced 0 max}"
+        "nc(be)1->ncb1  {e unsharded; unreduced 0 max}"
     )
-    assert text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc(bd)->ncb  {d whole}"
+    assert text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc(bd)->ncb  {d unsharded}"
     assert text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
         "bcde->bche  {h d[-1:7]; unreduced 0 avg; unreduced 0 max; unreduced 0 min}"
     )
     assert loops(*RESAMPLED["upsample_nearest2d by twice"]()) == "ncbd->nc(be)(df)"
     assert loops(*RESAMPLED["upsample_nearest2d by a fraction"]()) == "nc11->nc11"
     assert text(*FORWARD["im2col"]()) == (
-        "nc11->n(ck)1  {k whole; unreduced 0 sum; unreduced 0 avg}"
+        "nc11->n(ck)1  {k unsharded; unreduced 0 sum; unreduced 0 avg}"
     )
     assert loops(*FORWARD["grid_sampler_3d"]()) == "nc111,ndhw1->ncdhw"
     assert text(aten.grid_sampler_2d_backward, rand(2, 3, 4, 5), rand(*TWO), grid(*GRID), 0, 0,

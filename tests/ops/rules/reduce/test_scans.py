@@ -109,19 +109,19 @@ def test_rules_on_two_axes() -> None:
 
 
 TEXTS = {
-    "cumsum 0": "d0 d1->d0 d1  {d0 whole; unreduced 0 sum; unreduced 0 avg}",
-    "cumsum of int32": "d0 d1->d0 d1  {d1 whole}",
-    "cumprod -1": "d0 d1->d0 d1  {d1 whole; unreduced 0 product}",
-    "cummax 0": "d0 d1->d0 d1,d0 d1  {d0 whole}",
-    "softmax.int -1": "d0 d1->d0 d1  {d1 whole}",
+    "cumsum 0": "d0 d1->d0 d1  {d0 unsharded; unreduced 0 sum; unreduced 0 avg}",
+    "cumsum of int32": "d0 d1->d0 d1  {d1 unsharded}",
+    "cumprod -1": "d0 d1->d0 d1  {d1 unsharded; unreduced 0 product}",
+    "cummax 0": "d0 d1->d0 d1,d0 d1  {d0 unsharded}",
+    "softmax.int -1": "d0 d1->d0 d1  {d1 unsharded}",
     "_softmax_backward_data":
-        "d0 d1,d0 d1->d0 d1  {d1 whole; unreduced 0 sum; unreduced 0 avg}",
-    "glu": "d0 d1->d0 ()  {d1 whole}",
+        "d0 d1,d0 d1->d0 d1  {d1 unsharded; unreduced 0 sum; unreduced 0 avg}",
+    "glu": "d0 d1->d0 ()  {d1 unsharded}",
     "diff with ends":
-        "d0 d1,() d1,() d1->() d1  {d0 whole; unreduced 0+1+2 sum; unreduced 0+1+2 avg}",
-    "diff of bools": "d0 d1->d0 ()  {d1 whole; unreduced 0 sum; unreduced 0 avg}",
+        "d0 d1,() d1,() d1->() d1  {d0 unsharded; unreduced 0+1+2 sum; unreduced 0+1+2 avg}",
+    "diff of bools": "d0 d1->d0 ()  {d1 unsharded; unreduced 0 sum; unreduced 0 avg}",
     "trapezoid at": "d0 d1,d1->d0"
-        "  {d1 whole; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}",
+        "  {d1 unsharded; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}",
 }  # fmt: skip
 
 

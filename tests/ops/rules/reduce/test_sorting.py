@@ -79,8 +79,8 @@ def test_named_arguments_are_heeded() -> None:
 
 
 RULES = {
-    "sort": "s d1 d2->s d1 d2,s d1 d2  {s whole}",
-    "topk": "d0 s d2->d0 () d2,d0 () d2  {s whole}",
+    "sort": "s d1 d2->s d1 d2,s d1 d2  {s unsharded}",
+    "topk": "d0 s d2->d0 () d2,d0 () d2  {s unsharded}",
     "searchsorted, rows": "d0 m,d0 d1->d0 d1  {m sum}",
     "bucketize": "d0 d1,m->d0 d1  {m sum}",
     "isin": "e0 e1,t0->e0 e1  {t0 max}",

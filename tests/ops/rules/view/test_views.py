@@ -158,7 +158,7 @@ TEXTS = {
     "permute": "abc->cab",
     "expand": "b1->abc",
     "repeat": "ab->ca(db)",
-    "repeat_interleave": "ab->(ac)b  {c whole; ",
+    "repeat_interleave": "ab->(ac)b  {c unsharded; ",
     "roll": "ab->ab  {a permuted; ",
     "rot90 once": "abc->bac  {b permuted; ",
     "slice": "ab->ac  {c b[2:4]; ",
@@ -170,12 +170,12 @@ TEXTS = {
     "slice_scatter": "ab,ac->ab  {c b[2:4]; ",
     "select": "ab->a  {b sum; ",
     "select booleans": "ab->a  {b max; ",
-    "unbind": "ab->a,a,a  {b whole; ",
-    "diagonal of rows": "ab->a  {b whole; ",
-    "short diagonal": "ab->1  {a whole; b whole; ",
-    "patches": "a(bc)->abc  {c whole; ",
-    "pixel_shuffle": "a(bcd)ef->ab(ec)(fd)  {c whole; d whole; ",
-    "share no border": "(ac)(db)->(ae)(fb)  {c whole; d whole; e whole; f whole; ",
+    "unbind": "ab->a,a,a  {b unsharded; ",
+    "diagonal of rows": "ab->a  {b unsharded; ",
+    "short diagonal": "ab->1  {a unsharded; b unsharded; ",
+    "patches": "a(bc)->abc  {c unsharded; ",
+    "pixel_shuffle": "a(bcd)ef->ab(ec)(fd)  {c unsharded; d unsharded; ",
+    "share no border": "(ac)(db)->(ae)(fb)  {c unsharded; d unsharded; e unsharded; f unsharded; ",
 }
 
 
@@ -189,7 +189,8 @@ def test_what_rules_say(name: str) -> None:
 
 def test_bytes_are_not_linear() -> None:
     assert (
-        str(call_with(A.view.dtype, (tensor(4, 6), torch.int32), {})[1]) == "ab->a(bc)  {c whole}"
+        str(call_with(A.view.dtype, (tensor(4, 6), torch.int32), {})[1])
+        == "ab->a(bc)  {c unsharded}"
     )
 
 
