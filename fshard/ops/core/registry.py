@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -16,16 +17,8 @@ from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
 
 __all__ = [
-    "Generator",
-    "Row",
-    "decomposition_of",
-    "functional_of",
-    "overloads",
-    "register_decomposition",
-    "register_rule",
-    "registry_version",
-    "row_of",
-    "rows",
+    "Generator", "Row", "decomposition_of", "functional_of", "overloads", "register_decomposition",
+    "register_rule", "registry_version", "row_of", "rows",
 ]  # fmt: skip
 
 Generator = Callable[[OpCall], Rule | list[Any] | None]
@@ -34,11 +27,20 @@ G = TypeVar("G", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation's rule: how it is made from a call, and the family that it is of."""
+    """Rule of one operation, generated for each call."""
 
     op: Any
     generator: Generator
-    family: str
+
+    @property
+    def module(self) -> str:
+        """Name of the module that defines the generator."""
+        return str(getattr(self.generator, "__module__", ""))
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the rule is fshard's own, which a user's rule replaces."""
+        return self.module.startswith(_RULES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +56,11 @@ class _Always:
 _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _COUNT = [0]
-USER = "user"
-_RULE_MODULES = (
-    "rules.elementwise.pointwise",
-    "rules.elementwise.factories",
-    "rules.elementwise.random_ops",
-    "rules.contraction.matmul",
-    "rules.contraction.linalg",
-    "rules.contraction.fft",
-    "rules.reduce.reductions",
-    "rules.reduce.scans",
-    "rules.reduce.sorting",
-    "rules.reduce.decompositions",
-    "rules.view.views",
-    "rules.view.diagonals",
-    "rules.view.windows",
-    "rules.view.concat",
-    "rules.index.gather",
-    "rules.index.scatter",
-    "rules.nn.embedding",
-    "rules.nn.losses",
-    "rules.nn.class_losses",
-    "rules.nn.norms",
-    "rules.nn.convolution",
-    "rules.nn.pooling",
-    "rules.nn.attention",
-    "rules.nn.recurrent",
-    "rules.nn.norm_decompositions",
-    "rules.backward",
-)
-"""Modules of `fshard.ops` that register rows, imported when the first row is requested."""
+_RULES = "fshard.ops.rules"
+"""Package whose modules register the built-in rules, imported at the first look-up."""
 
 
-def register_rule(*ops: Any, family: str = USER) -> Callable[[Any], Any]:
+def register_rule(*ops: Any) -> Callable[[Any], Any]:
     """Give operations a sharding rule: as decorator of a generator, or with a rule's text.
 
     An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
@@ -105,12 +79,11 @@ def register_rule(*ops: Any, family: str = USER) -> Callable[[Any], Any]:
         made = rule(given) if isinstance(given, str) else given
         generator: Generator = _Always(made) if isinstance(made, Rule) else made
         for op in ops:
-            for each in overloads(op):
-                # Families are loaded in any order, by whoever needs one of them first.
-                before = _ROWS.get(each)
-                assert family == USER or before is None or before.family in (family, USER), each
-                if before is None or family == USER or before.family != USER:
-                    _ROWS[each] = Row(each, generator, family)
+            for overload in overloads(op):
+                # A user's rule may be registered before the built-in ones are loaded.
+                row, before = Row(overload, generator), _ROWS.get(overload)
+                if before is None or before.is_builtin or not row.is_builtin:
+                    _ROWS[overload] = row
         _COUNT[0] += 1
         _functional.cache_clear()
         return given
@@ -155,8 +128,9 @@ def rows() -> dict[Any, Row]:
 @lru_cache(maxsize=1)
 def _load() -> None:
     # A second of PyTorch's own work, which who only moves tensors need not wait for.
-    for module in _RULE_MODULES:
-        importlib.import_module(f"fshard.ops.{module}")
+    rules = importlib.import_module(_RULES)
+    for module in pkgutil.walk_packages(rules.__path__, f"{_RULES}."):
+        importlib.import_module(module.name)
 
 
 def overloads(op: Any) -> Iterable[Any]:

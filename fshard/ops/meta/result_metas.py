@@ -49,7 +49,7 @@ def results_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Resul
 def law_of(op: Any) -> Law | None:
     """The law of an operation: all that treat every element alone have one."""
     row = row_of(op)
-    if row is not None and row.family == "pointwise":
+    if row is not None and row.module.endswith(".elementwise.pointwise"):
         return elementwise
     return _LISTED.get(op)
 

@@ -11,17 +11,10 @@ from fshard.ops.core.builders import linear_modes, normalize_dims, wrap_dim
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.contraction.einsum_helpers import (
-    Parts,
-    Sized,
-    dims_of_text,
-    fitted,
-    letters,
-    trailing,
-    untouched,
-)
+from fshard.ops.rules.einsum_letters import dims_of_text, fitted, letters, trailing, untouched
+from fshard.ops.rules.shard_call import Parts, Sized
 
-__all__ = ["elementwise", "per_dim"]
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -30,7 +23,6 @@ aten = torch.ops.aten
     aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.rrelu_with_noise_backward,
     aten.fake_quantize_per_tensor_affine_cachemask_backward, aten._masked_softmax_backward,
     aten.fake_quantize_per_channel_affine_cachemask_backward, aten._standard_gamma_grad,
-    family="backward",
 )  # fmt: skip
 def elementwise(call: OpCall) -> Rule | None:
     """Every element alone; what has another shape (a kernel's buffer) is not cut."""
@@ -63,7 +55,7 @@ def _whole_dims(call: OpCall) -> tuple[int, ...]:
 # -- along one dim --------------------------------------------------------------------------
 
 
-@register_rule(aten.cummaxmin_backward, aten.cumprod_backward, family="backward")
+@register_rule(aten.cummaxmin_backward, aten.cumprod_backward)
 def per_dim(call: OpCall) -> Rule:
     """Dims other than `dim` pass, on all tensors."""
     ndim = call.operands[0].ndim
@@ -72,7 +64,7 @@ def per_dim(call: OpCall) -> Rule:
     return Rule((dims,) * len(call.operands), (dims,), modes=linear_modes(0), local=Parts())
 
 
-@register_rule(aten.value_selecting_reduction_backward, family="backward")
+@register_rule(aten.value_selecting_reduction_backward)
 def selected_backward(call: OpCall) -> Rule:
     """A value's gradient goes to where it was found along `dim`."""
     made = call.results[0]
@@ -84,7 +76,7 @@ def selected_backward(call: OpCall) -> Rule:
                 local=Parts(changes=(Sized("sizes"),)))  # fmt: skip
 
 
-@register_rule(aten.index_select_backward, family="backward")
+@register_rule(aten.index_select_backward)
 def index_select_backward(call: OpCall) -> Rule:
     """Indices are summed into the rows that they name; other dims pass."""
     grad = call.operands[0]
@@ -95,7 +87,7 @@ def index_select_backward(call: OpCall) -> Rule:
                 local=Parts(changes=(Sized("self_sizes"),)))  # fmt: skip
 
 
-@register_rule(aten.gather_backward, family="backward")
+@register_rule(aten.gather_backward)
 def gather_backward(call: OpCall) -> Rule:
     """Dims other than the gathered one pass where the index is as long as the tensor."""
     x, index = call.operands[1], call.operands[-1]
@@ -106,14 +98,14 @@ def gather_backward(call: OpCall) -> Rule:
     return Rule((dims, dims, dims), (dims,), modes=linear_modes(0), local=Parts())
 
 
-@register_rule(aten.masked_select_backward, aten.masked_scatter_backward, family="backward")
+@register_rule(aten.masked_select_backward, aten.masked_scatter_backward)
 def whole_backward(call: OpCall) -> Rule:
     """What a mask selects lies in one row: nothing of it can be cut."""
     made = tuple(untouched(each) for each in call.results if each is not None)
     return Rule(tuple(map(untouched, call.operands)), made, modes=linear_modes(0))
 
 
-@register_rule(aten.trace_backward, family="backward")
+@register_rule(aten.trace_backward)
 def trace_backward(call: OpCall) -> Rule:
     """A number spread along a diagonal."""
     return Rule(((),), (((), ()),), modes=linear_modes(0))
@@ -122,7 +114,7 @@ def trace_backward(call: OpCall) -> Rule:
 # -- distances ------------------------------------------------------------------------------
 
 
-@register_rule(aten._cdist_backward, family="backward")
+@register_rule(aten._cdist_backward)
 def cdist_backward(call: OpCall) -> Rule:
     """`bpq,bpk,bqk,bpq->bpk`: the distances are known, so that the width passes too."""
     grad, a, b, found = call.operands
@@ -133,7 +125,7 @@ def cdist_backward(call: OpCall) -> Rule:
                 modes=linear_modes(0), local=Parts())  # fmt: skip
 
 
-@register_rule(aten._pdist_backward, family="backward")
+@register_rule(aten._pdist_backward)
 def pdist_backward(call: OpCall) -> Rule:
     """The width passes; all pairs of rows are in one vector."""
     rows: Dims = ((), ("k",))

@@ -1,4 +1,8 @@
-"""The operation on one rank: what changes there beside the tensors."""
+"""The operation on the locals of one rank.
+
+Most operations run there as they are. A rule's `local` replaces the call where more than shapes
+differs from rank to rank: an argument that is a global shape, an index into a sharded dim, ...
+"""
 
 from __future__ import annotations
 
@@ -15,87 +19,94 @@ from fshard.ops.core.call import map_instances, schema_arguments
 from fshard.ops.strategy.strategy import Strategy
 from fshard.run.transports.base import current_rank
 
-__all__ = ["LocalRewrite", "RankContext", "rank_on_mesh", "run_local", "with_local_shape"]
+__all__ = [
+    "LocalCall", "LocalRewrite", "RankContext", "attach_to_operands", "check_results", "flat",
+    "rank_on_mesh", "run_local", "with_argument", "with_local_shape",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Where a local call runs: a rank, and the layouts that the operation has there."""
+    """One rank, and the specs that the operation has there."""
 
     rank: int
     operands: tuple[Spec, ...]
     results: tuple[Spec | None, ...]
 
     def shape(self, result: int = 0) -> tuple[int, ...]:
-        """The shape of a result's local on this rank."""
-        spec = self.results[result]
-        assert spec is not None
-        return spec.local_shape(self.rank)
+        """Return the local shape of a result on this rank."""
+        return self._result(result).local_shape(self.rank)
 
     def offset(self, operand: int, dim: int) -> int:
-        """Where the local of an operand begins in the whole, along a dim."""
+        """Return the global index, along a dim, at which the local of an operand begins."""
         return self.operands[operand].offsets(self.rank)[dim]
 
     def end(self, operand: int, dim: int) -> int:
-        """Where the local of an operand ends in the whole, along a dim."""
-        spec = self.operands[operand]
-        return spec.offsets(self.rank)[dim] + spec.local_shape(self.rank)[dim]
+        """Return the global index, along a dim, one past the last of an operand's local."""
+        return self.offset(operand, dim) + self.operands[operand].local_shape(self.rank)[dim]
 
     def result_offset(self, dim: int, result: int = 0) -> int:
-        """Where the local of a result begins in the whole, along a dim."""
-        spec = self.results[result]
+        """Return the global index, along a dim, at which the local of a result begins."""
+        return self._result(result).offsets(self.rank)[dim]
+
+    def _result(self, index: int) -> Spec:
+        spec = self.results[index]
         assert spec is not None
-        return spec.offsets(self.rank)[dim]
+        return spec
 
     @property
     def has_empty(self) -> bool:
-        """Whether a rank, which may be another one, holds nothing of an operand."""
+        """True if some rank, not only this one, has an empty shard of an operand."""
         return any(sizes is not None and 0 in sizes for s in self.operands for sizes in s.sizes)
 
     def is_unsharded(self, operand: int, dim: int) -> bool:
-        """Whether an operand is not cut along a dim."""
+        """Return True if no axis shards the dim of an operand."""
         return not self.operands[operand].partition.dims[dim]
 
 
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A function, its positional and its keyword arguments."""
 
 
 def with_argument(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, value: Any
 ) -> LocalCall:
-    """A call with another value of the argument called `name`."""
-    for at, each in enumerate(schema_arguments(op)):
-        if each.name == name and name not in kwargs and at < len(args):
-            return op, (*args[:at], value, *args[at + 1 :]), dict(kwargs)
+    """Return a call with the argument called `name` replaced by `value`."""
+    for index, parameter in enumerate(schema_arguments(op)):
+        if parameter.name == name and name not in kwargs and index < len(args):
+            return op, (*args[:index], value, *args[index + 1 :]), dict(kwargs)
     return op, tuple(args), {**kwargs, name: value}
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRewrite:
-    """A local call that is one call of PyTorch's, which does not depend on what is in the tensors.
+    """A rule's `local` that is one PyTorch call, whatever the values of the tensors are.
 
-    It is written down once for every rank, and nothing of fshard runs when it is called.
+    A partitioned function writes that call into the graph of each rank, so that nothing of fshard
+    runs when the graph runs.
     """
 
     def call(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall | None:
-        """The operation that runs on the rank, and its arguments; None where more runs there."""
+        """Return the call that runs on the rank, None if it is more than one."""
         raise NotImplementedError
 
     def __call__(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> Any:
-        """What the call returns."""
-        found = self.call(op, args, kwargs, here)
-        assert found is not None
-        run, placed, named = found
-        return run(*placed, **named)
+        """Run the call and return its results."""
+        rewritten = self.call(op, args, kwargs, here)
+        assert rewritten is not None
+        function, local_args, local_kwargs = rewritten
+        return function(*local_args, **local_kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Resized(LocalRewrite):
-    """A local call with a result's local shape in the place of an argument."""
+class _WithLocalShape(LocalRewrite):
+    """The call with the local shape of a result in the place of the argument `name`."""
 
     name: str
     result: int = 0
@@ -104,23 +115,26 @@ class _Resized(LocalRewrite):
     def call(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall:
-        """The call with the shape that the rank makes."""
+        """Return the call with the shape of this rank."""
         shape = list(here.shape(self.result))
-        _, placed, named = with_argument(op, args, kwargs, self.name, shape)
-        return self.op or op, placed, named
+        _, local_args, local_kwargs = with_argument(op, args, kwargs, self.name, shape)
+        return self.op or op, local_args, local_kwargs
 
 
 def with_local_shape(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]:
-    """A rule's `local`: the argument `name`, a shape, becomes that of the result on the rank.
+    """Return a rule's `local` that replaces the global shape in argument `name` by the local one.
 
-    `op` runs in the place of the operation: a `reshape` for a `view`, whose local may lie in
-    memory otherwise than the whole tensor.
+    Args:
+        name: the argument of the operation that is a shape.
+        result: index of the result that has this shape.
+        op: an operation to run in the place of the original: `reshape` for `view`, since a local
+            can have other strides than the global tensor.
     """
-    return _Resized(name, result, op)
+    return _WithLocalShape(name, result, op)
 
 
 def rank_on_mesh(mesh: Mesh, where: str) -> int:
-    """The rank that this code runs as; raises `ShardingError` where it is none of the mesh."""
+    """Return the rank that this code runs as; raise `ShardingError` if the mesh lacks it."""
     rank = current_rank(mesh, where).rank
     if rank not in mesh:
         fail(where, f"rank {rank}", f"the operation runs on {mesh}, whose ranks are "
@@ -132,34 +146,38 @@ def rank_on_mesh(mesh: Mesh, where: str) -> int:
 def run_local(
     strategy: Strategy, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor | None]:
-    """The operation on one rank's locals; its tensors in order, None where it returns none."""
+    """Run the operation on the locals of one rank.
+
+    Returns:
+        The tensors of the results in order, None where the operation returns no tensor.
+    """
     call, local = strategy.call, strategy.rule.local
     if local is None:
         out = call.op(*args, **kwargs)
     else:
-        here = RankContext(rank, strategy.in_specs, strategy.out_specs)
-        out = local(call.op, tuple(args), dict(kwargs), here)
-        if here.has_empty:
-            out = tracked(out, (*args, *kwargs.values()))
-    found = flat(out)
-    _check(strategy, rank, found)
-    return found
+        context = RankContext(rank, strategy.in_specs, strategy.out_specs)
+        out = local(call.op, args, kwargs, context)
+        if context.has_empty:
+            out = attach_to_operands(out, (*args, *kwargs.values()))
+    results = flat(out)
+    check_results(strategy, rank, results)
+    return results
 
 
-class _Tracked(torch.autograd.Function):
-    """A result as one of the operands' too; what has no gradient of its own gives them zeros."""
+class _Attached(torch.autograd.Function):
+    """Identity whose gradient reaches all operands, with zeros for a result without gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(made: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-        return made.view_as(made)
+    def forward(result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        return result.view_as(result)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        made, *operands = inputs
-        ctx.own = made.requires_grad
-        ctx.like = [] if ctx.own else [(x.shape, x.dtype, x.device) for x in operands]
+        result, *operands = inputs
+        ctx.has_grad = result.requires_grad
+        ctx.operands = [] if ctx.has_grad else [(x.shape, x.dtype, x.device) for x in operands]
         ctx.count = len(operands)
 
     @staticmethod
@@ -168,44 +186,46 @@ class _Tracked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.own:
+        if ctx.has_grad:
             return grad, *[None] * ctx.count
-        return None, *(torch.zeros(s, dtype=d, device=e) for s, d, e in ctx.like)
+        zeros = [torch.zeros(s, dtype=d, device=device) for s, d, device in ctx.operands]
+        return None, *zeros
 
 
-def tracked(out: Any, operands: Sequence[Any]) -> Any:
-    """What a rank made, with gradients that go to all operands.
+def attach_to_operands(out: Any, operands: Sequence[Any]) -> Any:
+    """Return the results of one rank with gradients that reach all operands.
 
-    A rank that holds nothing may have made its result of nothing. Without a gradient there, its
-    backward pass would leave out the collectives that the other ranks wait in.
+    A rank with empty shards can compute its result from none of them. Without a gradient there,
+    its backward pass would skip the collectives in which the other ranks wait.
     """
-    wanted = [x for x in flat(list(operands)) if x is not None and x.requires_grad]
-    if not wanted or not torch.is_grad_enabled():
+    tracked = [x for x in flat(list(operands)) if x is not None and x.requires_grad]
+    if not tracked or not torch.is_grad_enabled():
         return out
 
     def attach(x: torch.Tensor) -> Any:
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             return x
-        return _Tracked.apply(x, *wanted)  # type: ignore[no-untyped-call]
+        return _Attached.apply(x, *tracked)  # type: ignore[no-untyped-call]
 
     return map_instances(out, torch.Tensor, attach)
 
 
 def flat(out: Any) -> list[torch.Tensor | None]:
-    """The tensors that an operation returned, in order."""
+    """Return the tensors that an operation returned, in order; None stays None."""
     if isinstance(out, torch.Tensor) or out is None:
         return [out]
     if isinstance(out, list | tuple):
-        return [tensor for each in out for tensor in flat(each)]
+        return [tensor for part in out for tensor in flat(part)]
     return []
 
 
-def _check(strategy: Strategy, rank: int, found: Sequence[torch.Tensor | None]) -> None:
-    for at, (spec, tensor) in enumerate(zip(strategy.out_specs, found, strict=False)):
+def check_results(strategy: Strategy, rank: int, results: Sequence[torch.Tensor | None]) -> None:
+    """Raise `ShardingError` if a local result has another shape or dtype than its spec says."""
+    for index, (spec, tensor) in enumerate(zip(strategy.out_specs, results, strict=False)):
         if spec is None or tensor is None:
             continue
         if tensor.shape != spec.local_shape(rank) or tensor.dtype != spec.dtype:
-            fail(f"fs.apply({strategy.op})",
-                 f"result {at} of shape {tuple(tensor.shape)} and {tensor.dtype} on rank {rank}",
+            fail(f"fs.apply({strategy.op})", f"result {index} of shape {tuple(tensor.shape)} and "
+                 f"{tensor.dtype} on rank {rank}",
                  f"the rule {strategy.rule} makes it {spec}: {spec.local_shape(rank)} there",
                  "correct the rule, or give it a local= that runs on parts")  # fmt: skip

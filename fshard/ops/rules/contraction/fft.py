@@ -11,9 +11,10 @@ from fshard.ops.core.builders import all_modes, is_inexact, linear_modes, normal
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.contraction.einsum_helpers import Parts, dims_of_text, letters, named
+from fshard.ops.rules.einsum_letters import dims_of_text, letters
+from fshard.ops.rules.shard_call import Parts
 
-__all__ = ["transformed"]
+__all__: list[str] = []
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -24,7 +25,7 @@ OF_ONE_TENSOR = """
 """
 
 
-@register_rule(*named(OF_ONE_TENSOR), prims.fft_c2c, prims.fft_r2c, prims.fft_c2r, family="fft")
+@register_rule(*OF_ONE_TENSOR.split(), prims.fft_c2c, prims.fft_r2c, prims.fft_c2r)
 def transformed(call: OpCall) -> Rule:
     """Dims that are not transformed pass."""
     ndim, given = call.operands[0].ndim, call.get("dim")
@@ -41,7 +42,7 @@ def transformed(call: OpCall) -> Rule:
     return Rule((dims,), (dims,), modes=modes, local=Parts())
 
 
-@register_rule(aten.fft_fftshift, aten.fft_ifftshift, family="fft")
+@register_rule(aten.fft_fftshift, aten.fft_ifftshift)
 def shifted(call: OpCall) -> Rule:
     """Halves of dims exchanged: only elements move along them."""
     ndim = call.operands[0].ndim
@@ -52,7 +53,7 @@ def shifted(call: OpCall) -> Rule:
                 modes=all_modes(0), local=Parts())  # fmt: skip
 
 
-@register_rule(aten.stft, family="fft")
+@register_rule(aten.stft)
 def stft(call: OpCall) -> Rule:
     """Transforms of overlapping windows of signals: linear in them, and in the window."""
     made = call.results[0]
@@ -63,7 +64,7 @@ def stft(call: OpCall) -> Rule:
     return Rule(operands, (result,), modes=linear_modes(*range(len(operands))), local=Parts())
 
 
-@register_rule(aten.istft, family="fft")
+@register_rule(aten.istft)
 def istft(call: OpCall) -> Rule:
     """Signals put together of windows: linear in the transforms, which the window divides."""
     x, made = call.operands[0], call.results[0]

@@ -15,17 +15,10 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.contraction.einsum_helpers import (
-    Parts,
-    dims_of_text,
-    fitted,
-    letters,
-    named,
-    trailing,
-    untouched,
-)
+from fshard.ops.rules.einsum_letters import dims_of_text, fitted, letters, trailing, untouched
+from fshard.ops.rules.shard_call import Parts
 
-__all__ = ["batched", "solving"]
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -73,7 +66,7 @@ def names_of(call: OpCall) -> list[str]:
     ]
 
 
-@register_rule(*named(FACTORED), torch.ops.prims.svd, family="linalg")
+@register_rule(*FACTORED.split(), torch.ops.prims.svd)
 def factored(call: OpCall) -> Rule:
     """A factorization or a function of every matrix of a batch."""
     name = call.op._schema.name
@@ -83,7 +76,7 @@ def factored(call: OpCall) -> Rule:
     return batched(call, cores)
 
 
-@register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve, family="linalg")
+@register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve)
 def unbatched(call: OpCall) -> Rule:
     """One matrix made of a whole tensor."""
     made = tuple(None if each is None else untouched(each) for each in call.results)
@@ -91,7 +84,7 @@ def unbatched(call: OpCall) -> Rule:
     return Rule(tuple(map(untouched, call.operands)), made, modes=linear_modes(1) if solves else ())
 
 
-@register_rule(aten._linalg_check_errors, family="linalg")
+@register_rule(aten._linalg_check_errors)
 def checked(call: OpCall) -> Rule:
     """Every matrix's code of failure is looked at; nothing is returned."""
     return Rule((dims_of_text(letters(call.operands[0].ndim)),), (None,))
@@ -109,7 +102,7 @@ SIDES = {
 """Of the equations that are solved, the names of the matrix and of the right-hand sides."""
 
 
-@register_rule(*named(" ".join(SIDES)), family="linalg")
+@register_rule(*SIDES)
 def solving(call: OpCall) -> Rule:
     """`bij,bjk->bik`: columns of the right-hand side are solved alone, linear in it."""
     name = base_name(call.op)

@@ -14,10 +14,7 @@ from fshard.ops.core.builders import wrap_dim
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.contraction.einsum_helpers import (
-    Expanded,
-    Parts,
-    Pinned,
+from fshard.ops.rules.einsum_letters import (
     contracted,
     dims_of_text,
     fitted,
@@ -25,15 +22,15 @@ from fshard.ops.rules.contraction.einsum_helpers import (
     trailing,
     untouched,
 )
+from fshard.ops.rules.shard_call import Expanded, Parts, Pinned
 
-__all__ = ["einsum", "linear_layer", "matmul"]
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
 
 @register_rule(
     aten.matmul, aten.linalg_matmul, aten.mm, aten.bmm, aten.mv, aten.dot, aten.vdot, aten._int_mm,
-    family="matmul",
 )  # fmt: skip
 def matmul(call: OpCall) -> Rule:
     """Products of vectors, matrices and batches of these, which broadcast: `bik,bkj->bij`."""
@@ -56,7 +53,7 @@ SUMS = {
 }
 
 
-@register_rule(*(getattr(aten, name) for name in SUMS), family="matmul")
+@register_rule(*(getattr(aten, name) for name in SUMS))
 def product_added(call: OpCall) -> Rule:
     """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
     made, a, b = SUMS[base_name(call.op).rstrip("_")]
@@ -67,14 +64,14 @@ def product_added(call: OpCall) -> Rule:
                       local=Parts((0,), changes, zeros=False))  # fmt: skip
 
 
-@register_rule(aten._addmm_activation, family="matmul")
+@register_rule(aten._addmm_activation)
 def activated(call: OpCall) -> Rule:
     """A product with something added, and a function of that: the contraction is needed whole."""
     dims = (trailing("ij", call.operands[0].ndim), dims_of_text("ik"), dims_of_text("kj"))
     return Rule(fitted(dims, call.operands), (dims_of_text("ij"),), unsharded=frozenset("k"))
 
 
-@register_rule(aten.linear, family="matmul")
+@register_rule(aten.linear)
 def linear_layer(call: OpCall) -> Rule:
     """`x @ weight.T + bias`: the bias is counted once."""
     x, weight = call.operands[:2]
@@ -85,7 +82,7 @@ def linear_layer(call: OpCall) -> Rule:
     return contracted(call, operands, dims_of_text(made), addend=call.operand_index("bias"))
 
 
-@register_rule(aten.bilinear, family="matmul")
+@register_rule(aten.bilinear)
 def bilinear(call: OpCall) -> Rule:
     """`x1 @ weight[o] @ x2 + bias`, for every output."""
     batch = letters(call.operands[0].ndim - 1, "ijo")
@@ -96,7 +93,7 @@ def bilinear(call: OpCall) -> Rule:
                       local=Parts(once=() if bias is None else (bias,)))  # fmt: skip
 
 
-@register_rule(aten._trilinear, family="matmul")
+@register_rule(aten._trilinear)
 def trilinear(call: OpCall) -> Rule:
     """Three tensors, unsqueezed at the `expand` dims, multiplied and summed over `sumdim`."""
     total = call.operands[0].ndim + len(call.get("expand1"))
@@ -110,13 +107,13 @@ def trilinear(call: OpCall) -> Rule:
     return contracted(call, operands, dims_of_text(result))
 
 
-@register_rule(aten.outer, aten.ger, family="matmul")
+@register_rule(aten.outer, aten.ger)
 def outer(call: OpCall) -> Rule:
     """Every product of two vectors' elements."""
     return contracted(call, (dims_of_text("i"), dims_of_text("j")), dims_of_text("ij"))
 
 
-@register_rule(aten.inner, family="matmul")
+@register_rule(aten.inner)
 def inner(call: OpCall) -> Rule:
     """Products over the last dims; with a number, a product by it."""
     a, b = call.operands
@@ -129,7 +126,7 @@ def inner(call: OpCall) -> Rule:
     return contracted(call, operands, dims_of_text(free))
 
 
-@register_rule(aten.tensordot, family="matmul")
+@register_rule(aten.tensordot)
 def tensordot(call: OpCall) -> Rule:
     """Products summed over pairs of dims."""
     a, b = call.operands
@@ -143,7 +140,7 @@ def tensordot(call: OpCall) -> Rule:
     return contracted(call, (dims_of_text(left), dims_of_text(right)), dims_of_text("".join(made)))
 
 
-@register_rule(aten.kron, family="matmul")
+@register_rule(aten.kron)
 def kron(call: OpCall) -> Rule:
     """Every dim of the result is a product of one of each operand: `ab,cd->(ac)(bd)`."""
     a, b = call.operands
@@ -155,7 +152,7 @@ def kron(call: OpCall) -> Rule:
     return contracted(call, (left, right), made)
 
 
-@register_rule(aten.linalg_multi_dot, aten.chain_matmul, family="matmul")
+@register_rule(aten.linalg_multi_dot, aten.chain_matmul)
 def chain(call: OpCall) -> Rule:
     """A product of many matrices, of which the first and the last may be vectors."""
     every = letters(len(call.operands) + 1)
@@ -173,7 +170,7 @@ def chain(call: OpCall) -> Rule:
 # -- einsum ---------------------------------------------------------------------------------
 
 
-@register_rule(aten.einsum, family="matmul")
+@register_rule(aten.einsum)
 def einsum(call: OpCall) -> Rule:
     """Factors are the letters of the equation; those twice in one operand are needed whole."""
     left, arrow, right = call.get("equation").replace(" ", "").partition("->")
@@ -209,7 +206,7 @@ def _spelled(text: str, free: str, ndim: int | None) -> str:
 # -- products along a dim, and distances ----------------------------------------------------
 
 
-@register_rule(aten.linalg_vecdot, family="matmul")
+@register_rule(aten.linalg_vecdot)
 def vecdot(call: OpCall) -> Rule:
     """Products summed along one dim of two tensors that broadcast."""
     a, b = call.operands
@@ -219,7 +216,7 @@ def vecdot(call: OpCall) -> Rule:
                       dims_of_text(every[:dim] + every[dim + 1 :]))  # fmt: skip
 
 
-@register_rule(aten.cross, aten.linalg_cross, family="matmul")
+@register_rule(aten.cross, aten.linalg_cross)
 def cross(call: OpCall) -> Rule:
     """Products of vectors of three along a dim, which is needed whole."""
     a, b = call.operands
@@ -237,7 +234,7 @@ def _broadcast(*metas: Meta) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*(each.shape for each in metas)))
 
 
-@register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist, family="matmul")
+@register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist)
 def cdist(call: OpCall) -> Rule:
     """The distances of all pairs of rows: differences sum up where the power is 1 or 0."""
     a, b = call.operands
@@ -246,7 +243,7 @@ def cdist(call: OpCall) -> Rule:
     return _distances(call, dims, dims_of_text(batch + "pq"), "k")
 
 
-@register_rule(aten.pdist, aten._pdist_forward, family="matmul")
+@register_rule(aten.pdist, aten._pdist_forward)
 def pdist(call: OpCall) -> Rule:
     """The distances of the pairs of rows of one matrix."""
     return _distances(call, (((), ("k",)),), ((),), "k")
@@ -268,7 +265,7 @@ def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rul
 # -- groups of products ---------------------------------------------------------------------
 
 
-@register_rule(aten._grouped_mm, family="matmul")
+@register_rule(aten._grouped_mm)
 def grouped(call: OpCall) -> Rule | None:
     """Products of groups of rows or columns, whose ends `offs` says, or of batches."""
     if call.operand_index("bias") is not None:

@@ -15,10 +15,10 @@ from fshard.ops.core.builders import align_factors, dim_factors
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.elementwise.unreduced import CASTS, SAME, modes_of
-from fshard.ops.strategy.local_call import RankContext
+from fshard.ops.rules.elementwise.pointwise_modes import CASTS, SAME, modes_of
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["pointwise"]
+__all__: list[str] = []
 
 
 def pointwise(call: OpCall) -> Rule:
@@ -30,7 +30,7 @@ def pointwise(call: OpCall) -> Rule:
     return Rule(operands, results, modes=modes_of(call), local=_LOCAL.get(call.op))
 
 
-def _copied(op: Any, args: tuple[Any, ...], kwargs: Any, here: RankContext) -> torch.Tensor:
+def _copied(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
     """What is copied into a tensor, as it is there: the operation itself has no gradient."""
     into, given = args[0], args[1]
     made: torch.Tensor = given.to(into.dtype).expand_as(into).clone()
@@ -108,10 +108,10 @@ def _takes_tensors(op: Any) -> bool:
     return any("Tensor" in str(each.type) for each in op._schema.arguments)
 
 
-register_rule(*_tagged(), *_listed(), family="pointwise")(pointwise)
+register_rule(*_tagged(), *_listed())(pointwise)
 
 
-@register_rule("to.other", "type_as", family="pointwise")
+@register_rule("to.other", "type_as")
 def as_other(call: OpCall) -> Rule:
     """The second tensor gives its dtype alone."""
     own = dim_factors(call.operands[0].ndim)
@@ -119,7 +119,7 @@ def as_other(call: OpCall) -> Rule:
     return Rule((own, other), (own,), modes=modes_of(call), unread=frozenset({1}))
 
 
-@register_rule("prelu", family="pointwise")
+@register_rule("prelu")
 def prelu(call: OpCall) -> Rule:
     """A weight of all elements, or one for every channel: the second dim."""
     x, weight = call.operands

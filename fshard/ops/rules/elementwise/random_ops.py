@@ -8,7 +8,6 @@ so that a draw can be cut as one likes. What draws nothing, a dropout that is of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from fshard._util.errors import fail
@@ -18,9 +17,9 @@ from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.prng.draw_ops import DRAWN
 from fshard.ops.rules.index.local_indices import EQUAL, selecting
-from fshard.ops.strategy.local_call import RankContext
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["KEYED", "drawn", "folded", "split"]
+__all__ = ["KEYED"]
 
 KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the key"
 """The way out for code that draws by itself, as modules do."""
@@ -29,7 +28,7 @@ KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the 
 # -- by a key ---------------------------------------------------------------------------------
 
 
-@register_rule(*(f"fshard::{name}" for name in DRAWN), family="random")
+@register_rule(*(f"fshard::{name}" for name in DRAWN))
 def drawn(call: OpCall) -> Rule:
     """Every dim can be cut on every axis: a rank draws its part. It lies as what it is to be like.
 
@@ -47,23 +46,23 @@ def drawn(call: OpCall) -> Rule:
     return Rule((like, (*keys, ())), (dims,), modes=unread_modes(0), local=_part)
 
 
-def _part(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _part(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """The draw of what a rank holds: its place in the whole, and its size."""
     like, key, shape, start, size, *rest = args
-    mine = here.shape()
+    mine = ctx.shape()
     keys = len(mine) - len(size)
-    begins = [begin + here.result_offset(keys + dim) for dim, begin in enumerate(start)]
+    begins = [begin + ctx.result_offset(keys + dim) for dim, begin in enumerate(start)]
     return op(like, key, shape, begins, mine[keys:], *rest, **kwargs)
 
 
-@register_rule("fshard::split", family="random")
+@register_rule("fshard::split")
 def split(call: OpCall) -> Rule:
     """Of a key all that follow, on every rank."""
     keys = dim_factors(call.operands[0].ndim - 1)
     return Rule(((*keys, ()),), ((*keys, (), ()),))
 
 
-@register_rule("fshard::fold_in", family="random")
+@register_rule("fshard::fold_in")
 def folded(call: OpCall) -> Rule:
     """Keys and numbers broadcast; the words of a key stay together."""
     key, *data = call.operands
@@ -104,10 +103,10 @@ def _dropout(call: OpCall) -> Rule:
     return Rule((dims,), (dims, dims), modes=modes, local=_kept)
 
 
-def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _kept(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """A part with its mask, whose dtype PyTorch has wrong where the part is empty."""
     out, mask = op(*args, **kwargs)
-    made = here.results[1]
+    made = ctx.results[1]
     assert made is not None
     return out, mask.to(made.dtype)
 
@@ -115,7 +114,7 @@ def _kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankCon
 DROPOUTS = """
     dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout
 """.split()  # noqa: SIM905
-register_rule(*DROPOUTS, family="random")(_dropout)
+register_rule(*DROPOUTS)(_dropout)
 
 
 def _mixed(call: OpCall) -> Rule:
@@ -128,7 +127,7 @@ def _mixed(call: OpCall) -> Rule:
     return Rule((dims,) * len(call.operands), results)
 
 
-register_rule("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional", family="random")(_mixed)
+register_rule("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional")(_mixed)
 
 
 DRAWS = {
@@ -148,7 +147,7 @@ def _draws(instead: str, names: str) -> None:
     def refuse(call: OpCall) -> Rule:
         _refused(call, instead)
 
-    register_rule(*names.split(), family="random")(refuse)
+    register_rule(*names.split())(refuse)
 
 
 for _instead, _names in DRAWS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from fshard.ops.rules.index.local_indices import (
     selecting,
     total_kind,
     unravelled,
-)  # fmt: skip
-from fshard.ops.strategy.local_call import RankContext, with_argument
+)
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["Looked", "broadcast_shape", "index_dims", "whole"]
+__all__ = ["broadcast_shape", "index_dims", "whole"]
 
 
 def whole(call: OpCall) -> Rule:
@@ -58,16 +58,14 @@ class Looked:
     after: int = 0
     negative: bool = False
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """The lookup on one rank."""
-        part = part_of(here, 0, self.dim)
+        part = part_of(ctx, 0, self.dim)
         if part.is_whole:
             return op(*args, **kwargs)
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, self.index)
         if part.is_empty:
-            return x.new_zeros(here.shape())
+            return x.new_zeros(ctx.shape())
         mine, there = locate(counted(index, part.size) if self.negative else index, part)
         _, placed, named = with_argument(op, args, kwargs, self.index, mine)
         out = op(*placed, **named)
@@ -133,22 +131,22 @@ def _index_select(call: OpCall) -> Rule:
 # -- take: indices into the flattened tensor --------------------------------------------------
 
 
-def _taken(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _taken(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """A lookup in a flattened tensor that is cut along any of its dims."""
     name = "index" if op._schema.name == "aten::take" else "indices"
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, name)
-    shape = here.operands[0].shape
-    parts = [part_of(here, 0, dim) for dim in range(len(shape))]
+    shape = ctx.operands[0].shape
+    parts = [part_of(ctx, 0, dim) for dim in range(len(shape))]
     if all(part.is_whole for part in parts):
         return op(*args, **kwargs)
     if any(part.is_empty for part in parts):
-        return x.new_zeros(here.shape())
+        return x.new_zeros(ctx.shape())
     if name == "index":
         index = counted(index, math.prod(shape))
     mine, there = zip(*map(locate, unravelled(index, shape), parts), strict=True)
     _, placed, named = with_argument(op, args, kwargs, name, ravelled(mine, x.shape))
     held = functools.reduce(torch.logical_and, there)
-    return op(*placed, **named).masked_fill(~held.reshape(here.shape()), 0)
+    return op(*placed, **named).masked_fill(~held.reshape(ctx.shape()), 0)
 
 
 def _take(call: OpCall) -> Rule:
@@ -183,15 +181,15 @@ def index_dims(ndim: int, indices: Sequence[Meta | None]) -> tuple[Dims, Dims, l
     return tuple(given), made, own, len(rest) - before
 
 
-def _indexed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _indexed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Advanced indexing of a tensor that is cut along dims that indices count."""
     x, given = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
-    cut = [at for at, each in enumerate(given) if each is not None and not here.is_unsharded(0, at)]
-    parts = {at: part_of(here, 0, at) for at in cut}
+    cut = [at for at, each in enumerate(given) if each is not None and not ctx.is_unsharded(0, at)]
+    parts = {at: part_of(ctx, 0, at) for at in cut}
     if all(part.is_whole for part in parts.values()):
         return op(*args, **kwargs)
     if any(part.is_empty for part in parts.values()):
-        return x.new_zeros(here.shape())
+        return x.new_zeros(ctx.shape())
     held: Any = True
     for at, part in parts.items():
         given[at], there = locate(counted(given[at], part.size), part)
@@ -216,16 +214,9 @@ def _index(call: OpCall) -> Rule:
 # -- masks and positions ----------------------------------------------------------------------
 
 
-def _masked_scatter(call: OpCall) -> Rule:
-    """The next element of the source for every one that is masked: nothing can be cut."""
-    return replace(whole(call), modes=selecting(0, 2) + selecting(0, constant=True)
-                   + selecting(2, constant=True))  # fmt: skip
-
-
-register_rule("gather", family="indexing")(_gather)
-register_rule("take_along_dim", family="indexing")(_take_along_dim)
-register_rule("index_select", family="indexing")(_index_select)
-register_rule("take", family="indexing")(_take)
-register_rule("index.Tensor", "_unsafe_index.Tensor", family="indexing")(_index)
-register_rule("masked_scatter", family="indexing")(_masked_scatter)
-register_rule("nonzero_static", family="indexing")(whole)
+register_rule("gather")(_gather)
+register_rule("take_along_dim")(_take_along_dim)
+register_rule("index_select")(_index_select)
+register_rule("take")(_take)
+register_rule("index.Tensor", "_unsafe_index.Tensor")(_index)
+register_rule("nonzero_static")(whole)

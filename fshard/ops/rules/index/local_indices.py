@@ -18,8 +18,8 @@ from fshard.ops.core.rule import Mode
 from fshard.ops.strategy.local_call import RankContext
 
 __all__ = [
-    "EQUAL", "Part", "as_first", "counted", "filled", "locate", "padded", "part_of", "selecting",
-    "summing", "total_kind", "unpadded",
+    "EQUAL", "as_first", "counted", "factored", "filled", "locate", "padded", "part_of",
+    "ravelled", "selecting", "summing", "total_kind", "unpadded", "unravelled",
 ]  # fmt: skip
 
 EQUAL = ("sum", "avg", "max", "min", "product")
@@ -45,10 +45,10 @@ class Part:
         return self.begin == self.end and self.size > 0
 
 
-def part_of(here: RankContext, operand: int, dim: int) -> Part:
+def part_of(ctx: RankContext, operand: int, dim: int) -> Part:
     """What a rank holds of a dim of an operand."""
-    size = here.operands[operand].shape[dim]
-    return Part(here.offset(operand, dim), here.end(operand, dim), size)
+    size = ctx.operands[operand].shape[dim]
+    return Part(ctx.offset(operand, dim), ctx.end(operand, dim), size)
 
 
 def locate(index: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,10 +95,10 @@ def filled(index: torch.Tensor, part: Part) -> torch.Tensor:
 # -- what is added once -----------------------------------------------------------------------
 
 
-def as_first(x: torch.Tensor, here: RankContext, operand: int, dims: Sequence[int]) -> torch.Tensor:
+def as_first(x: torch.Tensor, ctx: RankContext, operand: int, dims: Sequence[int]) -> torch.Tensor:
     """A tensor on the first rank along the axes that cut dims of an operand, zeros on others."""
-    spec = here.operands[operand]
-    at = spec.mesh.coords(here.rank)
+    spec = ctx.operands[operand]
+    at = spec.mesh.coords(ctx.rank)
     axes = [axis for dim in dims for axis in spec.partition.dims[dim]]
     return x if not any(at[axis] for axis in axes) else torch.zeros_like(x)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,10 +33,10 @@ from fshard.ops.rules.index.local_indices import (
     summing,
     unpadded,
     unravelled,
-)  # fmt: skip
-from fshard.ops.strategy.local_call import RankContext, with_argument
+)
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["Written"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,12 @@ class Written:
     negative: bool = False
     values: str = ""
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """The write on one rank."""
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
         if self.counting is not None:
-            x = as_first(x, here, 1, (self.counting,))
-        part = part_of(here, 0, self.dim)
+            x = as_first(x, ctx, 1, (self.counting,))
+        part = part_of(ctx, 0, self.dim)
         if not part.is_whole:
             index = filled(counted(index, part.size) if self.negative else index, part)
             x = padded(x, self.dim)
@@ -159,8 +157,8 @@ def _index_write(call: OpCall) -> Rule:
     """Dims beside the written one pass."""
     x, index = call.operands[:2]
     kind, parts = _names(call)
-    written = next((name for name in ("source", "value") if call.has(name)), None)
-    values = None if written is None else call.operand_index(written)
+    name = next((name for name in ("source", "value") if call.has(name)), None)
+    values = None if name is None else call.operand_index(name)
     modes = _modes(call, kind, values)
     name = call.op._schema.name.removeprefix("aten::")
     if not x.ndim:
@@ -184,16 +182,16 @@ def _index_write(call: OpCall) -> Rule:
 # -- index_put --------------------------------------------------------------------------------
 
 
-def _put_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _put_at(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Advanced indexing that writes into a tensor that is cut along dims that indices count."""
     x, given = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
     counting = [at for at, each in enumerate(given) if each is not None]
     if argument(op, args, kwargs, "accumulate"):
         for place in range(1, len(counting) + 1):
-            x = as_first(x, here, place, range(len(here.operands[place].shape)))
-    cut = [at for at in counting if not part_of(here, 0, at).is_whole]
+            x = as_first(x, ctx, place, range(len(ctx.operands[place].shape)))
+    cut = [at for at in counting if not part_of(ctx, 0, at).is_whole]
     for at in cut:
-        part = part_of(here, 0, at)
+        part = part_of(ctx, 0, at)
         given[at] = filled(counted(given[at], part.size), part)
         x = padded(x, at)
     _, placed, named = with_argument(op, args, kwargs, "self", x)
@@ -251,13 +249,13 @@ def _masked_put(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
 # -- put: indices into the flattened tensor ---------------------------------------------------
 
 
-def _put_flat(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _put_flat(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Writing into a flattened tensor that is cut along any of its dims."""
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
-    shape = here.operands[0].shape
+    shape = ctx.operands[0].shape
     if argument(op, args, kwargs, "accumulate"):
-        x = as_first(x, here, 1, range(len(here.operands[1].shape)))
-    parts = [part_of(here, 0, dim) for dim in range(len(shape))]
+        x = as_first(x, ctx, 1, range(len(ctx.operands[1].shape)))
+    parts = [part_of(ctx, 0, dim) for dim in range(len(shape))]
     if not all(part.is_whole for part in parts):
         apart = unravelled(counted(index, math.prod(shape)), shape)
         mine, there = zip(*map(locate, apart, parts), strict=True)
@@ -284,9 +282,17 @@ def _put(call: OpCall) -> Rule:
     return Rule((given, read, read), (given,), reductions, modes=modes, local=_put_flat)
 
 
-register_rule("scatter", "scatter_add", "scatter_reduce", family="indexing")(_scatter)
-register_rule("index_add", "index_copy", "index_fill", "index_reduce", family="indexing")(
-    _index_write
-)
-register_rule("index_put", "_unsafe_index_put", "_index_put_impl", family="indexing")(_index_put)
-register_rule("put", family="indexing")(_put)
+# -- masks -----------------------------------------------------------------------------------
+
+
+def _masked_scatter(call: OpCall) -> Rule:
+    """The next element of the source for every one that is masked: nothing can be cut."""
+    return replace(whole(call), modes=selecting(0, 2) + selecting(0, constant=True)
+                   + selecting(2, constant=True))  # fmt: skip
+
+
+register_rule("masked_scatter")(_masked_scatter)
+register_rule("scatter", "scatter_add", "scatter_reduce")(_scatter)
+register_rule("index_add", "index_copy", "index_fill", "index_reduce")(_index_write)
+register_rule("index_put", "_unsafe_index_put", "_index_put_impl")(_index_put)
+register_rule("put")(_put)

@@ -18,18 +18,13 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.contraction.einsum_helpers import (
-    Parts,
-    dims_of_text,
-    fitted,
-    letters,
-    untouched,
-)
+from fshard.ops.rules.einsum_letters import dims_of_text, fitted, letters, untouched
 from fshard.ops.rules.elementwise.random_ops import KEYED
-from fshard.ops.rules.reduce.decompositions import wide
+from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.shard_call import Parts
 from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 
-__all__ = ["attention", "attention_backward", "in_products"]
+__all__ = ["in_products"]
 
 aten = torch.ops.aten
 
@@ -89,20 +84,20 @@ def _refuse_dropout(call: OpCall) -> None:
 class _Causal:
     """A change: where causal queries begin in the middle, the mask says so."""
 
-    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """The call with it."""
         op, args, kwargs = call
         query, key = args[0], args[1]
         dim = query.dim() - 2
-        if not argument(op, args, kwargs, "is_causal") or here.is_unsharded(0, dim):
+        if not argument(op, args, kwargs, "is_causal") or ctx.is_unsharded(0, dim):
             return call
-        rows = torch.arange(here.offset(0, dim), here.end(0, dim), device=query.device)
+        rows = torch.arange(ctx.offset(0, dim), ctx.end(0, dim), device=query.device)
         mask = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
         call = with_argument(*call, "is_causal", False)
         return with_argument(*call, "attn_mask", mask)
 
 
-@register_rule(aten.scaled_dot_product_attention, family="attention")
+@register_rule(aten.scaled_dot_product_attention)
 def attention(call: OpCall) -> Rule:
     """`bhqe,bhke,bhkv->bhqv`: linear in the values; causal queries that are cut get a mask."""
     _refuse_dropout(call)
@@ -140,7 +135,7 @@ FUSED = (
 )
 
 
-@register_rule(*FUSED, family="attention")
+@register_rule(*FUSED)
 def fused(call: OpCall) -> Rule:
     """Batch and heads pass, and queries that are not causal, but where rows are padded.
 
@@ -187,7 +182,7 @@ BACKWARD = (
 )
 
 
-@register_rule(*BACKWARD, family="attention")
+@register_rule(*BACKWARD)
 def attention_backward(call: OpCall) -> Rule:
     """Keys' and values' gradients sum over the queries that share them; linear in what comes."""
     _refuse_dropout(call)

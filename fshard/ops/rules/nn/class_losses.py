@@ -10,7 +10,6 @@ Megatron-LM's vocabulary-parallel cross entropy (arXiv 1909.08053).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
 from fshard.ops.rules.index.local_indices import locate, part_of
 from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, Averaged
-from fshard.ops.strategy.local_call import RankContext, with_argument
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__: list[str] = []
 
 aten = torch.ops.aten
 
 AWAY = -100
-"""The class of what is ignored here, and of what other ranks have."""
+"""The class of what is ignored ctx, and of what other ranks have."""
 
 
 def _class_dim(ndim: int) -> int:
@@ -47,18 +46,18 @@ def _dims(x: Meta) -> tuple[Dims, Dims]:
 # -- negative log likelihood ------------------------------------------------------------------
 
 
-def _likelihood(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _likelihood(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """The likelihoods of a rank's classes; a mean over the weights of all."""
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
     at = _class_dim(x.ndim)
-    part = part_of(here, 0, at)
+    part = part_of(ctx, 0, at)
     if part.is_whole:
         return op(*args, **kwargs)
     weight, reduction, ignored = (argument(op, args, kwargs, name)
                                   for name in ("weight", "reduction", "ignore_index"))  # fmt: skip
     both = op._schema.name.endswith("_forward")
     if part.is_empty:
-        nothing = x.new_zeros(here.shape())
+        nothing = x.new_zeros(ctx.shape())
         return (nothing, x.new_zeros(())) if both else nothing
     mine, there = locate(target, part)
     mine = mine.masked_fill((target == ignored) | ~(there | (target < 0)), AWAY)
@@ -118,9 +117,7 @@ def _nll_backward(call: OpCall) -> Rule:
     return Rule(operands, (given,), modes=linear_modes(0), local=_likelihood_of)
 
 
-def _likelihood_of(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-) -> Any:
+def _likelihood_of(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """The gradient of likelihoods with respect to a rank's classes.
 
     Of a mean that of a sum: PyTorch's gradient of this operation takes the mean of what it is given
@@ -132,11 +129,11 @@ def _likelihood_of(
         _, args, kwargs = with_argument(op, args, kwargs, "grad_output", grad)
         _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
-    part = part_of(here, 1, _class_dim(x.ndim))
+    part = part_of(ctx, 1, _class_dim(x.ndim))
     if part.is_whole:
         return op(*args, **kwargs)
     if part.is_empty:
-        return x.new_zeros(here.shape())
+        return x.new_zeros(ctx.shape())
     mine, there = locate(target, part)
     ignored = argument(op, args, kwargs, "ignore_index")
     mine = mine.masked_fill((target == ignored) | ~(there | (target < 0)), AWAY)
@@ -145,9 +142,10 @@ def _likelihood_of(
     return op(*args, **kwargs)
 
 
-register_rule("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward",
-              family="losses")(_nll)  # fmt: skip
-register_rule("nll_loss_backward", "nll_loss2d_backward", family="losses")(_nll_backward)
+register_rule("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward")(
+    _nll
+)
+register_rule("nll_loss_backward", "nll_loss2d_backward")(_nll_backward)
 
 
 # -- cross entropy ----------------------------------------------------------------------------
@@ -173,7 +171,7 @@ def _cross_entropy(call: OpCall) -> Rule:
                 local=local)  # fmt: skip
 
 
-register_rule("cross_entropy_loss", family="losses")(_cross_entropy)
+register_rule("cross_entropy_loss")(_cross_entropy)
 
 
 # -- decompositions ---------------------------------------------------------------------------
@@ -302,4 +300,4 @@ def _margins(call: OpCall) -> Rule:
 
 register_rule("multi_margin_loss", "multi_margin_loss_backward", "multilabel_margin_loss",
               "multilabel_margin_loss_forward", "multilabel_margin_loss_backward",
-              family="losses")(_margins)  # fmt: skip
+)(_margins)  # fmt: skip

@@ -6,7 +6,6 @@ windows lie one beside the other, as those of patches, spatial dims can be cut b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +15,11 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.contraction.einsum_helpers import (
-    Parts,
-    added,
-    are_apart,
-    has_nothing,
-    letters,
-    nil,
-)
-from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
+from fshard.ops.rules.einsum_letters import added, letters
+from fshard.ops.rules.shard_call import Parts, has_nothing, nil
+from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
-__all__ = ["convolution", "convolution_backward"]
+__all__ = ["are_apart"]
 
 aten = torch.ops.aten
 
@@ -40,6 +33,30 @@ OF_ONE = (
     aten.slow_conv_dilated2d, aten.slow_conv_dilated3d, aten.slow_conv_transpose2d,
     aten.slow_conv_transpose3d,
 )  # fmt: skip
+
+
+def are_apart(call: OpCall, at: int, size: int, kernel: int) -> bool:
+    """Whether windows of `kernel` along the spatial dim `at` lie one beside the other.
+
+    Then all of a dim of `size` is read, every element by one window. Reads the arguments stride,
+    padding, output_padding and dilation, of which a number or one in a list is of all dims.
+    """
+
+    def value(name: str, default: int) -> int | str:
+        given = call.get(name) if call.has(name) else default
+        if isinstance(given, list | tuple):
+            given = given[at if len(given) > 1 else 0] if given else default
+        return default if given is None else given
+
+    padding = value("padding", 0)
+    return (
+        kernel > 0
+        and size % kernel == 0
+        and value("stride", kernel) == kernel
+        and (padding in (0, "valid") or (padding == "same" and kernel == 1))
+        and value("output_padding", 0) == 0
+        and (value("dilation", 1) == 1 or kernel == 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +113,17 @@ class _Groups:
     transposed: bool
     result: int | None = 0
 
-    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """The call with it."""
-        weight = here.operands[self.weight].local_shape(here.rank)
-        sides = here.operands[self.x], here.results[0] if self.result == 0 else here.operands[0]
+        weight = ctx.operands[self.weight].local_shape(ctx.rank)
+        sides = ctx.operands[self.x], ctx.results[0] if self.result == 0 else ctx.operands[0]
         side = sides[1] if self.transposed else sides[0]
         assert side is not None
-        channels = side.local_shape(here.rank)[self.channel]
+        channels = side.local_shape(ctx.rank)[self.channel]
         return with_argument(*call, "groups", channels // weight[1])
 
 
-@register_rule(*WITH_GROUPS, *OF_ONE, family="convolution")
+@register_rule(*WITH_GROUPS, *OF_ONE)
 def convolution(call: OpCall) -> Rule:
     """Sums over channels in of products; groups are cut with their channels, in and out."""
     x, weight = call.operands[0], call.operands[1]
@@ -123,7 +140,7 @@ def convolution(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
-@register_rule(aten.conv_tbc, family="convolution")
+@register_rule(aten.conv_tbc)
 def conv_tbc(call: OpCall) -> Rule:
     """A convolution in one dim, of tensors that lie time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
@@ -141,34 +158,32 @@ class _Backward:
     parts: Parts
     channel: int
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run it on a rank."""
-        made = list(self.parts(op, *self._resized(op, args, kwargs, here), here))
-        x, bias = here.operands[1], here.results[2]
+        made = list(self.parts(op, *self._resized(op, args, kwargs, ctx), ctx))
+        x, bias = ctx.operands[1], ctx.results[2]
         if bias is None:
             return made
-        if has_nothing(here):
+        if has_nothing(ctx):
             # Of no channels in there is no gradient but the bias's.
             grad = argument(op, args, kwargs, "grad_output")
             made[2] = made[2] + grad.sum([d for d in range(grad.ndim) if d != self.channel])
-        coords, groups = x.mesh.coords(here.rank), bias.partition.dims[0]
+        coords, groups = x.mesh.coords(ctx.rank), bias.partition.dims[0]
         later = [a for a in x.partition.dims[self.channel] if a not in groups and coords[a]]
         return [*made[:2], nil(made[2]) if later else made[2]]
 
     def _resized(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
+        self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         name = "bias_sizes"
         if argument(op, args, kwargs, name) is None:
             return tuple(args), dict(kwargs)
-        size = here.operands[0].local_shape(here.rank)[self.channel]
+        size = ctx.operands[0].local_shape(ctx.rank)[self.channel]
         _, placed, named = with_argument(op, args, kwargs, name, [size])
         return placed, named
 
 
-@register_rule(aten.convolution_backward, family="convolution")
+@register_rule(aten.convolution_backward)
 def convolution_backward(call: OpCall) -> Rule:
     """Gradients of input, weight and bias: every one sums over what it has not."""
     x, weight, groups = call.operands[1], call.operands[2], call.get("groups")
@@ -191,7 +206,7 @@ def convolution_backward(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
-@register_rule(aten.conv_tbc_backward, family="convolution")
+@register_rule(aten.conv_tbc_backward)
 def conv_tbc_backward(call: OpCall) -> Rule:
     """Its batch and channels out: the bias's gradient is of no channel in."""
     operands = (((), ("n",), ("o",)), ((), ("n",), ()), ((), (), ("o",)), (("o",),))

@@ -8,7 +8,7 @@ known from the indices alone, so that one weight serves in as many places as one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Never
 
 import torch
@@ -19,16 +19,16 @@ from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.index.local_indices import filled, locate, padded, part_of, selecting
-from fshard.ops.strategy.local_call import RankContext, with_argument
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__: list[str] = []
 
 MAX = 2
 
 
-def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _embedded(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Rows of a weight that is cut, the padding's row only where it is held."""
-    part, padding = part_of(here, 0, 0), argument(op, args, kwargs, "padding_idx")
+    part, padding = part_of(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
     held = part.begin <= padding < part.end
     _, args, kwargs = with_argument(
         op, args, kwargs, "padding_idx", padding - part.begin if held else -1
@@ -36,7 +36,7 @@ def _embedded(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Ran
     index = argument(op, args, kwargs, "indices")
     mine, there = locate(index, part)
     if part.is_empty:
-        return argument(op, args, kwargs, "weight").new_zeros(here.shape())
+        return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
     _, args, kwargs = with_argument(op, args, kwargs, "indices", mine)
     out = op(*args, **kwargs)
     return out if part.is_whole else out.masked_fill(~there.unsqueeze(-1), 0)
@@ -71,13 +71,13 @@ def _renorm(call: OpCall) -> Never:
 # -- its gradient -----------------------------------------------------------------------------
 
 
-def _gradient(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _gradient(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Rows of the weight's gradient that a rank holds; what falls elsewhere is dropped."""
-    rows, begin = here.shape()[0], here.result_offset(0)
-    given, made = argument(op, args, kwargs, op._schema.arguments[0].name), here.results[0]
+    rows, begin = ctx.shape()[0], ctx.result_offset(0)
+    given, made = argument(op, args, kwargs, op._schema.arguments[0].name), ctx.results[0]
     assert made is not None
     if not given.numel():
-        return given.new_zeros(here.shape())
+        return given.new_zeros(ctx.shape())
     if rows == made.shape[0]:
         return op(*args, **kwargs)
     index, padding = (
@@ -108,9 +108,9 @@ def _dense_backward(call: OpCall) -> Rule | None:
 # -- bags -------------------------------------------------------------------------------------
 
 
-def _bagged(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _bagged(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Sums and averages over bags of rows of a weight that is cut."""
-    part = part_of(here, 0, 0)
+    part = part_of(ctx, 0, 0)
     if part.is_whole:
         return op(*args, **kwargs)
     index = argument(op, args, kwargs, "indices")
@@ -155,9 +155,41 @@ def _bag(call: OpCall) -> Rule:
     return _as_asked(call, made)
 
 
-register_rule("embedding", family="embedding")(_embedding)
-register_rule("embedding_renorm", family="embedding")(_renorm)
-register_rule("embedding_dense_backward", "embedding_backward", family="embedding")(_dense_backward)
-register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", family="embedding")(
-    _bag
-)
+register_rule("embedding")(_embedding)
+register_rule("embedding_renorm")(_renorm)
+register_rule("embedding_dense_backward", "embedding_backward")(_dense_backward)
+register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")(_bag)
+
+
+# -- one-hot codes ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A rank's classes of a one-hot code, and one more, first, for those of other ranks."""
+
+    classes: int
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        last = len(ctx.shape()) - 1
+        count, begin = ctx.shape()[last], ctx.result_offset(last)
+        if count == self.classes:
+            return op(*args, **kwargs)
+        x = argument(op, args, kwargs, "self")
+        there = x >= begin
+        if begin + count < self.classes:
+            there = there & (x < begin + count)
+        moved = torch.where(there, x - (begin - 1), x.clamp(max=0))
+        _, args, kwargs = with_argument(op, args, kwargs, "self", moved)
+        _, args, kwargs = with_argument(op, args, kwargs, "num_classes", count + 1)
+        return op(*args, **kwargs).narrow(-1, 1, count)
+
+
+def _one_hot(call: OpCall) -> Rule:
+    """All dims pass, and the classes of the code may be cut."""
+    x = call.operands[0]
+    dims = dim_factors(x.ndim)
+    return Rule((dims,), ((*dims, ("c",)),), local=_Encoded(call.get("num_classes")))
+
+
+register_rule("one_hot")(_one_hot)

@@ -7,7 +7,6 @@ elements, wherever they are: parts of other sizes, empty ones among them, weigh 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,9 @@ from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, whole
-from fshard.ops.strategy.local_call import RankContext, with_argument
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["MEAN", "NONE", "SUM", "Averaged", "reduced"]
+__all__ = ["MEAN", "NONE", "SUM", "Averaged"]
 
 NONE, MEAN, SUM = range(3)
 """What the argument `reduction` says."""
@@ -38,11 +37,9 @@ class Averaged:
     rows: tuple[int, ...]
     after: int = 0
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """The loss on one rank."""
-        shape = broadcast_shape([here.operands[at].local_shape(here.rank) for at in self.rows])
+        shape = broadcast_shape([ctx.operands[at].local_shape(ctx.rank) for at in self.rows])
         mine = math.prod(shape[: len(shape) - self.after])
         if mine == self.count:
             return op(*args, **kwargs)
@@ -114,7 +111,7 @@ ELEMENTWISE = """
     soft_margin_loss_backward
 """.split()  # noqa: SIM905
 BY_FIRST = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
-register_rule(*ELEMENTWISE, family="losses")(_elementwise)
+register_rule(*ELEMENTWISE)(_elementwise)
 
 
 # -- losses of rows of features ---------------------------------------------------------------
@@ -143,7 +140,7 @@ def _features(call: OpCall) -> int:
     return 3 if call.op._schema.name == "aten::triplet_margin_loss" else 2
 
 
-register_rule("cosine_embedding_loss", "triplet_margin_loss", family="losses")(_rows)
+register_rule("cosine_embedding_loss", "triplet_margin_loss")(_rows)
 
 TINY = 1e-12
 """What `cosine_embedding_loss` adds to the squares of both lengths."""
@@ -190,14 +187,14 @@ def _triplet_margin(
 # -- connectionist temporal classification ----------------------------------------------------
 
 
-def _classified(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _classified(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """The losses of a rank's sequences, whose lengths may be listed for all of them."""
-    x, total = argument(op, args, kwargs, "log_probs"), here.operands[0].shape[1]
-    begin, end = here.offset(0, 1), here.end(0, 1)
+    x, total = argument(op, args, kwargs, "log_probs"), ctx.operands[0].shape[1]
+    begin, end = ctx.offset(0, 1), ctx.end(0, 1)
     if end - begin == total:
         return op(*args, **kwargs)
     if end == begin:
-        return x.new_zeros(here.shape())
+        return x.new_zeros(ctx.shape())
     for name in ("input_lengths", "target_lengths"):
         lengths = argument(op, args, kwargs, name)
         if not isinstance(lengths, Tensor):
@@ -218,4 +215,4 @@ def _ctc(call: OpCall) -> Rule:
                 () if reduction == NONE else (("n", "sum"),), local=_classified)  # fmt: skip
 
 
-register_rule("ctc_loss", family="losses")(_ctc)
+register_rule("ctc_loss")(_ctc)

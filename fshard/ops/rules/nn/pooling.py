@@ -7,7 +7,6 @@ windows lie one beside the other and dims are cut between them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,17 +16,19 @@ from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_m
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
-from fshard.ops.rules.contraction.einsum_helpers import (
-    Parts,
-    Sized,
-    are_apart,
-    dims_of_text,
-    letters,
-    named,
+from fshard.ops.rules.einsum_letters import dims_of_text, letters
+from fshard.ops.rules.nn.convolution import are_apart
+from fshard.ops.rules.shard_call import Parts, Sized
+from fshard.ops.strategy.local_call import (
+    Args,
+    Kwargs,
+    LocalCall,
+    LocalRewrite,
+    RankContext,
+    with_argument,
 )
-from fshard.ops.strategy.local_call import LocalCall, LocalRewrite, RankContext, with_argument
 
-__all__ = ["padded", "per_plane", "spatial_dims"]
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -99,7 +100,7 @@ MOST_REPEATED = 32
 """Up to 40 times PyTorch's single-precision source of an element is the right one, not at 41."""
 
 
-@register_rule(*named(NEAREST), family="pooling")
+@register_rule(*NEAREST.split())
 def repeated(call: OpCall) -> Rule:
     """Where every element is repeated as often, dims can be cut between elements."""
     x, made, spatial = call.operands[0], call.results[0], spatial_dims(call)
@@ -135,14 +136,14 @@ class _Enlarged:
 
     spatial: int
 
-    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """The call with it."""
         if argument(*call, "output_size") is None:
             return call
-        return with_argument(*call, "output_size", list(here.shape()[-self.spatial :]))
+        return with_argument(*call, "output_size", list(ctx.shape()[-self.spatial :]))
 
 
-@register_rule(*named(AVERAGES), family="pooling")
+@register_rule(*AVERAGES.split())
 def averaged(call: OpCall) -> Rule:
     """Linear in the tensor that it reads, but where integers are divided."""
     moves = any(word in base_name(call.op) for word in ("pad", "unpool"))
@@ -150,7 +151,7 @@ def averaged(call: OpCall) -> Rule:
     return windowed(call, modes) if base_name(call.op) in WINDOWED else per_plane(call, modes)
 
 
-@register_rule(*named(MAXIMA), family="pooling")
+@register_rule(*MAXIMA.split())
 def largest(call: OpCall) -> Rule:
     """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
     if base_name(call.op) in WINDOWED:
@@ -170,21 +171,18 @@ class _Padded(LocalRewrite):
 
     before: tuple[int, ...]
 
-    def call(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> LocalCall:
+    def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
         """The padding by as much as the result begins before the part, and ends after it."""
         pairs = []
         for dim, before in reversed(list(enumerate(self.before))):
-            begin = here.result_offset(dim) - before
-            end = begin + here.shape()[dim]
-            pairs += [here.offset(0, dim) - begin, end - here.end(0, dim)]
+            begin = ctx.result_offset(dim) - before
+            end = begin + ctx.shape()[dim]
+            pairs += [ctx.offset(0, dim) - begin, end - ctx.end(0, dim)]
         value = argument(op, args, kwargs, "value")
         return aten.constant_pad_nd.default, (args[0], pairs, value or 0), {}
 
 
-@register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular,
-               family="pooling")  # fmt: skip
+@register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular)  # fmt: skip
 def padded(call: OpCall) -> Rule:
     """Constants are added at the first and the last part of a dim that is cut.
 
@@ -223,7 +221,7 @@ def _is_constant(call: OpCall) -> bool:
 # -- windows and grids ----------------------------------------------------------------------
 
 
-@register_rule(aten.im2col, family="pooling")
+@register_rule(aten.im2col)
 def im2col(call: OpCall) -> Rule:
     """Windows laid out as columns: channels are major to a window's elements."""
     first = planes(call.operands[0], 2)[:-2]
@@ -233,7 +231,7 @@ def im2col(call: OpCall) -> Rule:
     )
 
 
-@register_rule(aten.col2im, family="pooling")
+@register_rule(aten.col2im)
 def col2im(call: OpCall) -> Rule:
     """Columns added up where their windows lie."""
     result = call.results[0]
@@ -245,7 +243,7 @@ def col2im(call: OpCall) -> Rule:
     )
 
 
-@register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d, family="pooling")
+@register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d)
 def grid_sampler(call: OpCall) -> Rule:
     """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
     x, made = sampled(call.operands[0].ndim - 2)
@@ -264,13 +262,13 @@ class _Batch:
 
     name: str = "size"
 
-    def __call__(self, call: LocalCall, here: RankContext) -> LocalCall:
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """The call with it."""
         sizes = argument(*call, self.name)
-        return with_argument(*call, self.name, [here.shape()[0], *sizes[1:]])
+        return with_argument(*call, self.name, [ctx.shape()[0], *sizes[1:]])
 
 
-@register_rule(aten.affine_grid_generator, family="pooling")
+@register_rule(aten.affine_grid_generator)
 def affine_grid(call: OpCall) -> Rule:
     """Grids of transformed points: linear in the transformations."""
     made = call.results[0]
@@ -295,20 +293,20 @@ UPSAMPLE_GRADIENTS = " ".join(
 )
 
 
-@register_rule(*named(POOL_GRADIENTS), family="pooling")
+@register_rule(*POOL_GRADIENTS.split())
 def pool_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone, linear in what comes."""
     return per_plane(call, linear_modes(0))
 
 
-@register_rule(*named(UPSAMPLE_GRADIENTS), family="pooling")
+@register_rule(*UPSAMPLE_GRADIENTS.split())
 def upsample_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone; the input's shape is that of the rank's planes."""
     made = per_plane(call, linear_modes(0))
     return replace(made, local=Parts(changes=(Sized("input_size"),)))
 
 
-@register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward, family="pooling")
+@register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
 def grid_sampler_backward(call: OpCall) -> Rule:
     """The planes' gradient sums over points, that of the grid over channels."""
     x, made = sampled(call.operands[1].ndim - 2)
@@ -324,7 +322,7 @@ def grid_sampler_backward(call: OpCall) -> Rule:
                 modes=linear_modes(0, results=2), local=Parts())  # fmt: skip
 
 
-@register_rule(aten.affine_grid_generator_backward, family="pooling")
+@register_rule(aten.affine_grid_generator_backward)
 def affine_grid_backward(call: OpCall) -> Rule:
     """Points are summed into the transformations' gradient."""
     points = ((),) * (call.operands[0].ndim - 2)

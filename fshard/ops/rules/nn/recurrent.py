@@ -11,15 +11,15 @@ from fshard._util.errors import fail
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.contraction.einsum_helpers import Parts, letters, named, untouched
+from fshard.ops.rules.einsum_letters import untouched
+from fshard.ops.rules.shard_call import Parts
 
-__all__ = ["cell", "layers", "quantized"]
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
 
-@register_rule(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input,
-               family="recurrent")  # fmt: skip
+@register_rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 def layers(call: OpCall) -> Rule:
     """All steps of all layers: only the batch passes; dropout between layers is refused."""
     if call.get("dropout") and call.get("train"):
@@ -34,24 +34,10 @@ def layers(call: OpCall) -> Rule:
     return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=Parts())
 
 
-@register_rule(*named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"), family="recurrent")
+@register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def cell(call: OpCall) -> Rule:
     """One step: the batch passes."""
     states = 3 if call.op._schema.name == "aten::lstm_cell" else 2
     rows: Dims = (("n",), ())
     weights = [untouched(each) for each in call.operands[states:]]
     return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=Parts())
-
-
-@register_rule(
-    *named("fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine_cachemask "
-           "fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask "
-           "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"), family="recurrent",
-)  # fmt: skip
-def quantized(call: OpCall) -> Rule:
-    """Every element alone, by one scale or by that of its channel."""
-    every = letters(call.operands[0].ndim)
-    dims: Dims = tuple((letter,) for letter in every)
-    channel: Dims = ((every[call.get("axis")],),) if call.has("axis") else ((),)
-    scales = [channel[: each.ndim] for each in call.operands[1:]]
-    return Rule((dims, *scales), (dims,) * len(call.results), local=Parts())

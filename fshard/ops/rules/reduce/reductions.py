@@ -11,15 +11,14 @@ as is what no reduction puts together: variances, norms of other orders, positio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverloadPacket
 
 from fshard.ops.core.builders import (
-    align_factors,
     dim_factors,
     is_inexact,
     kind_modes,
@@ -29,13 +28,13 @@ from fshard.ops.core.builders import (
 from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.strategy.local_call import RankContext, with_local_shape
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 from fshard.run.transports.reduce_dtypes import neutral_like
 
-__all__ = ["OfSome", "named", "reducing", "same_numbers", "typed", "zeros"]
+__all__ = ["Filled", "OfSome", "functional_overloads", "reducing", "same_numbers", "typed", "zeros"]
 
 
-def named(*names: str) -> Iterator[Any]:
+def functional_overloads(*names: str) -> Iterator[Any]:
     """The overloads of aten's operations of these names that return new tensors."""
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
@@ -124,17 +123,15 @@ class Filled:
     dims: tuple[tuple[int, ...], ...]
     sizes: bool = False
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         x: torch.Tensor = args[0]
         if all(t.shape[dim] for t, dims in zip(args, self.dims, strict=False) for dim in dims):
             return op(*args, **kwargs)
-        made = here.results[0]
+        made = ctx.results[0]
         assert made is not None
         if self.sizes and self.kind == "max":
-            return zeros(x, here)
-        return neutral_like(x.new_empty((), dtype=made.dtype), self.kind, here.shape())
+            return zeros(x, ctx)
+        return neutral_like(x.new_empty((), dtype=made.dtype), self.kind, ctx.shape())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +140,16 @@ class Shared:
 
     dims: tuple[int, ...]
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         x: torch.Tensor = args[0]
-        whole = math.prod(here.operands[0].shape[dim] for dim in self.dims)
+        whole = math.prod(ctx.operands[0].shape[dim] for dim in self.dims)
         mine = math.prod(x.shape[dim] for dim in self.dims)
         if mine == whole:
             return op(*args, **kwargs)
         if not mine:
-            made = here.results[0]
+            made = ctx.results[0]
             assert made is not None
-            return x.to(made.dtype).sum(self.dims).reshape(here.shape())
+            return x.to(made.dtype).sum(self.dims).reshape(ctx.shape())
         return op(*args, **kwargs) * (mine / whole)
 
 
@@ -165,28 +160,26 @@ class OfSome:
     Its results are of the dtypes that are told without a device: some kernels have others.
     """
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """The operation, or zeros in the shapes of the rank's results."""
-        if args[0].numel() or not math.prod(here.operands[0].shape):
-            return typed(op(*args, **kwargs), here)
-        return zeros(args[0], here)
+        if args[0].numel() or not math.prod(ctx.operands[0].shape):
+            return typed(op(*args, **kwargs), ctx)
+        return zeros(args[0], ctx)
 
 
-def typed(made: Any, here: RankContext) -> Any:
+def typed(made: Any, ctx: RankContext) -> Any:
     """What an operation returned, in the dtypes of the layouts."""
     if isinstance(made, torch.Tensor):
-        return made if here.results[0] is None else made.to(here.results[0].dtype)
-    pairs = zip(made, here.results, strict=True)
+        return made if ctx.results[0] is None else made.to(ctx.results[0].dtype)
+    pairs = zip(made, ctx.results, strict=True)
     return [x if x is None or spec is None else x.to(spec.dtype) for x, spec in pairs]
 
 
-def zeros(like: torch.Tensor, here: RankContext) -> Any:
+def zeros(like: torch.Tensor, ctx: RankContext) -> Any:
     """The results of an operation on one rank, of zeros."""
     made = [
-        None if each is None else like.new_zeros(each.local_shape(here.rank), dtype=each.dtype)
-        for each in here.results
+        None if each is None else like.new_zeros(each.local_shape(ctx.rank), dtype=each.dtype)
+        for each in ctx.results
     ]
     return made[0] if len(made) == 1 else made
 
@@ -195,10 +188,8 @@ def zeros(like: torch.Tensor, here: RankContext) -> Any:
 class Traced:
     """A trace on one rank: of the diagonal that crosses its block."""
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
-        return torch.diagonal(args[0], here.offset(0, 0) - here.offset(0, 1)).sum()
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        return torch.diagonal(args[0], ctx.offset(0, 0) - ctx.offset(0, 1)).sum()
 
 
 # -- by an operation's name ----------------------------------------------------------------
@@ -281,103 +272,22 @@ def all_whole(call: OpCall) -> Rule:
 # -- norms ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Which norm a call computes: of vectors or of matrices, its order, and over which dims."""
-
-    order: float | str
-    dims: tuple[int, ...]
-    matrix: bool = field(default=False)
-
-    @property
-    def how(self) -> dict[int, str | None]:
-        """For every dim the reduction that puts parts together, None where there is none."""
-        if not self.matrix:
-            kind = {math.inf: "max", -math.inf: "min", 0.0: "sum", 1.0: "sum"}
-            return dict.fromkeys(self.dims, kind.get(self.order))  # type: ignore[arg-type]
-        if self.order in ("fro", "nuc") or abs(float(self.order)) == 2:
-            return dict.fromkeys(self.dims, None)
-        rows, columns = self.dims
-        summed, chosen = (rows, columns) if abs(float(self.order)) == 1 else (columns, rows)
-        return {summed: None, chosen: "max" if float(self.order) > 0 else "min"}
-
-
-def norm_of(call: OpCall) -> Norm:
-    """The norm that a call of any of PyTorch's norms computes."""
-    name, ndim = base_name(call.op), call.operands[0].ndim
-    order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
-    given = call.get("dim") if call.has("dim") else None
-    dims = normalize_dims(given, ndim) if ndim else ()
-    if name == "linalg_matrix_norm":
-        return Norm(_order(order), dims, matrix=True)
-    if name == "nuclear_norm":
-        return Norm("nuc", dims[-2:], matrix=True)
-    if name == "linalg_norm" and order is not None and len(dims) == 2:
-        return Norm(_order(order), dims, matrix=True)
-    return Norm(2.0 if order is None else _order(order), dims)
-
-
-def _order(order: Any) -> float | str:
-    return order if isinstance(order, str) else float(order)
-
-
-def norm(call: OpCall) -> Rule:
-    """Norms of order 0 and 1 add up, those of infinite order are extremes; others are whole."""
-    which = norm_of(call)
-    shares = which.order not in (0.0, 1.0) or which.matrix
-    return reducing(call, which.how, shares=shares, sizes=True)
-
-
-def dist(call: OpCall) -> Rule:
-    """A norm over all dims of a difference, whose operands may broadcast."""
-    order = float(call.get("p"))
-    kind = Norm(order, (0,)).how[0]
-    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
-    factors = dim_factors(len(shape))
-    names = [f for dim in factors for f in dim]
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
-    if kind is None:
-        return Rule(operands, ((),), unsharded=frozenset(names))
-    extreme = kind in ("max", "min")
-    every = tuple(tuple(range(each.ndim)) for each in call.operands)
-    return Rule(operands, ((),), tuple((f, kind) for f in names),
-                no_grad=frozenset(names if extreme else ()),
-                local=Filled(kind, every, sizes=True) if extreme else None)  # fmt: skip
-
-
-def pairwise_distance(call: OpCall) -> Rule:
-    """A norm over the last dim of a difference, whose operands may broadcast."""
-    order = float(call.get("p"))
-    kind = Norm(order, (0,)).how[0]
-    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
-    factors, last = dim_factors(len(shape)), len(shape) - 1
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
-    result = (*factors[:-1], ()) if call.get("keepdim") else factors[:-1]
-    name = factors[last][0]
-    if kind is None:
-        return Rule(operands, (result,), unsharded=frozenset({name}))
-    extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
-    return Rule(operands, (result,), ((name, kind),), no_grad=frozenset({name} if extreme else ()),
-                local=Filled(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
-
-
 def _of_one(name: str, *more: str) -> list[Any]:
     """The overloads of operations that reduce one tensor: `max` of two tensors is none."""
     return [
-        op for op in named(name, *more) if not any(a.name == "other" for a in schema_arguments(op))
+        op
+        for op in functional_overloads(name, *more)
+        if not any(a.name == "other" for a in schema_arguments(op))
     ]
 
 
 PRIMS = [getattr(torch.ops.prims, each).default
          for each in ("sum", "prod", "amax", "amin", "var", "xor_sum")]  # fmt: skip
-NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "native_norm",
-         "frobenius_norm", "nuclear_norm")  # fmt: skip
 OTHERS = {
     "trace": trace, "sum_to_size": sum_to_size, "quantile": quantile, "nanquantile": quantile,
-    "dist": dist, "pairwise_distance": pairwise_distance, "cov": all_whole, "corrcoef": all_whole,
+    "cov": all_whole, "corrcoef": all_whole,
 }  # fmt: skip
 
-register_rule(*_of_one(*KINDS, *WHOLE), *PRIMS, family="reductions")(reduction)
-register_rule(*named(*NORMS), family="reductions")(norm)
+register_rule(*_of_one(*KINDS, *WHOLE), *PRIMS)(reduction)
 for _name, _generator in OTHERS.items():
-    register_rule(*named(_name), family="reductions")(_generator)
+    register_rule(*functional_overloads(_name))(_generator)

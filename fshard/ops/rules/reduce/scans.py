@@ -28,10 +28,10 @@ from fshard.ops.core.builders import (
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.reduce.decompositions import log_sum_exp
-from fshard.ops.rules.reduce.reductions import OfSome, named, same_numbers
+from fshard.ops.rules.reduce.reduction_decompositions import log_sum_exp
+from fshard.ops.rules.reduce.reductions import OfSome, functional_overloads, same_numbers
 
-__all__ = ["along"]
+__all__ = ["_whole"]
 
 LINEAR = (
     "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "glu_backward",
@@ -76,19 +76,6 @@ def _modes(call: OpCall) -> tuple[Mode, ...]:
     if name in LINEAR:
         return linear_modes(0, results=results)
     return kind_modes(0, {"product": "product"}) if name == "cumprod" else ()
-
-
-def masked_softmax(call: OpCall) -> Rule:
-    """A mask is for a square of the last dims (type 0), for batch and last dim (1), or for all."""
-    x, mask = call.operands
-    given, kind = call.get("dim"), call.get("mask_type")
-    factors = masked = dim_factors(x.ndim)
-    dims: tuple[int, ...] = (wrap_dim(-1 if given is None else given, x.ndim),)
-    if kind in (0, 1) and mask.ndim < x.ndim:
-        # The kernel asks for as many rows as columns.
-        dims = (x.ndim - 2, x.ndim - 1)
-        masked = factors[-2:] if kind == 0 else (factors[0], factors[-1])
-    return Rule((factors, masked), (factors,), unsharded=_whole(x.ndim, dims), local=OfSome())
 
 
 def segment_reduce(call: OpCall) -> Rule:
@@ -137,11 +124,10 @@ def gradient(call: OpCall) -> Rule:
                 modes=linear_modes(0, results=count) if is_inexact(x) else ())  # fmt: skip
 
 
-register_rule(*named(*LINEAR, *OTHERS), family="scans")(along)
-register_rule(*named("trapezoid", "trapz", "cumulative_trapezoid"), family="scans")(trapezoid)
-register_rule(*named("_masked_softmax"), family="scans")(masked_softmax)
-register_rule(*named("segment_reduce"), family="scans")(segment_reduce)
-register_rule(*named("gradient"), family="scans")(gradient)
+register_rule(*functional_overloads(*LINEAR, *OTHERS))(along)
+register_rule(*functional_overloads("trapezoid", "trapz", "cumulative_trapezoid"))(trapezoid)
+register_rule(*functional_overloads("segment_reduce"))(segment_reduce)
+register_rule(*functional_overloads("gradient"))(gradient)
 
 
 # -- block by block -------------------------------------------------------------------------

@@ -7,8 +7,6 @@ are below, part by part: an unreduced sum, since a part of what is sorted is sor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
 from fshard.ops.rules.index.local_indices import as_first, factored
-from fshard.ops.strategy.local_call import RankContext, with_argument
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 __all__: list[str] = []
 
@@ -45,8 +43,8 @@ def _topk(call: OpCall) -> Rule:
     return Rule((dims,), (made, made), unsharded=frozenset({"s"} if x.ndim else ()))
 
 
-register_rule("sort", "argsort", "msort", family="sorting")(_sorted)
-register_rule("topk", family="sorting")(_topk)
+register_rule("sort", "argsort", "msort")(_sorted)
+register_rule("topk")(_topk)
 
 
 @register_decomposition("topk")
@@ -75,14 +73,14 @@ def _topk_of_blocks(
 # -- searches ---------------------------------------------------------------------------------
 
 
-def _counts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _counts(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """A search among the boundaries that a rank has; none are below where it has none."""
     name = "boundaries" if op._schema.name == "aten::bucketize" else "sorted_sequence"
     bounds = argument(op, args, kwargs, name)
     if bounds.shape[-1]:
         return op(*args, **kwargs)
     dtype = torch.int32 if argument(op, args, kwargs, "out_int32") else torch.int64
-    return bounds.new_zeros(here.shape(), dtype=dtype)
+    return bounds.new_zeros(ctx.shape(), dtype=dtype)
 
 
 def _searched(call: OpCall) -> Rule:
@@ -104,7 +102,7 @@ def _searched(call: OpCall) -> Rule:
                 local=_counts)  # fmt: skip
 
 
-register_rule("searchsorted", "bucketize", family="sorting")(_searched)
+register_rule("searchsorted", "bucketize")(_searched)
 
 
 def _isin(call: OpCall) -> Rule:
@@ -124,7 +122,7 @@ def _isin(call: OpCall) -> Rule:
     return Rule(tuple(operands), (read,), tuple((f, kind) for f in looked))
 
 
-register_rule("isin", family="sorting")(_isin)
+register_rule("isin")(_isin)
 
 
 # -- counts -----------------------------------------------------------------------------------
@@ -139,10 +137,10 @@ def _histc(call: OpCall) -> Rule:
     return Rule((dims,), (((),),), tuple((f, "sum") for (f,) in dims))
 
 
-def _edges_once(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext) -> Any:
+def _edges_once(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Counts of a rank's elements, with the edges of the bins on the first rank alone."""
     counts, edges = op(*args, **kwargs)
-    return counts, as_first(edges, here, 0, range(len(here.operands[0].shape)))
+    return counts, as_first(edges, ctx, 0, range(len(ctx.operands[0].shape)))
 
 
 def _histogram(call: OpCall) -> Rule:
@@ -156,42 +154,9 @@ def _histogram(call: OpCall) -> Rule:
     return Rule(operands, (((),), ((),)), tuple((f, "sum") for (f,) in dims), local=_edges_once)
 
 
-register_rule("histc", family="sorting")(_histc)
-register_rule("histogram", family="sorting")(_histogram)
-register_rule("histogramdd", family="sorting")(whole)
+register_rule("histc")(_histc)
+register_rule("histogram")(_histogram)
+register_rule("histogramdd")(whole)
 
 
 # -- one_hot ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """A rank's classes of a one-hot code, and one more, first, for those of other ranks."""
-
-    classes: int
-
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
-        last = len(here.shape()) - 1
-        count, begin = here.shape()[last], here.result_offset(last)
-        if count == self.classes:
-            return op(*args, **kwargs)
-        x = argument(op, args, kwargs, "self")
-        there = x >= begin
-        if begin + count < self.classes:
-            there = there & (x < begin + count)
-        moved = torch.where(there, x - (begin - 1), x.clamp(max=0))
-        _, args, kwargs = with_argument(op, args, kwargs, "self", moved)
-        _, args, kwargs = with_argument(op, args, kwargs, "num_classes", count + 1)
-        return op(*args, **kwargs).narrow(-1, 1, count)
-
-
-def _one_hot(call: OpCall) -> Rule:
-    """All dims pass, and the classes of the code may be cut."""
-    x = call.operands[0]
-    dims = dim_factors(x.ndim)
-    return Rule((dims,), ((*dims, ("c",)),), local=_Encoded(call.get("num_classes")))
-
-
-register_rule("one_hot", family="sorting")(_one_hot)

@@ -14,10 +14,10 @@ from fshard.ops.core.builders import align_factors, all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.view.view_factors import letters
-from fshard.ops.strategy.local_call import RankContext
+from fshard.ops.rules.view.view_factors import factor_names, letter_dims
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["joined"]
+__all__: list[str] = []
 
 Places = Sequence[int]
 """Of every dim of an operand the dim of the result that it is."""
@@ -27,7 +27,7 @@ def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
     """A rule of operands whose dims are those of one result, all but `along` at once."""
     result = call.results[0]
     assert result is not None
-    own: Dims = tuple((name,) for name in letters(result.ndim))
+    own = letter_dims(result.ndim)
     # What is of one element may be made so for tensors of fewer dims: those are given it whole.
     held = [
         any(at in each for each in places)
@@ -40,9 +40,7 @@ def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
     return Rule(operands, (made,), modes=all_modes(*range(len(call.operands))))
 
 
-@register_rule(
-    "cat.default", "concat.default", "concatenate.default", "prims::cat", family="joining"
-)
+@register_rule("cat.default", "concat.default", "concatenate.default", "prims::cat")
 def cat(call: OpCall) -> Rule:
     """Dims but the one along which they lie; what has no elements may have one dim alone."""
     result = call.results[0]
@@ -52,7 +50,7 @@ def cat(call: OpCall) -> Rule:
     return joined(call, places, dim)
 
 
-@register_rule("stack", "_stack", family="joining")
+@register_rule("stack", "_stack")
 def stack(call: OpCall) -> Rule:
     """The tensors lie along a dim of their own."""
     result = call.results[0]
@@ -84,7 +82,7 @@ _STACKS = {
 }  # fmt: skip
 
 
-@register_rule(*_STACKS, family="joining")
+@register_rule(*_STACKS)
 def stacked(call: OpCall) -> Rule:
     """Tensors of few dims are given more, and lie along one of them."""
     places = _STACKS[base_name(call.op)]
@@ -92,19 +90,19 @@ def stacked(call: OpCall) -> Rule:
     return joined(call, [each for each, _ in given], given[0][1])
 
 
-@register_rule("pad_sequence", family="joining")
+@register_rule("pad_sequence")
 def padded(call: OpCall) -> Rule:
     """Sequences of different lengths, filled up: what comes after their first dims passes."""
     result = call.results[0]
     assert result is not None
-    rest: Dims = tuple((name,) for name in letters(result.ndim - 2))
+    rest = letter_dims(result.ndim - 2)
     alike = all_modes(*range(len(call.operands)))
     if call.get("padding_value"):
         alike = tuple(mode for mode in alike if mode.kind not in ("sum", "product"))
     return Rule((((), *rest),) * len(call.operands), (((), (), *rest),), modes=alike)
 
 
-@register_rule("block_diag", "_chunk_cat", "flatten_dense_tensors", family="joining")
+@register_rule("block_diag", "_chunk_cat", "flatten_dense_tensors")
 def blocks(call: OpCall) -> Rule:
     """Tensors that lie beside and below each other are whole."""
     operands = tuple(((),) * each.ndim for each in call.operands)
@@ -112,16 +110,16 @@ def blocks(call: OpCall) -> Rule:
     return Rule(operands, results, modes=all_modes(*range(len(operands))))
 
 
-@register_rule("cartesian_prod", family="joining")
+@register_rule("cartesian_prod")
 def products(call: OpCall) -> Rule:
     """The first tensor's elements are major in the rows."""
-    own = letters(len(call.operands))
+    own = factor_names(len(call.operands))
     operands: tuple[Dims, ...] = tuple(((name,),) for name in own)
     rows: Dims = (own, ()) if len(own) > 1 else (own,)
     return Rule(operands, (rows,), modes=all_modes(*range(len(own))))
 
 
-@register_rule("combinations", family="joining")
+@register_rule("combinations")
 def combinations(call: OpCall) -> Rule:
     """Every element meets all that come after it."""
     return Rule(((("a",),),), (((), ()),), unsharded=frozenset("a"), modes=all_modes(0))
@@ -139,11 +137,11 @@ def _each_alone(count: int) -> tuple[Mode, ...]:
     return all_modes(*range(count), results=count) + alone
 
 
-@register_rule("meshgrid", family="joining")
+@register_rule("meshgrid")
 def grid(call: OpCall) -> Rule:
     """Every operand is a dim of all results; in Cartesian order the first two change places."""
     n = len(call.operands)
-    own: Dims = tuple((name,) for name in letters(n))
+    own = letter_dims(n)
     made = own
     if call.has("indexing") and call.get("indexing") == "xy" and n > 1:
         made = (own[1], own[0], *own[2:])
@@ -152,17 +150,17 @@ def grid(call: OpCall) -> Rule:
     return Rule(operands, (made,) * n, modes=_each_alone(n))
 
 
-def broadcast_locally(op: Any, args: Any, kwargs: Any, here: RankContext) -> list[Any]:
+def broadcast_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> list[Any]:
     """Every tensor expanded to what the rank makes of it."""
-    return [x.expand(here.shape(at)) for at, x in enumerate(args[0])]
+    return [x.expand(ctx.shape(at)) for at, x in enumerate(args[0])]
 
 
-@register_rule("broadcast_tensors", family="joining")
+@register_rule("broadcast_tensors")
 def broadcast(call: OpCall) -> Rule:
     """All results have all dims; an operand those along which it is not repeated."""
     result = call.results[0]
     assert result is not None
-    own: Dims = tuple((name,) for name in letters(result.ndim))
+    own = letter_dims(result.ndim)
     operands = tuple(align_factors(each.shape, result.shape, own) for each in call.operands)
     n = len(operands)
     return Rule(operands, (own,) * n, modes=_each_alone(n), local=broadcast_locally)

@@ -6,7 +6,6 @@ from `b` on as `k - b`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,16 @@ from fshard.ops.core.builders import all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.view.view_factors import letters
-from fshard.ops.strategy.local_call import RankContext, with_argument, with_local_shape
+from fshard.ops.rules.view.view_factors import factor_names, letter_dims
+from fshard.ops.strategy.local_call import (
+    Args,
+    Kwargs,
+    RankContext,
+    with_argument,
+    with_local_shape,
+)
 
-__all__ = ["diagonal_dims", "triangle"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +36,18 @@ class _Shifted:
     rows: int
     columns: int
 
-    def __call__(
-        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
-        shift = here.offset(0, self.rows) - here.offset(0, self.columns)
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        shift = ctx.offset(0, self.rows) - ctx.offset(0, self.columns)
         given = argument(op, args, kwargs, self.name)
         _, placed, named = with_argument(op, args, kwargs, self.name, given + shift)
         return op(*placed, **named)
 
 
-@register_rule("tril", "triu", family="views")
+@register_rule("tril", "triu")
 def triangle(call: OpCall) -> Rule:
     """Every dim can be cut. What is not taken is zero, which every reduction leaves so."""
     ndim = call.operands[0].ndim
-    dims: Dims = tuple((name,) for name in letters(ndim))
+    dims = letter_dims(ndim)
     return Rule(
         (dims,), (dims,), modes=all_modes(0), local=_Shifted("diagonal", ndim - 2, ndim - 1)
     )
@@ -58,13 +61,13 @@ def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
     return call.get(name), wrap_dim(given[0], ndim), wrap_dim(given[1], ndim)
 
 
-@register_rule("diagonal", "diagonal_copy", "linalg_diagonal", family="views")
+@register_rule("diagonal", "diagonal_copy", "linalg_diagonal")
 def diagonal(call: OpCall) -> Rule:
     """The dim that the diagonal runs through from end to end can be cut, if there is one."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
     offset, rows, columns = diagonal_dims(call)
-    names = letters(x.ndim)
+    names = factor_names(x.ndim)
     own: Dims = tuple((name,) for name in names)
     along = None
     if offset >= 0 and x.shape[rows] <= x.shape[columns] - offset:
@@ -78,29 +81,27 @@ def diagonal(call: OpCall) -> Rule:
                 modes=all_modes(0), local=_Shifted(name, rows, columns))  # fmt: skip
 
 
-def _embed_locally(
-    op: Any, args: Any, kwargs: Mapping[str, Any], here: RankContext
-) -> torch.Tensor:
+def _embed_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
     x: torch.Tensor = args[0]
-    begin, end = here.offset(0, x.ndim - 1), here.end(0, x.ndim - 1)
-    if begin == 0 and here.is_unsharded(0, x.ndim - 1):
+    begin, end = ctx.offset(0, x.ndim - 1), ctx.end(0, x.ndim - 1)
+    if begin == 0 and ctx.is_unsharded(0, x.ndim - 1):
         made: torch.Tensor = op(*args, **kwargs)
         return made
-    whole = here.operands[0].shape[-1]
+    whole = ctx.operands[0].shape[-1]
     square = pad(torch.diag_embed(x), (begin, whole - end))
     at = (-2, -1) if "diag_embed" not in str(op) else (
         argument(op, args, kwargs, "dim1"), argument(op, args, kwargs, "dim2"))  # fmt: skip
     return square.movedim((-2, -1), at)
 
 
-@register_rule("diag_embed", family="views")
+@register_rule("diag_embed")
 def embedded(call: OpCall) -> Rule:
     """Matrices whose main diagonal is cut have their rows cut so."""
     x, result = call.operands[0], call.results[0]
     assert result is not None
     offset = call.get("offset")
     rows, columns = wrap_dim(call.get("dim1"), result.ndim), wrap_dim(call.get("dim2"), result.ndim)
-    own: Dims = tuple((name,) for name in letters(x.ndim))
+    own = letter_dims(x.ndim)
     left = iter(own[:-1])
     last = own[-1] if not offset else ()
     made = tuple(
@@ -110,7 +111,7 @@ def embedded(call: OpCall) -> Rule:
                 modes=all_modes(0), local=_embed_locally)  # fmt: skip
 
 
-@register_rule("diag", family="views")
+@register_rule("diag")
 def diag(call: OpCall) -> Rule:
     """A vector's matrix, or a matrix's diagonal."""
     if call.operands[0].ndim == 2:
@@ -121,21 +122,21 @@ def diag(call: OpCall) -> Rule:
     return Rule(((("a",),),), ((("a",), ()),), modes=all_modes(0), local=_embed_locally)
 
 
-@register_rule("diagflat", family="views")
+@register_rule("diagflat")
 def diagflat(call: OpCall) -> Rule:
     """The matrix of all elements: they are needed whole."""
-    names = letters(call.operands[0].ndim)
+    names = factor_names(call.operands[0].ndim)
     return Rule((tuple((name,) for name in names),), (((), ()),), unsharded=frozenset(names),
                 modes=all_modes(0))  # fmt: skip
 
 
-@register_rule("diagonal_scatter", "diagonal_backward", family="views")
+@register_rule("diagonal_scatter", "diagonal_backward")
 def into_diagonal(call: OpCall) -> Rule:
     """The two dims of the matrices are whole; others pass."""
     result = call.results[0]
     assert result is not None
     rows, columns = (wrap_dim(call.get(each), result.ndim) for each in ("dim1", "dim2"))
-    names = letters(result.ndim)
+    names = factor_names(result.ndim)
     whole: Dims = tuple(() if at in (rows, columns) else (name,) for at, name in enumerate(names))
     line = (*(each for at, each in enumerate(whole) if at not in (rows, columns)), ())
     if len(call.operands) == 1:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fshard.ops.core.rule import Dims
+from fshard.ops.core.builders import all_modes
+from fshard.ops.core.call import OpCall
+from fshard.ops.core.rule import Dims, Rule
 
-__all__ = ["Reshaping", "letters", "names", "reshaping"]
+__all__ = ["factor_names", "letter_dims", "reshaping", "rule_of_moved_dims"]
 
 
 def names() -> Iterator[str]:
@@ -21,13 +24,22 @@ def names() -> Iterator[str]:
         at += 1
 
 
-def letters(count: int) -> tuple[str, ...]:
+def factor_names(count: int) -> tuple[str, ...]:
     """Names of so many factors.
 
-    >>> letters(3)
+    >>> factor_names(3)
     ('a', 'b', 'c')
     """
     return tuple(name for name, _ in zip(names(), range(count), strict=False))
+
+
+def letter_dims(ndim: int) -> Dims:
+    """Return one single-letter factor for each of `ndim` dims.
+
+    >>> letter_dims(2)
+    (('a',), ('b',))
+    """
+    return tuple((name,) for name in factor_names(ndim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +150,28 @@ def _share(
         sizes[factor] = size
         one.take(step, factor, size)
         other.take(step, factor, size)
+
+
+def rule_of_moved_dims(
+    call: OpCall,
+    *results: Sequence[int | None],
+    permuted: Iterable[int] = (),
+    shapes: int = 0,
+    local: Any = None,
+) -> Rule:
+    """A rule of one operand whose dims go to results: of every result's dim the one it is.
+
+    Dims that are not in all results are whole. `shapes` operands more are laid as the results.
+    """
+    ndim = call.operands[0].ndim
+    names = factor_names(ndim)
+    made = tuple(tuple(() if at is None else (names[at],) for at in dims) for dims in results)
+    lost = {at for at in range(ndim) if not all(at in dims for dims in results)}
+    return Rule(
+        (tuple((name,) for name in names), *made[:1] * shapes),
+        made,
+        unsharded=frozenset(names[at] for at in lost),
+        permuted=frozenset(names[at] for at in permuted),
+        modes=all_modes(0, results=len(results)),
+        local=local,
+    )

@@ -206,7 +206,7 @@ def test_extremes_of_results_are_results_of_extremes(name: str) -> None:
 def test_composites_and_writes_have_rules(name: str) -> None:
     packet = getattr(A, name)
     found = [row_of(getattr(packet, each)) for each in packet.overloads()]
-    assert any(row is not None and row.family == "pointwise" for row in found)
+    assert any(row is not None and row.module.endswith("pointwise") for row in found)
 
 
 @pytest.mark.parametrize("name", ["add", "neg", "where", "maximum", "convert_element_type", "fill"])

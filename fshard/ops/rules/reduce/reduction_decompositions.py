@@ -19,10 +19,10 @@ from fshard.ops.core.builders import dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.rules.reduce.reductions import named
-from fshard.ops.strategy.local_call import RankContext
+from fshard.ops.rules.reduce.reductions import functional_overloads
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["kept", "log_sum_exp", "positions", "root", "vector_norm", "wide"]
+__all__ = ["dims_in", "kept", "log_sum_exp", "root", "wide"]
 
 Dims = int | Sequence[int] | None
 
@@ -68,12 +68,12 @@ def _places(x: Tensor, dim: int, begin: int) -> Tensor:
     return line.reshape(shape).expand(x.shape).clone()
 
 
-def _positions_here(op: Any, args: Sequence[Any], kwargs: Any, here: RankContext) -> Tensor:
+def _positions_here(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Tensor:
     x, dim = args
-    return _places(x, dim, here.offset(0, dim))
+    return _places(x, dim, ctx.offset(0, dim))
 
 
-@register_rule(torch.ops.fshard.positions.default, family="reductions")
+@register_rule(torch.ops.fshard.positions.default)
 def _positions_rule(call: OpCall) -> Rule:
     factors = dim_factors(call.operands[0].ndim)
     return Rule((factors,), (factors,), local=_positions_here)
@@ -120,8 +120,8 @@ def _pick(x: Tensor, dim: int, keepdim: bool, highest: bool) -> tuple[Tensor, Te
     if not dims:
         return x, place
     if x.is_floating_point():
-        here = torch.ops.fshard.positions(x.detach(), dims[0]) == place
-        best = torch.where(here, x, 0).sum(dims, True)
+        chosen = torch.ops.fshard.positions(x.detach(), dims[0]) == place
+        best = torch.where(chosen, x, 0).sum(dims, True)
     else:
         best = torch.amax(x, dims, True) if highest else torch.amin(x, dims, True)
     return kept(best, dims, keepdim), kept(place, dims, keepdim)
@@ -202,25 +202,25 @@ def _moments(
     return kept(variance, dims, keepdim).to(real), kept(mean, dims, keepdim).to(x.dtype)
 
 
-@register_decomposition(*named("var"))
+@register_decomposition(*functional_overloads("var"))
 def _var(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
          correction: float | None = None) -> Tensor:  # fmt: skip
     return _moments(x, dim, unbiased, keepdim, correction)[0]
 
 
-@register_decomposition(*named("std"))
+@register_decomposition(*functional_overloads("std"))
 def _std(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
          correction: float | None = None) -> Tensor:  # fmt: skip
     return root(_moments(x, dim, unbiased, keepdim, correction)[0])
 
 
-@register_decomposition(*named("var_mean"))
+@register_decomposition(*functional_overloads("var_mean"))
 def _var_mean(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
               correction: float | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _moments(x, dim, unbiased, keepdim, correction)
 
 
-@register_decomposition(*named("std_mean"))
+@register_decomposition(*functional_overloads("std_mean"))
 def _std_mean(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
               correction: float | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     variance, mean = _moments(x, dim, unbiased, keepdim, correction)
@@ -230,93 +230,7 @@ def _std_mean(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool =
 # -- norms ---------------------------------------------------------------------------------
 
 
-def vector_norm(
-    x: Tensor, order: float = 2.0, dim: Dims = None, keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """A norm of vectors, as `torch.linalg.vector_norm`."""
-    given = x if dtype is None else x.to(dtype)
-    dims, size = dims_in(x, dim), wide(given.abs())
-    made = given.abs().dtype
-    if order in (math.inf, -math.inf):
-        return _extreme(size, dims, keepdim, order > 0).to(made)
-    if order == 0:
-        return (size != 0).to(made).sum(dims, keepdim)
-    if order == 1:
-        return size.sum(dims, keepdim).to(made)
-    if order == 2:
-        return root((size * size).sum(dims, keepdim)).to(made)
-    safe = torch.where(size == 0, 1, size).pow(order)
-    powers = torch.where(size == 0, 0.0 if order > 0 else math.inf, safe)
-    return root(powers.sum(dims, keepdim), order).to(made)
-
-
-@register_decomposition("linalg_vector_norm")
-def _vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,  # noqa: A002
-                 dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    return vector_norm(x, float(ord), dim, keepdim, dtype)
-
-
-@register_decomposition(*named("norm", "native_norm"))
-def _norm(x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False,
-          dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    return vector_norm(x, 2.0 if p is None else float(p), dim, keepdim, dtype)
-
-
-@register_decomposition(*named("frobenius_norm"))
-def _frobenius_norm(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    return vector_norm(x, 2.0, dim, keepdim)
-
-
-@register_decomposition(*named("linalg_matrix_norm"))
-def _matrix_norm(x: Tensor, ord: float | str = "fro", dim: Sequence[int] = (-2, -1),  # noqa: A002
-                 keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    rows, columns = dims = dims_in(x, dim)
-    if ord == "fro":
-        return vector_norm(x, 2.0, dims, keepdim, dtype)
-    given = x if dtype is None else x.to(dtype)
-    if ord == "nuc" or abs(float(ord)) == 2:
-        values: Tensor = torch.linalg.svdvals(given.movedim(dims, (-2, -1)))
-        made = values.sum(-1) if ord == "nuc" or not values.shape[-1] else (
-            values.amax(-1) if float(ord) > 0 else values.amin(-1))  # fmt: skip
-        for at in sorted(dims) if keepdim else ():
-            made = made.unsqueeze(at)
-        return made
-    summed, chosen = (rows, columns) if abs(float(ord)) == 1 else (columns, rows)
-    sums = given.abs().sum([summed], True)
-    if not x.shape[chosen]:
-        return sums.sum(dims, keepdim)
-    return kept(_extreme(sums, [chosen], True, float(ord) > 0), dims, keepdim)
-
-
-@register_decomposition(*named("linalg_norm"))
-def _linalg_norm(x: Tensor, ord: float | str | None = None, dim: Dims = None,  # noqa: A002
-                 keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    dims = dims_in(x, dim)
-    if ord is None or isinstance(dim, int) or len(dims) != 2:
-        assert not isinstance(ord, str)
-        return vector_norm(x, 2.0 if ord is None else float(ord), dims, keepdim, dtype)
-    return _matrix_norm(x, ord, dims, keepdim, dtype=dtype)
-
-
-@register_decomposition("dist")
-def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
-    return vector_norm(x - y, float(p))
-
-
-@register_decomposition("pairwise_distance")
-def _pairwise_distance(
-    x: Tensor, y: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-) -> Tensor:
-    return vector_norm(x - y + eps, float(p), -1, keepdim)
-
-
 # -- softmaxes -----------------------------------------------------------------------------
-
-
-def _shifted(x: Tensor, dims: list[int]) -> Tensor:
-    """Without the maximum, which exponentials are taken of."""
-    return x - torch.amax(x.detach(), dims, True) if x.numel() else x
 
 
 @register_decomposition("logsumexp", "special_logsumexp")
@@ -333,49 +247,3 @@ def log_sum_exp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     sums = (numbers - most).exp().sum(dims, True)
     logs = torch.where(sums == 0, -math.inf, torch.where(sums == 0, 1, sums).log())
     return kept(logs + most, dims, keepdim).to(given.dtype)
-
-
-@register_decomposition("softmax.int", "special_softmax")
-def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    given = x if dtype is None else x.to(dtype)
-    powers = _shifted(wide(given), dims_in(x, dim)).exp()
-    return (powers / powers.sum(dims_in(x, dim), True)).to(given.dtype)
-
-
-@register_decomposition("log_softmax.int", "special_log_softmax")
-def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    given = x if dtype is None else x.to(dtype)
-    shifted = _shifted(wide(given), dims_in(x, dim))
-    return (shifted - shifted.exp().sum(dims_in(x, dim), True).log()).to(given.dtype)
-
-
-@register_decomposition("_softmax")
-def _softmax_kernel(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _softmax(x, dim, torch.float32 if half_to_float else None)
-
-
-@register_decomposition("_log_softmax")
-def _log_softmax_kernel(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _log_softmax(x, dim, torch.float32 if half_to_float else None)
-
-
-@register_decomposition("_safe_softmax")
-def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    given, dims = x if dtype is None else x.to(dtype), dims_in(x, dim)
-    numbers = wide(given)
-    most = torch.amax(numbers.detach(), dims, True)
-    powers = (numbers - torch.where(most == -math.inf, 0, most)).exp()
-    sums = powers.sum(dims, True)
-    return (powers / torch.where(sums == 0, 1, sums)).to(given.dtype)
-
-
-@register_decomposition("_softmax_backward_data")
-def _softmax_backward(grad: Tensor, made: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    given = wide(grad) * wide(made)
-    return (given - wide(made) * given.sum(dims_in(grad, dim), True)).to(input_dtype)
-
-
-@register_decomposition("_log_softmax_backward_data")
-def _log_softmax_backward(grad: Tensor, made: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    sums = wide(grad).sum(dims_in(grad, dim), True)
-    return (wide(grad) - wide(made).exp() * sums).to(input_dtype)

@@ -9,7 +9,6 @@ dims that stay cut, `decompositions` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,10 @@ from fshard.ops.core.builders import align_factors, dim_factors, linear_modes, w
 from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.reduce.reductions import OfSome, named, typed, zeros
-from fshard.ops.strategy.local_call import RankContext
+from fshard.ops.rules.reduce.reductions import OfSome, functional_overloads, typed, zeros
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["batch_norm", "group_norm", "layer_norm"]
+__all__: list[str] = []
 
 
 def _names(dims: Dims) -> frozenset[str]:
@@ -97,12 +96,10 @@ class Grouped:
 
     channels: int
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         x: torch.Tensor = args[0]
         if not x.numel():
-            return zeros(x, here)
+            return zeros(x, ctx)
         batch, channels = x.shape[:2]
         counts = {
             "N": batch, "C": channels, "HxW": x.numel() // (batch * channels),
@@ -145,22 +142,20 @@ class Unwritten:
 
     given: bool
 
-    def __call__(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
-    ) -> Any:
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         if args[0].numel():
             places = [each.name for each in schema_arguments(op)]
             placed = [_apart(name, each) for name, each in zip(places, args, strict=False)]
             made = op(*placed, **{key: _apart(key, each) for key, each in kwargs.items()})
         else:
-            made = zeros(args[0], here)
+            made = zeros(args[0], ctx)
         if isinstance(made, torch.Tensor) or not self.given:
-            return typed(made, here)
+            return typed(made, ctx)
         mean, var = (argument(op, args, kwargs, f"running_{each}") for each in ("mean", "var"))
         told = (mean, (var + argument(op, args, kwargs, "eps")).rsqrt(), mean, var)
-        fits = [here.shape(at) == mean.shape for at in range(1, len(made))]
+        fits = [ctx.shape(at) == mean.shape for at in range(1, len(made))]
         rest = zip(made[1:], told, fits, strict=False)
-        return typed([made[0], *(same.clone() if fit else x for x, same, fit in rest)], here)
+        return typed([made[0], *(same.clone() if fit else x for x, same, fit in rest)], ctx)
 
 
 def _apart(name: str, value: Any) -> Any:
@@ -271,4 +266,4 @@ GENERATORS = {
 }  # fmt: skip
 
 for _generator, _ops in GENERATORS.items():
-    register_rule(*named(*_ops), family="norms")(_generator)
+    register_rule(*functional_overloads(*_ops))(_generator)

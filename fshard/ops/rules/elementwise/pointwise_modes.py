@@ -23,7 +23,7 @@ from fshard.ops.core.builders import (
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Mode
 
-__all__ = ["modes_of"]
+__all__ = ["CASTS", "SAME", "_extreme", "modes_of"]
 
 RISING = {"max": "max", "min": "min"}
 FALLING = {"max": "min", "min": "max"}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.registry import register_decomposition
-from fshard.ops.rules.reduce.decompositions import vector_norm, wide
+from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.reduce.vector_norms import vector_norm
 
 __all__: list[str] = []
 

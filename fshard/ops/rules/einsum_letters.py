@@ -1,0 +1,111 @@
+"""What generators of contractions and of batched operations share: letters, and calls on parts.
+
+A rank's part of a loop may be empty, and a bias that every rank adds to its part of a sum would be
+added many times: `Parts` runs an operation where either can happen.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fshard.ops.core.builders import is_inexact, linear_modes
+from fshard.ops.core.call import Meta, OpCall
+from fshard.ops.core.rule import Dims, Mode, Rule
+from fshard.ops.rules.shard_call import Parts
+
+__all__ = ["added", "contracted", "dims_of_text", "fitted", "letters", "trailing", "untouched"]
+
+
+# -- factors --------------------------------------------------------------------------------
+
+
+def dims_of_text(text: str) -> Dims:
+    """One letter for every dim.
+
+    >>> dims_of_text("ik")
+    (('i',), ('k',))
+    """
+    return tuple((letter,) for letter in text)
+
+
+def letters(count: int, taken: Iterable[str] = "") -> str:
+    """As many letters, the first of the alphabet from b on, that are not taken.
+
+    >>> letters(2, "ck")
+    'bd'
+    """
+    free = [each for each in string.ascii_letters[1:] + "a" if each not in taken]
+    return "".join(free[:count]) if count else ""
+
+
+def trailing(text: str, ndim: int) -> Dims:
+    """The factors of a tensor that broadcasts to one with the dims of `text`.
+
+    >>> trailing("bij", 1), trailing("bij", 0)
+    ((('j',),), ())
+    """
+    return dims_of_text(text[len(text) - ndim :])
+
+
+def untouched(meta: Meta) -> Dims:
+    """No factors: a tensor that is needed whole."""
+    return ((),) * meta.ndim
+
+
+def fitted(operands: Sequence[Dims], metas: Sequence[Meta]) -> tuple[Dims, ...]:
+    """The factors of operands without those along which they broadcast."""
+    lengths: dict[str, int] = {}
+    for dims, meta in zip(operands, metas, strict=True):
+        for dim, size in zip(dims, meta.shape, strict=True):
+            if len(dim) == 1 and size != 1:
+                lengths[dim[0]] = size
+    return tuple(
+        tuple(
+            () if len(dim) == 1 and size == 1 and lengths.get(dim[0], 1) != 1 else dim
+            for dim, size in zip(dims, meta.shape, strict=True)
+        )
+        for dims, meta in zip(operands, metas, strict=True)
+    )
+
+
+def contracted(
+    call: OpCall,
+    operands: Sequence[Dims],
+    result: Dims,
+    *,
+    addend: int | None = None,
+    linear_in: Iterable[int] | None = None,
+    local: Callable[..., Any] | None = None,
+) -> Rule:
+    """The rule of a sum of products: factors that the result lacks are summed.
+
+    `linear_in` are the operands it is linear in, all but the addend if not given.
+    """
+    dims = fitted(operands, call.operands)
+    seen = dict.fromkeys(f for each in dims for dim in each for f in dim)
+    made = {f for dim in result for f in dim}
+    places = [at for at in range(len(dims)) if at != addend] if linear_in is None else linear_in
+    if call.results[0] is not None and is_widened(call.operands[0], call.results[0]):
+        places = ()
+    modes = linear_modes(*places) if addend is None else added(addend, places)
+    if addend is not None and local is None:
+        local = Parts(once=(addend,), zeros=False)
+    kinds = tuple(sorted((f, "sum") for f in seen if f not in made))
+    return Rule(dims, (result,), kinds, modes=modes, local=local)
+
+
+def is_widened(source: Meta, made: Meta) -> bool:
+    """Whether integers become numbers of another range, where their sums do not overflow alike."""
+    return source.dtype != made.dtype and not is_inexact(source)
+
+
+def added(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
+    """Modes of a sum of an addend and of products, each linear, of the addend counted once."""
+    places = tuple(products)
+    both = tuple(tuple(sorted((at, addend))) for at in places)
+    return linear_modes(*places, *both) + linear_modes(addend, affine=True)
+
+
+# -- on one rank ----------------------------------------------------------------------------

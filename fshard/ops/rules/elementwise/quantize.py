@@ -1,0 +1,27 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from fshard.ops.core.call import OpCall
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.einsum_letters import letters
+from fshard.ops.rules.shard_call import Parts
+
+__all__: list[str] = []
+
+FAKE_QUANTIZE = """
+    fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine_cachemask
+    fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+"""
+
+
+@register_rule(*FAKE_QUANTIZE.split())
+def quantized(call: OpCall) -> Rule:
+    """Every element alone, by one scale or by that of its channel."""
+    every = letters(call.operands[0].ndim)
+    dims: Dims = tuple((letter,) for letter in every)
+    channel: Dims = ((every[call.get("axis")],),) if call.has("axis") else ((),)
+    scales = [channel[: each.ndim] for each in call.operands[1:]]
+    return Rule((dims, *scales), (dims,) * len(call.results), local=Parts())

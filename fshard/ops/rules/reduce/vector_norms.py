@@ -1,0 +1,193 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.ops.core.builders import align_factors, dim_factors, normalize_dims
+from fshard.ops.core.call import OpCall, base_name
+from fshard.ops.core.registry import register_decomposition, register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.elementwise.pointwise_modes import _extreme
+from fshard.ops.rules.reduce.reduction_decompositions import dims_in, kept, root, wide
+from fshard.ops.rules.reduce.reductions import Filled, functional_overloads, reducing
+
+__all__ = ["dist", "pairwise_distance", "vector_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Which norm a call computes: of vectors or of matrices, its order, and over which dims."""
+
+    order: float | str
+    dims: tuple[int, ...]
+    matrix: bool = field(default=False)
+
+    @property
+    def how(self) -> dict[int, str | None]:
+        """For every dim the reduction that puts parts together, None where there is none."""
+        if not self.matrix:
+            kind = {math.inf: "max", -math.inf: "min", 0.0: "sum", 1.0: "sum"}
+            return dict.fromkeys(self.dims, kind.get(self.order))  # type: ignore[arg-type]
+        if self.order in ("fro", "nuc") or abs(float(self.order)) == 2:
+            return dict.fromkeys(self.dims, None)
+        rows, columns = self.dims
+        summed, chosen = (rows, columns) if abs(float(self.order)) == 1 else (columns, rows)
+        return {summed: None, chosen: "max" if float(self.order) > 0 else "min"}
+
+
+def norm_of(call: OpCall) -> Norm:
+    """The norm that a call of any of PyTorch's norms computes."""
+    name, ndim = base_name(call.op), call.operands[0].ndim
+    order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
+    given = call.get("dim") if call.has("dim") else None
+    dims = normalize_dims(given, ndim) if ndim else ()
+    if name == "linalg_matrix_norm":
+        return Norm(_order(order), dims, matrix=True)
+    if name == "nuclear_norm":
+        return Norm("nuc", dims[-2:], matrix=True)
+    if name == "linalg_norm" and order is not None and len(dims) == 2:
+        return Norm(_order(order), dims, matrix=True)
+    return Norm(2.0 if order is None else _order(order), dims)
+
+
+def _order(order: Any) -> float | str:
+    return order if isinstance(order, str) else float(order)
+
+
+def norm(call: OpCall) -> Rule:
+    """Norms of order 0 and 1 add up, those of infinite order are extremes; others are whole."""
+    which = norm_of(call)
+    shares = which.order not in (0.0, 1.0) or which.matrix
+    return reducing(call, which.how, shares=shares, sizes=True)
+
+
+def dist(call: OpCall) -> Rule:
+    """A norm over all dims of a difference, whose operands may broadcast."""
+    order = float(call.get("p"))
+    kind = Norm(order, (0,)).how[0]
+    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
+    factors = dim_factors(len(shape))
+    names = [f for dim in factors for f in dim]
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
+    if kind is None:
+        return Rule(operands, ((),), unsharded=frozenset(names))
+    extreme = kind in ("max", "min")
+    every = tuple(tuple(range(each.ndim)) for each in call.operands)
+    return Rule(operands, ((),), tuple((f, kind) for f in names),
+                no_grad=frozenset(names if extreme else ()),
+                local=Filled(kind, every, sizes=True) if extreme else None)  # fmt: skip
+
+
+def pairwise_distance(call: OpCall) -> Rule:
+    """A norm over the last dim of a difference, whose operands may broadcast."""
+    order = float(call.get("p"))
+    kind = Norm(order, (0,)).how[0]
+    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
+    factors, last = dim_factors(len(shape)), len(shape) - 1
+    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
+    result = (*factors[:-1], ()) if call.get("keepdim") else factors[:-1]
+    name = factors[last][0]
+    if kind is None:
+        return Rule(operands, (result,), unsharded=frozenset({name}))
+    extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
+    return Rule(operands, (result,), ((name, kind),), no_grad=frozenset({name} if extreme else ()),
+                local=Filled(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
+
+
+NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "native_norm",
+         "frobenius_norm", "nuclear_norm")  # fmt: skip
+
+register_rule(*functional_overloads(*NORMS))(norm)
+register_rule("dist.default")(dist)
+register_rule("pairwise_distance.default")(pairwise_distance)
+
+
+# -- decompositions --------------------------------------------------------------------------
+
+
+def vector_norm(
+    x: Tensor, order: float = 2.0, dim: Dims = None, keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """A norm of vectors, as `torch.linalg.vector_norm`."""
+    given = x if dtype is None else x.to(dtype)
+    dims, size = dims_in(x, dim), wide(given.abs())
+    made = given.abs().dtype
+    if order in (math.inf, -math.inf):
+        return _extreme(size, dims, keepdim, order > 0).to(made)
+    if order == 0:
+        return (size != 0).to(made).sum(dims, keepdim)
+    if order == 1:
+        return size.sum(dims, keepdim).to(made)
+    if order == 2:
+        return root((size * size).sum(dims, keepdim)).to(made)
+    safe = torch.where(size == 0, 1, size).pow(order)
+    powers = torch.where(size == 0, 0.0 if order > 0 else math.inf, safe)
+    return root(powers.sum(dims, keepdim), order).to(made)
+
+
+@register_decomposition("linalg_vector_norm")
+def _vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,  # noqa: A002
+                 dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    return vector_norm(x, float(ord), dim, keepdim, dtype)
+
+
+@register_decomposition(*functional_overloads("norm", "native_norm"))
+def _norm(x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False,
+          dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    return vector_norm(x, 2.0 if p is None else float(p), dim, keepdim, dtype)
+
+
+@register_decomposition(*functional_overloads("frobenius_norm"))
+def _frobenius_norm(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return vector_norm(x, 2.0, dim, keepdim)
+
+
+@register_decomposition(*functional_overloads("linalg_matrix_norm"))
+def _matrix_norm(x: Tensor, ord: float | str = "fro", dim: Sequence[int] = (-2, -1),  # noqa: A002
+                 keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    rows, columns = dims = dims_in(x, dim)
+    if ord == "fro":
+        return vector_norm(x, 2.0, dims, keepdim, dtype)
+    given = x if dtype is None else x.to(dtype)
+    if ord == "nuc" or abs(float(ord)) == 2:
+        values: Tensor = torch.linalg.svdvals(given.movedim(dims, (-2, -1)))
+        made = values.sum(-1) if ord == "nuc" or not values.shape[-1] else (
+            values.amax(-1) if float(ord) > 0 else values.amin(-1))  # fmt: skip
+        for at in sorted(dims) if keepdim else ():
+            made = made.unsqueeze(at)
+        return made
+    summed, chosen = (rows, columns) if abs(float(ord)) == 1 else (columns, rows)
+    sums = given.abs().sum([summed], True)
+    if not x.shape[chosen]:
+        return sums.sum(dims, keepdim)
+    return kept(_extreme(sums, [chosen], True, float(ord) > 0), dims, keepdim)
+
+
+@register_decomposition(*functional_overloads("linalg_norm"))
+def _linalg_norm(x: Tensor, ord: float | str | None = None, dim: Dims = None,  # noqa: A002
+                 keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    dims = dims_in(x, dim)
+    if ord is None or isinstance(dim, int) or len(dims) != 2:
+        assert not isinstance(ord, str)
+        return vector_norm(x, 2.0 if ord is None else float(ord), dims, keepdim, dtype)
+    return _matrix_norm(x, ord, dims, keepdim, dtype=dtype)
+
+
+@register_decomposition("dist")
+def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    return vector_norm(x - y, float(p))
+
+
+@register_decomposition("pairwise_distance")
+def _pairwise_distance(
+    x: Tensor, y: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return vector_norm(x - y + eps, float(p), -1, keepdim)
