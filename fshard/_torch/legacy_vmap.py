@@ -1,7 +1,8 @@
-"""Batches that `torch.autograd.grad(is_grads_batched=True)` brings into a backward pass.
+"""Batches that `torch.autograd.grad(is_grads_batched=True)` passes to a backward function.
 
-Its wrappers, of levels from 1 on, are older than those of `torch.func`. They know few operations,
-and what an `autograd.Function` makes of one has no history: such a function sees what they hold.
+Its wrapped tensors, of levels from 1 on, are older than those of `torch.func`. They support few
+operations, and an `autograd.Function` applied to one has no history: such a function is applied to
+the wrapped tensors instead.
 """
 
 from __future__ import annotations
@@ -10,58 +11,61 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["along", "around", "each", "held", "is_batched"]
+__all__ = ["is_legacy_batched", "map_batch_dims", "map_batch_elements", "nesting_level", "unwrap"]
 
 Tensors = Sequence[torch.Tensor]
 
-is_batched = torch._C._functorch.is_legacy_batchedtensor
+is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
-def around() -> int:
-    """How many there are around what is running in this thread, so the level of the innermost."""
+def nesting_level() -> int:
+    """Return the level of the innermost legacy vmap around this thread's code, 0 without one."""
     level: int = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     return level
 
 
-def held(xs: Tensors, level: int, dim: int) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """The size of the batch of a level, 1 where there is none, and `xs` with it as a dim."""
+def unwrap(xs: Tensors, level: int, dim: int) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Return the batch size of a level (1 without a batch) and `xs` with the batch as dim `dim`."""
     n = max(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in xs)
     return n, tuple(torch._remove_batch_dim(x, level, n, 0).movedim(0, dim) for x in xs)
 
 
-def along(function: Callable[[Tensors], Tensors], xs: Tensors) -> tuple[torch.Tensor, ...]:
-    """`function(xs)`, which takes dims at the front as they come: batches are such dims."""
-    if not any(map(is_batched, xs)):
+def map_batch_dims(
+    function: Callable[[Tensors], Tensors], xs: Tensors
+) -> tuple[torch.Tensor, ...]:
+    """Return `function(xs)`, batches passed as leading dims, which `function` must keep."""
+    if not any(map(is_legacy_batched, xs)):
         return tuple(function(xs))
-    return _along(function, xs, around())
+    return _map_dims(function, xs, nesting_level())
 
 
-def _along(
+def _map_dims(
     function: Callable[[Tensors], Tensors], xs: Tensors, level: int
 ) -> tuple[torch.Tensor, ...]:
     if level == 0:
         return tuple(function(xs))
-    _, wide = held(xs, level, 0)
-    return tuple(torch._add_batch_dim(y, 0, level) for y in _along(function, wide, level - 1))
+    _, unwrapped = unwrap(xs, level, 0)
+    ys = _map_dims(function, unwrapped, level - 1)
+    return tuple(torch._add_batch_dim(y, 0, level) for y in ys)
 
 
-def each(
+def map_batch_elements(
     function: Callable[[Tensors], Sequence[torch.Tensor | None]], xs: Tensors
 ) -> tuple[torch.Tensor | None, ...]:
-    """`function(xs)`, which knows of no batches: it is called for every element of them."""
-    if not any(map(is_batched, xs)):
+    """Return `function(xs)`, called once for every element of the batches; results are stacked."""
+    if not any(map(is_legacy_batched, xs)):
         return tuple(function(xs))
-    return _each(function, xs, around())
+    return _map_elements(function, xs, nesting_level())
 
 
-def _each(
+def _map_elements(
     function: Callable[[Tensors], Sequence[torch.Tensor | None]], xs: Tensors, level: int
 ) -> tuple[torch.Tensor | None, ...]:
     if level == 0:
         return tuple(function(xs))
-    _, wide = held(xs, level, 0)
-    rows = [_each(function, row, level - 1) for row in zip(*wide, strict=True)]
+    _, unwrapped = unwrap(xs, level, 0)
+    rows = [_map_elements(function, row, level - 1) for row in zip(*unwrapped, strict=True)]
     return tuple(
         None if ys[0] is None else torch._add_batch_dim(torch.stack(ys), 0, level)
         for ys in zip(*rows, strict=True)

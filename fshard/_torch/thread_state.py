@@ -1,4 +1,4 @@
-"""PyTorch's per-thread settings, taken from one thread and entered in another."""
+"""PyTorch's per-thread settings: read in one thread, entered in another."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _python_dispatch as dispatch
 
-from fshard._torch.legacy_vmap import around
+from fshard._torch import modes
+from fshard._torch.legacy_vmap import nesting_level
 
 __all__ = ["ThreadSettings"]
 
@@ -20,22 +19,29 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """Grad and inference mode, autocast, modes, batches of gradients, threads of operations.
+    """Per-thread settings of PyTorch.
 
-    The default device is a function mode, fake tensors and flop counters are dispatch modes.
+    Attributes:
+        grad: grad mode.
+        inference: inference mode.
+        autocast: dtype of each device type under autocast.
+        function_modes: function modes, outermost first; the default device is one.
+        dispatch_modes: dispatch modes, outermost first; fake tensors and flop counters are such.
+        legacy_vmap_level: nested batches of `torch.autograd.grad(is_grads_batched=True)`.
+        num_threads: threads of an operation.
     """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-    functions: tuple[Any, ...]
-    dispatches: tuple[Any, ...]
-    batches: int
-    threads: int
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    legacy_vmap_level: int
+    num_threads: int
 
     @staticmethod
     def current() -> ThreadSettings:
-        """Those of the thread that asks."""
+        """Return the settings of the calling thread."""
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
             for device in DEVICES
@@ -45,40 +51,40 @@ class ThreadSettings:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast,
-            tuple(_get_current_function_mode_stack()),
-            tuple(dispatch._get_current_dispatch_mode_stack()),
-            around(),
+            tuple(modes.function_modes()),
+            tuple(modes.dispatch_modes()),
+            nesting_level(),
             torch.get_num_threads(),
         )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run a block in a rank's own thread as under these settings."""
+        """Apply the settings in a block, which must run in a rank's own thread."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             torch.set_grad_enabled(self.grad)
-            # Sums of other numbers of threads differ in their last bits.
-            if torch.get_num_threads() != self.threads:
-                torch.set_num_threads(self.threads)
-            # Backward must run in the rank's own thread: it meets other ranks there.
+            # The last bits of a sum depend on the number of threads.
+            if torch.get_num_threads() != self.num_threads:
+                torch.set_num_threads(self.num_threads)
+            # Backward must run in the rank's own thread, where its collectives meet other ranks'.
             torch._C._set_multithreading_enabled(False)
-            stack.enter_context(self.casting())
-            # Pushed, not entered: the caller entered them, and they know only one exit.
-            for mode in self.functions:
-                _push_mode(mode)
-                stack.callback(_pop_mode)
-            for mode in self.dispatches:
-                dispatch._push_mode(mode)
-                stack.callback(dispatch._pop_mode)
-            for _ in range(self.batches):
+            stack.enter_context(self.autocasting())
+            # Pushed, not entered: a mode that the caller has entered supports one exit only.
+            for mode in self.function_modes:
+                modes.push_function_mode(mode)
+                stack.callback(modes.pop_function_mode)
+            for mode in self.dispatch_modes:
+                modes.push_dispatch_mode(mode)
+                stack.callback(modes.pop_dispatch_mode)
+            for _ in range(self.legacy_vmap_level):
                 torch._C._vmapmode_increment_nesting()
                 stack.callback(torch._C._vmapmode_decrement_nesting)
             yield
 
     @contextmanager
-    def casting(self) -> Iterator[None]:
-        """Run a block under this autocast."""
+    def autocasting(self) -> Iterator[None]:
+        """Apply the autocast settings in a block."""
         with ExitStack() as stack:
             for device in DEVICES:
                 dtype = dict(self.autocast).get(device)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard._torch.no_compile import uncompiled
+from fshard._torch.dynamo import skip_frames_below
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh
@@ -42,7 +42,7 @@ __all__ = ["apply"]
 MODES = ("explicit", "auto")
 
 
-@uncompiled("fs.apply plans with the sizes of its pairs: it is called outside of graphs")
+@skip_frames_below("fs.apply plans with the sizes of its pairs: it is called outside of graphs")
 def apply(
     op: Any, *args: Any, mode: str = "explicit", cost: Topology | None = None, **kwargs: Any
 ) -> Any:

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.operators import schema_of, torch_decomposition
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
@@ -26,7 +28,7 @@ from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.functionalize import has_no_gradient
-from fshard.ops.trace.trace import constraint_of, decompose, own_decomposition
+from fshard.ops.trace.trace import constraint_of, decompose
 from fshard.partition.ir import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
@@ -148,7 +150,7 @@ class _Walk:
         name = getattr(op, "__name__", "")
         if name == "getitem":
             return args[0][args[1]]
-        if op is torch._C._set_grad_enabled:
+        if op is SET_GRAD_ENABLED:
             self.grad_mode(args[0])
             return None
         return self.operation(op, args, kwargs, node)
@@ -170,7 +172,7 @@ class _Walk:
         # with other arguments, as the sum that a mean is made of, it may be done by others too.
         how = None if _call_of(op, args, kwargs) in self.within else decomposition_of(op)
         if row_of(op) is None:
-            if how is None and own_decomposition(op) is None:
+            if how is None and torch_decomposition(op) is None:
                 self.refuse(op, args, kwargs)
             return self.by_others(op, how, args, kwargs)
         chosen = self.choose(op, args, kwargs, known, self.wish(node, known))
@@ -283,7 +285,7 @@ class _Walk:
         self.within.pop()
         if self.grad != grad:
             self.grad_mode(grad)
-        returns = op._schema.returns
+        returns = schema_of(op).returns
         many = len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
         return made if many else made[0]
 
@@ -352,9 +354,9 @@ def _way(src: Spec, dst: Spec, topology: Topology) -> Program:
         if to.get(axis, kind) == kind or {kind, to[axis]} <= set(LINEAR)
     )  # fmt: skip
     if kept == p.unreduced_kinds:
-        return redistribute(src, dst, cost=topology)
+        return redistribute(src, dst, topology=topology)
     via = src.replace(partition=PartitionSpec._of(p.dims, kept, p.reduced_kinds))
-    return redistribute(src, via, cost=topology) >> redistribute(via, dst, cost=topology)
+    return redistribute(src, via, topology=topology) >> redistribute(via, dst, topology=topology)
 
 
 def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -28,8 +28,8 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, is_pair, paths, unflatten
 from fshard.ops.core.call import Meta, name_of
-from fshard.ops.propagate.weights import compute_time, moving, nbytes
-from fshard.ops.strategy.axis_roles import INVARIANT, Role, AxisState, factor_sizes, roles_of
+from fshard.ops.propagate.role_costs import change_cost, compute_time, nbytes
+from fshard.ops.strategy.axis_roles import INVARIANT, AxisState, Role, factor_sizes, roles_of
 from fshard.partition.call_signature import wants_grad
 from fshard.partition.ir import Constant, Move, Operation
 from fshard.partition.layout_hints import call_at
@@ -460,7 +460,7 @@ class _Labels:
             return 0.0
         topology, local = self.search.topology, nbytes(meta) // cut
         local = local // n if have.name == "sharded" else local
-        weight = moving(topology, link, n, have, _led(asked), local, meta.dtype.itemsize)
+        weight = change_cost(topology, link, n, have, _led(asked), local, meta.dtype.itemsize)
         back = weight.back
         if (have.name, asked.name) == ("invariant", "sharded"):
             # Slicing sends nothing; the gradients of the slices are gathered.

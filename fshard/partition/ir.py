@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.operators import OpOverload, builtin_of, schema_or_none
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import map_call, map_instances
-from fshard.ops.strategy.local_call import LocalRewrite, RankContext, flat, run_local, tracked
+from fshard.ops.strategy.local_call import (
+    LocalRewrite,
+    RankContext,
+    attach_to_operands,
+    flat,
+    run_local,
+)
 from fshard.ops.strategy.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import spread
@@ -82,7 +90,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradMode:
-    """Gradients are tracked from here on, or are not."""
+    """Gradients are attach_to_operands from here on, or are not."""
 
     enabled: bool
 
@@ -137,7 +145,7 @@ def same_memory(line: Line) -> list[tuple[int, int]]:
         case Move() | Pick():
             return [(line.out, line.source.at)]
         case Operation():
-            schema = getattr(line.strategy.call.op, "_schema", None)
+            schema = schema_or_none(line.strategy.call.op)
             is_view = schema is None or any(each.alias_info for each in schema.returns)
             return [(line.out, at) for at in _refs(line) if is_view]
         case _:
@@ -253,7 +261,7 @@ def local_graph(
                 call = line.op, line.args, dict(line.kwargs)
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case GradMode():
-                graph.call_function(torch._C._set_grad_enabled, (line.enabled,))
+                graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
             case Copy():
                 env[line.out] = graph.call_function(torch.clone, (env[line.source.at],))
             case Write():
@@ -277,9 +285,9 @@ def directly(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
     }
     text = code.src
     targets = [node.target for node in graph.graph.nodes]
-    for op in {each for each in targets if isinstance(each, torch._ops.OpOverload)}:
+    for op in {each for each in targets if isinstance(each, OpOverload)}:
         name = f"direct_{op}".replace(".", "_")
-        text, known[name] = text.replace(f"torch.ops.{op}(", f"{name}("), op._op
+        text, known[name] = text.replace(f"torch.ops.{op}(", f"{name}("), builtin_of(op)
     exec(compile(text, "<partitioned>", "exec"), known)
     return functools.partial(known["forward"], graph)
 
@@ -307,7 +315,7 @@ def _local_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping
     def run(*args: Any, **kwargs: Any) -> Any:
         out = op(*args, **kwargs) if local is None else local(op, args, kwargs, here)
         if empty:
-            out = tracked(out, (*args, *kwargs.values()))
+            out = attach_to_operands(out, (*args, *kwargs.values()))
         return flat(out)[0] if line.single else flat(out)
 
     return _Called(run, line.name), line.args, line.kwargs

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fshard._torch.operators import OpOverload
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -21,7 +22,7 @@ from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, instances_in, map_call
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import rule_of
-from fshard.ops.strategy.axis_roles import factor_sizes, axis_states
+from fshard.ops.strategy.axis_roles import axis_states, factor_sizes
 from fshard.ops.trace.trace import constraint_of
 
 __all__ = ["call_at", "wishes"]
@@ -46,7 +47,7 @@ def wishes(
             operand, written, place = node.args
             found[operand] = constraint_of(written)
             mesh.check_axes(found[operand].axes, f"fs.constrain{place}")
-        elif node in found and isinstance(node.target, torch._ops.OpOverload):
+        elif node in found and isinstance(node.target, OpOverload):
             for operand, p in _before(node, found[node], mesh):
                 found.setdefault(operand, p)
     return found
@@ -75,7 +76,7 @@ def call_at(node: fx.Node) -> tuple[OpCall, Rule | None, list[fx.Node]] | None:
     None for what is no operation on tensors; no rule where none is for it.
     """
     value = node.meta.get("val")
-    if not isinstance(node.target, torch._ops.OpOverload) or value is None:
+    if not isinstance(node.target, OpOverload) or value is None:
         return None
     operands: list[fx.Node] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fshard._torch.no_compile import uncompiled
+from fshard._torch.dynamo import skip_frames_below
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
 from fshard.layout.mesh import Mesh
@@ -76,7 +76,7 @@ class Partition:
         self._calls: dict[Any, tuple[Partitioned, Sequence[Spec | None]]] = {}
         self._traces = {} if traces is None else traces
 
-    @uncompiled(CALLED)
+    @skip_frames_below(CALLED)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
         if kwargs:
@@ -147,7 +147,7 @@ class Partition:
         specs = self._specs(args, leaves)
         return self._of(leaves, flatten(list(args))[1], specs, runs=True), specs
 
-    @uncompiled(CALLED)
+    @skip_frames_below(CALLED)
     def trace(self, *args: Any, **kwargs: Any) -> Partitioned:
         """The partitioned call for arguments of one kind, of which specs alone may be given."""
         args = by_place(self.fn, args, kwargs, self.where) if kwargs else args

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
-from fshard.ops.propagate.weights import compute_time
+from fshard.ops.propagate.role_costs import compute_time
 from fshard.ops.strategy.axis_roles import factor_sizes
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.ir import Line, Move, Operation

@@ -11,9 +11,10 @@ from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
 from fshard.ops.trace.trace import trace_depth
 from fshard.random.sampling import _key_problems, fold_in
@@ -138,8 +139,8 @@ _REPLACING = threading.Lock()
 
 
 def _here() -> _Keyed | None:
-    """The current_axes block of this thread."""
-    stack = _get_current_function_mode_stack()
+    """The innermost block of this thread."""
+    stack = function_modes()
     return next((mode for mode in reversed(stack) if isinstance(mode, _Keyed)), None)
 
 

@@ -14,8 +14,8 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.validation import whole_numbers
 from fshard.ops.prng.draw_ops import BITS, FLOATS, INTEGERS, OPS
-from fshard.ops.strategy.local_call import rank_here
-from fshard.ops.trace.trace import traces
+from fshard.ops.strategy.local_call import rank_on_mesh
+from fshard.ops.trace.trace import trace_depth
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, Step
 from fshard.run.execute import run_typed_hook
@@ -394,7 +394,7 @@ def _pair(
     where: str, key: torch.Tensor, spec: Spec, part: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> Sharded:
     """The parts of the ranks that this process is, as one pair."""
-    if traces():
+    if trace_depth():
         fail(where, f"{spec} in a function that is traced",
              "it is traced on whole tensors; fs.partition finds how they lie",
              "a tensor that the draw is to lie as, or a shape; fs.constrain(x, P(...)) asks for "
@@ -407,7 +407,7 @@ def _pair(
             shards.append(drawn[at].clone() if at in drawn else part(key, rank))
             drawn.setdefault(at, shards[-1])
         return Sharded(_as_states(spec)(tuple(shards)), spec)
-    rank = rank_here(spec.mesh, where)
+    rank = rank_on_mesh(spec.mesh, where)
     lone = Spec(spec.mesh, PartitionSpec(), shape=(2,), dtype=torch.int64)
 
     def run(key: torch.Tensor) -> Sharded:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fshard._torch.functorch import is_wrapped
+from fshard._torch.modes import current_dispatch_mode
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.random.sampling import (
     bernoulli,
@@ -362,8 +362,8 @@ def _known(x: Tensor) -> bool:
     """Whether the host has the numbers of a tensor that is there once: not traced, or of a rank."""
     if torch.compiler.is_compiling() or current_transport() is not None:
         return False
-    plain = type(x) is Tensor and not is_functorch_wrapped_tensor(x)
-    return plain and x.device.type == "cpu" and _get_current_dispatch_mode() is None
+    plain = type(x) is Tensor and not is_wrapped(x)
+    return plain and x.device.type == "cpu" and current_dispatch_mode() is None
 
 
 def _check_weights(x: Tensor, num_samples: int, replacement: bool) -> None:

@@ -1,8 +1,8 @@
-"""The axis environment: which mesh the axis names of a running `shard_map` belong to.
+"""Axis environment: the mesh to which the axis names of a running `shard_map` belong.
 
-The one piece of ambient state in the library. It lives exactly as long as the call of the
-mapped function, per rank; what was register_pending in it, or by a simulated rank outside of one, has to
-be waited for in it.
+It is the one piece of ambient state in the library, and lives exactly as long as a call of the
+mapped function, per rank. A collective that is started within the call, or by a simulated rank
+outside of one, must be waited for within it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.autograd_state import graph_task_id
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.run.execute import Pending
@@ -20,114 +22,116 @@ from fshard.run.transports.base import is_simulated
 from fshard.run.transports.simulator import run_rank_code_hook
 
 __all__ = [
-    "COMPILE_MESH",
-    "BoundAxes",
-    "bind_for_backward",
-    "current_axes",
-    "current_tracker",
-    "register_pending",
-    "resolve_axes",
+    "COMPILE_MESH", "BoundAxes", "bind_for_backward", "current_axes", "current_tracker",
+    "register_pending", "resolve_axes",
 ]  # fmt: skip
 
 
 class BoundAxes:
-    """The axis names of one call, of one mesh, bound for the code of a `with` block.
+    """Axis names of one mesh, bound for the code of a `with` block.
 
-    Raises `ShardingError` at the end of the block for what was register_pending in it and never
-    waited for.
+    Raises `ShardingError` at the end of the block for collectives that were started in it and
+    never waited for.
+
+    Attributes:
+        tracker: the `Tracker` of the types of the call's tensors, if any.
+        backward_task: id of the backward pass for which the names are bound again, if any.
+        outer: the binding that the backward pass was started in.
+        outer_axes: the axes bound around the forward call whose backward pass it is.
     """
 
-    __slots__ = ("around", "axes", "before", "mesh", "outer", "pendings", "task", "token", "types")
+    __slots__ = (
+        "axes", "backward_task", "mesh", "outer", "outer_axes", "pendings", "previous_mesh",
+        "token", "tracker",
+    )  # fmt: skip
 
-    def __init__(self, mesh: Mesh, axes: frozenset[str], types: Any = None) -> None:
+    def __init__(self, mesh: Mesh, axes: frozenset[str]) -> None:
         self.mesh, self.axes = mesh, axes
-        # What tracks the types of the call's tensors, if anything does.
-        self.types = types
+        self.tracker: Any = None
         self.pendings: list[Pending] = []
-        # Of a backward pass that these names are bound for again: its id, and what was bound.
-        self.task: int | None = None
+        self.backward_task: int | None = None
         self.outer: BoundAxes | None = None
-        # And which were bound around the call whose backward it is.
-        self.around: frozenset[str] = frozenset()
+        self.outer_axes: frozenset[str] = frozenset()
 
     def __enter__(self) -> BoundAxes:
         self.token: Token[BoundAxes | None] = _BOUND.set(self)
         if not is_simulated():
-            self.before, COMPILE_MESH[0] = COMPILE_MESH[0], self.mesh
+            self.previous_mesh, COMPILE_MESH[0] = COMPILE_MESH[0], self.mesh
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         _BOUND.reset(self.token)
         if not is_simulated():
-            COMPILE_MESH[0] = self.before
-        _give_up(self.pendings, None if kind else "a mapped function")
+            COMPILE_MESH[0] = self.previous_mesh
+        if self.pendings:
+            _abandon(self.pendings, None if kind else "a mapped function")
 
 
-def _give_up(pendings: Sequence[Pending], who: str | None) -> None:
-    """Abandon what was never waited for; raise for it where it is known who register_pending it."""
-    lost = [each for each in pendings if not each.waited]
-    for each in pendings:
-        each.abandon()
-    if lost and who is not None:
-        names = [f"{each.name} at {each.line}" if each.line else each.name for each in lost]
+def _abandon(pendings: Sequence[Pending], owner: str | None) -> None:
+    """Abandon pending results; raise for those never waited for, if `owner` is their code."""
+    lost = [pending for pending in pendings if not pending.waited]
+    for pending in pendings:
+        pending.abandon()
+    if lost and owner is not None:
+        names = [f"{p.name} at {p.line}" if p.line else p.name for p in lost]
         fail(
             lost[0].name,
             f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
             f"for: {', '.join(names)}",
-            f"what {who} starts it waits for, once, before it returns",
+            f"a collective that {owner} starts must be waited for, once, before it returns",
             "pending.wait()",
         )
 
 
-_STARTED: ContextVar[list[Pending] | None] = ContextVar("fshard_started", default=None)
-"""What a simulated rank has register_pending outside of mapped functions."""
+_RANK_PENDINGS: ContextVar[list[Pending] | None] = ContextVar("fshard_started", default=None)
+"""Collectives that a simulated rank has started outside of mapped functions."""
 
 
 @run_rank_code_hook.set
 def run_rank_code(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """`fn(*args)` as a simulated rank, which waits for what it starts."""
+    """Return `fn(*args)` of a simulated rank; raise for collectives that it never waited for."""
     pendings: list[Pending] = []
-    token, who = _STARTED.set(pendings), None
+    token, owner = _RANK_PENDINGS.set(pendings), None
     try:
         result = fn(*args)
-        who = "a simulated rank"
+        owner = "a simulated rank"
     finally:
-        _STARTED.reset(token)
-        _give_up(pendings, who)
+        _RANK_PENDINGS.reset(token)
+        _abandon(pendings, owner)
     return result
 
 
 _BOUND: ContextVar[BoundAxes | None] = ContextVar("fshard_axes", default=None)
 
 COMPILE_MESH: list[Mesh | None] = [None]
-"""The mesh bound in this process as a rank, where `torch.compile` sees that it is another one."""
+"""The mesh bound in this process as a rank, in a place where `torch.compile` guards on it."""
 
 
 def current_axes() -> BoundAxes | None:
-    """What the current_axes running `shard_map` has bound, or None."""
+    """Return the axes that the innermost running `shard_map` has bound, or None."""
     bound = _BOUND.get()
-    while bound is not None and bound.task is not None:
-        if bound.task == torch._C._current_graph_task_id():
+    while bound is not None and bound.backward_task is not None:
+        if bound.backward_task == graph_task_id():
             return bound
-        bound = bound.outer  # of a backward pass that is over
+        bound = bound.outer  # its backward pass is over
     return bound
 
 
 def bind_for_backward(
-    ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str], around: frozenset[str]
+    ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str], outer_axes: frozenset[str]
 ) -> None:
-    """Bind the names again for the backward pass of `ys`: what it recomputes, calls collectives.
+    """Bind axes again for the backward pass of `ys`, which may recompute parts of the function.
 
-    `torch.utils.checkpoint` runs parts of a mapped function when the call is long over. The
-    engine takes nodes in the reverse order of their making, so that from here down to the
-    inputs it is in this call, or in one that it was made in.
+    `torch.utils.checkpoint` does so long after the call is over. Autograd runs nodes in the
+    reverse order of their creation, so that after the nodes of `ys` all others down to the inputs
+    belong to this call, or to one that it was made in.
     """
 
     def bind(_: object) -> None:
         again = BoundAxes(mesh, axes)
-        again.around = around
-        again.outer, again.task = current_axes(), torch._C._current_graph_task_id()
-        while again.outer is not None and again.outer.task == again.task:
+        again.outer_axes = outer_axes
+        again.outer, again.backward_task = current_axes(), graph_task_id()
+        while again.outer is not None and again.outer.backward_task == again.backward_task:
             again.outer = again.outer.outer
         _BOUND.set(again)
 
@@ -136,44 +140,44 @@ def bind_for_backward(
 
 
 def register_pending(pending: Pending) -> Pending:
-    """`pending`, which the running mapped function or simulated rank has to wait for."""
+    """Return `pending`; the running mapped function or simulated rank must wait for it."""
     bound = current_axes()
-    pendings = _STARTED.get() if bound is None else bound.pendings
+    pendings = _RANK_PENDINGS.get() if bound is None else bound.pendings
     if pendings is not None:
         pendings.append(pending)
     return pending
 
 
 def current_tracker() -> Any:
-    """What tracks the types of the running body's tensors, or None."""
+    """Return the `Tracker` of the running body's types, or None if there is none or it pauses."""
     bound = current_axes()
-    types = None if bound is None else bound.types
-    return None if types is None or types.paused else types
+    tracker = None if bound is None else bound.tracker
+    return None if tracker is None or tracker.paused else tracker
 
 
 def resolve_axes(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh that `axes` are names of, and the axes as a tuple.
+    """Return the mesh of `axes` (`mesh`, or the one that is bound) and the axes as a tuple.
 
     Raises `ShardingError` for an unbound, unknown or repeated axis, and for sets of names.
     """
     names = as_axes(axes, where)
     bound = current_axes() if mesh is None else None
-    found = mesh if bound is None else bound.mesh
-    if found is None:
+    owner = mesh if bound is None else bound.mesh
+    if owner is None:
         fail(
             where,
             f"an unbound axis name: {', '.join(map(repr, names))}" if names else "no axis, no mesh",
             "axis names are bound inside shard_map",
             f"call {where} in a function under fs.shard_map, or give mesh=",
         )
-    names = found.check_axes(names, where)
+    names = owner.check_axes(names, where)
     if bound is not None and not bound.axes.issuperset(names):
-        _not_mapped(names, bound, where)
-    return found, names
+        _refuse_unmapped(names, bound, where)
+    return owner, names
 
 
-def _not_mapped(names: tuple[str, ...], bound: BoundAxes, where: str) -> NoReturn:
-    """Raise for axes of the mesh that the running `shard_map` leaves alone."""
+def _refuse_unmapped(names: tuple[str, ...], bound: BoundAxes, where: str) -> NoReturn:
+    """Raise for axes of the mesh that the running `shard_map` does not map."""
     mapped = [axis for axis in bound.mesh.axes if axis in bound.axes]
     raise_if(
         where,

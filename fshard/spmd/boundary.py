@@ -69,7 +69,7 @@ def _spec_problems(given: Any, scope: Scope) -> list[Problem]:
         return []
     if isinstance(given, Spec):
         if scope.adopt(given) is None:
-            return [Problem(f"the spec {given} on {given.mesh}", f"the mesh is {scope.names}",
+            return [Problem(f"the spec {given} on {given.mesh}", f"the mesh is {scope.named_mesh}",
                             "given.replace(mesh=mesh)")]  # fmt: skip
         p = given.partition
     elif isinstance(given, PartitionSpec):
@@ -81,17 +81,17 @@ def _spec_problems(given: Any, scope: Scope) -> list[Problem]:
 
 
 def _axis_problem(axis: str, p: PartitionSpec, scope: Scope) -> Problem:
-    known = scope.names.axes
+    known = scope.named_mesh.axes
     if axis not in known:
-        return Problem(f"axis {axis!r} on {scope.names}", f"the mesh's axes are {', '.join(known)}",
+        return Problem(f"axis {axis!r} on {scope.named_mesh}", f"the mesh's axes are {', '.join(known)}",
                        did_you_mean(axis, known, f"use one of {', '.join(known)}"))  # fmt: skip
-    if axis in scope.bound:
+    if axis in scope.bound_axes:
         fix = f"leave {axis!r} out: each of its ranks maps what it holds"
     else:
         names = ", ".join(repr(a) for a in scope.mesh.axes if a in scope.axes or a == axis)
         fix = f"axis_names={{{names}}}"
     return Problem(f"axis {axis!r} in {p!r}",
-                   f"the axes that are mapped here are {scope.mapped}", fix)  # fmt: skip
+                   f"the axes that are mapped here are {", ".join(scope.mapped_axes)}", fix)  # fmt: skip
 
 
 # -- arguments ------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def place_all(
 
 
 def _word(given: Any) -> str:
-    return f"{given.word} {given.dim}" if isinstance(given, DimSpec) else repr(given)
+    return f"{given.keyword} {given.dim}" if isinstance(given, DimSpec) else repr(given)
 
 
 def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
@@ -200,8 +200,8 @@ def _on_scope(where: str, spec: Spec, scope: Scope) -> Spec:
     """The spec of a pair on the mesh that is mapped over."""
     adopted = scope.adopt(spec)
     odd = [axis for axis in spec.partition.axes if axis not in scope.axes]
-    known = [axis for axis in odd if axis in scope.names.axes]
-    if adopted is None and not (known and scope.names == spec.mesh):
+    known = [axis for axis in odd if axis in scope.named_mesh.axes]
+    if adopted is None and not (known and scope.named_mesh == spec.mesh):
         fail(
             where,
             f"a pair of {spec} on {spec.mesh}",
@@ -212,12 +212,12 @@ def _on_scope(where: str, spec: Spec, scope: Scope) -> Spec:
         assert adopted is not None
         return adopted
     axes = ", ".join(map(repr, odd))
-    names = ", ".join(repr(a) for a in scope.names.axes if a in scope.axes or a in odd)
-    mapped = any(axis in scope.bound for axis in odd)
+    names = ", ".join(repr(a) for a in scope.named_mesh.axes if a in scope.axes or a in odd)
+    mapped = any(axis in scope.bound_axes for axis in odd)
     fail(
         where,
         f"a pair of {spec}, along {axes}",
-        f"a pair lies along the axes that are mapped here only: {scope.mapped}",
+        f"a pair lies along the axes that are mapped here only: {", ".join(scope.mapped_axes)}",
         "fs.local_map, which maps all axes of a pair"
         if mapped
         else f"axis_names={{{names}}}, or fs.reshard(pair, spec) without {axes}",

@@ -1,8 +1,8 @@
-"""What a mapped function closes over and differentiates: inputs that are no arguments.
+"""Differentiable inputs of a mapped function that are not arguments: the tensors it closes over.
 
-In a simulation the ranks' graphs are kept apart from the caller's. What they hang on beside the
-ranks' own inputs is found when they are there: leaves, and tensors with a history that the
-function holds. A history that was not found is followed to its leaves, by every rank.
+In a simulation the ranks' graphs are separate from the caller's. The inputs that they depend on
+beside the ranks' own arguments are leaves, and tensors with a history that the function can reach.
+A history whose tensor is not found is followed down to its leaves, by every rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from fshard._torch.autograd_state import backward_hooks_of
 from fshard.layout.tree import flatten, is_pair
 
 __all__ = ["find_closure_inputs", "graph_leaves", "without_hooks"]
 
 Edge = tuple[Any, int]
-"""A node of an autograd graph and which of its outputs: what identifies a tensor there."""
+"""A node of an autograd graph and the index of its output: the identity of a tensor there."""
 
 LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
@@ -29,48 +30,47 @@ LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 def find_closure_inputs(
     fn: Callable[..., Any], xs: Iterable[torch.Tensor], ys: Iterable[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors beside `xs` that `ys`, results of `fn` that require grad, depend on.
+    """Return the tensors beside `xs` that `ys`, results of `fn`, depend on in autograd's graph.
 
-    Each requires grad, and no one depends on another, whose gradient would then count twice.
+    Each requires grad, and none depends on another, whose gradient would then count twice.
     """
     roots = [_edge(y) for y in ys if y.requires_grad]
-    own = {_edge(x) for x in xs if x.requires_grad}
-    if _reached(roots, own).keys() <= own:
+    args = {_edge(x) for x in xs if x.requires_grad}
+    if _find_ends(roots, args).keys() <= args:
         return ()
-    held = {_edge(each): each for each in _held(fn)}
+    reachable = {_edge(x): x for x in _reachable_tensors(fn)}
     while True:
-        found = [edge for edge in _reached(roots, {*own, *held}) if edge not in own]
-        ends = set(found)
-        behind = {edge: _reached(_before(edge), ends) for edge in found if edge in held}
-        through = [edge for edge, reached in behind.items() if not ends.isdisjoint(reached)]
-        if not through:
-            return tuple(held[edge] if edge in held else edge[0].variable for edge in found)
-        for edge in through:
-            del held[edge]
+        inputs = [edge for edge in _find_ends(roots, {*args, *reachable}) if edge not in args]
+        ends = set(inputs)
+        behind = {edge: _find_ends(_next_edges(edge), ends) for edge in inputs if edge in reachable}
+        dependent = [edge for edge, reached in behind.items() if not ends.isdisjoint(reached)]
+        if not dependent:
+            return tuple(reachable[e] if e in reachable else e[0].variable for e in inputs)
+        for edge in dependent:
+            del reachable[edge]
 
 
 def graph_leaves(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The leaves that a graph goes back to from `ys`."""
-    ends = _reached([_edge(y) for y in ys if y.requires_grad], frozenset())
+    """Return the leaves of the autograd graphs of `ys`."""
+    ends = _find_ends([_edge(y) for y in ys if y.requires_grad], frozenset())
     return tuple(edge[0].variable for edge in ends)
 
 
 @contextmanager
 def without_hooks(xs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Run a block in which gradients of tensors meet no hooks of theirs, nor are retained.
+    """Disable the gradient hooks and `retain_grad` of tensors in the block.
 
-    What single ranks find for a tensor that is not theirs is a part of its gradient: the whole has
-    yet to come to it, once.
+    A single rank's gradient of a shared tensor is only a part of it: hooks must see the sum, once.
     """
-    hooked = [(x._backward_hooks, dict(x._backward_hooks)) for x in xs if x._backward_hooks]
+    hooked = [(hooks, dict(hooks)) for hooks in map(backward_hooks_of, xs) if hooks]
     retained = [(x, x.grad) for x in xs if x.retains_grad]
     for hooks, _ in hooked:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, kept in hooked:
-            hooks.update(kept)
+        for hooks, saved in hooked:
+            hooks.update(saved)
         for x, grad in retained:
             x.grad = grad
 
@@ -80,12 +80,12 @@ def _edge(x: torch.Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def _before(edge: Edge) -> list[Edge]:
-    return [each for each in edge[0].next_functions if each[0] is not None]
+def _next_edges(edge: Edge) -> list[Edge]:
+    return [following for following in edge[0].next_functions if following[0] is not None]
 
 
-def _reached(roots: Iterable[Edge], stops: Set[Edge]) -> dict[Edge, None]:
-    """The leaves that a graph goes back to from `roots`, and those of `stops` on the way."""
+def _find_ends(roots: Iterable[Edge], stops: Set[Edge]) -> dict[Edge, None]:
+    """Return the leaves behind `roots`, and the edges of `stops` that are on the way."""
     ends: dict[Edge, None] = {}
     seen, todo = set(), list(roots)
     while todo:
@@ -94,19 +94,19 @@ def _reached(roots: Iterable[Edge], stops: Set[Edge]) -> dict[Edge, None]:
             ends[edge] = None
         elif edge[0] not in seen:
             seen.add(edge[0])
-            todo += _before(edge)
+            todo += _next_edges(edge)
     return ends
 
 
-def _held(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Tensors with a history that a function can get at without being given them.
+def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    """Yield tensors with a history that a function can reach without receiving them.
 
-    In its closure, its defaults, the globals it names, the object it is a method of, the modules
-    among these, and what `functools.partial` has bound; in containers of them.
+    They are in its closure, its defaults, the globals it names, the object it is a method of,
+    modules among these, arguments bound by `functools.partial`, and containers of them.
     """
     seen: set[int] = set()
     todo: list[Any] = [fn, vars(type(fn)).get("__call__"), getattr(fn, "__dict__", None)]
-    alive: list[Any] = []  # an id is one object's for as long as that lives
+    alive: list[Any] = []  # keeps ids unique
     while todo:
         value = todo.pop()
         if id(value) in seen:
@@ -117,7 +117,7 @@ def _held(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
             if value.grad_fn is not None:
                 yield value
         elif isinstance(value, FunctionType):
-            todo += _of_function(value)
+            todo += _function_values(value)
         elif isinstance(value, MethodType):
             todo += [value.__func__, value.__self__, getattr(value.__self__, "__dict__", None)]
         elif isinstance(value, functools.partial):
@@ -131,15 +131,17 @@ def _held(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
             todo += [leaf for leaf in leaves if leaf is not value]
 
 
-def _of_function(fn: FunctionType) -> list[Any]:
+def _function_values(fn: FunctionType) -> list[Any]:
+    """Return the defaults, closure and named globals of a function."""
     values: list[Any] = [fn.__defaults__, fn.__kwdefaults__]
     for cell in fn.__closure__ or ():
-        with suppress(ValueError):  # a name that has no value yet
+        with suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
-    return values + [fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__]
+    names = _names_in(fn.__code__)
+    return values + [fn.__globals__[name] for name in names if name in fn.__globals__]
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: CodeType) -> tuple[str, ...]:
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
-    return (*code.co_names, *inner)
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    nested = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return (*code.co_names, *(name for inner in nested for name in _names_in(inner)))

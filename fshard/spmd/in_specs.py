@@ -1,4 +1,4 @@
-"""How `in_specs` meet the arguments of a call: by position or by name, over pytrees."""
+"""Matching of `in_specs` with the arguments of a call: by position or by name, over pytrees."""
 
 from __future__ import annotations
 
@@ -17,62 +17,70 @@ __all__ = ["ArgSignature", "Argument", "DimSpec", "PathSpec", "match_specs"]
 
 @dataclass(frozen=True, slots=True)
 class DimSpec:
-    """A leaf of specs that counts from either end: `axis` cuts dim `dim`."""
+    """Leaf of specs that shards dim `dim` over `axis`; negative dims count from the last one."""
 
     axis: str
     dim: int
-    word: str
+    keyword: str
+    """Option of `smap` that it was given in, for error messages."""
 
     def of(self, ndim: int) -> PartitionSpec:
-        """The partition of a tensor of `ndim` dims; raises `ShardingError` if it has no such."""
+        """Return the partition of a tensor of `ndim` dims; raise `ShardingError` for a bad dim."""
         if not -ndim <= self.dim < ndim:
             fail(
                 "fs.smap",
-                f"{self.word} {self.dim} for a tensor of {ndim} dims",
+                f"{self.keyword} {self.dim} for a tensor of {ndim} dims",
                 f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
-                "name a dim it has" if ndim else f"x[None], or {self.word} None",
+                "name a dim it has" if ndim else f"x[None], or {self.keyword} None",
             )
         return PartitionSpec(*(None,) * (self.dim % ndim), self.axis)
 
     @property
     def smallest(self) -> PartitionSpec:
-        """The partition of a tensor of as few dims as it takes."""
+        """Partition of a tensor with the fewest dims that have `dim` among them."""
         after = (None,) * (-self.dim - 1)
         return PartitionSpec(*(None,) * max(self.dim, 0), self.axis, *after)
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One leaf of the arguments, and how it becomes a local; without a `spec` it passes through.
+    """One leaf of the arguments, and how it becomes a local; without `spec` it passes through.
 
-    Nothing here depends on numbers.
+    It depends on types, shapes and specs, not on values.
     """
 
     path: str
     spec: Spec | None = None
-    local: Callable[[Any], Any] = lambda value: value
+    to_local: Callable[[Any], Any] = lambda value: value
 
 
 PathSpec = tuple[str, Any]
-"""The path of a leaf, and the spec that is given for it."""
+"""Path of a leaf, and its leaf of `in_specs` or `out_specs`."""
 
 
 class ArgSignature:
-    """What of a function's parameters its calls need, read once."""
+    """Parameters of a function, read once.
 
-    __slots__ = ("fixed", "free", "parameters", "signature")
+    Attributes:
+        signature: the signature, None for builtins that have none.
+        parameters: its parameters.
+        num_named: number of parameters that are not `*args` or `**kwargs`.
+        is_variadic: whether the number of positional arguments is not limited.
+    """
+
+    __slots__ = ("is_variadic", "num_named", "parameters", "signature")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.signature: inspect.Signature | None
         try:
             self.signature = inspect.signature(fn)
-        except (TypeError, ValueError):  # builtins have none
+        except (TypeError, ValueError):
             self.signature = None
-        found = None if self.signature is None else self.signature.parameters
-        self.parameters = list(found.values()) if found is not None else []
-        named = [p for p in self.parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        self.fixed = len(named)
-        self.free = not self.parameters or any(p.kind is p.VAR_POSITIONAL for p in self.parameters)
+        self.parameters = list(self.signature.parameters.values()) if self.signature else []
+        kinds = [p.kind for p in self.parameters]
+        variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        self.num_named = sum(kind not in variadic for kind in kinds)
+        self.is_variadic = not kinds or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def match_specs(
@@ -82,34 +90,34 @@ def match_specs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[PathSpec, ...]:
-    """Path and spec of every leaf of `(args, kwargs)`, in the order of that tree's leaves.
+    """Return path and spec of every leaf of `(args, kwargs)`, in the order of that tree's leaves.
 
     They depend on the structure of the arguments alone. Raises `ShardingError` where `in_specs`
-    is no prefix of them.
+    is not a prefix of them.
     """
     if signature.signature is not None:
         # Python's own TypeError for a call that does not fit.
         signature.signature.bind(*args, **kwargs)
-    slots: list[PathSpec] = []
-    for at, value in enumerate(args):
-        name = _name(signature.parameters, at)
-        slots += _leaves(where, name, value, *_entry(where, signature, in_specs, args, name, at))
+    path_specs: list[PathSpec] = []
+    for index, value in enumerate(args):
+        name = _arg_name(signature.parameters, index)
+        entry, prefix = _entry(where, signature, in_specs, args, name, index)
+        path_specs += _leaf_specs(where, name, value, entry, prefix)
     for key in sorted(kwargs):
-        place = next((at for at, p in enumerate(signature.parameters) if p.name == key), None)
-        slots += _leaves(
-            where, key, kwargs[key], *_entry(where, signature, in_specs, args, key, place)
-        )
-    return tuple(slots)
+        position = next((i for i, p in enumerate(signature.parameters) if p.name == key), None)
+        entry, prefix = _entry(where, signature, in_specs, args, key, position)
+        path_specs += _leaf_specs(where, key, kwargs[key], entry, prefix)
+    return tuple(path_specs)
 
 
-def _name(parameters: Sequence[inspect.Parameter], at: int) -> str:
-    """The name of the positional argument `at`."""
-    for place, parameter in enumerate(parameters):
-        if parameter.kind is parameter.VAR_POSITIONAL and at >= place:
-            return f"{parameter.name}[{at - place}]"
-        if place == at:
+def _arg_name(parameters: Sequence[inspect.Parameter], index: int) -> str:
+    """Return the name of the positional argument `index`."""
+    for position, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL and index >= position:
+            return f"{parameter.name}[{index - position}]"
+        if position == index:
             return parameter.name
-    return f"args[{at}]"
+    return f"args[{index}]"
 
 
 def _entry(
@@ -118,9 +126,9 @@ def _entry(
     in_specs: Any,
     args: Sequence[Any],
     name: str,
-    at: int | None,
+    position: int | None,
 ) -> tuple[Any, str]:
-    """The part of `in_specs` for one argument, and how it is written."""
+    """Return the part of `in_specs` for one argument, and its Python expression."""
     if in_specs is None or isinstance(in_specs, PartitionSpec | Spec | DimSpec):
         return in_specs, "in_specs"
     if isinstance(in_specs, Mapping):
@@ -128,7 +136,7 @@ def _entry(
             fail(
                 where,
                 f"in_specs for {', '.join(map(str, in_specs))}",
-                f"every argument given has a spec; {name!r} has none",
+                f"every argument must have a spec; {name!r} has none",
                 f"in_specs={{..., {name!r}: P()}}",
             )
         return in_specs[name], f"in_specs[{name!r}]"
@@ -136,27 +144,27 @@ def _entry(
         fail(
             where,
             f"in_specs of type {type(in_specs).__name__}",
-            "in_specs is a P, a tuple by position, or a dict by name",
+            "in_specs must be a P, a tuple by position, or a dict by name",
             "in_specs=(P('x'), P())",
         )
-    if at is None:
+    if position is None:
         fail(
             where,
             f"{name!r} by keyword with in_specs by position",
             f"{name!r} has no position in the function's signature",
             f"in_specs={{{name!r}: P(), ...}}, by name",
         )
-    most = len(args) if signature.free else signature.fixed
-    if at >= len(in_specs) or len(in_specs) > most:
+    limit = len(args) if signature.is_variadic else signature.num_named
+    if position >= len(in_specs) or len(in_specs) > limit:
         fail(
             where,
-            f"in_specs of length {len(in_specs)} for {most} arguments",
-            "in_specs has one entry per argument, by position",
+            f"in_specs of length {len(in_specs)} for {limit} arguments",
+            "in_specs must have one entry per argument, by position",
             "a tuple with one entry each, or one P for all",
         )
-    return in_specs[at], f"in_specs[{at}]"
+    return in_specs[position], f"in_specs[{position}]"
 
 
-def _leaves(where: str, name: str, value: Any, prefix: Any, written: str) -> list[PathSpec]:
-    specs = broadcast_prefix(prefix, value, written, where)
+def _leaf_specs(where: str, name: str, value: Any, entry: Any, prefix: str) -> list[PathSpec]:
+    specs = broadcast_prefix(entry, value, prefix, where)
     return list(zip(paths(value, name), specs, strict=True))

@@ -34,9 +34,9 @@ from fshard.spmd.mesh_scope import (
     check_axis_names,
     check_check,
     check_mesh,
-    pair_scope,
-    refuse,
-    scope_of,
+    local_map_scope,
+    refuse_unknown_options,
+    shard_map_scope,
 )
 from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
 from fshard.spmd.tracking.out_spec_check import Other, other_problem
@@ -51,7 +51,7 @@ from fshard.spmd.tracking.typed_body import (
     typed,
 )
 
-__all__ = ["local_map", "mapped", "shard_map"]
+__all__ = ["local_map", "map_function", "shard_map"]
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -125,11 +125,11 @@ def shard_map(
             [4., 4., 4.]])
     """
     where = "fs.shard_map"
-    refuse(unknown, where)
+    refuse_unknown_options(unknown, where)
     check_mesh(mesh, where)
     names = check_axis_names(axis_names, mesh, where)
     options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": check}
-    return mapped(fn, where, mesh, in_specs, out_specs, names, **options)
+    return map_function(fn, where, mesh, in_specs, out_specs, names, **options)
 
 
 def local_map(
@@ -154,10 +154,10 @@ def local_map(
     tensor([0., 2., 4., 6.])
     """
     options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": False}
-    return mapped(fn, "fs.local_map", None, in_specs, out_specs, None, **options)
+    return map_function(fn, "fs.local_map", None, in_specs, out_specs, None, **options)
 
 
-def mapped(
+def map_function(
     fn: Callable[..., Any] | None,
     where: str,
     mesh: Mesh | None,
@@ -172,7 +172,7 @@ def mapped(
     options: Any = {"redistribute_inputs": redistribute_inputs, "check": check}
     check_check(check, where)
     if fn is None:
-        return lambda each: mapped(each, where, mesh, in_specs, out_specs, axis_names, **options)
+        return lambda fn: map_function(fn, where, mesh, in_specs, out_specs, axis_names, **options)
     if not callable(fn):
         fail(where, f"{fn!r}", "the first argument is a function", f"{where}(fn, ...)")
     mapping = _Mapping(fn, where, mesh, in_specs, out_specs, axis_names, **options)
@@ -303,7 +303,7 @@ class _Mapping:
         outer = None if transport is None else current_axes()
         rank = None if transport is None else transport.rank
         if self.axis_names is not None:
-            return scope_of(self.where, self.mesh, self.axis_names, outer, rank)
+            return shard_map_scope(self.where, self.mesh, self.axis_names, outer, rank)
         meshes = list(dict.fromkeys(spec.mesh for _, spec in pairs))
         if len(meshes) != 1:
             given = ", ".join(map(str, meshes)) or "no pair at all"
@@ -313,7 +313,7 @@ class _Mapping:
                 "the mesh is that of the pairs, one for all",
                 "fs.shard makes a pair of a tensor and a spec",
             )
-        return pair_scope(meshes[0], outer, rank)
+        return local_map_scope(meshes[0], outer, rank)
 
     def results(self, treedef: TreeDef) -> tuple[PathSpec, ...]:
         """Path and out spec of every leaf of a result; raises `ShardingError` for no prefix."""
@@ -350,7 +350,7 @@ class _Call:
         """The locals of all ranks or of this one, without what passes through."""
         with paused(self.outer):
             arguments = zip(self.arguments, self.values, strict=True)
-            return tuple([each.local(x) for each, x in arguments if each.spec is not None])
+            return tuple([each.to_local(x) for each, x in arguments if each.spec is not None])
 
     def as_all(self) -> Any:
         """Run as every rank of a simulation."""
@@ -368,7 +368,7 @@ class _Call:
         try:
             outs = run_body(self.scope, self.body, mine)
         except BaseException as error:
-            blame(error, self.scope.names)
+            blame(error, self.scope.named_mesh)
             raise
         return self.read([self.returned[transport.rank]], outs, transport)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from fshard._torch.aliasing import own_all
-from fshard._torch.legacy_vmap import each
+from fshard._torch.autograd_state import keeps_graph
+from fshard._torch.functorch import is_transformed
+from fshard._torch.legacy_vmap import map_batch_elements
+from fshard._torch.memory import unaliased_all
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import fail
-from fshard.run.autograd.linear_function import is_transformed
 from fshard.run.autograd.replicate import spread
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
@@ -85,13 +86,13 @@ def check_untransformed(where: str) -> None:
 def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:
     """`body(xs)` as the one rank that this process, or this simulated rank, is."""
     ys = _bound(scope, body, xs)
-    bind_for_backward(ys, scope.names, scope.bound, scope.bound - scope.axes)
+    bind_for_backward(ys, scope.named_mesh, scope.bound_axes, scope.bound_axes - scope.axes)
     return ys
 
 
 def _bound(scope: Scope, body: Body, xs: Locals) -> Locals:
-    with BoundAxes(scope.names, scope.bound):
-        return own_all(body(xs), xs)
+    with BoundAxes(scope.named_mesh, scope.bound_axes):
+        return unaliased_all(body(xs), xs)
 
 
 def _rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:
@@ -143,10 +144,10 @@ class _Mapped(torch.autograd.Function):
                 "the first backward() needs retain_graph=True"
             )
         ran, saved, width = call, ctx.saved_tensors, len(grads) // call.scope.mesh.size
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         with backward_phase(), without_hooks(call.closures):
             if torch.is_grad_enabled():
-                back = each(lambda gs: _again(ran, saved, _rows(gs, width)), grads)
+                back = map_batch_elements(lambda gs: _again(ran, saved, _rows(gs, width)), grads)
             else:
                 back = _once(call, _rows(grads, width), keep)
         if not keep:  # nor the arguments, which the results would hold as long as they live
@@ -161,7 +162,7 @@ def _once(call: _Ran, rows: list[Locals], keep: bool) -> tuple[torch.Tensor | No
         (xs, ys), grads = work
         # Behind what is closed over there may be a history that other ranks share.
         retain = keep or bool(call.closures)
-        with BoundAxes(call.scope.names, call.scope.bound):
+        with BoundAxes(call.scope.named_mesh, call.scope.bound_axes):
             return _gradients(xs + call.closures, ys, grads, retain_graph=retain)
 
     back = run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
@@ -179,7 +180,7 @@ def _again(
         xs, grads = values[:width], values[width:]
         # Views: a rank's own inputs may be leaves of the outer graph, or no leaves at all.
         mine = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
-        with settings.casting():
+        with settings.autocasting():
             made = body(mine)
         into = mine + closures
         found = _gradients(into, made, grads, retain_graph=True, create_graph=True)

@@ -1,11 +1,11 @@
-"""What a rank's tensor means along each mesh axis, and what follows for results of operations.
+"""Types of a rank's tensors along the mesh axes, and the rules for results of operations.
 
-Along an axis a tensor is invariant (one value, the same on every rank; the axis is not named),
-varying (anything), reduced (the same value, used for different work) or unreduced (an addend).
-The cotangent of a varying tensor varies, of an invariant one is invariant, of a reduced one
-unreduced and the other way round. The rules are those of JAX's varying manual axes (`jax.typeof`,
-JAX 0.11): operands of one operation agree along every axis, and a cast makes them agree whose
-transpose is the sum that gradients need; what is unreduced passes linear operations only.
+Along an axis a tensor is invariant (one value, the same on every rank; the axis is not listed),
+varying (any value), reduced (the same value, used for different work) or unreduced (a partial sum,
+or a candidate of a maximum). Cotangents: varying and invariant stay, reduced and unreduced swap.
+The rules are those of JAX's varying manual axes (`jax.typeof`, JAX 0.11): operands of an operation
+agree along every axis, after casts whose transpose is the sum that gradients need; unreduced
+operands enter linear operations only.
 """
 
 from __future__ import annotations
@@ -22,28 +22,13 @@ from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES
 
 __all__ = [
-    "CASTS",
-    "INVARIANT",
-    "VARYING",
-    "JoinedStates",
-    "LocalType",
-    "State",
-    "States",
-    "TypeConflict",
-    "TypeRule",
-    "TypeSignature",
-    "apply_signature",
-    "format_axes",
-    "join_states",
-    "newly_cast_axes",
-    "state_word",
-    "states_of",
-    "suggest_instead_of_cast",
-    "suggest_state",
+    "CASTS", "INVARIANT", "VARYING", "JoinedStates", "LocalType", "State", "States",
+    "TypeConflict", "TypeRule", "TypeSignature", "apply_signature", "format_axes", "join_states",
+    "newly_cast_axes", "state_word", "states_of", "suggest_instead_of_cast", "suggest_state",
 ]  # fmt: skip
 
 State = tuple[str, str]
-"""One of the words varying, reduced and unreduced, and for the latter two the reduction."""
+"""(word, reduction): varying, reduced or unreduced; the reduction is "" for varying."""
 
 VARYING: State = ("varying", "")
 
@@ -54,12 +39,12 @@ CASTS = {
     ("varying", "unreduced"),
     ("reduced", "varying"),
 }
-"""What `pcast` casts from, and to."""
+"""Pairs (source, target) of the states between which `pcast` converts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """The states of a tensor along the axes where it is not invariant; equal ones are one object.
+    """States of a tensor along the axes where it is not invariant; equal ones are one object.
 
     >>> States.of({"x": VARYING}) is States.of({"x": VARYING}), States.of({}) is INVARIANT
     (True, True)
@@ -70,43 +55,46 @@ class States:
 
     @staticmethod
     def of(states: dict[str, State]) -> States:
-        """The states of a mapping from axes."""
+        """Return the states of a mapping from axes."""
         return _interned(tuple(sorted(states.items())))
 
     @staticmethod
     def varying(axes: Iterable[str]) -> States:
-        """Varying along `axes`, invariant along all others."""
+        """Return varying along `axes`, invariant along all others."""
         return States.of(dict.fromkeys(axes, VARYING))
 
     def at(self, axis: str) -> State | None:
-        """The state along one axis; None is invariant."""
-        return next((state for name, state in self.items if name == axis), None)
+        """Return the state along one axis; None is invariant."""
+        for name, state in self.items:
+            if name == axis:
+                return state
+        return None
 
     def axes(self, word: str) -> tuple[str, ...]:
-        """The axes along which the state is `word`."""
-        return tuple(axis for axis, state in self.items if state[0] == word)
+        """Return the axes along which the state is `word`."""
+        return tuple([axis for axis, state in self.items if state[0] == word])
 
     def updated(self, axes: Iterable[str], state: State | None) -> States:
-        """The same with another state along `axes`."""
-        kept = {axis: each for axis, each in self.items if axis not in axes}
-        return States.of(kept if state is None else {**kept, **dict.fromkeys(axes, state)})
+        """Return the same states but for `state` along `axes`."""
+        others = {axis: current for axis, current in self.items if axis not in axes}
+        return States.of(others if state is None else {**others, **dict.fromkeys(axes, state)})
 
     @property
     def dual(self) -> States:
-        """The states of a cotangent."""
+        """States of a cotangent."""
         swap = {"reduced": "unreduced", "unreduced": "reduced", "varying": "varying"}
         return States.of({axis: (swap[word], kind) for axis, (word, kind) in self.items})
 
     def __str__(self) -> str:
         parts = []
         for word in ("varying", "unreduced", "reduced"):
-            named = [
+            axes = [
                 axis if kind in ("", "sum") else f"{axis}={kind}"
-                for axis, (each, kind) in self.items
-                if each == word
+                for axis, (state, kind) in self.items
+                if state == word
             ]
-            if named:
-                parts.append(f"{word}: {', '.join(named)}")
+            if axes:
+                parts.append(f"{word}: {', '.join(axes)}")
         return f"{{{'; '.join(parts)}}}" if parts else ""
 
 
@@ -120,7 +108,7 @@ INVARIANT = States.of({})
 
 @lru_cache(maxsize=4096)
 def states_of(p: PartitionSpec) -> States:
-    """The states of the locals of a global tensor that lies as `p`.
+    """Return the states of the locals of a global tensor with the partition `p`.
 
     >>> str(states_of(PartitionSpec("x", None, unreduced={"y"})))
     '{varying: x; unreduced: y}'
@@ -133,11 +121,20 @@ def states_of(p: PartitionSpec) -> States:
 
 @dataclass(frozen=True, slots=True)
 class LocalType:
-    """The type of a rank's tensor: shape, dtype, and its states along the mesh axes.
+    """Type of a rank's tensor: shape, dtype, and its states along the mesh axes.
 
-    >>> x = torch.zeros(2, 16)
-    >>> print(LocalType(x.shape, x.dtype, States.varying(["dp"])))
-    f32[2,16]{varying: dp}
+    Attributes:
+        shape: the local shape.
+        dtype: the dtype.
+        states: the states along the axes where it is not invariant.
+
+    >>> import fshard as fs
+    >>> @fs.shard_map(mesh=fs.Mesh(dp=2), in_specs=fs.P("dp"), out_specs=None)
+    ... def type_of(x):
+    ...     return fs.typeof(x)
+    >>> kind = type_of(torch.zeros(4, 16))
+    >>> kind, kind.varying
+    (f32[2,16]{varying: dp}, ('dp',))
     """
 
     shape: torch.Size
@@ -146,17 +143,17 @@ class LocalType:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """The axes along which it varies, sorted."""
+        """Axes along which the tensor varies, sorted."""
         return self.states.axes("varying")
 
     @property
     def unreduced(self) -> tuple[str, ...]:
-        """The axes along which it is an addend, sorted."""
+        """Axes along which the tensor is a partial sum, sorted."""
         return self.states.axes("unreduced")
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes along which it is one value for different work, sorted."""
+        """Axes along which the tensor is one value that ranks use for different work, sorted."""
         return self.states.axes("reduced")
 
     def __str__(self) -> str:
@@ -170,7 +167,7 @@ class LocalType:
 
 
 class TypeRule(enum.Enum):
-    """In which of its tensor operands an operation is linear: those it takes unreduced."""
+    """Tensor operands in which an operation is linear: those that it takes unreduced."""
 
     OTHER = "none"
     MOVE = "all jointly, without arithmetic"
@@ -182,7 +179,7 @@ class TypeRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TypeConflict:
-    """Why operands do not go together along an axis, and what helps."""
+    """Axis along which operands do not agree, the rule they break, and a fix."""
 
     axis: str
     rule: str
@@ -191,7 +188,7 @@ class TypeConflict:
 
 @dataclass(frozen=True, slots=True)
 class JoinedStates:
-    """The states of a result, and those that the operands are cast to for it."""
+    """States of a result, and the states to which its operands are cast."""
 
     result: States
     operands: tuple[States, ...]
@@ -199,87 +196,87 @@ class JoinedStates:
 
 @lru_cache(maxsize=4096)
 def join_states(operands: tuple[States, ...], rule: TypeRule) -> JoinedStates | TypeConflict:
-    """What an operation makes of operands in given states.
+    """Infer the states of an operation's result from those of its operands.
 
-    Invariant goes with varying after a cast that sums its gradient, reduced with varying as it
-    is; invariant goes with reduced after a cast. Unreduced operands pass where `rule` allows.
+    An invariant operand is cast to varying (its gradient becomes a sum) or to reduced where
+    another one is; reduced agrees with varying. Unreduced operands pass where `rule` allows.
 
     >>> joined = join_states((States.varying(["x"]), INVARIANT), TypeRule.OTHER)
     >>> print(joined.result, joined.operands[1])
     {varying: x} {varying: x}
     """
-    axes = sorted({axis for each in operands for axis, _ in each.items})
+    axes = sorted({axis for states in operands for axis, _ in states.items})
     result: dict[str, State] = {}
     targets: list[dict[str, State]] = [{} for _ in operands]
     for axis in axes:
-        found = [each.at(axis) for each in operands]
-        outcome = _along(axis, found, rule)
+        outcome = _join_along(axis, [states.at(axis) for states in operands], rule)
         if isinstance(outcome, TypeConflict):
             return outcome
-        result[axis], states = outcome
-        for target, state in zip(targets, states, strict=True):
+        result[axis], casts = outcome
+        for target, state in zip(targets, casts, strict=True):
             target[axis] = state
-    return JoinedStates(States.of(result), tuple(States.of(each) for each in targets))
+    return JoinedStates(States.of(result), tuple(map(States.of, targets)))
 
 
-def _along(
-    axis: str, found: Sequence[State | None], rule: TypeRule
+def _join_along(
+    axis: str, states: Sequence[State | None], rule: TypeRule
 ) -> tuple[State, list[State]] | TypeConflict:
-    """The result's state along one axis, and the operands' that it takes."""
-    words = set(map(state_word, found))
+    """Return the result's state along one axis, and the states to which operands are cast."""
+    words = set(map(state_word, states))
     if "unreduced" in words:
-        return _unreduced(axis, found, rule)
-    others = {each for each in found if each is not None}
+        return _join_unreduced(axis, states, rule)
+    others = {state for state in states if state is not None}
     if others == {VARYING} or others == {VARYING, ("reduced", "sum")}:
-        return VARYING, [VARYING] * len(found)
+        return VARYING, [VARYING] * len(states)
     if len(others) == 1 and (others == {("reduced", "sum")} or "invariant" not in words):
-        (state,) = others
-        return state, [state] * len(found)
+        (common,) = others
+        return common, [common] * len(states)
     return TypeConflict(
         axis,
-        f"a value reduced by avg along {axis} goes with others of that kind alone: its gradient "
-        "is a share of an average",
+        f"an operand reduced by avg along {axis} must meet others of that state alone: its "
+        "gradient is a share of an average",
         f"take it reduced by sum, P(reduced={{{axis!r}}})",
     )
 
 
-def _unreduced(
-    axis: str, found: Sequence[State | None], rule: TypeRule
+def _join_unreduced(
+    axis: str, states: Sequence[State | None], rule: TypeRule
 ) -> tuple[State, list[State]] | TypeConflict:
-    reduce = f"fs.psum(operand, {axis!r}) before"
-    places = _linear_places(found, rule)
-    if not places:
-        why = (
+    """Return what `_join_along` does, where some operand is unreduced along the axis."""
+    fix = f"fs.psum(operand, {axis!r}) before"
+    linear = _linear_operands(states, rule)
+    if not linear:
+        reason = (
             "a product of two sums is not the sum of the products"
             if rule is TypeRule.PRODUCT
-            else "a sum over it is still to be taken, and the operation is not linear"
+            else "the sum over the axis is still to be taken, and the operation is not linear"
         )
         return TypeConflict(
-            axis, f"what is unreduced along {axis} passes linear operations: {why}", reduce
+            axis, f"operands unreduced along {axis} must enter linear operations: {reason}", fix
         )
-    states = {found[at] for at in places}
-    state = found[places[0]]
-    if len(states) > 1 or state is None or state[0] != "unreduced":
+    reductions = {states[index] for index in linear}
+    first = states[linear[0]]
+    if len(reductions) > 1 or first is None or first[0] != "unreduced":
         return TypeConflict(
             axis,
-            f"the operands of a linear operation are all unreduced along {axis} by one reduction, "
-            "or none: another is added once on every rank",
-            reduce,
+            f"the operands of a linear operation must all be unreduced along {axis} by one "
+            "reduction, or none: another is added once on every rank",
+            fix,
         )
-    if state[1] not in LINEAR and rule is not TypeRule.MOVE:
-        why = f"a {state[1]} over {axis} is still to be taken: what is computed of it is not that"
-        return TypeConflict(axis, why, f"fs.p{state[1]}(operand, {axis!r}) before")
-    factor: State = ("reduced", state[1])
-    factors = {each for at, each in enumerate(found) if at not in places}
-    if factors - {None, factor} or (None in factors and state[1] != "sum"):
-        why = f"a factor of what is unreduced along {axis} is the same on every rank along it"
-        return TypeConflict(axis, why, reduce)
-    return state, [state if at in places else factor for at in range(len(found))]
+    if first[1] not in LINEAR and rule is not TypeRule.MOVE:
+        reason = f"the {first[1]} over {axis} must be taken before the operation"
+        return TypeConflict(axis, reason, f"fs.p{first[1]}(operand, {axis!r}) before")
+    factor: State = ("reduced", first[1])
+    factors = {state for index, state in enumerate(states) if index not in linear}
+    if factors - {None, factor} or (None in factors and first[1] != "sum"):
+        reason = f"a factor of an operand unreduced along {axis} must be equal on every rank"
+        return TypeConflict(axis, reason, fix)
+    return first, [first if index in linear else factor for index in range(len(states))]
 
 
-def _linear_places(found: Sequence[State | None], rule: TypeRule) -> list[int]:
-    """The operands in which, jointly, the operation is linear as far as they need it."""
-    everything = list(range(len(found)))
+def _linear_operands(states: Sequence[State | None], rule: TypeRule) -> list[int]:
+    """Return the indices of the operands in which, jointly, the operation is linear."""
+    everything = list(range(len(states)))
     match rule:
         case TypeRule.MOVE | TypeRule.LINEAR:
             return everything
@@ -288,17 +285,15 @@ def _linear_places(found: Sequence[State | None], rule: TypeRule) -> list[int]:
         case TypeRule.MASKED:
             return everything[1:] or everything
         case TypeRule.PRODUCT:
-            places = [
-                at for at, each in enumerate(found) if each is not None and each[0] == "unreduced"
-            ]
-            return places if len(places) == 1 else []
+            unreduced = [i for i, state in enumerate(states) if state_word(state) == "unreduced"]
+            return unreduced if len(unreduced) == 1 else []
         case TypeRule.OTHER:
             return []
 
 
 @lru_cache(maxsize=4096)
 def newly_cast_axes(states: States, target: States) -> tuple[str, ...]:
-    """The axes along which a tensor is invariant, and is something else where it is cast to.
+    """Return the axes along which `states` is invariant and `target` is not.
 
     >>> newly_cast_axes(INVARIANT, States.varying(["x"]))
     ('x',)
@@ -311,16 +306,16 @@ def newly_cast_axes(states: States, target: States) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TypeSignature:
-    """What a collective takes and gives along its axes.
+    """States that a collective takes and returns along its axes.
 
-    It takes what varies, and what is unreduced by one of `reductions`. What is invariant along
-    some of the axes is cast to varying, with `all_or_none` only if it is along all of them.
-    One with `cast_to` is no collective, and takes what `CASTS` says. Off its axes one that is
-    not `linear` takes nothing unreduced.
+    It takes varying operands, and unreduced ones of one of `reductions`. Invariant operands are
+    cast to varying, with `all_or_none` only if they are invariant along all of the axes.
+    A signature with `cast_to` belongs to `pcast`, which converts between the pairs of `CASTS`.
+    Unless `linear`, operands must not be unreduced along other axes.
     """
 
     axes: tuple[str, ...]
-    gives: State | None = VARYING
+    result: State | None = VARYING
     reductions: tuple[str, ...] = ()
     all_or_none: bool = False
     linear: bool = True
@@ -330,7 +325,7 @@ class TypeSignature:
 
 @lru_cache(maxsize=4096)
 def apply_signature(states: States, signature: TypeSignature) -> JoinedStates | TypeConflict:
-    """What a collective makes of an operand, which it is cast to first.
+    """Infer the states of a collective's result, and those to which its operand is cast.
 
     >>> total = apply_signature(States.varying(["x", "y"]), TypeSignature(("x",), None, ("sum",)))
     >>> print(total.result)
@@ -341,110 +336,111 @@ def apply_signature(states: States, signature: TypeSignature) -> JoinedStates | 
         return JoinedStates(states, (states,))
     words = {axis: state_word(states.at(axis)) for axis in axes}
     if signature.cast_to is not None:
-        return _recast(states, words, signature)
+        return _apply_cast(states, words, signature)
     outside = [axis for axis in states.axes("unreduced") if axis not in axes]
     if outside and not signature.linear:
         (axis, *_) = outside
-        rule = f"what is unreduced along {axis} passes linear collectives only"
+        rule = f"operands unreduced along {axis} must enter linear collectives"
         return TypeConflict(axis, rule, f"fs.psum(x, {axis!r}) before")
     found = set(words.values())
     if "unreduced" in found:
-        return _addends(states, words, signature)
-    listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+        return _apply_to_unreduced(states, words, signature)
+    listed = _list_words(words)
     if "invariant" in found and signature.all_or_none and len(found) > 1:
-        still = tuple(axis for axis, word in words.items() if word == "invariant")
-        fix = f"leave out {', '.join(still)}"
+        invariant = tuple(axis for axis, word in words.items() if word == "invariant")
+        fix = f"leave out {', '.join(invariant)}"
         if not {"max", "min"} & set(signature.reductions):
             fix += (
-                f", or fs.pcast(x, {format_axes(still)}, to='varying') first, if the equal values "
+                f", or fs.pcast(x, {format_axes(invariant)}, to='varying') first, if the equal "
+                "values are to count once per rank"
             )
-            fix += "are to count once per rank"
-        rule = f"along its axes the operand is in one state; here it is {listed}"
-        return TypeConflict(still[0], rule, fix)
-    shares = [a for a in axes if states.at(a) == ("reduced", "avg")]
-    if shares:
-        rule = f"along its axes the operand varies; here it is {listed}, by avg"
-        return TypeConflict(
-            shares[0], rule, f"take it reduced by sum, P(reduced={{{shares[0]!r}}})"
-        )
+        rule = f"along its axes the operand must be in one state; here it is {listed}"
+        return TypeConflict(invariant[0], rule, fix)
+    averaged = [axis for axis in axes if states.at(axis) == ("reduced", "avg")]
+    if averaged:
+        rule = f"along its axes the operand must vary; here it is {listed}, by avg"
+        fix = f"take it reduced by sum, P(reduced={{{averaged[0]!r}}})"
+        return TypeConflict(averaged[0], rule, fix)
     target = states.updated(axes, VARYING)
-    return JoinedStates(target.updated(axes, signature.gives), (target,))
+    return JoinedStates(target.updated(axes, signature.result), (target,))
 
 
-def _addends(
+def _apply_to_unreduced(
     states: States, words: dict[str, str], signature: TypeSignature
 ) -> JoinedStates | TypeConflict:
-    """What a collective makes of an operand that is unreduced along some of its axes."""
+    """Infer a collective's result for an operand that is unreduced along some of its axes."""
     axes = signature.axes
     unreduced = tuple(axis for axis, word in words.items() if word == "unreduced")
     kinds = {kind for axis, (_, kind) in states.items if axis in unreduced}
     if unreduced == axes and kinds <= set(signature.reductions):
-        return JoinedStates(states.updated(axes, signature.gives), (states,))
-    takes = " or ".join(signature.reductions)
-    rule = "along its axes the operand varies"
-    if takes:
-        rule += f", or is unreduced by {takes} along all of them"
-    listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
+        return JoinedStates(states.updated(axes, signature.result), (states,))
+    rule = "along its axes the operand must vary"
+    if signature.reductions:
+        rule += f", or be unreduced by {' or '.join(signature.reductions)} along all of them"
     (kind, *_) = sorted(kinds)
     reduce = {"sum": "psum", "avg": "pmean", "product": "pprod"}.get(kind, f"p{kind}")
     fix = f"fs.{reduce}(x, {format_axes(unreduced)}) first"
     if signature.all_or_none and unreduced != axes:
-        fix += f", then over {', '.join(a for a in axes if a not in unreduced)}"
-    return TypeConflict(unreduced[0], f"{rule}; here it is {listed}", fix)
+        fix += f", then over {', '.join(axis for axis in axes if axis not in unreduced)}"
+    return TypeConflict(unreduced[0], f"{rule}; here it is {_list_words(words)}", fix)
+
+
+def _list_words(words: dict[str, str]) -> str:
+    return ", ".join(f"{word} along {axis}" for axis, word in words.items())
 
 
 def state_word(state: State | None) -> str:
-    """The word for a state."""
+    """Return the word for a state."""
     return "invariant" if state is None else state[0]
 
 
 def format_axes(axes: Sequence[str]) -> str:
-    """Axes as one writes them for a collective."""
+    """Format axes as the argument of a collective."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
-def _recast(
+def _apply_cast(
     states: States, words: dict[str, str], signature: TypeSignature
 ) -> JoinedStates | TypeConflict:
-    """What `pcast` makes of an operand."""
-    to, axes = str(signature.cast_to), signature.axes
+    """Infer the states of a `pcast`."""
+    target, axes = str(signature.cast_to), signature.axes
     if len(set(words.values())) > 1:
-        listed = ", ".join(f"{word} along {axis}" for axis, word in words.items())
-        groups = [[a for a in axes if words[a] == word] for word, to_ in CASTS if to_ == to]
-        fixes = [f"fs.pcast(x, {format_axes(each)}, to={to!r})" for each in sorted(groups) if each]
-        return TypeConflict(axes[0], f"along its axes the operand is in one state; here it is {listed}",
-                     ", and then ".join(fixes) or "leave the cast out")  # fmt: skip
+        groups = [[a for a in axes if words[a] == word] for word, to in CASTS if to == target]
+        fixes = [f"fs.pcast(x, {format_axes(g)}, to={target!r})" for g in sorted(groups) if g]
+        rule = f"along its axes the operand must be in one state; here it is {_list_words(words)}"
+        return TypeConflict(axes[0], rule, ", and then ".join(fixes) or "leave the cast out")
     (word,) = set(words.values())
     if signature.source not in (None, word):
-        rule = f"src is the state that the operand has; here it is {word} along {', '.join(axes)}"
+        rule = f"src must be the operand's state; here it is {word} along {', '.join(axes)}"
         return TypeConflict(axes[0], rule, "leave src out")
-    if (word, to) not in CASTS:
-        ways = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
-        rule = f"casts are {ways}; here it is {word} along {', '.join(axes)}"
-        return TypeConflict(axes[0], rule, suggest_instead_of_cast(word, to, axes))
+    if (word, target) not in CASTS:
+        casts = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
+        rule = f"casts are {casts}; here it is {word} along {', '.join(axes)}"
+        return TypeConflict(axes[0], rule, suggest_instead_of_cast(word, target, axes))
     if word == "reduced" and any(states.at(axis) != ("reduced", "sum") for axis in axes):
-        return TypeConflict(axes[0], "what is reduced by avg has the gradient of a share",
-                     f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")  # fmt: skip
-    return JoinedStates(states.updated(axes, signature.gives), (states,))
+        rule = "the operand must be reduced by sum: by avg its gradient is a share of an average"
+        return TypeConflict(axes[0], rule, f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")
+    return JoinedStates(states.updated(axes, signature.result), (states,))
 
 
 def suggest_state(word: object, known: Sequence[str]) -> str:
-    """The fix for a word that is none of the `known` states; JAX's word is invarying for one."""
+    """Return the fix for a word that is not one of the states `known`; JAX writes "invarying"."""
     word = {"invarying": "invariant"}.get(str(word), str(word))
     return did_you_mean(word, known, f"use one of {', '.join(known)}")
 
 
-def suggest_instead_of_cast(word: str, to: str, axes: Sequence[str]) -> str:
-    """What to do in place of a cast that there is not."""
-    if word == to:
+def suggest_instead_of_cast(word: str, target: str, axes: Sequence[str]) -> str:
+    """Return the fix for a cast that does not exist."""
+    if word == target:
         return "leave the cast out"
-    if to == "unreduced":
+    if target == "unreduced":
         return (
             f"torch.where(fs.axis_index({format_axes(axes)}) == 0, x, 0), which varies: the value "
             "once, and zeros; then the cast"
         )
     if word == "reduced":
         return (
-            f"fs.psum of what is made of it; fs.pcast(x, {format_axes(axes)}, to='varying') first"
+            f"fs.psum of what is computed from it; fs.pcast(x, {format_axes(axes)}, "
+            "to='varying') first"
         )
     return f"fs.psum(x, {format_axes(axes)}) goes from {word} to invariant; then the cast"

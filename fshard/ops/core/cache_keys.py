@@ -1,7 +1,7 @@
-"""Arguments as keys of caches: what is equal to Python and other to PyTorch stays apart.
+"""Hashable cache keys of arguments, which distinguish values that are equal in Python alone.
 
-Symbols, as tensors of symbolic sizes have them while something is traced, are read as the numbers
-that they stand for: whoever traces is told that what it makes holds for these alone.
+`1`, `1.0` and `True` are different keys, as are `[1]` and `(1,)`. Symbolic sizes of a trace become
+concrete numbers, which installs a guard: the trace then holds for these sizes alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.Sy
 
 
 class _List(tuple[Any, ...]):
-    """A list as it is in a key: other than a tuple of the same."""
+    """Key of a list, unequal to the tuple of the same items."""
 
     __slots__ = ()
 
@@ -30,13 +30,13 @@ class _List(tuple[Any, ...]):
 
 
 class _Number(tuple[Any, ...]):
-    """A number with its type, as it is in a key: 1, 1.0 and True are three."""
+    """Key of a number: its type and its value."""
 
     __slots__ = ()
 
 
 def freeze(value: Any) -> Any:
-    """An argument as it can be a key: lists as tuples, numbers with their types.
+    """Return the cache key of an argument: hashable, and specific to the types of numbers.
 
     >>> freeze(1) == frozen(True), frozen([1]) == frozen((1,)), frozen(0.0) == frozen(-0.0)
     (False, False, False)
@@ -49,25 +49,25 @@ def freeze(value: Any) -> Any:
     if kind is list:
         return _List(map(freeze, value))
     if kind is dict:
-        return tuple((key, freeze(each)) for key, each in value.items())
+        return tuple((name, freeze(item)) for name, item in value.items())
     if kind in (bool, int, float, complex):
-        # Zeros differ by their sign, and NaN from itself.
+        # repr distinguishes 0.0 from -0.0, and makes NaN equal to itself.
         return _Number((kind, repr(value) if kind in (float, complex) else value))
     return freeze(concrete_number(value)) if kind in _SYMBOLS else value
 
 
 def concrete_number(value: Any) -> Any:
-    """A symbol as the number that it stands for, anything else as it is."""
-    number = _SYMBOLS.get(type(value))
-    return value if number is None else number(value)
+    """Return the concrete number of a symbolic one, and any other value unchanged."""
+    convert = _SYMBOLS.get(type(value))
+    return value if convert is None else convert(value)
 
 
 def unfreeze(value: Any) -> Any:
-    """The argument that a key was made of; of mappings what they were is not told."""
+    """Return the argument of a key; a mapping comes back as a tuple of items."""
     kind = type(value)
     if kind is _Number:
-        given = value[1]
-        return value[0](given.strip("()")) if isinstance(given, str) else given
+        number = value[1]
+        return value[0](number.strip("()")) if isinstance(number, str) else number
     if kind is _List:
         return list(map(unfreeze, value))
     if kind is tuple:
@@ -76,5 +76,5 @@ def unfreeze(value: Any) -> Any:
 
 
 def unfreeze_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, by place and by name, from their keys."""
-    return tuple(map(unfreeze, args)), {key: unfreeze(each) for key, each in kwargs}
+    """Return the positional and the keyword arguments of a call from their keys."""
+    return tuple(map(unfreeze, args)), {name: unfreeze(arg) for name, arg in kwargs}

@@ -1,40 +1,28 @@
-"""`OpCall`: one call of an operation with tensors known by shape and dtype alone."""
+"""`OpCall`, one call of an operation on shapes and dtypes, and helpers that walk its arguments.
+
+Layout rules depend on shapes, dtypes and static arguments, never on values: an `OpCall` has a
+`Meta` in the place of every tensor and so can be a cache key.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
+from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
+from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 
 __all__ = [
-    "OP_ERRORS",
-    "READS_VALUE",
-    "Meta",
-    "OpCall",
-    "Results",
-    "StaticResult",
-    "argument",
-    "base_name",
-    "dry_run",
-    "fill_call",
-    "flatten_results",
-    "instances_in",
-    "map_call",
-    "map_instances",
-    "meta_results",
-    "name_of",
-    "schema_arguments",
-    "without_dispatch_modes",
+    "OP_ERRORS", "READS_VALUE", "Meta", "OpCall", "Results", "StaticResult", "argument",
+    "base_name", "dry_run", "fill_call", "flatten_results", "instances_in", "map_call",
+    "map_instances", "meta_results", "name_of", "schema_arguments",
 ]  # fmt: skip
 
 Op = OpOverload[..., Any]
@@ -42,14 +30,14 @@ T = TypeVar("T")
 
 
 class Meta(NamedTuple):
-    """What a tensor is without its numbers: a shape and a dtype."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(tensor: torch.Tensor | Spec) -> Meta:
-        """That of a tensor, or of one that lies as a spec."""
+        """Return the shape and dtype of a tensor, or the global ones of a spec."""
         return Meta(tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -60,10 +48,10 @@ class Meta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call of `op`: arguments with `Meta` in the places of tensors, and what it returns.
+    """One call of `op` with a `Meta` in the place of every tensor; the input of rule generators.
 
-    `args` and `kwargs` are as given; `operands` are their tensors in order, `results` what comes
-    out, None where the operation returns none there. Rule generators read all of it.
+    `operands` are the tensors of `args` and `kwargs` in order, those within lists included;
+    `results` are the returned tensors in order, None where the operation returns None.
     """
 
     op: Any
@@ -72,10 +60,17 @@ class OpCall:
     operands: tuple[Meta, ...]
     results: tuple[Meta | None, ...]
 
-    def get(self, name: str) -> Any:
-        """The argument called `name` in the operation's schema, its default where not given.
+    @property
+    def result(self) -> Meta:
+        """First result, which must be a tensor."""
+        result = self.results[0]
+        assert result is not None
+        return result
 
-        Raises `KeyError` for a name that the schema has not.
+    def get(self, name: str) -> Any:
+        """Return the argument `name` of the schema, or its default if the call omits it.
+
+        Raises `KeyError` if the schema has no argument of that name.
 
         >>> from fshard.ops.propagate.propagate import call_of
         >>> x = Meta((2, 3), torch.float32)
@@ -85,60 +80,60 @@ class OpCall:
         return argument(self.op, self.args, self.kwargs, name)
 
     def has(self, name: str) -> bool:
-        """Whether the schema has an argument of that name."""
+        """Return True if the schema has an argument `name`."""
         return any(argument.name == name for argument in schema_arguments(self.op))
 
     def operand_index(self, name: str) -> int | None:
-        """The number among `operands` of the tensor argument `name`; None where it is absent."""
-        seen = 0
-        for at, argument in enumerate(schema_arguments(self.op)):
-            given: Any = self.kwargs.get(argument.name)
-            if argument.name not in self.kwargs and at < len(self.args):
-                given = self.args[at] if not argument.kwarg_only else None
+        """Return the index in `operands` of the tensor argument `name`, or None if it is absent."""
+        index = 0
+        for position, argument in enumerate(schema_arguments(self.op)):
+            value: Any = self.kwargs.get(argument.name)
+            if argument.name not in self.kwargs and position < len(self.args):
+                value = self.args[position] if not argument.kwarg_only else None
             if argument.name == name:
-                return seen if isinstance(given, Meta) else None
-            seen += len(instances_in(given, Meta))
+                return index if isinstance(value, Meta) else None
+            index += len(instances_in(value, Meta))
         raise KeyError(name)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticResult:
-    """What an operation returns beside tensors, which shapes alone tell."""
+    """Result that is not a tensor and depends on shapes and dtypes alone."""
 
     value: Any
 
 
 READS_VALUE = StaticResult("a number that is read from a tensor")
-"""In the place of what an operation returns that turns a tensor into a number."""
+"""Result of an operation that turns the value of a tensor into a Python number."""
 
 OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
-"""What PyTorch raises for arguments that it does not take."""
+"""Exceptions that PyTorch raises for invalid arguments."""
 Results = tuple[tuple[Meta | None, ...], Any]
-"""What a call returns: tensors, flat, and the tree of them by number."""
+"""Metas of the returned tensors in order, and the returned tree with their indices as leaves."""
 
-SMALL = 4096
-"""Of so many elements there may be zeros, which then can be written."""
+MAX_WRITABLE_ELEMENTS = 4096
+"""Larger tensors of zeros are one element, expanded; in-place operations refuse those."""
 
-_READING = frozenset(("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"))
+_READS_VALUE_OPS = frozenset(("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"))
 
 
-def reads_number(op: Any) -> bool:
-    """Whether an operation turns what is in tensors into a number of Python's."""
-    return base_name(op) in _READING
+def reads_value(op: Any) -> bool:
+    """Return True if the operation turns the value of a tensor into a Python number."""
+    return base_name(op) in _READS_VALUE_OPS
 
 
 def base_name(op: Any) -> str:
-    """An operation's name without its space and overload; empty for other functions.
+    """Return an operation's name without namespace and overload; empty for Python functions.
 
     >>> base_name(torch.ops.aten.add_.Tensor), base_name(torch.add)
     ('add_', '')
     """
-    schema = getattr(op, "_schema", None)
+    schema = schema_or_none(op)
     return "" if schema is None else str(schema.name.partition("::")[2])
 
 
 def name_of(op: Any) -> str:
-    """An operation's name without the space that it is in, a function's without its address.
+    """Return an operation's name without namespace, or the name of a Python function.
 
     >>> name_of(torch.ops.aten.mm.default), name_of(functools.partial(torch.matmul, torch.ones(2)))
     ('mm.default', 'matmul')
@@ -149,38 +144,38 @@ def name_of(op: Any) -> str:
 
 
 def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The argument called `name` of a call, its default where it is not given."""
-    for at, each in enumerate(schema_arguments(op)):
-        if each.name == name:
+    """Return the argument `name` of a call, or its default if the call omits it."""
+    for position, parameter in enumerate(schema_arguments(op)):
+        if parameter.name == name:
             if name in kwargs:
                 return kwargs[name]
-            return args[at] if at < len(args) else each.default_value
+            return args[position] if position < len(args) else parameter.default_value
     raise KeyError(name)
 
 
 def schema_arguments(op: Any) -> Sequence[Any]:
-    """The arguments of an operation's schema."""
-    arguments: Sequence[Any] = op._schema.arguments
+    """Return the arguments that the schema of an operation declares."""
+    arguments: Sequence[Any] = schema_of(op).arguments
     return arguments
 
 
 def instances_in(value: Any, kind: type[T]) -> list[T]:
-    """What is a `kind` in an argument: itself, or those in a list of them, in order."""
+    """Return the instances of `kind` in an argument, nested lists and tuples included."""
     if isinstance(value, kind):
         return [value]
     if isinstance(value, list | tuple):
-        return [each for inner in value for each in instances_in(inner, kind)]
+        return [item for inner in value for item in instances_in(inner, kind)]
     return []
 
 
 def map_instances(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """An argument with `change` applied to what is a `kind` in it, lists included."""
+    """Return an argument with `change` applied to the instances of `kind` in it."""
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, list):  # also those of graphs, which are of a class of their own
-        return [map_instances(each, kind, change) for each in value]
+    if isinstance(value, list):  # fx graphs have their own subclass of list
+        return [map_instances(item, kind, change) for item in value]
     if type(value) is tuple:
-        return tuple(map_instances(each, kind, change) for each in value)
+        return tuple(map_instances(item, kind, change) for item in value)
     return value
 
 
@@ -188,28 +183,27 @@ def map_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], kind: type | tuple[type, ...],
     change: Callable[[Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The arguments of a call with `change` applied to what is a `kind` in them."""
-    placed = tuple(map_instances(each, kind, change) for each in args)
-    return placed, {key: map_instances(each, kind, change) for key, each in kwargs.items()}
+    """Return the arguments of a call with `change` applied to the instances of `kind` in them."""
+    positional = tuple(map_instances(arg, kind, change) for arg in args)
+    return positional, {key: map_instances(arg, kind, change) for key, arg in kwargs.items()}
 
 
 def fill_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], kind: type | tuple[type, ...],
     items: Iterable[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The arguments of a call with what is a `kind` in them replaced by `items`, in order."""
-    left = iter(items)
-    return map_call(args, kwargs, kind, lambda _: next(left))
+    """Return the arguments of a call with the instances of `kind` replaced by `items` in order."""
+    remaining = iter(items)
+    return map_call(args, kwargs, kind, lambda _: next(remaining))
 
 
 def meta_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results:
-    """What a call returns, flat, and the tree of it with their numbers in the place of tensors.
+    """Return the metas of a call's results and their tree, from a run on meta tensors.
 
-    The operation runs on meta tensors: it computes shapes and nothing else; or on zeros, where
-    PyTorch has no meta form of it. Raises `ShardingError` where it refuses its arguments, and
-    where the shape of what it returns is not known from them.
+    An operation without a meta kernel runs on zeros. Raises `ShardingError` if PyTorch refuses the
+    arguments or if the shape of a result depends on values.
     """
-    if reads_number(op):
+    if reads_value(op):
         return (), READS_VALUE
     try:
         return flatten_results(dry_run(op, args, kwargs, "meta"))
@@ -218,80 +212,61 @@ def meta_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Res
 
 
 def flatten_results(out: Any) -> Results:
-    """Of what an operation returned the tensors' metas, flat, and the tree with their numbers."""
-    found: list[Meta | None] = []
+    """Return the metas of returned tensors and the returned tree with their indices as leaves."""
+    metas: list[Meta | None] = []
 
-    def number(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            found.append(Meta.of(value))
-            return len(found) - 1
-        if value is None:
-            found.append(None)
-            return len(found) - 1
+    def index_of(value: Any) -> Any:
+        if value is None or isinstance(value, torch.Tensor):
+            metas.append(None if value is None else Meta.of(value))
+            return len(metas) - 1
         if isinstance(value, list | tuple):
-            return type(value)(*map(number, value)) if hasattr(value, "_fields") else (
-                type(value)(number(each) for each in value))  # fmt: skip
+            return type(value)(*map(index_of, value)) if hasattr(value, "_fields") else (
+                type(value)(index_of(item) for item in value))  # fmt: skip
         return StaticResult(value)
 
-    tree = number(out)
-    return tuple(found), tree
+    tree = index_of(out)
+    return tuple(metas), tree
 
 
 def dry_run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
-    """The operation on tensors without numbers: meta ones, or zeros; one for all that is large."""
+    """Run an operation on meta tensors, or on zeros if `device` is another one."""
 
-    def make(meta: Meta) -> torch.Tensor:
+    def tensor_of(meta: Meta) -> torch.Tensor:
         if device == "meta":
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        if math.prod(meta.shape) <= SMALL:
+        if math.prod(meta.shape) <= MAX_WRITABLE_ELEMENTS:
             return torch.zeros(meta.shape, dtype=meta.dtype)
         return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
-    with without_dispatch_modes(), torch._C.DisableTorchFunction():
-        real, named = map_call(args, kwargs, Meta, make)
-        if "device" in named:
-            named["device"] = torch.device(device)
+    with without_dispatch_modes(), DisableTorchFunction():
+        tensor_args, tensor_kwargs = map_call(args, kwargs, Meta, tensor_of)
+        if "device" in tensor_kwargs:
+            tensor_kwargs["device"] = torch.device(device)
         with torch.no_grad():
-            return op(*real, **named)
-
-
-@contextmanager
-def without_dispatch_modes() -> Iterator[None]:
-    """Run a block unseen by what traces or fakes the operations of the code around it."""
-    # Modes above dispatch are of the process, not of the thread: others' are left alone.
-    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        with _disable_current_modes():
-            yield
-        return
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
+            return op(*tensor_args, **tensor_kwargs)
 
 
 def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
-    """What a call without a meta form returns, unless its shape depends on the numbers."""
+    """Run a call that has no meta kernel on zeros; raise if a result's shape depends on values."""
     lacking, text = isinstance(error, NotImplementedError), str(error)
     dynamic = torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
     if "nonzero" in text or (dynamic and (lacking or "item()" in text)):
         fail(f"fs.propagate({op})", ", ".join(map(_text, (*args, *kwargs.values()))),
-             "the shape of what it returns depends on the numbers, and a layout has a shape",
+             "the shape of its result depends on values, but a layout must have a shape",
              "compute with a mask and torch.where; a size argument, where it has one, fixes the "
-             "shape; fs.unshard gives the whole tensor")  # fmt: skip
+             "shape; fs.unshard returns the global tensor")  # fmt: skip
     if not lacking:
-        _refused(op, args, kwargs, error)
+        _refuse(op, args, kwargs, error)
     try:
         return dry_run(op, args, kwargs, "cpu")
-    except OP_ERRORS as refused:
-        _refused(op, args, kwargs, refused)
+    except OP_ERRORS as cpu_error:
+        _refuse(op, args, kwargs, cpu_error)
 
 
-def _refused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> NoReturn:
-    given = ", ".join(map(_text, (*args, *kwargs.values())))
-    fail(f"fs.propagate({op})", given, f"it must run on tensors of these shapes: {error}",
-         "check the arguments with the same call on whole tensors")  # fmt: skip
+def _refuse(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> NoReturn:
+    call = ", ".join(map(_text, (*args, *kwargs.values())))
+    fail(f"fs.propagate({op})", call, f"it must run on tensors of these shapes: {error}",
+         "check the arguments with the same call on unsharded tensors")  # fmt: skip
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""The registry of rules: a row for each operation, found by its overload or functional form."""
+"""Registry of sharding rules and decompositions, with one row for each operation.
+
+A row is found by overload; an in-place or `out=` overload has the row of its functional form.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from fshard._torch.operators import OpOverload, OpOverloadPacket, schema_of
 from fshard._util.errors import did_you_mean, fail
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
@@ -39,18 +42,18 @@ class Row:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the rule is fshard's own, which a user's rule replaces."""
+        """Return True for a rule of fshard itself, which a user's rule replaces."""
         return self.module.startswith(_RULES)
 
 
 @dataclass(frozen=True, slots=True)
-class _Always:
-    """The generator of one rule for all calls."""
+class _Constant:
+    """Generator of one rule for all calls."""
 
-    made: Rule
+    rule: Rule
 
     def __call__(self, call: OpCall) -> Rule:
-        return self.made
+        return self.rule
 
 
 _ROWS: dict[Any, Row] = {}
@@ -61,23 +64,39 @@ _RULES = "fshard.ops.rules"
 
 
 def register_rule(*ops: Any) -> Callable[[Any], Any]:
-    """Give operations a sharding rule: as decorator of a generator, or with a rule's text.
+    """Register the sharding rule of operations: `fs.register_rule(op)(rule)`, or a decorator.
 
-    An operation is a `torch.ops` overload or packet (all of its overloads), a `torch` function
-    that has one, or any Python function of tensors. A generator gets the `OpCall` and returns a
-    `Rule`, a list of acceptable shardings (pairs of results' and operands' states, see
-    `acceptable`), or None where it has none for these arguments. The last registration wins.
+    The last registration of an operation wins, over built-in rules too.
 
+    Args:
+        *ops: Operations: `torch.ops` overloads, packets (all overloads), names such as
+            `"add.Tensor"`, or Python functions of tensors.
+
+    Returns:
+        A function that registers its argument and returns it: a rule's text, an `fs.Rule`, or a
+        generator `(OpCall) -> Rule | list | None`. A list has acceptable shardings, one pair of
+        the results' and the operands' states for each, as DTensor's `register_sharding` takes
+        them; None means that the generator has no rule for these arguments.
+
+    Raises:
+        ShardingError: If a name is not an operation of PyTorch, or a rule's text is invalid.
+
+    After Shardy's `sdy.op_sharding_rule` and PyTorch's `register_sharding`.
+
+    >>> import fshard as fs
     >>> def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     ...     return x * w
-    >>> made = register_rule(scaled)("bd,d->bd")
-    >>> print(rows()[scaled].generator(None))
-    bd,d->bd
+    >>> fs.register_rule(scaled)("bd,d->bd")
+    'bd,d->bd'
+    >>> mesh = fs.Mesh(i=2)
+    >>> x, w = fs.parse("f32[8@i,4]", mesh), fs.parse("f32[4]", mesh)
+    >>> print(fs.propagate(scaled, x, w).out_specs)
+    f32[8@i,4]
     """
 
-    def keep(given: Any) -> Any:
-        made = rule(given) if isinstance(given, str) else given
-        generator: Generator = _Always(made) if isinstance(made, Rule) else made
+    def register(definition: Any) -> Any:
+        parsed = rule(definition) if isinstance(definition, str) else definition
+        generator: Generator = _Constant(parsed) if isinstance(parsed, Rule) else parsed
         for op in ops:
             for overload in overloads(op):
                 # A user's rule may be registered before the built-in ones are loaded.
@@ -86,55 +105,74 @@ def register_rule(*ops: Any) -> Callable[[Any], Any]:
                     _ROWS[overload] = row
         _COUNT[0] += 1
         _functional.cache_clear()
-        return given
+        return definition
 
-    return keep
+    return register
 
 
 def register_decomposition(*ops: Any) -> Callable[[G], G]:
-    """Say how operations can be done by others, for where their own rule would move operands.
+    """Register a decomposition of operations into others, used if their rule would redistribute.
 
-    The function takes the operation's arguments and computes the same of whole tensors, in
-    PyTorch's functions: a softmax by a maximum, a sum and a division, so that a dim that the
-    softmax needs whole stays cut. What it holds constant it detaches before it is computed.
+    A softmax over a sharded dim, say, becomes a maximum, a sum and a division, of which only the
+    small reduced tensors are communicated.
+
+    Args:
+        *ops: Operations, as `fs.register_rule` takes them.
+
+    Returns:
+        A decorator of a function that takes the operation's arguments, as global tensors, and
+        computes its result with other functions of PyTorch. It must detach a tensor that it holds
+        constant before it computes with it.
+
+    Raises:
+        ShardingError: If a name is not an operation of PyTorch.
+
+    After the decompositions of PyTorch (`torch._decomp`), of which it takes one for layouts.
+
+    >>> import fshard as fs
+    >>> def mean_square(x: torch.Tensor) -> torch.Tensor:
+    ...     return (x * x).mean()
+    >>> @fs.register_decomposition(mean_square)
+    ... def _(x: torch.Tensor) -> torch.Tensor:
+    ...     return x.square().sum() / x.numel()
     """
 
-    def keep(given: G) -> G:
+    def register(decomposition: G) -> G:
         for op in ops:
-            for each in overloads(op):
-                _DECOMPOSITIONS[each] = given
-        return given
+            for overload in overloads(op):
+                _DECOMPOSITIONS[overload] = decomposition
+        return decomposition
 
-    return keep
+    return register
 
 
 def registry_version() -> int:
-    """A number that is another one after each registration: a part of the keys of caches."""
+    """Return the number of registrations so far, a part of cache keys."""
     return _COUNT[0]
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
-    """How an operation can be done by others, if somebody has said so."""
+    """Return the registered decomposition of an operation, or None."""
     _load()
     return _DECOMPOSITIONS.get(op)
 
 
 def rows() -> dict[Any, Row]:
-    """All rows by operation; a copy."""
+    """Return a copy of the registry, by operation."""
     _load()
     return dict(_ROWS)
 
 
 @lru_cache(maxsize=1)
 def _load() -> None:
-    # A second of PyTorch's own work, which who only moves tensors need not wait for.
+    # The imports take a second within PyTorch; programs that only redistribute need none of them.
     rules = importlib.import_module(_RULES)
     for module in pkgutil.walk_packages(rules.__path__, f"{_RULES}."):
         importlib.import_module(module.name)
 
 
 def overloads(op: Any) -> Iterable[Any]:
-    """The overloads that an operation stands for; a Python function stands for itself."""
+    """Return the overloads of a packet or of a name; any other operation is its only one."""
     if isinstance(op, str):
         return _named(op)
     if isinstance(op, OpOverloadPacket):
@@ -143,20 +181,20 @@ def overloads(op: Any) -> Iterable[Any]:
 
 
 def _named(name: str) -> Iterable[Any]:
-    """`"add"` all overloads of aten's, `"add.Tensor"` one, `"prims::add"` another namespace's."""
+    """Return the overloads of `"add"` (all of aten), `"add.Tensor"` (one) or `"prims::add"`."""
     space, _, rest = name.rpartition("::")
     base, _, overload = rest.partition(".")
     try:
         packet = getattr(getattr(torch.ops, space or "aten"), base)
         return overloads(getattr(packet, overload) if overload else packet)
     except AttributeError:
-        known = [each for each in dir(torch.ops.aten) if each[0] == base[0]]
-        fail("fs.register_rule", repr(name), "PyTorch has no operation of this name",
-             did_you_mean(base, known, "torch.ops.aten has their names"))  # fmt: skip
+        candidates = [other for other in dir(torch.ops.aten) if other[0] == base[0]]
+        fail("fs.register_rule", repr(name), "the name must be that of an operation of PyTorch",
+             did_you_mean(base, candidates, "dir(torch.ops.aten) lists the names"))  # fmt: skip
 
 
 def row_of(op: Any) -> Row | None:
-    """The row of an operation; in-place and `out=` variants have that of their functional form."""
+    """Return the row of an operation or, for in-place and `out=` overloads, of its functional."""
     _load()
     row = _ROWS.get(op)
     if row is None and isinstance(op, OpOverload):
@@ -166,7 +204,7 @@ def row_of(op: Any) -> Row | None:
 
 
 def functional_of(op: Any) -> Any:
-    """The overload that computes what `op` writes and writes nothing; `op` where it is that one.
+    """Return the overload that returns what `op` writes; `op` itself if it writes nothing.
 
     >>> functional_of(torch.ops.aten.add_.Tensor), functional_of(torch.ops.aten.add.out)
     (<OpOverload(op='aten.add', overload='Tensor')>, <OpOverload(op='aten.add', overload='Tensor')>)
@@ -175,33 +213,32 @@ def functional_of(op: Any) -> Any:
 
 
 def read_arguments(op: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name that an operation reads: without those that it writes into."""
+    """Return the keyword arguments that an operation reads, without `out` arguments."""
     if not kwargs:
         return {}
     outs = {"out"}
     if isinstance(op, OpOverload):
-        outs = {each.name for each in op._schema.arguments if each.is_out}
-    return {key: each for key, each in kwargs.items() if key not in outs}
+        outs = {parameter.name for parameter in schema_of(op).arguments if parameter.is_out}
+    return {name: arg for name, arg in kwargs.items() if name not in outs}
 
 
 @cache
 def _functional(op: OpOverload[..., Any]) -> Any:
-    if not op._schema.is_mutable:
+    if not schema_of(op).is_mutable:
         return op
-    space, _, name = op._schema.name.partition("::")
-    read = _shapes(op)
+    space, _, name = schema_of(op).name.partition("::")
+    signature = _read_signature(op)
     for base in dict.fromkeys((name, name.rstrip("_"), f"{name.rstrip('_')}_functional")):
         packet = getattr(getattr(torch.ops, space), base, None)
         if not isinstance(packet, OpOverloadPacket):
             continue
-        for each in packet.overloads():
-            found = getattr(packet, each)
-            if not found._schema.is_mutable and _shapes(found) == read:
-                return found
+        for overload in overloads(packet):
+            if not schema_of(overload).is_mutable and _read_signature(overload) == signature:
+                return overload
     return op
 
 
-def _shapes(op: OpOverload[..., Any]) -> list[tuple[str, str]]:
-    """Names and types of what an operation reads; the first, `self` or `input`, by its type."""
-    read = [each for each in op._schema.arguments if not each.is_out]
-    return [("" if at == 0 else each.name, str(each.type)) for at, each in enumerate(read)]
+def _read_signature(op: OpOverload[..., Any]) -> list[tuple[str, str]]:
+    """Return name and type of each argument that is read; the first one's name is left out."""
+    read = [parameter for parameter in schema_of(op).arguments if not parameter.is_out]
+    return [("" if i == 0 else arg.name, str(arg.type)) for i, arg in enumerate(read)]

@@ -1,1 +1,7 @@
-"""`fs.propagate`: the choice of a strategy for one call."""
+"""`fs.propagate`: the choice of a strategy for one operation call.
+
+- `propagate`: the public function, the overload and the rule of a call.
+- `select`: the search for the fastest combination of roles.
+- `role_costs`: closed-form times of one role on one axis.
+- `foreach`: operations on lists of tensors, element by element.
+"""

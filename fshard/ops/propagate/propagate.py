@@ -7,9 +7,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
-from fshard._torch.no_compile import uncompiled
+from fshard._torch.dynamo import skip_frames_below
+from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
+from fshard._torch.operators import (
+    OpOverload,
+    OpOverloadPacket,
+    resolve_overload,
+    schema_of,
+    torch_decomposition,
+)
 from fshard._util.errors import ShardingError, fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -20,16 +27,14 @@ from fshard.ops.core.call import (
     instances_in,
     map_call,
     name_of,
-    without_dispatch_modes,
 )
 from fshard.ops.core.registry import functional_of, read_arguments, registry_version, row_of
 from fshard.ops.core.rule import Rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import results_of
-from fshard.ops.propagate.foreach import in_lists, is_list
-from fshard.ops.propagate.select import choose
+from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
+from fshard.ops.propagate.select import select_strategy
 from fshard.ops.strategy.strategy import Strategy
-from fshard.ops.trace.trace import own_decomposition
 from fshard.program.cost.topology import Topology
 from fshard.program.program import as_topology
 
@@ -39,7 +44,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@uncompiled("fs.propagate plans with the sizes of its specs: it is called outside of graphs")
+@skip_frames_below("fs.propagate plans with the sizes of its specs: it is called outside of graphs")
 def propagate(
     op: Any,
     *args: Any,
@@ -140,13 +145,13 @@ def _compute(
     _check_mesh(op, specs)
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
-    if is_list(functional := functional_of(overload)):
+    if is_foreach(functional := functional_of(overload)):
         each = asked._replace(wish=None)
         one = lambda op, args, kwargs: _strategy(op, args, kwargs, each)  # noqa: E731
-        return in_lists(functional, args, kwargs, specs, one, grad=asked.grad)
+        return foreach_strategy(functional, args, kwargs, specs, one, grad=asked.grad)
     call, tree = call_and_tree(overload, metas, named)
-    return choose(call, tree, rule_of(call), specs, topology, grad=asked.grad,
-                  local=asked.local, wish=asked.wish)  # fmt: skip
+    return select_strategy(call, tree, rule_of(call), specs, topology, grad=asked.grad,
+                  local=asked.local, hint=asked.wish)  # fmt: skip
 
 
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
@@ -186,7 +191,7 @@ def _is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     except ShardingError:
         # Functions of `torch` take a number in the place of a list of one: they are traced.
         return not isinstance(op, OpOverload | OpOverloadPacket)
-    return row_of(overload) is None and own_decomposition(functional_of(overload)) is not None
+    return row_of(overload) is None and torch_decomposition(functional_of(overload)) is not None
 
 
 def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -205,10 +210,10 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
     # One tensor of a list stands for all: PyTorch writes every one down for each overload in vain.
     real, named = map_call(args, kwargs, list, lambda each: each[:1] if _is_list(each) else each)
-    with without_dispatch_modes(), torch._C.DisableTorchFunction():
+    with without_dispatch_modes(), DisableTorchFunction():
         real, named = map_call(real, named, Meta, make)
     try:
-        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *real, **named)
+        name = resolve_overload(packet, real, named)
     except RuntimeError as error:
         fail(f"fs.propagate({packet})", "these arguments", f"no overload takes them: {error}",
              "check them with the same call on whole tensors")  # fmt: skip
@@ -228,7 +233,7 @@ def _misread(overload: OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, 
 
     TorchScript's choice of overloads allows it, Python's does not: `torch.var(x, 0)` names a dim.
     """
-    for each, value in zip(overload._schema.arguments, args, strict=False):
+    for each, value in zip(schema_of(overload).arguments, args, strict=False):
         if type(value) is int and str(each.real_type) in _FLAGS:
             return value, each.name
     return None

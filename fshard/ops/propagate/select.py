@@ -1,9 +1,9 @@
-"""The roles of the axes that a call takes the least time with.
+"""The search for the roles of the mesh axes that run a call in the least time.
 
-Every axis is weighed for itself, so the work grows with the number of axes and of what each can
-do, not with their product. What axes cannot say alone - results that others leave whole, sizes of
-shards that differ - only adds to their sum, so combinations are looked at by their sums, and no
-more of them once the sums are above the best there is.
+Every axis is costed by itself, so the work grows with the number of axes and of their roles, not
+with the product of the roles. Effects between axes (results that other axes leave unsharded, shard
+sizes that differ) only add to the sum over the axes. So combinations are tried in the order of
+their sums, and the search ends when the next sum is above the best time.
 """
 
 from __future__ import annotations
@@ -18,31 +18,39 @@ from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Mode, Rule
-from fshard.ops.propagate.weights import Weight, compute_time, leftover, moving, nbytes, undone
-from fshard.ops.strategy.axis_roles import Role, AxisState, factor_sizes, roles_of, axis_states
+from fshard.ops.propagate.role_costs import (
+    ChangeCost,
+    change_cost,
+    compute_time,
+    created_cut_time,
+    nbytes,
+    pending_reduction_time,
+)
+from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
 from fshard.ops.strategy.strategy import Layouts, Strategy
 from fshard.program.cost.model import max_local_nbytes
 from fshard.program.cost.topology import Link, Topology
 
-__all__ = ["choose"]
+__all__ = ["select_strategy"]
 
-KEPT = 6
-"""How many alternatives are told of."""
-ALIKE = 0.999
+MAX_ALTERNATIVES = 6
+RELATIVE_TOLERANCE = 0.999
+"""Strategies that could be faster by less than a thousandth are not looked for."""
 
 
 class _Option(NamedTuple):
-    """A role that an axis may have, and what it is weighed by: seconds, and of equals the order.
+    """A role of one axis, its cost, and True if it sends.
 
-    Equals are told apart by the gradient's way back, and then by the rule's order.
+    The cost is seconds forward, then, between equals, seconds of the gradients' redistribution,
+    then the position of the role in the rule.
     """
 
-    weight: tuple[float, float, int]
+    cost: tuple[float, float, int]
     role: Role
     sends: bool
 
 
-def choose(
+def select_strategy(
     call: OpCall,
     tree: Any,
     rule: Rule,
@@ -51,77 +59,83 @@ def choose(
     *,
     grad: bool,
     local: bool = False,
-    wish: PartitionSpec | None = None,
+    hint: PartitionSpec | None = None,
 ) -> Strategy | None:
-    """The best strategy of a call whose operands lie as `specs`.
+    """Return the fastest strategy of a call whose operands have the layouts `specs`.
 
-    With `local` the best that sends nothing; None if there is none.
+    Args:
+        call: the call.
+        tree: the tree of its results.
+        rule: the sharding rule of the call.
+        specs: the layouts of the operands as given.
+        topology: the topology to cost collectives on.
+        grad: leave out the roles whose gradients would be wrong.
+        local: leave out strategies that send; None is returned if all do.
+        hint: the partition that the first result is requested in later.
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
-    wished = _wished(call, rule, mesh, lengths, wish)
+    hinted = _hinted_factors(call, rule, mesh, lengths, hint)
     layouts = Layouts(call, rule, mesh, specs, lengths)
-    axes = _axes(call, rule, specs, topology, lengths, grad, local, wished)
+    axes = _options_by_axis(call, rule, specs, topology, lengths, grad, local, hinted)
 
-    def way(picked: Sequence[_Option]) -> Strategy | None:
-        """These options together, where they can be laid out."""
-        chosen = {axis: each.role for axis, each in zip(axes, picked, strict=True)}
-        laid = layouts.specs(chosen)
-        if laid is None:
+    def combine(options: Sequence[_Option]) -> Strategy | None:
+        """Return the strategy of one option per axis, None if no specs have these roles."""
+        roles = {axis: option.role for axis, option in zip(axes, options, strict=True)}
+        in_out = layouts.specs(roles)
+        if in_out is None:
             return None
-        time, sends = _joint(mesh, topology, chosen, picked, specs, *laid)
+        time, sends = _combined_cost(mesh, topology, roles, options, specs, *in_out)
         if local and sends:
             return None
-        return Strategy(call.op, rule, call, tuple(chosen.items()), tuple(specs),
-                        *laid, tree, time, sends, topology, others)  # fmt: skip
+        return Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs),
+                        *in_out, tree, time, sends, topology, alternatives)  # fmt: skip
 
-    def others() -> tuple[Strategy, ...]:
-        return tuple(_least(list(axes.values()), way, 1 + KEPT)[1:])
+    def alternatives() -> tuple[Strategy, ...]:
+        return tuple(_fastest(list(axes.values()), combine, 1 + MAX_ALTERNATIVES)[1:])
 
-    found = _least(list(axes.values()), way, 1)
-    return found[0] if found else None
+    best = _fastest(list(axes.values()), combine, 1)
+    return best[0] if best else None
 
 
-def _least(
-    axes: Sequence[list[_Option]], way: Callable[[Sequence[_Option]], Strategy | None], count: int
+def _fastest(
+    axes: Sequence[list[_Option]],
+    combine: Callable[[Sequence[_Option]], Strategy | None],
+    count: int,
 ) -> list[Strategy]:
-    """The `count` ways of the least time, the best first: none takes less than its axes' sum.
-
-    Those that could be faster by a thousandth at the most are not looked at: small tensors have
-    many.
-    """
-    found: list[Strategy] = []
-    for least, picked in _best_first(axes):
-        if len(found) >= count and least >= ALIKE * found[count - 1].time:
+    """Return the `count` fastest strategies in order; the sum over the axes is a lower bound."""
+    best: list[Strategy] = []
+    for bound, options in _by_sum(axes):
+        if len(best) >= count and bound >= RELATIVE_TOLERANCE * best[count - 1].time:
             break
-        made = way(picked)
-        if made is not None:
-            found = sorted([*found, made], key=lambda each: each.time)[:count]
-    return found
+        strategy = combine(options)
+        if strategy is not None:
+            best = sorted([*best, strategy], key=lambda strategy: strategy.time)[:count]
+    return best
 
 
-def _best_first(axes: Sequence[list[_Option]]) -> Iterator[tuple[float, tuple[_Option, ...]]]:
-    """The combinations of the axes' options by their sums, least first."""
+def _by_sum(axes: Sequence[list[_Option]]) -> Iterator[tuple[float, tuple[_Option, ...]]]:
+    """Yield the combinations of the axes' options by the sum of their costs, least first."""
     if not all(axes):
         return
     first = (0,) * len(axes)
 
-    def weight(places: tuple[int, ...]) -> tuple[float, float, int]:
-        picked = [options[at].weight for options, at in zip(axes, places, strict=True)]
-        return (sum(w[0] for w in picked), sum(w[1] for w in picked), sum(w[2] for w in picked))
+    def total(indices: tuple[int, ...]) -> tuple[float, float, int]:
+        costs = [options[index].cost for options, index in zip(axes, indices, strict=True)]
+        return (sum(c[0] for c in costs), sum(c[1] for c in costs), sum(c[2] for c in costs))
 
-    heap, seen = [(weight(first), first)], {first}
+    heap, seen = [(total(first), first)], {first}
     while heap:
-        (time, _, _), places = heapq.heappop(heap)
-        yield time, tuple(options[at] for options, at in zip(axes, places, strict=True))
-        for axis, at in enumerate(places):
-            other = (*places[:axis], at + 1, *places[axis + 1 :])
-            if at + 1 < len(axes[axis]) and other not in seen:
-                seen.add(other)
-                heapq.heappush(heap, (weight(other), other))
+        (time, _, _), indices = heapq.heappop(heap)
+        yield time, tuple(options[index] for options, index in zip(axes, indices, strict=True))
+        for axis, index in enumerate(indices):
+            successor = (*indices[:axis], index + 1, *indices[axis + 1 :])
+            if index + 1 < len(axes[axis]) and successor not in seen:
+                seen.add(successor)
+                heapq.heappush(heap, (total(successor), successor))
 
 
-def _axes(
+def _options_by_axis(
     call: OpCall,
     rule: Rule,
     specs: Sequence[Spec],
@@ -129,97 +143,103 @@ def _axes(
     lengths: Mapping[str, int],
     grad: bool,
     local: bool,
-    wished: Mapping[str, str],
+    hinted: Mapping[str, str],
 ) -> dict[str, list[_Option]]:
+    """Return the options of every axis in the order of their costs."""
     mesh = specs[0].mesh
     states = [axis_states(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
-    held = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
-    made = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in call.results]
+    operands = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
+    results = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in call.results]
     total = compute_time(topology, rule, call, lengths)
     roles = roles_of(rule, call, grad=grad)
-    axes: dict[str, list[_Option]] = {}
-    alike: dict[tuple[Any, ...], list[_Option]] = {}
+    by_axis: dict[str, list[_Option]] = {}
+    cached: dict[tuple[Any, ...], list[_Option]] = {}
     for axis in mesh.axes:
-        n, link, wish = mesh.shape[axis], topology.link(mesh, axis), wished.get(axis)
-        on = tuple(each[axis] for each in states)
-        key = n, link, wish, on
-        if key not in alike:
-            # Of results the least: all other axes may cut them.
-            least = [(size * n // mesh.size, item) for size, item in made]
-            words = frozenset(state.name for state in on)
-            here = _Here(topology, link, n, on, words, held, least, total * n / mesh.size, lengths,
-                         grad, local, [{} for _ in specs])  # fmt: skip
-            found = (_weighed(role, at, here, role.factor is not None and role.factor == wish)
-                     for at, role in enumerate(roles))  # fmt: skip
-            alike[key] = sorted((each for each in found if each), key=lambda each: each.weight)
-        axes[axis] = alike[key]
-    return axes
+        n, link, hint = mesh.shape[axis], topology.link(mesh, axis), hinted.get(axis)
+        on_axis = tuple(by_name[axis] for by_name in states)
+        key = n, link, hint, on_axis
+        if key not in cached:
+            # A lower bound for the results: all other axes may shard them.
+            least = [(size * n // mesh.size, item) for size, item in results]
+            names = frozenset(state.name for state in on_axis)
+            context = _AxisContext(topology, link, n, on_axis, names, operands, least,
+                                   total * n / mesh.size, lengths, grad, local,
+                                   [{} for _ in specs])  # fmt: skip
+            options = (
+                _option(role, index, context, role.factor is not None and role.factor == hint)
+                for index, role in enumerate(roles)
+            )
+            cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
+        by_axis[axis] = cached[key]
+    return by_axis
 
 
-class _Here(NamedTuple):
-    """An axis of `n`, the states of the operands on it, and what its roles are weighed with.
+class _AxisContext(NamedTuple):
+    """One axis of `n` devices, the states of the operands on it, and inputs of the cost of roles.
 
-    `held` and `made` are bytes of operands and results, each with those of an element; `ways` are
-    those of every operand that were weighed before, by the state that they lead to.
+    `operands` and `results` are pairs of a tensor's local bytes and the bytes of an element; `work`
+    is the seconds to compute if the axis shards nothing; `changes` caches for every operand the
+    cost of a change to a state.
     """
 
     topology: Topology
     link: Link
     n: int
     states: Sequence[AxisState]
-    words: frozenset[str]
-    held: list[tuple[int, int]]
-    made: list[tuple[int, int]]
+    state_names: frozenset[str]
+    operands: list[tuple[int, int]]
+    results: list[tuple[int, int]]
     work: float
     lengths: Mapping[str, int]
     grad: bool
     local: bool
-    ways: list[dict[AxisState, Weight | None]]
+    changes: list[dict[AxisState, ChangeCost | None]]
 
 
-def _weighed(role: Role, at: int, here: _Here, asked: bool) -> _Option | None:
-    """A role on an axis; None where it is not worth weighing, or cannot be."""
-    topology, link, n = here.topology, here.link, here.n
-    if not asked and not _plausible(role, here):
+def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option | None:
+    """Return a role with its cost on an axis, None if it is not plausible or not possible."""
+    topology, link, n = axis.topology, axis.link, axis.n
+    if not hinted and not _is_plausible(role, axis):
         return None
     time = back = 0.0
     sends = False
-    for place, dst in enumerate(role.operands):
-        known = here.ways[place]
-        way = known[dst] if dst in known else _way(here, place, dst)
-        if way is None:
+    for operand, dst in enumerate(role.operands):
+        changes = axis.changes[operand]
+        change = changes[dst] if dst in changes else _change(axis, operand, dst)
+        if change is None:
             return None
-        time, back, sends = time + way.time, back + way.back, sends or way.sends
-    cuts = role.factor is not None
-    for state, (size, item) in zip(role.results, here.made, strict=True):
+        time, back, sends = time + change.time, back + change.back, sends or change.sends
+    shards = role.factor is not None
+    for state, (size, item) in zip(role.results, axis.results, strict=True):
         if state is not None and state.name == "unreduced":
-            time += leftover(topology, link, n, state, size, item, made=cuts)
-    if cuts and not asked:
-        time += undone(topology, link, n, here.states, role, sum(size for size, _ in here.made))
-    return _Option((time + here.work / (n if cuts else 1), back, at), role, sends)
+            time += pending_reduction_time(topology, link, n, state, size, item, created=shards)
+    if shards and not hinted:
+        size = sum(size for size, _ in axis.results)
+        time += created_cut_time(topology, link, n, axis.states, role, size)
+    return _Option((time + axis.work / (n if shards else 1), back, index), role, sends)
 
 
-def _way(here: _Here, place: int, dst: AxisState) -> Weight | None:
-    """An operand's way to a state; None where it has none, or none that will do."""
-    src, (size, item) = here.states[place], here.held[place]
-    way = None
-    if _can_be(src, dst, grad=here.grad):
-        way = moving(here.topology, here.link, here.n, src, dst, size, item)
-        way = None if here.local and way.sends else way
-    here.ways[place][dst] = way
-    return way
+def _change(axis: _AxisContext, operand: int, dst: AxisState) -> ChangeCost | None:
+    """Return the cost to change an operand's state, None if that is impossible or excluded."""
+    src, (size, item) = axis.states[operand], axis.operands[operand]
+    change = None
+    if _can_become(src, dst, grad=axis.grad):
+        change = change_cost(axis.topology, axis.link, axis.n, src, dst, size, item)
+        change = None if axis.local and change.sends else change
+    axis.changes[operand][dst] = change
+    return change
 
 
-def _wished(
-    call: OpCall, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], wish: PartitionSpec | None
+def _hinted_factors(
+    call: OpCall, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], hint: PartitionSpec | None
 ) -> dict[str, str]:
-    """The factor that each axis cuts where the first result lies as it is wished to."""
-    if wish is None or not call.results:
+    """Return the factor that each axis shards where the first result has the hinted partition."""
+    if hint is None or not call.results:
         return {}
     meta, dims = call.results[0], rule.results[0]
-    if meta is None or dims is None or len(wish.dims) > len(dims):
+    if meta is None or dims is None or len(hint.dims) > len(dims):
         return {}
-    spec = Spec(mesh, wish, shape=meta.shape, dtype=meta.dtype, uneven="chunk")
+    spec = Spec(mesh, hint, shape=meta.shape, dtype=meta.dtype, uneven="chunk")
     return {
         axis: dims[state.dim][state.position]
         for axis, state in axis_states(dims, spec, lengths).items()
@@ -227,29 +247,29 @@ def _wished(
     }
 
 
-def _plausible(role: Role, here: _Here) -> bool:
-    """Whether a role is worth weighing: nothing is cut or summed that no operand already is."""
+def _is_plausible(role: Role, axis: _AxisContext) -> bool:
+    """Return True if the role shards or keeps unreduced only where some operand already is so."""
     if role.factor is not None:
-        if "sharded" not in here.words and "unreduced" not in here.words:
+        if "sharded" not in axis.state_names and "unreduced" not in axis.state_names:
             return False
-        length = here.lengths[role.factor]
-        return (length % here.n == 0 and length > 0) or _keeps(role, here.states, "sharded")
+        length = axis.lengths[role.factor]
+        return (length % axis.n == 0 and length > 0) or _keeps(role, axis.states, "sharded")
     if isinstance(role.label, Mode):
-        return "unreduced" in here.words and _keeps(role, here.states, "unreduced")
-    return role.label != "reduced" or "reduced" in here.words
+        return "unreduced" in axis.state_names and _keeps(role, axis.states, "unreduced")
+    return role.label != "reduced" or "reduced" in axis.state_names
 
 
-def _keeps(role: Role, here: Sequence[AxisState], word: str) -> bool:
-    """Whether some operand is in a state of that word, and stays in it."""
-    pairs = zip(here, role.operands, strict=True)
-    return any(src.name == word and src == dst for src, dst in pairs)
+def _keeps(role: Role, states: Sequence[AxisState], name: str) -> bool:
+    """Return True if some operand has a state of that name and stays in it."""
+    pairs = zip(states, role.operands, strict=True)
+    return any(src.name == name and src == dst for src, dst in pairs)
 
 
-def _can_be(src: AxisState, dst: AxisState, *, grad: bool) -> bool:
-    """Whether one program changes a state so, and gradients pass it where they are asked for.
+def _can_become(src: AxisState, dst: AxisState, *, grad: bool) -> bool:
+    """Return True if a program makes the state change, and passes gradients where `grad` is set.
 
-    Candidates of a maximum are no addends, nor are addends candidates; and neutral elements of a
-    maximum beside a value have no gradient.
+    Unreduced `max` cannot become unreduced `sum`, nor the reverse. The neutral elements of a
+    maximum have no gradient.
     """
     if dst.name != "unreduced" or src == dst:
         return True
@@ -257,40 +277,42 @@ def _can_be(src: AxisState, dst: AxisState, *, grad: bool) -> bool:
     return kinds <= set(LINEAR) or (src.name != "unreduced" and not grad)
 
 
-def _joint(
+def _combined_cost(
     mesh: Mesh,
     topology: Topology,
-    chosen: Mapping[str, Role],
-    picked: Sequence[_Option],
+    roles: Mapping[str, Role],
+    options: Sequence[_Option],
     specs: Sequence[Spec],
-    asked: Sequence[Spec],
-    made: Sequence[Spec | None],
+    in_specs: Sequence[Spec],
+    out_specs: Sequence[Spec | None],
 ) -> tuple[float, bool]:
-    """Time of a combination, and whether it sends: what the axes say, and what they cannot.
+    """Return the time of a combination of options, and True if it sends.
 
-    That are other sizes or another order of the same axes on a dim, and results that the other
-    axes leave whole.
+    The sum over the axes assumes results that all axes shard. Added to it are the reductions of
+    larger results, and redistributions between shard sizes or axis orders of the same axes.
     """
-    time = sum(each.weight[0] for each in picked)
-    sends = any(each.sends for each in picked)
-    for spec in made:
+    time = sum(option.cost[0] for option in options)
+    sends = any(option.sends for option in options)
+    for spec in out_specs:
         if spec is None or not spec.partition.unreduced_kinds:
             continue
-        whole, least = max_local_nbytes(spec), spec.nbytes // mesh.size
+        local, least = max_local_nbytes(spec), spec.nbytes // mesh.size
         for axis, kind in spec.partition.unreduced_kinds:
             n, link = mesh.shape[axis], topology.link(mesh, axis)
             state = AxisState("unreduced", kind=kind)
-            weigh = partial(leftover, topology, link, n, state, item=spec.dtype.itemsize,
-                            made=chosen[axis].factor is not None)  # fmt: skip
-            time += weigh(local=whole) - weigh(local=least * n)
-    for src, dst in zip(specs, asked, strict=True):
-        if any(_recut(src, dst, dim) for dim in range(src.ndim)):
+            pending = partial(pending_reduction_time, topology, link, n, state,
+                              item=spec.dtype.itemsize,
+                              created=roles[axis].factor is not None)  # fmt: skip
+            time += pending(local=local) - pending(local=least * n)
+    for src, dst in zip(specs, in_specs, strict=True):
+        if any(_is_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True
             time += topology.launch + max_local_nbytes(src) / topology.inner.bandwidth
     return time, sends
 
 
-def _recut(src: Spec, dst: Spec, dim: int) -> bool:
-    """Whether the same axes cut a dim otherwise."""
-    one, other = src.partition.dims[dim], dst.partition.dims[dim]
-    return set(one) == set(other) and (one != other or src.sizes[dim] != dst.sizes[dim])
+def _is_recut(src: Spec, dst: Spec, dim: int) -> bool:
+    """Return True if the same axes shard a dim with another order or other sizes."""
+    before, after = src.partition.dims[dim], dst.partition.dims[dim]
+    same_axes = set(before) == set(after)
+    return same_axes and (before != after or src.sizes[dim] != dst.sizes[dim])

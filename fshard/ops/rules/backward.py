@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import linear_modes, normalize_dims, wrap_dim
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import dims_of_text, fitted, letters, trailing, untouched
-from fshard.ops.rules.shard_call import Parts, Sized
+from fshard.ops.rules.einsum_letters import (
+    drop_broadcast,
+    letters,
+    text_dims,
+    trailing_dims,
+    unsharded_dims,
+)
+from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
 
 __all__: list[str] = []
 
@@ -32,17 +39,17 @@ def elementwise(call: OpCall) -> Rule | None:
     dims: Dims = tuple(() if at in whole else (every[at],) for at in range(len(shape)))
 
     def same(meta: Meta) -> Dims:
-        return dims if meta.shape == shape else untouched(meta)
+        return dims if meta.shape == shape else unsharded_dims(meta)
 
     results = tuple(None if each is None else same(each) for each in call.results)
     empty = any(each is not None and each.shape != shape for each in call.results)
     kinds = tuple((f, "sum") for dim in dims for f in dim) if empty else ()
     modes = (
-        () if call.op._schema.name.endswith("forward") else linear_modes(0, results=len(results))
+        () if schema_of(call.op).name.endswith("forward") else linear_modes(0, results=len(results))
     )
-    if call.op._schema.name.endswith("_gamma_grad"):
+    if schema_of(call.op).name.endswith("_gamma_grad"):
         modes = ()
-    return Rule(tuple(map(same, call.operands)), results, kinds, modes=modes, local=Parts())
+    return Rule(tuple(map(same, call.operands)), results, kinds, modes=modes, local=ShardCall())
 
 
 def _whole_dims(call: OpCall) -> tuple[int, ...]:
@@ -61,19 +68,18 @@ def per_dim(call: OpCall) -> Rule:
     ndim = call.operands[0].ndim
     dim, every = wrap_dim(call.get("dim"), ndim), letters(ndim)
     dims = tuple(() if at == dim else (every[at],) for at in range(ndim))
-    return Rule((dims,) * len(call.operands), (dims,), modes=linear_modes(0), local=Parts())
+    return Rule((dims,) * len(call.operands), (dims,), modes=linear_modes(0), local=ShardCall())
 
 
 @register_rule(aten.value_selecting_reduction_backward)
 def selected_backward(call: OpCall) -> Rule:
     """A value's gradient goes to where it was found along `dim`."""
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     dim, every = wrap_dim(call.get("dim"), made.ndim), letters(made.ndim)
     dims: Dims = tuple(() if at == dim else (every[at],) for at in range(made.ndim))
     kept = dims if call.get("keepdim") else dims[:dim] + dims[dim + 1 :]
     return Rule((kept, kept), (dims,), modes=linear_modes(0),
-                local=Parts(changes=(Sized("sizes"),)))  # fmt: skip
+                local=ShardCall(changes=(SetLocalShape("sizes"),)))  # fmt: skip
 
 
 @register_rule(aten.index_select_backward)
@@ -84,7 +90,7 @@ def index_select_backward(call: OpCall) -> Rule:
     passed: Dims = tuple(() if at == dim else (every[at],) for at in range(grad.ndim))
     given: Dims = tuple(("i",) if at == dim else each for at, each in enumerate(passed))
     return Rule((given, (("i",),)), (passed,), (("i", "sum"),), modes=linear_modes(0),
-                local=Parts(changes=(Sized("self_sizes"),)))  # fmt: skip
+                local=ShardCall(changes=(SetLocalShape("self_sizes"),)))  # fmt: skip
 
 
 @register_rule(aten.gather_backward)
@@ -95,14 +101,14 @@ def gather_backward(call: OpCall) -> Rule:
     dims: Dims = tuple(
         (every[at],) if at != dim and x.shape[at] == index.shape[at] else () for at in range(x.ndim)
     )
-    return Rule((dims, dims, dims), (dims,), modes=linear_modes(0), local=Parts())
+    return Rule((dims, dims, dims), (dims,), modes=linear_modes(0), local=ShardCall())
 
 
 @register_rule(aten.masked_select_backward, aten.masked_scatter_backward)
 def whole_backward(call: OpCall) -> Rule:
     """What a mask selects lies in one row: nothing of it can be cut."""
-    made = tuple(untouched(each) for each in call.results if each is not None)
-    return Rule(tuple(map(untouched, call.operands)), made, modes=linear_modes(0))
+    made = tuple(unsharded_dims(each) for each in call.results if each is not None)
+    return Rule(tuple(map(unsharded_dims, call.operands)), made, modes=linear_modes(0))
 
 
 @register_rule(aten.trace_backward)
@@ -120,13 +126,13 @@ def cdist_backward(call: OpCall) -> Rule:
     grad, a, b, found = call.operands
     batch = letters(grad.ndim - 2, "pqk")
     texts = (batch + "pq", batch + "pk", batch + "qk", batch + "pq")
-    dims = [trailing(text, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)]
-    return Rule(fitted(dims, (grad, a, b, found)), (dims_of_text(batch + "pk"),), (("q", "sum"),),
-                modes=linear_modes(0), local=Parts())  # fmt: skip
+    dims = [trailing_dims(text, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)]
+    return Rule(drop_broadcast(dims, (grad, a, b, found)), (text_dims(batch + "pk"),), (("q", "sum"),),
+                modes=linear_modes(0), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten._pdist_backward)
 def pdist_backward(call: OpCall) -> Rule:
     """The width passes; all pairs of rows are in one vector."""
     rows: Dims = ((), ("k",))
-    return Rule((((),), rows, ((),)), (rows,), modes=linear_modes(0), local=Parts())
+    return Rule((((),), rows, ((),)), (rows,), modes=linear_modes(0), local=ShardCall())

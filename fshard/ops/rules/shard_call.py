@@ -20,13 +20,16 @@ from fshard.ops.strategy.local_call import (
     with_argument,
 )
 
-__all__ = ["Expanded", "Parts", "Pinned", "Sized", "has_nothing", "nil"]
+__all__ = [
+    "ExpandArgument", "SetArgument", "SetLocalShape", "ShardCall", "has_empty_shard",
+    "zeros_with_grad",
+]  # fmt: skip
 
 Change = Callable[[LocalCall, RankContext], LocalCall]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(LocalRewrite):
+class ShardCall(LocalRewrite):
     """A local call: arguments changed, addends counted once, and zeros where a part is empty.
 
     Of an axis over which the first result is a sum, the ranks after the first take zeros for the
@@ -42,9 +45,11 @@ class Parts(LocalRewrite):
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
         """The call with its changes, where the rank has a part and adds what there is to add."""
-        parts = any(_is_later(ctx, at) for at in self.once) or has_nothing(ctx)
-        parts = parts or _is_cut_off(ctx.results[0], ctx.rank)
-        if parts or not all(isinstance(change, Pinned | Sized) for change in self.changes):
+        parts = any(_is_added_before(ctx, at) for at in self.once) or has_empty_shard(ctx)
+        parts = parts or _is_empty_shard(ctx.results[0], ctx.rank)
+        if parts or not all(
+            isinstance(change, SetArgument | SetLocalShape) for change in self.changes
+        ):
             return None
         return self._changed(op, args, kwargs, ctx)
 
@@ -57,18 +62,18 @@ class Parts(LocalRewrite):
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run it on a rank."""
         args, kwargs = tuple(args), dict(kwargs)
-        later = frozenset(at for at in self.once if _is_later(ctx, at))
+        later = frozenset(at for at in self.once if _is_added_before(ctx, at))
         if later:
             args, kwargs = _without(args, kwargs, later)
-        if _is_cut_off(ctx.results[0], ctx.rank):
+        if _is_empty_shard(ctx.results[0], ctx.rank):
             return nothing(args, kwargs, ctx)
-        if self.zeros and has_nothing(ctx):
+        if self.zeros and has_empty_shard(ctx):
             return nothing(args, kwargs, ctx, dict.fromkeys(self.once, self.along))
         op, args, kwargs = self._changed(op, args, kwargs, ctx)
         return op(*args, **kwargs)
 
 
-def _is_later(ctx: RankContext, place: int) -> bool:
+def _is_added_before(ctx: RankContext, place: int) -> bool:
     """Whether a rank before this one adds the operand to the first result."""
     made, given = ctx.results[0], ctx.operands[place]
     assert made is not None
@@ -88,23 +93,23 @@ def _without(
     seen = iter(range(1 << 30))
 
     def change(x: torch.Tensor) -> torch.Tensor:
-        return nil(x) if next(seen) in places else x
+        return zeros_with_grad(x) if next(seen) in places else x
 
     placed = tuple(map_instances(each, torch.Tensor, change) for each in args)
     return placed, {key: map_instances(each, torch.Tensor, change) for key, each in kwargs.items()}
 
 
-def nil(x: torch.Tensor) -> torch.Tensor:
+def zeros_with_grad(x: torch.Tensor) -> torch.Tensor:
     """Zeros in the place of a tensor, NaN and infinities included, differentiable as it is."""
     return torch.where(x.new_zeros((), dtype=torch.bool), x, 0)
 
 
-def has_nothing(ctx: RankContext) -> bool:
+def has_empty_shard(ctx: RankContext) -> bool:
     """Whether an operand that has something along a dim has nothing of it on this rank."""
-    return any(_is_cut_off(spec, ctx.rank) for spec in ctx.operands)
+    return any(_is_empty_shard(spec, ctx.rank) for spec in ctx.operands)
 
 
-def _is_cut_off(spec: Spec | None, rank: int) -> bool:
+def _is_empty_shard(spec: Spec | None, rank: int) -> bool:
     return spec is not None and any(
         not mine and size for mine, size in zip(spec.local_shape(rank), spec.shape, strict=True)
     )
@@ -121,7 +126,7 @@ def nothing(
     given: list[torch.Tensor] = []
     for each in (*args, *kwargs.values()):
         map_instances(each, torch.Tensor, given.append)
-    wanted = [nil(x).sum() for x in given if x.requires_grad]
+    wanted = [zeros_with_grad(x).sum() for x in given if x.requires_grad]
     made: list[torch.Tensor | None] = []
     for spec in ctx.results:
         if spec is None:
@@ -142,7 +147,7 @@ def nothing(
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class SetArgument:
     """A change: the argument `name` has this value, which depends on the whole tensors."""
 
     name: str
@@ -154,7 +159,7 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class SetLocalShape:
     """A change: the argument `name`, a shape, becomes that of a result on the rank."""
 
     name: str
@@ -166,7 +171,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class Expanded:
+class ExpandArgument:
     """A change: the argument `name` has the shape of a result on the rank."""
 
     name: str

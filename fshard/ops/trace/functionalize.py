@@ -17,9 +17,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.fake_tensors import (
+    FakeTensor,
+    from_functional,
+    functional_mode,
+    shares_memory,
+    sync_functional,
+    to_functional,
+)
+from fshard._torch.memory import storage_address
+from fshard._torch.modes import TorchDispatchMode
+from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
@@ -44,7 +54,7 @@ HELD = frozenset((-1,))
 def writes(node: fx.Node) -> list[fx.Node]:
     """The operands that an operation writes, running statistics too, of which no schema tells."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return []
     found = [*_written(op, node.args, node.kwargs), *_statistics(node)]
     return instances_in(found, fx.Node)
@@ -53,13 +63,13 @@ def writes(node: fx.Node) -> list[fx.Node]:
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The operands that an operation writes by its schema."""
     given = _named(op, args, kwargs)
-    return [given.get(each.name) for each in op._schema.arguments
+    return [given.get(each.name) for each in schema_of(op).arguments
             if each.alias_info is not None and each.alias_info.is_write]  # fmt: skip
 
 
 def _named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that are given, by name."""
-    names = (each.name for each in op._schema.arguments)
+    names = (each.name for each in schema_of(op).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -78,24 +88,18 @@ def functional(
 
     What they are in the end it returns after its results.
     """
-    from torch._functorch._aot_autograd.functional_utils import (
-        from_fun,
-        sync_functional_tensor,
-        to_fun,
-    )
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     written: list[int] = []
 
     def run(*args: torch.Tensor) -> list[Any]:
-        with FunctionalTensorMode(pre_dispatch=above, export=True):
-            given = [to_fun(arg) for arg in args]
-            results = [from_fun(each) for each in _Run(graph).run(*given)]
+        with functional_mode(pre_dispatch=above):
+            given = [to_functional(arg) for arg in args]
+            results = [from_functional(each) for each in _Run(graph).run(*given)]
             written.clear()
             for at, (arg, each) in enumerate(zip(args, given, strict=True)):
-                sync_functional_tensor(each)
-                after = from_fun(each)
+                sync_functional(each)
+                after = from_functional(each)
                 if after is not arg:
                     written.append(at)
                     results.append(after)
@@ -174,7 +178,7 @@ _DROPS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alph
 
 def _shared(node: fx.Node) -> fx.Node | None:
     """The operand in whose memory a result is, where the schema says that it is new."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_or_none(node.target)
     if schema is None or any(each.alias_info is not None for each in schema.returns):
         return None
     if _drops_nothing(node):
@@ -206,10 +210,9 @@ def _is_same(node: fx.Node, operand: fx.Node) -> bool:
 
 def _are_views(made: Any, operand: Any) -> bool:
     """Whether functionalization knows of results that they are in the memory of an operand."""
-    share: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
     mine: list[Any] = list(tensors_in(operand))
     theirs: list[Any] = list(tensors_in(made))
-    return all(any(share(x.elem, y.elem) for y in mine) for x in theirs)
+    return all(any(shares_memory(x.elem, y.elem) for y in mine) for x in theirs)
 
 
 def _refuse_views(node: fx.Node, operand: fx.Node) -> None:
@@ -223,7 +226,7 @@ def _refuse_views(node: fx.Node, operand: fx.Node) -> None:
 
 
 def _memories(node: fx.Node) -> set[int]:
-    return {_memory_of(each) for each in tensors_in(node.meta.get("val"))}
+    return {storage_address(each) for each in tensors_in(node.meta.get("val"))}
 
 
 # -- what is refused --------------------------------------------------------------------------
@@ -280,11 +283,11 @@ class Held(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for each in tensors_in(_written(func, args, kwargs or {})):
-            if not isinstance(each, FakeTensor) and _memory_of(each) not in self.own:
+            if not isinstance(each, FakeTensor) and storage_address(each) not in self.own:
                 refuse_held(base_name(func))
         out = func(*args, **(kwargs or {}))
-        before = {_memory_of(each) for each in tensors_in((args, kwargs))}
-        self.own |= {_memory_of(each) for each in tensors_in(out)} - before
+        before = {storage_address(each) for each in tensors_in((args, kwargs))}
+        self.own |= {storage_address(each) for each in tensors_in(out)} - before
         # What is made of no tensor may be a constant, which the mode that fakes it keeps.
         self.made += [(weakref.ref(each), base_name(func)) for each in tensors_in(out)
                       if before and isinstance(each, FakeTensor)]  # fmt: skip
@@ -321,7 +324,7 @@ def _passing(graph: fx.GraphModule, grad: bool) -> frozenset[fx.Node]:
     """The operations by which gradients pass, and the results; `grad` is as it is at first."""
     found = []
     for node in graph.graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             grad = node.args[0]
         if node.op == "output" or (grad and not has_no_gradient(node.target)):
             found.append(node)
@@ -361,7 +364,7 @@ def _below(node: fx.Node) -> fx.Node | None:
         # Of several results, which share memory if they are views all.
         source = node.args[0]
         return _below(source) if isinstance(source, fx.Node) else None
-    schema: Any = getattr(node.target, "_schema", None)
+    schema: Any = schema_or_none(node.target)
     if schema is None or all(each.alias_info is None for each in schema.returns):
         return _shared(node)
     given = _named(node.target, node.args, node.kwargs)
@@ -375,10 +378,6 @@ def _above(node: fx.Node) -> Iterator[fx.Node]:
         if _below(user) is node or user.target is operator.getitem:
             yield user
             yield from _above(user)
-
-
-def _memory_of(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _is_inexact(node: fx.Node) -> bool:

@@ -14,12 +14,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Function, forward_ad
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
+from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.fake_tensors import FakeTensor
+from fshard._torch.functorch import forward_ad_level, transform_level
+from fshard._torch.modes import TorchDispatchMode, function_modes
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
@@ -46,7 +48,7 @@ class TakesGradients(BaseException):
 
 def _levels() -> tuple[int, int]:
     """How many transforms of `torch.func` run, and how many of forward differentiation."""
-    return torch._C._functorch.maybe_current_level() or 0, forward_ad._current_level
+    return transform_level() or 0, forward_ad_level()
 
 
 class _Watch(TorchFunctionMode):
@@ -147,7 +149,7 @@ class Saved(TorchDispatchMode):
             if saved and node is not None and node.target is _DETACH:
                 self.found[node] = each.is_leaf
         out = func(*args, **(kwargs or {}))
-        if func is _DETACH and torch._C._current_graph_task_id() != -1:  # autograd runs backward
+        if func is _DETACH and graph_task_id() != -1:  # autograd runs backward
             self.unpacked.add(_node_of(out))
         return out
 
@@ -202,7 +204,7 @@ def gradients_within(
         return plain[Function].__get__(None, cls)(*args, **kwargs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(mode, Above) for mode in _get_current_function_mode_stack()):
+        if any(isinstance(mode, Above) for mode in function_modes()):
             raise TakesGradients
         if tracing() and _held(tensors):
             refuse_grads("backward() fills .grad of a tensor that the function closes over", where)

@@ -21,10 +21,20 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from fshard._torch.autograd_state import ENTER_AUTOCAST, SET_GRAD_ENABLED, is_any_autocast_enabled
+from fshard._torch.fake_tensors import (
+    FAKE_TENSOR_LOGGER,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from fshard._torch.functorch import transform_level
+from fshard._torch.modes import without_dispatch_modes
+from fshard._torch.operators import torch_decomposition
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import Meta, fill_call, instances_in, without_dispatch_modes
+from fshard.ops.core.call import Meta, fill_call, instances_in
 from fshard.ops.trace.draw_layouts import follow
 from fshard.ops.trace.functionalize import Held, check_writes, functional, writes
 from fshard.ops.trace.inner_gradients import (
@@ -38,7 +48,7 @@ from fshard.ops.trace.inner_gradients import (
 from fshard.run.transports.divergence_report import here, one_line, raise_line
 
 __all__ = [
-    "Traced", "constrain", "constraint_of", "decompose", "own_decomposition", "refuse_autocast", "trace",
+    "Traced", "constrain", "constraint_of", "decompose", "refuse_autocast", "trace",
     "trace_depth",
 ]  # fmt: skip
 
@@ -118,7 +128,7 @@ def trace(
             below = Below(where, wanted, torch.is_grad_enabled())
             made = _traced(fn, metas, where, False, wanted, devices, below)
     graph = made.graph
-    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes):
+    if any(node.target is ENTER_AUTOCAST for node in graph.graph.nodes):
         _no_autocast(where)
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
     follow(graph)
@@ -131,7 +141,6 @@ def _traced(
 ) -> Traced:  # fmt: skip
     """`trace`, before what is not used is left out."""
     # What traces is imported where something is traced: it takes a second.
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def watched(*tensors: torch.Tensor) -> Sequence[Any]:
@@ -155,7 +164,7 @@ def _traced(
             left = [at for at, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if left:
                 refuse_grads(f"backward() fills .grad of argument {left[0]}", where)
-            if torch._C._functorch.maybe_current_level() is None:  # transforms keep what they see
+            if transform_level() is None:  # transforms keep what they see
                 held.check_left(fakes, where)
             if any(map(writes, graph.graph.nodes)):
                 # What nobody uses is no use of what is written.
@@ -173,7 +182,7 @@ def _traced(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Run a block without the pages that PyTorch logs of a function that cannot run."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -184,11 +193,6 @@ def _quiet() -> Iterator[None]:
 
 def _refuse(where: str, error: Exception) -> NoReturn:
     """Raise `ShardingError` for a function that cannot be traced, with the user's line in it."""
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-    )
-
     place, given = f"{where}{raise_line(error.__traceback__)}", one_line(error)
     if isinstance(error, DataDependentOutputException):
         given = f"{error.func} reads a tensor's numbers"
@@ -214,7 +218,7 @@ def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: s
 
 def refuse_autocast(where: str) -> None:
     """Raise `ShardingError` under `torch.autocast`, which layouts know nothing of."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         _no_autocast(where)
 
 
@@ -225,7 +229,7 @@ def _no_autocast(where: str) -> NoReturn:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or node.target is torch._C._set_grad_enabled
+    return node.op in ("placeholder", "output") or node.target is SET_GRAD_ENABLED
 
 
 def decompose(
@@ -237,7 +241,7 @@ def decompose(
     `how` computes the same; without it PyTorch's own ways are tried: those of composite
     operations, and its table of decompositions. Traced once for arguments of one kind.
     """
-    run = how or own_decomposition(op)
+    run = how or torch_decomposition(op)
     if run is None:
         return None
     grad = torch.is_grad_enabled()
@@ -267,19 +271,6 @@ def _decomposed(
     made = trace(flat, metas, f"fs.partition: {op}", above=above, devices=devices)
     assert not made.written, f"{op} writes what it is given"
     return made.graph
-
-
-def own_decomposition(op: Any) -> Callable[..., Any] | None:
-    """How PyTorch does an operation by others; None where it has a kernel only."""
-    if not isinstance(op, torch._ops.OpOverload):
-        return None
-    if op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd"
-    ):
-        return op.decompose
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(op)
 
 
 # -- what a function asks for ---------------------------------------------------------------

@@ -16,9 +16,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from fshard._torch.functorch import is_transformed
 from fshard._util.errors import fail
 from fshard.layout.tree import flatten, unflatten
-from fshard.plan.batch.coalesce import kinds
+from fshard.plan.batch.coalesce import launch_keys
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import (
     FinishAll,
@@ -26,7 +27,6 @@ from fshard.run.autograd.linear_function import (
     Run,
     apply_linear,
     apply_run,
-    is_transformed,
     start_linear,
 )
 from fshard.run.capture import MOST, Function, Launcher, Launchers, plain_key, record, replay
@@ -46,14 +46,8 @@ from fshard.spmd.collectives.compile_node import tree_node
 from fshard.spmd.types import TypeSignature
 
 __all__ = [
-    "COLLECTIVE_PLANS",
-    "CollectivePlan",
-    "Transfer",
-    "check_dim",
-    "collective",
-    "launch_collective",
-    "require_number",
-    "require_tensor",
+    "COLLECTIVE_PLANS", "CollectivePlan", "Transfer", "check_dim", "collective",
+    "launch_collective", "require_number", "require_tensor",
 ]  # fmt: skip
 
 Tree = TypeVar("Tree")
@@ -71,7 +65,7 @@ class Transfer:
     @property
     def kind(self) -> Hashable:
         """What is equal for the moves that go in one launch."""
-        kind = kinds(self.op) if isinstance(self.op, Program) else self.op
+        kind = launch_keys(self.op) if isinstance(self.op, Program) else self.op
         return kind, self.x.dtype, self.x.device
 
 
@@ -255,7 +249,7 @@ def _launcher(
     That is under `torchrun` alone, for what communicates over this process's own transport.
     """
     transport, bound = direct_transport(), current_axes()
-    if transport is None or is_transformed() or (bound is not None and bound.types is not None):
+    if transport is None or is_transformed() or (bound is not None and bound.tracker is not None):
         return None
     of_plan = _key(plan, args, kwargs, bound)
     if of_plan is None:

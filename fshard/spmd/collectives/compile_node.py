@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fshard._torch.dynamo import call_while_tracing, one_node, tree_flatten, tree_unflatten
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import current_transport, is_simulated
@@ -78,15 +78,13 @@ class _Node:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.made: list[Any] = []
 
+        # The tracer calls it, and then looks for what it made.
+        @call_while_tracing
         def make() -> None:
             _check_rank(fn.__name__)
             if not self.made:
-                self.made.append(torch._dynamo.nonstrict_trace(_traced(fn)))
+                self.made.append(one_node(_traced(fn)))
 
-        # The tracer calls it, and then looks for what it made. It is what the decorator
-        # `torch.compiler.assume_constant_result` does: to import that, and to make the node,
-        # takes a second.
-        make._dynamo_marked_constant = True  # type: ignore[attr-defined]
         self.make = make
 
 

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
+from fshard._torch.dynamo import call_while_tracing
 from fshard._util.errors import fail
 from fshard.run.execute import Pending
 from fshard.run.transports.divergence_report import call_line
@@ -54,6 +55,7 @@ def start(
     return register_pending(Pending(launch_collective(made, x, ahead=True), made.name, call_line()))
 
 
+@call_while_tracing
 def _check(op: Callable[..., Any]) -> None:
     """Raise `ShardingError` for a function that is no collective."""
     if op not in COLLECTIVE_PLANS:
@@ -65,6 +67,3 @@ def _check(op: Callable[..., Any]) -> None:
             "fs.start(fs.psum, x, axis)",
         )
 
-
-# The tracer of `torch.compile` calls it: to follow it, it would have to know every collective.
-_check._dynamo_marked_constant = True  # type: ignore[attr-defined]

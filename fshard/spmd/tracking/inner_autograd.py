@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import Function
 
+from fshard._torch.operators import ScriptMethod, TensorBase
 from fshard.layout.tree import tensors_in
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.closure_inputs import graph_leaves
@@ -240,7 +241,7 @@ def _parameter(cls: Any, data: torch.Tensor | None = None, requires_grad: bool =
 
 def _part(name: str) -> property:
     """`Tensor.real` or `Tensor.imag`: to set it is to write it."""
-    part = getattr(torch._C.TensorBase, name)
+    part = getattr(TensorBase, name)
 
     def written(x: torch.Tensor, value: torch.Tensor) -> None:
         if current_tracker() is None:
@@ -278,7 +279,7 @@ _INSTEAD = (
     *(_before(torch.Tensor, each, _part(each)) for each in ("real", "imag")),
     *(
         _before(each, "__call__", _refusing(each.__call__))
-        for each in (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+        for each in (torch.jit.ScriptFunction, ScriptMethod)
     ),
 )
 """What is replaced: whose it is, its name, what it was, and what it is in a body."""

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 
+from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -148,7 +149,7 @@ def _first(
     picked = tuple(a for a in axes if wanted.at(a) is None and states.at(a) is not None)
     if not picked or not has_gradient(x):
         return x
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         prog = _picking(mesh, picked, x.shape, x.dtype)
         return apply_linear(Run((prog,)), (x,), everywhere=False)[0]
 

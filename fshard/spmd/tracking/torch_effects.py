@@ -22,8 +22,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from fshard._torch.operators import (
+    OpOverload,
+    OpOverloadPacket,
+    qualified_name,
+    registered_schemas,
+    schema_of,
+)
 from fshard.spmd.types import TypeRule
 
 __all__ = [
@@ -287,15 +293,9 @@ def _attribute(access: str, name: str) -> Kind:
 def _schemas(func: Callable[..., Any], name: str) -> list[Any]:
     """The signatures of an operation of PyTorch, or of one that is registered with it."""
     if isinstance(func, OpOverload):
-        return [func._schema]
-    full = func._qualified_op_name if isinstance(func, OpOverloadPacket) else f"aten::{name}"
-    found = torch._C._jit_get_schemas_for_operator(full)
-    # Others are what scripts do with numbers and lists.
-    return [each for each in found if torch._C._dispatch_has_kernel(_full_name(each))]
-
-
-def _full_name(schema: Any) -> str:
-    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+        return [schema_of(func)]
+    full = qualified_name(func) if isinstance(func, OpOverloadPacket) else f"aten::{name}"
+    return registered_schemas(full)
 
 
 def _sizes(func: Callable[..., Any], name: str) -> frozenset[int | str]:
@@ -326,7 +326,7 @@ def _sizes(func: Callable[..., Any], name: str) -> frozenset[int | str]:
 
 def _is_aten(func: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> bool:
     packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
-    return packet._qualified_op_name.startswith("aten::")
+    return qualified_name(packet).startswith("aten::")
 
 
 def _written(func: Callable[..., Any], name: str) -> frozenset[str]:

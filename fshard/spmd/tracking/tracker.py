@@ -15,10 +15,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from fshard._torch.autograd_state import version_of, view_base
+from fshard._torch.functorch import get_unwrapped, is_transformed, is_wrapped
+from fshard._torch.memory import sparse_values, storage_id
+from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
-from fshard.run.autograd.linear_function import is_transformed
 from fshard.run.transports.divergence_report import user_frame, user_line
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.collectives.collective_plan import CollectivePlan
@@ -184,7 +187,7 @@ class Tracker:
         known = self.table[id(x)]
         if known.casts is None:
             known.casts = {}
-        version = x._version
+        version = version_of(x)
         found = known.casts.get(axes)
         if found is not None and found[0] == version:
             return found[1]
@@ -373,7 +376,7 @@ class Tracker:
         """Track nothing in the block: the engine runs a graph that is typed already."""
         before, self.paused = self.paused, True
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 yield
         finally:
             self.paused = before
@@ -408,7 +411,7 @@ def typeof(x: torch.Tensor, /) -> LocalType:
 
 
 _VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
-    torch.sparse_coo: torch.Tensor._values,
+    torch.sparse_coo: sparse_values,
     **dict.fromkeys(
         (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),
         torch.Tensor.values,
@@ -422,16 +425,16 @@ def _storage(x: torch.Tensor) -> int:
     That of a sparse tensor is the memory of its values.
     """
     try:
-        return int(torch._C._storage_id(x))  # type: ignore[attr-defined]
+        return storage_id(x)
     except (NotImplementedError, RuntimeError):  # sparse tensors, functorch's wrappers
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             values = _VALUES.get(x.layout)
             return 0 if values is None else _storage(values(x))
 
 
 def _base(x: torch.Tensor) -> torch.Tensor:
     """The tensor that a view is a view of, or the tensor itself."""
-    return x if x._base is None else x._base
+    return x if (base := view_base(x)) is None else base
 
 
 def has_gradient(x: torch.Tensor) -> bool:
@@ -447,5 +450,4 @@ def has_gradient(x: torch.Tensor) -> bool:
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
     """What a wrapper of `torch.func` holds, or None for another tensor."""
-    functorch = torch._C._functorch
-    return functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None
+    return get_unwrapped(x) if is_wrapped(x) else None

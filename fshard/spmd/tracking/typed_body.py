@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.autograd_state import graph_task_id
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -37,18 +38,18 @@ def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
     """
     if check is False or is_inner(scope):
         return None
-    return Tracker(scope.names, name, strict=check == "strict", values=check == "values")
+    return Tracker(scope.named_mesh, name, strict=check == "strict", values=check == "values")
 
 
 def is_inner(scope: Scope) -> bool:
     """Whether a call maps further axes in the body of another."""
-    return scope.bound != scope.axes
+    return scope.bound_axes != scope.axes
 
 
 def check_inner(check: bool | str, scope: Scope, outer: Tracker | None, where: str) -> None:
     """Raise `ShardingError` for a check that the enclosing call, whose check holds, does not do."""
     # In backward a body is run again without types: it has been checked.
-    if check not in ("strict", "values") or torch._C._current_graph_task_id() != -1:
+    if check not in ("strict", "values") or graph_task_id() != -1:
         return
     if is_inner(scope) and not getattr(outer, check, False):
         fail(
@@ -69,7 +70,7 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
     """Track the types of what the block, the body of the innermost call, computes."""
     bound = current_axes()
     assert bound is not None
-    before, bound.types = bound.types, tracker
+    before, bound.tracker = bound.tracker, tracker
     try:
         if inner:  # the enclosing body is tracked already
             yield
@@ -84,7 +85,7 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
                     known.casts = None
     finally:
         # What is differentiated under the same names, once the body has run, is typed already.
-        bound.types = before
+        bound.tracker = before
 
 
 def enter_types(

@@ -11,8 +11,8 @@ from fshard.ops.core.builders import all_modes, is_inexact, linear_modes, normal
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import dims_of_text, letters
-from fshard.ops.rules.shard_call import Parts
+from fshard.ops.rules.einsum_letters import letters, text_dims
+from fshard.ops.rules.shard_call import ShardCall
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ def transformed(call: OpCall) -> Rule:
     every = letters(ndim)
     dims: Dims = tuple(() if dim in over else (every[dim],) for dim in range(ndim))
     modes = linear_modes(0) if is_inexact(call.operands[0]) else ()
-    return Rule((dims,), (dims,), modes=modes, local=Parts())
+    return Rule((dims,), (dims,), modes=modes, local=ShardCall())
 
 
 @register_rule(aten.fft_fftshift, aten.fft_ifftshift)
@@ -48,28 +48,26 @@ def shifted(call: OpCall) -> Rule:
     ndim = call.operands[0].ndim
     every = letters(ndim)
     over = normalize_dims(call.get("dim"), ndim)
-    dims = dims_of_text(every)
+    dims = text_dims(every)
     return Rule((dims,), (dims,), permuted=frozenset(every[dim] for dim in over),
-                modes=all_modes(0), local=Parts())  # fmt: skip
+                modes=all_modes(0), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten.stft)
 def stft(call: OpCall) -> Rule:
     """Transforms of overlapping windows of signals: linear in them, and in the window."""
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     batch = letters(call.operands[0].ndim - 1)
-    operands = ((*dims_of_text(batch), ()), *(((),) for _ in call.operands[1:]))
-    result = dims_of_text(batch) + ((),) * (made.ndim - len(batch))
-    return Rule(operands, (result,), modes=linear_modes(*range(len(operands))), local=Parts())
+    operands = ((*text_dims(batch), ()), *(((),) for _ in call.operands[1:]))
+    result = text_dims(batch) + ((),) * (made.ndim - len(batch))
+    return Rule(operands, (result,), modes=linear_modes(*range(len(operands))), local=ShardCall())
 
 
 @register_rule(aten.istft)
 def istft(call: OpCall) -> Rule:
     """Signals put together of windows: linear in the transforms, which the window divides."""
-    x, made = call.operands[0], call.results[0]
-    assert made is not None
+    x, made = call.operands[0], call.result
     batch = letters(made.ndim - 1)
-    operands = (dims_of_text(batch) + ((),) * (x.ndim - len(batch)),
+    operands = (text_dims(batch) + ((),) * (x.ndim - len(batch)),
                 *(((),) for _ in call.operands[1:]))  # fmt: skip
-    return Rule(operands, ((*dims_of_text(batch), ()),), modes=linear_modes(0), local=Parts())
+    return Rule(operands, ((*text_dims(batch), ()),), modes=linear_modes(0), local=ShardCall())

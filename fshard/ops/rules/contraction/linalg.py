@@ -11,12 +11,19 @@ from types import MappingProxyType
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.einsum_letters import dims_of_text, fitted, letters, trailing, untouched
-from fshard.ops.rules.shard_call import Parts
+from fshard.ops.rules.einsum_letters import (
+    drop_broadcast,
+    letters,
+    text_dims,
+    trailing_dims,
+    unsharded_dims,
+)
+from fshard.ops.rules.shard_call import ShardCall
 
 __all__: list[str] = []
 
@@ -42,21 +49,21 @@ def batched(call: OpCall, cores: Mapping[str, int] = MappingProxyType({})) -> Ru
     lead = [max(meta.ndim - rank, 0) for meta, rank in zip(call.operands, ranks, strict=True)]
     batch = letters(max(*lead, 0))
     dims = [
-        trailing(batch, count) + ((),) * (meta.ndim - count)
+        trailing_dims(batch, count) + ((),) * (meta.ndim - count)
         for count, meta in zip(lead, call.operands, strict=True)
     ]
     results = tuple(None if each is None else _made(each, batch) for each in call.results)
     # A result that was not asked for is empty: of which any sum is one.
     empty = any(each is not None and each.shape == (0,) for each in call.results)
     kinds = tuple((f, "sum") for f in sorted(batch)) if empty else ()
-    return Rule(fitted(dims, call.operands), results, kinds, local=Parts())
+    return Rule(drop_broadcast(dims, call.operands), results, kinds, local=ShardCall())
 
 
 def _made(meta: Meta, batch: str) -> Dims:
     """The batch before a result's own dims; none on what is empty since nobody asked for it."""
     if meta.shape == (0,) or meta.ndim < len(batch):
-        return untouched(meta)
-    return dims_of_text(batch) + ((),) * (meta.ndim - len(batch))
+        return unsharded_dims(meta)
+    return text_dims(batch) + ((),) * (meta.ndim - len(batch))
 
 
 def names_of(call: OpCall) -> list[str]:
@@ -69,7 +76,7 @@ def names_of(call: OpCall) -> list[str]:
 @register_rule(*FACTORED.split(), torch.ops.prims.svd)
 def factored(call: OpCall) -> Rule:
     """A factorization or a function of every matrix of a batch."""
-    name = call.op._schema.name
+    name = schema_of(call.op).name
     cores = dict.fromkeys(OF_VECTORS, 1) | dict.fromkeys(OF_NUMBERS, 0)
     if "vander" in name:
         cores["x"] = 1
@@ -79,15 +86,17 @@ def factored(call: OpCall) -> Rule:
 @register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve)
 def unbatched(call: OpCall) -> Rule:
     """One matrix made of a whole tensor."""
-    made = tuple(None if each is None else untouched(each) for each in call.results)
+    made = tuple(None if each is None else unsharded_dims(each) for each in call.results)
     solves = base_name(call.op) == "linalg_tensorsolve"
-    return Rule(tuple(map(untouched, call.operands)), made, modes=linear_modes(1) if solves else ())
+    return Rule(
+        tuple(map(unsharded_dims, call.operands)), made, modes=linear_modes(1) if solves else ()
+    )
 
 
 @register_rule(aten._linalg_check_errors)
 def checked(call: OpCall) -> Rule:
     """Every matrix's code of failure is looked at; nothing is returned."""
-    return Rule((dims_of_text(letters(call.operands[0].ndim)),), (None,))
+    return Rule((text_dims(letters(call.operands[0].ndim)),), (None,))
 
 
 # -- equations ------------------------------------------------------------------------------
@@ -108,10 +117,9 @@ def solving(call: OpCall) -> Rule:
     name = base_name(call.op)
     matrix, side = SIDES[name]
     at, a = call.operand_index(side), call.operand_index(matrix)
-    made = call.results[0]
+    made = call.result
     assert at is not None
     assert a is not None
-    assert made is not None
     b_meta, a_meta = call.operands[at], call.operands[a]
     left = call.get("left") if call.has("left") else True
     vector = name.endswith(("linalg_solve", "solve_ex")) and _is_vector(a_meta, b_meta)
@@ -121,14 +129,14 @@ def solving(call: OpCall) -> Rule:
     for place, meta in enumerate(call.operands):
         rank = len(own) if place == at else 2 if place == a else 1
         last = own if place == at else ((),) * rank
-        dims.append(trailing(batch, meta.ndim - rank) + last)
-    results = (dims_of_text(batch) + own, *(
+        dims.append(trailing_dims(batch, meta.ndim - rank) + last)
+    results = (text_dims(batch) + own, *(
         None if each is None else _made(each, batch) for each in call.results[1:]
     ))  # fmt: skip
     # Other results are of the matrix alone, the same on every rank; they need all columns' ranks.
     modes = tuple(Mode((at,), kind, (kind, *(None,) * (len(results) - 1)))
                   for kind in ("sum", "avg"))  # fmt: skip
-    return Rule(fitted(dims, call.operands), results, modes=modes, local=Parts())
+    return Rule(drop_broadcast(dims, call.operands), results, modes=modes, local=ShardCall())
 
 
 def _is_vector(a: Meta, b: Meta) -> bool:

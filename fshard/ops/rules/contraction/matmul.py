@@ -15,14 +15,14 @@ from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.einsum_letters import (
-    contracted,
-    dims_of_text,
-    fitted,
+    contraction_rule,
+    drop_broadcast,
     letters,
-    trailing,
-    untouched,
+    text_dims,
+    trailing_dims,
+    unsharded_dims,
 )
-from fshard.ops.rules.shard_call import Expanded, Parts, Pinned
+from fshard.ops.rules.shard_call import ExpandArgument, SetArgument, ShardCall
 
 __all__: list[str] = []
 
@@ -37,10 +37,10 @@ def matmul(call: OpCall) -> Rule:
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim, 2) - 2, "ijk")
     left, right = ("i" if a.ndim > 1 else ""), ("j" if b.ndim > 1 else "")
-    return contracted(
+    return contraction_rule(
         call,
-        (trailing(batch + left + "k", a.ndim), trailing(f"{batch}k{right}", b.ndim)),
-        dims_of_text(batch + left + right),
+        (trailing_dims(batch + left + "k", a.ndim), trailing_dims(f"{batch}k{right}", b.ndim)),
+        text_dims(batch + left + right),
     )
 
 
@@ -57,18 +57,18 @@ SUMS = {
 def product_added(call: OpCall) -> Rule:
     """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
     made, a, b = SUMS[base_name(call.op).rstrip("_")]
-    dims = (trailing(made, call.operands[0].ndim), dims_of_text(a), dims_of_text(b))
+    dims = (trailing_dims(made, call.operands[0].ndim), text_dims(a), text_dims(b))
     # Of an empty product with a vector PyTorch returns the input's shape, not the sum's.
-    changes = (Expanded("self"),) if base_name(call.op).rstrip("_") == "addmv" else ()
-    return contracted(call, dims, dims_of_text(made), addend=0,
-                      local=Parts((0,), changes, zeros=False))  # fmt: skip
+    changes = (ExpandArgument("self"),) if base_name(call.op).rstrip("_") == "addmv" else ()
+    return contraction_rule(call, dims, text_dims(made), addend=0,
+                      local=ShardCall((0,), changes, zeros=False))  # fmt: skip
 
 
 @register_rule(aten._addmm_activation)
 def activated(call: OpCall) -> Rule:
     """A product with something added, and a function of that: the contraction is needed whole."""
-    dims = (trailing("ij", call.operands[0].ndim), dims_of_text("ik"), dims_of_text("kj"))
-    return Rule(fitted(dims, call.operands), (dims_of_text("ij"),), unsharded=frozenset("k"))
+    dims = (trailing_dims("ij", call.operands[0].ndim), text_dims("ik"), text_dims("kj"))
+    return Rule(drop_broadcast(dims, call.operands), (text_dims("ij"),), unsharded=frozenset("k"))
 
 
 @register_rule(aten.linear)
@@ -77,20 +77,20 @@ def linear_layer(call: OpCall) -> Rule:
     x, weight = call.operands[:2]
     batch = letters(x.ndim - 1, "jk")
     made = batch + ("j" if weight.ndim == 2 else "")
-    operands = [dims_of_text(batch + "k"), trailing("jk", weight.ndim)]
-    operands += [trailing("j", bias.ndim) for bias in call.operands[2:]]
-    return contracted(call, operands, dims_of_text(made), addend=call.operand_index("bias"))
+    operands = [text_dims(batch + "k"), trailing_dims("jk", weight.ndim)]
+    operands += [trailing_dims("j", bias.ndim) for bias in call.operands[2:]]
+    return contraction_rule(call, operands, text_dims(made), addend=call.operand_index("bias"))
 
 
 @register_rule(aten.bilinear)
 def bilinear(call: OpCall) -> Rule:
     """`x1 @ weight[o] @ x2 + bias`, for every output."""
     batch = letters(call.operands[0].ndim - 1, "ijo")
-    operands = [dims_of_text(batch + "i"), dims_of_text(batch + "j"), dims_of_text("oij")]
-    operands += [dims_of_text("o") for _ in call.operands[3:]]
+    operands = [text_dims(batch + "i"), text_dims(batch + "j"), text_dims("oij")]
+    operands += [text_dims("o") for _ in call.operands[3:]]
     bias = call.operand_index("bias")
-    return contracted(call, operands, dims_of_text(batch + "o"), addend=bias,
-                      local=Parts(once=() if bias is None else (bias,)))  # fmt: skip
+    return contraction_rule(call, operands, text_dims(batch + "o"), addend=bias,
+                      local=ShardCall(once=() if bias is None else (bias,)))  # fmt: skip
 
 
 @register_rule(aten._trilinear)
@@ -101,16 +101,16 @@ def trilinear(call: OpCall) -> Rule:
     operands = []
     for at in (1, 2, 3):
         expanded = {wrap_dim(dim, total) for dim in call.get(f"expand{at}")}
-        operands.append(dims_of_text("".join(every[d] for d in range(total) if d not in expanded)))
+        operands.append(text_dims("".join(every[d] for d in range(total) if d not in expanded)))
     summed = {wrap_dim(dim, total) for dim in call.get("sumdim")}
     result = "".join(every[d] for d in range(total) if d not in summed)
-    return contracted(call, operands, dims_of_text(result))
+    return contraction_rule(call, operands, text_dims(result))
 
 
 @register_rule(aten.outer, aten.ger)
 def outer(call: OpCall) -> Rule:
     """Every product of two vectors' elements."""
-    return contracted(call, (dims_of_text("i"), dims_of_text("j")), dims_of_text("ij"))
+    return contraction_rule(call, (text_dims("i"), text_dims("j")), text_dims("ij"))
 
 
 @register_rule(aten.inner)
@@ -118,12 +118,12 @@ def inner(call: OpCall) -> Rule:
     """Products over the last dims; with a number, a product by it."""
     a, b = call.operands
     if not (a.ndim and b.ndim):
-        made = dims_of_text(letters(a.ndim + b.ndim))
-        return contracted(call, (made[: a.ndim], made[: b.ndim]), made)
+        made = text_dims(letters(a.ndim + b.ndim))
+        return contraction_rule(call, (made[: a.ndim], made[: b.ndim]), made)
     free = letters(a.ndim + b.ndim - 2, "k")
     left, right = free[: a.ndim - 1], free[a.ndim - 1 :]
-    operands = dims_of_text(left + "k"), dims_of_text(right + "k")
-    return contracted(call, operands, dims_of_text(free))
+    operands = text_dims(left + "k"), text_dims(right + "k")
+    return contraction_rule(call, operands, text_dims(free))
 
 
 @register_rule(aten.tensordot)
@@ -137,7 +137,7 @@ def tensordot(call: OpCall) -> Rule:
     right = "".join(left[over[pairs[at]]] if at in pairs else rest[at] for at in range(b.ndim))
     made = [left[at] for at in range(a.ndim) if at not in over]
     made += [right[at] for at in range(b.ndim) if at not in pairs]
-    return contracted(call, (dims_of_text(left), dims_of_text(right)), dims_of_text("".join(made)))
+    return contraction_rule(call, (text_dims(left), text_dims(right)), text_dims("".join(made)))
 
 
 @register_rule(aten.kron)
@@ -145,11 +145,11 @@ def kron(call: OpCall) -> Rule:
     """Every dim of the result is a product of one of each operand: `ab,cd->(ac)(bd)`."""
     a, b = call.operands
     every = letters(a.ndim + b.ndim)
-    left, right = dims_of_text(every[: a.ndim]), dims_of_text(every[a.ndim :])
+    left, right = text_dims(every[: a.ndim]), text_dims(every[a.ndim :])
     ndim = max(a.ndim, b.ndim)
     padded = [((),) * (ndim - len(each)) + each for each in (left, right)]
     made = tuple((*one, *other) for one, other in zip(*padded, strict=True))
-    return contracted(call, (left, right), made)
+    return contraction_rule(call, (left, right), made)
 
 
 @register_rule(aten.linalg_multi_dot, aten.chain_matmul)
@@ -164,7 +164,7 @@ def chain(call: OpCall) -> Rule:
     made = "".join(text[place] for text, place, meta in (
         (operands[0], 0, call.operands[0]), (operands[last], -1, call.operands[last])
     ) if meta.ndim == 2) if last else operands[0]  # fmt: skip
-    return contracted(call, [dims_of_text(text) for text in operands], dims_of_text(made))
+    return contraction_rule(call, [text_dims(text) for text in operands], text_dims(made))
 
 
 # -- einsum ---------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def einsum(call: OpCall) -> Rule:
         _spelled(text, free, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)
     ]
     twice = {letter for text in full for letter in text if text.count(letter) > 1}
-    return contracted(call, [_hidden(text, twice) for text in full],
+    return contraction_rule(call, [_hidden(text, twice) for text in full],
                       _hidden(_spelled(right, free, None), twice))  # fmt: skip
 
 
@@ -212,8 +212,8 @@ def vecdot(call: OpCall) -> Rule:
     a, b = call.operands
     ndim = max(a.ndim, b.ndim)
     every, dim = letters(ndim), wrap_dim(call.get("dim"), ndim)
-    return contracted(call, (trailing(every, a.ndim), trailing(every, b.ndim)),
-                      dims_of_text(every[:dim] + every[dim + 1 :]))  # fmt: skip
+    return contraction_rule(call, (trailing_dims(every, a.ndim), trailing_dims(every, b.ndim)),
+                      text_dims(every[:dim] + every[dim + 1 :]))  # fmt: skip
 
 
 @register_rule(aten.cross, aten.linalg_cross)
@@ -226,8 +226,8 @@ def cross(call: OpCall) -> Rule:
         dim = next(at for at, size in enumerate(_broadcast(a, b)) if size == 3)
     every = letters(ndim)
     dims = [() if at == wrap_dim(dim, ndim) else (every[at],) for at in range(ndim)]
-    return contracted(call, [tuple(dims[ndim - each.ndim :]) for each in (a, b)], tuple(dims),
-                      local=Parts(changes=(Pinned("dim", dim),), zeros=False))  # fmt: skip
+    return contraction_rule(call, [tuple(dims[ndim - each.ndim :]) for each in (a, b)], tuple(dims),
+                      local=ShardCall(changes=(SetArgument("dim", dim),), zeros=False))  # fmt: skip
 
 
 def _broadcast(*metas: Meta) -> tuple[int, ...]:
@@ -239,8 +239,10 @@ def cdist(call: OpCall) -> Rule:
     """The distances of all pairs of rows: differences sum up where the power is 1 or 0."""
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim) - 2, "pqk")
-    dims = fitted((trailing(batch + "pk", a.ndim), trailing(batch + "qk", b.ndim)), (a, b))
-    return _distances(call, dims, dims_of_text(batch + "pq"), "k")
+    dims = drop_broadcast(
+        (trailing_dims(batch + "pk", a.ndim), trailing_dims(batch + "qk", b.ndim)), (a, b)
+    )
+    return _distances(call, dims, text_dims(batch + "pq"), "k")
 
 
 @register_rule(aten.pdist, aten._pdist_forward)
@@ -259,7 +261,7 @@ def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rul
     grad = frozenset(factors) if kind == "max" else frozenset()
     kinds = tuple((f, kind) for f in factors) if kind else ()
     whole = frozenset() if kind else frozenset(factors)
-    return Rule(tuple(dims), (made,), kinds, whole, no_grad=grad, local=Parts())
+    return Rule(tuple(dims), (made,), kinds, whole, no_grad=grad, local=ShardCall())
 
 
 # -- groups of products ---------------------------------------------------------------------
@@ -280,6 +282,6 @@ def grouped(call: OpCall) -> Rule | None:
     hidden = "" if (a.ndim, b.ndim) == (3, 3) else "gx"
     dims = [
         *(_hidden(text, hidden) for text in operands),
-        *(untouched(each) for each in call.operands[2:]),
+        *(unsharded_dims(each) for each in call.operands[2:]),
     ]
-    return contracted(call, dims, _hidden(made, hidden), linear_in=(0, 1))
+    return contraction_rule(call, dims, _hidden(made, hidden), linear_in=(0, 1))

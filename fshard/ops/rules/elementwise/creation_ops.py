@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import unread_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
@@ -63,10 +64,9 @@ def between(call: OpCall) -> Rule:
 @register_rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 def anew(call: OpCall) -> Rule:
     """Of the operand's shape it lies as the operand does; of another shape it is whole."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     x = call.operands[0]
-    if x.shape == result.shape and call.op._schema.name != "aten::new_empty_strided":
+    if x.shape == result.shape and schema_of(call.op).name != "aten::new_empty_strided":
         own = letter_dims(x.ndim)
         return Rule((own,), (own,), modes=unread_modes(0), local=with_local_shape("size"))
     return Rule((((),) * x.ndim,), (((),) * result.ndim,), unread=frozenset({0}))

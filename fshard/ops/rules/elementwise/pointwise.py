@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from fshard._torch.operators import OpOverload, OpOverloadPacket, all_op_names, schema_of
 from fshard.ops.core.builders import align_factors, dim_factors
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
@@ -51,7 +51,7 @@ ELSEWHERE = ("equal", "rrelu")
 def _tagged() -> Sequence[Any]:
     """Every overload of aten and prims that PyTorch calls pointwise, and computes something new."""
     found = []
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in all_op_names():
         space, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if space not in ("aten", "prims") or base.startswith("_foreach"):
@@ -105,7 +105,7 @@ def _listed() -> list[Any]:
 
 
 def _takes_tensors(op: Any) -> bool:
-    return any("Tensor" in str(each.type) for each in op._schema.arguments)
+    return any("Tensor" in str(each.type) for each in schema_of(op).arguments)
 
 
 register_rule(*_tagged(), *_listed())(pointwise)

@@ -96,8 +96,7 @@ def _falls(name: str, dtype: torch.dtype) -> bool:
 
 def _alike(call: OpCall, *places: int) -> bool:
     """Whether sums of these operands are sums of the result: integers wrap in their own size."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     return is_inexact(result) or all(call.operands[at].dtype == result.dtype for at in places)
 
 

@@ -6,7 +6,7 @@ from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.einsum_letters import letters
-from fshard.ops.rules.shard_call import Parts
+from fshard.ops.rules.shard_call import ShardCall
 
 __all__: list[str] = []
 
@@ -24,4 +24,4 @@ def quantized(call: OpCall) -> Rule:
     dims: Dims = tuple((letter,) for letter in every)
     channel: Dims = ((every[call.get("axis")],),) if call.has("axis") else ((),)
     scales = [channel[: each.ndim] for each in call.operands[1:]]
-    return Rule((dims, *scales), (dims,) * len(call.results), local=Parts())
+    return Rule((dims, *scales), (dims,) * len(call.results), local=ShardCall())

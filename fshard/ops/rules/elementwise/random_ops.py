@@ -35,9 +35,8 @@ def drawn(call: OpCall) -> Rule:
     Several keys make as many tensors, so their dims come first; one of size 1 of what it is to be
     like is there for all keys.
     """
-    place, made = call.operand_index("key"), call.results[0]
+    place, made = call.operand_index("key"), call.result
     assert place is not None
-    assert made is not None
     keys = dim_factors(call.operands[place].ndim - 1, "k")
     dims = keys + dim_factors(made.ndim - len(keys))
     if not place:
@@ -66,8 +65,7 @@ def split(call: OpCall) -> Rule:
 def folded(call: OpCall) -> Rule:
     """Keys and numbers broadcast; the words of a key stay together."""
     key, *data = call.operands
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     shape, dims = made.shape[:-1], dim_factors(made.ndim - 1)
     operands = (
         (*align_factors(key.shape[:-1], shape, dims), ()),

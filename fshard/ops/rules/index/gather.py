@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import align_factors, dim_factors, wrap_dim
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
@@ -46,7 +47,7 @@ def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class LocalLookup:
     """A lookup in a tensor that is cut along `dim`: zeros for what falls elsewhere.
 
     `index` is the argument that has the indices, `after` the number of dims that the result has
@@ -85,7 +86,7 @@ def _gather(call: OpCall) -> Rule:
     given = tuple(f if ok else () for f, ok in zip(factored(x.ndim, dim, "v"), same, strict=True))
     read = tuple(f if ok else () for f, ok in zip(factored(x.ndim, dim, "k"), same, strict=True))
     made = Rule((given, read), (read,), (("v", total_kind(x)),), modes=selecting(0),
-                local=Looked(dim, "index"))  # fmt: skip
+                local=LocalLookup(dim, "index"))  # fmt: skip
     # A sparse gradient is no tensor that can be cut or summed.
     return replace(made, no_grad=frozenset(made.factors)) if call.get("sparse_grad") else made
 
@@ -100,8 +101,7 @@ def _take_along_dim(call: OpCall) -> Rule:
     if call.get("dim") is None:
         return _take(call)
     x, index = call.operands
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     dim = wrap_dim(call.get("dim"), made.ndim)
     beside = [1 if at == dim else size for at, size in enumerate(made.shape)]
     there = factored(made.ndim, dim, "")
@@ -111,7 +111,7 @@ def _take_along_dim(call: OpCall) -> Rule:
     )
     given[dim], read[dim], there[dim] = ("v",), ("k",), ("k",)
     return Rule((tuple(given), tuple(read)), (tuple(there),), (("v", total_kind(x)),),
-                modes=selecting(0), local=Looked(dim, "indices", negative=True))  # fmt: skip
+                modes=selecting(0), local=LocalLookup(dim, "indices", negative=True))  # fmt: skip
 
 
 def _index_select(call: OpCall) -> Rule:
@@ -125,7 +125,7 @@ def _index_select(call: OpCall) -> Rule:
     given: Dims = tuple(factored(x.ndim, dim, "v"))
     return Rule((given, (("k",),) if index.ndim else ()), (tuple(made),), (("v", total_kind(x)),),
                 modes=selecting(0),
-                local=Looked(dim, "index", x.ndim - dim - 1))  # fmt: skip
+                local=LocalLookup(dim, "index", x.ndim - dim - 1))  # fmt: skip
 
 
 # -- take: indices into the flattened tensor --------------------------------------------------
@@ -133,7 +133,7 @@ def _index_select(call: OpCall) -> Rule:
 
 def _taken(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """A lookup in a flattened tensor that is cut along any of its dims."""
-    name = "index" if op._schema.name == "aten::take" else "indices"
+    name = "index" if schema_of(op).name == "aten::take" else "indices"
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, name)
     shape = ctx.operands[0].shape
     parts = [part_of(ctx, 0, dim) for dim in range(len(shape))]
@@ -153,7 +153,7 @@ def _take(call: OpCall) -> Rule:
     """Every dim of the tensor may be cut: its parts are summed."""
     x, index = call.operands
     given, read = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
-    flat = call.op._schema.name == "aten::take_along_dim"
+    flat = schema_of(call.op).name == "aten::take_along_dim"
     made: Dims = (tuple(f for (f,) in read),) if flat else read
     kind = total_kind(x)
     return Rule((given, read), (made,), tuple((f, kind) for (f,) in given), modes=selecting(0),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import align_factors, dim_factors, is_inexact, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
@@ -40,7 +41,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class LocalWrite:
     """A tensor that is written to along `dim`, which may be cut, at indices that may be cut.
 
     `counting` is the dim of the index operand along which they may be cut, where that adds: what
@@ -80,7 +81,7 @@ def _names(call: OpCall) -> tuple[str, str]:
 
     That is none where the parts would not make the whole.
     """
-    name = call.op._schema.name.removeprefix("aten::")
+    name = schema_of(call.op).name.removeprefix("aten::")
     if name in ("scatter_add", "index_add"):
         return "sum", "sum"
     if name in ("scatter_reduce", "index_reduce"):
@@ -129,7 +130,7 @@ def _scatter(call: OpCall) -> Rule:
     many = values is None or values.shape[dim] == index.shape[dim]
     read = dims("k") if many else tuple(() if at == dim else f for at, f in enumerate(dims("k")))
     operands = (dims("v"), read) + (() if values is None else (read,))
-    local = Written(dim, values="src" if kind == "prod" and values is not None else "")
+    local = LocalWrite(dim, values="src" if kind == "prod" and values is not None else "")
     return _written(operands, dims("v"), parts if many else "", modes, local, dim)
 
 
@@ -138,7 +139,7 @@ def _written(
     made: Dims,
     parts: str,
     modes: tuple[Mode, ...],
-    local: Written,
+    local: LocalWrite,
     at: int,
 ) -> Rule:
     """The rule of a write whose indices, along their dim `at`, may be cut where `parts` says."""
@@ -160,7 +161,7 @@ def _index_write(call: OpCall) -> Rule:
     name = next((name for name in ("source", "value") if call.has(name)), None)
     values = None if name is None else call.operand_index(name)
     modes = _modes(call, kind, values)
-    name = call.op._schema.name.removeprefix("aten::")
+    name = schema_of(call.op).name.removeprefix("aten::")
     if not x.ndim:
         return replace(whole(call), modes=modes)
     dim = wrap_dim(call.get("dim"), x.ndim)
@@ -175,7 +176,9 @@ def _index_write(call: OpCall) -> Rule:
         operands += (beside if name != "index_fill" else (),)
     if values is not None and name != "index_fill" and call.operands[values].ndim != x.ndim:
         return replace(whole(call), modes=modes)
-    local = Written(dim, negative=name == "index_fill", values="source" if kind == "prod" else "")
+    local = LocalWrite(
+        dim, negative=name == "index_fill", values="source" if kind == "prod" else ""
+    )
     return _written(operands, given, parts if index.ndim else "", modes, local, 0)
 
 

@@ -1,6 +1,6 @@
 """Rules of attention: batch, heads, queries and the values' width can be cut; keys need all.
 
-Grouped queries have compound heads: those of a key, major, and the queries that share it, minor.
+LocalGroupNorm queries have compound heads: those of a key, major, and the queries that share it, minor.
 Dropout inside is refused: the draws of a rank's generator are not those of the whole tensor's.
 """
 
@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard._util.errors import fail
 from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import dims_of_text, fitted, letters, untouched
+from fshard.ops.rules.einsum_letters import drop_broadcast, letters, text_dims, unsharded_dims
 from fshard.ops.rules.elementwise.random_ops import KEYED
 from fshard.ops.rules.reduce.reduction_decompositions import wide
-from fshard.ops.rules.shard_call import Parts
+from fshard.ops.rules.shard_call import ShardCall
 from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 
 __all__ = ["in_products"]
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
+class _HeadDims:
     """The dims of queries, keys, values and results, without width; heads of queries may be two."""
 
     batch: Dims
@@ -52,18 +53,18 @@ class _Heads:
         )
 
 
-def _heads(call: OpCall) -> _Heads:
+def _heads(call: OpCall) -> _HeadDims:
     q, k = _named(call, "query"), _named(call, "key")
     v = _named(call, "value")
     widest = max(each.ndim for each in (q, k, v))
     if widest < 3:
-        return _Heads((), (), ())
-    batch = dims_of_text(letters(widest - 3, "hgqkv"))
+        return _HeadDims((), (), ())
+    batch = text_dims(letters(widest - 3, "hgqkv"))
     counts = {each.shape[-3] for each in (q, k, v) if each.ndim > 2} - {1}
     if len(counts) <= 1:
-        return _Heads(batch, (("h",),), (("h",),))
+        return _HeadDims(batch, (("h",),), (("h",),))
     shared = min(k.ndim, v.ndim) > 2 and k.shape[-3] == v.shape[-3] != 0
-    return _Heads(batch, (("h", "g"),), (("h",),)) if shared else _Heads(batch, ((),), ((),))
+    return _HeadDims(batch, (("h", "g"),), (("h",),)) if shared else _HeadDims(batch, ((),), ((),))
 
 
 def _named(call: OpCall, name: str) -> Meta:
@@ -81,7 +82,7 @@ def _refuse_dropout(call: OpCall) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Causal:
+class _CausalMask:
     """A change: where causal queries begin in the middle, the mask says so."""
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
@@ -102,8 +103,7 @@ def attention(call: OpCall) -> Rule:
     """`bhqe,bhke,bhkv->bhqv`: linear in the values; causal queries that are cut get a mask."""
     _refuse_dropout(call)
     heads = _heads(call)
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     sizes = (*made.shape[:-1], _named(call, "key").shape[-2])
     dims = [
         heads.operand(("q", ""), of_keys=False),
@@ -116,10 +116,10 @@ def attention(call: OpCall) -> Rule:
     # Tensors of fewer dims broadcast along the first ones.
     last = [each[len(each) - m.ndim :] for each, m in zip(dims, call.operands, strict=True)]
     return Rule(
-        fitted(last, call.operands),
+        drop_broadcast(last, call.operands),
         (result,),
         modes=linear_modes(2),
-        local=Parts(changes=(_Causal(),)),
+        local=ShardCall(changes=(_CausalMask(),)),
     )
 
 
@@ -143,8 +143,7 @@ def fused(call: OpCall) -> Rule:
     that the largest of all is any.
     """
     _refuse_dropout(call)
-    heads, made, query = _heads(call), call.results[0], _query(call)
-    assert made is not None
+    heads, made, query = _heads(call), call.result, _query(call)
     operands = [heads.operand((query if not at else "", ""), of_keys=at > 0) for at in range(3)]
     sizes = (*made.shape[:-1], _named(call, "key").shape[-2])
     operands += [heads.aligned(meta, (query, ""), sizes) for meta in call.operands[3:]]
@@ -152,16 +151,16 @@ def fused(call: OpCall) -> Rule:
     results = [
         None if each is None
         else rows + ((),) * (each.ndim - len(rows)) if each.ndim >= len(rows) > 1
-        else untouched(each)
+        else unsharded_dims(each)
         for each in call.results
     ]  # fmt: skip
-    return Rule(fitted(operands, call.operands), tuple(results), _lacking(rows, results, "max"),
-                local=Parts())  # fmt: skip
+    return Rule(drop_broadcast(operands, call.operands), tuple(results), _lacking(rows, results, "max"),
+                local=ShardCall())  # fmt: skip
 
 
 def _query(call: OpCall) -> str:
     """The factor of queries, none where they need to be whole."""
-    padded = "efficient" in call.op._schema.name
+    padded = "efficient" in schema_of(call.op).name
     return "" if call.get("is_causal") or padded else "q"
 
 
@@ -194,25 +193,25 @@ def attention_backward(call: OpCall) -> Rule:
     by_name = {"query": queries, "grad_out": queries, "out": queries, "key": keys, "value": keys}
     operands: list[Dims] = []
     mask: Dims = ()
-    for each in call.op._schema.arguments:
+    for each in schema_of(call.op).arguments:
         place = call.operand_index(each.name)
         if place is None:
             continue
         name, meta = each.name.rstrip("_"), call.operands[place]
         if name in ("attn_bias", "attn_mask"):
-            mask = heads.aligned(meta, (q, ""), sizes) if meta.ndim > 1 else untouched(meta)
+            mask = heads.aligned(meta, (q, ""), sizes) if meta.ndim > 1 else unsharded_dims(meta)
             operands.append(mask)
         elif name == "logsumexp":
             operands.append(rows + ((),) * (meta.ndim - len(rows)))
         else:
-            operands.append(by_name.get(name, untouched(meta)))
+            operands.append(by_name.get(name, unsharded_dims(meta)))
     made = (queries, keys, keys, mask)[: len(call.results)]
     results = tuple(
-        None if meta is None else dims if len(dims) == meta.ndim else untouched(meta)
+        None if meta is None else dims if len(dims) == meta.ndim else unsharded_dims(meta)
         for dims, meta in zip(made, call.results, strict=True)
     )
     return Rule(tuple(operands), results, _lacking(rows, results, "sum"),
-                modes=linear_modes(0, results=len(results)), local=Parts())  # fmt: skip
+                modes=linear_modes(0, results=len(results)), local=ShardCall())  # fmt: skip
 
 
 # -- in products and sums -------------------------------------------------------------------

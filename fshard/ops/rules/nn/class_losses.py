@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import dim_factors, is_inexact, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import whole
 from fshard.ops.rules.index.local_indices import locate, part_of
-from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, Averaged
+from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, LocalMeanLoss
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__: list[str] = []
@@ -55,7 +56,7 @@ def _likelihood(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         return op(*args, **kwargs)
     weight, reduction, ignored = (argument(op, args, kwargs, name)
                                   for name in ("weight", "reduction", "ignore_index"))  # fmt: skip
-    both = op._schema.name.endswith("_forward")
+    both = schema_of(op).name.endswith("_forward")
     if part.is_empty:
         nothing = x.new_zeros(ctx.shape())
         return (nothing, x.new_zeros(())) if both else nothing
@@ -165,7 +166,7 @@ def _cross_entropy(call: OpCall) -> Rule:
     modes = linear_modes(1, affine=call.get("label_smoothing") != 0) if likely else ()
     if weight and (likely or reduction != MEAN):
         modes += linear_modes(2)
-    local = Averaged(math.prod(x.shape), (0,)) if likely and reduction == MEAN else None
+    local = LocalMeanLoss(math.prod(x.shape), (0,)) if likely and reduction == MEAN else None
     return Rule((given, given if likely else beside, *weight), (() if summed else beside,),
                 tuple((f, "sum") for f in samples) if summed else (), needed, modes=modes,
                 local=local)  # fmt: skip
@@ -272,7 +273,7 @@ register_decomposition("cross_entropy_loss")(_decomposed_cross_entropy)
 
 def _margins(call: OpCall) -> Rule:
     """Samples pass or are summed; classes are needed whole."""
-    backward = call.op._schema.name.endswith("_backward")
+    backward = schema_of(call.op).name.endswith("_backward")
     x = call.operands[1 if backward else 0]
     reduction = call.get("reduction")
     if x.ndim != 2:
@@ -293,7 +294,7 @@ def _margins(call: OpCall) -> Rule:
     results: tuple[Dims, ...] = ((("n",), ()),) if backward else (one,)
     if len(call.results) == 2:
         results += ((("n",), ()),)
-    local = Averaged(x.shape[0], (1 if backward else 0,), 1) if reduction == MEAN else None
+    local = LocalMeanLoss(x.shape[0], (1 if backward else 0,), 1) if reduction == MEAN else None
     return Rule(operands, results, () if backward or reduction == NONE else (("n", "sum"),),
                 modes=linear_modes(0) if backward else (), local=local)  # fmt: skip
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import added, letters
-from fshard.ops.rules.shard_call import Parts, has_nothing, nil
+from fshard.ops.rules.einsum_letters import addend_modes, letters
+from fshard.ops.rules.shard_call import ShardCall, has_empty_shard, zeros_with_grad
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
 __all__ = ["are_apart"]
@@ -60,7 +61,7 @@ def are_apart(call: OpCall, at: int, size: int, kernel: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Letters:
+class _ConvDims:
     """The dims of a convolution's tensors: input, weight, bias, result; and factors in windows."""
 
     x: Dims
@@ -70,7 +71,7 @@ class _Letters:
     whole: frozenset[str]
 
 
-def _dims(call: OpCall, x: Meta, weight: Meta, groups: int) -> _Letters:
+def _dims(call: OpCall, x: Meta, weight: Meta, groups: int) -> _ConvDims:
     """`n(gc)s` and `(go)ck` make `n(go)s`; groups only where there are some.
 
     A spatial dim whose windows lie apart is one of windows, major, and of elements in each.
@@ -94,17 +95,17 @@ def _dims(call: OpCall, x: Meta, weight: Meta, groups: int) -> _Letters:
     sides = (one, many) if transposed else (many, one)
     own = (ins, ("o",), *kernel) if transposed else (outs, ("c",), *kernel)
     whole = frozenset(f for dim in kernel for f in dim)
-    return _Letters((*batch, ins, *sides[0]), own, (outs,), (*batch, outs, *sides[1]), whole)
+    return _ConvDims((*batch, ins, *sides[0]), own, (outs,), (*batch, outs, *sides[1]), whole)
 
 
 def _transposed(call: OpCall) -> bool:
     if call.has("transposed"):
         return bool(call.get("transposed"))
-    return "transpose" in call.op._schema.name
+    return "transpose" in schema_of(call.op).name
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _SetGroups:
     """A change: as many groups as the rank has channels for."""
 
     x: int
@@ -131,12 +132,12 @@ def convolution(call: OpCall) -> Rule:
     dims, bias = _dims(call, x, weight, groups), call.operand_index("bias")
     operands = [dims.x, dims.weight] + ([dims.bias] if bias is not None else [])
     channel = x.ndim - weight.ndim + 1
-    changes = (_Groups(0, 1, channel, _transposed(call)),) if groups > 1 else ()
+    changes = (_SetGroups(0, 1, channel, _transposed(call)),) if groups > 1 else ()
     once = () if bias is None else (bias,)
     return Rule(
         tuple(operands), (dims.made,), (("c", "sum"),), dims.whole,
-        modes=linear_modes(0, 1) if bias is None else added(bias, (0, 1)),
-        local=Parts(once, changes, along=channel),
+        modes=linear_modes(0, 1) if bias is None else addend_modes(bias, (0, 1)),
+        local=ShardCall(once, changes, along=channel),
     )  # fmt: skip
 
 
@@ -144,18 +145,18 @@ def convolution(call: OpCall) -> Rule:
 def conv_tbc(call: OpCall) -> Rule:
     """A convolution in one dim, of tensors that lie time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
-    return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=added(2, (0, 1)),
-                local=Parts((2,), along=2))  # fmt: skip
+    return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=addend_modes(2, (0, 1)),
+                local=ShardCall((2,), along=2))  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Backward:
+class _LocalConvBackward:
     """Gradients of a convolution on one rank: the bias's, which is of no channel in, once."""
 
-    parts: Parts
+    parts: ShardCall
     channel: int
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
@@ -164,13 +165,13 @@ class _Backward:
         x, bias = ctx.operands[1], ctx.results[2]
         if bias is None:
             return made
-        if has_nothing(ctx):
+        if has_empty_shard(ctx):
             # Of no channels in there is no gradient but the bias's.
             grad = argument(op, args, kwargs, "grad_output")
             made[2] = made[2] + grad.sum([d for d in range(grad.ndim) if d != self.channel])
         coords, groups = x.mesh.coords(ctx.rank), bias.partition.dims[0]
         later = [a for a in x.partition.dims[self.channel] if a not in groups and coords[a]]
-        return [*made[:2], nil(made[2]) if later else made[2]]
+        return [*made[:2], zeros_with_grad(made[2]) if later else made[2]]
 
     def _resized(
         self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext
@@ -196,13 +197,13 @@ def convolution_backward(call: OpCall) -> Rule:
     seen = dict.fromkeys(
         f for each in (dims.made, dims.x, dims.weight) for dim in each for f in dim
     )
-    changes = (_Groups(1, 2, channel, _transposed(call), None),) if groups > 1 else ()
+    changes = (_SetGroups(1, 2, channel, _transposed(call), None),) if groups > 1 else ()
     return Rule(
         (dims.made, dims.x, dims.weight), results,
         tuple(sorted((f, "sum") for f in seen if f != "g")),
         dims.whole,
         modes=linear_modes(0, results=3),
-        local=_Backward(Parts(changes=changes), channel),
+        local=_LocalConvBackward(ShardCall(changes=changes), channel),
     )  # fmt: skip
 
 
@@ -212,4 +213,4 @@ def conv_tbc_backward(call: OpCall) -> Rule:
     operands = (((), ("n",), ("o",)), ((), ("n",), ()), ((), (), ("o",)), (("o",),))
     results = (((), ("n",), ()), ((), (), ("o",)), (("o",),))
     return Rule(operands, results, (("n", "sum"), ("o", "sum")), modes=linear_modes(0, results=3),
-                local=Parts())  # fmt: skip
+                local=ShardCall())  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, Never
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard._util.errors import fail
 from fshard.ops.core.builders import dim_factors, linear_modes
 from fshard.ops.core.call import OpCall, argument
@@ -74,7 +75,7 @@ def _renorm(call: OpCall) -> Never:
 def _gradient(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Rows of the weight's gradient that a rank holds; what falls elsewhere is dropped."""
     rows, begin = ctx.shape()[0], ctx.result_offset(0)
-    given, made = argument(op, args, kwargs, op._schema.arguments[0].name), ctx.results[0]
+    given, made = argument(op, args, kwargs, schema_of(op).arguments[0].name), ctx.results[0]
     assert made is not None
     if not given.numel():
         return given.new_zeros(ctx.shape())
@@ -131,10 +132,10 @@ def _bagged(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _padding(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> int | None:
-    if not any(each.name == "padding_idx" for each in op._schema.arguments):
+    if not any(each.name == "padding_idx" for each in schema_of(op).arguments):
         return None
     given: int | None = argument(op, args, kwargs, "padding_idx")
-    if given is None or (given < 0 and op._schema.name != "aten::embedding_bag"):
+    if given is None or (given < 0 and schema_of(op).name != "aten::embedding_bag"):
         return None
     return given % max(rows, 1)
 
@@ -165,7 +166,7 @@ register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")(
 
 
 @dataclass(frozen=True, slots=True)
-class _Encoded:
+class _LocalOneHot:
     """A rank's classes of a one-hot code, and one more, first, for those of other ranks."""
 
     classes: int
@@ -189,7 +190,7 @@ def _one_hot(call: OpCall) -> Rule:
     """All dims pass, and the classes of the code may be cut."""
     x = call.operands[0]
     dims = dim_factors(x.ndim)
-    return Rule((dims,), ((*dims, ("c",)),), local=_Encoded(call.get("num_classes")))
+    return Rule((dims,), ((*dims, ("c",)),), local=_LocalOneHot(call.get("num_classes")))
 
 
 register_rule("one_hot")(_one_hot)

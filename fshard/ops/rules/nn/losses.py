@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import align_factors, dim_factors, linear_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
@@ -20,14 +21,14 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, whole
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["MEAN", "NONE", "SUM", "Averaged"]
+__all__ = ["MEAN", "NONE", "SUM", "LocalMeanLoss"]
 
 NONE, MEAN, SUM = range(3)
 """What the argument `reduction` says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Averaged:
+class LocalMeanLoss:
     """A loss, or its gradient, whose mean is over `count` values in all.
 
     A rank has as many as its parts of the operands `rows` broadcast to, without `after` dims.
@@ -67,18 +68,17 @@ def _elementwise(call: OpCall) -> Rule:
     shape = broadcast_shape([each.shape for each in call.operands])
     factors = dim_factors(len(shape))
     operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
-    backward = call.op._schema.name.endswith("_backward")
-    made = call.results[0]
-    assert made is not None
+    backward = schema_of(call.op).name.endswith("_backward")
+    made = call.result
     result = align_factors(made.shape, shape, factors)
     sums = call.get("reduction") != NONE and not backward
     used = {f for dims in operands for dim in dims for f in dim}
     reductions = tuple((f, "sum") for (f,) in factors if f in used) if sums else ()
     every = tuple(range(len(operands)))
-    local = Averaged(math.prod(shape), every) if call.get("reduction") == MEAN else None
+    local = LocalMeanLoss(math.prod(shape), every) if call.get("reduction") == MEAN else None
     # PyTorch divides these means' gradients by the first operand's size, broadcast or not.
     narrow = call.get("reduction") == MEAN and any(each.shape != shape for each in call.operands)
-    wrong = narrow and call.op._schema.name.removeprefix("aten::") in BY_FIRST
+    wrong = narrow and schema_of(call.op).name.removeprefix("aten::") in BY_FIRST
     return Rule(operands, (result,), reductions, modes=_linear_in(call, backward),
                 no_grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
 
@@ -87,7 +87,7 @@ def _linear_in(call: OpCall, backward: bool) -> tuple[Mode, ...]:
     """The operands that a loss is linear in, or linear but for a constant."""
     if backward:
         return linear_modes(0)
-    match call.op._schema.name.removeprefix("aten::"):
+    match schema_of(call.op).name.removeprefix("aten::"):
         case "kl_div":
             return linear_modes(0, affine=True)
         case "poisson_nll_loss":
@@ -132,12 +132,12 @@ def _rows(call: OpCall) -> Rule:
     made = factors[:-1] if reduction == NONE else ()
     used = {f for dims in operands for dim in dims for f in dim}
     reductions = tuple((f, "sum") for (f,) in factors[:-1] if reduction != NONE and f in used)
-    local = Averaged(math.prod(rows), tuple(range(features)), 1) if reduction == MEAN else None
+    local = LocalMeanLoss(math.prod(rows), tuple(range(features)), 1) if reduction == MEAN else None
     return Rule(operands, (made,), reductions, frozenset({"c"} & used), local=local)
 
 
 def _features(call: OpCall) -> int:
-    return 3 if call.op._schema.name == "aten::triplet_margin_loss" else 2
+    return 3 if schema_of(call.op).name == "aten::triplet_margin_loss" else 2
 
 
 register_rule("cosine_embedding_loss", "triplet_margin_loss")(_rows)

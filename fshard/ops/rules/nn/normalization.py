@@ -18,7 +18,7 @@ from fshard.ops.core.builders import align_factors, dim_factors, linear_modes, w
 from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.reduce.reductions import OfSome, functional_overloads, typed, zeros
+from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, typed, zeros
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 __all__: list[str] = []
@@ -57,7 +57,7 @@ def layer_norm(call: OpCall) -> Rule:
     factors, lead = _layer(call, x)
     weights = (factors[lead:],) * (len(call.operands) - 1)
     return Rule((factors, *weights), tuple(_statistics(each, x, lead) for each in call.results),
-                unsharded=_names(factors[lead:]), modes=_affine(call), local=OfSome())  # fmt: skip
+                unsharded=_names(factors[lead:]), modes=_affine(call), local=ZerosIfEmpty())  # fmt: skip
 
 
 def _layer(call: OpCall, x: Meta) -> tuple[Dims, int]:
@@ -84,14 +84,14 @@ def layer_norm_backward(call: OpCall) -> Rule:
     given = tuple(m and d for m, d in zip(call.results, results, strict=True))
     return Rule(tuple(operands), given,
                 tuple((f, "sum") for f in _names(factors[:lead])), _names(inner),
-                modes=linear_modes(0, results=len(call.results)), local=OfSome())  # fmt: skip
+                modes=linear_modes(0, results=len(call.results)), local=ZerosIfEmpty())  # fmt: skip
 
 
 # -- groups --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class LocalGroupNorm:
     """A group norm on one rank: its counts are those of the part, `channels` to a group."""
 
     channels: int
@@ -126,7 +126,7 @@ def group_norm(call: OpCall) -> Rule:
     )
     given = tuple(m and d for m, d in zip(call.results, results, strict=False))
     return Rule(operands, given, (("n", "sum"),) if backward else (), _names(factors[2:]) | {"c"},
-                modes=linear_modes(0, results=3) if backward else _affine(call), local=Grouped(per),
+                modes=linear_modes(0, results=3) if backward else _affine(call), local=LocalGroupNorm(per),
                 sizes=(("c", per), ("g", groups)))  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def group_norm(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Unwritten:
+class LocalBatchNorm:
     """A norm on one rank, with running statistics of its own: none that others see are written.
 
     Where `given` they are what it is normalized by, and are told again, as some kernels do.
@@ -184,7 +184,7 @@ def batch_norm(call: OpCall) -> Rule:
     # Statistics that are given are the same on all ranks: any maximum of them is one of them.
     same = tuple((f, "max") for f in sorted(_names(factors)))
     return Rule(operands, results, () if own else same, whole, modes=_affine(call),
-                local=Unwritten(not own))  # fmt: skip
+                local=LocalBatchNorm(not own))  # fmt: skip
 
 
 def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
@@ -202,7 +202,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
     results = tuple(_of_channels(each, x, factors) for each in call.results)
     sums = () if own else tuple((f, "sum") for f in sorted(over))
     return Rule(operands, results, sums, over if own else frozenset(),
-                modes=linear_modes(0, results=3), local=OfSome())  # fmt: skip
+                modes=linear_modes(0, results=3), local=ZerosIfEmpty())  # fmt: skip
 
 
 # -- norms of other things -----------------------------------------------------------------
@@ -213,7 +213,7 @@ def renorm(call: OpCall) -> Rule:
     x = call.operands[0]
     factors, dim = dim_factors(x.ndim), wrap_dim(call.get("dim"), x.ndim)
     return Rule((factors,), (factors,), unsharded=_names(factors[:dim] + factors[dim + 1 :]),
-                local=OfSome())  # fmt: skip
+                local=ZerosIfEmpty())  # fmt: skip
 
 
 def cosine_similarity(call: OpCall) -> Rule:
@@ -244,7 +244,7 @@ def weight_norm(call: OpCall) -> Rule:
         modes = linear_modes(0, results=len(call.results))
     whole = frozenset(f for at, each in enumerate(factors) for f in each if at not in kept)
     return Rule(tuple(dims(each) or () for each in call.operands), tuple(map(dims, call.results)),
-                unsharded=whole, modes=modes, local=OfSome())  # fmt: skip
+                unsharded=whole, modes=modes, local=ZerosIfEmpty())  # fmt: skip
 
 
 GENERATORS = {

@@ -16,9 +16,9 @@ from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_m
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
-from fshard.ops.rules.einsum_letters import dims_of_text, letters
+from fshard.ops.rules.einsum_letters import letters, text_dims
 from fshard.ops.rules.nn.convolution import are_apart
-from fshard.ops.rules.shard_call import Parts, Sized
+from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
 from fshard.ops.strategy.local_call import (
     Args,
     Kwargs,
@@ -62,7 +62,7 @@ def spatial_dims(call: OpCall) -> int:
 def planes(meta: Meta, spatial: int) -> Dims:
     """Factors of the dims before the spatial ones, the last of them the channels."""
     lead = meta.ndim - spatial
-    return dims_of_text("nc"[max(2 - lead, 0) :][:lead]) + ((),) * spatial
+    return text_dims("nc"[max(2 - lead, 0) :][:lead]) + ((),) * spatial
 
 
 def per_plane(call: OpCall, modes: tuple[Mode, ...] = ()) -> Rule:
@@ -74,7 +74,7 @@ def per_plane(call: OpCall, modes: tuple[Mode, ...] = ()) -> Rule:
     results = tuple(
         None if each is None else first + ((),) * (each.ndim - lead) for each in call.results
     )
-    return Rule(tuple(dims), results, modes=modes, local=Parts())
+    return Rule(tuple(dims), results, modes=modes, local=ShardCall())
 
 
 WINDOWED = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d")
@@ -93,7 +93,9 @@ def windowed(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
         reads.append((every[at], every[spatial + at]) if apart else ())
         makes.append((every[at],) if apart else ())
     whole = frozenset(f for dim in reads for f in dim[1:])
-    return Rule(((*lead, *reads),), ((*lead, *makes),), unsharded=whole, modes=modes, local=Parts())
+    return Rule(
+        ((*lead, *reads),), ((*lead, *makes),), unsharded=whole, modes=modes, local=ShardCall()
+    )
 
 
 MOST_REPEATED = 32
@@ -103,8 +105,7 @@ MOST_REPEATED = 32
 @register_rule(*NEAREST.split())
 def repeated(call: OpCall) -> Rule:
     """Where every element is repeated as often, dims can be cut between elements."""
-    x, made, spatial = call.operands[0], call.results[0], spatial_dims(call)
-    assert made is not None
+    x, made, spatial = call.operands[0], call.result, spatial_dims(call)
     every = letters(2 * spatial, "cn")
     reads: list[tuple[str, ...]] = []
     makes: list[tuple[str, ...]] = []
@@ -117,7 +118,7 @@ def repeated(call: OpCall) -> Rule:
     lead = planes(x, spatial)[: x.ndim - spatial]
     inner = frozenset(f for dim in makes for f in dim[1:])
     return Rule(((*lead, *reads),), ((*lead, *makes),), unsharded=inner, modes=all_modes(0),
-                local=Parts(changes=(_Enlarged(spatial),)))  # fmt: skip
+                local=ShardCall(changes=(_SetOutputSize(spatial),)))  # fmt: skip
 
 
 def _scales_as(call: OpCall, at: int, larger: int, size: int) -> bool:
@@ -131,7 +132,7 @@ def _scales_as(call: OpCall, at: int, larger: int, size: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Enlarged:
+class _SetOutputSize:
     """A change: the size that comes out is the rank's."""
 
     spatial: int
@@ -163,7 +164,7 @@ def largest(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Padded(LocalRewrite):
+class _LocalPad(LocalRewrite):
     """A rank's part with what is added before its first and after its last element.
 
     `before` has for every dim how many elements the operation adds in front of all.
@@ -195,7 +196,7 @@ def padded(call: OpCall) -> Rule:
     if not _is_constant(call):
         whole = range(x.ndim - len(pairs) // 2, x.ndim)
         dims = tuple(() if dim in whole else each for dim, each in enumerate(dims))
-        return Rule((dims,), (dims,), modes=all_modes(0), local=Parts())
+        return Rule((dims,), (dims,), modes=all_modes(0), local=ShardCall())
     added = {x.ndim - 1 - at // 2: pairs[at : at + 2] for at in range(0, len(pairs), 2)}
     given, made, slices = list(dims), list(dims), list[Slice]()
     for dim, (before, after) in added.items():
@@ -209,7 +210,7 @@ def padded(call: OpCall) -> Rule:
     modes = linear_modes(0, affine=value != 0) if is_inexact(x) or value == 0 else ()
     modes += kind_modes(0, {"max": "max", "min": "min"})
     fronts = tuple(added[dim][0] if dim in added else 0 for dim in range(x.ndim))
-    return Rule((tuple(given),), (tuple(made),), modes=modes, local=_Padded(fronts),
+    return Rule((tuple(given),), (tuple(made),), modes=modes, local=_LocalPad(fronts),
                 slices=tuple(slices))  # fmt: skip
 
 
@@ -227,19 +228,26 @@ def im2col(call: OpCall) -> Rule:
     first = planes(call.operands[0], 2)[:-2]
     made = (*first[:-1], ("c", "k"), ())
     return Rule(
-        ((*first, (), ()),), (made,), unsharded=frozenset("k"), modes=linear_modes(0), local=Parts()
+        ((*first, (), ()),),
+        (made,),
+        unsharded=frozenset("k"),
+        modes=linear_modes(0),
+        local=ShardCall(),
     )
 
 
 @register_rule(aten.col2im)
 def col2im(call: OpCall) -> Rule:
     """Columns added up where their windows lie."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     first = planes(result, 2)[:-2]
     lies = (*first[:-1], ("c", "k"), ())
     return Rule(
-        (lies,), ((*first, (), ()),), unsharded=frozenset("k"), modes=linear_modes(0), local=Parts()
+        (lies,),
+        ((*first, (), ()),),
+        unsharded=frozenset("k"),
+        modes=linear_modes(0),
+        local=ShardCall(),
     )
 
 
@@ -247,17 +255,17 @@ def col2im(call: OpCall) -> Rule:
 def grid_sampler(call: OpCall) -> Rule:
     """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
     x, made = sampled(call.operands[0].ndim - 2)
-    return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear_modes(0), local=Parts())
+    return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear_modes(0), local=ShardCall())
 
 
 def sampled(spatial: int) -> tuple[Dims, Dims]:
     """The dims of what is sampled, and of what comes out."""
-    points = dims_of_text("dhw"[-spatial:])
+    points = text_dims("dhw"[-spatial:])
     return (("n",), ("c",), *((),) * spatial), (("n",), ("c",), *points)
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _SetBatchSize:
     """A change: an argument of sizes begins with the rank's part of the batch."""
 
     name: str = "size"
@@ -271,11 +279,10 @@ class _Batch:
 @register_rule(aten.affine_grid_generator)
 def affine_grid(call: OpCall) -> Rule:
     """Grids of transformed points: linear in the transformations."""
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     theta: Dims = (("n",), ("a",), ())
     return Rule((theta,), ((("n",), *((),) * (made.ndim - 2), ("a",)),), unsharded=frozenset("a"),
-                modes=linear_modes(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
+                modes=linear_modes(0), local=ShardCall(changes=(_SetBatchSize(),)))  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def pool_backward(call: OpCall) -> Rule:
 def upsample_backward(call: OpCall) -> Rule:
     """The gradient of every plane alone; the input's shape is that of the rank's planes."""
     made = per_plane(call, linear_modes(0))
-    return replace(made, local=Parts(changes=(Sized("input_size"),)))
+    return replace(made, local=ShardCall(changes=(SetLocalShape("input_size"),)))
 
 
 @register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
@@ -319,7 +326,7 @@ def grid_sampler_backward(call: OpCall) -> Rule:
         if any(dims is not None and dim not in dims for dims in results)
     }  # fmt: skip
     return Rule((made, x, grid), results, tuple(sorted((f, "sum") for f in lacking)),
-                modes=linear_modes(0, results=2), local=Parts())  # fmt: skip
+                modes=linear_modes(0, results=2), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten.affine_grid_generator_backward)
@@ -327,4 +334,4 @@ def affine_grid_backward(call: OpCall) -> Rule:
     """Points are summed into the transformations' gradient."""
     points = ((),) * (call.operands[0].ndim - 2)
     return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), unsharded=frozenset("a"),
-                modes=linear_modes(0), local=Parts(changes=(_Batch(),)))  # fmt: skip
+                modes=linear_modes(0), local=ShardCall(changes=(_SetBatchSize(),)))  # fmt: skip

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from fshard._torch.operators import schema_of
 from fshard._util.errors import fail
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import untouched
-from fshard.ops.rules.shard_call import Parts
+from fshard.ops.rules.einsum_letters import unsharded_dims
+from fshard.ops.rules.shard_call import ShardCall
 
 __all__: list[str] = []
 
@@ -27,17 +28,17 @@ def layers(call: OpCall) -> Rule:
              "a rank's generator does not draw what the whole tensor's does",
              "dropout=0.0, and between the layers, each called alone, "
              "x * fs.random.dropout_mask(key, x, p)")  # fmt: skip
-    states = 2 if call.op._schema.name == "aten::lstm" else 1
+    states = 2 if schema_of(call.op).name == "aten::lstm" else 1
     rows: Dims = (("n",), (), ()) if call.get("batch_first") else ((), ("n",), ())
     state: Dims = ((), ("n",), ())
-    weights = [untouched(each) for each in call.operands[1 + states :]]
-    return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=Parts())
+    weights = [unsharded_dims(each) for each in call.operands[1 + states :]]
+    return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=ShardCall())
 
 
 @register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def cell(call: OpCall) -> Rule:
     """One step: the batch passes."""
-    states = 3 if call.op._schema.name == "aten::lstm_cell" else 2
+    states = 3 if schema_of(call.op).name == "aten::lstm_cell" else 2
     rows: Dims = (("n",), ())
-    weights = [untouched(each) for each in call.operands[states:]]
-    return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=Parts())
+    weights = [unsharded_dims(each) for each in call.operands[states:]]
+    return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=ShardCall())

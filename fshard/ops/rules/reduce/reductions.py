@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket
 
+from fshard._torch.operators import OpOverloadPacket, schema_of
 from fshard.ops.core.builders import (
     dim_factors,
     is_inexact,
@@ -31,7 +31,10 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 from fshard.run.transports.reduce_dtypes import neutral_like
 
-__all__ = ["Filled", "OfSome", "functional_overloads", "reducing", "same_numbers", "typed", "zeros"]
+__all__ = [
+    "NeutralIfEmpty", "ZerosIfEmpty", "functional_overloads", "reducing", "same_numbers", "typed",
+    "zeros",
+]  # fmt: skip
 
 
 def functional_overloads(*names: str) -> Iterator[Any]:
@@ -42,7 +45,7 @@ def functional_overloads(*names: str) -> Iterator[Any]:
             continue
         for each in packet.overloads():
             op = getattr(packet, each)
-            if not op._schema.is_mutable:
+            if not schema_of(op).is_mutable:
                 yield op
 
 
@@ -86,7 +89,7 @@ def reducing(
     return Rule((factors, *rest), outs, tuple((factors[dim][0], kind) for dim, kind in cut.items()),
                 whole, modes=modes,
                 no_grad=frozenset((*(factors[dim][0] for dim in cut), *modes) if shares else ()),
-                local=Filled(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
+                local=NeutralIfEmpty(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
 
 
 def keeping(call: OpCall, result: Meta | None, how: Mapping[int, Any]) -> Dims | None:
@@ -112,7 +115,7 @@ def same_numbers(call: OpCall, operand: int = 0) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class NeutralIfEmpty:
     """A reduction by `kind` on one rank: of no elements it is the neutral element.
 
     `dims` are those that are reduced, of every operand that has some. Of `sizes`, which are not
@@ -135,7 +138,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class LocalMean:
     """A mean on one rank: that of the elements there, times their share of all."""
 
     dims: tuple[int, ...]
@@ -154,7 +157,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class OfSome:
+class ZerosIfEmpty:
     """An operation on one rank that is not asked of a part of no elements: that gives zeros.
 
     Its results are of the dtypes that are told without a device: some kernels have others.
@@ -185,7 +188,7 @@ def zeros(like: torch.Tensor, ctx: RankContext) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class LocalTrace:
     """A trace on one rank: of the diagonal that crosses its block."""
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
@@ -215,7 +218,7 @@ def reduction(call: OpCall) -> Rule:
                     shares=name in (*EXTREMES, "prod"))  # fmt: skip
     if name == "mean":
         return Rule(made.operands, made.results, made.reductions, modes=made.modes,
-                    local=Shared(dims))  # fmt: skip
+                    local=LocalMean(dims))  # fmt: skip
     return made
 
 
@@ -234,13 +237,12 @@ def trace(call: OpCall) -> Rule:
     """Both dims may be cut: every block has a diagonal of its own."""
     cut = {0: "sum", 1: "sum"}
     made = reducing(call, cut, modes=linear_modes(0) if same_numbers(call) else ())
-    return Rule(made.operands, made.results, made.reductions, modes=made.modes, local=Traced())
+    return Rule(made.operands, made.results, made.reductions, modes=made.modes, local=LocalTrace())
 
 
 def sum_to_size(call: OpCall) -> Rule:
     """Dims that the result has not, or has of size 1, are summed."""
-    x, made = call.operands[0], call.results[0]
-    assert made is not None
+    x, made = call.operands[0], call.result
     more = x.ndim - made.ndim
     gone = {d: "sum" for d in range(x.ndim) if d < more or made.shape[d - more] != x.shape[d]}
     factors = dim_factors(x.ndim)
@@ -251,15 +253,14 @@ def sum_to_size(call: OpCall) -> Rule:
 
 def quantile(call: OpCall) -> Rule:
     """The dim is whole; every fraction that is asked for is one of its own, in front."""
-    dims, made = dict.fromkeys(reduced_dims(call)), call.results[0]
-    assert made is not None
+    dims, made = dict.fromkeys(reduced_dims(call)), call.result
     many = tuple(each.ndim == 1 for each in call.operands[1:])
     asked = (("q",),) if any(many) else ()
     kept = keeping(call, Meta(made.shape[len(asked) :], made.dtype), dims) or ()
     factors = dim_factors(call.operands[0].ndim)
     operands = (factors, *((asked,) if many else ()))
     whole = frozenset(factors[dim][0] for dim in dims)
-    return Rule(operands, ((*asked, *kept),), unsharded=whole, local=OfSome())
+    return Rule(operands, ((*asked, *kept),), unsharded=whole, local=ZerosIfEmpty())
 
 
 def all_whole(call: OpCall) -> Rule:

@@ -29,7 +29,7 @@ from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.reduction_decompositions import log_sum_exp
-from fshard.ops.rules.reduce.reductions import OfSome, functional_overloads, same_numbers
+from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, same_numbers
 
 __all__ = ["_whole"]
 
@@ -91,13 +91,12 @@ def segment_reduce(call: OpCall) -> Rule:
         modes = linear_modes(0)
     return Rule((factors, *lengths), (inner,), unsharded=_whole(x.ndim, (axis,)), modes=modes,
                 no_grad=frozenset(modes if reduce in ("max", "min") else ()),
-                local=OfSome())  # fmt: skip
+                local=ZerosIfEmpty())  # fmt: skip
 
 
 def trapezoid(call: OpCall) -> Rule:
     """The dim is whole; the places, where they are given, are of that dim alone or of all."""
-    y, made = call.operands[0], call.results[0]
-    assert made is not None
+    y, made = call.operands[0], call.result
     dim = wrap_dim(call.get("dim"), y.ndim)
     shape, places = y.shape, call.operands[1:]
     if places and places[0].ndim > 1:

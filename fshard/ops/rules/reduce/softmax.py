@@ -12,7 +12,7 @@ from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.reduce.reduction_decompositions import dims_in, wide
-from fshard.ops.rules.reduce.reductions import OfSome, functional_overloads
+from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads
 from fshard.ops.rules.reduce.scans import _whole
 
 __all__: list[str] = []
@@ -28,7 +28,7 @@ def masked_softmax(call: OpCall) -> Rule:
         # The kernel asks for as many rows as columns.
         dims = (x.ndim - 2, x.ndim - 1)
         masked = factors[-2:] if kind == 0 else (factors[0], factors[-1])
-    return Rule((factors, masked), (factors,), unsharded=_whole(x.ndim, dims), local=OfSome())
+    return Rule((factors, masked), (factors,), unsharded=_whole(x.ndim, dims), local=ZerosIfEmpty())
 
 
 register_rule(*functional_overloads("_masked_softmax"))(masked_softmax)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import MAX_BLOCKS, dim_factors, wrap_dim
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
@@ -75,7 +76,7 @@ def _topk_of_blocks(
 
 def _counts(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """A search among the boundaries that a rank has; none are below where it has none."""
-    name = "boundaries" if op._schema.name == "aten::bucketize" else "sorted_sequence"
+    name = "boundaries" if schema_of(op).name == "aten::bucketize" else "sorted_sequence"
     bounds = argument(op, args, kwargs, name)
     if bounds.shape[-1]:
         return op(*args, **kwargs)
@@ -85,7 +86,7 @@ def _counts(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 def _searched(call: OpCall) -> Rule:
     """Values pass, and so do rows of boundaries; boundaries are counted."""
-    bucket = call.op._schema.name == "aten::bucketize"
+    bucket = schema_of(call.op).name == "aten::bucketize"
     bounds = call.operand_index("boundaries" if bucket else "sorted_sequence")
     values = call.operand_index("self")
     assert bounds is not None
@@ -107,8 +108,7 @@ register_rule("searchsorted", "bucketize")(_searched)
 
 def _isin(call: OpCall) -> Rule:
     """Elements pass; what they are looked for in is cut where any (or all) of the parts say it."""
-    made = call.results[0]
-    assert made is not None
+    made = call.result
     read = dim_factors(made.ndim, "e")
     operands: list[Dims] = []
     for name in ("elements", "test_elements"):

@@ -16,13 +16,13 @@ from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.elementwise.pointwise_modes import _extreme
 from fshard.ops.rules.reduce.reduction_decompositions import dims_in, kept, root, wide
-from fshard.ops.rules.reduce.reductions import Filled, functional_overloads, reducing
+from fshard.ops.rules.reduce.reductions import NeutralIfEmpty, functional_overloads, reducing
 
-__all__ = ["dist", "pairwise_distance", "vector_norm"]
+__all__ = ["vector_norm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormKind:
     """Which norm a call computes: of vectors or of matrices, its order, and over which dims."""
 
     order: float | str
@@ -42,19 +42,19 @@ class Norm:
         return {summed: None, chosen: "max" if float(self.order) > 0 else "min"}
 
 
-def norm_of(call: OpCall) -> Norm:
+def norm_of(call: OpCall) -> NormKind:
     """The norm that a call of any of PyTorch's norms computes."""
     name, ndim = base_name(call.op), call.operands[0].ndim
     order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
     given = call.get("dim") if call.has("dim") else None
     dims = normalize_dims(given, ndim) if ndim else ()
     if name == "linalg_matrix_norm":
-        return Norm(_order(order), dims, matrix=True)
+        return NormKind(_order(order), dims, matrix=True)
     if name == "nuclear_norm":
-        return Norm("nuc", dims[-2:], matrix=True)
+        return NormKind("nuc", dims[-2:], matrix=True)
     if name == "linalg_norm" and order is not None and len(dims) == 2:
-        return Norm(_order(order), dims, matrix=True)
-    return Norm(2.0 if order is None else _order(order), dims)
+        return NormKind(_order(order), dims, matrix=True)
+    return NormKind(2.0 if order is None else _order(order), dims)
 
 
 def _order(order: Any) -> float | str:
@@ -71,7 +71,7 @@ def norm(call: OpCall) -> Rule:
 def dist(call: OpCall) -> Rule:
     """A norm over all dims of a difference, whose operands may broadcast."""
     order = float(call.get("p"))
-    kind = Norm(order, (0,)).how[0]
+    kind = NormKind(order, (0,)).how[0]
     shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
     factors = dim_factors(len(shape))
     names = [f for dim in factors for f in dim]
@@ -82,13 +82,13 @@ def dist(call: OpCall) -> Rule:
     every = tuple(tuple(range(each.ndim)) for each in call.operands)
     return Rule(operands, ((),), tuple((f, kind) for f in names),
                 no_grad=frozenset(names if extreme else ()),
-                local=Filled(kind, every, sizes=True) if extreme else None)  # fmt: skip
+                local=NeutralIfEmpty(kind, every, sizes=True) if extreme else None)  # fmt: skip
 
 
 def pairwise_distance(call: OpCall) -> Rule:
     """A norm over the last dim of a difference, whose operands may broadcast."""
     order = float(call.get("p"))
-    kind = Norm(order, (0,)).how[0]
+    kind = NormKind(order, (0,)).how[0]
     shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
     factors, last = dim_factors(len(shape)), len(shape) - 1
     operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
@@ -98,7 +98,7 @@ def pairwise_distance(call: OpCall) -> Rule:
         return Rule(operands, (result,), unsharded=frozenset({name}))
     extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
     return Rule(operands, (result,), ((name, kind),), no_grad=frozenset({name} if extreme else ()),
-                local=Filled(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
+                local=NeutralIfEmpty(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
 
 
 NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "native_norm",

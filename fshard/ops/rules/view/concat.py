@@ -25,8 +25,7 @@ Places = Sequence[int]
 
 def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
     """A rule of operands whose dims are those of one result, all but `along` at once."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     own = letter_dims(result.ndim)
     # What is of one element may be made so for tensors of fewer dims: those are given it whole.
     held = [
@@ -43,8 +42,7 @@ def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
 @register_rule("cat.default", "concat.default", "concatenate.default", "prims::cat")
 def cat(call: OpCall) -> Rule:
     """Dims but the one along which they lie; what has no elements may have one dim alone."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
     places = [range(each.ndim) if each.ndim == result.ndim else [dim] for each in call.operands]
     return joined(call, places, dim)
@@ -53,8 +51,7 @@ def cat(call: OpCall) -> Rule:
 @register_rule("stack", "_stack")
 def stack(call: OpCall) -> Rule:
     """The tensors lie along a dim of their own."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
     places = [[at for at in range(result.ndim) if at != dim]] * len(call.operands)
     return joined(call, places, dim)
@@ -93,8 +90,7 @@ def stacked(call: OpCall) -> Rule:
 @register_rule("pad_sequence")
 def padded(call: OpCall) -> Rule:
     """Sequences of different lengths, filled up: what comes after their first dims passes."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     rest = letter_dims(result.ndim - 2)
     alike = all_modes(*range(len(call.operands)))
     if call.get("padding_value"):
@@ -158,8 +154,7 @@ def broadcast_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> 
 @register_rule("broadcast_tensors")
 def broadcast(call: OpCall) -> Rule:
     """All results have all dims; an operand those along which it is not repeated."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     own = letter_dims(result.ndim)
     operands = tuple(align_factors(each.shape, result.shape, own) for each in call.operands)
     n = len(operands)

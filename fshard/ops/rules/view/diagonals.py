@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
-class _Shifted:
+class _LocalDiagonal:
     """A local call with the number of a diagonal as the rank sees it."""
 
     name: str
@@ -49,7 +49,7 @@ def triangle(call: OpCall) -> Rule:
     ndim = call.operands[0].ndim
     dims = letter_dims(ndim)
     return Rule(
-        (dims,), (dims,), modes=all_modes(0), local=_Shifted("diagonal", ndim - 2, ndim - 1)
+        (dims,), (dims,), modes=all_modes(0), local=_LocalDiagonal("diagonal", ndim - 2, ndim - 1)
     )
 
 
@@ -64,8 +64,7 @@ def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
 @register_rule("diagonal", "diagonal_copy", "linalg_diagonal")
 def diagonal(call: OpCall) -> Rule:
     """The dim that the diagonal runs through from end to end can be cut, if there is one."""
-    x, result = call.operands[0], call.results[0]
-    assert result is not None
+    x, result = call.operands[0], call.result
     offset, rows, columns = diagonal_dims(call)
     names = factor_names(x.ndim)
     own: Dims = tuple((name,) for name in names)
@@ -78,7 +77,7 @@ def diagonal(call: OpCall) -> Rule:
     lost = frozenset(names[at] for at in (rows, columns) if at != along)
     name = "offset" if call.has("offset") else "diagonal"
     return Rule((own,), ((*kept, () if along is None else own[along]),), unsharded=lost,
-                modes=all_modes(0), local=_Shifted(name, rows, columns))  # fmt: skip
+                modes=all_modes(0), local=_LocalDiagonal(name, rows, columns))  # fmt: skip
 
 
 def _embed_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
@@ -97,8 +96,7 @@ def _embed_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> tor
 @register_rule("diag_embed")
 def embedded(call: OpCall) -> Rule:
     """Matrices whose main diagonal is cut have their rows cut so."""
-    x, result = call.operands[0], call.results[0]
-    assert result is not None
+    x, result = call.operands[0], call.result
     offset = call.get("offset")
     rows, columns = wrap_dim(call.get("dim1"), result.ndim), wrap_dim(call.get("dim2"), result.ndim)
     own = letter_dims(x.ndim)
@@ -133,8 +131,7 @@ def diagflat(call: OpCall) -> Rule:
 @register_rule("diagonal_scatter", "diagonal_backward")
 def into_diagonal(call: OpCall) -> Rule:
     """The two dims of the matrices are whole; others pass."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     rows, columns = (wrap_dim(call.get(each), result.ndim) for each in ("dim1", "dim2"))
     names = factor_names(result.ndim)
     whole: Dims = tuple(() if at in (rows, columns) else (name,) for at, name in enumerate(names))

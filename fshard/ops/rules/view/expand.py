@@ -10,7 +10,7 @@ from fshard.ops.core.builders import all_modes, wrap_dim
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.view.reshape import ShapedCall, shape_operand_modes
+from fshard.ops.rules.view.reshape import ReshapeCall, shape_operand_modes
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 
@@ -20,8 +20,7 @@ __all__: list[str] = []
 @register_rule("expand", "expand_copy", "expand_as", "broadcast_to")
 def expanded(call: OpCall) -> Rule:
     """Dims that are made have a factor that the operand has not."""
-    x, result = call.operands[0], call.results[0]
-    assert result is not None
+    x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
     more = result.ndim - x.ndim
     own = tuple(
@@ -30,14 +29,13 @@ def expanded(call: OpCall) -> Rule:
     )
     return Rule((own, *(names,) * (len(call.operands) - 1)), (names,),
                 modes=shape_operand_modes(call),
-                local=ShapedCall(torch.ops.aten.expand.default))  # fmt: skip
+                local=ReshapeCall(torch.ops.aten.expand.default))  # fmt: skip
 
 
 @register_rule("prims::broadcast_in_dim")
 def broadcast(call: OpCall) -> Rule:
     """Dims go where they are said to; those of one element may be repeated there."""
-    x, result = call.operands[0], call.results[0]
-    assert result is not None
+    x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
     places = call.get("broadcast_dimensions")
     own = tuple(
@@ -62,8 +60,7 @@ def repeat_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> tor
 @register_rule("repeat", "tile")
 def repeated(call: OpCall) -> Rule:
     """A dim that is repeated is the times, major, and its own factor."""
-    x, result = call.operands[0], call.results[0]
-    assert result is not None
+    x, result = call.operands[0], call.result
     more = result.ndim - x.ndim
     names = factor_names(x.ndim + result.ndim)
     times = iter(names[x.ndim :])

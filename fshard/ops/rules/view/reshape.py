@@ -15,7 +15,7 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.view.view_factors import (
     factor_names,
     letter_dims,
-    reshaping,
+    reshape_factors,
     rule_of_moved_dims,
 )
 from fshard.ops.strategy.local_call import (
@@ -29,14 +29,14 @@ from fshard.ops.strategy.local_call import (
 
 aten = torch.ops.aten
 
-__all__ = ["ShapedCall", "shape_operand_modes"]
+__all__ = ["ReshapeCall", "shape_operand_modes"]
 
 
 # -- reshapes --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ShapedCall(LocalRewrite):
+class ReshapeCall(LocalRewrite):
     """What a rank holds, brought to the shape of what it makes.
 
     That is by `reshape` also where a `view` is asked for, which its memory may not allow.
@@ -60,13 +60,12 @@ RESHAPES = """
 @register_rule(*RESHAPES.split())
 def reshaped(call: OpCall) -> Rule:
     """Dims that are merged are one dim of several factors, and so are those that are split."""
-    result = call.results[0]
-    assert result is not None
-    found = reshaping(call.operands[0].shape, result.shape)
+    result = call.result
+    found = reshape_factors(call.operands[0].shape, result.shape)
     others = (found.after,) * (len(call.operands) - 1)
     return Rule((found.before, *others), (found.after,), unsharded=found.whole,
                 modes=shape_operand_modes(call),
-                local=ShapedCall(aten.reshape.default), sizes=found.sizes)  # fmt: skip
+                local=ReshapeCall(aten.reshape.default), sizes=found.sizes)  # fmt: skip
 
 
 def shape_operand_modes(call: OpCall) -> tuple[Mode, ...]:
@@ -111,8 +110,7 @@ def unfolded(call: OpCall) -> Rule:
 @register_rule("unfold_backward")
 def out_of_windows(call: OpCall) -> Rule:
     """Elements of several windows add up along the dim, which is whole."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     dim, own = wrap_dim(call.get("dim"), result.ndim), letter_dims(result.ndim)
     whole = tuple(() if at == dim else each for at, each in enumerate(own))
     return Rule(
@@ -160,8 +158,7 @@ def pixels(call: OpCall) -> Rule:
 @register_rule("view.dtype", "view_copy.dtype")
 def bits(call: OpCall) -> Rule:
     """Bytes of another dtype: the last dim has more or fewer elements; nothing is linear."""
-    x, result = call.operands[0], call.results[0]
-    assert result is not None
+    x, result = call.operands[0], call.result
     own = letter_dims(x.ndim)
     if not x.ndim or x.shape[-1] == result.shape[-1]:
         return Rule((own,), (own,))

@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class _Sliced(LocalRewrite):
+class _LocalSlice(LocalRewrite):
     """What a rank has of a slice of `dim`: every `step`-th element from `start` on in the whole."""
 
     dim: int
@@ -63,12 +63,11 @@ class _Sliced(LocalRewrite):
 @register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy")
 def sliced(call: OpCall) -> Rule:
     """The dim that is sliced stays cut: every rank has what it has of it."""
-    x, made = call.operands[0], call.results[0]
-    assert made is not None
+    x, made = call.operands[0], call.result
     names = factor_names(x.ndim + 1)
     dim, own = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
     taken = elements(call, x.shape[dim])
-    local = _Sliced(dim, taken.start, taken.step)
+    local = _LocalSlice(dim, taken.start, taken.step)
     if made.shape == x.shape:
         return Rule((own,), (own,), modes=all_modes(0), local=local)
     part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
@@ -120,7 +119,7 @@ SPLIT_DIM = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Split(LocalRewrite):
+class _LocalSplit(LocalRewrite):
     """A rank's part of every piece: they lie one after the other there, too."""
 
     dim: int
@@ -157,7 +156,7 @@ def split(call: OpCall) -> Rule:
     results = tuple((*own[:dim], (each.name,), *own[dim + 1 :]) for each in pieces)
     if len(pieces) == 1:
         results, pieces = (own,), []
-    return Rule((own,), results, modes=all_modes(0, results=len(results)), local=_Split(dim),
+    return Rule((own,), results, modes=all_modes(0, results=len(results)), local=_LocalSplit(dim),
                 slices=tuple(pieces))  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def split(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Into(LocalRewrite):
+class _LocalSliceWrite(LocalRewrite):
     """What a rank has of a slice of `dim`, written into what it has of the dim."""
 
     dim: int
@@ -201,7 +200,7 @@ def into_slice(call: OpCall) -> Rule:
     names = factor_names(x.ndim + 1)
     dim, own = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
     taken = elements(call, x.shape[dim])
-    local = _Into(dim, taken.start, taken.step)
+    local = _LocalSliceWrite(dim, taken.start, taken.step)
     if src.shape == x.shape:
         return Rule((own, own), (own,), modes=all_modes(1), local=_all_of, unread=frozenset({0}))
     part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
@@ -236,8 +235,7 @@ def into_element(call: OpCall) -> Rule:
 @register_rule("slice_backward", "select_backward")
 def out_of_part(call: OpCall) -> Rule:
     """The gradient of a slice: zeros around it along its dim, which is whole."""
-    grad, result = call.operands[0], call.results[0]
-    assert result is not None
+    grad, result = call.operands[0], call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
     own = letter_dims(result.ndim)
     whole = tuple(() if at == dim else each for at, each in enumerate(own))

@@ -12,7 +12,7 @@ from fshard.ops.core.builders import all_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Dims, Rule
 
-__all__ = ["factor_names", "letter_dims", "reshaping", "rule_of_moved_dims"]
+__all__ = ["factor_names", "letter_dims", "reshape_factors", "rule_of_moved_dims"]
 
 
 def names() -> Iterator[str]:
@@ -43,7 +43,7 @@ def letter_dims(ndim: int) -> Dims:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshaping:
+class ReshapeFactors:
     """The factors of a tensor's dims before and after a view, with their lengths.
 
     `whole` are those of one shape alone: no loop of the other runs along them.
@@ -55,19 +55,19 @@ class Reshaping:
     sizes: tuple[tuple[str, int], ...]
 
 
-def reshaping(before: Sequence[int], after: Sequence[int]) -> Reshaping:
+def reshape_factors(before: Sequence[int], after: Sequence[int]) -> ReshapeFactors:
     """The finest factors of two shapes of the same elements, row-major.
 
     From the left, and where that ends from the right, the greatest common divisor of what is left
     of a dim of each is a loop of both. What is then left between belongs to one shape alone, and is
     whole. Shapes without elements share the dims that they begin and end with.
 
-    >>> reshaping((6, 4), (2, 12)).before, reshaping((6, 4), (2, 12)).after
+    >>> reshape_factors((6, 4), (2, 12)).before, reshape_factors((6, 4), (2, 12)).after
     ((('a', 'b'), ('c',)), (('a',), ('b', 'c')))
-    >>> reshaping((1, 4), (4, 1)).before, reshaping((2, 9, 2), (6, 6)).after
+    >>> reshape_factors((1, 4), (4, 1)).before, reshape_factors((2, 9, 2), (6, 6)).after
     (((), ('a',)), (('a', 'b'), ('c', 'd')))
     """
-    sides = _Side(before), _Side(after)
+    sides = _FactoredShape(before), _FactoredShape(after)
     given, sizes = names(), dict[str, int]()
     common = _equal if math.prod(before) == 0 else math.gcd
     for step in (1, -1):
@@ -76,10 +76,10 @@ def reshaping(before: Sequence[int], after: Sequence[int]) -> Reshaping:
     if common is math.gcd:
         for side in sides:
             whole += side.fill(given, sizes)
-    return Reshaping(sides[0].dims, sides[1].dims, frozenset(whole), tuple(sizes.items()))
+    return ReshapeFactors(sides[0].dims, sides[1].dims, frozenset(whole), tuple(sizes.items()))
 
 
-class _Side:
+class _FactoredShape:
     """One shape while its factors are found: from the left, and from the right."""
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ def _equal(one: int, other: int) -> int:
 
 
 def _share(
-    sides: tuple[_Side, _Side],
+    sides: tuple[_FactoredShape, _FactoredShape],
     step: int,
     common: Callable[[int, int], int],
     given: Iterator[str],

@@ -1,0 +1,50 @@
+"""Grad mode, autocast, running backward passes and views, as autograd records them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+
+__all__ = [
+    "ENTER_AUTOCAST",
+    "SET_GRAD_ENABLED",
+    "backward_hooks_of",
+    "graph_task_id",
+    "is_any_autocast_enabled",
+    "is_view",
+    "keeps_graph",
+    "unviewed",
+    "version_of",
+    "view_base",
+]
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""Target of the graph nodes that switch the grad mode."""
+ENTER_AUTOCAST = autocast_mode._enter_autocast
+"""Target of the graph nodes that enter `torch.autocast`."""
+
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the backward pass that runs in this thread, -1 outside of one."""
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Return True if the running backward pass has `retain_graph=True`."""
+
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""Tensor that a view is a view of, None for a tensor that is not a view."""
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Number of in-place writes to the memory of a tensor."""
+backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+
+
+def unviewed(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, or if it is a view the same memory as a tensor that autograd takes for no view.
+
+    Its memory must not be written through other views with gradients.
+    """
+    result: torch.Tensor = torch.ops.aten._unsafe_view(x, x.shape) if is_view(x) else x
+    return result

@@ -1,0 +1,67 @@
+"""Functions that `torch.compile` skips, calls while tracing, or takes as one node.
+
+PyTorch's own decorators for this import the compiler, which takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = [
+    "call_while_tracing",
+    "one_node",
+    "skip_frame",
+    "skip_frames_below",
+    "tree_flatten",
+    "tree_unflatten",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def skip_frame(reason: str) -> Callable[[F], F]:
+    """Return a decorator that ends graphs before a function; `reason` is in the error message.
+
+    The equivalent of `torch.compiler.disable(recursive=False)`.
+    """
+
+    def mark(fn: F) -> F:
+        fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+        fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def skip_frames_below(reason: str) -> Callable[[F], F]:
+    """Return a decorator that ends graphs before a function, whose callees are not compiled either.
+
+    The equivalent of `torch.compiler.disable`, for functions that plan with sizes as keys of
+    caches: sizes that the graph before holds as symbols are plain ints in them.
+    """
+
+    def mark(fn: F) -> F:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+        return skip_frame(reason)(fn)
+
+    return mark
+
+
+def call_while_tracing(fn: F) -> F:
+    """Make the tracer call `fn` and take its result as a constant (a decorator).
+
+    The equivalent of `torch.compiler.assume_constant_result`.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` as one node of a graph, which is not traced into."""
+    return torch._dynamo.nonstrict_trace(fn)

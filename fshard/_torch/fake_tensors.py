@@ -1,0 +1,64 @@
+"""Fake tensors, which have a shape and a device but no values, and functional tensors.
+
+Modules of PyTorch that trace are imported in functions: the import takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+__all__ = [
+    "FAKE_TENSOR_LOGGER",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "from_functional",
+    "functional_mode",
+    "shares_memory",
+    "sync_functional",
+    "to_functional",
+]
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Return True if the storages behind two functional tensors' elements are one."""
+
+
+def functional_mode(*, pre_dispatch: bool) -> AbstractContextManager[Any]:
+    """Return a mode in which writes into functional tensors become new values, as in an export."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    mode: AbstractContextManager[Any] = FunctionalTensorMode(pre_dispatch=pre_dispatch, export=True)
+    return mode
+
+
+def to_functional(x: torch.Tensor) -> Any:
+    """Return a functional tensor of the value of `x`."""
+    from torch._functorch._aot_autograd.functional_utils import to_fun
+
+    return to_fun(x)
+
+
+def from_functional(x: Any) -> Any:
+    """Return the current value of a functional tensor, any other argument as it is."""
+    from torch._functorch._aot_autograd.functional_utils import from_fun
+
+    return from_fun(x)
+
+
+def sync_functional(x: Any) -> None:
+    """Apply pending writes into views to the value of a functional tensor."""
+    from torch._functorch._aot_autograd.functional_utils import sync_functional_tensor
+
+    sync_functional_tensor(x)

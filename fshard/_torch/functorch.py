@@ -1,0 +1,61 @@
+"""Transforms of `torch.func` and forward-mode levels, and a fast `autograd.Function.apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = [
+    "add_batch_dim",
+    "apply_function",
+    "forward_ad_level",
+    "get_unwrapped",
+    "is_transformed",
+    "is_wrapped",
+    "transform_level",
+]
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""Level of the innermost running transform of `torch.func`, None outside of all."""
+forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+"""Level of the innermost `forward_ad.dual_level`, -1 outside of all."""
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Return True for a tensor that wraps another one for a transform."""
+get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
+add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_batch_dim
+"""`add_batch_dim(x, dim, level)`: make `dim` of `x` the batch dim of a `vmap` level."""
+
+
+def is_transformed() -> bool:
+    """Return True if tensors may be wrappers of `torch.func` or have forward-mode tangents now."""
+    return transforms_active() or forward_ad._current_level >= 0
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)`, about ten times faster than PyTorch.
+
+    For a function with `setup_context`, PyTorch binds the arguments to the signature of `forward`,
+    which it inspects in every call. Here all arguments must be positional and without default.
+
+    >>> class Twice(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(x):
+    ...         return 2 * x
+    ...
+    ...     @staticmethod
+    ...     def setup_context(ctx, inputs, output):
+    ...         pass
+    >>> apply_function(Twice, torch.ones(2))
+    tensor([2., 2.])
+    """
+    if torch.compiler.is_compiling() or transforms_active():
+        return function.apply(*args)
+    unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
+    return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]

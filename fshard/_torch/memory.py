@@ -1,0 +1,54 @@
+"""Storages of tensors, and results that must not share memory with arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fshard._torch.fake_tensors import FakeTensor
+from fshard._torch.functorch import get_unwrapped, is_wrapped
+from fshard._torch.modes import DisableTorchFunction
+
+__all__ = ["lazy_clone", "sparse_values", "storage_address", "storage_id", "unaliased", "unaliased_all"]
+
+lazy_clone: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
+"""Return a copy that shares memory until one of the two is written."""
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+"""Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+
+
+def storage_address(x: torch.Tensor) -> int:
+    """Return the address of the storage object, equal for tensors that share memory."""
+    return int(x.untyped_storage()._cdata)
+
+
+def unaliased(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `y`, copied if it shares memory with an `x`: writes into one must not change another.
+
+    >>> x = torch.zeros(2)
+    >>> unaliased(x[:1], [x]).add_(1), unaliased(x, []) is x, x
+    (tensor([1.]), True, tensor([0., 0.]))
+    """
+    return unaliased_all((y,), xs)[0]
+
+
+def unaliased_all(
+    ys: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return all `ys`, those copied that share memory with an `x`."""
+    with DisableTorchFunction():  # type tracking does not see it
+        used = {_data_address(x) for x in xs}
+        used.discard(0)
+        shared = [_data_address(y) in used and y.numel() > 0 for y in ys]
+    if True not in shared:
+        return tuple(ys)
+    return tuple(y.clone() if is_shared else y for y, is_shared in zip(ys, shared, strict=True))
+
+
+def _data_address(x: torch.Tensor) -> int:
+    """Return the first address of a storage, through wrappers; 0 for a tensor without values."""
+    while is_wrapped(x):
+        x = get_unwrapped(x)
+    return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()

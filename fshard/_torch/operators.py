@@ -1,0 +1,79 @@
+"""Operators of PyTorch: overloads, schemas, decompositions, types written in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+__all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
+    "ScriptMethod",
+    "TensorBase",
+    "all_op_names",
+    "builtin_of",
+    "torch_decomposition",
+    "qualified_name",
+    "registered_schemas",
+    "resolve_overload",
+    "schema_of",
+    "schema_or_none",
+]
+
+TensorBase = torch._C.TensorBase
+ScriptMethod = torch._C.ScriptMethod
+
+all_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+"""Return the names of all registered overloads, `"aten::add.Tensor"` for one."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the `torch.FunctionSchema` of an `OpOverload`."""
+qualified_name: Callable[[Any], str] = attrgetter("_qualified_op_name")
+"""Return the name of an `OpOverloadPacket`, `"aten::add"` for one."""
+builtin_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
+"""Return the builtin that an `OpOverload` calls: faster by the checks in between."""
+
+
+def schema_or_none(target: Any) -> Any:
+    """Return the schema of an `OpOverload`, None for any other target of a graph node."""
+    return getattr(target, "_schema", None)
+
+
+def registered_schemas(name: str) -> list[Any]:
+    """Return the schemas of the overloads of `"aten::add"`, say, that have a kernel.
+
+    TorchScript's overloads for Python scalars and lists have none.
+    """
+    return [
+        schema
+        for schema in torch._C._jit_get_schemas_for_operator(name)
+        if torch._C._dispatch_has_kernel(_full_name(schema))
+    ]
+
+
+def _full_name(schema: Any) -> str:
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def resolve_overload(
+    packet: OpOverloadPacket[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return the name of the overload that a call runs; raise `RuntimeError` without one."""
+    name: str = torch._C._jit_resolve_packet(qualified_name(packet), *args, **kwargs)
+    return name
+
+
+def torch_decomposition(op: Any) -> Callable[..., Any] | None:
+    """Return PyTorch's decomposition of an operator, None for one that has kernels only."""
+    if not isinstance(op, OpOverload):
+        return None
+    if op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    ):
+        return op.decompose
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(op)

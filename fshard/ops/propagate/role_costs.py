@@ -1,0 +1,139 @@
+"""Time of one role on one mesh axis: state changes, computation and pending reductions.
+
+The search for a strategy looks at many layouts and plans none of them. It costs the state change of
+an operand as the one collective that makes it on that axis, with the formulas that programs are
+costed by. Only the programs of the chosen strategy are planned, and their cost is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from fshard.ops.core.call import Meta, OpCall
+from fshard.ops.core.rule import Rule
+from fshard.ops.strategy.axis_roles import AxisState, Role
+from fshard.program.cost.model import Traffic, all_reduced, gathered, seconds, swapped
+from fshard.program.cost.topology import Link, Topology
+
+__all__ = ["ChangeCost", "change_cost", "compute_time", "created_cut_time", "nbytes",
+           "pending_reduction_time"]  # fmt: skip
+
+
+class ChangeCost(NamedTuple):
+    """Cost of a state change: seconds forward, True if it sends, seconds of its transpose."""
+
+    time: float
+    sends: bool
+    back: float
+
+
+FREE = ChangeCost(0.0, False, 0.0)
+
+
+@lru_cache(maxsize=65536)
+def change_cost(
+    topology: Topology, link: Link, n: int, src: AxisState, dst: AxisState, local: int, item: int
+) -> ChangeCost:
+    """Return the cost to change one tensor's state on one axis.
+
+    Args:
+        topology: the topology that the collectives run on.
+        link: the link that the axis communicates over.
+        n: number of devices on the axis.
+        src: the state before.
+        dst: the state after.
+        local: bytes of the tensor on a rank before the change.
+        item: bytes of one element.
+    """
+    if src == dst or n == 1 or dst.name == "any":
+        return FREE
+
+    def time(traffic: Traffic) -> float:
+        return seconds(topology, link, traffic, local)
+
+    back = 0.0
+    if (src.name, dst.name) == ("invariant", "reduced"):
+        back = time(all_reduced(n, local, item))
+    elif src.name == "sharded" and dst.name in ("reduced", "sharded"):
+        back = time(gathered(n, local) if dst.name == "reduced" else swapped(n, local))
+    match src.name, dst.name:
+        case "sharded", "sharded":
+            return ChangeCost(time(swapped(n, local)), True, back)
+        case "sharded", "invariant" | "reduced":
+            return ChangeCost(time(gathered(n, local)), True, back)
+        case "unreduced", "sharded":
+            return ChangeCost(time(swapped(n, local)), True, 0.0)
+        case "unreduced", _:
+            return ChangeCost(time(all_reduced(n, local, item)), True, 0.0)
+        case _, "unreduced":
+            return ChangeCost(local / topology.memory, False, back)
+    return ChangeCost(0.0, False, back)
+
+
+def pending_reduction_time(
+    topology: Topology, link: Link, n: int, state: AxisState, local: int, item: int, *,
+    created: bool,
+) -> float:  # fmt: skip
+    """Return the seconds to reduce a result later that stays unreduced, 0 for other states.
+
+    If sharding a factor `created` the partial sums, they cost a reduce-scatter, the least that
+    any other factor would have cost too. If an operand had them already, they could be reduced now,
+    and cost an all-reduce.
+    """
+    if state.name != "unreduced" or n == 1:
+        return 0.0
+    traffic = swapped(n, local) if created else all_reduced(n, local, item)
+    return seconds(topology, link, traffic, local)
+
+
+def created_cut_time(
+    topology: Topology, link: Link, n: int, states: Sequence[AxisState], role: Role, local: int
+) -> float:
+    """Return the seconds to leave a sharding later that no operand had before the role.
+
+    An operand that was unreduced is gathered then, one that was sharded elsewhere is sharded there
+    again. Otherwise a reduce-scatter would pass for half of an all-reduce.
+
+    Args:
+        topology: the topology that the collectives run on.
+        link: the link that the axis communicates over.
+        n: number of devices on the axis.
+        states: the states of the operands on the axis as given.
+        role: the role of the axis.
+        local: bytes of all results on a rank, unsharded on this axis.
+    """
+    if role.factor is None or n == 1 or any(
+        src.name == "sharded" and src == dst
+        for src, dst in zip(states, role.operands, strict=True)
+    ):  # fmt: skip
+        return 0.0
+    unreduced = any(state.name == "unreduced" for state in states)
+    traffic = gathered(n, local // n) if unreduced else swapped(n, local // n)
+    return seconds(topology, link, traffic, local)
+
+
+FLOPS = 400e12
+"""Products a second of one device, bfloat16 or float32 on tensor cores: an H100's, achieved."""
+
+
+def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[str, int]) -> float:
+    """Return the seconds of the unsharded call on one device: of its memory traffic or products.
+
+    Every combination of factors is one multiplication where several tensors are contracted.
+    """
+    touched = sum(nbytes(meta) for meta in (*call.operands, *call.results) if meta is not None)
+    time = touched / topology.memory
+    contracts = len(call.operands) > 1 and any(
+        rule.kind(f) not in ("pass-through", "unsharded", "permuted") for f in sizes
+    )
+    if contracts:
+        time = max(time, 2 * math.prod(sizes.values()) / FLOPS)
+    return time
+
+
+def nbytes(meta: Meta) -> int:
+    """Return the bytes of an unsharded tensor."""
+    return math.prod(meta.shape) * meta.dtype.itemsize
