@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="whose wires to plan and cost for (default: node)")  # fmt: skip
     parser.add_argument("--node-size", type=int, metavar="N",
                         help="devices per node of a cluster (default: 8)")  # fmt: skip
-    parser.add_argument("--cost", choices=("time", "bytes"), default="time",
-                        help="what the planner makes small (default: time)")  # fmt: skip
+    parser.add_argument("--objective", choices=("time", "bytes"), default="time",
+                        help="what the planner minimizes (default: time)")  # fmt: skip
     parser.add_argument("--max-memory", type=int, metavar="BYTES",
                         help="the most that a local may have on the way, on any rank")  # fmt: skip
     return parser
@@ -69,11 +69,11 @@ def _show(options: argparse.Namespace) -> None:
     mesh = _mesh(options.mesh)
     topology = _topology(options.topology, options.node_size)
     src, dst = parse(options.src, mesh), parse(options.dst, mesh)
-    cost = "bytes" if options.cost == "bytes" else topology
-    prog = redistribute(src, dst, cost=cost, max_memory=options.max_memory)
+    prog = redistribute(src, dst, topology=topology, objective=options.objective,
+                        max_memory=options.max_memory)  # fmt: skip
     console = Console(highlight=False)
     width = min(WIDTH, console.width)
-    for value in (visualize(src), visualize(dst), prog.explain(topology)):
+    for value in (visualize(src), visualize(dst), prog.explain()):
         if console.is_terminal:
             console.print(value, width=width, end="\n\n")
         else:

@@ -74,14 +74,14 @@ def test_public_machines(capsys: pytest.CaptureFixture[str]) -> None:
     ]:
         status, out, _ = run(capsys, SRC, DST, "--mesh", MESH, "--topology", name)
         assert status == 0
-        assert str(fs.redistribute(*ends, cost=topology).explain(topology)) in out
+        assert str(fs.redistribute(*ends, topology=topology).explain()) in out
         arguments = ("--topology", name, "--node-size", "4")
         status, _, err = run(capsys, SRC, DST, "--mesh", MESH, *arguments)
         assert (status, "--topology cluster, or leave it out" in err) == (2, True)
 
 
 def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, SRC, DST, "--mesh", MESH, "--cost", "bytes")[0] == 0
+    assert run(capsys, SRC, DST, "--mesh", MESH, "--objective", "bytes")[0] == 0
     assert run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262144")[0] == 0
     status, out, err = run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262143")
     assert (status, out) == (2, "")

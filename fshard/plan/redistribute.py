@@ -1,10 +1,11 @@
-"""`redistribute(spec_a, spec_b)`: the program from one layout to another."""
+"""`redistribute`: plan the program of collectives from one layout to another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -12,7 +13,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
-from fshard.plan.batch.batch import BUCKET, Batch, bucket_problems
+from fshard.plan.batch.batch import BUCKET_BYTES, Batch, bucket_problems
 from fshard.plan.batch.plan_batch import plan_batch
 from fshard.plan.cross_mesh import plan_between
 from fshard.program.cast_rules import holds
@@ -38,10 +39,11 @@ from fshard.program.steps import (
 __all__ = ["redistribute"]
 
 NODE = Topology.node()
-Steps = tuple[type, ...]
-Wires = tuple[torch.dtype | None, torch.dtype | None]
+StepTypes = tuple[type, ...]
+WireDtypes = tuple[torch.dtype | None, torch.dtype | None]
+Objective = Literal["time", "bytes"]
 COLLECTIVES = {AllGather, AllReduce, AllToAll, CollectivePermute, ReduceScatter}
-"""Those in which a rank may receive more than it lacks: all but the exchange."""
+"""Step types in which a rank may receive more than it lacks: all but the exchange."""
 
 
 @overload
@@ -50,12 +52,13 @@ def redistribute(
     dst: Spec,
     /,
     *,
-    cost: Topology | str | None = None,
+    topology: Topology | None = None,
+    objective: Objective = "time",
     max_memory: int | None = None,
     exclude: type | Iterable[type] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    bucket_bytes: int | None = BUCKET,
+    bucket_bytes: int | None = BUCKET_BYTES,
 ) -> Program: ...
 @overload
 def redistribute(
@@ -63,127 +66,141 @@ def redistribute(
     dst: Any,
     /,
     *,
-    cost: Topology | str | None = None,
+    topology: Topology | None = None,
+    objective: Objective = "time",
     max_memory: int | None = None,
     exclude: type | Iterable[type] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    bucket_bytes: int | None = BUCKET,
+    bucket_bytes: int | None = BUCKET_BYTES,
 ) -> Batch: ...
 def redistribute(
     src: Any,
     dst: Any,
     /,
     *,
-    cost: Topology | str | None = None,
+    topology: Topology | None = None,
+    objective: Objective = "time",
     max_memory: int | None = None,
     exclude: type | Iterable[type] = (),
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    bucket_bytes: int | None = BUCKET,
+    bucket_bytes: int | None = BUCKET_BYTES,
 ) -> Program | Batch:
-    """The cheapest program of collectives from `src` to `dst`, planned without communicating.
+    """Plan the cheapest program of collectives from `src` to `dst`, without communicating.
 
-    `cost` is a `Topology` or "bytes", what the busiest rank receives. The default is a single
-    node, however many devices the mesh has: of several nodes give the topology,
-    `fs.Topology.dgx_h100()` say, and give the same one to `prog.cost`, `prog.explain` and
-    `prog.simplify`, whose default is a node too. On several nodes an axis `x` may be split into
-    `x_0`, the major part, between nodes, and `x_1` inside.
+    The transpose `.T` of the result, from `dst.dual` to `src.dual`, is its backward pass. Plans
+    are cached by their arguments.
 
-    `max_memory` bounds the bytes of the largest local on the way; a step holds its input and its
-    output at once, so that a run needs up to twice that. `exclude` names step types not to use;
-    `forward_dtype` and `backward_dtype` are what the program and its transpose send. The specs
-    may be of two meshes, on the same devices, on some or on none in common. The search goes
-    beyond Rink et al., arXiv 2112.01075; a plan is cached by its arguments.
+    Args:
+        src: The `Spec` to start from, or a tree of specs (`None` leaves allowed).
+        dst: The `Spec` to reach, or a tree of the same structure. Global shapes must agree; the
+            dtype may differ. The mesh may be another one, on the same devices or on others.
+        topology: The machine to plan for; by default a single node, however many devices the mesh
+            has. The result remembers it for `cost`, `explain` and `simplify`. On several nodes an
+            axis `x` may be split into `x_0`, the major part between nodes, and `x_1` inside.
+        objective: "time" minimizes the estimated seconds, "bytes" the bytes that the busiest rank
+            receives.
+        max_memory: Most bytes of any rank's local between two steps. A step holds its input and
+            its output at once, so a run may need twice as much.
+        exclude: A step type, or several, that the program must not contain.
+        forward_dtype: The dtype in which the program sends.
+        backward_dtype: The dtype in which its transpose sends.
+        bucket_bytes: For trees, the most bytes that a rank sends or receives in one launch, unless
+            a single leaf has more; `None` is unlimited.
 
-    Of two trees of specs it is a `Batch`: all leaves are planned together, collectives of one
-    kind are one launch, of at most `bucket_bytes` unless a leaf has more. Options are then
-    those of every leaf.
+    Returns:
+        A `Program`, or for trees a `Batch`: its leaves are planned together, and collectives of
+        one kind are coalesced into one launch.
 
-    Raises `ShardingError` where the global shapes differ, where a reduction would turn into
-    another, and where no program keeps to the restrictions; of trees with the
-    path of each leaf, and where they are of different structures.
+    Raises:
+        ShardingError: If global shapes or tree structures differ, if a reduction would turn into
+            another, if an option is invalid, or if no program meets the restrictions. Problems of
+            trees name the path of each leaf.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> mesh = Mesh(dp=2, tp=4)
-    >>> src = Spec(mesh, P("dp", "tp"), shape=(1024, 512))
-    >>> print(redistribute(src, src.replace(partition=P(("dp", "tp"), None))))
+    The search extends Rink et al., "Memory-efficient array redistribution through portable
+    collective communication" (arXiv 2112.01075).
+
+    >>> import fshard as fs
+    >>> src = fs.Spec(fs.Mesh(dp=2, tp=4), fs.P("dp", "tp"), shape=(1024, 512))
+    >>> print(fs.redistribute(src, src.replace(partition=fs.P(("dp", "tp"), None))))
     f32[1024@dp,512@tp] -> f32[1024@(dp,tp),512] on Mesh(dp=2, tp=4)
       all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B
     """
-    options = (
-        max_memory,
-        as_types(exclude),
-        forward_dtype,
-        backward_dtype,
-    )
-    raise_if("fs.redistribute", bucket_problems(bucket_bytes))
-    known = NODE if cost is None else cost
+    options = (max_memory, as_types(exclude), forward_dtype, backward_dtype)
+    problems = [*_objective_problems(topology, objective), *bucket_problems(bucket_bytes)]
+    raise_if("fs.redistribute", problems)
     if isinstance(src, Spec) and isinstance(dst, Spec):
-        return _plan(src, dst, known, *options)
-    return plan_batch(src, dst, _plan, _exchange, known, options, bucket_bytes)
+        return _plan(src, dst, topology, objective, *options)
+    return plan_batch(src, dst, _plan, _plan_exchange, topology, objective, options, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)
 def _plan(
     src: Spec,
     dst: Spec,
-    cost: Topology | str,
+    topology: Topology | None,
+    objective: Objective,
     max_memory: int | None,
-    exclude: Steps,
+    exclude: StepTypes,
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
+    sharers: int = 1,
 ) -> Program:
+    """Return the cheapest program if `sharers` programs share each launch."""
     wires = (forward_dtype, backward_dtype)
-    raise_if("fs.redistribute", _problems(src, dst, cost, max_memory, exclude, wires))
-    topology = None if isinstance(cost, str) else cost
-    find = partial(_find, src, dst, topology, wires=wires)
+    raise_if("fs.redistribute", _problems(src, dst, max_memory, exclude, wires))
+    find = partial(_find, src, dst, topology, objective, wires, sharers)
     prog = find(max_memory, frozenset(exclude))
     if prog is not None:
         return prog
     fail(
         "fs.redistribute",
         f"{src} -> {dst}{_restrictions(max_memory, exclude)}",
-        "no program keeps to the restrictions",
-        _way_out(find, max_memory, frozenset(exclude)),
+        "no program meets the restrictions",
+        _fix(find, max_memory, frozenset(exclude)),
     )
 
 
-def _exchange(
+def _plan_exchange(
     src: Spec,
     dst: Spec,
-    cost: Topology | str,
+    topology: Topology | None,
+    objective: Objective,
     max_memory: int | None,
-    exclude: Steps,
+    exclude: StepTypes,
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> Program | None:
-    """A program in which no rank receives but what it lacks, where there is one.
+    """Return a program in which no rank receives more than it lacks, or None.
 
-    That of the busiest rank alone may be no shorter: in a batch the others have leaves too.
+    Its busiest rank alone may gain nothing; in a batch other ranks have other leaves to receive.
     """
     if Exchange in exclude:
         return None
-    topology = None if isinstance(cost, str) else cost
-    others, wires = frozenset(exclude) | COLLECTIVES, (forward_dtype, backward_dtype)
-    return _find(src, dst, topology, max_memory, others, wires)
+    excluded, wires = frozenset(exclude) | COLLECTIVES, (forward_dtype, backward_dtype)
+    return _find(src, dst, topology, objective, wires, 1, max_memory, excluded)
 
 
 def _find(
     src: Spec,
     dst: Spec,
     topology: Topology | None,
+    objective: Objective,
+    wires: WireDtypes,
+    sharers: int,
     max_memory: int | None,
     exclude: frozenset[type],
-    wires: Wires = (None, None),
 ) -> Program | None:
-    """The cheapest program that keeps to the restrictions, if there is one."""
+    """Return the cheapest program that meets the restrictions, or None."""
+    model = (topology or NODE) if objective == "time" else None
+    if model is not None and sharers > 1:
+        model = replace(model, launch=model.launch / sharers)
 
-    def plan(here: Spec, there: Spec) -> list[Step] | None:
-        if wires[0] is not None:  # what goes over the wires is what is weighed
-            here, there = here._with(dtype=wires[0]), there._with(dtype=wires[0])
-        return plan_between(here, there, topology, max_memory, exclude)
+    def plan(start: Spec, end: Spec) -> list[Step] | None:
+        if wires[0] is not None:  # costs are those of the dtype that is sent
+            start, end = start._with(dtype=wires[0]), end._with(dtype=wires[0])
+        return plan_between(start, end, model, max_memory, exclude)
 
     parts: list[list[Step] | None]
     if src.dtype == dst.dtype:
@@ -194,16 +211,19 @@ def _find(
     if None in parts:
         return None
     steps = [step for part in parts if part is not None for step in part]
-    prog = Program(src, steps, dst, forward_dtype=wires[0], backward_dtype=wires[1])
+    forward, backward = wires
+    prog = Program(
+        src, steps, dst, forward_dtype=forward, backward_dtype=backward, topology=topology
+    )
     fits = max_memory is None or not steps or prog.cost().peak_memory <= max_memory
     return prog if fits else None
 
 
 def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
-    """The layout in which the dtype changes, before and after.
+    """Return the layout in which the dtype changes, with the dtype before and after.
 
-    At the end that sends fewer bytes, where that end's states allow both dtypes and the cast
-    commutes with their reductions; else between the two, where nothing is unreduced.
+    It is the layout of the end that sends fewer bytes, if the states there allow both dtypes and
+    the cast commutes with their reductions; else `dst` with nothing unreduced or reduced.
     """
     for end in [src, dst] if dst.dtype.itemsize < src.dtype.itemsize else [dst, src]:
         p = end.partition
@@ -213,22 +233,31 @@ def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
         )
         if allowed and (not p.unreduced_kinds or holds(dst.dtype, src.dtype)):
             return end._with(dtype=src.dtype), end._with(dtype=dst.dtype)
-    whole = dst._with(partition=PartitionSpec._of(dst.partition.dims))
-    return whole._with(dtype=src.dtype), whole
+    invariant = dst._with(partition=PartitionSpec._of(dst.partition.dims))
+    return invariant._with(dtype=src.dtype), invariant
 
 
 def _problems(
     src: Spec,
     dst: Spec,
-    cost: Topology | str,
     max_memory: int | None,
-    exclude: Steps,
-    wires: Wires,
+    exclude: StepTypes,
+    wires: WireDtypes,
 ) -> list[Problem]:
     problems = endpoint_problems("redistribute", src, dst)
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return problems
-    problems += _option_problems(src, cost, max_memory, exclude, wires)
+    problems += exclude_problems(exclude)
+    is_int = isinstance(max_memory, int) and not isinstance(max_memory, bool)
+    if max_memory is not None and (not is_int or max_memory < 0):
+        problems.append(
+            Problem(
+                f"max_memory={max_memory!r}",
+                "max_memory must be a number of bytes, an int of at least 0",
+                "max_memory=2**30",
+            )
+        )
+    problems += wire_problems(src, wires)
     if src.dtype.is_complex and not dst.dtype.is_complex:
         problems.append(
             Problem(
@@ -244,53 +273,42 @@ def _problems(
             problems.append(
                 Problem(
                     f"axis {axis!r} from unreduced {before[axis]} to unreduced {after[axis]}",
-                    f"candidates of {before[axis]} are not addends of {after[axis]}",
+                    f"unreduced {before[axis]} cannot become unreduced {after[axis]}",
                     f"reduce over {axis!r} first: a target without it among unreduced=",
                 )
             )
     return problems
 
 
-def _option_problems(
-    src: Spec,
-    cost: Topology | str,
-    max_memory: int | None,
-    exclude: Steps,
-    wires: Wires,
-) -> list[Problem]:
+def _objective_problems(topology: object, objective: object) -> list[Problem]:
+    """Return the problems of the options that say what is minimized."""
     problems = []
-    if not isinstance(cost, Topology) and cost != "bytes":
-        problems.append(
-            Problem(
-                f"cost={cost!r}",
-                'cost is a Topology or "bytes"',
-                'cost=fs.Topology.cluster(), or cost="bytes"',
-            )
-        )
-    problems += exclude_problems(exclude)
-    whole = isinstance(max_memory, int) and not isinstance(max_memory, bool)
-    if max_memory is not None and (not whole or max_memory < 0):
-        problems.append(
-            Problem(f"max_memory={max_memory!r}", "bytes are a whole number", "max_memory=2**30")
-        )
-    problems += wire_problems(src, wires)
+    if topology is not None and not isinstance(topology, Topology):
+        fix = f'objective="{topology}"' if topology in ("time", "bytes") else (
+            "topology=fs.Topology.cluster(8)")  # fmt: skip
+        problems.append(Problem(f"topology={topology!r}", "topology must be a Topology", fix))
+    if objective not in ("time", "bytes"):
+        rule = "objective must be 'time' or 'bytes'"
+        fix = "topology=, which takes the Topology" if isinstance(objective, Topology) else (
+            'objective="bytes"')  # fmt: skip
+        problems.append(Problem(f"objective={objective!r}", rule, fix))
     return problems
 
 
-def _restrictions(max_memory: int | None, exclude: Steps) -> str:
-    """Those that were given, after a comma each."""
-    given = [] if max_memory is None else [f"max_memory={max_memory}"]
-    names = ", ".join(each.__name__ for each in exclude)
-    given += [f"exclude={names if len(exclude) == 1 else f'({names})'}"] if exclude else []
-    return "".join(f", {each}" for each in given)
+def _restrictions(max_memory: int | None, exclude: StepTypes) -> str:
+    """Return the given restrictions as text, each after a comma."""
+    texts = [] if max_memory is None else [f"max_memory={max_memory}"]
+    names = ", ".join(step_type.__name__ for step_type in exclude)
+    texts += [f"exclude={names if len(exclude) == 1 else f'({names})'}"] if exclude else []
+    return "".join(f", {text}" for text in texts)
 
 
-def _way_out(
+def _fix(
     find: Callable[[int | None, frozenset[type]], Program | None],
     max_memory: int | None,
     exclude: frozenset[type],
 ) -> str:
-    """A fix that was tried: the least memory that suffices, or what an unrestricted plan uses."""
+    """Return a fix that was tried: the least sufficient memory, or step types to allow."""
     least, prog = None, find(None, exclude)
     while prog is not None:
         least = prog.cost().peak_memory
@@ -299,11 +317,11 @@ def _way_out(
             break
     if least is not None:
         return f"give max_memory={least}, the least there is"
-    freely = find(None, frozenset())
-    assert freely is not None
-    used = sorted({type(step).__name__ for step in freely.steps if type(step) in exclude})
-    fixes = [f"allow {', '.join(used)}"] if used else []
-    peak = freely.cost().peak_memory
+    unrestricted = find(None, frozenset())
+    assert unrestricted is not None
+    used = {type(step).__name__ for step in unrestricted.steps if type(step) in exclude}
+    fixes = [f"allow {', '.join(sorted(used))}"] if used else []
+    peak = unrestricted.cost().peak_memory
     if max_memory is not None and peak > max_memory:
         fixes.append(f"give max_memory={peak}")
     return " and ".join(fixes) or "lift one of the two restrictions"

@@ -42,7 +42,7 @@ class BatchExplanation:
     def leaves(self) -> Table:
         """One row per program: where, the specs at its ends, bytes sent, time if it ran alone."""
         rows = []
-        for name, prog in self.batch.distinct():
+        for name, prog in self.batch.distinct_programs():
             cost = prog.cost(self.topology)
             ends = (
                 f"{spec} on {spec.mesh}" if self.batch.meshes[1:] else str(spec)
@@ -60,7 +60,7 @@ class BatchExplanation:
         rows = []
         several = len(self.batch.meshes) > 1
         for each in self.batch.launches:
-            where, count = each.where(named=several), str(len(each.steps))
+            where, count = each.scope(with_mesh=several), str(len(each.steps))
             rows.append((each.name, where, count, bytes_text(self.batch.bytes_sent_in(each))))
         return Table("", LAUNCHES, tuple(rows), notes=() if rows else ("nothing is sent",))
 

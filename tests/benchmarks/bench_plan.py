@@ -32,7 +32,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
-from fshard.program.cost.topology import Topology
 from tests.helpers.dtensor_plans import PLANNERS, as_dtensor, device_mesh
 
 SEED, PAIRS, REPEATS = 0, 150, 3
@@ -94,8 +93,8 @@ def measure(case: Case, seconds: float) -> list[str]:
     pairs = sample(case, PAIRS, everything=False)
     mesh = device_mesh(case.mesh)
     both = [(as_dtensor(src, mesh), as_dtensor(dst, mesh)) for src, dst in pairs]
-    ours = timed([cold(pair, Topology.node()) for pair in pairs], seconds, forget)
-    by_bytes = timed([cold(pair, "bytes") for pair in pairs], seconds, forget)
+    ours = timed([cold(pair) for pair in pairs], seconds, forget)
+    by_bytes = timed([cold(pair, objective="bytes") for pair in pairs], seconds, forget)
     greedy = timed([theirs(each, "greedy") for each in both], seconds)
     few = both if len(case.mesh.axes) <= SEARCHED else []
     searched = timed([theirs(each, "Dijkstra") for each in few], seconds)
@@ -111,8 +110,8 @@ def measure(case: Case, seconds: float) -> list[str]:
 def measure_alone(case: Case, seconds: float) -> list[str]:
     """The cells of every state and every order of axes, which DTensor does not have."""
     pairs = sample(case, PAIRS, everything=True)
-    ours = timed([cold(pair, Topology.node()) for pair in pairs], seconds, forget)
-    by_bytes = timed([cold(pair, "bytes") for pair in pairs], seconds, forget)
+    ours = timed([cold(pair) for pair in pairs], seconds, forget)
+    by_bytes = timed([cold(pair, objective="bytes") for pair in pairs], seconds, forget)
     last = f"{1e3 * quantile(ours, 0.99):,.2f}"
     return [f"{case.goal:g}", cell(ours), last, cell(by_bytes), "-", "-"]
 
@@ -153,8 +152,8 @@ def sample(case: Case, count: int, *, everything: bool) -> list[Pair]:
 # -- one plan --------------------------------------------------------------------------
 
 
-def cold(pair: Pair, cost: Topology | str) -> Callable[[], object]:
-    return lambda: redistribute(*pair, cost=cost)
+def cold(pair: Pair, objective: str = "time") -> Callable[[], object]:
+    return lambda: redistribute(*pair, objective=objective)
 
 
 def theirs(both: Both, planner: str) -> Callable[[], object]:

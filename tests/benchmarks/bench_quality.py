@@ -48,17 +48,17 @@ Planner = Callable[[Spec, Spec], Program | None]
 
 
 def by_bytes(src: Spec, dst: Spec) -> Program:
-    return fs.redistribute(src, dst, cost="bytes")
+    return fs.redistribute(src, dst, objective="bytes")
 
 
 def collectives_only(src: Spec, dst: Spec) -> Program:
-    return fs.redistribute(src, dst, cost="bytes", exclude=(fs.Exchange,))
+    return fs.redistribute(src, dst, objective="bytes", exclude=(fs.Exchange,))
 
 
 def capped(src: Spec, dst: Spec) -> Program | None:
     """The plan that never holds more than the larger end."""
     try:
-        return fs.redistribute(src, dst, cost="bytes", max_memory=larger_end(src, dst))
+        return fs.redistribute(src, dst, objective="bytes", max_memory=larger_end(src, dst))
     except ShardingError:
         return None
 
@@ -276,7 +276,7 @@ def times(pair: Pair) -> dict[tuple[str, str], float | None]:
     plans = {name: planner(*pair) for name, planner in TIMED.items()}
     found: dict[tuple[str, str], float | None] = {}
     for preset, topology in PRESETS.items():
-        mine = fs.redistribute(*pair, cost=topology).cost(topology).time
+        mine = fs.redistribute(*pair, topology=topology).cost(topology).time
         for name, prog in plans.items():
             other = None if prog is None else prog.cost(topology).time
             found[preset, name] = None if other is None else over(mine, other)
@@ -325,7 +325,7 @@ def first(each: tuple[float, Pair]) -> float:
 
 def lost(preset: str, name: str, ratio: float, pair: Pair) -> str:
     topology = PRESETS[preset]
-    mine, other = fs.redistribute(*pair, cost=topology), TIMED[name](*pair)
+    mine, other = fs.redistribute(*pair, topology=topology), TIMED[name](*pair)
     return f"{ratio:.4f} of {name} on {preset}: {mine}\n  where DTensor's is\n{other}"
 
 

@@ -89,7 +89,7 @@ def contenders(
             return waited(planned.redistribute(placements=to))
 
     return [
-        lambda: fs.redistribute(src, dst, cost=topology)(x),
+        lambda: fs.redistribute(src, dst, topology=topology)(x),
         lambda: waited(plain.redistribute(placements=to)),
         searched,
     ]
@@ -198,7 +198,7 @@ def on_ranks(
     for size, transition in itertools.product(sizes, transitions):
         runs = runs_of(SIZES[size], transition)
         src, dst = ends(transition, mesh, SIZES[size])
-        programs[size, transition] = str(fs.redistribute(src, dst, cost=topology))
+        programs[size, transition] = str(fs.redistribute(src, dst, topology=topology))
         agree(runs)
         found = timed(runs, seconds)
         times[size, transition] = dict(zip(CONTENDERS, found, strict=True))

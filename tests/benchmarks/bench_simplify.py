@@ -74,7 +74,7 @@ def measure(case: Case, count: int, topology: Topology) -> list[Row]:
     layouts = all_specs(case.mesh, case.shape, case.states)
     chooser = random.Random(SEED)
     rows: list[Row] = []
-    plan = functools.partial(redistribute, cost=topology, exclude=case.exclude)
+    plan = functools.partial(redistribute, topology=topology, exclude=case.exclude)
     while len(rows) < count:
         chain = [chooser.choice(layouts) for _ in range(case.length + 1)]
         parts = [plan(*pair) for pair in itertools.pairwise(chain)]

@@ -234,9 +234,9 @@ def test_an_uneven_all_to_all_goes_with_an_exchange_between_meshes() -> None:
             ys = batch(xs)
         check_equal(ys, [prog(x) for prog, x in zip(programs, xs, strict=True)])
         assert log.counts.total() == len(batch.launches) == launches
-    assert batch.launches[0].where() == "from Mesh(x=4) to Mesh(y=2)"
-    assert Batch(rows[1][0]).launches[0].where() == "between several meshes"
-    assert Batch(rows[0][0]).launches[0].where() == "between several meshes"
+    assert batch.launches[0].scope() == "from Mesh(x=4) to Mesh(y=2)"
+    assert Batch(rows[1][0]).launches[0].scope() == "between several meshes"
+    assert Batch(rows[0][0]).launches[0].scope() == "between several meshes"
 
 
 def test_shards_that_are_even_in_some_groups_go_with_others() -> None:
@@ -309,14 +309,17 @@ def lacked(src: dict[str, Spec], dst: dict[str, Spec]) -> int:
     )
 
 
-@pytest.mark.parametrize("cost", [None, "bytes", fs.Topology.cluster()])
+OPTIONS = [{}, {"objective": "bytes"}, {"topology": fs.Topology.cluster()}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("ranks", [2, 4, 32])
-def test_owners_take_turns(ranks: int, cost: Any) -> None:
+def test_owners_take_turns(ranks: int, options: dict[str, Any]) -> None:
     """Nobody receives but what it lacks, and it is no more launches than gathers to all take."""
     mesh = Mesh(dp=ranks)
     src, own = muon(mesh, 2 * ranks)
     for a, b in ((src, own), (own, src)):
-        batch = fs.redistribute(a, b, cost=cost)
+        batch = fs.redistribute(a, b, **options)
         assert batch.cost().bytes_received == lacked(a, b)
         assert [each.name for each in batch.launches] == ["exchange"]
         bound = batch.explain().summary.rows[3]
@@ -848,9 +851,9 @@ def test_leaves_that_cannot_be_planned_are_all_named() -> None:
     src = FEW | {"z": FEW["w"]}
     refused(f"{first}\n{second}", fs.redistribute, src, {"w": other, "b": [other], "z": other})
     refused(
-        message("fs.redistribute", "at ['b'][0] and 1 more: cost='time'",
-                'cost is a Topology or "bytes"', 'cost=fs.Topology.cluster(), or cost="bytes"'),
-        fs.redistribute, FEW, FEW, cost="time",
+        message("fs.redistribute", "topology='bytes'", "topology must be a Topology",
+                'objective="bytes"'),
+        fs.redistribute, FEW, FEW, topology="bytes",
     )  # fmt: skip
     refused(
         message("fs.redistribute", "at ['w']: redistribute(Spec, NoneType)", "both are Specs",
@@ -859,7 +862,7 @@ def test_leaves_that_cannot_be_planned_are_all_named() -> None:
     )  # fmt: skip
     refused(
         message("fs.Batch", "programs['w'] is a Spec",
-                "the leaves of the tree are Programs, or None",
+                "every leaf must be a Program or None",
                 "fs.redistribute(tree_of_specs, tree_of_specs) plans them"),
         Batch, FEW | {"b": None},
     )  # fmt: skip
@@ -869,7 +872,7 @@ def test_leaves_that_cannot_be_planned_are_all_named() -> None:
 def test_a_bucket_has_bytes(given: object) -> None:
     """Also where there is one leaf, whose program has no buckets."""
     text = message("fs.redistribute", f"bucket_bytes={given!r}",
-                   "a bucket has at least 1 byte, or no bound",
+                   "bucket_bytes must be an int of at least 1, or None",
                    "bucket_bytes=2**23, or None")  # fmt: skip
     for tree in (FEW, FEW["w"]):
         refused(text, fs.redistribute, tree, tree, bucket_bytes=given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -101,9 +102,12 @@ def test_any_pair(pair: Pair) -> None:
     assert_sane(prog)
 
 
-@given(pairs(), st.sampled_from(["bytes", Topology.cluster(2), Topology.cluster(4)]))
-def test_any_cost(pair: Pair, cost: Topology | str) -> None:
-    prog = redistribute(*pair, cost=cost)
+OPTIONS = [{"objective": "bytes"}, *({"topology": Topology.cluster(n)} for n in (2, 4))]
+
+
+@given(pairs(), st.sampled_from(OPTIONS))
+def test_any_objective_and_topology(pair: Pair, options: dict[str, Any]) -> None:
+    prog = redistribute(*pair, **options)
     assert_right(prog, *pair)
     assert_sane(prog)
 
@@ -111,7 +115,7 @@ def test_any_cost(pair: Pair, cost: Topology | str) -> None:
 @given(pairs(states=("sharded", "invariant")))
 @settings(max_examples=150)
 def test_shards_that_move_meet_the_bound(pair: Pair) -> None:
-    prog = redistribute(*pair, cost="bytes")
+    prog = redistribute(*pair, objective="bytes")
     bound = lower_bound(*pair)
     assert prog.cost().bytes_received == bound.bytes_received
     fits = redistribute(*pair, max_memory=bound.peak_memory)
@@ -159,7 +163,7 @@ def test_the_same_devices_in_one_order(
     src: str, there: Mesh, dst: str, on: Mesh, steps: list[type]
 ) -> None:
     ends = parse(src, there), parse(dst, on)
-    prog = redistribute(*ends, cost="bytes")
+    prog = redistribute(*ends, objective="bytes")
     assert [step for step in kinds(prog) if step is not Remesh] == [
         step for step in steps if step is not Remesh
     ]
@@ -213,7 +217,7 @@ def test_addends_are_reduced_before_they_leave() -> None:
 def test_what_many_hold_is_spread_where_it_arrives() -> None:
     src = parse("f32[4096,1024@x]", Mesh(x=2))
     dst = parse("f32[4096,1024]", Mesh(t=8, devices=range(8, 16)))
-    prog = redistribute(src, dst, cost=Topology.cluster(8))
+    prog = redistribute(src, dst, topology=Topology.cluster(8))
     assert kinds(prog) == [Exchange, AllGather]
     assert prog.cost().bytes_received == lower_bound(src, dst).bytes_received
     small = [end.replace(dtype=torch.int64, shape=(8, 8)) for end in (src, dst)]
@@ -237,7 +241,7 @@ def refusal(plan: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-RULE = "no program keeps to the restrictions"
+RULE = "no program meets the restrictions"
 
 
 def test_memory_that_does_not_suffice() -> None:

@@ -1,7 +1,7 @@
-"""`Batch`: the programs of a whole tree as one value.
+"""`Batch`: the programs of a tree of specs as one value.
 
-After the bucketing of gradients in PyTorch's DDP (Li et al., arXiv 2006.15704), for every kind of
-collective and not the all-reduce alone; see `rounds` for which of them go out as one.
+It extends the gradient bucketing of PyTorch DDP (Li et al., arXiv 2006.15704) to every kind of
+collective; `coalesce.py` decides which collectives are one launch.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from fshard.layout.spec import mimebundle_hook
 from fshard.layout.tree import TreeDef, flatten, paths, unflatten
 from fshard.plan.batch.coalesce import (
     Launch,
+    LeafSteps,
     Leaves,
-    Row,
-    Steps,
+    TypedStep,
     buckets,
+    cost_ranks,
     launches,
-    ranks_of,
     rounds,
-    row_of,
+    typed_step,
 )
 from fshard.program.cost.model import Cost, seconds, step_link, traffic
 from fshard.program.cost.rank_loads import Load, Ranks, Vector, added, held, load
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program, as_topology, wire_specs
 
-__all__ = ["BUCKET", "Batch", "batch_of", "bucket_problems", "of_leaves"]
+__all__ = ["BUCKET_BYTES", "Batch", "batch_from_leaves", "bucket_problems", "map_leaves"]
 
-BUCKET = 2**23
-"""Most bytes of one launch, if nothing else is said: 8 MiB.
+BUCKET_BYTES = 2**23
+"""Default of the most bytes in one launch: 8 MiB.
 
-They take 23 µs over NVLink and 190 µs over InfiniBand, behind which the 6 µs of the next launch
-hide. More would save nothing, and costs memory, and the copies of what goes side by side.
+Sending them takes 23 µs over NVLink and 190 µs over InfiniBand, which hides the 6 µs of the next
+launch. More would save nothing, and costs memory and copies.
 """
 
 T = TypeVar("T")
@@ -51,33 +51,37 @@ T = TypeVar("T")
 class Batch:
     """Programs of the leaves of a tree, run as one: collectives of one kind are one launch.
 
-    `batch(tree)` runs it on a tree of locals: of each leaf a tensor under `torchrun`, a tuple of
-    all shards in a simulation, and `None` where the tree of specs has `None`. The result is
-    differentiable as one operation, whose backward runs `batch.T`. What requires no grad is not
-    sent back: a leaf requires grad on every rank or on none, also where it is an empty tensor
-    because the rank is outside of its source's mesh.
+    `fs.redistribute` of two trees of specs returns one. `batch(tree)` runs it on a tree of locals:
+    for each leaf a tensor under `torchrun`, a tuple of all shards in a simulation, and `None` where
+    the tree of specs has `None`. It is differentiable as one operation, whose backward runs
+    `batch.T`. Leaves that do not require grad are not sent back; a leaf requires grad on every rank
+    or on none, even if it is an empty tensor because the rank is outside of its source's mesh.
 
-    Leaves of one kind go in buckets. What a rank sends or receives of a bucket in a round of
-    launches is at most `bucket_bytes` (8 MiB by default, `None` for all in one). A leaf is not
-    cut: a larger one goes alone, or with others that are large on other ranks, of which a rank
-    has at most twice the largest. At most two buckets are under way at a time, each with what
-    goes in, what travels and what comes out: beside the locals of all leaves, before and after,
-    a rank holds at most 6 `bucket_bytes`, or 6 times what it has of larger leaves.
+    Leaves of one kind share buckets. A rank sends or receives at most `bucket_bytes` in one launch
+    of a bucket. A leaf is never split: a larger one has its own bucket, or shares it with leaves
+    that are large on other ranks, of which a rank has at most twice the largest. At most two
+    buckets are in flight, each with inputs, buffers and outputs: beside the locals of all leaves
+    before and after, a rank holds at most 6 times `bucket_bytes`, or 6 times its bytes of larger
+    leaves.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> from fshard.plan.redistribute import redistribute
-    >>> from fshard.layout.spec import Spec
-    >>> mesh = Mesh(dp=2)
-    >>> src = {name: Spec(mesh, P("dp"), shape=(n,)) for name, n in (("b", 4), ("w", 8))}
-    >>> dst = {name: spec.replace(partition=P()) for name, spec in src.items()}
-    >>> batch = redistribute(src, dst)
+    Args:
+        programs: A tree of `Program`s and `None`.
+        bucket_bytes: Most bytes of one launch; 8 MiB by default, `None` for no limit.
+
+    Raises:
+        ShardingError: If a leaf is not a `Program`, or `bucket_bytes` is not positive.
+
+    >>> import fshard as fs
+    >>> import torch
+    >>> mesh = fs.Mesh(dp=2)
+    >>> src = {name: fs.Spec(mesh, fs.P("dp"), shape=(n,)) for name, n in (("b", 4), ("w", 8))}
+    >>> dst = {name: spec.replace(partition=fs.P()) for name, spec in src.items()}
+    >>> batch = fs.redistribute(src, dst)
     >>> print(batch)
     2 leaves on Mesh(dp=2), 1 launch, 24 B sent
       ['b']  f32[4@dp] -> f32[4]  all_gather(dp, dim 0)
       ['w']  f32[8@dp] -> f32[8]  all_gather(dp, dim 0)
       in one launch: all_gather of 2 over dp
-    >>> import torch
     >>> batch({"b": (torch.ones(2),) * 2, "w": (torch.ones(4),) * 2})["b"]
     (tensor([1., 1., 1., 1.]), tensor([1., 1., 1., 1.]))
     """
@@ -87,12 +91,12 @@ class Batch:
     bucket_bytes: int | None
     _hash: int = field(compare=False)
 
-    def __init__(self, programs: Any, *, bucket_bytes: int | None = BUCKET) -> None:
+    def __init__(self, programs: Any, *, bucket_bytes: int | None = BUCKET_BYTES) -> None:
         leaves, structure = flatten(programs)
         problems = [
             Problem(
                 f"{path} is a {type(leaf).__name__}",
-                "the leaves of the tree are Programs, or None",
+                "every leaf must be a Program or None",
                 "fs.redistribute(tree_of_specs, tree_of_specs) plans them",
             )
             for path, leaf in zip(paths(programs, "programs"), leaves, strict=True)
@@ -107,7 +111,7 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.programs, self.bucket_bytes)
 
-    # -- what it is -------------------------------------------------------------------
+    # -- programs and specs -----------------------------------------------------------
 
     @property
     def programs(self) -> Any:
@@ -116,76 +120,98 @@ class Batch:
 
     @property
     def src(self) -> Any:
-        """The tree of the specs that go in."""
+        """The tree of source specs."""
         return unflatten(self.structure, [leaf and leaf.src for leaf in self.leaves])
 
     @property
     def dst(self) -> Any:
-        """The tree of the specs that come out."""
+        """The tree of target specs."""
         return unflatten(self.structure, [leaf and leaf.dst for leaf in self.leaves])
 
     @property
+    def topology(self) -> Topology | None:
+        """Topology that the programs were planned on: the first that one of them remembers."""
+        return next((leaf.topology for leaf in self.leaves if leaf and leaf.topology), None)
+
+    @property
     def T(self) -> Batch:  # noqa: N802 - the mathematical name
-        """The adjoint, leaf by leaf: the backward pass of this batch."""
-        return _transpose(self)
+        """The adjoint of every leaf, as a batch: the backward pass of this one."""
+        return _transpose(self, self.topology)
 
     @property
     def is_linear(self) -> bool:
-        """Whether a transpose exists: that of every leaf does."""
+        """True if every leaf has a transpose."""
         return all(leaf.is_linear for leaf in self.leaves if leaf is not None)
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs without communication."""
+        """True if it runs without communication."""
         return not self.launches
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
         """The meshes of the specs, each once."""
-        there = (leaf for leaf in self.leaves if leaf is not None)
-        return tuple(dict.fromkeys(spec.mesh for leaf in there for spec in leaf.specs))
+        progs = (leaf for leaf in self.leaves if leaf is not None)
+        return tuple(dict.fromkeys(spec.mesh for prog in progs for spec in prog.specs))
 
-    # -- when what goes ---------------------------------------------------------------
+    # -- launches ---------------------------------------------------------------------
 
     @property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
-        """The leaves that are under way together, by number, in the order in which they start."""
+        """Indices of the leaves that are in flight together, in the order in which they start."""
         return buckets(self.leaves, self.bucket_bytes)
 
-    def rounds(self, bucket: tuple[int, ...]) -> tuple[Steps, ...]:
-        """In each round the collectives of a bucket that are launched in it."""
+    def rounds(self, bucket: tuple[int, ...]) -> tuple[LeafSteps, ...]:
+        """Return the collectives of a bucket, as (leaf, step) indices, that each round launches."""
         return rounds(self.leaves, bucket)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """Everything that is launched, in order."""
+        """Every launch, in order."""
         return launches(self.leaves, self.bucket_bytes)
 
     def bytes_sent_in(self, launch: Launch) -> int:
-        """Bytes that the busiest rank sends in one of the launches."""
-        ranks = ranks_of(self.leaves)
-        loads = [load(*row_of(self.leaves, *step), ranks) for step in launch.steps]
-        return max(added((each.sent for each in loads), ranks))
+        """Return the bytes that the busiest rank sends in one of the launches."""
+        ranks = cost_ranks(self.leaves)
+        loads = [load(*typed_step(self.leaves, *step), ranks) for step in launch.steps]
+        return max(added((step.sent for step in loads), ranks))
 
-    def cost(self, topology: Topology | None = None, /) -> Cost:
-        """Time, bytes and memory on a topology, a single node by default.
+    def cost(self, topology: Topology | None = None) -> Cost:
+        """Return the estimated time, bytes and memory of a run.
 
-        A launch and its latency count once for all that goes in it. Bytes and memory are added
-        up for each rank, and are those of the busiest one: owners that take turns share the
-        work. The memory is that of the locals of all leaves, in the largest layout of those
-        that are under way.
+        Args:
+            topology: The machine; by default the topology that the batch was planned on, and a
+                single node if it has none.
+
+        Returns:
+            A `Cost`. A launch and its latency count once for all its leaves. Bytes and memory are
+            added up for each rank, and are the busiest rank's. The memory is that of the locals
+            of all leaves, each in its largest layout while its bucket is in flight.
+
+        >>> import fshard as fs
+        >>> src = [fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(n,)) for n in (8, 8, 4)]
+        >>> batch = fs.redistribute(src, [spec.replace(partition=fs.P()) for spec in src])
+        >>> print(batch.cost())
+        8.95 µs, 60 B sent, 60 B received, 80 B peak, 1 launch, 3 messages
         """
-        return _cost(self, as_topology("Batch.cost", topology))
+        return _cost(self, as_topology("Batch.cost", topology, self.topology))
 
     # -- running ----------------------------------------------------------------------
 
     def __call__(self, locals: Any, *, async_op: bool = False) -> Any:  # noqa: A002
-        """Run on a tree of what this process holds of tensors of `src`: a tree of locals of `dst`.
+        """Run on the locals that this process holds, and return those of the target specs.
 
-        Results may share memory with `locals` where no step changes them, and parts of one
-        launch with each other's memory, never the same elements. With `async_op` everything is
-        launched, and what can only be launched after it is when `.wait()` on the `Pending`
-        gives the result.
+        Args:
+            locals: A tree like `src`, with a local for each leaf.
+            async_op: Launch every collective that does not wait for another, and return a
+                `Pending`, whose `wait()` launches the rest and returns the result.
+
+        Returns:
+            A tree like `dst` of locals. They may share memory with `locals` if no step changes
+            them, and leaves of one launch with each other, but never the same elements.
+
+        Raises:
+            ShardingError: If locals do not fit their specs; it names every such leaf.
         """
         return run_batch_hook.call(self, locals, async_op=async_op)
 
@@ -193,46 +219,55 @@ class Batch:
 
     def __str__(self) -> str:
         launches, meshes = self.launches, self.meshes
-        count = _count(sum(leaf is not None for leaf in self.leaves), "leaf", "leaves")
+        count = _count_text(sum(leaf is not None for leaf in self.leaves), "leaf", "leaves")
         on = f" on {meshes[0]}" if len(meshes) == 1 else ""
-        head = f"{count}{on}, {_count(len(launches), 'launch')}, {self.cost().bytes_sent:,} B sent"
+        sent = f"{self.cost().bytes_sent:,} B sent"
+        head = f"{count}{on}, {_count_text(len(launches), 'launch')}, {sent}"
         rows = [
             (path, prog.ends if meshes[1:] else f"{prog.src} -> {prog.dst}",
              "; ".join(map(str, prog.steps)) or "nothing to do")
-            for path, prog in self.distinct()
+            for path, prog in self.distinct_programs()
         ]  # fmt: skip
-        shared = _shared(launches, bool(meshes[1:]))
+        shared = _launch_lines(launches, bool(meshes[1:]))
         return "\n".join([*folded(head), *(columns(rows) or below(rows)), *shared])
 
     __repr__ = __str__
 
-    def distinct(self) -> Iterator[tuple[str, Program]]:
-        """Each program once, with the path of its first leaf and how many more have it."""
+    def distinct_programs(self) -> Iterator[tuple[str, Program]]:
+        """Yield each distinct program with the path of its first leaf and the number of others."""
         names = paths(self.programs, "")
-        seen = Counter(self.leaves)
-        for at, leaf in enumerate(self.leaves):
-            if leaf is not None and seen[leaf]:
-                yield _among_others(names[at] or "leaf", seen[leaf]), leaf
-                seen[leaf] = 0
+        counts = Counter(self.leaves)
+        for name, leaf in zip(names, self.leaves, strict=True):
+            if leaf is not None and counts[leaf]:
+                yield _and_more(name or "leaf", counts[leaf]), leaf
+                counts[leaf] = 0
 
     def explain(self, topology: Topology | None = None) -> Any:
-        """Tables of the leaves and of the launches on a topology; prints anywhere."""
-        return explain_batch_hook.call(self, as_topology("Batch.explain", topology))
+        """Return tables of the leaves and of the launches.
+
+        Args:
+            topology: The machine; by default the topology that the batch was planned on, and a
+                single node if it has none.
+
+        Returns:
+            A `BatchExplanation`, which prints as text, in `rich` and as HTML in a notebook.
+        """
+        return explain_batch_hook.call(self, as_topology("Batch.explain", topology, self.topology))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return mimebundle_hook.call(self)
 
 
-def _count(n: int, one: str, many: str = "") -> str:
-    return f"{n:,} {one if n == 1 else many or one + 'es'}"
+def _count_text(n: int, singular: str, plural: str = "") -> str:
+    return f"{n:,} {singular if n == 1 else plural or singular + 'es'}"
 
 
-def _shared(launches: Sequence[Launch], several_meshes: bool) -> list[str]:
-    """What goes out together, those launches that read alike in one line."""
+def _launch_lines(launches: Sequence[Launch], several_meshes: bool) -> list[str]:
+    """Return one line for each different text of a launch of several leaves."""
     texts = Counter(
-        f"{each.name} of {len(each.steps)} {each.where(named=several_meshes)}"
-        for each in launches
-        if len(each.steps) > 1
+        f"{launch.name} of {len(launch.steps)} {launch.scope(with_mesh=several_meshes)}"
+        for launch in launches
+        if len(launch.steps) > 1
     )
     return [
         line
@@ -249,13 +284,13 @@ def _fill(batch: Batch, leaves: Leaves, structure: TreeDef, bucket_bytes: int | 
     set_(batch, "_hash", hash((leaves, structure, bucket_bytes)))
 
 
-def batch_of(
+def batch_from_leaves(
     leaves: Iterable[Program | None], structure: TreeDef, bucket_bytes: int | None
 ) -> Batch:
-    """A batch of what is known to be programs."""
-    made = object.__new__(Batch)
-    _fill(made, tuple(leaves), structure, bucket_bytes)
-    return made
+    """Return a batch of programs, without checking that they are some."""
+    batch = object.__new__(Batch)
+    _fill(batch, tuple(leaves), structure, bucket_bytes)
+    return batch
 
 
 def _rebuild(programs: Any, bucket_bytes: int | None) -> Batch:
@@ -263,53 +298,53 @@ def _rebuild(programs: Any, bucket_bytes: int | None) -> Batch:
 
 
 @lru_cache(maxsize=256)
-def _transpose(batch: Batch) -> Batch:
+def _transpose(batch: Batch, topology: Topology | None) -> Batch:
     transposed = [leaf and leaf.T for leaf in batch.leaves]
-    return batch_of(transposed, batch.structure, batch.bucket_bytes)
+    return batch_from_leaves(transposed, batch.structure, batch.bucket_bytes)
 
 
 # -- problems of leaves ----------------------------------------------------------------
 
 
-def of_leaves(where: str, names: Sequence[str], make: Sequence[Callable[[], T]]) -> list[T]:
-    """What each `make()` returns; raises one `ShardingError` with all their problems.
+def map_leaves(where: str, names: Sequence[str], calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the result of each call; raise one `ShardingError` with the problems of all.
 
-    `names` are the paths of the leaves that they are about.
+    `names` are the paths of the leaves that the calls belong to.
     """
-    made: list[T] = []
+    results: list[T] = []
     problems: dict[Problem, list[str]] = {}
-    for each, name in zip(make, names, strict=True):
+    for call, name in zip(calls, names, strict=True):
         try:
-            made.append(each())
+            results.append(call())
         except ShardingError as error:
             if not error.problems:
                 raise
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name)
-    raise_if(where, [_at(at, problem) for problem, at in problems.items()])
-    return made
+    raise_if(where, [_at_leaves(problem, paths) for problem, paths in problems.items()])
+    return results
 
 
-def _at(names: Sequence[str], problem: Problem) -> Problem:
-    """A problem of the leaves of these paths."""
+def _at_leaves(problem: Problem, names: Sequence[str]) -> Problem:
+    """Return the problem with the paths of its leaves."""
     if not names[0]:
         return problem
-    return replace(problem, given=f"at {_among_others(names[0], len(names))}: {problem.given}")
+    return replace(problem, given=f"at {_and_more(names[0], len(names))}: {problem.given}")
 
 
-def _among_others(name: str, n: int) -> str:
+def _and_more(name: str, n: int) -> str:
     return name if n == 1 else f"{name} and {n - 1} more"
 
 
 def bucket_problems(bucket_bytes: object) -> list[Problem]:
-    """What is wrong with the most bytes of a launch."""
-    whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-    if bucket_bytes is None or (whole and bucket_bytes > 0):  # type: ignore[operator]
+    """Return the problems of an option `bucket_bytes`."""
+    is_int = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
+    if bucket_bytes is None or (is_int and bucket_bytes > 0):  # type: ignore[operator]
         return []
     return [
         Problem(
             f"bucket_bytes={bucket_bytes!r}",
-            "a bucket has at least 1 byte, or no bound",
+            "bucket_bytes must be an int of at least 1, or None",
             "bucket_bytes=2**23, or None",
         )
     ]
@@ -320,51 +355,51 @@ def bucket_problems(bucket_bytes: object) -> list[Problem]:
 
 @lru_cache(maxsize=1024)
 def _cost(batch: Batch, topology: Topology) -> Cost:
-    leaves, ranks = batch.leaves, ranks_of(batch.leaves)
-    rows = [[row_of(leaves, *step) for step in each.steps] for each in batch.launches]
-    overheads = [[_overhead(row, topology) for row in dict.fromkeys(of)] for of in rows]
-    moved = [load(*row, ranks) for of in rows for row in of]
-    copied = added((each.copied for each in _loads(leaves, ranks)), ranks)
+    leaves, ranks = batch.leaves, cost_ranks(batch.leaves)
+    launches = [[typed_step(leaves, *step) for step in launch.steps] for launch in batch.launches]
+    overheads = [[_overhead(step, topology) for step in dict.fromkeys(steps)] for steps in launches]
+    moved = [load(*step, ranks) for steps in launches for step in steps]
+    copied = added((step.copied for step in _loads(leaves, ranks)), ranks)
     return Cost(
-        time=sum(max(time for time, _ in of) for of in overheads)
-        + sum(_wire_time(of, ranks, topology) for of in rows)
+        time=sum(max(time for time, _ in steps) for steps in overheads)
+        + sum(_wire_time(steps, ranks, topology) for steps in launches)
         + max(copied, default=0) / topology.memory,
-        bytes_sent=max(added((each.sent for each in moved), ranks), default=0),
-        bytes_received=max(added((each.received for each in moved), ranks), default=0),
-        peak_memory=_peak(batch, ranks),
-        launches=len(rows),
-        messages=sum(max(messages for _, messages in of) for of in overheads),
+        bytes_sent=max(added((step.sent for step in moved), ranks), default=0),
+        bytes_received=max(added((step.received for step in moved), ranks), default=0),
+        peak_memory=_peak_memory(batch, ranks),
+        launches=len(launches),
+        messages=sum(max(messages for _, messages in steps) for steps in overheads),
     )
 
 
-def _overhead(row: Row, topology: Topology) -> tuple[float, int]:
-    """Seconds that one step takes without its bytes, and its messages."""
-    moved = traffic(*row)
-    alone = moved._replace(sent=0, received=0)
-    return seconds(topology, step_link(topology, *row), alone, 0), moved.messages
+def _overhead(step: TypedStep, topology: Topology) -> tuple[float, int]:
+    """Return the seconds of a step without its bytes, and its messages."""
+    moved = traffic(*step)
+    no_bytes = moved._replace(sent=0, received=0)
+    return seconds(topology, step_link(topology, *step), no_bytes, 0), moved.messages
 
 
-def _wire_time(rows: Sequence[Row], ranks: Ranks, topology: Topology) -> float:
-    """Seconds for which the bytes of one launch are on the wire."""
-    by_link: dict[float, list[Load]] = {}
-    for row in rows:
-        bandwidth = step_link(topology, *row).bandwidth
-        by_link.setdefault(bandwidth, []).append(load(*row, ranks))
+def _wire_time(steps: Sequence[TypedStep], ranks: Ranks, topology: Topology) -> float:
+    """Return the seconds for which the bytes of one launch are on the wire."""
+    by_bandwidth: dict[float, list[Load]] = {}
+    for step in steps:
+        bandwidth = step_link(topology, *step).bandwidth
+        by_bandwidth.setdefault(bandwidth, []).append(load(*step, ranks))
     return sum(
-        max(max(added(each, ranks)) for each in list(zip(*loads, strict=True))[:2]) / bandwidth
-        for bandwidth, loads in by_link.items()
+        max(max(added(nbytes, ranks)) for nbytes in list(zip(*loads, strict=True))[:2]) / bandwidth
+        for bandwidth, loads in by_bandwidth.items()
     )
 
 
 def _loads(leaves: Leaves, ranks: Ranks) -> Iterator[Load]:
-    """What every step of every leaf moves, local ones too."""
-    for at, leaf in enumerate(leaves):
-        for place in range(len(leaf.steps) if leaf is not None else 0):
-            yield load(*row_of(leaves, at, place), ranks)
+    """Yield the load of every step of every leaf, local steps included."""
+    for i, leaf in enumerate(leaves):
+        for step in range(len(leaf.steps) if leaf is not None else 0):
+            yield load(*typed_step(leaves, i, step), ranks)
 
 
-def _peak(batch: Batch, ranks: Ranks) -> int:
-    """Bytes of the locals of all leaves where they are most: buckets pass one after the other."""
+def _peak_memory(batch: Batch, ranks: Ranks) -> int:
+    """Return the most bytes that the locals of all leaves have on a rank, bucket by bucket."""
     leaves = [leaf for leaf in batch.leaves if leaf is not None]
     now = added((held(leaf.src, ranks) for leaf in leaves), ranks)
     most = max(now, default=0)
@@ -374,15 +409,15 @@ def _peak(batch: Batch, ranks: Ranks) -> int:
             added((held(spec, ranks) for spec in specs), ranks)
             for specs in zip(*((prog.src, prog.dst) for prog in progs), strict=True)
         )
-        during = added((_on_the_way(prog, ranks) for prog in progs), ranks)
+        during = added((_largest_local(prog, ranks) for prog in progs), ranks)
         most = max(most, *map(sum, zip(now, map(operator.neg, before), during, strict=True)))
         now = tuple(map(sum, zip(now, map(operator.neg, before), after, strict=True)))
     return most
 
 
 @lru_cache(maxsize=4096)
-def _on_the_way(prog: Program, ranks: Ranks) -> Vector:
-    """The largest local that each rank has of a leaf at any time."""
+def _largest_local(prog: Program, ranks: Ranks) -> Vector:
+    """Return the bytes of each rank's largest local of a leaf at any time."""
     specs = (prog.src, *wire_specs(prog), prog.dst)
     return tuple(map(max, zip(*(held(spec, ranks) for spec in specs), strict=True)))
 

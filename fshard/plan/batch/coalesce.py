@@ -1,8 +1,8 @@
-"""When which leaves of a batch communicate, and which of them in one launch.
+"""Coalescing: the order in which leaves of a batch communicate, and the collectives in one launch.
 
-Leaves go in rounds: whoever comes to a collective waits until those that will come to the same
-one have come as well, and they are launched as one. All of it follows from specs alone, so that
-every rank finds the same.
+Leaves advance in rounds: a leaf whose next collective is one that other leaves reach later waits
+for them, and all of these are one launch. Everything follows from specs alone, so that every rank
+computes the same order.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from fshard.program.program import Program, wire_specs
 from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
 
 __all__ = [
-    "Launch", "Leaves", "Row", "Steps", "buckets", "is_even", "kinds", "launches", "ranks_of",
-    "rounds", "row_of", "together",
+    "Launch", "LeafSteps", "Leaves", "TypedStep", "buckets", "coalesced", "cost_ranks",
+    "has_equal_shards", "launch_keys", "launches", "rounds", "typed_step",
 ]  # fmt: skip
 
 Leaves = tuple[Program | None, ...]
-Steps = tuple[tuple[int, int], ...]
-"""Steps of several leaves: the leaf, and the place of the step in its program."""
-Row = tuple[Step, Spec, Spec]
+LeafSteps = tuple[tuple[int, int], ...]
+"""Steps of several leaves: the index of the leaf, and of the step in its program."""
+TypedStep = tuple[Step, Spec, Spec]
 
 
 class Launch(NamedTuple):
-    """Collectives of several leaves that go out as one.
+    """Collectives of several leaves that run as one.
 
-    `op` is what runs on the wire: all that is uneven or moves from rank to rank is one
-    "all_to_all", else all-gathers, all-reduces and reduce-scatters. `name` is that of the steps,
-    where they have one, as `fs.comm_log` counts it.
+    `op` is the operation on the wire: "all_gather", "all_reduce", "reduce_scatter", or "all_to_all"
+    for everything that is uneven or sends from rank to rank. `name` is the name of the steps if
+    they have the same, else `op`. `ends` are the meshes before and after, each pair once.
     """
 
     op: str
     name: str
     axes: tuple[str, ...]
     ends: tuple[tuple[Mesh, Mesh], ...]
-    steps: Steps
+    steps: LeafSteps
 
-    def where(self, *, named: bool = False) -> str:
-        """Among whom, in words; with the mesh where there are others to tell it `named` from."""
+    def scope(self, *, with_mesh: bool = False) -> str:
+        """Return the axes or meshes that communicate, as text; with the mesh if `with_mesh`."""
         (src, dst), *more = self.ends
         if any(a != b for a, b in self.ends):
             return "between several meshes" if more else f"from {src} to {dst}"
-        return f"over {', '.join(self.axes)}{f' of {src}' if named else ''}"
+        return f"over {', '.join(self.axes)}{f' of {src}' if with_mesh else ''}"
 
 
-class Kind(NamedTuple):
-    """What collectives have in common that can go out as one; `among` are the groups of ranks."""
+class LaunchKey(NamedTuple):
+    """Key of collectives that can be one launch; `among` identifies the groups of ranks."""
 
     op: str
     among: Hashable
@@ -66,70 +66,70 @@ class Kind(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def kinds(prog: Program | None) -> tuple[tuple[int, Kind], ...]:
-    """The steps of a program that communicate, by their place, and their kinds."""
+def launch_keys(prog: Program | None) -> tuple[tuple[int, LaunchKey], ...]:
+    """Return the index and the key of each step of a program that communicates."""
     if prog is None:
         return ()
     specs = wire_specs(prog)
-    rows = zip(prog.steps, specs, specs[1:], strict=False)
-    return tuple((at, _kind(*row)) for at, row in enumerate(rows) if traffic(*row).launches)
+    steps = zip(prog.steps, specs, specs[1:], strict=False)
+    return tuple((i, _launch_key(*step)) for i, step in enumerate(steps) if traffic(*step).launches)
 
 
-def _kind(step: Step, src: Spec, dst: Spec) -> Kind:
+def _launch_key(step: Step, src: Spec, dst: Spec) -> LaunchKey:
     reduction = ""
     axes = step_axes(step, src, dst)
     match step:
-        case AllGather(all_axes, dim) if is_even(src, dim, src.mesh.axis_size(all_axes)):
+        case AllGather(_, dim) if has_equal_shards(src, dim, src.mesh.axis_size(step.axes)):
             op = "all_gather"
         case AllReduce():
             op, (reduction, _) = "all_reduce", reduction_of(step, src)
-        case ReduceScatter(all_axes, dim) if is_even(dst, dim, src.mesh.axis_size(all_axes)):
+        case ReduceScatter(_, dim) if has_equal_shards(dst, dim, src.mesh.axis_size(step.axes)):
             op, (reduction, _) = "reduce_scatter", reduction_of(step, src)
         case _:
-            # Pieces go from rank to rank: the order of a group's ranks does not matter.
+            # Pieces are sent from rank to rank: the order of a group's ranks does not matter.
             op, axes = "all_to_all", tuple(sorted(axes, key=src.mesh.axes.index))
-    one = op == "all_to_all" and src.mesh.axis_size(axes) == src.mesh.size  # group, in any order
-    same = src.mesh == dst.mesh and not one
-    among = _among(src.mesh, axes) if same else _between(src.mesh, dst.mesh)
-    return Kind(op, among, reduction, src.dtype)
+    one_group = op == "all_to_all" and src.mesh.axis_size(axes) == src.mesh.size
+    along_axes = src.mesh == dst.mesh and not one_group
+    among = _rank_grid(src.mesh, axes) if along_axes else _all_ranks(src.mesh, dst.mesh)
+    return LaunchKey(op, among, reduction, src.dtype)
 
 
-def is_even(spec: Spec, dim: int, n: int) -> bool:
-    """Whether the shards of a dim are of one size in every group of `n`, those of minor axes."""
+def has_equal_shards(spec: Spec, dim: int, n: int) -> bool:
+    """Return True if in every group of `n` consecutive shards of a dim all have one size."""
     sizes = spec.sizes[dim] or ()
-    return all(len({*sizes[at : at + n]}) == 1 for at in range(0, len(sizes), n))
+    return all(len({*sizes[i : i + n]}) == 1 for i in range(0, len(sizes), n))
 
 
 @lru_cache(maxsize=4096)
-def _among(mesh: Mesh, axes: tuple[str, ...]) -> Hashable:
-    """The groups of ranks along axes, whatever these are called: devices, sizes and strides."""
+def _rank_grid(mesh: Mesh, axes: tuple[str, ...]) -> Hashable:
+    """Identify the groups of ranks along `axes` by devices, sizes and strides, not by names."""
     stride, strides = mesh.size, {}
     for axis, size in mesh.shape.items():
         stride //= size
         strides[axis] = stride
     grid: list[tuple[int, int]] = []
     for axis in axes:
-        size, step = mesh.shape[axis], strides[axis]
-        if grid and grid[-1][1] == size * step:
-            grid[-1] = grid[-1][0] * size, step
+        size, axis_stride = mesh.shape[axis], strides[axis]
+        if grid and grid[-1][1] == size * axis_stride:
+            grid[-1] = grid[-1][0] * size, axis_stride
         else:
-            grid.append((size, step))
+            grid.append((size, axis_stride))
     return mesh.devices, tuple(grid)
 
 
 @lru_cache(maxsize=256)
-def _between(src: Mesh, dst: Mesh) -> Hashable:
-    """All ranks of both, in one value however many they are in a row."""
+def _all_ranks(src: Mesh, dst: Mesh) -> Hashable:
+    """Return the sorted ranks of both meshes, as a range if they are consecutive."""
     ranks = sorted({*src.ranks, *dst.ranks})
-    row = range(ranks[0], ranks[-1] + 1) if ranks else range(0)
-    return row if len(row) == len(ranks) else tuple(ranks)
+    span = range(ranks[0], ranks[-1] + 1) if ranks else range(0)
+    return span if len(span) == len(ranks) else tuple(ranks)
 
 
 @lru_cache(maxsize=256)
-def ranks_of(leaves: Leaves) -> Ranks:
-    """The ranks to add up for: those of all meshes of the leaves, sorted.
+def cost_ranks(leaves: Leaves) -> Ranks:
+    """Return the ranks to add up loads for: the ranks of all meshes of the leaves, sorted.
 
-    One stands for all where all do the same: shards are even, on the same devices.
+    If all shards are even and on the same devices, one rank stands for all.
     """
     specs = [spec for leaf in leaves if leaf is not None for spec in leaf.specs]
     if specs and not any(any(spec.sizes) for spec in specs):
@@ -140,71 +140,71 @@ def ranks_of(leaves: Leaves) -> Ranks:
 
 
 @lru_cache(maxsize=4096)
-def _weight(prog: Program, ranks: Ranks) -> Vector:
-    """Most bytes that each rank gives to a launch of this program, or gets from one."""
+def _peak_bytes(prog: Program, ranks: Ranks) -> Vector:
+    """Return each rank's most bytes that this program puts into a launch, or takes from one."""
     specs = wire_specs(prog)
     vectors = [(0,) * len(ranks)]
-    for at, _ in kinds(prog):
-        before, after = specs[at : at + 2]
-        moved = load(prog.steps[at], before, after, ranks)
+    for i, _ in launch_keys(prog):
+        before, after = specs[i : i + 2]
+        moved = load(prog.steps[i], before, after, ranks)
         vectors += [moved.sent, moved.received, held(before, ranks), held(after, ranks)]
     return tuple(map(max, zip(*vectors, strict=True)))
 
 
 @lru_cache(maxsize=256)
 def buckets(leaves: Leaves, limit: int | None) -> tuple[tuple[int, ...], ...]:
-    """The leaves that are under way together: those of the same kinds side by side, in order.
+    """Group the leaves in flight together: leaves with equal launch keys side by side, in order.
 
-    No rank has more than `limit` bytes in a round of a bucket, unless a leaf has; such leaves go
-    together where each adds to what others have on other ranks, owners that take turns. Each
-    leaf goes to the first of the last buckets that has room.
+    No rank has more than `limit` bytes in a round of a bucket, unless a single leaf has more. Such
+    leaves share a bucket if each adds to other ranks, as owners that take turns do. A leaf goes to
+    the first of the last `OPEN_BUCKETS` buckets that has room.
     """
-    alike: dict[Hashable, list[tuple[int, Program]]] = {}
-    for at, leaf in enumerate(leaves):
+    by_keys: dict[Hashable, list[tuple[int, Program]]] = {}
+    for i, leaf in enumerate(leaves):
         if leaf is not None:
-            alike.setdefault(tuple(kind for _, kind in kinds(leaf)), []).append((at, leaf))
-    places = [each for same in alike.values() for each in same]
+            by_keys.setdefault(tuple(key for _, key in launch_keys(leaf)), []).append((i, leaf))
+    ordered = [leaf for group in by_keys.values() for leaf in group]
     if limit is None:
-        return (tuple(at for at, _ in places),) if places else ()
-    ranks = ranks_of(leaves)
-    found: list[_Bucket] = []
-    for at, leaf in places:
-        weight = _weight(leaf, ranks)
-        own = max(weight)
-        busiest = weight.index(own)
-        if not any(each.takes(at, weight, own, busiest, limit) for each in found[-OPEN:]):
-            found.append(_Bucket(at, weight))
-    return tuple(tuple(each.leaves) for each in found)
+        return (tuple(i for i, _ in ordered),) if ordered else ()
+    ranks = cost_ranks(leaves)
+    filled: list[_Bucket] = []
+    for i, leaf in ordered:
+        nbytes = _peak_bytes(leaf, ranks)
+        most = max(nbytes)
+        busiest = nbytes.index(most)
+        if not any(b.try_add(i, nbytes, most, busiest, limit) for b in filled[-OPEN_BUCKETS:]):
+            filled.append(_Bucket(i, nbytes))
+    return tuple(tuple(bucket.leaves) for bucket in filled)
 
 
-OPEN = 32
-"""Of so many buckets, the last ones, the first that has room is looked for."""
+OPEN_BUCKETS = 32
+"""Number of buckets, the last ones, that are tried for a leaf."""
 
 
 class _Bucket:
-    """Leaves, and the bytes that each rank has of them; most on one rank, and most of one leaf."""
+    """Leaves, the bytes that each rank has of them, and the most of one rank and of one leaf."""
 
     __slots__ = ("filled", "largest", "leaves", "most")
 
-    def __init__(self, leaf: int, weight: Vector) -> None:
+    def __init__(self, leaf: int, nbytes: Vector) -> None:
         self.leaves = [leaf]
-        self.filled = weight
-        self.most = self.largest = max(weight)
+        self.filled = nbytes
+        self.most = self.largest = max(nbytes)
 
-    def takes(self, leaf: int, weight: Vector, own: int, busiest: int, limit: int) -> bool:
-        """Whether there was room for another leaf, which is in it then.
+    def try_add(self, leaf: int, nbytes: Vector, size: int, busiest: int, limit: int) -> bool:
+        """Add a leaf and return True if there is room for it.
 
-        `own` are the bytes of its `busiest` rank, which alone tells of most that there is none.
+        `size` are the bytes of its `busiest` rank, which alone exclude most leaves without room.
         """
-        largest = max(self.largest, own)
+        largest = max(self.largest, size)
 
         def fits(most: int) -> bool:
-            in_turn = 2 * (most - self.most) <= own and most <= 2 * largest
+            in_turn = 2 * (most - self.most) <= size and most <= 2 * largest
             return most <= limit or in_turn
 
-        if not fits(max(self.most, self.filled[busiest] + own)):
+        if not fits(max(self.most, self.filled[busiest] + size)):
             return False
-        filled = tuple(map(operator.add, self.filled, weight))
+        filled = tuple(map(operator.add, self.filled, nbytes))
         most = max(filled)
         if not fits(most):
             return False
@@ -214,61 +214,56 @@ class _Bucket:
 
 
 @lru_cache(maxsize=1024)
-def rounds(leaves: Leaves, bucket: tuple[int, ...]) -> tuple[Steps, ...]:
-    """In each round the collectives that no other leaf of the bucket will come to later.
+def rounds(leaves: Leaves, bucket: tuple[int, ...]) -> tuple[LeafSteps, ...]:
+    """Return the collectives of each round: those that no other leaf of the bucket reaches later.
 
-    Where every one is waited for by another, the one that most leaves have come to goes.
+    If every next collective is reached later by another leaf, the most common one goes first.
     """
-    todo = {at: list(kinds(leaves[at])) for at in bucket if kinds(leaves[at])}
-    found: list[Steps] = []
+    todo = {i: list(launch_keys(leaves[i])) for i in bucket if launch_keys(leaves[i])}
+    result: list[LeafSteps] = []
     while todo:
-        first = Counter(own[0][1] for own in todo.values())
-        later = {kind for own in todo.values() for _, kind in own[1:]}
+        first = Counter(steps[0][1] for steps in todo.values())
+        later = {key for steps in todo.values() for _, key in steps[1:]}
         ready = first.keys() - later or {first.most_common(1)[0][0]}
-        going = [at for at, own in todo.items() if own[0][1] in ready]
-        found.append(tuple((at, todo[at].pop(0)[0]) for at in going))
-        todo = {at: own for at, own in todo.items() if own}
-    return tuple(found)
+        launched = [i for i, steps in todo.items() if steps[0][1] in ready]
+        result.append(tuple((i, todo[i].pop(0)[0]) for i in launched))
+        todo = {i: steps for i, steps in todo.items() if steps}
+    return tuple(result)
 
 
 @lru_cache(maxsize=1024)
-def together(leaves: Leaves, going: Steps) -> tuple[Steps, ...]:
-    """The collectives of a round, those that go out as one side by side."""
-    by_kind: dict[Kind, list[tuple[int, int]]] = {}
-    for at, place in going:
-        by_kind.setdefault(dict(kinds(leaves[at]))[place], []).append((at, place))
-    return tuple(map(tuple, by_kind.values()))
+def coalesced(leaves: Leaves, steps: LeafSteps) -> tuple[LeafSteps, ...]:
+    """Group the collectives of a round by launch."""
+    by_key: dict[LaunchKey, list[tuple[int, int]]] = {}
+    for leaf, step in steps:
+        by_key.setdefault(dict(launch_keys(leaves[leaf]))[step], []).append((leaf, step))
+    return tuple(map(tuple, by_key.values()))
 
 
 @lru_cache(maxsize=256)
 def launches(leaves: Leaves, limit: int | None) -> tuple[Launch, ...]:
-    """Everything that is launched, in order."""
+    """Return every launch of a batch, in order."""
     return tuple(
         _launch(leaves, steps)
         for bucket in buckets(leaves, limit)
-        for going in rounds(leaves, bucket)
-        for steps in together(leaves, going)
+        for collectives in rounds(leaves, bucket)
+        for steps in coalesced(leaves, collectives)
     )
 
 
-def _launch(leaves: Leaves, steps: Steps) -> Launch:
-    """The launch of several steps; its axes are those of the first."""
-    op = dict(kinds(leaves[steps[0][0]]))[steps[0][1]].op
-    rows = [row_of(leaves, *each) for each in steps]
-    names = {step.name for step, _, _ in rows}
-    ends = dict.fromkeys((before.mesh, after.mesh) for _, before, after in rows)
-    return Launch(
-        op,
-        names.pop() if len(names) == 1 else op,
-        step_axes(*rows[0]),
-        tuple(ends),
-        steps,
-    )
+def _launch(leaves: Leaves, steps: LeafSteps) -> Launch:
+    """Return the launch of several steps; its axes are those of the first step."""
+    op = dict(launch_keys(leaves[steps[0][0]]))[steps[0][1]].op
+    typed = [typed_step(leaves, *step) for step in steps]
+    names = {step.name for step, _, _ in typed}
+    ends = dict.fromkeys((before.mesh, after.mesh) for _, before, after in typed)
+    name = names.pop() if len(names) == 1 else op
+    return Launch(op, name, step_axes(*typed[0]), tuple(ends), steps)
 
 
-def row_of(leaves: Leaves, at: int, place: int) -> Row:
-    """A step of a leaf, between the specs that it sends."""
-    leaf = leaves[at]
-    assert leaf is not None
-    specs = wire_specs(leaf)
-    return leaf.steps[place], specs[place], specs[place + 1]
+def typed_step(leaves: Leaves, leaf: int, step: int) -> TypedStep:
+    """Return a step of a leaf with the specs before and after it, in the dtype that is sent."""
+    prog = leaves[leaf]
+    assert prog is not None
+    specs = wire_specs(prog)
+    return prog.steps[step], specs[step], specs[step + 1]

@@ -1,58 +1,59 @@
-"""How all leaves of a tree are planned together: launches are shared, and ranks take turns."""
+"""Planning of all leaves of a tree together: launches are shared, and ranks take turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
 from fshard._util.errors import raise_if
 from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef, flatten, matching, paths, unflatten
-from fshard.plan.batch.batch import Batch, batch_of, of_leaves
-from fshard.plan.batch.coalesce import Leaves, kinds, ranks_of, row_of
+from fshard.plan.batch.batch import Batch, batch_from_leaves, map_leaves
+from fshard.plan.batch.coalesce import Leaves, cost_ranks, launch_keys, typed_step
 from fshard.program.cost.rank_loads import load
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program, endpoint_problems
 
 __all__ = ["plan_batch"]
 
-SHARED = 8
-"""Of how many leaves a launch is thought to be, at most, while one of them is planned.
+MAX_SHARERS = 8
+"""Most leaves that are assumed to share a launch while one of them is planned.
 
-What is left of its cost is little beside latency and bytes; with less, searches would take long.
+An eighth of a launch is already small beside latency and bytes; less would slow searches down.
 """
 
 Plan = Callable[..., Program]
-Offer = Callable[..., Program | None]
+TryPlan = Callable[..., Program | None]
 
 
 def plan_batch(
     src: Any,
     dst: Any,
     plan: Plan,
-    offer: Offer,
-    cost: Topology | str,
+    plan_exchange: TryPlan,
+    topology: Topology | None,
+    objective: str,
     options: tuple[Any, ...],
     bucket_bytes: int | None,
 ) -> Batch:
-    """The batch from a tree of specs to another: what is cheapest together, not leaf by leaf.
+    """Return the batch from one tree of specs to another that is cheapest as a whole.
 
-    `plan(src, dst, cost, *options)` makes the program of one leaf, `offer` another, or None.
-    Where launches cost time, each leaf is also planned as if others shared its launch. Leaves
-    that are alike take, of these, what makes the batch cheapest: it never costs more than its
-    leaves one by one. It is cached by value.
+    `plan(src, dst, topology, objective, *options)` plans one leaf, `plan_exchange` tries an
+    alternative. To minimize time, each leaf is also planned as if other leaves shared its
+    launches. Leaves with the same candidates choose together what makes the batch cheapest, so it
+    never costs more than its leaves one by one. Batches are cached by value.
 
-    Raises `ShardingError` where the trees are of different structures, and all that `plan`
-    raises, with the path of the leaf.
+    Raises:
+        ShardingError: If the trees have different structures, and for all that `plan` raises, with
+            the path of the leaf.
     """
     sources, structure = flatten(src)
     targets = matching(src, dst, ("src", "dst"), "fs.redistribute")
-    values = all(each is None or isinstance(each, Spec) for each in (*sources, *targets))
-    planned = _planned if values else _planned.__wrapped__  # what has no hash is refused there
+    hashable = all(x is None or isinstance(x, Spec) for x in (*sources, *targets))
+    planned = _planned if hashable else _planned.__wrapped__  # other leaves are refused there
     ends = tuple(zip(sources, targets, strict=True))
-    return planned(ends, structure, plan, offer, cost, options, bucket_bytes)
+    return planned(ends, structure, plan, plan_exchange, topology, objective, options, bucket_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -60,87 +61,92 @@ def _planned(
     ends: tuple[tuple[Any, Any], ...],
     structure: TreeDef,
     plan: Plan,
-    offer: Offer,
-    cost: Topology | str,
+    plan_exchange: TryPlan,
+    topology: Topology | None,
+    objective: str,
     options: tuple[Any, ...],
     bucket_bytes: int | None,
 ) -> Batch:
-    names = paths(unflatten(structure, [a for a, _ in ends]), "")
-    one = cache(lambda a, b: plan(a, b, cost, *options))
-    make = [partial(_plan_leaf, a, b, one) for a, b in ends]
-    leaves = tuple(of_leaves("fs.redistribute", names, make))
-    moving = [a != b for a, b in ends]
+    names = paths(unflatten(structure, [src for src, _ in ends]), "")
+    plan_alone = cache(lambda a, b: plan(a, b, topology, objective, *options))
+    planners = [partial(_plan_leaf, *pair, plan_alone) for pair in ends]
+    leaves = tuple(map_leaves("fs.redistribute", names, planners))
+    moving = [src != dst for src, dst in ends]
     if sum(moving) < 2:
-        return batch_of(leaves, structure, bucket_bytes)
-    others: list[Offer] = [_sparing(lambda a, b: offer(a, b, cost, *options), one)]
-    if isinstance(cost, Topology):
-        shared = replace(cost, launch=cost.launch / min(sum(moving), SHARED))
-        others.append(lambda a, b: plan(a, b, shared, *options))
-    ways: list[Leaves] = [leaves]
-    for other in map(cache, others):
-        found = [other(*each) if moves else None for each, moves in zip(ends, moving, strict=True)]
-        ways.append(tuple(map(_first, found, leaves)))
-    batch = partial(batch_of, structure=structure, bucket_bytes=bucket_bytes)
-    return _cheapest(ways, batch, partial(_measure, cost))
+        return batch_from_leaves(leaves, structure, bucket_bytes)
+    others: list[TryPlan] = [
+        _if_fewer_bytes(lambda a, b: plan_exchange(a, b, topology, objective, *options), plan_alone)
+    ]
+    if objective == "time":
+        sharers = min(sum(moving), MAX_SHARERS)
+        others.append(lambda a, b: plan(a, b, topology, objective, *options, sharers))
+    candidates: list[Leaves] = [leaves]
+    for planner in map(cache, others):
+        progs = [
+            planner(*pair) if moves else None for pair, moves in zip(ends, moving, strict=True)
+        ]
+        candidates.append(tuple(a if b is None else b for a, b in zip(leaves, progs, strict=True)))
+    batch = partial(batch_from_leaves, structure=structure, bucket_bytes=bucket_bytes)
+    return _cheapest(candidates, batch, _batch_time if objective == "time" else _batch_bytes)
 
 
-def _first(one: Program | None, other: Program | None) -> Program | None:
-    return other if one is None else one
+def _if_fewer_bytes(try_plan: TryPlan, plan: Plan) -> TryPlan:
+    """Return `try_plan` restricted to programs in which all ranks together receive less."""
 
+    def plan_fewer_bytes(a: Spec, b: Spec) -> Program | None:
+        prog = try_plan(a, b)
+        return prog if prog is not None and _received(prog) < _received(plan(a, b)) else None
 
-def _sparing(offer: Offer, plan: Plan) -> Offer:
-    """Those offers in which all ranks together receive less than by the plan."""
-
-    def spares(a: Spec, b: Spec) -> Program | None:
-        other = offer(a, b)
-        return other if other is not None and _received(other) < _received(plan(a, b)) else None
-
-    return spares
+    return plan_fewer_bytes
 
 
 def _received(prog: Program) -> int:
-    """Bytes that all ranks receive."""
-    ranks, rows = ranks_of((prog,)), (row_of((prog,), 0, at) for at in range(len(prog.steps)))
-    return sum(sum(load(*row, ranks).received) for row in rows)
+    """Return the bytes that all ranks receive together."""
+    ranks = cost_ranks((prog,))
+    steps = (typed_step((prog,), 0, i) for i in range(len(prog.steps)))
+    return sum(sum(load(*step, ranks).received) for step in steps)
 
 
 def _cheapest(
-    ways: Sequence[Leaves],
+    candidates: Sequence[Leaves],
     batch: Callable[[Iterable[Program | None]], Batch],
     measure: Callable[[Batch], tuple[int, ...]],
 ) -> Batch:
-    """The cheapest batch in which each leaf goes one of several ways, as far as it is looked for.
+    """Return the cheapest batch found that takes the program of each leaf from some candidate.
 
-    From the cheapest way for all, the leaves whose programs are alike in every way change theirs
-    together: a launch is saved or shared by all of them or by none.
+    It starts from the cheapest candidate. Leaves whose programs have equal launch keys in every
+    candidate change theirs together: a launch is saved or shared by all of them or by none.
     """
-    best = min(map(batch, dict.fromkeys(ways)), key=measure)
+    best = min(map(batch, dict.fromkeys(candidates)), key=measure)
     least = measure(best)
-    alike: dict[Any, set[int]] = {}
-    for at, programs in enumerate(zip(*ways, strict=True)):
+    groups: dict[Any, set[int]] = {}
+    for i, programs in enumerate(zip(*candidates, strict=True)):
         if any(prog != programs[0] for prog in programs):
-            key = tuple(tuple(kind for _, kind in kinds(prog)) for prog in programs)
-            alike.setdefault(key, set()).add(at)
-    for places in alike.values() if len(alike) > 1 else ():
-        for leaves in ways:
+            key = tuple(tuple(key for _, key in launch_keys(prog)) for prog in programs)
+            groups.setdefault(key, set()).add(i)
+    for group in groups.values() if len(groups) > 1 else ():
+        for leaves in candidates:
             pairs = enumerate(zip(leaves, best.leaves, strict=True))
-            changed = batch(mine if at in places else its for at, (mine, its) in pairs)
-            if (now := measure(changed)) < least:
-                best, least = changed, now
+            changed = batch(new if i in group else old for i, (new, old) in pairs)
+            if (measured := measure(changed)) < least:
+                best, least = changed, measured
     return best
 
 
-def _measure(cost: Topology | str, batch: Batch) -> tuple[int, ...]:
-    """What is to be least: time, to a picosecond, or bytes, and then launches and messages."""
-    if isinstance(cost, Topology):
-        return (round(batch.cost(cost).time * 1e12),)
-    its = batch.cost()
-    return its.bytes_received, its.launches, its.messages
+def _batch_time(batch: Batch) -> tuple[int, ...]:
+    """Return the estimated time in picoseconds."""
+    return (round(batch.cost().time * 1e12),)
 
 
-def _plan_leaf(a: Any, b: Any, plan: Callable[[Spec, Spec], Program]) -> Program | None:
-    if a is None and b is None:
+def _batch_bytes(batch: Batch) -> tuple[int, ...]:
+    """Return bytes received, then launches, then messages."""
+    cost = batch.cost()
+    return cost.bytes_received, cost.launches, cost.messages
+
+
+def _plan_leaf(src: Any, dst: Any, plan: Callable[[Spec, Spec], Program]) -> Program | None:
+    if src is None and dst is None:
         return None
-    if not isinstance(a, Spec) or not isinstance(b, Spec):
-        raise_if("fs.redistribute", endpoint_problems("redistribute", a, b))
-    return plan(a, b)
+    if not isinstance(src, Spec) or not isinstance(dst, Spec):
+        raise_if("fs.redistribute", endpoint_problems("redistribute", src, dst))
+    return plan(src, dst)

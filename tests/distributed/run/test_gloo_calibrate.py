@@ -53,7 +53,7 @@ def test_every_rank_has_the_same(size: int, mesh: fs.Mesh, tmp_path: Path) -> No
         assert first.inner.latency >= link.latency
         assert first.inner.bandwidth <= link.bandwidth
     src = fs.Spec(mesh, fs.P(mesh.axes), shape=(12,))
-    assert fs.redistribute(src, src.replace(partition=fs.P()), cost=first).cost(first).time > 0
+    assert fs.redistribute(src, src.replace(partition=fs.P()), topology=first).cost().time > 0
 
 
 def refused(mesh: fs.Mesh, other: fs.Mesh, seconds: float, save: Any) -> None:
