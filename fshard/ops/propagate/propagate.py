@@ -1,10 +1,11 @@
-"""`propagate`: from the specs of operands to the ways an operation can run on them."""
+"""`fs.propagate`: the strategy of one operation call, from the specs of its operands."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,104 +40,114 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program import as_topology
 
 __all__ = [
-    "call_of", "is_several", "local_strategy_for", "overload_of", "propagate",
-    "strategy_for",
+    "call_and_tree", "call_of", "is_composite", "local_strategy_for", "overload_of", "propagate",
+    "rule_of", "strategy_for",
 ]  # fmt: skip
+
+T = TypeVar("T")
+
+
+def _cached_by_arguments(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache a function of an operation, its arguments and options, if all of them can be hashed."""
+
+    @lru_cache(maxsize=16384)
+    def cached(version: int, op: Any, args: Any, kwargs: Any, options: Any) -> T:
+        return function(op, *unfreeze_call(args, kwargs), *options)
+
+    def lookup(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *options: Any) -> T:
+        key = registry_version(), op, freeze(tuple(args)), freeze(dict(kwargs)), options
+        try:
+            hash(key)
+        except TypeError:
+            return function(op, tuple(args), kwargs, *options)
+        return cached(*key)
+
+    return lookup
 
 
 @skip_frames_below("fs.propagate plans with the sizes of its specs: it is called outside of graphs")
 def propagate(
     op: Any,
     *args: Any,
-    cost: Topology | None = None,
+    topology: Topology | None = None,
     grad: bool = False,
     **kwargs: Any,
 ) -> Strategy:
-    """The best way to run `op` on layouts: a `Strategy`, with the other ways beside it.
+    """Choose the layouts in which an operation runs fastest on operands of given layouts.
 
-    `args` and `kwargs` are those of the call, with a `Spec` in the place of every tensor. `op` is
-    a `torch` function that is a single operation, a `torch.ops` overload or packet, or what
-    `fs.register_rule` was told of. Nothing runs and nothing is planned: the programs are when
-    they are asked for. With `grad` only ways whose gradients are right count.
+    Nothing runs, and no program is planned before it is requested of the strategy. The fastest
+    strategy takes the least time to redistribute the operands, to compute, and to reduce later
+    what stays unreduced; between equals, the least to redistribute gradients, then the first in
+    the rule. Every mesh axis is costed by itself, so that the work grows with the number of axes.
 
-    The best way is the one that takes the least time for moving the operands, computing, and
-    reducing later what stays unreduced; of equals the one with the least on the gradient's way
-    back, then the one that comes first in the rule. Every axis is weighed for itself, so that the
-    work grows with the axes' number, not with the product of what they can do.
+    A spec has integer sizes, so a symbolic size is read as the integer it stands for: a graph of
+    `make_fx` or `torch.export` with symbolic sizes then holds for this shape alone, and
+    `torch.compile` ends its graph before this function.
 
-    A layout is of sizes that are numbers, so symbols are read as those that they stand for:
-    where `make_fx` or `torch.export` trace with symbolic sizes, making a spec of a shape tells
-    them that what they make holds for this shape alone; in what `torch.compile` compiles, a graph
-    ends before this function, `fs.apply`, `fs.shard` and partitioned functions, which run as they
-    are. No symbol is a key of a cache, and nothing of a trace is in one.
+    Args:
+        op: a `torch` function that is one operation, a `torch.ops` overload or packet, or a
+            function that `fs.register_rule` gave a rule.
+        *args: the arguments of the call, with a `Spec` in the place of every tensor.
+        topology: the topology that collectives are costed on; None is one node.
+        grad: choose only among strategies whose gradients are right.
+        **kwargs: the keyword arguments of the call. `fs.on_pairs` runs operations that have a
+            `topology` or `grad` argument of their own.
 
-    Raises `ShardingError` for an operation without a rule, specs on several meshes, and arguments
-    that the operation itself refuses. After GSPMD (arXiv 2105.04663) and Shardy's factors.
+    Returns:
+        The fastest `Strategy`; its `alternatives` are the next ones.
 
-    >>> from fshard import Mesh, P, Spec
-    >>> mesh = Mesh(dp=2, tp=4)
-    >>> x, w = Spec(mesh, P("dp", "tp"), shape=(8, 16)), Spec(mesh, P("tp"), shape=(16, 4))
-    >>> propagate(torch.matmul, x, w).out_specs
+    Raises:
+        ShardingError: if the operation has no rule, if the specs are on several meshes, or if the
+            operation refuses the arguments.
+
+    After GSPMD (arXiv 2105.04663) and the factors of Shardy.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(dp=2, tp=4)
+    >>> x = fs.Spec(mesh, fs.P("dp", "tp"), shape=(8, 16))
+    >>> w = fs.Spec(mesh, fs.P("tp"), shape=(16, 4))
+    >>> fs.propagate(torch.matmul, x, w).out_specs
     (f32[8@dp,4]{unreduced: tp},)
     """
-    return strategy_for(op, args, kwargs, cost, grad)
+    return strategy_for(op, args, kwargs, topology, grad)
 
 
-class _Asked(NamedTuple):
-    """What a strategy is asked for beside the call."""
+class _Options(NamedTuple):
+    """Options of the choice: those of `propagate`, `local` and `hint` of `select_strategy`."""
 
-    cost: Topology | None
+    topology: Topology | None
     grad: bool
     local: bool = False
-    wish: PartitionSpec | None = None
+    hint: PartitionSpec | None = None
 
 
 def strategy_for(
     op: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    cost: Topology | None,
+    topology: Topology | None,
     grad: bool,
-    wish: PartitionSpec | None = None,
+    hint: PartitionSpec | None = None,
 ) -> Strategy:
-    """`propagate` with the arguments of the call in two places of their own.
-
-    `wish` is how the result had better lie: such cuts need no operand that has them.
-    """
-    return _strategy(op, args, kwargs, _Asked(cost, grad, wish=wish)) or _no_way(op)
+    """Return the strategy of `propagate`; its axes may also shard the result as `hint` says."""
+    strategy = _strategy(op, args, kwargs, _Options(topology, grad, hint=hint))
+    assert strategy is not None, f"{op}: all operands replicated is always possible"
+    return strategy
 
 
 def local_strategy_for(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], cost: Topology | None, grad: bool
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology | None, grad: bool
 ) -> Strategy | None:
-    """The best strategy that sends nothing; None if there is none."""
-    return _strategy(op, args, kwargs, _Asked(cost, grad, local=True))
+    """Return the fastest strategy that sends nothing, None if all send."""
+    return _strategy(op, args, kwargs, _Options(topology, grad, local=True))
 
 
+@_cached_by_arguments
 def _strategy(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: _Asked
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: _Options
 ) -> Strategy | None:
-    key = (op, freeze(tuple(args)), freeze(dict(kwargs)), asked)
-    try:
-        hash(key)
-    except TypeError:
-        return _compute(op, args, kwargs, asked)
-    return _cached(registry_version(), *key)
-
-
-@lru_cache(maxsize=16384)
-def _cached(rules: int, op: Any, args: Any, kwargs: Any, asked: _Asked) -> Strategy | None:
-    return _compute(op, *unfreeze_call(args, kwargs), asked)
-
-
-def _no_way(op: Any) -> NoReturn:
-    raise AssertionError(f"{op}: all operands whole is always a way")
-
-
-def _compute(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: _Asked
-) -> Strategy | None:
-    topology, kwargs = as_topology("fs.propagate", asked.cost), read_arguments(op, kwargs)
+    topology = as_topology("fs.propagate", options.topology)
+    kwargs = read_arguments(op, kwargs)
     specs = instances_in((*args, *kwargs.values()), Spec)
     if not specs:
         fail(f"fs.propagate({name_of(op)})", "no specs",
@@ -146,12 +157,12 @@ def _compute(
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
     if is_foreach(functional := functional_of(overload)):
-        each = asked._replace(wish=None)
-        one = lambda op, args, kwargs: _strategy(op, args, kwargs, each)  # noqa: E731
-        return foreach_strategy(functional, args, kwargs, specs, one, grad=asked.grad)
+        unhinted = options._replace(hint=None)
+        strategy_of = lambda op, args, kwargs: _strategy(op, args, kwargs, unhinted)  # noqa: E731
+        return foreach_strategy(functional, args, kwargs, specs, strategy_of, grad=options.grad)
     call, tree = call_and_tree(overload, metas, named)
-    return select_strategy(call, tree, rule_of(call), specs, topology, grad=asked.grad,
-                  local=asked.local, hint=asked.wish)  # fmt: skip
+    return select_strategy(call, tree, rule_of(call), specs, topology, grad=options.grad,
+                           local=options.local, hint=options.hint)  # fmt: skip
 
 
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
@@ -165,130 +176,132 @@ def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:
 # -- the call and its rule ----------------------------------------------------------------
 
 
-def is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function is more than one operation, or one that has no rule and can be others."""
+def is_composite(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for a function of several operations, or one without a rule that decomposes."""
     if row_of(op) is not None:
         return False
     if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
         return callable(op)
-    key = op, freeze(tuple(args)), freeze(dict(kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return _is_several(op, args, kwargs)
-    return _is_several_before(registry_version(), *key)
+    return _is_composite_call(op, args, kwargs)
 
 
-@lru_cache(maxsize=16384)
-def _is_several_before(rules: int, op: Any, args: Any, kwargs: Any) -> bool:
-    return _is_several(op, *unfreeze_call(args, kwargs))
-
-
-def _is_several(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+@_cached_by_arguments
+def _is_composite_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     try:
         overload = overload_of(op, metas, named)
     except ShardingError:
-        # Functions of `torch` take a number in the place of a list of one: they are traced.
+        # Functions of `torch` take an int in the place of a list of one: they are traced.
         return not isinstance(op, OpOverload | OpOverloadPacket)
     return row_of(overload) is None and torch_decomposition(functional_of(overload)) is not None
 
 
 def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The overload that a call of `op` runs, or a Python function that has a rule of its own.
+    """Return the overload that a call of `op` runs, or `op` if it has a rule of its own.
 
-    Raises `ShardingError` for a function that is neither.
+    Args:
+        op: an overload, a packet, or a function of `torch` that calls one.
+        args: the arguments, with `Meta` in the places of tensors.
+        kwargs: the keyword arguments, likewise.
+
+    Raises:
+        ShardingError: for a function that is not an operation, for arguments that no overload
+            takes, and for an int that would match a bool or dtype parameter.
     """
     if row_of(op) is not None or isinstance(op, OpOverload):
         return op
     packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
     if packet is None:
-        fail(f"fs.propagate({name_of(op)})", "a function that is no operation of PyTorch",
-             "what runs as one operation has a sharding rule",
+        fail(f"fs.propagate({name_of(op)})", "a function that is not an operation of PyTorch",
+             "a function that runs as one operation must have a sharding rule",
              f"fs.register_rule({name_of(op)})('bd,d->bd') gives it one; "
-             "fs.partition lays out what it is made of")  # fmt: skip
+             "fs.partition lays out the operations of a function")  # fmt: skip
     make = lambda m: torch.empty(m.shape, dtype=m.dtype, device="meta")  # noqa: E731
-    # One tensor of a list stands for all: PyTorch writes every one down for each overload in vain.
-    real, named = map_call(args, kwargs, list, lambda each: each[:1] if _is_list(each) else each)
+    # One tensor stands for a list of them: PyTorch would print all of them for every overload.
+    shorten = lambda arg: arg[:1] if _is_tensor_list(arg) else arg  # noqa: E731
+    tensors, named = map_call(args, kwargs, list, shorten)
     with without_dispatch_modes(), DisableTorchFunction():
-        real, named = map_call(real, named, Meta, make)
+        tensors, named = map_call(tensors, named, Meta, make)
     try:
-        name = resolve_overload(packet, real, named)
+        name = resolve_overload(packet, tensors, named)
     except RuntimeError as error:
         fail(f"fs.propagate({packet})", "these arguments", f"no overload takes them: {error}",
-             "check them with the same call on whole tensors")  # fmt: skip
+             "check them with the same call on global tensors")  # fmt: skip
     overload = getattr(packet, name)
-    if packet is not op and (other := _misread(overload, real)):
-        fail(f"fs.propagate({packet})", f"{other[0]!r}, which {overload} takes for its {other[1]}",
-             "of functions of torch a number is no flag and no dtype",
-             "a list of one in its place, or the argument by name, dim=0 say")  # fmt: skip
+    if packet is not op and (misread := _misread_int(overload, tensors)):
+        value, parameter = misread
+        fail(f"fs.propagate({packet})", f"{value!r} for {parameter!r} of {overload}",
+             "this int would match a bool or dtype parameter; an int must name a dim here",
+             "a list of one in its place, or a keyword: dim=0")  # fmt: skip
     return overload
 
 
 _FLAGS = frozenset(("bool", "Optional[bool]", "ScalarType", "Optional[ScalarType]"))
 
 
-def _misread(overload: OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, str] | None:
-    """A number that stands for a flag or a dtype, and its name there.
+def _misread_int(overload: OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, str] | None:
+    """Return an int that would match a bool or dtype parameter, and the name of the parameter.
 
-    TorchScript's choice of overloads allows it, Python's does not: `torch.var(x, 0)` names a dim.
+    The overload resolution of TorchScript allows it; that of Python does not: `torch.var(x, 0)`
+    names a dim.
     """
-    for each, value in zip(schema_of(overload).arguments, args, strict=False):
-        if type(value) is int and str(each.real_type) in _FLAGS:
-            return value, each.name
+    for parameter, value in zip(schema_of(overload).arguments, args, strict=False):
+        if type(value) is int and str(parameter.real_type) in _FLAGS:
+            return value, parameter.name
     return None
 
 
-def _is_list(value: list[Any]) -> bool:
-    """Whether a list is one of tensors."""
-    return bool(value) and all(isinstance(each, Meta) for each in value)
+def _is_tensor_list(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(item, Meta) for item in value)
 
 
 BUILTIN = ("builtin_function_or_method", "method_descriptor")
 
 
 def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
-    """The operation that a builtin of PyTorch calls; None for functions written in Python."""
-    # What a user writes is not remembered, for it would be kept alive. Python's own `sum` is none.
+    """Return the operation that a builtin of PyTorch calls, None for a function of Python."""
+    # A function of a user must not be a key of a cache, which would keep it alive.
     owner = getattr(op, "__objclass__", None)
-    home = (owner or op).__module__ or ""
-    is_torchs = type(op).__name__ in BUILTIN and home.partition(".")[0] == "torch"
-    return _packet_named(op.__name__) if is_torchs else None
+    module = (owner or op).__module__ or ""
+    is_torch = type(op).__name__ in BUILTIN and module.partition(".")[0] == "torch"
+    return _packet_named(op.__name__) if is_torch else None
 
 
 @lru_cache(maxsize=4096)
 def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
-    for each in (name, name.strip("_"), f"linalg_{name}"):
-        packet = getattr(torch.ops.aten, each, None)
+    for candidate in (name, name.strip("_"), f"linalg_{name}"):
+        packet = getattr(torch.ops.aten, candidate, None)
         if isinstance(packet, OpOverloadPacket):
             return packet
     return None
 
 
+def parameters_of(op: Any) -> frozenset[str]:
+    """Return the names of an operation's own parameters.
+
+    >>> sorted(parameters_of(torch.nn.functional.pad))
+    ['input', 'mode', 'pad', 'value']
+    """
+    packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
+    if packet is not None:
+        return frozenset().union(*(parameters_of(getattr(packet, o)) for o in packet.overloads()))
+    if isinstance(op, OpOverload):
+        return frozenset(parameter.name for parameter in schema_of(op).arguments)
+    try:
+        function = op.forward if isinstance(op, torch.nn.Module) else op
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return frozenset()
+
+
 def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
-    """The call of an overload with `Meta` in the places of tensors, results included."""
+    """Return the call of an overload with `Meta` in the places of tensors, results included."""
     return call_and_tree(op, args, kwargs)[0]
 
 
-def call_and_tree(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
-    """The call, and the tree of its results with their numbers in the places of tensors.
-
-    The operation runs on meta tensors once for arguments of one kind.
-    """
-    key = op, freeze(tuple(args)), freeze(dict(kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return _called(op, tuple(args), kwargs)
-    return _called_before(*key)
-
-
-@lru_cache(maxsize=16384)
-def _called_before(op: Any, args: Any, kwargs: Any) -> tuple[OpCall, Any]:
-    return _called(op, *unfreeze_call(args, kwargs))
-
-
-def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
+@_cached_by_arguments
+def call_and_tree(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
+    """Return the call of an overload, and the tree of its results with indices for tensors."""
     functional, kwargs = functional_of(op), read_arguments(op, kwargs)
     results, tree = results_of(functional, args, kwargs)
     operands = tuple(instances_in((*args, *kwargs.values()), Meta))
@@ -296,16 +309,16 @@ def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
 
 
 def rule_of(call: OpCall) -> Rule:
-    """The rule of a call; raises `ShardingError` where there is none."""
+    """Return the rule of a call; raise `ShardingError` if there is none."""
     row = row_of(call.op)
-    made = None if row is None else row.generator(call)
-    if isinstance(made, list):
-        made = rule_from_shardings(call, made)
-    if made is None:
+    rule = None if row is None else row.generator(call)
+    if isinstance(rule, list):
+        rule = rule_from_shardings(call, rule)
+    if rule is None:
         name = str(call.op)
-        what = "it has none" if row is None else "the one it has is not for these arguments"
+        reason = "it has none" if row is None else "the one it has is not for these arguments"
         fail(f"fs.propagate({name})", ", ".join(f"{list(m.shape)}" for m in call.operands),
-             f"an operation on layouts needs a sharding rule: {what}",
-             f"fs.register_rule(torch.ops.{name})('bd,d->bd') gives it one, and reshard to whole "
-             "tensors runs it as it is")  # fmt: skip
-    return made
+             f"an operation on layouts must have a sharding rule: {reason}",
+             f"fs.register_rule(torch.ops.{name})('bd,d->bd') gives it one; on replicated "
+             "tensors, fs.unshard(pair), it runs as it is")  # fmt: skip
+    return rule

@@ -141,7 +141,7 @@ def _sharding_role(
     results: Sequence[Meta | None],
 ) -> Role:
     """Return the role that shards `factor`, and the slices of it, wherever they occur."""
-    kinds, sharded = dict(rule.reductions), rule.as_cut(factor)
+    kinds, sharded = dict(rule.reductions), rule.with_slices(factor)
 
     def sharded_state(states: FactorStates) -> AxisState | None:
         return next((state for name, state in states.items() if name in sharded), None)

@@ -1,4 +1,4 @@
-"""`Strategy`: one way to run one call on layouts, and how its specs are put together."""
+"""`Strategy`: one choice of layouts for one operation call, and the specs that its roles imply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.validation import mixed_kinds
 from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.strategy.axis_roles import Role, AxisState
+from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -26,12 +26,30 @@ __all__ = ["Layouts", "Strategy"]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Strategy:
-    """One way to run a call: what it asks of the operands, what it gives, and what that costs.
+    """One choice of layouts for one operation call, as `fs.propagate` returns it.
 
-    `roles` says of every mesh axis what it does. `sources` are the operands' specs as given,
-    `in_specs` as the operation runs on them, `out_specs` those of the results (None where the
-    operation returns none). `time` is what the
-    ways were ordered by, in seconds: moving, computing, and reducing later what stays unreduced.
+    Attributes:
+        op: the operation, a `torch.ops` overload or a function with a rule.
+        rule: the sharding rule of the call.
+        call: the call with shapes and dtypes in the places of tensors.
+        roles: for every mesh axis its name and its role: a factor that it shards, a mode of
+            unreduced operands, `reduced` or `invariant`.
+        sources: the specs of the operands as they were given.
+        in_specs: the specs of the operands that the operation runs on.
+        out_specs: the specs of the results, None where the operation returns no tensor.
+        tree: the tree of the results, with an index into `out_specs` for every tensor.
+        time: seconds by which strategies are ordered: to redistribute the operands, to compute,
+            and to reduce later what stays unreduced.
+        sends: False if no operand needs communication.
+        topology: the topology that the strategy was chosen on, None for one node.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(x=4)
+    >>> x = fs.Spec(mesh, fs.P("x"), shape=(8, 16))
+    >>> strategy = fs.propagate(torch.sum, x, 0)
+    >>> print(strategy)
+    sum.dim_IntList: f32[8@x,16] -> f32[16]{unreduced: x}
+    x: i  (nothing is sent)
     """
 
     op: Any
@@ -45,45 +63,46 @@ class Strategy:
     time: float
     sends: bool
     topology: Topology | None = field(repr=False)
-    _others: Callable[[], tuple[Strategy, ...]] = field(repr=False, default=tuple)
+    _alternatives: Callable[[], tuple[Strategy, ...]] = field(repr=False, default=tuple)
 
     @property
     def alternatives(self) -> tuple[Strategy, ...]:
-        """Other ways, the best first; laid out when they are asked for."""
-        return self._others()
+        """Other strategies of the call, the fastest first; computed on access."""
+        return self._alternatives()
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """For every operand the program from its spec to the one the operation runs on."""
+        """For every operand the program from its given spec to the one the operation runs on."""
         pairs = zip(self.sources, self.in_specs, strict=True)
-        return tuple(redistribute(src, dst, cost=self.topology) for src, dst in pairs)
+        return tuple(redistribute(src, dst, topology=self.topology) for src, dst in pairs)
 
     @property
     def is_local(self) -> bool:
-        """Whether no operand needs communication."""
+        """True if no operand needs communication."""
         return not self.sends or all(prog.is_local for prog in self.programs)
 
     @property
     def cost(self) -> Cost:
-        """The exact cost of the programs, one after the other."""
+        """Cost of the programs, run one after the other; computation is not included."""
         return Cost.in_turn(prog.cost(self.topology) for prog in self.programs)
 
     @property
     def summary(self) -> str:
-        """One line: what every axis does, and what must be sent for it."""
-        doing = ", ".join(f"{axis}: {role.name}" for axis, role in self.roles)
+        """One line of text: the role of every axis, and the bytes received for it."""
+        roles = ", ".join(f"{axis}: {role.name}" for axis, role in self.roles)
         cost = self.cost
         if not cost.launches:
-            return f"{doing}  (nothing is sent)"
-        return f"{doing}  ({bytes_text(cost.bytes_received)} received, {time_text(cost.time)})"
+            return f"{roles}  (nothing is sent)"
+        return f"{roles}  ({bytes_text(cost.bytes_received)} received, {time_text(cost.time)})"
 
     def __str__(self) -> str:
-        made = ", ".join("none" if spec is None else str(spec) for spec in self.out_specs)
-        taken = ", ".join(map(str, self.in_specs))
-        lines = [*folded(f"{name_of(self.op)}: {taken} -> {made}"), self.summary]
+        results = ", ".join("none" if spec is None else str(spec) for spec in self.out_specs)
+        operands = ", ".join(map(str, self.in_specs))
+        lines = [*folded(f"{name_of(self.op)}: {operands} -> {results}"), self.summary]
         lines += [
-            f"operand {at}: {prog}" for at, prog in enumerate(self.programs) if not prog.is_local
-        ]
+            f"operand {index}: {prog}"
+            for index, prog in enumerate(self.programs) if not prog.is_local
+        ]  # fmt: skip
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -93,22 +112,24 @@ class Strategy:
 
 
 class _Infeasible(Exception):
-    """Roles that no spec can say together."""
+    """No spec has the states that a combination of roles requires."""
 
 
 Cuts = tuple[tuple[str, ...], tuple[int, ...] | None]
-"""The axes that cut a factor or a dim, and the sizes of its parts where these are not equal."""
+"""The axes that shard a factor or a dim, and the sizes of its shards, None if they are equal."""
+UNSHARDED: Cuts = (), None
 
 
 class Layouts:
-    """The specs of the operands and results of one call, by what its axes do.
+    """Specs of the operands and results of one call, by the roles of the mesh axes.
 
-    Factors that several axes cut are cut in the order in which the largest operand is; sizes of
-    shards are those of an operand that is cut by the same axes, else as `torch.chunk`'s, which
-    they also are where operands differ and the largest one's are far from even.
+    If several axes shard one factor, their order is that of the largest operand. The shard sizes
+    are those of an operand that the same axes shard, else those of `torch.chunk`, which they also
+    are where operands differ and the sizes of the largest are far from even.
     """
 
-    __slots__ = ("_call", "_dims", "_known", "_lengths", "_mesh", "_places", "_rule", "_sources")
+    __slots__ = ("_call", "_dims", "_factor_cuts", "_lengths", "_mesh", "_places", "_rule",
+                 "_sources")  # fmt: skip
 
     def __init__(
         self,
@@ -121,104 +142,105 @@ class Layouts:
         self._call, self._rule, self._mesh = call, rule, mesh
         self._sources, self._lengths = sources, lengths
         self._places: dict[str, list[tuple[int, int]]] = {}
-        largest = sorted(range(len(sources)), key=lambda at: -sources[at].nbytes)
-        for at in largest:
-            for dim, factors in enumerate(rule.operands[at]):
+        for index in sorted(range(len(sources)), key=lambda index: -sources[index].nbytes):
+            for dim, factors in enumerate(rule.operands[index]):
                 for factor in factors:
-                    self._places.setdefault(factor, []).append((at, dim))
-        read = (dims for at, dims in enumerate(rule.operands) if at not in rule.unread)
-        made = (d for d, meta in zip(rule.results, call.results, strict=True) if d and meta)
-        self._dims = tuple(dict.fromkeys(dim for dims in (*made, *read) for dim in dims))
-        self._known: dict[tuple[str, tuple[str, ...]], Cuts] = {}
+                    self._places.setdefault(factor, []).append((index, dim))
+        operands = (dims for index, dims in enumerate(rule.operands) if index not in rule.unread)
+        results = (d for d, meta in zip(rule.results, call.results, strict=True) if d and meta)
+        self._dims = tuple(dict.fromkeys(dim for dims in (*results, *operands) for dim in dims))
+        self._factor_cuts: dict[tuple[str, tuple[str, ...]], Cuts] = {}
 
     def specs(
-        self, chosen: Mapping[str, Role]
+        self, roles: Mapping[str, Role]
     ) -> tuple[tuple[Spec, ...], tuple[Spec | None, ...]] | None:
-        """Those of operands and of results under one role for every axis; None if none can be."""
-        rule, call, roles = self._rule, self._call, chosen.values()
-        cuts = self._cuts(chosen)
+        """Return the specs of operands and results under one role per axis, None if none exist."""
+        rule, call = self._rule, self._call
+        cuts = self._cuts(roles)
         try:
-            dims = {dim: self._dim(dim, cuts) for dim in self._dims}
-            spec = partial(_spec, self._mesh, tuple(chosen), dims)
+            dim_cuts = {dim: self._dim_cuts(dim, cuts) for dim in self._dims}
+            spec = partial(_spec, self._mesh, tuple(roles), dim_cuts)
             ins = tuple(
-                self._sources[at] if at in rule.unread
-                else spec(dims, meta, [role.operands[at] for role in roles])
-                for at, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True))
+                self._sources[index] if index in rule.unread
+                else spec(dims, meta, [role.operands[index] for role in roles.values()])
+                for index, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True))
             )  # fmt: skip
             outs = tuple(
                 None if dims is None or meta is None
-                else spec(dims, meta, [role.results[at] for role in roles])
-                for at, (dims, meta) in enumerate(zip(rule.results, call.results, strict=True))
+                else spec(dims, meta, [role.results[index] for role in roles.values()])
+                for index, (dims, meta) in enumerate(zip(rule.results, call.results, strict=True))
             )  # fmt: skip
         except _Infeasible:
             return None
         return ins, outs
 
-    def _cuts(self, chosen: Mapping[str, Role]) -> dict[str, Cuts]:
-        """Of every factor that is cut the axes, major to minor, and the sizes of its parts."""
-        by_factor: dict[str, tuple[str, ...]] = {}
-        for axis, role in chosen.items():
+    def _cuts(self, roles: Mapping[str, Role]) -> dict[str, Cuts]:
+        """Return for every sharded factor its axes, major to minor, and its shard sizes."""
+        axes_of: dict[str, tuple[str, ...]] = {}
+        for axis, role in roles.items():
             if role.factor is not None:
-                by_factor[role.factor] = (*by_factor.get(role.factor, ()), axis)
-        made: dict[str, Cuts] = {}
-        for each in by_factor.items():
-            if each not in self._known:
-                self._known[each] = self._cut(*each)
-            made[each[0]] = self._known[each]
+                axes_of[role.factor] = (*axes_of.get(role.factor, ()), axis)
+        cuts: dict[str, Cuts] = {}
+        for item in axes_of.items():
+            if item not in self._factor_cuts:
+                self._factor_cuts[item] = self._factor_cut(*item)
+            cuts[item[0]] = self._factor_cuts[item]
         for part in self._rule.slices:
-            if part.of in made:
-                axes, sizes = made[part.of]
+            if part.of in cuts:
+                axes, sizes = cuts[part.of]
                 n = math.prod(self._mesh.shape[axis] for axis in axes)
-                parts = sizes or (self._lengths[part.of] // n,) * n
-                made[part.name] = axes, part.sizes(parts)
-        return made
+                cuts[part.name] = axes, part.sizes(sizes or (self._lengths[part.of] // n,) * n)
+        return cuts
 
-    def _cut(self, factor: str, axes: tuple[str, ...]) -> Cuts:
+    def _factor_cut(self, factor: str, axes: tuple[str, ...]) -> Cuts:
         places = self._places.get(factor, [])
         if len(axes) > 1:
-            found = [self._sources[at].partition.dims[dim] for at, dim in places]
-            seen = dict.fromkeys(axis for dims in found for axis in dims if axis in axes)
-            axes = tuple(seen | dict.fromkeys(axes))
-        return axes, self._parts(factor, axes, places)
+            dims = [self._sources[index].partition.dims[dim] for index, dim in places]
+            ordered = dict.fromkeys(axis for dim in dims for axis in dim if axis in axes)
+            axes = tuple(ordered | dict.fromkeys(axes))
+        return axes, self._shard_sizes(factor, axes, places)
 
-    def _parts(
+    def _shard_sizes(
         self, factor: str, axes: tuple[str, ...], places: Sequence[tuple[int, int]]
     ) -> tuple[int, ...] | None:
-        """The sizes of a factor's parts: an operand's own, none if it divides, else chunks.
+        """Return the shard sizes of a factor: those of an operand, None if even, else chunks.
 
-        Where operands differ some are sent anyway: then no rank is given twice its share of the
-        work.
+        Where operands differ, some must be redistributed anyway; then sizes that give one rank
+        twice its share of the work are not used.
         """
-        whole, parts = self._lengths[factor], [self._mesh.shape[axis] for axis in axes]
-        n, found = math.prod(parts), list[tuple[int, ...] | None]()
-        for at, dim in places:
-            factors, spec = self._rule.operands[at][dim], self._sources[at]
+        length, parts = self._lengths[factor], [self._mesh.shape[axis] for axis in axes]
+        n, choices = math.prod(parts), list[tuple[int, ...] | None]()
+        for index, dim in places:
+            factors, spec = self._rule.operands[index][dim], self._sources[index]
             if spec.partition.dims[dim] != axes or factors[0] != factor:
                 continue
-            own, minor = spec.sizes[dim], math.prod(self._lengths[f] for f in factors[1:])
-            if own is None:
-                found += [None] if whole % n == 0 else []
+            sizes, minor = spec.sizes[dim], math.prod(self._lengths[f] for f in factors[1:])
+            if sizes is None:
+                choices += [None] if length % n == 0 else []
             elif minor == 1:
-                found.append(own)
-            elif minor and all(size % minor == 0 for size in own):
-                found.append(tuple(size // minor for size in own))
-        if found and (len({*found}) == 1 or max(found[0] or (0,)) < 2 * -(-whole // n)):
-            return found[0]
-        return None if whole % n == 0 else chunk_sizes(whole, parts)
+                choices.append(sizes)
+            elif minor and all(size % minor == 0 for size in sizes):
+                choices.append(tuple(size // minor for size in sizes))
+        if choices and (len({*choices}) == 1 or max(choices[0] or (0,)) < 2 * -(-length // n)):
+            return choices[0]
+        return None if length % n == 0 else chunk_sizes(length, parts)
 
-    def _dim(self, factors: tuple[str, ...], cuts: Mapping[str, Cuts]) -> Cuts:
-        """The axes and shard sizes of a dim; all factors before the last cut are cut to ones."""
+    def _dim_cuts(self, factors: tuple[str, ...], cuts: Mapping[str, Cuts]) -> Cuts:
+        """Return the axes and shard sizes of a dim that is a product of `factors`.
+
+        All factors before the last sharded one must be sharded into parts of size 1.
+        """
         if len(factors) == 1:
-            axes, sizes = cuts.get(factors[0], UNCUT)
+            axes, sizes = cuts.get(factors[0], UNSHARDED)
             return axes, None if sizes is None or len({*sizes}) == 1 else sizes
-        cut = [at for at, factor in enumerate(factors) if factor in cuts]
-        if not cut:
-            return UNCUT
-        last, axes = cut[-1], tuple(a for at in cut for a in cuts[factors[at]][0])
+        sharded = [position for position, factor in enumerate(factors) if factor in cuts]
+        if not sharded:
+            return UNSHARDED
+        last, axes = sharded[-1], tuple(a for i in sharded for a in cuts[factors[i]][0])
         before = factors[:last]
         for factor in before:
-            others, sizes = cuts.get(factor, UNCUT)
-            parts = math.prod(self._mesh.shape[axis] for axis in others)
+            factor_axes, sizes = cuts.get(factor, UNSHARDED)
+            parts = math.prod(self._mesh.shape[axis] for axis in factor_axes)
             if parts != self._lengths[factor] or sizes is not None:
                 raise _Infeasible
         sizes = cuts[factors[last]][1]
@@ -226,22 +248,19 @@ class Layouts:
             return axes, None
         minor = math.prod(self._lengths[f] for f in factors[last + 1 :])
         repeats = math.prod(self._lengths[f] for f in before)
-        made = tuple(size * minor for size in sizes) * repeats
-        return axes, None if len({*made}) == 1 else made
-
-
-UNCUT: Cuts = (), None
+        dim_sizes = tuple(size * minor for size in sizes) * repeats
+        return axes, None if len({*dim_sizes}) == 1 else dim_sizes
 
 
 def _spec(
     mesh: Mesh,
     axes: Sequence[str],
-    cuts: Mapping[tuple[str, ...], Cuts],
+    dim_cuts: Mapping[tuple[str, ...], Cuts],
     dims: Dims,
     meta: Meta,
     states: Sequence[AxisState | None],
 ) -> Spec:
-    """The spec of a tensor whose dims have these factors, in these states on the axes."""
+    """Return the spec of a tensor whose dims have these factors, in these states on the axes."""
     unreduced: list[tuple[str, str]] = []
     reduced: list[tuple[str, str]] = []
     for axis, state in zip(axes, states, strict=True):
@@ -253,5 +272,5 @@ def _spec(
     kinds: tuple[Kinds, Kinds] = tuple(unreduced), tuple(reduced)
     if len(unreduced) > 1 and mixed_kinds(*kinds):
         raise _Infeasible
-    laid, sizes = zip(*[cuts[dim] for dim in dims], strict=True) if dims else ((), ())
-    return Spec._of(mesh, PartitionSpec._of(laid, *kinds), meta.shape, meta.dtype, sizes)
+    entries, sizes = zip(*[dim_cuts[dim] for dim in dims], strict=True) if dims else ((), ())
+    return Spec._of(mesh, PartitionSpec._of(entries, *kinds), meta.shape, meta.dtype, sizes)

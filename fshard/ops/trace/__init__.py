@@ -1,1 +1,8 @@
-"""Tracing of functions to graphs, with writes and inner gradients made values."""
+"""Tracing of functions to FX graphs of operations without writes.
+
+- `trace`: the graph of a function or of a decomposition; `fs.constrain`.
+- `functionalize`: writes in place become new values.
+- `inner_gradients`: functions that take gradients or use `torch.func` themselves.
+- `draw_layouts`: random draws take the layout of a tensor they are combined with.
+- `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.
+"""

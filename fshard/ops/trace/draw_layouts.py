@@ -1,7 +1,8 @@
-"""Draws that nothing tells how to lie, in graphs: they follow what they are computed with.
+"""Layouts of random draws in graphs, taken from the tensors they are combined with.
 
-`x + s * torch.randn(x.shape)` draws a tensor of a shape; every rank would make all of it and keep
-its part. As a draw depends on its key and shape alone, it may lie as `x` does from the beginning.
+`x + s * torch.randn(x.shape)` draws a tensor by its shape; replicated, every rank would draw all of
+it and keep its part. A draw depends on its key and shape alone, so it can be drawn in the layout of
+`x` at once.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ from torch import fx
 
 from fshard.ops.prng.draw_ops import DRAWN, OPS
 
-__all__ = ["follow"]
+__all__ = ["assign_draw_layouts"]
 
-MOST_HOPS = 8
-"""So many operations are looked at from a draw on."""
+MAX_HOPS = 8
+"""Number of operations that a search follows from a draw."""
 _DRAWS = {getattr(OPS, name).default for name in DRAWN if name != "permutation"}
 
 
-def follow(graph: fx.GraphModule) -> None:
-    """Have every draw that is like nothing lie as a tensor of its shape that it is combined with.
+def assign_draw_layouts(graph: fx.GraphModule) -> None:
+    """Give an unconstrained draw the layout of a same-shaped operand that it is combined with.
 
-    That is one that is there before the draw: nothing is moved in the graph.
+    Only operands that are computed before the draw are considered; no node changes its position.
     """
     before: set[fx.Node] = set()
     for node in graph.graph.nodes:
         before.add(node)
         if node.target in _DRAWS and node.args[0] is None:
-            leader = next(_partners(node, before), None)
-            if leader is not None:
-                node.args = (leader, *node.args[1:])
+            operand = next(_same_shaped_operands(node, before), None)
+            if operand is not None:
+                node.args = (operand, *node.args[1:])
 
 
-def _partners(draw: fx.Node, before: set[fx.Node]) -> Iterator[fx.Node]:
-    """Tensors of the shape of a draw that it meets, the nearest first, through others of it."""
-    met, seen = [draw], {draw}
-    for node in met:
-        if len(met) > MOST_HOPS:
+def _same_shaped_operands(draw: fx.Node, before: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yield operands of the shape of a draw, nearest first, through results of that shape."""
+    results, seen = [draw], {draw}
+    for node in results:
+        if len(results) > MAX_HOPS:
             return
         for user in node.users:
             if user in seen or _shape(user) != _shape(draw):
@@ -46,7 +47,7 @@ def _partners(draw: fx.Node, before: set[fx.Node]) -> Iterator[fx.Node]:
             for operand in user.all_input_nodes:
                 if operand in before and operand not in seen and _shape(operand) == _shape(draw):
                     yield operand
-            met.append(user)
+            results.append(user)
             seen.add(user)
 
 

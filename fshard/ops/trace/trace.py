@@ -1,7 +1,7 @@
-"""Functions as graphs of operations, above PyTorch's own decomposition, with their shapes.
+"""Graphs of functions: operations above PyTorch's decompositions, with the shapes of all values.
 
 `make_fx` records before dispatch, so that `aten.linear` or `aten.scaled_dot_product_attention` are
-one operation, as rules are written for, and so that autograd runs on what is recorded.
+one operation, as rules are written for, and autograd differentiates the operations of the graph.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import Meta, fill_call, instances_in
-from fshard.ops.trace.draw_layouts import follow
-from fshard.ops.trace.functionalize import Held, check_writes, functional, writes
+from fshard.ops.trace.draw_layouts import assign_draw_layouts
+from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
 from fshard.ops.trace.inner_gradients import (
-    Above,
-    Below,
-    Saved,
+    AboveAutograd,
+    BelowAutograd,
+    SavedTensors,
     TakesGradients,
-    gradients_within,
     refuse_grads,
+    refuse_hidden_gradients,
 )
 from fshard.run.transports.divergence_report import here, one_line, raise_line
 
 __all__ = [
-    "Traced", "constrain", "constraint_of", "decompose", "refuse_autocast", "trace",
+    "TracedFunction", "constrain", "decompose", "parse_constraint", "refuse_autocast", "trace",
     "trace_depth",
 ]  # fmt: skip
 
 
-_ONE_AT_A_TIME = threading.RLock()
-"""What traces patches PyTorch for all threads; a function that is traced may trace others."""
-_DEPTH: ContextVar[int] = ContextVar("fshard_traces", default=0)
+_TRACE_LOCK = threading.RLock()
+"""Tracing patches PyTorch for all threads; a function that is traced may trace others."""
+_DEPTH: ContextVar[int] = ContextVar("fshard_trace_depth", default=0)
 
 
 def trace_depth() -> int:
-    """So many functions, one in another, are being traced around this place."""
+    """Return the number of functions, one within another, that are being traced here."""
     return _DEPTH.get()
 
 
@@ -73,12 +73,13 @@ def _deeper() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traced:
-    """A function's graph, in which nothing is written, and what the function writes.
+class TracedFunction:
+    """Graph of a function without writes, and the writes of the function.
 
-    `written` are the places of the arguments that it writes: the graph returns what they are in
-    the end after the results. `lost` are writes by which the gradient of some arguments would be
-    lost, by name, and `tracked` the arguments that are written where gradients are tracked.
+    `written` are the indices of the arguments that the function writes; the graph returns their
+    final values after the results. `lost` are the writes that would lose a gradient, each with the
+    indices of the arguments whose gradient that is. `tracked` are the indices of the arguments
+    that are written while gradients are tracked.
     """
 
     graph: fx.GraphModule
@@ -86,102 +87,109 @@ class Traced:
     lost: tuple[tuple[str, frozenset[int]], ...] = ()
     tracked: frozenset[int] = frozenset()
 
-    def check(self, wanted: Sequence[bool], names: Sequence[str], where: str) -> None:
-        """Raise `ShardingError` for writes that gradients would not see as PyTorch's do.
+    def check(self, requires_grad: Sequence[bool], names: Sequence[str], where: str) -> None:
+        """Raise `ShardingError` for writes whose gradients would differ from PyTorch's.
 
-        `wanted` are the arguments whose gradients are asked for.
+        `requires_grad` and `names` have an item for every argument.
         """
         problems = [
             Problem(f"{name} writes a tensor that has a gradient, under no_grad or by its detach()",
                     "PyTorch passes gradients by such a write, as if it had not been",
                     "write it where gradients are tracked, or write its detach().clone()")
-            for name, flow in self.lost if any(at < 0 or wanted[at] for at in flow)
+            for name, args in self.lost if any(i < 0 or requires_grad[i] for i in args)
         ]  # fmt: skip
         problems += [
-            Problem(f"{names[at]} is written, and requires grad",
-                    "what is written to an argument has no gradient",
+            Problem(f"{names[index]} is written, and requires grad",
+                    "a value that is written to an argument has no gradient",
                     "write a clone(), return the new value, or write it under torch.no_grad()")
-            for at in sorted(self.tracked) if wanted[at]
+            for index in sorted(self.tracked) if requires_grad[index]
         ]  # fmt: skip
         raise_if(where, problems)
 
 
 def trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True,
-    wanted: Sequence[bool] = (), devices: Sequence[torch.device] = (),
-) -> Traced:  # fmt: skip
-    """The graph of a function of tensors that returns a flat list.
+    requires_grad: Sequence[bool] = (), devices: Sequence[torch.device] = (),
+) -> TracedFunction:  # fmt: skip
+    """Trace a function of tensors that returns a flat list.
 
-    With `above` operations are recorded above PyTorch's decomposition, else below it; and those of
-    a function that takes gradients itself below it in any case. `wanted` are the tensors whose
-    gradients are asked for, `devices` where they are, which is what the function is told.
+    Args:
+        fn: the function.
+        metas: shapes and dtypes of its arguments.
+        where: name of the function in errors.
+        above: record operations above PyTorch's decompositions. A function that takes gradients
+            itself is always recorded below them.
+        requires_grad: for every argument, if its gradient is requested.
+        devices: for every argument its device, as the function sees it.
 
-    Raises `ShardingError` for a function that reads a tensor's numbers, or cannot run, and where
-    gradients are asked for one that calls a custom `autograd.Function`.
+    Raises:
+        ShardingError: if the function fails, reads values of a tensor, or calls a custom
+            `autograd.Function` while gradients are requested.
     """
-    made = None
-    with _ONE_AT_A_TIME, without_dispatch_modes(), gradients_within(wanted, trace_depth, where):
+    traced = None
+    hidden = refuse_hidden_gradients(requires_grad, trace_depth, where)
+    with _TRACE_LOCK, without_dispatch_modes(), hidden:
         if above:
             with suppress(TakesGradients):
-                made = _traced(fn, metas, where, above, wanted, devices, Above(where, wanted))
-        if made is None:
-            below = Below(where, wanted, torch.is_grad_enabled())
-            made = _traced(fn, metas, where, False, wanted, devices, below)
-    graph = made.graph
+                mode = AboveAutograd(where, requires_grad)
+                traced = _trace(fn, metas, where, above, requires_grad, devices, mode)
+        if traced is None:
+            below = BelowAutograd(where, requires_grad, torch.is_grad_enabled())
+            traced = _trace(fn, metas, where, False, requires_grad, devices, below)
+    graph = traced.graph
     if any(node.target is ENTER_AUTOCAST for node in graph.graph.nodes):
         _no_autocast(where)
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
-    follow(graph)
-    return made
+    assign_draw_layouts(graph)
+    return traced
 
 
-def _traced(
+def _trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
-    wanted: Sequence[bool], devices: Sequence[torch.device], watch: TorchFunctionMode,
-) -> Traced:  # fmt: skip
-    """`trace`, before what is not used is left out."""
-    # What traces is imported where something is traced: it takes a second.
+    requires_grad: Sequence[bool], devices: Sequence[torch.device], mode: TorchFunctionMode,
+) -> TracedFunction:  # fmt: skip
+    """Trace a function under a mode; dead code is not eliminated."""
+    # Importing the tracer takes a second.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def watched(*tensors: torch.Tensor) -> Sequence[Any]:
-        with watch:
+    def run(*tensors: torch.Tensor) -> Sequence[Any]:
+        with mode:
             return fn(*tensors)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     written: tuple[int, ...] = ()
     lost: list[tuple[str, frozenset[int]]] = []
-    grads: frozenset[int] = frozenset()
-    with mode, _deeper(), _quiet():
+    tracked: frozenset[int] = frozenset()
+    with FakeTensorMode(allow_non_fake_inputs=True), _deeper(), _without_fake_tensor_logs():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
                  for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
         if not above:
-            for fake, want in zip(fakes, wanted, strict=False):
-                fake.requires_grad_(want)
+            for fake, tracks in zip(fakes, requires_grad, strict=False):
+                fake.requires_grad_(tracks)
         try:
-            with Held() as held, Saved() as saved:
-                graph: fx.GraphModule = make_fx(watched, pre_dispatch=above)(*fakes)
-            saved.join()
-            left = [at for at, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
-            if left:
-                refuse_grads(f"backward() fills .grad of argument {left[0]}", where)
-            if transform_level() is None:  # transforms keep what they see
-                held.check_left(fakes, where)
+            with ClosureGuard() as guard, SavedTensors() as saved:
+                graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes)
+            saved.undo_detach()
+            filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
+            if filled:
+                refuse_grads(f"backward() fills .grad of argument {filled[0]}", where)
+            if transform_level() is None:  # transforms keep the tensors that they wrap
+                guard.check_leaks(fakes, where)
             if any(map(writes, graph.graph.nodes)):
-                # What nobody uses is no use of what is written.
+                # An unused result must not count as a use of a written tensor.
                 graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or _has_effects(n))
                 _check_shapes(fakes, metas, where)
-                lost, grads = check_writes(graph, grad=torch.is_grad_enabled())
+                lost, tracked = check_writes(graph, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, above=above)
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
             _refuse(where, error)
-    return Traced(graph, written, tuple(lost), grads if above else frozenset())
+    return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Run a block without the pages that PyTorch logs of a function that cannot run."""
+def _without_fake_tensor_logs() -> Iterator[None]:
+    """Run a block without the long messages that PyTorch logs of a function that fails."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -193,31 +201,31 @@ def _quiet() -> Iterator[None]:
 
 def _refuse(where: str, error: Exception) -> NoReturn:
     """Raise `ShardingError` for a function that cannot be traced, with the user's line in it."""
-    place, given = f"{where}{raise_line(error.__traceback__)}", one_line(error)
+    place, cause = f"{where}{raise_line(error.__traceback__)}", one_line(error)
     if isinstance(error, DataDependentOutputException):
-        given = f"{error.func} reads a tensor's numbers"
+        cause = f"{error.func} reads a tensor's values"
     elif isinstance(error, DynamicOutputShapeException):
-        given = f"{error.func} returns a shape that depends on a tensor's numbers"
+        cause = f"{error.func} returns a shape that depends on a tensor's values"
     else:
-        fail(place, given, "the function is traced once on tensors of the global shapes",
-             "check that it runs on whole tensors; no numpy() of them")  # fmt: skip
-    fail(place, given,
-         "the function is traced once on tensors without numbers, of the global shapes",
+        fail(place, cause, "the function is traced once on tensors of the global shapes",
+             "check that it runs on global tensors, and calls no numpy() on them")  # fmt: skip
+    fail(place, cause,
+         "the function is traced once on tensors without values, of the global shapes",
          "torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
          "validate_args=False of a distribution")  # fmt: skip
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:
-    """Raise `ShardingError` for arguments that have another shape after the function ran."""
-    for at, (fake, meta) in enumerate(zip(fakes, metas, strict=True)):
+    """Raise `ShardingError` for an argument whose shape the function changed."""
+    for index, (fake, meta) in enumerate(zip(fakes, metas, strict=True)):
         if tuple(fake.shape) != tuple(meta.shape):
-            fail(where, f"argument {at} of shape {tuple(meta.shape)} becomes one of "
-                 f"{tuple(fake.shape)}", "an argument that is written keeps its shape",
+            fail(where, f"argument {index} of shape {tuple(meta.shape)} becomes one of "
+                 f"{tuple(fake.shape)}", "an argument that is written must keep its shape",
                  "return the new tensor: x.t() in place of x.t_()")  # fmt: skip
 
 
 def refuse_autocast(where: str) -> None:
-    """Raise `ShardingError` under `torch.autocast`, which layouts know nothing of."""
+    """Raise `ShardingError` under `torch.autocast`, which would change dtypes that specs have."""
     if is_any_autocast_enabled():
         _no_autocast(where)
 
@@ -233,20 +241,26 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def decompose(
-    op: Any, how: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any],
-    device: torch.device,
+    op: Any, decomposition: Callable[..., Any] | None, args: Sequence[Any],
+    kwargs: Mapping[str, Any], device: torch.device,
 ) -> fx.GraphModule | None:  # fmt: skip
-    """The graph of one operation in terms of others; None where PyTorch has no other way.
+    """Return the graph of one operation in terms of others, traced once per kind of arguments.
 
-    `how` computes the same; without it PyTorch's own ways are tried: those of composite
-    operations, and its table of decompositions. Traced once for arguments of one kind.
+    Args:
+        op: the operation.
+        decomposition: a function that computes the same; None takes PyTorch's decomposition.
+        args: arguments with `Meta` in the places of tensors.
+        kwargs: keyword arguments, likewise.
+        device: the device of the tensors.
+
+    Returns:
+        The graph, None if PyTorch has no decomposition.
     """
-    run = how or torch_decomposition(op)
+    run = decomposition or torch_decomposition(op)
     if run is None:
         return None
-    grad = torch.is_grad_enabled()
-    call = freeze(tuple(args)), freeze(dict(kwargs))
-    return _decomposed(op, run, how is not None, *call, grad, device)
+    key = freeze(tuple(args)), freeze(dict(kwargs)), torch.is_grad_enabled(), device
+    return _decomposed(op, run, decomposition is not None, *key)
 
 
 @lru_cache(maxsize=4096)
@@ -254,26 +268,26 @@ def _decomposed(
     op: Any,
     run: Callable[..., Any],
     above: bool,
-    args: Any,
-    kwargs: Any,
+    frozen_args: Any,
+    frozen_kwargs: Any,
     grad: bool,
     device: torch.device,
 ) -> fx.GraphModule:
-    given, named = unfreeze_call(args, kwargs)
-    metas = instances_in((*given, *named.values()), Meta)
+    args, kwargs = unfreeze_call(frozen_args, frozen_kwargs)
+    metas = instances_in((*args, *kwargs.values()), Meta)
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
-        placed, filled = fill_call(given, named, Meta, tensors)
-        out = run(*placed, **filled)
+        placed, named = fill_call(args, kwargs, Meta, tensors)
+        out = run(*placed, **named)
         return list(out) if isinstance(out, list | tuple) else [out]
 
     devices = [device] * len(metas)
-    made = trace(flat, metas, f"fs.partition: {op}", above=above, devices=devices)
-    assert not made.written, f"{op} writes what it is given"
-    return made.graph
+    traced = trace(flat, metas, f"fs.partition: {op}", above=above, devices=devices)
+    assert not traced.written, f"{op} writes an argument"
+    return traced.graph
 
 
-# -- what a function asks for ---------------------------------------------------------------
+# -- layouts that a function requests -------------------------------------------------------
 
 
 @torch.library.custom_op("fshard::constrain", mutates_args=())
@@ -290,26 +304,40 @@ _constrain.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
-    """The same tensor, which `fs.partition` lays as `partition` at this place.
+    """Return a copy of `x` that has the layout `partition` in a partitioned function.
 
-    A dim that the partition does not divide is chunked, as `fs.reshard` does. Outside of a
-    partitioned function it changes nothing. JAX's `with_sharding_constraint`.
+    Args:
+        x: a tensor of a function that `fs.partition` or `fs.apply` runs, of its global shape.
+        partition: the partition of the result; a dim that it does not divide is chunked as by
+            `fs.reshard`. Operations before it are laid out with this request in view.
 
-    >>> constrain(torch.ones(2), PartitionSpec("dp"))
+    Returns:
+        A tensor of the same values; outside of a partitioned function simply a copy. The gradient
+        passes unchanged, in the dual layout.
+
+    Raises:
+        ShardingError: if `partition` is not a `PartitionSpec`, and from the partitioned function
+            if the mesh lacks its axes.
+
+    The counterpart of `jax.lax.with_sharding_constraint`.
+
+    >>> import fshard as fs
+    >>> fs.constrain(torch.ones(2), fs.P("dp"))
     tensor([1., 1.])
     """
     if not isinstance(partition, PartitionSpec):
-        fail("fs.constrain", f"{partition!r}", "a layout is a PartitionSpec", 'fs.P("dp", None)')
-    # The line is told with what cannot be laid so, which is found after the whole was traced.
+        fail("fs.constrain", f"{partition!r}", "a layout must be a PartitionSpec",
+             'fs.P("dp", None)')  # fmt: skip
+    # The partition is checked after the trace, and an error then names this line.
     place = "" if torch.compiler.is_compiling() else here()
-    made: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition), place)
-    return made
+    constrained: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition), place)
+    return constrained
 
 
 def _written(p: PartitionSpec) -> str:
     return repr((p.dims, p.unreduced_kinds, p.reduced_kinds))
 
 
-def constraint_of(text: str) -> PartitionSpec:
-    """The partition that `constrain` has written into a graph."""
+def parse_constraint(text: str) -> PartitionSpec:
+    """Return the partition that `constrain` has written into a graph."""
     return PartitionSpec._of(*ast.literal_eval(text))
