@@ -1,48 +1,140 @@
-"""README: its code runs, and its two commands are what they say."""
+"""README: its code runs and prints what is shown, its commands and its reference are complete.
+
+`python -m tests.test_readme` stores the printed blocks and the reference of the current code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import fshard as fs
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+README = ROOT / "README.md"
+BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REFERENCE = re.compile(r"(?<=<!-- reference -->\n).*(?=<!-- end of reference -->)", re.DOTALL)
+GROUPS = {
+    "Layouts": "Mesh P PartitionSpec Spec Sharded parse visualize",
+    "Global tensors and pairs": "shard unshard scatter from_local reshard",
+    "Programs": "redistribute Program Batch Pending lower_bound Bound Cost Topology Link calibrate",
+    "Steps": "AllGather AllReduce AllSlice AllToAll Cast CollectivePermute Exchange "
+    "InvariantToReduced ReducedToInvariant ReduceScatter Remesh ReplicatedToUnreduced "
+    "ShardedToUnreduced",
+    "Per-device functions": "shard_map local_map smap typeof simulate init",
+    "Collectives": "psum pmean pmax pmin pprod pargmax pargmin all_gather psum_scatter all_to_all "
+    "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size start",
+    "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
+    "Partition auto Auto constrain rule Rule register_rule register_decomposition",
+    "Random numbers, logs and errors": "random comm_log CommLog ShardingError",
+}
+
+
+def printed_blocks() -> list[tuple[str, str]]:
+    """Return the stored text block after each python block and the text that the code prints.
+
+    The blocks run from top to bottom and share their names.
+    """
+    namespace: dict[str, object] = {"__name__": "readme"}
+    pairs: list[tuple[str, str]] = []
+    printed = ""
+    for number, (kind, body) in enumerate(BLOCK.findall(README.read_text())):
+        if kind == "text":
+            pairs.append((body, printed))
+            printed = ""
+            continue
+        assert printed == "", "README.md shows the output of each python block that prints"
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(body, f"README.md, block {number}", "exec"), namespace)
+        printed = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    assert printed == ""
+    return pairs
+
+
+def reference() -> str:
+    """Return the tables of all public names, each with the first sentence of its docstring."""
+    lines = []
+    for title, names in GROUPS.items():
+        lines += [f"**{title}**", "", "| name | |", "|---|---|"]
+        for name in names.split():
+            doc = inspect.getdoc(getattr(fs, name)) or ""
+            sentence = " ".join(doc.partition("\n\n")[0].split()).replace("|", "\\|")
+            lines.append(f"| `{name}` | {sentence} |")
+        lines.append("")
+    return "\n".join(["", *lines])
 
 
 def command(name: str) -> str:
-    found = re.findall(rf"^<!-- command: {name} -->\n```bash\n(.*)\n```$", README, re.MULTILINE)
-    assert len(found) == 1, f"README.md has one command {name!r}, of one line"
-    return str(found[0])
+    """Return the shell command that README.md marks with `name`."""
+    text = README.read_text()
+    (line,) = re.findall(rf"^<!-- command: {name} -->\n```bash\n(.*)\n```$", text, re.MULTILINE)
+    return str(line)
 
 
-def test_python_blocks_run() -> None:
-    """The blocks of the page run from top to bottom, sharing their names."""
-    names: dict[str, object] = {"__name__": "readme"}
-    for place, block in enumerate(BLOCKS):
-        exec(compile(block, f"README.md, python block {place}", "exec"), names)
+def test_python_blocks_print_the_text_blocks() -> None:
+    pairs = printed_blocks()
+    assert len(pairs) >= 3
+    for stored, printed in pairs:
+        assert stored == printed, "python -m tests.test_readme stores the current output"
+
+
+def test_reference_lists_every_public_name() -> None:
+    names = " ".join(GROUPS.values()).split()
+    assert sorted(names) == sorted(fs.__all__)
+    (stored,) = REFERENCE.findall(README.read_text())
+    assert stored == reference(), "python -m tests.test_readme stores the current reference"
+
+
+def test_linked_files_exist() -> None:
+    text = README.read_text()
+    files = re.findall(r"\]\((\w+/\w+\.ipynb)\)", text) + re.findall(r"`(examples/\w+\.py)`", text)
+    files += re.findall(r"`(fshard/\w+)`", text)
+    benchmarks = {path.stem for path in (ROOT / "tests" / "benchmarks").glob("bench_*.py")}
+    assert len(files) > 10
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert benchmarks == {*re.findall(r"`(bench_\w+)`", text)}
 
 
 @pytest.mark.parametrize("name", ["main", "tests"])
-def test_commands_do_all_set_up(name: str) -> None:
+def test_commands_install_everything(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    (torch,) = (package for package in project["dependencies"] if package.startswith("torch"))
     lowest = re.findall(r">=(\d+\.\d+)", torch)[0]
     text = command(name)
     assert text.startswith("python3 -m venv .venv && .venv/bin/pip install ")
-    assert f" torch=={lowest}.0 " in text, "what is installed is the lower bound of pyproject.toml"
+    assert f" torch=={lowest}.0 " in text, "README.md must install pyproject.toml's lower bound"
 
 
-def test_commands_name_files_that_exist() -> None:
+def test_commands_name_existing_files() -> None:
     assert "-m pytest" in command("tests")
     (script,) = re.findall(r"\S+\.py", command("main"))
     assert (ROOT / script).is_file()
 
 
-def test_ci_has_no_command_of_its_own() -> None:
+def test_ci_runs_the_readme_command() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "command: tests" in script
     assert not re.search(r"^[^#]*\b(pip|pytest|venv)\b", script, re.MULTILINE)
+
+
+def store() -> None:
+    """Write the current printed blocks and reference into README.md."""
+    blocks = iter(printed_blocks())
+
+    def fresh(match: re.Match[str]) -> str:
+        return f"```text\n{next(blocks)[1]}```" if match[1] == "text" else match[0]
+
+    text = BLOCK.sub(fresh, README.read_text())
+    README.write_text(REFERENCE.sub(lambda _: reference(), text))
+    sys.stdout.write("stored README.md\n")
+
+
+if __name__ == "__main__":
+    store()
