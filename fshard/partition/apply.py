@@ -26,7 +26,7 @@ from fshard.ops.core.call import (
     name_of,
 )
 from fshard.ops.core.registry import decomposition_of, read_arguments
-from fshard.ops.propagate.propagate import is_several, local_strategy_for, strategy_for
+from fshard.ops.propagate.propagate import is_composite, local_strategy_for, strategy_for
 from fshard.ops.strategy.local_call import rank_on_mesh, run_local
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import refuse_autocast
@@ -70,7 +70,7 @@ def apply(
     pairs = instances_in((*args, *kwargs.values()), Sharded)
     grad = torch.is_grad_enabled() and any(map(wants_grad, pairs))
     specs, named = map_call(args, kwargs, Sharded, lambda pair: pair.spec)
-    if is_several(op, specs, named):
+    if is_composite(op, specs, named):
         return _by_others(op, specs, named, pairs, mode, cost)
     strategy = strategy_for(op, specs, named, cost, grad)
     if not strategy.is_local and mode == "explicit":

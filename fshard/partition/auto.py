@@ -37,8 +37,9 @@ from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import Partitioned
 from fshard.partition.step_time import FORWARD_AND_BACKWARD, lines_time
 from fshard.partition.variable_elimination import Labelling
-from fshard.program.cost.model import gathered, max_local_nbytes, seconds
+from fshard.program.cost.model import collective_time
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import all_gather_traffic, max_local_nbytes
 from fshard.program.program import as_topology
 
 __all__ = ["Auto", "auto", "step_memory", "step_time"]
@@ -464,7 +465,7 @@ class _Labels:
         back = weight.back
         if (have.name, asked.name) == ("invariant", "sharded"):
             # Slicing sends nothing; the gradients of the slices are gathered.
-            back = seconds(topology, link, gathered(n, local // n), local)
+            back = collective_time(topology, link, all_gather_traffic(n, local // n), local)
         return weight.time + (back if grad else 0.0)
 
 

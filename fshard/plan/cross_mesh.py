@@ -18,8 +18,9 @@ from fshard.layout.refinement import common_refinement
 from fshard.layout.spec import Spec
 from fshard.plan.search.problem import LAUNCH_COST
 from fshard.plan.split_axes import plan_steps
-from fshard.program.cost.model import max_local_nbytes, step_time, traffic
+from fshard.program.cost.model import step_time
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.infer import infer
 from fshard.program.steps import Exchange, Remesh, Step
 

@@ -13,9 +13,10 @@ import torch
 
 from fshard._util.errors import raise_if
 from fshard.layout.spec import Spec
-from fshard.program.cost.model import max_local_nbytes
-from fshard.program.cost.overlap import meeting, on_one_mesh, overlaps
-from fshard.program.cost.rank_loads import Ranks, Vector, added, everyone, held, kept
+from fshard.program.cost.overlap import overlaps, shared_elements
+from fshard.program.cost.rank_loads import add_vectors, union_ranks
+from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, overlap_bytes
+from fshard.program.cost.traffic import max_local_nbytes, on_one_mesh
 from fshard.program.program import endpoint_problems, wire_problems
 
 __all__ = ["Bound", "lower_bound", "lower_bound_together"]
@@ -93,7 +94,7 @@ def lower_bound_together(moves: Iterable[Move]) -> Bound:
     Bound(bytes_received=8, peak_memory=16)
     """
     rows = [(*_as_sent(src, dst, wire), _lower_bound(src, dst, wire)) for src, dst, wire in moves]
-    ranks = everyone(spec.mesh for row in rows for spec in row[:2])
+    ranks = union_ranks(spec.mesh for row in rows for spec in row[:2])
     lacks, total = [], 0
     for src, dst, _ in rows:
         lack = _lacking(src, dst, ranks)
@@ -101,8 +102,8 @@ def lower_bound_together(moves: Iterable[Move]) -> Bound:
         least = _least(src, dst)
         total += max(sum(lack), least.missing * item, least.messages * item)
         lacks.append(lack)
-    ends = [added((held(row[at], ranks) for row in rows), ranks) for at in range(2)]
-    most = max(added(lacks, ranks), default=0)
+    ends = [add_vectors((local_bytes(row[at], ranks) for row in rows), ranks) for at in range(2)]
+    most = max(add_vectors(lacks, ranks), default=0)
     return Bound(
         max(most, -(-total // max(1, len(ranks))), *(bound.bytes_received for *_, bound in rows)),
         max(map(max, ends)) if ranks else 0,
@@ -115,10 +116,10 @@ def _lacking(src: Spec, dst: Spec, ranks: Ranks) -> Vector:
         return (0,) * len(ranks)
     small = min(src.dtype, dst.dtype, key=lambda dtype: dtype.itemsize)
     src, dst = src._with(dtype=small), dst._with(dtype=small)
-    needs = held(dst, ranks)
+    needs = local_bytes(dst, ranks)
     if any(src.mesh.shape[axis] > 1 for axis in src.partition.unreduced):
         return needs
-    return tuple(map(operator.sub, needs, kept(src, dst, ranks)))
+    return tuple(map(operator.sub, needs, overlap_bytes(src, dst, ranks)))
 
 
 def _as_sent(src: Spec, dst: Spec, wire: torch.dtype | None) -> tuple[Spec, Spec]:
@@ -157,7 +158,7 @@ def _least(src: Spec, dst: Spec) -> Least:
         return Least(missing, members, 0, dst.mesh.size)
     ranks = src.mesh.devices if one else {*src.mesh.ranks, *dst.mesh.ranks}
     if one:
-        meet = meeting(src, dst)
+        meet = shared_elements(src, dst)
     else:
         meet = math.prod(src.shape) if len(ranks) < src.mesh.size + dst.mesh.size else 0
     near, far = _messages(src, dst, addends, kept)

@@ -15,8 +15,9 @@ from fshard._util.text import below, columns, folded
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import DTYPE_NAMES, Spec, mimebundle_hook
-from fshard.program.cost.model import Cost, max_local_nbytes, step_time, traffic
+from fshard.program.cost.model import Cost, step_time
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.infer import infer, way_back
 from fshard.program.steps import (
     AllGather,

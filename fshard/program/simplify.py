@@ -31,8 +31,9 @@ from fshard._util.errors import ShardingError, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.program.cast_rules import holds, passes
-from fshard.program.cost.model import max_local_nbytes, step_time
+from fshard.program.cost.model import step_time
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.infer import infer
 from fshard.program.program import Program, exclude_problems, simplify_hook, wire_specs
 from fshard.program.single_step import single_steps

@@ -15,7 +15,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES
-from fshard.layout.validation import whole_numbers
+from fshard.layout.validation import as_ints
 
 __all__ = [
     "AllGather",
@@ -45,7 +45,7 @@ def _canonical(step: Any, *dims: str) -> None:
     for name in dims:
         dim = getattr(step, name)
         if type(dim) is not int:
-            numbers = whole_numbers((dim,))
+            numbers = as_ints((dim,))
             set_(step, name, numbers and numbers[0])
             if numbers is None:
                 problems.append(
@@ -53,13 +53,13 @@ def _canonical(step: Any, *dims: str) -> None:
                 )
     sizes = getattr(step, "sizes", None)
     if sizes is not None:
-        set_(step, "sizes", whole_numbers(sizes))
+        set_(step, "sizes", as_ints(sizes))
         if step.sizes is None:
-            rule = "sizes are whole numbers, one per shard of the result"
+            rule = "sizes must be ints, one per shard of the result"
             problems.append(Problem(f"sizes={sizes!r}", rule, "sizes=(3, 5), say"))
     kind = getattr(step, "kind", "sum")
     if not isinstance(kind, str):
-        rule = "a reduction is one of sum, avg, max, min and product"
+        rule = "a reduction must be one of sum, avg, max, min and product"
         problems.append(Problem(f"kind={kind!r}", rule, "kind='sum', say"))
     if problems:
         raise_if(f"fs.{type(step).__name__}", problems)
@@ -404,7 +404,7 @@ class Cast:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
-            fail("fs.Cast", f"dtype={self.dtype!r}", "a dtype is a torch.dtype",
+            fail("fs.Cast", f"dtype={self.dtype!r}", "a dtype must be a torch.dtype",
                  "fs.Cast(torch.float32), say")  # fmt: skip
 
     def __str__(self) -> str:

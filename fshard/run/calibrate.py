@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
-from fshard.program.cost.model import Traffic, gathered, swapped
 from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.transports.base import Group, is_simulated, label_of, labelled, own_transport
 from fshard.run.transports.torch_distributed import World
 
@@ -61,7 +61,7 @@ def calibrate(
         mesh = fs.Mesh(dp=2, tp=4)
         fs.init(mesh)
         topology = fs.calibrate(mesh, save="wires.json")
-        prog = fs.redistribute(src, dst, cost=topology)
+        prog = fs.redistribute(src, dst, topology=topology)
     """
     world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
@@ -174,9 +174,9 @@ def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[S
         mine, pieces = x[:shard], [shard] * n
         last = 0.0
         for moved, run in (
-            (gathered(n, shard), lambda mine=mine: world.all_gather(mine, group)()),
+            (all_gather_traffic(n, shard), lambda mine=mine: world.all_gather(mine, group)()),
             (
-                swapped(n, n * shard),
+                all_to_all_traffic(n, n * shard),
                 lambda x=x, pieces=pieces: world.all_to_all(x, pieces, pieces, group)(),
             ),
         ):
@@ -203,7 +203,7 @@ def _shift_and_swap(world: World, ranks: Group) -> tuple[Sample, Sample]:
     def swap() -> torch.Tensor:
         return world.all_to_all(x, [1] * n, [1] * n, ranks)()
 
-    alone, together = Traffic(1, 1, 1, 1), swapped(n, n)
+    alone, together = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
     return Sample(alone, _timed(world, ranks, shift)), Sample(together, _timed(world, ranks, swap))
 
 

@@ -1,8 +1,8 @@
-"""Collectives as one rank runs them: how its local is packed, what is launched, what comes back.
+"""Collectives of one rank: how its local is packed, what is sent, and how the result is unpacked.
 
-A `Wire` is worked out once for a step and a rank, of specs alone. Packing and unpacking is all
-the local work there is, so that the payloads of several wires can travel in one launch. What
-lies already as it travels is not copied.
+A `Wire` is computed once per step and rank, from specs alone. It separates packing and unpacking
+from the launch, so that the payloads of several wires can go in one launch. Payloads that are
+contiguous already are not copied.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.plan.batch.coalesce import is_even
-from fshard.program.cost.model import share
+from fshard.plan.batch.coalesce import has_equal_shards
+from fshard.program.cost.traffic import ceil_share
 from fshard.program.exchange_boxes import (
+    converted_axes,
+    exchange_axes,
     exchange_group,
-    kept,
-    moving_axes,
+    kept_box,
     receives,
-    reduced_axes,
+    reduction_axes,
     sends,
-    turned_axes,
 )
 from fshard.program.infer import reduction_of
 from fshard.program.steps import (
@@ -40,40 +40,47 @@ from fshard.program.steps import (
 )
 from fshard.run.packing import (
     Box,
-    Made,
+    Combine,
     Source,
-    Tensors,
-    lands,
-    lengths,
-    meet,
+    arrives_in_order,
+    box_shape,
+    intersect,
     packer,
     relative,
     unpacker,
 )
 from fshard.run.transports.base import Finish, Group, Parts, Transport, notify
-from fshard.run.transports.reduce_dtypes import over
+from fshard.run.transports.reduce_dtypes import TensorFunction, over
 
 __all__ = ["Wire", "begin", "exchange", "wire_of"]
 
-PLAIN = Made()
+UNCHANGED = Combine()
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One collective of one rank.
+    """One collective of one rank, as four functions of a `Transport` have it.
 
-    `pack(x)` makes of the local what travels, `unpack(moved, x)` of what has come, and of the
-    local that was packed, the local afterwards:
+    `pack(x)` makes the payload of a local, `unpack(moved, x)` the local after the collective from
+    the received elements and the local that was packed. With n ranks in `group`:
 
-    - all_gather: a payload of m elements in any shape; what comes are `Parts` of m elements in
-      any shape, one of each of the n ranks of `group`.
-    - all_reduce: m elements in any shape; what comes is m elements in any shape.
-    - reduce_scatter: (n, m), m in any shape; what comes is m elements in any shape.
-    - all_to_all: a flat payload, of which `send[i]` elements are for place i of `group`; what
-      comes is flat, and `receive[i]` elements of it are from place i.
+    - all_gather: a payload of m elements in any shape; received are `Parts`, m elements of each
+      rank in any shape.
+    - all_reduce: m elements in any shape, both sent and received.
+    - reduce_scatter: a payload of shape (n, ...), with m elements in each row; received are m
+      elements in any shape.
+    - all_to_all: a flat payload with `send[i]` elements for rank i of the group; received is a flat
+      tensor with `receive[i]` elements from rank i.
 
-    A payload may be the local or a view of it, a result a view of what has come. `sent` are the
-    elements that leave this rank, of which observers are told under `name` and `axes`.
+    A payload may be a view of the local, a result a view of the received tensor.
+
+    Attributes:
+        op: the transport's method.
+        name: the step's name, for observers.
+        axes: the mesh axes it communicates along, for observers.
+        group: the ranks that take part.
+        sent: elements that leave this rank.
+        reduction: "sum", "avg", "max", "min" or "product" for the two that reduce.
     """
 
     op: Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
@@ -81,7 +88,7 @@ class Wire:
     axes: tuple[str, ...]
     group: Group
     sent: int
-    pack: Tensors
+    pack: TensorFunction
     unpack: Callable[[Any, torch.Tensor], torch.Tensor]
     reduction: str = "sum"
     send: tuple[int, ...] = ()
@@ -89,7 +96,7 @@ class Wire:
 
 
 def begin(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
-    """Launch one collective on this rank's local; the call that waits for its result."""
+    """Launch one collective on this rank's local; return the call that waits for its result."""
     payload = wire.pack(x)
     notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank)
     moved: Callable[[], Parts]
@@ -106,8 +113,8 @@ def begin(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
     return lambda: unpack(moved(), x)
 
 
-class _Place(NamedTuple):
-    """A rank in a collective."""
+class _Member(NamedTuple):
+    """One rank of one collective."""
 
     name: str
     axes: tuple[str, ...]
@@ -116,41 +123,41 @@ class _Place(NamedTuple):
 
 
 def wire_of(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) -> Wire:
-    """The wire of a collective step over `axes`, those that have several devices."""
+    """Return the wire of a collective step over `axes`, which have several devices."""
     group = src.mesh.group(rank, axes)
-    at, n = _Place(step.name, axes, group, rank), len(group)
+    member, n = _Member(step.name, axes, group, rank), len(group)
     match step:
         case AllGather(_, dim, to, kind):
             divisor = n if (to, kind) == ("reduced", "avg") else 1
-            if is_even(src, dim, n):
-                return _gather(at, src, dim, divisor)
-            return _all_to_all(at, src, dst, Made(divisor=divisor))
+            if has_equal_shards(src, dim, n):
+                return _gather(member, src, dim, divisor)
+            return _all_to_all(member, src, dst, Combine(divisor=divisor))
         case AllReduce():
-            return _reduce(at, src, *reduction_of(step, src))
+            return _reduce(member, src, *reduction_of(step, src))
         case ReduceScatter(_, dim):
             op, _ = reduction_of(step, src)
-            if is_even(dst, dim, n):
-                return _scatter(at, dst, dim, op)
-            made = Made("sum", divisor=n) if op == "avg" else Made(op)
-            return _all_to_all(at, src, dst, made, added=True)
+            if has_equal_shards(dst, dim, n):
+                return _scatter(member, dst, dim, op)
+            combine = Combine("sum", divisor=n) if op == "avg" else Combine(op)
+            return _all_to_all(member, src, dst, combine, unreduced=True)
         case AllToAll():
-            if _evenly(step, src, dst, group):
-                return _all_to_all_evenly(at, step, src)
-            return _all_to_all(at, src, dst)
+            if _is_uniform(step, src, dst, group):
+                return _uniform_all_to_all(member, step, src)
+            return _all_to_all(member, src, dst)
         case CollectivePermute():
-            return _permute(at, src, dst)
+            return _permute(member, src, dst)
         case _:
-            raise AssertionError(f"{step} is no collective over axes")
+            raise AssertionError(f"{step} is not a collective over axes")
 
 
-def _alike(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
-    """Whether all ranks of a group hold equally much of each of `dims`."""
-    return len({tuple(spec.local_shape(each)[dim] for dim in dims) for each in group}) == 1
+def _same_sizes(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
+    """Return True if the locals of a group's ranks have the same size along each of `dims`."""
+    return len({tuple(spec.local_shape(rank)[dim] for dim in dims) for rank in group}) == 1
 
 
-def _gather(at: _Place, src: Spec, dim: int, divisor: int) -> Wire:
-    """All-gather of equal shards; stacked ones lie along dim 0 as they come."""
-    n, shape = len(at.group), src.local_shape(at.rank)
+def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
+    """Return the wire of an all-gather of equal shards; the received stack is dim 0 of the result."""
+    n, shape = len(member.group), src.local_shape(member.rank)
 
     def unpack(moved: Parts, _: torch.Tensor) -> torch.Tensor:
         if not isinstance(moved, torch.Tensor):
@@ -159,61 +166,58 @@ def _gather(at: _Place, src: Spec, dim: int, divisor: int) -> Wire:
             y = moved.view(n, *shape).flatten(0, 1)
         else:
             y = torch.cat(moved.view(n, *shape).unbind(0), dim)
-        return over(y, divisor)
+        return y if divisor == 1 else over(y, divisor)
 
     sent = (n - 1) * math.prod(shape)
-    return Wire("all_gather", at.name, at.axes, at.group, sent, _itself, unpack)
+    return Wire("all_gather", *member[:3], sent, _identity, unpack)
 
 
-def _reduce(at: _Place, src: Spec, op: str, divisor: int) -> Wire:
-    shape, n = src.local_shape(at.rank), len(at.group)
+def _reduce(member: _Member, src: Spec, op: str, divisor: int) -> Wire:
+    shape, n = src.local_shape(member.rank), len(member.group)
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return over(_shaped(moved, shape), divisor)
+        y = moved if moved.shape == shape else moved.view(shape)  # a view costs as much as an add
+        return y if divisor == 1 else over(y, divisor)
 
-    sent = share(2 * (n - 1), math.prod(shape), n)
-    return Wire("all_reduce", at.name, at.axes, at.group, sent, _itself, unpack, op)
+    sent = ceil_share(2 * (n - 1), math.prod(shape), n)
+    return Wire("all_reduce", *member[:3], sent, _identity, unpack, op)
 
 
-def _scatter(at: _Place, dst: Spec, dim: int, op: str) -> Wire:
-    """Reduce-scatter into equal shards; along dim 0 they travel as they lie."""
-    n, shape = len(at.group), dst.local_shape(at.rank)
+def _scatter(member: _Member, dst: Spec, dim: int, op: str) -> Wire:
+    """Return the wire of a reduce-scatter into equal shards; along dim 0 nothing is copied."""
+    n, shape = len(member.group), dst.local_shape(member.rank)
     rows = (n, *shape)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(rows) if dim == 0 else torch.stack(x.chunk(n, dim))
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return _shaped(moved, shape)
+        return moved if moved.shape == shape else moved.view(shape)
 
     sent = (n - 1) * math.prod(shape)
-    return Wire("reduce_scatter", at.name, at.axes, at.group, sent, pack, unpack, op)
+    return Wire("reduce_scatter", *member[:3], sent, pack, unpack, op)
 
 
-def _permute(at: _Place, src: Spec, dst: Spec) -> Wire:
-    group = at.group
-    to_rank = _permutation(src.mesh, src.partition, dst.partition, at.axes, group)
-    here = group.index(at.rank)
-    origin = to_rank.index(here)
-    mine, theirs = (math.prod(src.local_shape(each)) for each in (at.rank, group[origin]))
-    send = tuple(mine if each == to_rank[here] else 0 for each in range(len(group)))
-    receive = tuple(theirs if each == origin else 0 for each in range(len(group)))
-    shape, sent = dst.local_shape(at.rank), 0 if origin == here else mine
+def _permute(member: _Member, src: Spec, dst: Spec) -> Wire:
+    group = member.group
+    to_index = _permutation(src.mesh, src.partition, dst.partition, member.axes, group)
+    index = group.index(member.rank)
+    origin = to_index.index(index)
+    sent_size, received_size = (
+        math.prod(src.local_shape(rank)) for rank in (member.rank, group[origin])
+    )
+    send = tuple(sent_size if i == to_index[index] else 0 for i in range(len(group)))
+    receive = tuple(received_size if i == origin else 0 for i in range(len(group)))
+    shape, sent = dst.local_shape(member.rank), 0 if origin == index else sent_size
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return moved.view(shape)
 
-    return Wire("all_to_all", at.name, at.axes, group, sent, _flat, unpack,
-                send=send, receive=receive)  # fmt: skip
+    return Wire("all_to_all", *member[:3], sent, _flat, unpack, send=send, receive=receive)
 
 
-def _itself(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`x` in a shape, itself where that is its own: a view costs as much as a small sum."""
-    return x if x.shape == shape else x.view(shape)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -223,161 +227,182 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 # -- all to all -----------------------------------------------------------------------
 
 
-def _evenly(step: AllToAll, src: Spec, dst: Spec, group: Group) -> bool:
-    """Whether all pieces are of one shape, and each cut along dims that nothing is joined along."""
-    taken = {pair.src_dim for pair in step.pairs}
-    put = {pair.dst_dim for pair in step.pairs}
-    return taken.isdisjoint(put) and _alike(src, group, taken) and _alike(dst, group, put)
+def _is_uniform(step: AllToAll, src: Spec, dst: Spec, group: Group) -> bool:
+    """Return True if all pieces have one shape and no dim is both split and concatenated."""
+    src_dims = {pair.src_dim for pair in step.pairs}
+    dst_dims = {pair.dst_dim for pair in step.pairs}
+    return (
+        src_dims.isdisjoint(dst_dims)
+        and _same_sizes(src, group, src_dims)
+        and _same_sizes(dst, group, dst_dims)
+    )
 
 
-def _all_to_all_evenly(at: _Place, step: AllToAll, src: Spec) -> Wire:
-    """Pieces of one shape: where they lie one after the other, nothing is copied.
+def _uniform_all_to_all(member: _Member, step: AllToAll, src: Spec) -> Wire:
+    """Return the wire of an all-to-all with pieces of one shape, as permutations of dims.
 
     The group is in the order of the pairs, so that each pair's pieces are one dim of the payload.
     """
     counts = [src.mesh.axis_size(pair.axes) for pair in step.pairs]
-    shape = list(src.local_shape(at.rank))
-    cuts, order = _unfolded(shape, [pair.dst_dim for pair in step.pairs], counts)
+    shape = list(src.local_shape(member.rank))
+    split_shape, order = _split_dims(shape, [pair.dst_dim for pair in step.pairs], counts)
     for pair, count in zip(step.pairs, counts, strict=True):
         shape[pair.dst_dim] //= count
-    joins = [pair.src_dim for pair in step.pairs]
-    _, places = _unfolded(shape, joins, [1] * len(joins))
-    back = sorted(range(len(places)), key=places.__getitem__)
-    joined = list(shape)
-    for dim, count in zip(joins, counts, strict=True):
-        joined[dim] *= count
+    src_dims = [pair.src_dim for pair in step.pairs]
+    _, places = _split_dims(shape, src_dims, [1] * len(src_dims))
+    inverse = sorted(range(len(places)), key=places.__getitem__)
+    result_shape = list(shape)
+    for dim, count in zip(src_dims, counts, strict=True):
+        result_shape[dim] *= count
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(cuts).permute(order).reshape(-1)
+        return x.reshape(split_shape).permute(order).reshape(-1)
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return moved.view(*counts, *shape).permute(back).reshape(joined)
+        return moved.view(*counts, *shape).permute(inverse).reshape(result_shape)
 
-    n, each = len(at.group), math.prod(shape)
-    return Wire("all_to_all", at.name, at.axes, at.group, (n - 1) * each, pack, unpack,
-                send=(each,) * n, receive=(each,) * n)  # fmt: skip
+    n, size = len(member.group), math.prod(shape)
+    return Wire("all_to_all", *member[:3], (n - 1) * size, pack, unpack,
+                send=(size,) * n, receive=(size,) * n)  # fmt: skip
 
 
-def _unfolded(
+def _split_dims(
     shape: Sequence[int], dims: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """A shape with each of `dims` cut in `counts`, those of one dim major to minor.
+    """Split each of `dims` into its count of pieces, those of one dim major to minor.
 
-    And the permutation that brings these cuts to the front, in the order of `dims`.
+    Returns:
+        The shape with the new dims, and the permutation that moves them to the front in the order
+        of `dims`.
     """
-    unfolded: list[int] = []
+    split_shape: list[int] = []
     front, rest = [0] * len(dims), []
     for dim, size in enumerate(shape):
-        mine = [each for each, its in enumerate(dims) if its == dim]
-        for each in mine:
-            front[each] = len(unfolded)
-            unfolded.append(counts[each])
-        rest.append(len(unfolded))
-        unfolded.append(size // math.prod(counts[each] for each in mine))
-    return unfolded, front + rest
+        pieces = [i for i, split_dim in enumerate(dims) if split_dim == dim]
+        for i in pieces:
+            front[i] = len(split_shape)
+            split_shape.append(counts[i])
+        rest.append(len(split_shape))
+        split_shape.append(size // math.prod(counts[i] for i in pieces))
+    return split_shape, front + rest
 
 
 def _all_to_all(
-    at: _Place, src: Spec, dst: Spec, made: Made = PLAIN, *, added: bool = False
+    member: _Member,
+    src: Spec,
+    dst: Spec,
+    combine: Combine = UNCHANGED,
+    *,
+    unreduced: bool = False,
 ) -> Wire:
-    """A collective of unequal shards: each rank of the group sends what each other one needs.
+    """Return the wire in which each rank of the group sends the boxes that the others need.
 
-    Where these are `added` they hold addends, and each sends its own.
+    With `unreduced` every rank sends its own term of the reduction.
     """
-    whole, target = _box(src, at.rank), _box(dst, at.rank)
-    out = [(place, meet(whole, _box(dst, each))) for place, each in enumerate(at.group)]
-    come = [(place, meet(_box(src, each), target)) for place, each in enumerate(at.group)]
-    return _boxed(
-        at,
-        whole,
-        target,
-        [(place, box) for place, box in out if box is not None],
-        [Source(place, box, place if added else 0) for place, box in come if box is not None],
-        made,
+    held, needed = _box(src, member.rank), _box(dst, member.rank)
+    sends_ = [(i, intersect(held, _box(dst, rank))) for i, rank in enumerate(member.group)]
+    receives_ = [(i, intersect(_box(src, rank), needed)) for i, rank in enumerate(member.group)]
+    return _box_exchange(
+        member,
+        held,
+        needed,
+        [(i, box) for i, box in sends_ if box is not None],
+        [Source(i, box, i if unreduced else 0) for i, box in receives_ if box is not None],
+        combine,
     )
 
 
-def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | Tensors:
-    """What makes `dst` of `src` for a rank of one of them, by the tables of what each one lacks.
+def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | TensorFunction:
+    """Return the wire of an exchange for a rank of `src` or `dst`.
 
-    A function where nobody in the rank's group lacks anything.
+    A local function if no rank of its group receives anything.
     """
-    whole = _box(src, rank) if rank in src.mesh else ((0, 0),)
-    target = _box(dst, rank) if rank in dst.mesh else ((0, 0),)
-    added, held = reduced_axes(src, dst), kept(src, dst, rank)
-    made = _made(src, dst, added)
+    held = _box(src, rank) if rank in src.mesh else ((0, 0),)
+    needed = _box(dst, rank) if rank in dst.mesh else ((0, 0),)
+    axes_reduced, kept = reduction_axes(src, dst), kept_box(src, dst, rank)
+    combine = _combine(src, dst, axes_reduced)
     group = exchange_group(src, dst, rank)
-    if not any(receives(src, dst, each) for each in group):
-        own = [] if held is None else [Source(0, relative(held, target), 0, relative(held, whole))]
-        unpack = unpacker(lengths(target), own, made)
+    if not any(receives(src, dst, member) for member in group):
+        own = []
+        if kept is not None:
+            own = [Source(0, relative(kept, needed), 0, relative(kept, held))]
+        unpack = unpacker(box_shape(needed), own, combine)
         return lambda x: unpack(x.new_empty(0), x)
-    axes = moving_axes(src, dst) if src.mesh == dst.mesh else ()
-    places = {each: place for place, each in enumerate(group)}
-    here = [] if held is None else [(rank, held)]
-    come = [
-        Source(places[peer], box, src.mesh.index(peer, added))
-        for peer, box in (*receives(src, dst, rank), *here)
+    axes = exchange_axes(src, dst) if src.mesh == dst.mesh else ()
+    index = {member: i for i, member in enumerate(group)}
+    own_boxes = [] if kept is None else [(rank, kept)]
+    sources = [
+        Source(index[peer], box, src.mesh.index(peer, axes_reduced))
+        for peer, box in (*receives(src, dst, rank), *own_boxes)
     ]
-    out = sorted((places[peer], box) for peer, box in (*sends(src, dst, rank), *here))
-    at = _Place(step.name, axes, group, rank)
-    return _boxed(at, whole, target, out, sorted(come), made)
+    out = sorted((index[peer], box) for peer, box in (*sends(src, dst, rank), *own_boxes))
+    return _box_exchange(
+        _Member(step.name, axes, group, rank), held, needed, out, sorted(sources), combine
+    )
 
 
-def _made(src: Spec, dst: Spec, added: tuple[str, ...]) -> Made:
-    """How an exchange makes elements of what comes.
+def _combine(src: Spec, dst: Spec, axes_reduced: tuple[str, ...]) -> Combine:
+    """Return the formula of an exchange's elements.
 
-    It divides by addends of averages, and by ranks that each get a share of one; where such
-    shares become shards, or shards averages' addends, it multiplies.
+    An average over reduced axes divides by their size, and so does a new `reduced` axis of kind
+    `avg`; turning one into a shard, or a shard into an unreduced average, multiplies.
     """
-    p, q, turned = src.partition, dst.partition, turned_axes(src, dst)
-    kinds = {axis: p.unreduced[axis] for axis in added}
+    p, q, turned = src.partition, dst.partition, converted_axes(src, dst)
+    kinds = {axis: p.unreduced[axis] for axis in axes_reduced}
     op = next((kind for kind in kinds.values() if kind != "avg"), "sum")
-    less = tuple(axis for axis, kind in kinds.items() if kind == "avg")
-    shares = tuple(a for a, kind in q.reduced_kinds if kind == "avg" and a not in p.reduced)
-    more = tuple(a for a in turned if "avg" in (p.reduced.get(a), q.unreduced.get(a)))
-    factor = src.mesh.axis_size(more)
-    divisor = src.mesh.axis_size(less) * dst.mesh.axis_size(shares)
+    averaged = tuple(axis for axis, kind in kinds.items() if kind == "avg")
+    shared = tuple(a for a, kind in q.reduced_kinds if kind == "avg" and a not in p.reduced)
+    multiplied = tuple(a for a in turned if "avg" in (p.reduced.get(a), q.unreduced.get(a)))
+    factor = src.mesh.axis_size(multiplied)
+    divisor = src.mesh.axis_size(averaged) * dst.mesh.axis_size(shared)
     common = math.gcd(factor, divisor)
-    rest = next((q.unreduced[axis] for axis in turned if axis in q.unreduced), "")
-    return Made(op, factor // common, divisor // common, rest)
+    fill = next((q.unreduced[axis] for axis in turned if axis in q.unreduced), "")
+    return Combine(op, factor // common, divisor // common, fill)
 
 
-def _boxed(
-    at: _Place,
-    whole: Box,
-    target: Box,
+def _box_exchange(
+    member: _Member,
+    held: Box,
+    needed: Box,
     out: list[tuple[int, Box]],
-    come: list[Source],
-    made: Made,
+    sources: list[Source],
+    combine: Combine,
 ) -> Wire:
-    """An all-to-all of boxes: of the box `whole` that a rank holds to the `target` it needs.
+    """Return the wire of an all-to-all of boxes, all in global coordinates.
 
-    Both lists are in the group's order, with what this rank keeps: that goes through the
-    collective only where what comes is then the result as it lies.
+    Args:
+        member: the rank.
+        held: the box of its local before.
+        needed: the box of its local after.
+        out: the boxes to send, with the receivers' indices, in the group's order.
+        sources: the boxes to receive, in the group's order.
+        combine: how terms of one box are combined.
+
+    The rank's own box is in `out` and `sources`; it goes through the collective only if the
+    received tensor is then the result.
     """
-    here = at.group.index(at.rank)
-    sources = [each._replace(box=relative(each.box, target)) for each in come]
-    if not lands(lengths(target), sources):
-        out = [each for each in out if each[0] != here]
-        sources = [
-            each._replace(own=relative(box, whole)) if place == here else each
-            for each, (place, box, *_) in zip(sources, come, strict=True)
+    index = member.group.index(member.rank)
+    parts = [source._replace(box=relative(source.box, needed)) for source in sources]
+    if not arrives_in_order(box_shape(needed), parts):
+        out = [(i, box) for i, box in out if i != index]
+        parts = [
+            part._replace(own=relative(source.box, held)) if part.index == index else part
+            for part, source in zip(parts, sources, strict=True)
         ]
-    send, receive = [0] * len(at.group), [0] * len(at.group)
-    for place, box in out:
-        send[place] += math.prod(lengths(box))
-    for place, box, _, own in sources:
-        receive[place] += math.prod(lengths(box)) if own is None else 0
-    sent = sum(send) - send[here]
-    pack = packer(lengths(whole), [relative(box, whole) for _, box in out])
-    unpack = unpacker(lengths(target), sources, made)
-    return Wire("all_to_all", at.name, at.axes, at.group, sent, pack, unpack,
+    send, receive = [0] * len(member.group), [0] * len(member.group)
+    for i, box in out:
+        send[i] += math.prod(box_shape(box))
+    for i, box, _, own in parts:
+        receive[i] += math.prod(box_shape(box)) if own is None else 0
+    pack = packer(box_shape(held), [relative(box, held) for _, box in out])
+    unpack = unpacker(box_shape(needed), parts, combine)
+    return Wire("all_to_all", *member[:3], sum(send) - send[index], pack, unpack,
                 send=tuple(send), receive=tuple(receive))  # fmt: skip
 
 
 def _box(spec: Spec, rank: int) -> Box:
-    """What a rank holds, in global coordinates."""
-    return tuple((each.start, each.stop) for each in spec.index(rank))
+    """Return the box of a rank's local in global coordinates."""
+    return tuple((part.start, part.stop) for part in spec.index(rank))
 
 
 # -- permutations ---------------------------------------------------------------------
@@ -386,32 +411,33 @@ def _box(spec: Spec, rank: int) -> Box:
 def _permutation(
     mesh: Mesh, before: PartitionSpec, after: PartitionSpec, axes: tuple[str, ...], group: Group
 ) -> tuple[int, ...]:
-    """For each place in the group, the place its shard moves to.
+    """Return for each index in the group the index that its shard moves to.
 
-    A rank that already holds what it needs keeps it; the other holders and needers of one
-    shard pair up in order, so that the inverse permutation is that of the inverse step.
+    A rank that already holds the shard it needs keeps it; the other holders and receivers of one
+    shard are paired in order, so that the inverse step has the inverse permutation.
     """
     holders: dict[object, list[int]] = {}
-    needers: dict[object, list[int]] = {}
-    for at, rank in enumerate(group):
-        holders.setdefault(_shard_id(mesh, before, rank, axes), []).append(at)
-        needers.setdefault(_shard_id(mesh, after, rank, axes), []).append(at)
+    receivers: dict[object, list[int]] = {}
+    for index, rank in enumerate(group):
+        holders.setdefault(_shard_id(mesh, before, rank, axes), []).append(index)
+        receivers.setdefault(_shard_id(mesh, after, rank, axes), []).append(index)
     to = [0] * len(group)
-    for shard, have in holders.items():
-        need = needers[shard]
-        both = set(have) & set(need)
-        moving = [at for at in have if at not in both]
-        wanting = [at for at in need if at not in both]
-        for at, goal in (*zip(both, both, strict=True), *zip(moving, wanting, strict=True)):
-            to[at] = goal
+    for shard, holding in holders.items():
+        needing = receivers[shard]
+        both = set(holding) & set(needing)
+        sources = [index for index in holding if index not in both]
+        targets = [index for index in needing if index not in both]
+        for index, target in (*zip(both, both, strict=True), *zip(sources, targets, strict=True)):
+            to[index] = target
     return tuple(to)
 
 
 def _shard_id(mesh: Mesh, p: PartitionSpec, rank: int, moving: tuple[str, ...]) -> object:
-    """Which shard, and which addend of it along the moving axes, a rank holds."""
-    counts = [(axis, kind) for axis, kind in p.unreduced_kinds if axis in moving]
-    kinds = sorted({kind for _, kind in counts})
-    addends = tuple(
-        mesh.index(rank, tuple(axis for axis, each in counts if each == kind)) for kind in kinds
+    """Return a key of a rank's shard, and of its unreduced value along the moving axes."""
+    kind_of = [(axis, kind) for axis, kind in p.unreduced_kinds if axis in moving]
+    kinds = sorted({kind for _, kind in kind_of})
+    terms = tuple(
+        mesh.index(rank, tuple(axis for axis, axis_kind in kind_of if axis_kind == kind))
+        for kind in kinds
     )
-    return tuple(mesh.index(rank, dim) for dim in p.dims), addends
+    return tuple(mesh.index(rank, dim) for dim in p.dims), terms

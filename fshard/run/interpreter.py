@@ -1,22 +1,23 @@
-"""The one interpreter: what a rank does for each step, over any transport.
+"""Interpreter of programs: each step as a function of one rank's local tensor, or a `Wire`.
 
-What of a step depends on no numbers (groups, shapes, bytes) is worked out once for each rank:
-then a step is a function of the local, or a `Wire`.
+Everything in a step that depends on specs alone (groups, shapes, byte counts) is computed once per
+rank and cached; `launch` then runs the functions and starts the collectives over any transport.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import assert_never
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.program.cost.model import step_axes
+from fshard.program.cost.traffic import step_axes
 from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,
@@ -35,14 +36,23 @@ from fshard.program.steps import (
     Step,
 )
 from fshard.run.collective import Wire, begin, exchange, wire_of
-from fshard.run.packing import Tensors
-from fshard.run.transports.base import Finish, Transport
-from fshard.run.transports.reduce_dtypes import as_dtype, neutral_like, over, times
+from fshard.run.transports.base import Finish, Group, Transport, notify
+from fshard.run.transports.reduce_dtypes import (
+    TensorFunction,
+    as_dtype,
+    neutral_like,
+    over,
+    times,
+)
+from fshard.run.transports.simulator import own_result, results_of
 
-__all__ = ["collectives", "launch", "ranks_of", "stages"]
+__all__ = ["launch", "ranks_of", "run_on_shards", "stages"]
 
-Local = Tensors
-"""A step that moves nothing: the local before to the local afterwards."""
+LocalFunction = TensorFunction
+"""A step without communication: the local before it to the local after it."""
+Stages = tuple[LocalFunction | Wire, ...]
+GroupCall = tuple[Group, Wire, tuple[tuple[Sequence[int], Sequence[int]], ...]]
+"""A collective of one group: the ranks, one rank's wire, and every rank's splits."""
 LocalStep = (
     AllSlice
     | InvariantToReduced
@@ -54,81 +64,130 @@ LocalStep = (
 
 
 def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
-    """Start a program on this rank's local: it runs up to its last collective.
+    """Run a program on this rank's local up to and including the start of its last collective.
 
-    A rank outside of the mesh gets an empty tensor and takes part in nothing.
+    A rank outside of the target's mesh gets an empty tensor.
     """
-    before, last, after = _ready(prog, transport.rank)
+    before, last, after = _split_at_last_wire(prog, transport.rank)
     for stage in before:
         x = begin(stage, x, transport)() if isinstance(stage, Wire) else stage(x)
-    finish: Finish = (lambda x=x: x) if last is None else begin(last, x, transport)  # type: ignore[misc]
+    if last is None:
+        return lambda: x
+    finish = begin(last, x, transport)
     if not after:
         return finish
 
-    def rest() -> torch.Tensor:
+    def finish_after() -> torch.Tensor:
         y = finish()
-        for local in after:
-            y = local(y)
+        for function in after:
+            y = function(y)
         return y
 
-    return rest
+    return finish_after
 
 
-@lru_cache(maxsize=8192)
-def stages(prog: Program, rank: int) -> tuple[Local | Wire, ...]:
-    """What a program is for one rank: functions of its local, and collectives, one by one.
+def run_on_shards(
+    prog: Program, mesh: Mesh, shards: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run a program on the shards of all ranks of `mesh`, one step after the other.
 
-    One for each step; before them a cast where the program has a `forward_dtype`, and after them
-    the one back. For a rank outside of the target's mesh the last one gives an empty tensor.
+    All ranks being at hand, a collective is computed from its inputs: there are no threads.
     """
-    wire, dtype = prog.forward_dtype, prog.dst.dtype
+    xs = tuple(shards)
+    for step_stages, calls in _stages_by_step(prog, mesh):
+        if not calls:
+            xs = tuple([stage(x) for stage, x in zip(step_stages, xs, strict=True)])  # type: ignore[operator]
+            continue
+        payloads = {}
+        for rank, stage, x in zip(mesh.ranks, step_stages, xs, strict=True):
+            if isinstance(stage, Wire):
+                payloads[rank] = payload = stage.pack(x)
+                notify(stage.name, stage.axes, stage.sent * payload.element_size(), rank)
+        moved: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            for group, wire, splits in calls:
+                inputs = [payloads.pop(rank).detach() for rank in group]
+                moved |= results_of(wire.op, wire.reduction, group, inputs, splits)
+        xs = tuple(
+            stage.unpack(own_result(moved, rank, stage.op), x)
+            if isinstance(stage, Wire)
+            else stage(x)
+            for rank, stage, x in zip(mesh.ranks, step_stages, xs, strict=True)
+        )
+    return xs
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _stages_by_step(prog: Program, mesh: Mesh) -> tuple[tuple[Stages, tuple[GroupCall, ...]], ...]:
+    """Return for each step the ranks' stages, and the collectives of all its groups."""
+    columns = zip_longest(*[stages(prog, rank) for rank in mesh.ranks], fillvalue=lambda x: x)
+    steps: list[tuple[Stages, tuple[GroupCall, ...]]] = []
+    for column in columns:
+        wires = {
+            rank: stage
+            for rank, stage in zip(mesh.ranks, column, strict=True)
+            if isinstance(stage, Wire)
+        }
+        calls = [
+            (group, wires[group[0]], tuple((wires[r].send, wires[r].receive) for r in group))
+            for group in dict.fromkeys(wire.group for wire in wires.values())
+        ]
+        steps.append((column, tuple(calls)))
+    return tuple(steps)
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def stages(prog: Program, rank: int) -> Stages:
+    """Return one rank's functions and collectives, one for each step of the program.
+
+    With a `forward_dtype` a cast comes before them and one after them. A rank outside of the
+    target's mesh has a last function that returns an empty tensor.
+    """
+    wire_dtype, dtype = prog.forward_dtype, prog.dst.dtype
     rows = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
-    every: list[Local | Wire] = [] if wire is None else [lambda x: x.to(wire)]
-    every += [_stage(*row, rank, wire) for row in rows]
+    functions: list[LocalFunction | Wire] = []
+    if wire_dtype is not None:
+        functions.append(lambda x: x.to(wire_dtype))
+    functions += [_stage(*row, rank, wire_dtype) for row in rows]
     if rank not in prog.dst.mesh:
-        return (*every, lambda x: x.new_empty((0,), dtype=dtype))
-    return tuple(every) if wire is None else (*every, lambda x: x.to(dtype))
+        functions.append(lambda x: x.new_empty((0,), dtype=dtype))
+    elif wire_dtype is not None:
+        functions.append(lambda x: x.to(dtype))
+    return tuple(functions)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def ranks_of(*progs: Program) -> Mesh:
-    """The mesh of programs' ranks: of several that which has all, or else one in their order."""
+    """Return a mesh of all ranks that programs run on: theirs, or else a new one in rank order."""
     meshes = list(dict.fromkeys(spec.mesh for prog in progs for spec in prog.specs))
     if len(meshes) == 1:
         return meshes[0]
     ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
-    whole = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
-    return whole or (Mesh({"rank": len(ranks)}, devices=ranks) if ranks else Mesh())
+    full = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
+    return full or (Mesh({"rank": len(ranks)}, devices=ranks) if ranks else Mesh())
 
 
-@lru_cache(maxsize=8192)
-def _ready(
+@lru_cache(maxsize=CACHE_SIZE)
+def _split_at_last_wire(
     prog: Program, rank: int
-) -> tuple[tuple[Local | Wire, ...], Wire | None, tuple[Local, ...]]:
-    """A program's stages: those before its last collective, it, the others."""
-    every = stages(prog, rank)
-    at = max((at for at, stage in enumerate(every) if isinstance(stage, Wire)), default=None)
-    if at is None:
-        return every, None, ()
-    last = every[at]
+) -> tuple[Stages, Wire | None, tuple[LocalFunction, ...]]:
+    """Return a program's stages before its last collective, that collective, and the rest."""
+    functions = stages(prog, rank)
+    index = max((i for i, stage in enumerate(functions) if isinstance(stage, Wire)), default=None)
+    if index is None:
+        return functions, None, ()
+    last = functions[index]
     assert isinstance(last, Wire)
-    return every[:at], last, every[at + 1 :]  # type: ignore[return-value]
+    return functions[:index], last, functions[index + 1 :]  # type: ignore[return-value]
 
 
-@lru_cache(maxsize=8192)
-def collectives(prog: Program) -> int:
-    """How many collectives a rank takes part in, at most."""
-    return max(
-        sum(isinstance(stage, Wire) for stage in stages(prog, rank))
-        for rank in ranks_of(prog).ranks
-    )
-
-
-def _stage(step: Step, src: Spec, dst: Spec, rank: int, wire: torch.dtype | None) -> Local | Wire:
-    """One step of one rank; `wire` is the dtype that replaces the casts, if any."""
+def _stage(
+    step: Step, src: Spec, dst: Spec, rank: int, wire_dtype: torch.dtype | None
+) -> LocalFunction | Wire:
+    """Return one step of one rank; with a `wire_dtype` the casts are identities."""
     match step:
         case Cast(dtype):
-            return lambda x: x if wire is not None else as_dtype(x, dtype)
+            return lambda x: x if wire_dtype is not None else as_dtype(x, dtype)
         case _ if rank not in src.mesh and rank not in dst.mesh:
             return lambda x: x
         case _ if 0 in src.shape:
@@ -138,49 +197,64 @@ def _stage(step: Step, src: Spec, dst: Spec, rank: int, wire: torch.dtype | None
             return exchange(step, src, dst, rank)
         case AllGather() | AllReduce() | ReduceScatter() | AllToAll() | CollectivePermute():
             axes = step_axes(step, src, dst)
-            # A collective's result is memory of its own, of one device too.
+            # Also on one device the result of a collective has its own memory.
             return wire_of(step, src, dst, rank, axes) if axes else torch.clone
         case _:
-            return functools.partial(_local, step, src, dst, rank)
+            return _local_step(step, src, dst, rank)
 
 
 # -- local steps ----------------------------------------------------------------------
 
 
-def _local(step: LocalStep, src: Spec, dst: Spec, rank: int, x: torch.Tensor) -> torch.Tensor:
-    """A step that moves nothing."""
-    mesh = src.mesh
+def _local_step(step: LocalStep, src: Spec, dst: Spec, rank: int) -> LocalFunction:
+    """Return one step that needs no communication as a function of the local."""
+    mesh, shape = src.mesh, dst.local_shape(rank)
     match step:
         case Remesh():
-            return x
+            return lambda x: x
         case AllSlice(axes, dim):
             offset = dst.offsets(rank)[dim] - src.offsets(rank)[dim]
-            mine = x.narrow(dim, offset, dst.local_shape(rank)[dim])
-            return times(mine, _averaged(src, axes)).clone(memory_format=torch.contiguous_format)
+            return _scaled_slice(dim, offset, shape[dim], _avg_factor(src, axes))
         case InvariantToReduced(axes, kind):
-            return over(x, mesh.axis_size(axes) if kind == "avg" else 1)
+            divisor = mesh.axis_size(axes) if kind == "avg" else 1
+            return lambda x: over(x, divisor)
         case ReducedToInvariant(axes):
-            return times(x, _averaged(src, axes))
+            factor = _avg_factor(src, axes)
+            return lambda x: times(x, factor)
         case ReplicatedToUnreduced(axes, kind):
-            x = times(x, _averaged(src, axes))
+            factor = _avg_factor(src, axes)
             if kind == "avg" or mesh.index(rank, axes) == 0:
-                return x
-            return neutral_like(x, kind)
+                return lambda x: times(x, factor)
+            return lambda x: neutral_like(times(x, factor), kind)
         case ShardedToUnreduced(axes, dim, kind, by):
-            share = mesh.axis_size(axes) if kind == "avg" else 1
+            factor = mesh.axis_size(axes) if kind == "avg" else 1
             if by:
-                agree = mesh.index(rank, axes) == mesh.index(rank, by)
-                mine = times(x, share * _averaged(src, by))
-                return mine if agree else neutral_like(x, kind, dst.local_shape(rank))
-            whole = neutral_like(x, kind, dst.local_shape(rank))
+                factor *= _avg_factor(src, by)
+                if mesh.index(rank, axes) == mesh.index(rank, by):
+                    return lambda x: times(x, factor)
+                return lambda x: neutral_like(times(x, factor), kind, shape)
             offset = src.offsets(rank)[dim] - dst.offsets(rank)[dim]
-            whole.narrow(dim, offset, x.shape[dim]).copy_(times(x, share))
-            return whole
+
+            def embed(x: torch.Tensor) -> torch.Tensor:
+                result = neutral_like(x, kind, shape)
+                result.narrow(dim, offset, x.shape[dim]).copy_(times(x, factor))
+                return result
+
+            return embed
         case _:
             assert_never(step)
 
 
-def _averaged(src: Spec, axes: Sequence[str]) -> int:
-    """What undoes the shares of an average: the devices along the axes reduced by it."""
+def _scaled_slice(dim: int, offset: int, size: int, factor: int) -> LocalFunction:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        part = x.narrow(dim, offset, size)
+        part = part if factor == 1 else times(part, factor)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    return run
+
+
+def _avg_factor(src: Spec, axes: Sequence[str]) -> int:
+    """Return the number of devices along those `axes` over which `src` is reduced by `avg`."""
     kinds = dict(src.partition.reduced_kinds)
     return math.prod(src.mesh.shape[axis] for axis in axes if kinds.get(axis) == "avg")

@@ -13,7 +13,7 @@ from fshard._util.errors import fail
 from fshard._util.text import WIDTH, bytes_text, colour, listing, wrap
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.layout.tree import is_pair
-from fshard.program.cost.model import max_local_nbytes
+from fshard.program.cost.traffic import max_local_nbytes
 from fshard.run.execute import check_local, check_shards
 from fshard.run.transports.base import current_rank
 from fshard.show.picture_grid import draw, fit

@@ -31,9 +31,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import Mesh, P, Program, ShardingError, Spec, Topology
-from fshard.program.cost.model import max_local_nbytes
-from fshard.program.cost.rank_loads import held, kept
-from fshard.program.exchange_boxes import reduced_axes, turned_axes
+from fshard.program.cost.rank_overlap import local_bytes, overlap_bytes
+from fshard.program.cost.traffic import max_local_nbytes
+from fshard.program.exchange_boxes import converted_axes, reduction_axes
 from tests.helpers.dtensor_plans import PLANNERS, plan
 from tests.helpers.spec_grid import all_specs
 
@@ -215,10 +215,10 @@ def received(step: object, src: Spec, dst: Spec) -> list[int]:
         return [0 if place(src, rank) == place(dst, rank) else most for rank in ranks]
     if not isinstance(step, fs.Exchange):
         return [most for _ in ranks]
-    addends = src.mesh.axis_size(reduced_axes(src, dst))
-    made = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+    addends = src.mesh.axis_size(reduction_axes(src, dst))
+    made = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
     members = src.mesh.axis_size(made)
-    both = zip(held(dst, ranks), kept(src, dst, ranks), strict=True)
+    both = zip(local_bytes(dst, ranks), overlap_bytes(src, dst, ranks), strict=True)
     return [addends * need // members - have for need, have in both]
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from fshard.layout.spec import Spec
 from fshard.plan.search.problem import LAUNCH_COST, LOCAL_COST, MESSAGE_COST
-from fshard.program.cost.model import step_time, traffic
+from fshard.program.cost.model import step_time
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import traffic
 from fshard.program.infer import infer
 from fshard.program.single_step import single_steps
 from fshard.program.steps import Exchange, Step

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import Batch, Mesh, P, Program, ShardingError, Spec
-from fshard.program.cost.model import traffic
-from fshard.program.cost.rank_loads import Load, everyone, load
+from fshard.program.cost.rank_loads import Load, step_load, union_ranks
+from fshard.program.cost.traffic import traffic
 from fshard.program.exchange_boxes import receives
 from fshard.program.lower_bound import lower_bound_together
 from fshard.run.bucketing import launch_all
@@ -366,9 +366,9 @@ def test_what_every_rank_moves(data: st.DataObject) -> None:
     mesh = data.draw(strategies.meshes(max_axes=3, max_size=3, permuted=True))
     a, b = data.draw(strategies.spec_pairs(mesh))
     prog = program(a, b, data.draw(st.booleans()))
-    ranks = everyone([mesh, Mesh(extra=data.draw(st.integers(1, 30)))])
+    ranks = union_ranks([mesh, Mesh(extra=data.draw(st.integers(1, 30)))])
     for step, before, after in zip(prog.steps, prog.specs, prog.specs[1:], strict=False):
-        moved, most = load(step, before, after, ranks), traffic(step, before, after)
+        moved, most = step_load(step, before, after, ranks), traffic(step, before, after)
         busy = Load(*map(max, moved))
         assert busy.sent <= most.sent
         assert busy.received <= most.received

@@ -21,13 +21,13 @@ from fshard.layout.refinement import prime_refinement
 from fshard.layout.spec import Spec
 from fshard.program.exchange_boxes import (
     Box,
+    converted_axes,
+    exchange_axes,
     exchange_group,
-    kept,
-    moving_axes,
+    kept_box,
     receives,
-    reduced_axes,
+    reduction_axes,
     sends,
-    turned_axes,
 )
 from fshard.program.infer import infer
 from fshard.program.program import Program, check
@@ -110,7 +110,7 @@ def assert_tables(
 ) -> None:
     """Tables that agree, from holders, without what is there: done, they make the result."""
     ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
-    gone = reduced_axes(src, dst)
+    gone = reduction_axes(src, dst)
     held = dict(zip(src.mesh.ranks, x, strict=True))
     result = dict(zip(dst.mesh.ranks, made, strict=True))
     sent = {(rank, peer): box for rank in ranks for peer, box in sends(src, dst, rank)}
@@ -122,14 +122,14 @@ def assert_tables(
         assert b in exchange_group(src, dst, a)
         assert exchange_group(src, dst, a) == exchange_group(src, dst, b)
         if src.mesh == dst.mesh:
-            stay = [axis for axis in src.mesh.axes if axis not in moving_axes(src, dst)]
+            stay = [axis for axis in src.mesh.axes if axis not in exchange_axes(src, dst)]
             assert src.mesh.index(a, stay) == src.mesh.index(b, stay)
     if src.mesh != dst.mesh:
         busy = {rank for pair in sent for rank in pair}
         for rank in ranks:
             assert set(exchange_group(src, dst, rank)) == (busy if rank in busy else set())
     for rank in dst.mesh.ranks:
-        own = kept(src, dst, rank)
+        own = kept_box(src, dst, rank)
         sources = [(peer, box) for peer, box in receives(src, dst, rank)]
         sources += [] if own is None else [(rank, own)]
         addends = torch.zeros((src.mesh.axis_size(gone), *dst.shape), dtype=dst.dtype)
@@ -151,7 +151,7 @@ def assert_tables(
 
 def at_own_place(src: Spec, dst: Spec, rank: int) -> torch.Tensor:
     """1 for the elements of a rank's target that have its place along what becomes addends."""
-    axes = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+    axes = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
     place = torch.zeros(src.shape, dtype=torch.int64)
     for each in src.mesh.ranks:
         place[src.index(each)] = src.mesh.index(each, axes)
@@ -179,8 +179,8 @@ def volume(box: Box) -> int:
 
 def assert_balanced(src: Spec, dst: Spec) -> None:
     """Each holder of a shard sends its part of what all send, up to one piece."""
-    gone = reduced_axes(src, dst)
-    stay = moving_axes(src, dst) if src.mesh == dst.mesh else src.mesh.axes
+    gone = reduction_axes(src, dst)
+    stay = exchange_axes(src, dst) if src.mesh == dst.mesh else src.mesh.axes
     stay = tuple(axis for axis in src.mesh.axes if axis not in stay)
     holders: dict[object, list[int]] = {}
     for rank in src.mesh.ranks:
@@ -298,7 +298,7 @@ def test_ranks_make_addends_of_shards(shape: tuple[int, ...], kind: str) -> None
         return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
 
     found = [pair for pair in pairs_on(mesh, shape, "chunk") if allowed(*pair)]
-    for src, dst in [pair for pair in found if turned_axes(*pair)][::3]:
+    for src, dst in [pair for pair in found if converted_axes(*pair)][::3]:
         prog = Program(typed(src), (exchange(typed(src), typed(dst)),))
         x = spec_grid.random_locals(prog.src)
         made = prog(tuple(x))
@@ -343,14 +343,14 @@ def test_what_becomes_reduced_is_no_movement() -> None:
     for dst in ("i64[8@x]{reduced: y}", "i64[8@(x,z)]{reduced: y}"):
         prog = Program(src, (exchange(src, parse(dst, mesh)),))
         assert all(not sends(src, prog.dst, rank) for rank in mesh.ranks)
-        assert "y" not in moving_axes(src, prog.dst)
+        assert "y" not in exchange_axes(src, prog.dst)
 
 
 def test_groups_are_of_the_axes_that_move() -> None:
     mesh = Mesh(x=2, y=2, z=2)
 
     def moving(src: str, dst: str) -> tuple[str, ...]:
-        return moving_axes(parse(src, mesh), parse(dst, mesh))
+        return exchange_axes(parse(src, mesh), parse(dst, mesh))
 
     assert moving("i64[8@x]", "i64[8@y]") == ("x", "y")
     assert moving("i64[8@(x,y)]", "i64[8@(x,z)]") == ("y", "z")
@@ -607,7 +607,7 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       "a partition has at most one entry per dim: 2 is more than 1",
       "leave out the entries of dims that it does not have")),
     (Exchange(P("z")), "f32[8]",
-     ("exchange(P('z')) on f32[8]", "axis 'z' on Mesh(x=2, y=4)", "the mesh's axes are x, y",
+     ("exchange(P('z')) on f32[8]", "axis 'z' on Mesh(x=2, y=4)", "an axis must be one of x, y",
       "use one of x, y")),
     (Exchange(P("x", reduced={"y": "avg"})), "i64[8]",
      ("exchange(P('x', reduced={'y': 'avg'})) on i64[8]", "'y' averaged, dtype torch.int64",
@@ -628,14 +628,14 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       PLAN)),
     (Remesh(FINE, P("z")), "f32[8]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2)) on f32[8]", "axis 'z' on Mesh(x=2, y_0=2, y_1=2)",
-      "the mesh's axes are x, y_0, y_1", "use one of x, y_0, y_1")),
+      "an axis must be one of x, y_0, y_1", "use one of x, y_0, y_1")),
     (Remesh(FINE, P(None, "x")), "f32[8@x]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@x] on Mesh(x=2, y=4)",
       "a partition has at most one entry per dim: 2 is more than 1",
       "leave out the entries of dims that it does not have")),
     (AllToAll("x", 0, 1, also=(AllToAll("x", 1, 0),)), "f32[8@x,8@y]",
      ("all_to_all(x, dim 0 -> 1; x, dim 1 -> 0) on f32[8@x,8@y]",
-      "axis 'x' 2 times in ('x', 'x')", "an axis is named at most once", "name 'x' once")),
+      "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once", "name 'x' once")),
     (AllToAll("x", 0, 0, also=(AllToAll("y", 1, 1),)), "f32[8@x,8@y]",
      ("all_to_all(x, dim 0 -> 0; y, dim 1 -> 1)", "f32[8@x,8@y] on Mesh(x=2, y=4)",
       "the two dims differ", "collective_permute reorders one dim")),
@@ -736,9 +736,9 @@ def test_maxima_have_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> No
     after = spec_grid.all_specs(other, shape, kind=kind, dtype=torch.float64)
     found = [pair for pair in itertools.product(before, after) if allowed(*pair)]
     for src, dst in found:
-        axes = reduced_axes(src, dst)
-        # Shards among neutral elements are candidates, which have no gradient.
-        if not axes or any(axis in dst.partition.unreduced for axis in turned_axes(src, dst)):
+        axes = reduction_axes(src, dst)
+        # Tensors among neutral elements are candidates, which have no gradient.
+        if not axes or any(axis in dst.partition.unreduced for axis in converted_axes(src, dst)):
             continue
         apart = Program(src, (AllReduce(axes), exchange(infer(AllReduce(axes), src), dst)))
         at_once = Program(src, (exchange(src, dst),))

@@ -17,15 +17,8 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.spec import Spec
-from fshard.program.cost.overlap import (
-    even_boxes,
-    meeting,
-    missing_even,
-    on_one_mesh,
-    overlaps,
-    pieces,
-    pieces_even,
-)
+from fshard.program.cost.overlap import even_overlap, even_pieces, overlaps, pieces, shared_elements
+from fshard.program.cost.traffic import on_one_mesh
 from fshard.program.lower_bound import Bound, lower_bound
 from fshard.program.program import Program
 from fshard.program.single_step import single_steps
@@ -34,6 +27,7 @@ from tests.helpers import spec_grid, strategies
 
 MESH = Mesh(x=2, y=3, z=2)
 Pair = tuple[int, int]
+Dims = Sequence[tuple[str, ...]]
 
 
 def spec_of(text: str) -> Spec:
@@ -91,17 +85,20 @@ EVEN = spec_grid.all_specs(MESH, (12, 12), ("invariant",))
 
 @pytest.mark.parametrize("src", EVEN[::2], ids=str)
 def test_lower_bound_of_every_even_pair(src: Spec) -> None:
-    size = dict(MESH.shape)
+    def lack(have: Dims, need: Dims) -> int:
+        needs, holds = even_overlap(src.shape, MESH.shape, have, need) or (0, 0)
+        return needs - holds
+
     for dst in EVEN:
         missing = missing_by_hand(src, dst)
         assert lower_bound(src, dst) == Bound(
             8 * missing, 8 * max(math.prod(spec.local_shape(0)) for spec in (src, dst))
         )
         dims = src.partition.dims, dst.partition.dims
-        assert missing_even(src.shape, size, *dims) == missing
-        assert missing_even(src.shape, size, *dims) == missing_even(
-            src.shape, size, *dims[::-1]
-        ) + math.prod(dst.local_shape(0)) - math.prod(src.local_shape(0))
+        assert lack(*dims) == missing
+        assert lack(*dims) == lack(*dims[::-1]) + math.prod(dst.local_shape(0)) - math.prod(
+            src.local_shape(0)
+        )
 
 
 @pytest.mark.parametrize("axes", [("x",), ("y", "z"), ("z", "x"), MESH.axes])
@@ -112,7 +109,7 @@ def test_boxes_of_every_group(axes: tuple[str, ...]) -> None:
         by_hand = boxes_by_hand(src, dst, axes)
         worst = max(total - held for total, held in by_hand)
         assert max(total - held for total, held in overlaps(src, dst, axes)) == worst
-        boxes = even_boxes(src.shape, MESH.shape, src.partition.dims, dst.partition.dims, axes)
+        boxes = even_overlap(src.shape, MESH.shape, src.partition.dims, dst.partition.dims, axes)
         if boxes is not None:
             closed += 1
             assert boxes == (by_hand[0][0], min(held for _, held in by_hand))
@@ -227,7 +224,7 @@ def test_pieces_of_equal_shards() -> None:
             sum(max(low, start) < min(high, stop) for low, high in edges[0])
             for start, stop in edges[1]
         )
-        assert pieces_even((a,), (b,)) == most
+        assert even_pieces(a, b) == most
 
 
 @given(strategies.spec_pairs(states=("sharded", "invariant", "reduced")))
@@ -389,7 +386,7 @@ def test_elements_that_meet(pair: tuple[Spec, Spec]) -> None:
             rank = min(map(min, holders(spec, place)))
             ends.append([spec.mesh.coords(rank)[axis] for axis in shared])
         met += ends[0] == ends[1]
-    assert meeting(src, dst) == met
+    assert shared_elements(src, dst) == met
 
 
 SMALL = Mesh(x=2, y=3)

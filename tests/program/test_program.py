@@ -21,8 +21,8 @@ from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
 from fshard.program import steps as steps_module
-from fshard.program.cost.model import step_axes, traffic
-from fshard.program.exchange_boxes import Piece, reduced_axes, sends, turned_axes
+from fshard.program.cost.traffic import step_axes, traffic
+from fshard.program.exchange_boxes import Piece, converted_axes, reduction_axes, sends
 from fshard.program.infer import infer
 from fshard.program.lower_bound import lower_bound
 from fshard.program.program import Program, check
@@ -283,15 +283,15 @@ REFUSED: list[tuple[Step, str, str]] = [
     (ShardedToUnreduced("x", 0, by="z"), "f64[4@x]", "invariant_to_reduced makes them so"),
     (ShardedToUnreduced("x", 0, by="y"), "f64[4@x]{reduced: y}", "many ranks (.|\\n)*3 is not 2"),
     (ShardedToUnreduced("x", 0, by="z"), "f64[6@y]{reduced: z}", "stand in a row in dim 0"),
-    (AllGather("w", 0), "f64[4@x]", "axis 'w' (.|\\n)*the mesh's axes are x, y, z"),
-    (AllGather(("x", "x"), 0), "f64[4@x]", "an axis is named at most once"),
+    (AllGather("w", 0), "f64[4@x]", "axis 'w' (.|\\n)*an axis must be one of x, y, z"),
+    (AllGather(("x", "x"), 0), "f64[4@x]", "an axis must be named at most once"),
     (AllGather("x", 0), "f64[12@(x,y)]", "most minor of dim 0, which has .'x', 'y'."),
     (AllGather("x", 1), "f64[4@x,4]", "name a dim that is sharded over them"),
     (AllGather((), 0), "f64[4@x]", "the most minor of dim 0"),
     (AllGather("x", 2), "f64[4@x,4]", r"dim 2 is one of the spec's 2\n.*a dim in 0..1"),
     (AllGather("x", -1), "f64[4,4@x]", "dim -1 is one of the spec's 2"),
     (AllGather("x", 0), "f64[]", "a 0-dim tensor has none to shard"),
-    (AllGather("x", 0, "reduced", "max"), "f64[4@x]", "a reduction is one of sum, avg"),
+    (AllGather("x", 0, "reduced", "max"), "f64[4@x]", "a reduction must be one of sum, avg"),
     (AllGather("x", 0, "reduced", "avg"), "i64[4@x]", "an average of integers"),
     (AllSlice("x", 0), "f64[4@x,4]", "all invariant, or all reduced"),
     (AllSlice("x", 0), "f64[4]{unreduced: x}", "all invariant, or all reduced"),
@@ -324,7 +324,7 @@ REFUSED: list[tuple[Step, str, str]] = [
     (CollectivePermute(P(None, unreduced={"z": "max"})), "f64[4]{unreduced: x}", "as many addends"),
     (InvariantToReduced("x"), "f64[4]{reduced: x}", "the axes are invariant"),
     (InvariantToReduced("x"), "f64[4@x]", "all invariant, or all reduced"),
-    (InvariantToReduced("x", "max"), "f64[4]", "a reduction is one of sum, avg"),
+    (InvariantToReduced("x", "max"), "f64[4]", "a reduction must be one of sum, avg"),
     (InvariantToReduced("x", "avg"), "i64[4]", "an average of integers"),
     (ReducedToInvariant("x"), "f64[4]", r"the axes are reduced\n.*need no step"),
     (ReducedToInvariant("x"), "f64[4]{unreduced: x}", "all invariant, or all reduced"),
@@ -638,8 +638,8 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
     if isinstance(step, Cast | Remesh):
         return 0, 0
     if isinstance(step, Exchange):
-        parts, least = mesh.axis_size(reduced_axes(src, dst)), [0]
-        made = [axis for axis in turned_axes(src, dst) if axis in dst.partition.unreduced]
+        parts, least = mesh.axis_size(reduction_axes(src, dst)), [0]
+        made = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
         place = torch.empty(src.shape, dtype=torch.int64)
         for rank in mesh.ranks:
             place[src.index(rank)] = mesh.index(rank, made)
@@ -785,8 +785,8 @@ def test_refusals_of_other_types(make: Callable[[], object], message: str) -> No
 
 
 DIM = "a dim is a whole number"
-KIND = ("a reduction is one of sum, avg, max, min and product", "kind='sum', say")
-SIZED = ("sizes are whole numbers, one per shard of the result", "sizes=(3, 5), say")
+KIND = ("a reduction must be one of sum, avg, max, min and product", "kind='sum', say")
+SIZED = ("sizes must be ints, one per shard of the result", "sizes=(3, 5), say")
 
 
 @pytest.mark.parametrize(
@@ -809,7 +809,7 @@ SIZED = ("sizes are whole numbers, one per shard of the result", "sizes=(3, 5), 
         (lambda: InvariantToReduced("y", {}), "fs.InvariantToReduced",  # type: ignore[arg-type]
          [("kind={}", *KIND)]),
         (lambda: Cast("f32"), "fs.Cast",  # type: ignore[arg-type]
-         [("dtype='f32'", "a dtype is a torch.dtype", "fs.Cast(torch.float32), say")]),
+         [("dtype='f32'", "a dtype must be a torch.dtype", "fs.Cast(torch.float32), say")]),
     ],
 )  # fmt: skip
 def test_arguments_of_steps(

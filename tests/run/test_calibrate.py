@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard._util.errors import ShardingError
-from fshard.program.cost.model import Traffic, gathered, swapped
-from fshard.program.cost.model import seconds as time_of
+from fshard.program.cost.model import collective_time as time_of
 from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.calibrate import Sample, _fit, _message
 from tests.helpers import spec_grid
 
@@ -44,7 +44,7 @@ def test_of_something_else() -> None:
 
 def moved(n: int) -> list[Traffic]:
     shards = [2**power for power in range(10, 27, 4)]
-    return [each for s in shards for each in (gathered(n, s), swapped(n, n * s))]
+    return [each for s in shards for each in (all_gather_traffic(n, s), all_to_all_traffic(n, n * s))]
 
 
 TIMES = st.floats(1e-7, 1e-2)
@@ -64,7 +64,7 @@ def test_fits_what_follows_the_model(
 @given(st.integers(3, 9), TIMES, TIMES, st.floats(0, 1e-4))
 def test_finds_what_a_message_costs(n: int, latency: float, message: float, launch: float) -> None:
     mine, link = Topology(launch=launch, message=message), Link(latency, 1e15)
-    sent = Traffic(1, 1, 1, 1), swapped(n, n)
+    sent = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
     one, many = (Sample(each, time_of(mine, link, each, 0)) for each in sent)
     assert _message(one, many) == pytest.approx(message, rel=1e-3, abs=1e-9)
     assert _message(one, one) == 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.program.cost.model import step_axes, traffic
+from fshard.program.cost.traffic import step_axes, traffic
 from fshard.run.transports.base import Event, notify, observe, unobserved
 from tests.helpers.spec_grid import random_global
 from tests.helpers.strategies import meshes, spec_pairs

@@ -15,8 +15,14 @@ from typing import NamedTuple
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
-from fshard.program.cost.model import Traffic, all_reduced, gathered, seconds, swapped
+from fshard.program.cost.model import collective_time
 from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.traffic import (
+    Traffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+)
 
 __all__ = ["ChangeCost", "change_cost", "compute_time", "created_cut_time", "nbytes",
            "pending_reduction_time"]  # fmt: skip
@@ -52,22 +58,22 @@ def change_cost(
         return FREE
 
     def time(traffic: Traffic) -> float:
-        return seconds(topology, link, traffic, local)
+        return collective_time(topology, link, traffic, local)
 
     back = 0.0
     if (src.name, dst.name) == ("invariant", "reduced"):
-        back = time(all_reduced(n, local, item))
+        back = time(all_reduce_traffic(n, local, item))
     elif src.name == "sharded" and dst.name in ("reduced", "sharded"):
-        back = time(gathered(n, local) if dst.name == "reduced" else swapped(n, local))
+        back = time(all_gather_traffic(n, local) if dst.name == "reduced" else all_to_all_traffic(n, local))
     match src.name, dst.name:
         case "sharded", "sharded":
-            return ChangeCost(time(swapped(n, local)), True, back)
+            return ChangeCost(time(all_to_all_traffic(n, local)), True, back)
         case "sharded", "invariant" | "reduced":
-            return ChangeCost(time(gathered(n, local)), True, back)
+            return ChangeCost(time(all_gather_traffic(n, local)), True, back)
         case "unreduced", "sharded":
-            return ChangeCost(time(swapped(n, local)), True, 0.0)
+            return ChangeCost(time(all_to_all_traffic(n, local)), True, 0.0)
         case "unreduced", _:
-            return ChangeCost(time(all_reduced(n, local, item)), True, 0.0)
+            return ChangeCost(time(all_reduce_traffic(n, local, item)), True, 0.0)
         case _, "unreduced":
             return ChangeCost(local / topology.memory, False, back)
     return ChangeCost(0.0, False, back)
@@ -85,8 +91,8 @@ def pending_reduction_time(
     """
     if state.name != "unreduced" or n == 1:
         return 0.0
-    traffic = swapped(n, local) if created else all_reduced(n, local, item)
-    return seconds(topology, link, traffic, local)
+    traffic = all_to_all_traffic(n, local) if created else all_reduce_traffic(n, local, item)
+    return collective_time(topology, link, traffic, local)
 
 
 def created_cut_time(
@@ -111,8 +117,8 @@ def created_cut_time(
     ):  # fmt: skip
         return 0.0
     unreduced = any(state.name == "unreduced" for state in states)
-    traffic = gathered(n, local // n) if unreduced else swapped(n, local // n)
-    return seconds(topology, link, traffic, local)
+    traffic = all_gather_traffic(n, local // n) if unreduced else all_to_all_traffic(n, local // n)
+    return collective_time(topology, link, traffic, local)
 
 
 FLOPS = 400e12

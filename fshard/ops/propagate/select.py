@@ -28,8 +28,8 @@ from fshard.ops.propagate.role_costs import (
 )
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
 from fshard.ops.strategy.strategy import Layouts, Strategy
-from fshard.program.cost.model import max_local_nbytes
 from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.traffic import max_local_nbytes
 
 __all__ = ["select_strategy"]
 

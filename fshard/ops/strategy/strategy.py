@@ -12,7 +12,7 @@ from fshard._util.text import bytes_text, folded, time_text
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec
-from fshard.layout.validation import mixed_kinds
+from fshard.layout.validation import has_mixed_reductions
 from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
@@ -270,7 +270,7 @@ def _spec(
         elif state.name == "reduced":
             reduced.append((axis, "sum"))
     kinds: tuple[Kinds, Kinds] = tuple(unreduced), tuple(reduced)
-    if len(unreduced) > 1 and mixed_kinds(*kinds):
+    if len(unreduced) > 1 and has_mixed_reductions(*kinds):
         raise _Infeasible
     entries, sizes = zip(*[dim_cuts[dim] for dim in dims], strict=True) if dims else ((), ())
     return Spec._of(mesh, PartitionSpec._of(entries, *kinds), meta.shape, meta.dtype, sizes)

@@ -30,9 +30,11 @@ from fshard.plan.batch.coalesce import (
     rounds,
     typed_step,
 )
-from fshard.program.cost.model import Cost, seconds, step_link, traffic
-from fshard.program.cost.rank_loads import Load, Ranks, Vector, added, held, load
+from fshard.program.cost.model import Cost, collective_time, step_link
+from fshard.program.cost.rank_loads import Load, add_vectors, step_load
+from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import traffic
 from fshard.program.program import Program, as_topology, wire_specs
 
 __all__ = ["BUCKET_BYTES", "Batch", "batch_from_leaves", "bucket_problems", "map_leaves"]
@@ -173,8 +175,8 @@ class Batch:
     def bytes_sent_in(self, launch: Launch) -> int:
         """Return the bytes that the busiest rank sends in one of the launches."""
         ranks = cost_ranks(self.leaves)
-        loads = [load(*typed_step(self.leaves, *step), ranks) for step in launch.steps]
-        return max(added((step.sent for step in loads), ranks))
+        loads = [step_load(*typed_step(self.leaves, *step), ranks) for step in launch.steps]
+        return max(add_vectors((step.sent for step in loads), ranks))
 
     def cost(self, topology: Topology | None = None) -> Cost:
         """Return the estimated time, bytes and memory of a run.
@@ -358,14 +360,14 @@ def _cost(batch: Batch, topology: Topology) -> Cost:
     leaves, ranks = batch.leaves, cost_ranks(batch.leaves)
     launches = [[typed_step(leaves, *step) for step in launch.steps] for launch in batch.launches]
     overheads = [[_overhead(step, topology) for step in dict.fromkeys(steps)] for steps in launches]
-    moved = [load(*step, ranks) for steps in launches for step in steps]
-    copied = added((step.copied for step in _loads(leaves, ranks)), ranks)
+    moved = [step_load(*step, ranks) for steps in launches for step in steps]
+    copied = add_vectors((step.copied for step in _loads(leaves, ranks)), ranks)
     return Cost(
         time=sum(max(time for time, _ in steps) for steps in overheads)
         + sum(_wire_time(steps, ranks, topology) for steps in launches)
         + max(copied, default=0) / topology.memory,
-        bytes_sent=max(added((step.sent for step in moved), ranks), default=0),
-        bytes_received=max(added((step.received for step in moved), ranks), default=0),
+        bytes_sent=max(add_vectors((step.sent for step in moved), ranks), default=0),
+        bytes_received=max(add_vectors((step.received for step in moved), ranks), default=0),
         peak_memory=_peak_memory(batch, ranks),
         launches=len(launches),
         messages=sum(max(messages for _, messages in steps) for steps in overheads),
@@ -376,7 +378,7 @@ def _overhead(step: TypedStep, topology: Topology) -> tuple[float, int]:
     """Return the seconds of a step without its bytes, and its messages."""
     moved = traffic(*step)
     no_bytes = moved._replace(sent=0, received=0)
-    return seconds(topology, step_link(topology, *step), no_bytes, 0), moved.messages
+    return collective_time(topology, step_link(topology, *step), no_bytes, 0), moved.messages
 
 
 def _wire_time(steps: Sequence[TypedStep], ranks: Ranks, topology: Topology) -> float:
@@ -384,9 +386,10 @@ def _wire_time(steps: Sequence[TypedStep], ranks: Ranks, topology: Topology) -> 
     by_bandwidth: dict[float, list[Load]] = {}
     for step in steps:
         bandwidth = step_link(topology, *step).bandwidth
-        by_bandwidth.setdefault(bandwidth, []).append(load(*step, ranks))
+        by_bandwidth.setdefault(bandwidth, []).append(step_load(*step, ranks))
     return sum(
-        max(max(added(nbytes, ranks)) for nbytes in list(zip(*loads, strict=True))[:2]) / bandwidth
+        max(max(add_vectors(nbytes, ranks)) for nbytes in list(zip(*loads, strict=True))[:2])
+        / bandwidth
         for bandwidth, loads in by_bandwidth.items()
     )
 
@@ -395,21 +398,21 @@ def _loads(leaves: Leaves, ranks: Ranks) -> Iterator[Load]:
     """Yield the load of every step of every leaf, local steps included."""
     for i, leaf in enumerate(leaves):
         for step in range(len(leaf.steps) if leaf is not None else 0):
-            yield load(*typed_step(leaves, i, step), ranks)
+            yield step_load(*typed_step(leaves, i, step), ranks)
 
 
 def _peak_memory(batch: Batch, ranks: Ranks) -> int:
     """Return the most bytes that the locals of all leaves have on a rank, bucket by bucket."""
     leaves = [leaf for leaf in batch.leaves if leaf is not None]
-    now = added((held(leaf.src, ranks) for leaf in leaves), ranks)
+    now = add_vectors((local_bytes(leaf.src, ranks) for leaf in leaves), ranks)
     most = max(now, default=0)
     for bucket in batch.buckets:
         progs = [leaf for leaf in map(batch.leaves.__getitem__, bucket) if leaf is not None]
         before, after = (
-            added((held(spec, ranks) for spec in specs), ranks)
+            add_vectors((local_bytes(spec, ranks) for spec in specs), ranks)
             for specs in zip(*((prog.src, prog.dst) for prog in progs), strict=True)
         )
-        during = added((_largest_local(prog, ranks) for prog in progs), ranks)
+        during = add_vectors((_largest_local(prog, ranks) for prog in progs), ranks)
         most = max(most, *map(sum, zip(now, map(operator.neg, before), during, strict=True)))
         now = tuple(map(sum, zip(now, map(operator.neg, before), after, strict=True)))
     return most
@@ -419,7 +422,7 @@ def _peak_memory(batch: Batch, ranks: Ranks) -> int:
 def _largest_local(prog: Program, ranks: Ranks) -> Vector:
     """Return the bytes of each rank's largest local of a leaf at any time."""
     specs = (prog.src, *wire_specs(prog), prog.dst)
-    return tuple(map(max, zip(*(held(spec, ranks) for spec in specs), strict=True)))
+    return tuple(map(max, zip(*(local_bytes(spec, ranks) for spec in specs), strict=True)))
 
 
 @Hook

@@ -17,8 +17,9 @@ import torch
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.program.cost.model import step_axes, traffic
-from fshard.program.cost.rank_loads import Ranks, Vector, everyone, held, load
+from fshard.program.cost.rank_loads import step_load, union_ranks
+from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes
+from fshard.program.cost.traffic import step_axes, traffic
 from fshard.program.infer import reduction_of
 from fshard.program.program import Program, wire_specs
 from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
@@ -136,7 +137,7 @@ def cost_ranks(leaves: Leaves) -> Ranks:
         first = specs[0].mesh
         if all(spec.mesh.devices == first.devices for spec in specs):
             return first.ranks[:1]
-    return everyone(spec.mesh for spec in specs)
+    return union_ranks(spec.mesh for spec in specs)
 
 
 @lru_cache(maxsize=4096)
@@ -146,8 +147,9 @@ def _peak_bytes(prog: Program, ranks: Ranks) -> Vector:
     vectors = [(0,) * len(ranks)]
     for i, _ in launch_keys(prog):
         before, after = specs[i : i + 2]
-        moved = load(prog.steps[i], before, after, ranks)
-        vectors += [moved.sent, moved.received, held(before, ranks), held(after, ranks)]
+        moved = step_load(prog.steps[i], before, after, ranks)
+        vectors += [moved.sent, moved.received]
+        vectors += [local_bytes(before, ranks), local_bytes(after, ranks)]
     return tuple(map(max, zip(*vectors, strict=True)))
 
 

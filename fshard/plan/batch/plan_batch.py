@@ -11,7 +11,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef, flatten, matching, paths, unflatten
 from fshard.plan.batch.batch import Batch, batch_from_leaves, map_leaves
 from fshard.plan.batch.coalesce import Leaves, cost_ranks, launch_keys, typed_step
-from fshard.program.cost.rank_loads import load
+from fshard.program.cost.rank_loads import step_load
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program, endpoint_problems
 
@@ -104,7 +104,7 @@ def _received(prog: Program) -> int:
     """Return the bytes that all ranks receive together."""
     ranks = cost_ranks((prog,))
     steps = (typed_step((prog,), 0, i) for i in range(len(prog.steps)))
-    return sum(sum(load(*step, ranks).received) for step in steps)
+    return sum(sum(step_load(*step, ranks).received) for step in steps)
 
 
 def _cheapest(

@@ -1,1 +1,8 @@
-"""The search for the cheapest program between two layouts."""
+"""Search for the cheapest program between two layouts of one mesh: A* over typed steps.
+
+- `problem`: endpoints, light layout values, costs and lower bounds
+- `astar`: the search itself
+- `collective_edges`, `exchange_edges`: steps out of a layout, with `all_to_all_edges` and
+  `exchange_targets` for the choices of one step
+- `reachability`: goals that the allowed steps cannot reach
+"""

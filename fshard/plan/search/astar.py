@@ -1,30 +1,30 @@
-"""A* over the typed steps, on light states instead of specs.
+"""A* over typed steps, on light layout values instead of specs.
 
-Nodes are layouts, edges are steps (several axes at once are single edges), weights are the
-model of `Program.cost`. What the busiest rank still lacks bounds the rest from below, so that
-the first program that comes out is the cheapest one there is among the edges of `collective_edges`.
-A first search along direct edges finds a program fast; the second looks at no layout from which
-nothing better can come. Programs are short, for every launch has to pay for itself: this is
-what keeps the search away from most of the layouts that there are. It does not depend on the
-number of devices. After Rink et al. (arXiv 2112.01075), whose normal form (slices, then moves,
-gathers last) is what comes out wherever bytes outweigh launches.
+Nodes are layouts, edges are steps (several axes at once are one edge), and costs are those of
+`Program.cost`. The bytes that the busiest rank still misses bound the remaining cost from below, so
+that the first program found is the cheapest one that the edges of `collective_edges` can form. A
+first search along direct edges finds some program fast; the second skips every layout from which
+nothing better can follow. Programs are short, because every launch must pay for itself, so that
+most layouts are never visited. The search does not depend on the number of devices. After Rink et
+al. (arXiv 2112.01075), whose normal form (slices, then moves, gathers last) results wherever bytes
+outweigh launches.
 
-Addends are made by steps of their own, or by the exchange that moves their elements. The exchange
-leaves each at its place along the axes that become unreduced, and so receives what its transpose
-sends of reduced copies. Where no other axes cut a dim that such an axis leaves, all ranks receive
-the same, less than in an exchange to whole copies. Elsewhere some rank holds nothing of what it
-needs: to shards that are embedded afterwards each receives its share and no more, so that nothing
-is gained but a copy, which is looked for on few ranks.
+Partial sums come from steps of their own, or from the exchange that moves their elements. The
+exchange leaves each element at its place along the axes that become unreduced, and so receives what
+its transpose sends of reduced copies. If no other axes shard a dim that such an axis leaves, all
+ranks receive equally much, less than in an exchange to replicated values. Otherwise some rank holds
+no element that it needs: it receives as much as in an exchange to shards that are embedded
+afterwards, so that only a copy is saved; this is tried on few ranks.
 
-So of even layouts without invariant axes the bytes of a plan are those of the plan for the
-cotangents, from the dual of its target to that of its source. Seconds are alike but for local
-copies (a slice reads a part of what its transpose fills up with zeros), for messages of tensors so
-small that these count, and where one of the two has addends and the other none: there no zeros
-are added, which would change the signs of zeros.
+For even layouts without invariant axes a plan has the same bytes as the plan for the cotangents,
+from the dual of its target to the dual of its source. Seconds are equal except for local copies (a
+slice reads a part of what its transpose fills with zeros), for messages of tensors so small that
+messages dominate, and if only one of the two is unreduced: no zeros are added there, because
+adding them would change the signs of zeros.
 
-After so many edges that planning would be felt (thousands, on four axes and more), only what is
-better by a growing share is looked for. Ties are broken by the number of steps, then by the order
-of the edges: the result is deterministic.
+After so many edges that a user would notice (thousands, on four axes and more), only programs
+better by a growing share are searched for. Ties are broken by the number of steps, then by the
+order of the edges: the result is deterministic.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ import itertools
 import math
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.collective_edges import Moves
-from fshard.plan.search.exchange_edges import Make
-from fshard.plan.search.problem import LayoutState, SearchProblem
-from fshard.plan.search.reachability import is_out_of_reach
+from fshard.plan.search.collective_edges import CollectiveEdges
+from fshard.plan.search.exchange_edges import StepFactory
+from fshard.plan.search.layout_state import LayoutState
+from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.reachability import is_unreachable
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
 
 __all__ = ["search"]
 
 SLACK = ((800, 0.02), (1_600, 0.05), (3_000, 0.1), (4_500, 0.3), (6_000, 1.0))
-"""After so many edges a program has to be better by that share to be looked for."""
+"""Numbers of edges, and the share by which a program must then be better to be searched for."""
 
-FEW, HASTE = 3, 6
-"""On more axes than `FEW` a greedy search goes first, and both look at so many times fewer.
+MAX_FULL_AXES, HASTE = 3, 6
+"""On more axes a greedy search goes first, and both searches look at `HASTE` times fewer edges.
 
-On few axes of several nodes, where more layouts are jumped to, they look at twice as many.
+On fewer axes of several nodes, where exchanges have more targets, they look at twice as many.
 """
 
 
@@ -59,78 +60,82 @@ def search(
     topology: Topology | None,
     max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
-    most: float = math.inf,
+    limit: float = math.inf,
 ) -> tuple[list[Step], float] | None:
-    """The cheapest steps from `src` to `dst`, specs of one mesh, shape and dtype; their weight.
+    """Return the cheapest steps from `src` to `dst` and their cost.
 
-    `topology=None` weighs bytes alone. `None` where no program keeps to the restrictions, or
-    none weighs less than `most`.
+    Both specs have one mesh, shape and dtype. The cost is in seconds, or in bytes received by the
+    busiest rank with `topology=None`. The result is None if no program meets the restrictions, or
+    none costs less than `limit`.
     """
-    if exclude and is_out_of_reach(src, dst, exclude):
+    if exclude and is_unreachable(src, dst, exclude):
         return None
     problem = SearchProblem(src, dst, topology, max_memory, exclude)
     ends = problem.start, problem.goal
     if max_memory is not None and src != dst and max(map(problem.nbytes, ends)) > max_memory:
         return None
-    many = len(problem.size) - len(problem.unit_axes) > FEW
-    haste = HASTE if many else 0.5 if problem.slow_axes else 1
-    found = _run(problem, Moves(problem, direct=True), most, 10, 1)
-    for greed in (2, 1) if many else (1,):
-        moves = Moves(problem, direct=False)
-        found = _run(problem, moves, found[1] if found else most, greed, haste) or found
-    return found
+    many_axes = len(problem.size) - len(problem.unit_axes) > MAX_FULL_AXES
+    haste = HASTE if many_axes else 0.5 if problem.slow_axes else 1
+    best = _first_program(problem, CollectiveEdges(problem, direct=True), limit, 10, 1)
+    for greed in (2, 1) if many_axes else (1,):
+        edges = CollectiveEdges(problem, direct=False)
+        best = _first_program(problem, edges, best[1] if best else limit, greed, haste) or best
+    return best
 
 
-def _run(
-    problem: SearchProblem, moves: Moves, most: float, greed: float, haste: float
+def _first_program(
+    problem: SearchProblem, edges: CollectiveEdges, limit: float, greed: float, haste: float
 ) -> tuple[list[Step], float] | None:
-    """The first program that comes out, of what weighs less than `most`.
+    """Return the first program found that costs less than `limit`, and its cost.
 
-    What is left to do counts `greed` times: with 1 the program is the cheapest, with more it
-    comes sooner.
+    The bound of the remaining cost counts `greed` times: with 1 the program is the cheapest, with
+    more it is found sooner.
     """
     start, goal, bound = problem.start, problem.goal, problem.bound
     best: dict[LayoutState, float] = {start: 0.0}
-    came: dict[LayoutState, tuple[LayoutState, Make]] = {}
+    previous: dict[LayoutState, tuple[LayoutState, StepFactory]] = {}
     ticket = itertools.count()
-    # What is to be found is better than `most`, not by a rounding only.
-    most, slack, edges, schedule = most * (1 - 1e-9), 0.0, 0, list(SLACK)
+    # A result must be better than `limit` by more than rounding.
+    limit, slack, num_edges, schedule = limit * (1 - 1e-9), 0.0, 0, list(SLACK)
     queue: list[tuple[float, int, int, LayoutState, float]] = [
         (bound(start), 0, next(ticket), start, 0.0)
     ]
     while queue:
-        _, steps, _, state, weight = heapq.heappop(queue)
+        _, steps, _, state, cost = heapq.heappop(queue)
         if state == goal:
-            return _walk_back(goal, came), weight
-        if weight > best[state] or weight + bound(state) > most:
+            return _steps_to(goal, previous), cost
+        if cost > best[state] or cost + bound(state) > limit:
             continue
-        moves.limit = most - weight
-        for cost, make, new in moves.of(state):
-            edges += 1
-            reached = weight + cost
-            if reached >= best.get(new, math.inf) or make.func in problem.exclude:
+        edges.limit = limit - cost
+        for edge_cost, make_step, new in edges.of(state):
+            num_edges += 1
+            new_cost = cost + edge_cost
+            if new_cost >= best.get(new, math.inf) or make_step.func in problem.exclude:
                 continue
             if problem.max_memory is not None and problem.nbytes(new) > problem.max_memory:
                 continue
             rest = bound(new)
-            if reached + rest > most:
+            if new_cost + rest > limit:
                 continue
             if new == goal:
-                most = min(most, reached)
-                moves.limit = most - weight
-            best[new] = reached
-            came[new] = (state, make)
-            order = reached + greed * rest
-            heapq.heappush(queue, (order, steps + 1, next(ticket), new, reached))
-        while most < math.inf and schedule and haste * edges > schedule[0][0]:
-            more = schedule.pop(0)[1]
-            most, slack = most * (1 - more) / (1 - slack) if slack < 1 else 0.0, more
+                limit = min(limit, new_cost)
+                edges.limit = limit - cost
+            best[new] = new_cost
+            previous[new] = (state, make_step)
+            order = new_cost + greed * rest
+            heapq.heappush(queue, (order, steps + 1, next(ticket), new, new_cost))
+        while limit < math.inf and schedule and haste * num_edges > schedule[0][0]:
+            new_slack = schedule.pop(0)[1]
+            limit = limit * (1 - new_slack) / (1 - slack) if slack < 1 else 0.0
+            slack = new_slack
     return None
 
 
-def _walk_back(state: LayoutState, came: dict[LayoutState, tuple[LayoutState, Make]]) -> list[Step]:
+def _steps_to(
+    state: LayoutState, previous: dict[LayoutState, tuple[LayoutState, StepFactory]]
+) -> list[Step]:
     steps = []
-    while state in came:
-        state, make = came[state]
-        steps.append(make())
+    while state in previous:
+        state, make_step = previous[state]
+        steps.append(make_step())
     return steps[::-1]

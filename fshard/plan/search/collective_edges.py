@@ -1,9 +1,9 @@
-"""The edges of the search: every step out of a layout, several axes at once, and its weight.
+"""Edges of the search: every step out of a layout, several axes at once, with its cost.
 
-Of orders in which axes can be put on a dim only those count that the goal asks for: its axes
-first, in its order, then the others in mesh order or the reverse. All other orders differ from
-these by a permutation of devices, which costs the same before and after, unless it can be one
-inside of nodes: on several nodes the reverse of the goal's order counts as well.
+A dim gets new axes only in the orders that the goal suggests: the goal's axes first, in its order,
+then the others in mesh order or its reverse. Every other order differs from these by a permutation
+of devices, which costs the same before and after, unless it can stay inside of nodes: on several
+nodes the reverse of the goal's order is tried as well.
 """
 
 from __future__ import annotations
@@ -13,11 +13,24 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from fshard.layout.spec import mixed_kinds
-from fshard.plan.search.all_to_all_edges import Runs
-from fshard.plan.search.exchange_edges import Jumps, Make, Move
-from fshard.plan.search.problem import Axes, LayoutState, SearchProblem, add_kinds, subsets
-from fshard.program.cost.model import Traffic, all_reduced, gathered, swapped
+from fshard.layout.validation import has_mixed_reductions
+from fshard.plan.search.all_to_all_edges import AxisRuns
+from fshard.plan.search.exchange_edges import Edge, ExchangeEdges, StepFactory
+from fshard.plan.search.layout_state import (
+    Axes,
+    LayoutState,
+    add_kinds,
+    remove_kinds,
+    replace_dim,
+    subsets,
+)
+from fshard.plan.search.problem import SearchProblem
+from fshard.program.cost.traffic import (
+    Traffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+)
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -31,13 +44,13 @@ from fshard.program.steps import (
     ShardedToUnreduced,
 )
 
-__all__ = ["Moves"]
+__all__ = ["CollectiveEdges"]
 
 
-class Moves(Jumps):
-    """The edges of one problem.
+class CollectiveEdges(ExchangeEdges):
+    """All edges of one problem.
 
-    The `direct` ones alone lead to the goal from everywhere, if not in the best way.
+    The `direct` edges alone lead from every layout to the goal, but not at the least cost.
     """
 
     def __init__(self, problem: SearchProblem, direct: bool) -> None:
@@ -45,55 +58,56 @@ class Moves(Jumps):
         self.size = problem.size
         self.goals = problem.goals
         self.num_fixed = problem.num_fixed
-        self.runs = Runs(problem)
+        self.runs = AxisRuns(problem)
         self.helpers = self.find_helpers()
         self.replacement_axes = problem.replacement_axes
-        self.traded = self.find_traded()
+        self.traded_axes = self.find_traded_axes()
 
     def find_helpers(self) -> dict[str, tuple[str, ...]]:
-        """Axes that both ends leave replicated, each with those before it that do as well.
+        """Map each axis that both ends replicate to the earlier, equivalent ones.
 
-        To slice along them and gather again saves bytes of reductions and of slow links, and
+        Slicing along them and gathering again saves bytes of reductions and of slow links, and
         copies.
         """
         problem = self.problem
-        busy, state = _busy(problem.start), dict(problem.start.reduced)
-        found: dict[str, tuple[str, ...]] = {}
-        alike: dict[object, list[str]] = {}
+        busy, reduced = _busy(problem.start), dict(problem.start.reduced)
+        helpers: dict[str, tuple[str, ...]] = {}
+        groups: dict[object, list[str]] = {}
         for axis, n in self.size.items():
-            word, kind = self.goals[axis]
-            if axis not in busy and word in ("invariant", "reduced"):
-                like = alike.setdefault((n, problem.link((axis,)), state.get(axis), word, kind), [])
-                found[axis] = tuple(like)
-                like.append(axis)
-        return found
+            goal, kind = self.goals[axis]
+            if axis not in busy and goal in ("invariant", "reduced"):
+                key = n, problem.link((axis,)), reduced.get(axis), goal, kind
+                group = groups.setdefault(key, [])
+                helpers[axis] = tuple(group)
+                group.append(axis)
+        return helpers
 
-    def find_traded(self) -> frozenset[str]:
-        """Axes that come into use where others of their size go out of it, and end reduced."""
+    def find_traded_axes(self) -> frozenset[str]:
+        """Return replicated axes that the goal uses, while used axes of their size end reduced."""
         busy, goals, size = _busy(self.problem.start), self.goals, self.size
-        kept = {size[axis] for axis in busy if goals[axis] == ("reduced", "sum")}
-        free = [axis for axis in size if axis not in busy and size[axis] in kept]
+        freed = {size[axis] for axis in busy if goals[axis] == ("reduced", "sum")}
+        free = [axis for axis in size if axis not in busy and size[axis] in freed]
         return frozenset([a for a in free if goals[a][0] in ("sharded", "unreduced")])
 
-    def of(self, state: LayoutState) -> Iterator[Move]:
-        """Every edge out of a state, in a fixed order."""
-        yield from self.changes_of_state(state)
-        yield from (move for move in self.slices(state) if move[0] < math.inf)
+    def of(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield every edge out of a state, in a fixed order."""
+        yield from self.state_casts(state)
+        yield from (edge for edge in self.slices(state) if edge[0] < math.inf)
         yield from self.embeddings(state)
         if self.replacement_axes:
-            yield from self.substitutes(state)
+            yield from self.replacements(state)
         if self.problem.min_cost(0, 0) > self.limit:
             return
         yield from self.reductions(state)
-        yield from self.transfers(state)
+        yield from self.all_to_alls(state)
         yield from self.gathers(state)
-        yield from self.permutes(state)
+        yield from self.permutations(state)
         yield from self.exchanges(state)
 
     # -- local steps ------------------------------------------------------------------
 
-    def changes_of_state(self, state: LayoutState) -> Iterator[Move]:
-        """The free casts between states, for all axes whose goal they are."""
+    def state_casts(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield the steps of replicated axes to their goal states, equal goals together."""
         reduced = dict(state.reduced)
         busy = _busy(state)
         by_goal: dict[tuple[str, object, str | None], list[str]] = {}
@@ -101,38 +115,39 @@ class Moves(Jumps):
             if axis not in busy:
                 by_goal.setdefault((*self.goals[axis], reduced.get(axis)), []).append(axis)
         nbytes = self.problem.nbytes(state)
-        for (word, kind, now), names in by_goal.items():
+        for (goal, kind, reduced_kind), names in by_goal.items():
             axes = tuple(names)
-            kept = tuple(each for each in state.reduced if each[0] not in axes)
+            other_reduced = remove_kinds(state.reduced, axes)
             copied = 0
-            if now is not None:  # an exchange keeps what is reduced
-                less, cast = state._replace(reduced=kept), partial(ReducedToInvariant, axes)
-                yield self.local(cast, less, 2 * nbytes if now == "avg" else 0)
-            elif lent := self.lent(axes):
-                new = state._replace(reduced=add_kinds(state.reduced, lent, "sum"))
-                if not mixed_kinds(new.unreduced, new.reduced):
-                    yield self.local(partial(InvariantToReduced, lent), new, 0)
-            if word == "unreduced":
-                if mixed_kinds(add_kinds(state.unreduced, axes, kind), kept):
+            if reduced_kind is not None:  # an exchange keeps reduced axes
+                new, cast = state._replace(reduced=other_reduced), partial(ReducedToInvariant, axes)
+                yield self.local(cast, new, 2 * nbytes if reduced_kind == "avg" else 0)
+            elif first := self.reduced_first(axes):
+                new = state._replace(reduced=add_kinds(state.reduced, first, "sum"))
+                if not has_mixed_reductions(new.unreduced, new.reduced):
+                    yield self.local(partial(InvariantToReduced, first), new, 0)
+            if goal == "unreduced":
+                unreduced = add_kinds(state.unreduced, axes, kind)
+                if has_mixed_reductions(unreduced, other_reduced):
                     continue
-                new = state._replace(unreduced=add_kinds(state.unreduced, axes, kind), reduced=kept)
-                make: Make = partial(ReplicatedToUnreduced, axes, str(kind))
+                new = state._replace(unreduced=unreduced, reduced=other_reduced)
+                make_step: StepFactory = partial(ReplicatedToUnreduced, axes, str(kind))
                 copied = 2 * nbytes
-            elif word == "reduced" and now is None:
+            elif goal == "reduced" and reduced_kind is None:
                 new = state._replace(reduced=add_kinds(state.reduced, axes, kind))
-                make = partial(InvariantToReduced, axes, str(kind))
+                make_step = partial(InvariantToReduced, axes, str(kind))
                 copied = 2 * nbytes if kind == "avg" else 0
             else:
                 continue
-            yield self.local(make, new, copied)
+            yield self.local(make_step, new, copied)
 
-    def lent(self, axes: Axes) -> Axes:
-        """Those of invariant axes with one goal that are better reduced before.
+    def reduced_first(self, axes: Axes) -> Axes:
+        """Return the invariant axes, all with one goal, that are better reduced first.
 
-        Where they are to cut a dim nothing moves along them then, not over a slow link either.
-        Where others end reduced a permutation may have them take the place of these.
+        An exchange that shards a dim over reduced axes sends nothing along them, so nothing over
+        slow links either. If other axes end reduced, a permutation may exchange them.
         """
-        traded = () if self.direct else tuple([axis for axis in axes if axis in self.traded])
+        traded = () if self.direct else tuple([a for a in axes if a in self.traded_axes])
         if self.goals[axes[0]][0] != "sharded":
             return traded
         if self.replacement_axes.issuperset(axes):
@@ -140,8 +155,8 @@ class Moves(Jumps):
         slow = () if self.direct or Exchange in self.exclude else self.problem.slow_axes
         return tuple([axis for axis in axes if axis in slow or axis in traded])
 
-    def slices(self, state: LayoutState) -> Iterator[Move]:
-        """Replicated axes of one state onto every dim."""
+    def slices(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield the slices of every dim along replicated axes, of axes that have one state."""
         busy = _busy(state)
         kinds = dict(state.reduced)
         free: dict[str | None, list[str]] = {}
@@ -150,72 +165,73 @@ class Moves(Jumps):
                 free.setdefault(kinds.get(axis), []).append(axis)
         for names in free.values():
             for axes in self.choices(names):
-                if not self.useful(axes, names):
+                if not self.is_useful_slice(axes, names):
                     continue
-                kept = tuple(each for each in state.reduced if each[0] not in axes)
-                less = state._replace(reduced=kept) if kept != state.reduced else state
+                reduced = remove_kinds(state.reduced, axes)
+                old = state._replace(reduced=reduced) if reduced != state.reduced else state
                 for dim in range(len(state.dims)):
                     for order in self.orders(state, dim, axes):
-                        new = self.problem.append_axes(less, dim, order)
-                        make = partial(AllSlice, order, dim, new.sizes[dim])
-                        yield self.local(make, new, 2 * self.problem.nbytes(new))
+                        new = self.problem.append_axes(old, dim, order)
+                        make_step = partial(AllSlice, order, dim, new.sizes[dim])
+                        yield self.local(make_step, new, 2 * self.problem.nbytes(new))
 
     def choices(self, names: list[str]) -> Iterator[Axes]:
-        """The axes that one step may act along: any, or one and all of them."""
+        """Return the choices of axes of one step: every subset; if `direct` all or one of them."""
         if not self.direct:
             return subsets(names)
-        each = [(axis,) for axis in names] if len(names) > 1 else []
-        return iter([tuple(names), *each])
+        single = [(axis,) for axis in names] if len(names) > 1 else []
+        return iter([tuple(names), *single])
 
-    def useful(self, axes: Axes, free: list[str]) -> bool:
-        """Whether to slice along `axes` can help; of helpers that are alike the first do."""
+    def is_useful_slice(self, axes: Axes, free: list[str]) -> bool:
+        """Return True unless an equivalent helper that is free comes before one of `axes`."""
         for axis in axes:
-            before = self.helpers.get(axis)
-            if before is None:
-                continue
-            if any(each in free and each not in axes for each in before):
+            earlier = self.helpers.get(axis, ())
+            if any(helper in free and helper not in axes for helper in earlier):
                 return False
         return True
 
     def orders(self, state: LayoutState, dim: int, axes: Axes) -> list[Axes]:
-        """The orders in which a dim takes axes: the goal's first, then the others."""
+        """Return the orders in which axes are appended to a dim, the goal's order first."""
         if len(axes) == 1:
             return [axes]
         goal = self.problem.goal.dims[dim]
         first = tuple(axis for axis in goal if axis in axes)
         rest = tuple(axis for axis in axes if axis not in first)
-        found = [first + rest]
+        orders = [first + rest]
         if len(rest) > 1:
-            found.append(first + rest[::-1])
+            orders.append(first + rest[::-1])
         if first and rest:
-            found.append(rest + first)
+            orders.append(rest + first)
         if self.problem.slow_axes and not self.direct and len(first) > 1:
-            found.append(first[::-1] + rest)
-        return found
+            orders.append(first[::-1] + rest)
+        return orders
 
-    def substitutes(self, state: LayoutState) -> Iterator[Move]:
-        """Reduced axes in the place of equally many ranks' that become unreduced."""
+    def replacements(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield embeddings of one axis in which a reduced axis of its size takes its place."""
         free = [axis for axis, _ in state.reduced if axis in self.replacement_axes]
-        for dim, mine in enumerate(state.dims):
-            for at, by in itertools.product(range(len(mine)), free):
-                word, kind = self.goals[mine[at]]
-                if word != "unreduced" or self.size[mine[at]] != self.size[by]:
+        for dim, axes in enumerate(state.dims):
+            for i, replacement in itertools.product(range(len(axes)), free):
+                goal, kind = self.goals[axes[i]]
+                if goal != "unreduced" or self.size[axes[i]] != self.size[replacement]:
                     continue
-                dims = (*mine[:at], by, *mine[at + 1 :])
-                new = state._replace(
-                    dims=(*state.dims[:dim], dims, *state.dims[dim + 1 :]),
-                    unreduced=add_kinds(state.unreduced, (mine[at],), kind),
-                    reduced=tuple(each for each in state.reduced if each[0] != by),
+                new = replace_dim(
+                    state._replace(
+                        unreduced=add_kinds(state.unreduced, (axes[i],), kind),
+                        reduced=remove_kinds(state.reduced, (replacement,)),
+                    ),
+                    dim,
+                    (*axes[:i], replacement, *axes[i + 1 :]),
+                    state.sizes[dim],
                 )
-                make = partial(ShardedToUnreduced, (mine[at],), dim, str(kind), (by,))
-                if not mixed_kinds(new.unreduced, new.reduced):
-                    yield self.local(make, new, 2 * self.problem.nbytes(new))
+                make_step = partial(ShardedToUnreduced, (axes[i],), dim, str(kind), (replacement,))
+                if not has_mixed_reductions(new.unreduced, new.reduced):
+                    yield self.local(make_step, new, 2 * self.problem.nbytes(new))
 
-    def embeddings(self, state: LayoutState) -> Iterator[Move]:
-        """Every minor run of axes of a dim becomes addends, where the goal or others are some.
+    def embeddings(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield the embeddings of minor runs of axes in zeros, if the goal or other axes are sums.
 
-        Where nothing is to be added nothing is: a change of place adds no zeros, and candidates of
-        a maximum stay those that there are, whose gradients are known.
+        Otherwise nothing is embedded: a mere move adds no zeros, and an unreduced maximum gets no
+        new candidates, so that its gradient is defined.
         """
         problem = self.problem
         pending = set()
@@ -224,21 +240,21 @@ class Moves(Jumps):
         ):
             pending = {"sum"}
         for dim, axes in enumerate(state.dims):
-            for at in range(self.num_fixed[dim], len(axes)):
-                taken = axes[at:]
-                goals = {self.goals[axis] for axis in taken}
-                kinds = {str(kind) for word, kind in goals if word == "unreduced"}
+            for start in range(self.num_fixed[dim], len(axes)):
+                run = axes[start:]
+                goals = {self.goals[axis] for axis in run}
+                kinds = {str(kind) for goal, kind in goals if goal == "unreduced"}
                 for kind in sorted(pending | (kinds if len(goals) == 1 else set())):
-                    less = problem.remove_axes(state, dim, taken)
-                    new = less._replace(unreduced=add_kinds(less.unreduced, taken, kind))
-                    make = partial(ShardedToUnreduced, taken, dim, kind)
-                    if not mixed_kinds(new.unreduced, new.reduced):
-                        yield self.local(make, new, 2 * problem.nbytes(new))
+                    rest = problem.remove_axes(state, dim, run)
+                    new = rest._replace(unreduced=add_kinds(rest.unreduced, run, kind))
+                    make_step = partial(ShardedToUnreduced, run, dim, kind)
+                    if not has_mixed_reductions(new.unreduced, new.reduced):
+                        yield self.local(make_step, new, 2 * problem.nbytes(new))
 
     # -- collectives ------------------------------------------------------------------
 
-    def reductions(self, state: LayoutState) -> Iterator[Move]:
-        """All-reduce and reduce-scatter over every subset of the axes to be reduced."""
+    def reductions(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield all-reduces and reduce-scatters over every subset of the axes to be reduced."""
         by_kind: dict[str, list[str]] = {}
         for axis, kind in state.unreduced:
             if self.problem.few_axes or self.goals[axis] != ("unreduced", kind):
@@ -251,7 +267,7 @@ class Moves(Jumps):
                 to, kind = problem.replicated_goal(axes)
                 new = less._replace(reduced=add_kinds(less.reduced, axes, kind)) if to else less
                 n = problem.num_ranks(axes)
-                moved: Traffic | None = all_reduced(n, nbytes, problem.itemsize)
+                moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
                 make: Make = partial(AllReduce, axes, "reduced" if to else "invariant", kind)
                 if move := self.collective(make, axes, state, new, moved, 0):
                     yield move
@@ -259,7 +275,7 @@ class Moves(Jumps):
                     for order in self.orders(state, dim, axes):
                         new = problem.append_axes(less, dim, order)
                         even = problem.is_even_along(state, new, (dim,))
-                        moved = gathered(n, nbytes // n) if even else None
+                        moved = all_gather_traffic(n, nbytes // n) if even else None
                         copied = 2 * nbytes if dim else 0
                         make = partial(ReduceScatter, order, dim, new.sizes[dim])
                         if move := self.collective(make, order, state, new, moved, copied):
@@ -280,7 +296,7 @@ class Moves(Jumps):
                         new = problem.append_axes(less, to, taken)
                         copied = 2 * (nbytes * bool(to) + problem.nbytes(new) * bool(dim))
                         even = problem.is_even_along(state, new, (dim, to))
-                        moved = swapped(n, nbytes) if even else None
+                        moved = all_to_all_traffic(n, nbytes) if even else None
                         make = partial(AllToAll, taken, dim, to, new.sizes[to])
                         if move := self.collective(make, taken, state, new, moved, copied):
                             yield move
@@ -303,12 +319,12 @@ class Moves(Jumps):
             if problem.cost(axes, moved, 4 * nbytes if problem.even else 2 * nbytes) > self.limit:
                 continue
             new = state
-            for taken, dim, _ in reversed(pairs):
-                new = problem.remove_axes(new, dim, taken)
-            made = []
-            for taken, dim, to in self.runs.sorted(tuple(pairs)):
-                new = problem.append_axes(new, to, taken)
-                made.append((taken, dim, to, new.sizes[to]))
+            for run, dim, _ in reversed(pairs):
+                new = problem.remove_axes(new, dim, run)
+            arguments = []
+            for run, dim, to in self.runs.in_goal_order(tuple(pairs)):
+                new = problem.append_axes(new, to, run)
+                arguments.append((run, dim, to, new.sizes[to]))
             if not problem.is_divisible(new):
                 continue
             swap = (
@@ -332,7 +348,7 @@ class Moves(Jumps):
                 new = less._replace(reduced=add_kinds(less.reduced, taken, kind)) if to else less
                 n = problem.num_ranks(taken)
                 even = problem.is_even_along(state, new, (dim,))
-                moved = gathered(n, nbytes) if even else None
+                moved = all_gather_traffic(n, nbytes) if even else None
                 copied = 2 * problem.nbytes(new) if dim else 0
                 make = partial(AllGather, taken, dim, "reduced" if to else "invariant", kind)
                 if move := self.collective(make, taken, state, new, moved, copied):
@@ -346,4 +362,4 @@ def _busy(state: LayoutState) -> set[str]:
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:
     first, *others = pairs
-    return AllToAll(*first, also=tuple(AllToAll(*each) for each in others))
+    return AllToAll(*first, also=tuple(AllToAll(*pair) for pair in others))

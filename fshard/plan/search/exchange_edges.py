@@ -1,6 +1,6 @@
-"""Jumps of the search: permutations and exchanges, which reach any layout and go where it helps.
+"""Permutations and exchanges of the search, which lead straight to any layout.
 
-To the goal, that is, and to layouts of which little makes the goal (`exchange_targets.py`).
+They lead to the goal, and to layouts one cheap step from the goal (`exchange_targets.py`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from typing import Any
 
 from fshard.layout.partition_spec import Kinds
 from fshard.plan.search.exchange_targets import all_targets, direct_targets, swapped_inside
-from fshard.plan.search.problem import Axes, LayoutState, SearchProblem, state_partition
-from fshard.program.cost.model import NOTHING, Traffic
+from fshard.plan.search.layout_state import Axes, LayoutState
+from fshard.plan.search.problem import SearchProblem
+from fshard.program.cost.traffic import NO_TRAFFIC, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
 
-__all__ = ["Jumps", "Make", "Move"]
+__all__ = ["Edge", "ExchangeEdges", "StepFactory"]
 
-MOST_UNLIKE = 16
-"""On more ranks no exchanges are tried in which they receive unlike much of even shards."""
+MAX_UNEVEN_RANKS = 16
+"""Most ranks for exchanges of even shards in which ranks receive different amounts."""
 
-Make = partial[Any]
-Move = tuple[float, Make, LayoutState]
-Aim = tuple[LayoutState, int, int, float]
+StepFactory = partial[Any]
+Edge = tuple[float, StepFactory, LayoutState]
+"""Cost of a step, its constructor, and the layout after it."""
+ExchangeTarget = tuple[LayoutState, int, int, float]
+"""Layout, ranks that are reduced over, bytes copied into it, and least cost after the exchange."""
 
 
-class Jumps:
-    """The jumps of one problem, and how edges are weighed.
+class ExchangeEdges:
+    """Permutations and exchanges of one problem, and the costs of all edges.
 
-    `limit` is what an edge may weigh, at most, to be of use. `direct` ones are those to the goal.
+    Edges that cost more than `limit` are useless. `direct` edges lead to the goal only.
     """
 
     def __init__(self, problem: SearchProblem, direct: bool) -> None:
@@ -154,7 +157,7 @@ class Jumps:
                 if not self.lopsided:
                     continue
                 moved = problem.exchange_traffic_by_rank(state, target, addends, turned)
-            if even and moved == NOTHING:  # slices do
+            if even and moved == NO_TRAFFIC:  # slices do
                 continue
             axes = problem.moving_axes(state, target)
             if move := self.collective(make, axes, state, target, moved, copied, addends):

@@ -10,31 +10,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Set
 
-from fshard.layout.partition_spec import Kinds, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.program.cost.model import (
-    Parts,
+from fshard.plan.search.layout_state import Axes, Dims, DimSizes, LayoutState, replace_dim
+from fshard.program.cost.model import collective_time
+from fshard.program.cost.overlap import NO_AXES, even_dim_overlap
+from fshard.program.cost.rank_overlap import DimShardings, RankOverlap
+from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.traffic import (
+    DimTraffic,
     Traffic,
     axis_roles,
-    dim_parts,
-    joined,
-    seconds,
+    dim_traffic,
+    join_dims,
     traffic,
 )
-from fshard.program.cost.overlap import NONE
-from fshard.program.cost.rank_overlap import Cuts, Held
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.exchange_boxes import axis_positions, converted
 from fshard.program.infer import cut_sizes, join_sizes, permute_signature
 from fshard.program.steps import AllToAll, Exchange, Step
 
-__all__ = ["LAUNCH_COST", "LayoutState", "SearchProblem", "add_kinds", "state_partition", "subsets"]
-
-Axes = tuple[str, ...]
-Dims = tuple[Axes, ...]
-DimSizes = tuple[int, ...] | None
+__all__ = ["LAUNCH_COST", "SearchProblem"]
 
 LAUNCH_COST = 1e-2
 """Cost of a launch in bytes: launches break ties of programs that receive equally many bytes."""
@@ -52,15 +48,6 @@ FEW_AXES = 3
 _ANY = Topology()
 _INDIVISIBLE: tuple[int, ...] = (-1,)
 _EVEN: tuple[None, ...] = (None,) * 64
-
-
-class LayoutState(NamedTuple):
-    """Layout met by the search: the parts of a `Spec` that steps change."""
-
-    dims: Dims
-    unreduced: Kinds
-    reduced: Kinds
-    sizes: tuple[DimSizes, ...]
 
 
 class SearchProblem:
@@ -85,18 +72,19 @@ class SearchProblem:
         self.size = dict(self.mesh.shape)
         self.unit_axes = frozenset(axis for axis, n in self.size.items() if n == 1)
         self.few_axes = len(self.size) - len(self.unit_axes) <= FEW_AXES
-        self.start, self.goal = _layout_state(src), _layout_state(dst)
+        self.start, self.goal = LayoutState.of(src), LayoutState.of(dst)
         self.empty = 0 in src.shape
         self.even = self.is_even(self.start) and self.is_even(self.goal)
         self.links: dict[Axes, Link] = {}
         self.local_sizes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = {}
         self.bounds: dict[LayoutState, float] = {}
         self.specs: dict[LayoutState, Spec] = {}
-        self.rank_overlap: Held | None = None
+        self.rank_overlap: RankOverlap | None = None
         self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
         self.rank_counts: dict[Axes, int] = {}
-        self.parts: dict[tuple[int, Axes, Axes, Set[str]], Parts | None] = {}
-        self.placements: dict[Cuts, dict[str, object]] = {}
+        self.parts: dict[tuple[int, Axes, Axes, Set[str]], DimTraffic | None] = {}
+        self.dim_overlaps: dict[tuple[int, Axes, frozenset[str]], tuple[int, int, bool]] = {}
+        self.placements: dict[DimShardings, dict[str, object]] = {}
         self._classify_axes()
         self._classify_links()
 
@@ -161,9 +149,8 @@ class SearchProblem:
         """Return the state as a `Spec`."""
         spec = self.specs.get(state)
         if spec is None:
-            spec = self.specs[state] = self.src._with(
-                partition=state_partition(state), sizes=state.sizes
-            )
+            spec = self.src._with(partition=state.partition, sizes=state.sizes)
+            self.specs[state] = spec
         return spec
 
     def is_even(self, state: LayoutState) -> bool:
@@ -193,7 +180,7 @@ class SearchProblem:
         link = self.links.get(axes)
         if link is None:
             link = self.links[axes] = self.link(axes)
-        return seconds(self.topology, link, moved, copied)
+        return collective_time(self.topology, link, moved, copied)
 
     def local_cost(self, copied: int) -> float:
         """Return the cost of a step without traffic that copies `copied` bytes."""
@@ -203,12 +190,12 @@ class SearchProblem:
         self, step: Step, before: LayoutState, after: LayoutState, reduced_ranks: int
     ) -> Traffic:
         """Return the traffic of a step that has no closed form."""
-        if self.overlap().all and not self.empty:
+        if self.overlap().complete and not self.empty:
             if isinstance(step, Exchange):
                 converted = self.converted_axes(before, after)
                 return self.exchange_traffic_by_rank(before, after, reduced_ranks, converted)
             if isinstance(step, AllToAll) and step.also:
-                moved = self.exchange_traffic_by_rank(before, after, 1, NONE)
+                moved = self.exchange_traffic_by_rank(before, after, 1, NO_AXES)
                 axes = tuple(axis for pair in step.pairs for axis in pair.axes)
                 return moved._replace(messages=self.num_ranks(axes) - 1, rounds=1)
         return traffic(step, self.spec(before), self.spec(after))
@@ -220,7 +207,7 @@ class SearchProblem:
         sizes = state.sizes[dim]
         if sizes is not None:
             sizes = join_sizes(sizes, self.num_ranks(axes))
-        return _replace_dim(state, dim, state.dims[dim][: -len(axes)], sizes)
+        return replace_dim(state, dim, state.dims[dim][: -len(axes)], sizes)
 
     def append_axes(self, state: LayoutState, dim: int, axes: Axes) -> LayoutState:
         """Return the state with `axes` at the minor end of `dim`, sized as in an end."""
@@ -229,7 +216,7 @@ class SearchProblem:
         even_ends = self.start.sizes[dim] is self.goal.sizes[dim] is None
         if sizes is not None or not even_ends or self.src.shape[dim] % self.num_ranks(dim_axes):
             sizes = self.split_sizes(state, dim, axes, dim_axes)
-        return _replace_dim(state, dim, dim_axes, sizes)
+        return replace_dim(state, dim, dim_axes, sizes)
 
     def split_sizes(self, state: LayoutState, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         """Return the shard sizes of a dim sharded further, those of an end if it leads there.
@@ -263,10 +250,10 @@ class SearchProblem:
         state, kind = next(iter(goals))
         return (True, str(kind)) if len(goals) == 1 and state == "reduced" else (False, "sum")
 
-    def overlap(self) -> Held:
+    def overlap(self) -> RankOverlap:
         """Return the boxes of all ranks, for layouts without closed forms."""
         if self.rank_overlap is None:
-            self.rank_overlap = Held(self.mesh, self.src.shape)
+            self.rank_overlap = RankOverlap(self.mesh, self.src.shape)
         return self.rank_overlap
 
     def exchange_traffic(
@@ -274,7 +261,7 @@ class SearchProblem:
         before: LayoutState,
         after: LayoutState,
         reduced_ranks: int = 1,
-        converted: Set[str] = NONE,
+        converted: Set[str] = NO_AXES,
     ) -> Traffic | None:
         """Return the traffic between two even layouts if each rank receives what it lacks.
 
@@ -284,20 +271,16 @@ class SearchProblem:
         for dim, (have, need) in enumerate(zip(before.dims, after.dims, strict=True)):
             key = dim, have, need, converted
             if key not in self.parts:
-                self.parts[key] = dim_parts(self.src.shape[dim], self.size, have, need, converted)
+                self.parts[key] = dim_traffic(self.src.shape[dim], self.size, have, need, converted)
             part = self.parts[key]
             if part is None:
                 return None
             parts.append(part)
-        return joined(parts, self.itemsize, reduced_ranks)
+        return join_dims(parts, self.itemsize, reduced_ranks)
 
     def converted_axes(self, before: LayoutState, after: LayoutState) -> Set[str]:
         """Return the axes that turn from sharded to unreduced, or from reduced to sharded."""
-        if not after.unreduced and not before.reduced:
-            return NONE
-        summed = {axis for axis, _ in after.unreduced}.intersection(itertools.chain(*before.dims))
-        sliced = {axis for axis, _ in before.reduced}.intersection(itertools.chain(*after.dims))
-        return frozenset(summed | sliced)
+        return converted(before.dims, before.reduced, after.dims, after.unreduced)
 
     def all_to_all_traffic(self, before: LayoutState, after: LayoutState, axes: Axes) -> Traffic:
         """Return the traffic of an all-to-all of several dims between even layouts."""
@@ -317,7 +300,7 @@ class SearchProblem:
         )
         holders //= self.num_ranks(tuple(sliced))
         ends = _dim_shards(before), _dim_shards(after), self.itemsize
-        return self.overlap().exchanged(*ends, reduced_ranks, needers, holders, converted)
+        return self.overlap().exchange_traffic(*ends, reduced_ranks, needers, holders, converted)
 
     def permute_signature(self, state: LayoutState) -> object:
         """Return what a permutation of devices keeps, including the sizes of the shards."""
@@ -338,13 +321,8 @@ class SearchProblem:
         key = _dim_shards(state)
         placements = self.placements.get(key)
         if placements is None:
-            placements = self.placements[key] = {}
-            for dim, (axes, sizes) in enumerate(key):
-                major = 1
-                for i, axis in enumerate(axes):
-                    shards = sizes and join_sizes(sizes, self.num_ranks(axes[i + 1 :]))
-                    placements[axis] = (dim, major, shards)
-                    major *= self.size[axis]
+            placements = axis_positions(self.size, state.dims, state.sizes)
+            self.placements[key] = placements
         return {**placements, **dict(state.unreduced)} if state.unreduced else placements
 
     # -- bounds -----------------------------------------------------------------------
@@ -402,27 +380,15 @@ class SearchProblem:
         one message an element for all but one partial sum, and for all but one copy.
         """
         needed = available = 1
-        for length, *ends in zip(self.src.shape, state.dims, self.goal.dims, strict=True):
-            have, need = (
-                [tuple(a for a in axes if a not in self.unit_axes) for axes in ends]
-                if self.unit_axes
-                else ends
-            )
-            common, need_size = 0, length
-            for have_axis, need_axis in zip(have, need, strict=False):
-                if have_axis != need_axis:
-                    break
-                if have_axis not in within:
-                    need_size //= self.size[have_axis]
-                common += 1
-            have, need, have_size = have[common:], need[common:], need_size
-            for axis in need:
-                need_size //= 1 if axis in within else self.size[axis]
-            for axis in have:
-                have_size //= 1 if axis in within else self.size[axis]
-            needed *= need_size
-            disjoint = have and need and have[0] not in within and need[0] not in within
-            available *= 0 if disjoint else min(need_size, have_size)
+        for dim, (length, have) in enumerate(zip(self.src.shape, state.dims, strict=True)):
+            key = dim, have, within
+            overlap = self.dim_overlaps.get(key)
+            if overlap is None:
+                need = self.goal.dims[dim]
+                overlap = even_dim_overlap(length, self.size, have, need, within)
+                self.dim_overlaps[key] = overlap
+            needed *= overlap[0]
+            available *= overlap[1]
         if self.num_ranks(reduced) == 1:
             return needed - available
         return self._reduction_elements(needed, within, reduced)
@@ -443,7 +409,7 @@ class SearchProblem:
     ) -> int:
         """Return the elements that some rank must receive between layouts of any sizes."""
         have, need = _dim_shards(before), _dim_shards(after)
-        return self.overlap().lacking(have, need, reduced_ranks, within)
+        return self.overlap().max_lack(have, need, reduced_ranks, within)
 
     def _reduction_elements(self, needed: int, within: frozenset[str], reduced: Axes) -> int:
         """Return the elements received to reduce over `reduced` if a rank needs `needed`."""
@@ -456,43 +422,12 @@ class SearchProblem:
         return max(needed, -(-math.prod(self.src.shape) * messages // groups))
 
 
-def _layout_state(spec: Spec) -> LayoutState:
-    p = spec.partition
-    return LayoutState(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
-
-
-def _replace_dim(state: LayoutState, dim: int, axes: Axes, sizes: DimSizes) -> LayoutState:
-    """Return the state with one dim sharded over `axes` into `sizes`."""
-    return LayoutState(
-        (*state.dims[:dim], axes, *state.dims[dim + 1 :]),
-        state.unreduced,
-        state.reduced,
-        (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
-    )
-
-
 def _num_common(have: Axes, need: Axes) -> int:
     """Return the number of major axes that both have in common."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(have, need, strict=False))
     return sum(1 for _ in same)
 
 
-def _dim_shards(state: LayoutState) -> Cuts:
+def _dim_shards(state: LayoutState) -> DimShardings:
     """Return the axes and the shard sizes of each dim."""
     return tuple(zip(state.dims, state.sizes, strict=True))
-
-
-def state_partition(state: LayoutState) -> PartitionSpec:
-    """Return the partition of a state."""
-    return PartitionSpec._of(state.dims, state.unreduced, state.reduced)
-
-
-def add_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
-    """Return `kinds` with every axis of `axes` added, sorted by axis."""
-    return tuple(sorted((*kinds, *((axis, str(kind)) for axis in axes))))
-
-
-def subsets(names: Sequence[str]) -> Iterator[Axes]:
-    """Yield every non-empty choice of axes, in the order given."""
-    for count in range(1, len(names) + 1):
-        yield from itertools.combinations(names, count)

@@ -1,8 +1,8 @@
-"""What the steps that may be used cannot reach, seen at once: else all layouts would be searched.
+"""Reachability: reject goals that the allowed steps cannot reach, without a search.
 
-A step changes the states of axes, in ways that its type fixes; a permutation of devices has axes
-trade places, of equally many devices. So where no step leads out of some states the devices along
-the axes in them never become fewer: where the goal has fewer, nothing leads to it.
+A step changes the states of axes, and its type fixes from which to which. A permutation of devices
+exchanges axes of equally many devices. If no step leads out of a set of states, the devices along
+the axes in these states never become fewer: a goal that has fewer is unreachable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.problem import subsets
+from fshard.plan.search.layout_state import subsets
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -24,9 +24,9 @@ from fshard.program.steps import (
     ShardedToUnreduced,
 )
 
-__all__ = ["is_out_of_reach"]
+__all__ = ["is_unreachable"]
 
-WAYS = {
+TRANSITIONS = {
     AllGather: ("sharded invariant", "sharded reduced"),
     AllSlice: ("invariant sharded", "reduced sharded"),
     AllReduce: ("unreduced invariant", "unreduced reduced"),
@@ -41,40 +41,41 @@ WAYS = {
     ReplicatedToUnreduced: ("invariant unreduced", "reduced unreduced"),
     ShardedToUnreduced: ("sharded unreduced", "reduced sharded"),
 }  # fmt: skip
-"""From which state to which the steps of a type bring axes; the other types keep the states."""
+"""State before and after, by step type; types that are not listed keep the states of axes."""
 
 STATES = ("sharded", "invariant", "reduced", "unreduced")
 
 
-def is_out_of_reach(src: Spec, dst: Spec, exclude: Collection[type]) -> bool:
-    """Whether no steps but the excluded ones lead from `src` to `dst`, by the states of axes alone.
+def is_unreachable(src: Spec, dst: Spec, exclude: Collection[type]) -> bool:
+    """Return True if no steps but the excluded ones lead from `src` to `dst`, by states of axes.
 
-    False says nothing: what the steps need besides is not looked at.
+    False does not mean that `dst` is reachable: other requirements of steps are not checked.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> src = Spec(Mesh(x=4), P("x"), shape=(8,))
-    >>> whole = src.replace(partition=P())
-    >>> is_out_of_reach(src, whole, {AllGather, Exchange})
+    >>> import fshard as fs
+    >>> src = fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(8,))
+    >>> replicated = src.replace(partition=fs.P())
+    >>> is_unreachable(src, replicated, {AllGather, Exchange})
     False
-    >>> is_out_of_reach(src, whole, {AllGather, Exchange, ShardedToUnreduced})
+    >>> is_unreachable(src, replicated, {AllGather, Exchange, ShardedToUnreduced})
     True
     """
-    ways = [each.split() for kind, all_ in WAYS.items() if kind not in exclude for each in all_]
-    before, after = _devices(src), _devices(dst)
+    allowed = [
+        text.split() for step, texts in TRANSITIONS.items() if step not in exclude for text in texts
+    ]
+    before, after = _devices_by_state(src), _devices_by_state(dst)
     for states in subsets(STATES):
-        had, has = (math.prod(end[each] for each in states) for end in (before, after))
-        if has < had and all(there in states for here, there in ways if here in states):
+        have, need = (math.prod(end[state] for state in states) for end in (before, after))
+        if need < have and all(new in states for old, new in allowed if old in states):
             return True
     return False
 
 
-def _devices(spec: Spec) -> dict[str, int]:
-    """How many devices there are along the axes in each state."""
+def _devices_by_state(spec: Spec) -> dict[str, int]:
+    """Return the number of devices along the axes in each state."""
     p, axis_size = spec.partition, spec.mesh.axis_size
-    found = {
+    devices = {
         "sharded": spec.num_shards,
         "reduced": axis_size(tuple(p.reduced)),
         "unreduced": axis_size(tuple(p.unreduced)),
     }
-    return {**found, "invariant": spec.mesh.size // math.prod(found.values())}
+    return {**devices, "invariant": spec.mesh.size // math.prod(devices.values())}

@@ -1,8 +1,25 @@
-"""What ranks hold of what they need: how the boxes of two layouts of one tensor overlap.
+"""Elements that the worst-placed rank needs, holds and lacks when a tensor changes its layout.
 
-A rank's local is a box, a product of intervals. Even cuts of one mesh have closed forms; else
-each dim is looked at by the coordinates that it depends on, and across meshes every rank. After
-the boxes of Rink et al. (arXiv 2112.01075).
+All files of `program` use these words, for one rank (or a group of ranks that pool what they have):
+
+- it *needs* the elements of its shard of the target, and *holds* those that its shard of the
+  source has of them; it *lacks* the rest. An element that is unreduced on n ranks and is to be
+  reduced has n partial sums, each needed; a rank holds at most one of them.
+- it *receives* what it lacks, if the step is an `Exchange`, and *sends* its part of what other
+  ranks lack: all holders of one shard send equal parts.
+
+A shard is a box, a product of one interval per dim, so counts are products over dims. Four files
+answer, each as fast as its question allows:
+
+- this one, for the worst rank, by closed forms of the axes of each dim where shards are even on one
+  mesh (`even_overlap`), else over the coordinates that a dim depends on (`overlaps`), so that the
+  work does not grow with the ranks;
+- `rank_overlap.py`, for each rank of a mesh, as vectors, with tables of each dim for searches;
+- `traffic.py` and `rank_loads.py`, which make of these the bytes and messages of a step, for the
+  busiest rank and for each;
+- `exchange_boxes.py`, which lists the boxes themselves, and the rank that each goes to.
+
+After the boxes of Rink et al. (arXiv 2112.01075).
 """
 
 from __future__ import annotations
@@ -14,160 +31,158 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.refinement import common_refinement
 from fshard.layout.spec import Spec
 
 __all__ = [
-    "NONE", "alike_shards", "dim_pieces", "even_boxes", "even_dim", "intervals", "meeting",
-    "missing_even", "on_one_mesh", "overlaps", "pieces", "pieces_even", "places",
+    "NO_AXES", "Interval", "Overlap", "dim_pieces", "even_dim_overlap", "even_overlap",
+    "even_pieces", "masks_by_coordinate", "overlaps", "pieces", "shard_indices",
+    "shard_intervals", "shared_elements",
 ]  # fmt: skip
 
 Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
-Pair = tuple[int, int]
-Intervals = Sequence[Pair]
+Interval = tuple[int, int]
+Overlap = tuple[int, int]
+"""Elements that a rank needs, and how many of them it holds."""
 
-NONE: Set[str] = frozenset()
+NO_AXES: Set[str] = frozenset()
 
-MOST_PLACES = 1 << 16
-"""Counts that would take longer are not made where a bound of them will do."""
-
-
-def missing_even(shape: Sequence[int], size: Mapping[str, int], have: Dims, need: Dims) -> int:
-    """Elements that the worst placed rank lacks, of a tensor that is cut evenly before and after.
-
-    `size` are the devices along each axis, `have` and `need` the axes of each dim.
-
-    >>> missing_even((8, 4), {"x": 2, "y": 4}, [("x", "y"), ()], [("y", "x"), ()])
-    4
-    >>> missing_even((8, 4), {"x": 2, "y": 4}, [("x", "y"), ()], [("x",), ()])
-    12
-    """
-    boxes = even_boxes(shape, size, have, need)
-    assert boxes is not None
-    return boxes[0] - boxes[1]
+MAX_COORDINATES = 1 << 16
+"""Counts over more coordinates are replaced by an upper bound, where that will do."""
 
 
-def even_boxes(
+# -- even shards on one mesh, in closed form ------------------------------------------------
+
+
+def even_overlap(
     shape: Sequence[int],
-    size: Mapping[str, int],
+    axis_sizes: Mapping[str, int],
     have: Dims,
     need: Dims,
     group: Collection[str] = (),
-    turned: Set[str] = NONE,
-) -> Pair | None:
-    """Elements of a target box, and how many of them the worst placed rank holds.
+    converted: Set[str] = NO_AXES,
+) -> Overlap | None:
+    """Return what the worst-placed group of ranks needs and holds, or None without a closed form.
 
-    Behind the axes that a dim begins with on both sides, further ones on both sides mean that
-    some rank holds nothing of what it needs: it is first along the one and last along the other.
-    Axes of the target alone cut what is held already, those of the source alone leave an n-th.
+    `have` and `need` are the axes of each dim. Ranks along `group` pool what they hold and need.
+    Elements that come from another coordinate along the `converted` axes are not needed.
 
-    Ranks along `group` hold together. Of a target box those elements count whose shard in the
-    source is at the rank's own place along the `turned` axes. None where that has no closed form:
-    where a dim's source begins with a group, and goes on with others, and where a dim with turned
-    axes in its source is cut in the target by others than those it begins with.
+    >>> even_overlap((8, 4), {"x": 2, "y": 4}, [("x", "y"), ()], [("y", "x"), ()])
+    (4, 0)
+    >>> even_overlap((8, 4), {"x": 2, "y": 4}, [("x", "y"), ()], [("x",), ()])
+    (16, 4)
     """
-    whole = held = 1
-    for length, mine, theirs in zip(shape, have, need, strict=True):
-        box, part = even_dim(length, size, mine, theirs, group, turned)
-        if part < 0:
+    needs = holds = 1
+    for length, before, after in zip(shape, have, need, strict=True):
+        dim_needs, dim_holds, exact = even_dim_overlap(
+            length, axis_sizes, before, after, group, converted
+        )
+        if not exact:
             return None
-        whole *= box
-        held *= part
-    return whole, held
+        needs *= dim_needs
+        holds *= dim_holds
+    return needs, holds
 
 
-def even_dim(
+def even_dim_overlap(
     length: int,
-    size: Mapping[str, int],
+    axis_sizes: Mapping[str, int],
     have: tuple[str, ...],
     need: tuple[str, ...],
-    group: Collection[str],
-    turned: Set[str],
-) -> Pair:
-    """One dim's part of `even_boxes`; -1 held where there is no closed form."""
-    if have == need:
-        for axis in need:
-            length //= size[axis]
-        return length, length
-    have = tuple(axis for axis in have if size[axis] > 1)
-    need = tuple(axis for axis in need if size[axis] > 1)
-    at = 0
-    for mine, theirs in zip(have, need, strict=False):
-        if mine != theirs:
-            break
-        length //= size[mine]
-        at += 1
-    own = tuple(axis for axis in have[at:] if axis not in group) if group else have[at:]
-    box = length
-    for axis in need[at:]:
-        box //= size[axis]
-    if own and len(need) > at:
-        return box, 0 if have[at] not in group and turned.isdisjoint(own) else -1
-    part = box
-    for axis in own:
-        part //= size[axis]
-        if axis in turned:
-            box //= size[axis]
-    return box, part
+    group: Collection[str] = (),
+    converted: Set[str] = NO_AXES,
+) -> tuple[int, int, bool]:
+    """Return one dim's factors of `even_overlap`, and if they are exact; else they bound it above.
 
-
-def pieces_even(have: Sequence[int], need: Sequence[int]) -> int:
-    """The most source shards that a target shard meets, by the numbers of even shards per dim.
-
-    A target shard is p/q of a source shard's length, and begins at any multiple of a q-th.
-
-    >>> pieces_even((4,), (2,)), pieces_even((2,), (3,)), pieces_even((4, 1), (1, 4))
-    (2, 2, 4)
+    Behind the axes that both layouts begin with, further ones in both mean that some rank holds
+    nothing of what it needs: the first along the one and the last along the other. Axes of the
+    target alone shard what is held, those of the source alone leave 1/n of it.
     """
-    count = 1
-    for a, b in zip(have, need, strict=True):
-        if a != b and a > 1:
-            common = math.gcd(a, b)
-            p, q = a // common, b // common
-            count *= (p + 2 * q - 2) // q
-    return count
+    if have == need and not group:
+        for axis in need:
+            length //= axis_sizes[axis]
+        return length, length, True
+    have = tuple([axis for axis in have if axis_sizes[axis] > 1])
+    need = tuple([axis for axis in need if axis_sizes[axis] > 1])
+    common = 0
+    for before, after in zip(have, need, strict=False):
+        if before != after:
+            break
+        if before not in group:
+            length //= axis_sizes[before]
+        common += 1
+    needs = holds = length
+    for axis in need[common:]:
+        if axis not in group:
+            needs //= axis_sizes[axis]
+    apart = [axis for axis in have[common:] if axis not in group]
+    for axis in apart:
+        holds //= axis_sizes[axis]
+    if not apart or len(need) == common:
+        for axis in apart:
+            if axis in converted:
+                needs //= axis_sizes[axis]
+        return needs, min(needs, holds), True
+    if have[common] in group or need[common] in group:
+        return needs, min(needs, holds), False
+    return needs, 0, converted.isdisjoint(apart)
 
 
-def pieces(src: Spec, dst: Spec, turned: Set[str] = NONE) -> int:
-    """The most source shards that a target shard meets: dim by dim, so at most so many.
+def even_pieces(have: int, need: int) -> int:
+    """Return the most of `have` even shards of a dim that one of `need` even shards meets.
 
-    Of those at one place along the `turned` axes.
+    A target shard is p/q times as long as a source shard, and begins at any multiple of 1/q.
+
+    >>> even_pieces(4, 2), even_pieces(2, 3), even_pieces(4, 4)
+    (2, 2, 1)
+    """
+    if have in (need, 1):
+        return 1
+    common = math.gcd(have, need)
+    p, q = have // common, need // common
+    return (p + 2 * q - 2) // q
+
+
+# -- pieces ---------------------------------------------------------------------------------
+
+
+def pieces(src: Spec, dst: Spec, converted: Set[str] = NO_AXES) -> int:
+    """Bound the source shards that a target shard meets: the product of the most in each dim.
+
+    Only source shards at one coordinate along the `converted` axes count.
     """
     count = 1
     for dim, axes in enumerate(src.partition.dims):
-        if not turned.isdisjoint(axes):
+        if not converted.isdisjoint(axes):
             sizes = src.shard_sizes(dim), dst.shard_sizes(dim)
-            alike = alike_shards(src.mesh.shape, axes, turned)
-            count *= max(dim_pieces(*sizes, some) for some in alike)
+            masks = masks_by_coordinate(src.mesh.shape, axes, converted)
+            count *= max(dim_pieces(*sizes, mask) for mask in masks)
         elif src.sizes[dim] is None and dst.sizes[dim] is None:
-            count *= pieces_even((src.dim_shards(dim),), (dst.dim_shards(dim),))
+            count *= even_pieces(src.dim_shards(dim), dst.dim_shards(dim))
         else:
             count *= dim_pieces(src.shard_sizes(dim), dst.shard_sizes(dim))
     return count
 
 
-def alike_shards(
-    size: Mapping[str, int], axes: tuple[str, ...], turned: Set[str]
+def masks_by_coordinate(
+    axis_sizes: Mapping[str, int], axes: tuple[str, ...], converted: Set[str]
 ) -> list[tuple[bool, ...]]:
-    """Which shards of a dim that is cut by `axes` are at one place along the `turned` ones of them.
+    """Return one mask over a dim's shards for each coordinate along its `converted` axes.
 
-    By their places, row-major in the order of the dim's axes.
+    `axes` are all axes of the dim; shards and coordinates are in row-major order.
 
-    >>> alike_shards({"x": 2, "y": 2}, ("x", "y"), {"y"})
+    >>> masks_by_coordinate({"x": 2, "y": 2}, ("x", "y"), {"y"})
     [(True, False, True, False), (False, True, False, True)]
     """
-    rows: list[int] = [0]
+    coordinates: list[int] = [0]
     for axis in axes:
-        n = size[axis] if axis in turned else 1
-        rows = [n * row + at % n for row in rows for at in range(size[axis])]
-    return [tuple(row == at for row in rows) for at in range(max(rows) + 1)]
+        n = axis_sizes[axis] if axis in converted else 1
+        coordinates = [n * row + i % n for row in coordinates for i in range(axis_sizes[axis])]
+    return [tuple(row == i for row in coordinates) for i in range(max(coordinates) + 1)]
 
 
-def dim_pieces(
-    have: Sequence[int], need: Sequence[int], among: Sequence[bool] | None = None
-) -> int:
-    """The most shards of sizes `have` that a shard of sizes `need` meets; of those `among` them.
+def dim_pieces(have: Sequence[int], need: Sequence[int], mask: Sequence[bool] | None = None) -> int:
+    """Return the most shards of sizes `have`, of those in `mask`, that one of `need` meets.
 
     >>> dim_pieces((3, 0, 5), (4, 4))
     2
@@ -181,308 +196,296 @@ def dim_pieces(
         for start, stop in itertools.pairwise(stops)
         if start < stop
     ]
-    if among is None:
+    if mask is None:
         return max(last - first for first, last in ends)
-    before = [0, *itertools.accumulate(a for a, n in zip(among, have, strict=True) if n)]
+    before = [0, *itertools.accumulate(a for a, n in zip(mask, have, strict=True) if n)]
     return max(before[last] - before[first] for first, last in ends)
 
 
-def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
-    """Both specs on a mesh that both of their meshes are coarser than; as they are if none is.
-
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> src, dst = (Spec(mesh, P(mesh.axes), shape=(8,)) for mesh in (Mesh(x=4), Mesh(a=2, b=2)))
-    >>> on_one_mesh(src, dst)
-    (f32[8@(x_0,x_1)], f32[8@(x_0,x_1)])
-    """
-    fine = None if src.mesh == dst.mesh else common_refinement(src.mesh, dst.mesh)
-    if fine is None:
-        return src, dst
-    partitions = (fine.refine(spec.partition, which=at) for at, spec in enumerate((src, dst)))
-    one, other = (
-        Spec._of(fine.mesh, partition, spec.shape, spec.dtype, spec.sizes)
-        for partition, spec in zip(partitions, (src, dst), strict=True)
-    )
-    return one, other
+# -- shards of any sizes --------------------------------------------------------------------
 
 
 def overlaps(
-    src: Spec, dst: Spec, group: tuple[str, ...] = (), turned: Set[str] = NONE
-) -> set[Pair]:
-    """Pairs of the elements of a target box and how many its ranks hold, those that can matter.
+    src: Spec, dst: Spec, group: tuple[str, ...] = (), converted: Set[str] = NO_AXES
+) -> set[Overlap]:
+    """Return (needs, holds) of the ranks that can be worst placed.
 
-    That is: for any a and b of at least 0, the largest `total * a - held * b` of all ranks is
-    among them. Ranks along `group`, on which the target is not cut, hold together. Along `turned`
-    axes only what comes from one's own place counts.
+    For any a, b >= 0, some pair in the result has the largest `a * needs - b * holds` of all
+    ranks. Ranks along `group`, which must not shard the target, pool what they hold. Elements
+    that come from another coordinate along the `converted` axes are not needed.
     """
     if 0 in src.shape:
         return {(0, 0)}
     if src.mesh != dst.mesh:
-        return _by_rank(src, dst, group)
+        return _overlaps_across_meshes(src, dst, group)
     if not any(src.sizes) and not any(dst.sizes):
-        size = src.mesh.shape
-        boxes = even_boxes(src.shape, size, src.partition.dims, dst.partition.dims, group, turned)
-        if boxes is not None:
-            return {boxes}
-    fronts: set[Pair] = {(1, 1)}
-    for dims in _components([_Dim(src, dst, dim, group, turned) for dim in range(src.ndim)]):
-        pairs = _pairs(dims, src.mesh.shape)
-        fronts = _front((t * a, c * b) for (t, c), (a, b) in itertools.product(fronts, pairs))
-    return fronts
+        dims = src.partition.dims, dst.partition.dims
+        pair = even_overlap(src.shape, src.mesh.shape, *dims, group, converted)
+        if pair is not None:
+            return {pair}
+    front: set[Overlap] = {(1, 1)}
+    all_dims = [_DimOverlap(src, dst, dim, group, converted) for dim in range(src.ndim)]
+    for dims_ in _components(all_dims):
+        part = _component_overlaps(dims_, src.mesh.shape)
+        front = _front((n * a, h * b) for (n, h), (a, b) in itertools.product(front, part))
+    return front
 
 
-def meeting(src: Spec, dst: Spec) -> int:
-    """Elements whose shard is at one place, before and after, along all axes that both cut by.
+def shared_elements(src: Spec, dst: Spec) -> int:
+    """Count the elements for which some rank both holds an unreduced value and needs the sum.
 
-    Of those, and of no others, some rank that holds an addend is one that needs the sum. Where it
-    depends on more than `MOST_PLACES` places, all are counted.
+    These are the elements whose shards, before and after, are at one coordinate along all axes
+    that shard both. All elements are counted if that depends on more than `MAX_COORDINATES`.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2, y=2), P("x", "y"), shape=(8, 8))
-    >>> meeting(src, src.replace(partition=P("y"))), meeting(src, src.replace(partition=P("x")))
-    (32, 64)
+    >>> [shared_elements(src, src.replace(partition=P(axis))) for axis in "yx"]
+    [32, 64]
     """
     if 0 in src.shape:
         return 0
     before, after = ({a for axes in spec.partition.dims for a in axes} for spec in (src, dst))
-    dst = _without_minor(dst, after - before)
+    dst = _without_minor_axes(dst, after - before)
     after = {axis for axes in dst.partition.dims for axis in axes}
-    dims = [_Dim(src, dst, dim, tuple(before - after)) for dim in range(src.ndim)]
+    all_dims = [_DimOverlap(src, dst, dim, tuple(before - after)) for dim in range(src.ndim)]
     total, left = 1, set(after)
-    for some in _components(dims):
-        axes = tuple(dict.fromkeys(axis for dim in some for axis in dim.axes))
+    for dims in _components(all_dims):
+        axes = tuple(dict.fromkeys(axis for dim in dims for axis in dim.axes))
         left -= {*axes}
-        if math.prod(src.mesh.shape[axis] for axis in axes) > MOST_PLACES:
-            total *= math.prod(dim.size for dim in some)
+        if math.prod(src.mesh.shape[axis] for axis in axes) > MAX_COORDINATES:
+            total *= math.prod(dim.length for dim in dims)
             continue
         total *= sum(
-            math.prod(dim.part(at)[1] for dim in some)
+            math.prod(dim.overlap(coords)[1] for dim in dims)
             for point in itertools.product(*(range(src.mesh.shape[axis]) for axis in axes))
-            for at in [dict(zip(axes, point, strict=True))]
+            for coords in [dict(zip(axes, point, strict=True))]
         )
     return total * math.prod(src.mesh.shape[axis] for axis in left)
 
 
-def _without_minor(spec: Spec, others: Collection[str]) -> Spec:
-    """`spec` with dims that are not cut by the axes of `others` behind all of their axes else."""
-    dims, sizes = [], []
-    for axes, each in zip(spec.partition.dims, spec.sizes, strict=True):
-        count = next((at for at in range(len(axes), 0, -1) if axes[at - 1] not in others), 0)
+def _without_minor_axes(spec: Spec, removed: Collection[str]) -> Spec:
+    """Return `spec` with the minor axes of each dim dropped as long as they are in `removed`."""
+    dims, all_sizes = [], []
+    for axes, sizes in zip(spec.partition.dims, spec.sizes, strict=True):
+        count = next((i for i in range(len(axes), 0, -1) if axes[i - 1] not in removed), 0)
         n = math.prod(spec.mesh.shape[axis] for axis in axes[count:])
         dims.append(axes[:count])
-        sizes.append(each and tuple(sum(each[at : at + n]) for at in range(0, len(each), n)))
-    return spec._with(partition=PartitionSpec._of(tuple(dims)), sizes=tuple(sizes))
+        all_sizes.append(sizes and tuple(sum(sizes[i : i + n]) for i in range(0, len(sizes), n)))
+    return spec._with(partition=PartitionSpec._of(tuple(dims)), sizes=tuple(all_sizes))
 
 
-def _front(pairs: Iterable[Pair]) -> set[Pair]:
-    """Of pairs (total, held) those that can make `total * a - held * b` the largest."""
-    best: dict[int, int] = {}
-    for total, held in pairs:
-        best[total] = min(held, best.get(total, held))
-    front: set[Pair] = set()
+def _front(pairs: Iterable[Overlap]) -> set[Overlap]:
+    """Return the (needs, holds) that can make `a * needs - b * holds` the largest."""
+    least_held: dict[int, int] = {}
+    for needs, holds in pairs:
+        least_held[needs] = min(holds, least_held.get(needs, holds))
+    front: set[Overlap] = set()
     least = None
-    for total in sorted(best, reverse=True):
-        if least is None or best[total] < least:
-            least = best[total]
-            front.add((total, least))
+    for needs in sorted(least_held, reverse=True):
+        if least is None or least_held[needs] < least:
+            least = least_held[needs]
+            front.add((needs, least))
     return front
 
 
-# -- one mesh, dim by dim ------------------------------------------------------------------
-
-
-def _components(dims: Iterable[_Dim]) -> list[list[_Dim]]:
-    """The dims grouped, so that those of different groups depend on different axes."""
-    found: list[list[_Dim]] = []
+def _components(dims: Iterable[_DimOverlap]) -> list[list[_DimOverlap]]:
+    """Group the dims so that dims of different groups depend on different axes."""
+    groups: list[list[_DimOverlap]] = []
     for dim in dims:
-        near = [each for each in found if any(set(dim.axes) & set(other.axes) for other in each)]
-        found = [each for each in found if each not in near]
-        found.append([*itertools.chain(*near), dim])
-    return found
+        near = [group for group in groups if any({*dim.axes} & {*other.axes} for other in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*itertools.chain(*near), dim])
+    return groups
 
 
-def _pairs(dims: Sequence[_Dim], shape: Mapping[str, int]) -> set[Pair]:
-    """The elements of a rank's target box along `dims`, and how many its group holds."""
+def _component_overlaps(dims: Sequence[_DimOverlap], axis_sizes: Mapping[str, int]) -> set[Overlap]:
+    """Return `overlaps` of the dims of one component."""
     most = math.prod(dim.widest for dim in dims)
     axes = tuple(dict.fromkeys(axis for dim in dims for axis in dim.axes))
-    # What a dim needs and holds is worked out once for the coordinates that it depends on.
-    known: list[dict[tuple[int, ...], Pair]] = [{} for _ in dims]
-    where = [tuple(map(axes.index, dim.axes)) for dim in dims]
-    found: set[Pair] = set()
-    for point in _points(dims, axes, shape):
-        total = held = 1
-        for dim, places, parts in zip(dims, where, known, strict=True):
+    # Each dim's factor is computed once for the coordinates that it depends on.
+    tables: list[dict[tuple[int, ...], Overlap]] = [{} for _ in dims]
+    positions = [tuple(map(axes.index, dim.axes)) for dim in dims]
+    pairs: set[Overlap] = set()
+    for point in _points(dims, axes, axis_sizes):
+        needs = holds = 1
+        for dim, places, table in zip(dims, positions, tables, strict=True):
             key = tuple([point[place] for place in places])
-            part = parts.get(key)
-            if part is None:
-                part = parts[key] = dim.part(dict(zip(dim.axes, key, strict=True)))
-            total *= part[0]
-            held *= part[1]
-        if held == 0 and total == most:
-            return {(total, held)}  # no other can be worse
-        found.add((total, held))
-    return _front(found)
+            pair = table.get(key)
+            if pair is None:
+                pair = table[key] = dim.overlap(dict(zip(dim.axes, key, strict=True)))
+            needs *= pair[0]
+            holds *= pair[1]
+        if holds == 0 and needs == most:
+            return {(needs, holds)}  # no other can be worse
+        pairs.add((needs, holds))
+    return _front(pairs)
 
 
 def _points(
-    dims: Sequence[_Dim], axes: tuple[str, ...], shape: Mapping[str, int]
+    dims: Sequence[_DimOverlap], axes: tuple[str, ...], axis_sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Every coordinate along `axes`, the likely worst for `dims` first."""
-    worst = {axis: {0, shape[axis] - 1} for axis in axes}
+    """Yield every coordinate along `axes`, beginning with those that are likely to be worst."""
+    likely = {axis: {0, axis_sizes[axis] - 1} for axis in axes}
     for dim in dims:
-        for axis, at in dim.where_widest().items():
-            worst[axis].add(at)
-    corners = itertools.product(*(sorted(worst[axis]) for axis in axes))
-    everywhere = itertools.product(*(range(shape[axis]) for axis in axes))
-    return itertools.chain(corners, everywhere)
+        for axis, coordinate in dim.widest_coords().items():
+            likely[axis].add(coordinate)
+    corners = itertools.product(*(sorted(likely[axis]) for axis in axes))
+    all_points = itertools.product(*(range(axis_sizes[axis]) for axis in axes))
+    return itertools.chain(corners, all_points)
 
 
-class _Dim:
-    """One dim of two specs: what a coordinate needs of it and what its group holds.
+class _DimOverlap:
+    """Length of one dim that a rank needs and that its group holds, by the rank's coordinates.
 
-    `axes` are those on which that depends. Even cuts that both begin with the same axes are
-    looked at inside of one such shard: all are alike.
+    `axes` are the axes on which that depends. If both layouts are even and begin with the same
+    axes, one shard along these stands for all.
     """
 
     def __init__(
-        self, src: Spec, dst: Spec, dim: int, group: tuple[str, ...], turned: Set[str] = NONE
+        self, src: Spec, dst: Spec, dim: int, group: tuple[str, ...], converted: Set[str] = NO_AXES
     ) -> None:
-        self.shape = shape = src.mesh.shape
-        have = [axis for axis in src.partition.dims[dim] if shape[axis] > 1]
-        need = [axis for axis in dst.partition.dims[dim] if shape[axis] > 1]
-        self.size = src.shape[dim]
+        self.axis_sizes = axis_sizes = src.mesh.shape
+        have = [axis for axis in src.partition.dims[dim] if axis_sizes[axis] > 1]
+        need = [axis for axis in dst.partition.dims[dim] if axis_sizes[axis] > 1]
+        self.length = src.shape[dim]
         if src.sizes[dim] is None and dst.sizes[dim] is None:
             while have and need and have[0] == need[0]:
-                self.size //= shape[have.pop(0)]
+                self.length //= axis_sizes[have.pop(0)]
                 need.pop(0)
-        self.own = [axis for axis in have if axis not in group]
-        self.have, self.need = (have if self.own else []), need
-        self.turned = [axis for axis in self.have if axis in turned]
-        # Where each shard stops, for cuts that are not even.
-        self.stops = _stops(src.sizes[dim]) if self.own else None
-        self.goals = _stops(dst.sizes[dim])
-        goals = dst.sizes[dim]
-        self.widest = max(goals or (self.size // math.prod(shape[a] for a in need),))
-        all_alike = self.stops is None and self.goals is None and not (self.own and need)
-        self.axes = () if all_alike else tuple(dict.fromkeys((*need, *self.own)))
+        self.apart = [axis for axis in have if axis not in group]
+        self.have, self.need = (have if self.apart else []), need
+        self.converted = [axis for axis in self.have if axis in converted]
+        self.src_stops = _stops(src.sizes[dim]) if self.apart else None
+        self.dst_stops = _stops(dst.sizes[dim])
+        sizes = dst.sizes[dim]
+        self.widest = max(sizes or (self.length // math.prod(axis_sizes[a] for a in need),))
+        even = self.src_stops is None and self.dst_stops is None
+        alike = even and not (self.apart and need)
+        self.axes = () if alike else tuple(dict.fromkeys((*need, *self.apart)))
 
-    def part(self, at: Coords) -> Pair:
-        """The length of the target's interval, and how much of it the group holds."""
-        here = at if self.axes else dict.fromkeys((*self.need, *self.own), 0)
-        low, high = self._interval(self.need, self.goals, here)
-        total = self._common(low, high, self.turned, here) if self.turned else high - low
-        return total, self._common(low, high, self.own, here) if self.own else total
+    def overlap(self, coords: Coords) -> Overlap:
+        """Return the length that the rank at `coords` needs, and how much its group holds."""
+        if not self.axes:
+            coords = dict.fromkeys((*self.need, *self.apart), 0)
+        low, high = self._interval(self.need, self.dst_stops, coords)
+        needs = high - low
+        if self.converted:
+            needs = self._common(low, high, self.converted, coords)
+        return needs, self._common(low, high, self.apart, coords) if self.apart else needs
 
-    def _common(self, low: int, high: int, own: list[str], here: Coords) -> int:
-        """How much of an interval is in shards of the source that agree with one along `own`."""
-        if self.stops is None:
-            return self._held_below(high, own, here) - self._held_below(low, own, here)
-        swept = [axis for axis in self.have if axis not in own]
-        held = 0
-        for point in itertools.product(*(range(self.shape[axis]) for axis in swept)):
-            mine = {**here, **dict(zip(swept, point, strict=True))}
-            start, stop = self._interval(self.have, self.stops, mine)
-            held += max(0, min(high, stop) - max(low, start))
-        return held
+    def _common(self, low: int, high: int, fixed: list[str], coords: Coords) -> int:
+        """Return the length of an interval in source shards with the rank's coords on `fixed`."""
+        if self.src_stops is None:
+            below_high, below_low = (self._below(end, fixed, coords) for end in (high, low))
+            return below_high - below_low
+        swept = [axis for axis in self.have if axis not in fixed]
+        total = 0
+        for point in itertools.product(*(range(self.axis_sizes[axis]) for axis in swept)):
+            holder = {**coords, **dict(zip(swept, point, strict=True))}
+            start, stop = self._interval(self.have, self.src_stops, holder)
+            total += max(0, min(high, stop) - max(low, start))
+        return total
 
-    def where_widest(self) -> dict[str, int]:
-        """The coordinates of the largest target shard."""
-        if not self.axes or self.goals is None:
+    def widest_coords(self) -> dict[str, int]:
+        """Return the coordinates of the largest target shard, if shards differ."""
+        if not self.axes or self.dst_stops is None:
             return {}
-        widths = [stop - start for start, stop in itertools.pairwise((0, *self.goals))]
+        widths = [stop - start for start, stop in itertools.pairwise((0, *self.dst_stops))]
         index = widths.index(max(widths))
-        found = {}
+        coords = {}
         for axis in reversed(self.need):
-            index, found[axis] = divmod(index, self.shape[axis])
-        return found
+            index, coords[axis] = divmod(index, self.axis_sizes[axis])
+        return coords
 
-    def _interval(self, axes: list[str], stops: tuple[int, ...] | None, at: Coords) -> Pair:
+    def _interval(self, axes: list[str], stops: tuple[int, ...] | None, coords: Coords) -> Interval:
+        """Return the interval of the shard at `coords`; `stops` are None for even shards."""
         index = 0
         for axis in axes:
-            index = index * self.shape[axis] + at[axis]
+            index = index * self.axis_sizes[axis] + coords[axis]
         if stops is not None:
             return stops[index - 1] if index else 0, stops[index]
-        width = self.size // math.prod(self.shape[axis] for axis in axes)
+        width = self.length // math.prod(self.axis_sizes[axis] for axis in axes)
         return index * width, (index + 1) * width
 
-    def _held_below(self, place: int, own: list[str], at: Coords) -> int:
-        """How many of the first `place` elements agree with one along `own`, of an even cut."""
-        width, count = self.size, 0
-        parts = math.prod(self.shape[axis] for axis in own)
+    def _below(self, end: int, fixed: list[str], coords: Coords) -> int:
+        """Count the elements before `end` in even source shards at `coords` along `fixed`."""
+        width, count = self.length, 0
+        parts = math.prod(self.axis_sizes[axis] for axis in fixed)
         for axis in self.have:
-            width //= self.shape[axis]
-            digit, rest = divmod(place, width)
-            if axis not in own:
-                count, place = count + digit * (width // parts), rest
+            width //= self.axis_sizes[axis]
+            digit, rest = divmod(end, width)
+            if axis not in fixed:
+                count, end = count + digit * (width // parts), rest
                 continue
-            parts //= self.shape[axis]
-            if digit != at[axis]:
-                return count + (width // parts if digit > at[axis] else 0)
-            place = rest
-        return count + place
+            parts //= self.axis_sizes[axis]
+            if digit != coords[axis]:
+                return count + (width // parts if digit > coords[axis] else 0)
+            end = rest
+        return count + end
 
 
 def _stops(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return None if sizes is None else tuple(itertools.accumulate(sizes))
 
 
-# -- two meshes, rank by rank --------------------------------------------------------------
+# -- two meshes, rank by rank ---------------------------------------------------------------
 
 
-def _by_rank(src: Spec, dst: Spec, group: tuple[str, ...]) -> set[Pair]:
-    """`overlaps` of specs of two meshes, each rank of the target's asked what it holds."""
-    have = dict(zip(src.mesh.devices, _shards(src), strict=True))
-    alone = tuple(axis for axis in dst.mesh.axes if axis not in group)
-    holders: dict[tuple[int, tuple[int, ...]], set[tuple[int, ...]]] = {}
-    rows = zip(dst.mesh.devices, places(dst.mesh, alone), _shards(dst), strict=True)
-    for rank, place, need in rows:
-        held = holders.setdefault((place, need), set())
-        if rank in have:
-            held.add(have[rank])
-    mine = [intervals(src, dim) for dim in range(src.ndim)]
-    theirs = [intervals(dst, dim) for dim in range(dst.ndim)]
-    found: dict[tuple[tuple[int, ...], frozenset[tuple[int, ...]]], Pair] = {}
-    for (_, need), shards in holders.items():
-        key = (need, frozenset(shards))
-        if key not in found:
-            box = [cut[at] for cut, at in zip(theirs, need, strict=True)]
-            # Shards are disjoint: what a group holds is the sum.
-            held_by = sum(_common(box, mine, shard) for shard in shards)
-            found[key] = (math.prod(stop - start for start, stop in box), held_by)
-    return _front(found.values())
+def _overlaps_across_meshes(src: Spec, dst: Spec, group: tuple[str, ...]) -> set[Overlap]:
+    """Return `overlaps` of specs of two meshes, from every rank of the target's mesh."""
+    src_shards = dict(zip(src.mesh.devices, _shard_coords(src), strict=True))
+    outside = tuple(axis for axis in dst.mesh.axes if axis not in group)
+    held: dict[tuple[int, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    rows = zip(dst.mesh.devices, shard_indices(dst.mesh, outside), _shard_coords(dst), strict=True)
+    for rank, index, target in rows:
+        shards = held.setdefault((index, target), set())
+        if rank in src_shards:
+            shards.add(src_shards[rank])
+    src_dims = [shard_intervals(src, dim) for dim in range(src.ndim)]
+    dst_dims = [shard_intervals(dst, dim) for dim in range(dst.ndim)]
+    pairs: dict[tuple[tuple[int, ...], frozenset[tuple[int, ...]]], Overlap] = {}
+    for (_, target), shards in held.items():
+        key = (target, frozenset(shards))
+        if key not in pairs:
+            box = [intervals[i] for intervals, i in zip(dst_dims, target, strict=True)]
+            # Shards are disjoint: a group holds the sum of what its shards have.
+            holds = sum(_common_volume(box, src_dims, shard) for shard in shards)
+            pairs[key] = (math.prod(stop - start for start, stop in box), holds)
+    return _front(pairs.values())
 
 
-def _common(box: Intervals, cuts: Sequence[Intervals], shard: tuple[int, ...]) -> int:
-    """Elements of a box that one shard holds."""
+def _common_volume(
+    box: Sequence[Interval], dims: Sequence[Sequence[Interval]], shard: tuple[int, ...]
+) -> int:
+    """Count the elements of a box in one shard, given by its index in every dim."""
     count = 1
-    for (start, stop), cut, at in zip(box, cuts, shard, strict=True):
-        low, high = cut[at]
+    for (start, stop), intervals, index in zip(box, dims, shard, strict=True):
+        low, high = intervals[index]
         count *= max(0, min(stop, high) - max(start, low))
     return count
 
 
-def _shards(spec: Spec) -> Iterable[tuple[int, ...]]:
-    """Which shard of each dim every device holds, in the order of the mesh's devices."""
+def _shard_coords(spec: Spec) -> Iterable[tuple[int, ...]]:
+    """Return each device's shard index in every dim, in the order of `mesh.devices`."""
     if spec.ndim == 0:
         return [()] * spec.mesh.size
-    return zip(*(places(spec.mesh, axes) for axes in spec.partition.dims), strict=True)
+    return zip(*(shard_indices(spec.mesh, axes) for axes in spec.partition.dims), strict=True)
 
 
-def places(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
-    """The row-major index along `axes` of every device, in the order of the mesh's devices."""
+def shard_indices(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
+    """Return each device's row-major index along `axes`, in the order of `mesh.devices`."""
     stride, strides = 1, {}
     for axis in reversed(axes):
         strides[axis] = stride
         stride *= mesh.shape[axis]
-    found = [0]
+    indices = [0]
     for axis, size in mesh.shape.items():
-        step = strides.get(axis, 0)
-        offsets = [at * step for at in range(size)]
-        found = [base + offset for base in found for offset in offsets]
-    return found
+        offsets = [i * strides.get(axis, 0) for i in range(size)]
+        indices = [base + offset for base in indices for offset in offsets]
+    return indices
 
 
-def intervals(spec: Spec, dim: int) -> Intervals:
-    """Where each shard of a dim begins and ends."""
+def shard_intervals(spec: Spec, dim: int) -> list[Interval]:
+    """Return start and stop of each shard of a dim."""
     stops = itertools.accumulate(spec.shard_sizes(dim), initial=0)
     return list(itertools.pairwise(stops))

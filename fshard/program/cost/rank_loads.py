@@ -1,12 +1,12 @@
-"""What every rank sends, receives and copies in a step, to be added up over many tensors.
+"""Bytes that every rank sends, receives and copies in a step, to be added up over many tensors.
 
-The busiest rank of all together is not the busiest of each: owners take turns. The laws are those
-of `traffic`, of each rank's own shards; even steps on one mesh are taken to be alike on all ranks.
+The busiest rank of a batch is not the busiest rank of each tensor: owners of tensors differ. The
+formulas are those of `traffic`, for each rank's own shards; even steps on one mesh are taken to
+load all ranks alike.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from functools import lru_cache
@@ -14,23 +14,20 @@ from typing import NamedTuple
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.program.cost.model import copy_passes, max_local_nbytes, share, step_axes, traffic
-from fshard.program.cost.overlap import alike_shards, intervals, places
-from fshard.program.exchange_boxes import reduced_axes, turned_axes
-from fshard.program.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    ReduceScatter,
-    Step,
+from fshard.program.cost.model import copy_passes
+from fshard.program.cost.overlap import shard_indices
+from fshard.program.cost.rank_overlap import (
+    Ranks,
+    Vector,
+    local_bytes,
+    needed_bytes,
+    overlap_bytes,
 )
+from fshard.program.cost.traffic import ceil_share, exchange_peers, step_axes, traffic
+from fshard.program.exchange_boxes import converted_axes, reduction_axes
+from fshard.program.steps import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
 
-__all__ = ["Load", "Ranks", "Vector", "added", "everyone", "held", "kept", "load"]
-
-Ranks = range | tuple[int, ...]
-Vector = tuple[int, ...]
-"""A number for each of some ranks, in their order."""
+__all__ = ["Load", "add_vectors", "step_load", "union_ranks"]
 
 
 class Load(NamedTuple):
@@ -41,64 +38,68 @@ class Load(NamedTuple):
     copied: Vector
 
 
-def everyone(meshes: Iterable[Mesh]) -> Ranks:
-    """The ranks of any of the meshes, sorted."""
-    found = [*dict.fromkeys(meshes)]
-    if len(found) == 1:
-        return found[0].ranks
-    return tuple(sorted({rank for mesh in found for rank in mesh.ranks}))
+def union_ranks(meshes: Iterable[Mesh]) -> Ranks:
+    """Return the ranks of any of the meshes, sorted."""
+    distinct = [*dict.fromkeys(meshes)]
+    if len(distinct) == 1:
+        return distinct[0].ranks
+    return tuple(sorted({rank for mesh in distinct for rank in mesh.ranks}))
 
 
-def added(vectors: Iterable[Vector], ranks: Ranks) -> Vector:
-    """Vectors of `ranks` added up."""
+def add_vectors(vectors: Iterable[Vector], ranks: Ranks) -> Vector:
+    """Return the sum of vectors of `ranks`, zeros if there are none."""
     return tuple(map(sum, zip(*vectors, strict=True))) or (0,) * len(ranks)
 
 
 @lru_cache(maxsize=512)
-def load(step: Step, src: Spec, dst: Spec, ranks: Ranks) -> Load:
-    """What each of `ranks`, among them those of both specs, moves in a step.
+def step_load(step: Step, src: Spec, dst: Spec, ranks: Ranks) -> Load:
+    """Return the load of each of `ranks`, which must contain those of both meshes, in a step.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> src = Spec(Mesh(x=2), P("x"), shape=(8,))
-    >>> load(Exchange(P("x"), sizes=((8, 0),)), src, src.replace(sizes={0: (8, 0)}), range(2))
+    >>> step = Exchange(P("x"), sizes=((8, 0),))
+    >>> step_load(step, src, src.replace(sizes={0: (8, 0)}), range(2))
     Load(sent=(0, 16), received=(16, 0), copied=(96, 32))
     """
     moved = traffic(step, src, dst)
-    before, after = held(src, ranks), held(dst, ranks)
+    before, after = local_bytes(src, ranks), local_bytes(dst, ranks)
     packed, unpacked = copy_passes(step, src, dst, moved.launches)
     copied = tuple(packed * a + unpacked * b for a, b in zip(before, after, strict=True))
     if src.mesh == dst.mesh and not any(src.sizes) and not any(dst.sizes):
         inside = [int(rank in src.mesh) for rank in ranks]
-        sent, received = (tuple(n * each for each in inside) for n in (moved.sent, moved.received))
+        sent, received = (tuple(n * i for i in inside) for n in (moved.sent, moved.received))
         return Load(sent, received, copied)
     sent = received = (0,) * len(ranks)
     if moved.launches:
-        sent, received = _unevenly(step, src, dst, ranks, before, after)
+        sent, received = _uneven_load(step, src, dst, ranks, before, after)
     return Load(sent, received, copied)
 
 
-def _unevenly(
+def _uneven_load(
     step: Step, src: Spec, dst: Spec, ranks: Ranks, before: Vector, after: Vector
 ) -> tuple[Vector, Vector]:
+    """Return the bytes that each rank sends and receives, from the bytes of its two locals."""
     n = math.prod(src.mesh.shape[axis] for axis in step_axes(step, src, dst))
     match step:
         case AllGather():
-            return _times(n - 1, before), _less(after, before)
+            return _times(n - 1, before), _minus(after, before)
         case ReduceScatter():
-            return _less(before, after), _times(n - 1, after)
+            return _minus(before, after), _times(n - 1, after)
         case AllReduce():
             item = src.dtype.itemsize
-            moved = tuple(share(2 * (n - 1), each // item, n) * item for each in before)
+            moved = tuple(ceil_share(2 * (n - 1), nbytes // item, n) * item for nbytes in before)
             return moved, moved
         case AllToAll():
-            both = kept(src, dst, ranks)
-            return _less(before, both), _less(after, both)
+            holds = overlap_bytes(src, dst, ranks)
+            return _minus(before, holds), _minus(after, holds)
         case Exchange():
-            both = kept(src, dst, ranks)
-            addends = src.mesh.axis_size(reduced_axes(src, dst))
-            needed = _from_own_places(src, dst, ranks, turned_axes(src, dst))
-            return _from_holders(src, dst, ranks, both), _less(_times(addends, needed), both)
+            holds = overlap_bytes(src, dst, ranks)
+            num_partials = src.mesh.axis_size(reduction_axes(src, dst))
+            needs = needed_bytes(src, dst, ranks, converted_axes(src, dst))
+            return _exchange_sent(src, dst, ranks, holds), _minus(
+                _times(num_partials, needs), holds
+            )
         case _:  # a permutation
             return before, after
 
@@ -107,79 +108,25 @@ def _times(n: int, xs: Vector) -> Vector:
     return tuple(n * x for x in xs)
 
 
-def _less(xs: Vector, ys: Vector) -> Vector:
+def _minus(xs: Vector, ys: Vector) -> Vector:
     return tuple(x - y for x, y in zip(xs, ys, strict=True))
 
 
-def _from_holders(src: Spec, dst: Spec, ranks: Ranks, both: Vector) -> Vector:
-    """What each rank sends in an exchange: holders of one shard send alike what others lack."""
-    p, turned = src.partition, turned_axes(src, dst)
-    lent = tuple(axis for axis in turned if axis in p.reduced)
+def _exchange_sent(src: Spec, dst: Spec, ranks: Ranks, holds: Vector) -> Vector:
+    """Return the bytes that each rank sends in an exchange.
+
+    All holders of one shard send equal parts of what other ranks lack of it.
+    """
+    p, converted = src.partition, converted_axes(src, dst)
+    lent = tuple(axis for axis in converted if axis in p.reduced)
     varied = tuple(axis for axes in (*p.dims, tuple(p.unreduced), lent) for axis in axes)
-    shard = dict(zip(src.mesh.devices, places(src.mesh, varied), strict=True))
-    keeps = [0] * src.mesh.axis_size(varied)
-    for rank, its in zip(ranks, both, strict=True):
+    shard = dict(zip(src.mesh.devices, shard_indices(src.mesh, varied), strict=True))
+    kept = [0] * src.mesh.axis_size(varied)
+    for rank, nbytes in zip(ranks, holds, strict=True):
         if rank in shard:
-            keeps[shard[rank]] += its
-    stay = dst.mesh.axis_size(tuple(dst.partition.unreduced))
-    needers = dst.mesh.size // (dst.num_shards * stay)
-    holders = src.mesh.size // len(keeps)
-    asked = _from_own_places(dst, src, ranks, turned)
+            kept[shard[rank]] += nbytes
+    needers, holders = exchange_peers(src, dst)
     return tuple(
-        -(-(needers * size - keeps[shard[rank]]) // holders) if rank in shard else 0
-        for rank, size in zip(ranks, asked, strict=True)
+        -(-(needers * nbytes - kept[shard[rank]]) // holders) if rank in shard else 0
+        for rank, nbytes in zip(ranks, needed_bytes(dst, src, ranks, converted), strict=True)
     )
-
-
-def _from_own_places(src: Spec, dst: Spec, ranks: Ranks, turned: tuple[str, ...]) -> Vector:
-    """Bytes of its local of `dst` that each rank has from its own place along axes of `src`."""
-    if not turned:
-        return held(dst, ranks)
-    sizes = [dst.dtype.itemsize if rank in dst.mesh else 0 for rank in ranks]
-    for dim, axes in enumerate(src.partition.dims):
-        alike = alike_shards(src.mesh.shape, axes, frozenset(turned))
-        cuts = [[*itertools.compress(intervals(src, dim), some)] for some in alike]
-        where = places(src.mesh, tuple(axis for axis in axes if axis in turned))
-        own = dict(zip(src.mesh.devices, where, strict=True))
-        sizes = [
-            size and size * sum(max(0, min(stop, b) - max(start, a)) for a, b in cuts[own[rank]])
-            for rank, size, (start, stop) in zip(ranks, sizes, _cuts(dst, dim, ranks), strict=True)
-        ]
-    return tuple(sizes)
-
-
-@lru_cache(maxsize=512)
-def held(spec: Spec, ranks: Ranks) -> Vector:
-    """Bytes of the local of each of `ranks`, among them those of the mesh."""
-    if not any(spec.sizes):
-        local = max_local_nbytes(spec)
-        return tuple(local if rank in spec.mesh else 0 for rank in ranks)
-    sizes = [spec.dtype.itemsize] * spec.mesh.size
-    for dim, axes in enumerate(spec.partition.dims):
-        widths = spec.shard_sizes(dim)
-        cuts = places(spec.mesh, axes)
-        sizes = [size * widths[at] for size, at in zip(sizes, cuts, strict=True)]
-    by_rank = dict(zip(spec.mesh.devices, sizes, strict=True))
-    return tuple(by_rank.get(rank, 0) for rank in ranks)
-
-
-@lru_cache(maxsize=512)
-def kept(src: Spec, dst: Spec, ranks: Ranks) -> Vector:
-    """Bytes of its local of `dst` that each rank has in that of `src`."""
-    item = src.dtype.itemsize
-    sizes = [item if rank in src.mesh and rank in dst.mesh else 0 for rank in ranks]
-    for dim in range(src.ndim):
-        rows = zip(sizes, _cuts(src, dim, ranks), _cuts(dst, dim, ranks), strict=True)
-        sizes = [
-            size * max(0, min(stop, end) - max(start, begin)) if size else 0
-            for size, (start, stop), (begin, end) in rows
-        ]
-    return tuple(sizes)
-
-
-def _cuts(spec: Spec, dim: int, ranks: Ranks) -> list[tuple[int, int]]:
-    """The part of a dim that each rank has."""
-    cuts = intervals(spec, dim)
-    where = places(spec.mesh, spec.partition.dims[dim])
-    by_rank = dict(zip(spec.mesh.devices, where, strict=True))
-    return [cuts[by_rank[rank]] if rank in by_rank else (0, 0) for rank in ranks]

@@ -1,8 +1,9 @@
-"""What ranks hold of what they need, of shards of any sizes: for bounds and for exchanges.
+"""Elements that each rank needs, holds and lacks, as vectors over the ranks of a mesh.
 
-A rank's local is a box, a product of intervals, and dims are cut independently: what a rank has
-of a box is a product over the dims, each of which a search meets again and again. Of very many
-ranks some stand for all: the bound is then lower, and planning does not depend on their number.
+Words are those of `overlap.py`. Dims are sharded independently, so every vector is a product of
+one factor per dim; searches meet the same factors again and again, and `RankOverlap` remembers
+them. On a mesh of more than `MAX_RANKS` ranks a sample stands for all, so that planning time does
+not depend on the number of ranks: what the sample lacks is a lower bound.
 """
 
 from __future__ import annotations
@@ -10,188 +11,262 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Sequence, Set
+from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
-from fshard.program.cost.model import Traffic
-from fshard.program.cost.overlap import NONE, alike_shards, dim_pieces
+from fshard.layout.spec import Spec
+from fshard.program.cost.overlap import (
+    NO_AXES,
+    Interval,
+    dim_pieces,
+    masks_by_coordinate,
+    shard_indices,
+    shard_intervals,
+)
+from fshard.program.cost.traffic import Traffic, busiest_exchange, max_local_nbytes
 
-__all__ = ["Cuts", "Held"]
+__all__ = [
+    "DimShardings", "RankOverlap", "Ranks", "Vector", "local_bytes", "needed_bytes",
+    "overlap_bytes",
+]  # fmt: skip
 
-MOST_RANKS = 64
-"""Of more ranks as many are looked at, spread over the mesh."""
+MAX_RANKS = 64
+"""Ranks of larger meshes are sampled: at most so many, spread over the mesh."""
 
 Axes = tuple[str, ...]
-Cut = tuple[Axes, tuple[int, ...] | None]
-Cuts = tuple[Cut, ...]
-Intervals = list[tuple[int, int]]
+DimSharding = tuple[Axes, tuple[int, ...] | None]
+"""The axes of a dim, and the sizes of its shards, None if they are equal."""
+
+DimShardings = tuple[DimSharding, ...]
+
+Ranks = range | tuple[int, ...]
+Vector = tuple[int, ...]
+"""One number for each of some ranks, in their order."""
 
 
-class Held:
-    """The parts of the ranks of a mesh in layouts of one shape."""
+class RankOverlap:
+    """Tables of the shards that the ranks of one mesh have in layouts of one global shape."""
 
     def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
         self.mesh = mesh
         self.shape = shape
-        self.all = mesh.size <= MOST_RANKS
-        ranks = range(0, mesh.size, 1 if self.all else (mesh.size // MOST_RANKS) | 1)
+        self.complete = mesh.size <= MAX_RANKS
+        ranks = range(0, mesh.size, 1 if self.complete else (mesh.size // MAX_RANKS) | 1)
         self.coords: dict[str, list[int]] = {}
         stride = mesh.size
         for axis, n in mesh.shape.items():
             stride //= n
             self.coords[axis] = [rank // stride % n for rank in ranks]
         self.count = len(ranks)
-        self.found: dict[tuple[int, Cut], Intervals] = {}
-        self.pairs: dict[tuple[int, Cut, Cut], list[int]] = {}
-        self.met: dict[tuple[int, Cut, Cut, Set[str]], int] = {}
-        self.owns: dict[tuple[int, Cut, Cut, Set[str]], list[int]] = {}
-        self.whole: dict[Cuts, list[int]] = {}
-        self.shared: dict[tuple[Cuts, Cuts], list[int]] = {}
+        self._intervals: dict[tuple[int, DimSharding], list[Interval]] = {}
+        self._dim_holds: dict[tuple[int, DimSharding, DimSharding], list[int]] = {}
+        self._pieces: dict[tuple[int, DimSharding, DimSharding, Set[str]], int] = {}
+        self._dim_needs: dict[tuple[int, DimSharding, DimSharding, Set[str]], list[int]] = {}
+        self._numels: dict[DimShardings, list[int]] = {}
+        self._holds: dict[tuple[DimShardings, DimShardings], list[int]] = {}
 
-    def lacking(
+    def max_lack(
         self,
-        have: Cuts,
-        need: Cuts,
-        addends: int = 1,
+        have: DimShardings,
+        need: DimShardings,
+        num_partials: int = 1,
         within: Collection[str] = (),
     ) -> int:
-        """Elements that the worst placed rank has to receive, of so many addends of each.
+        """Return the elements that the worst-placed rank lacks of `num_partials` partial sums.
 
-        Ranks along `within` hold together, and need the same: it is what they all lack.
+        Ranks along `within` must need the same; they pool what they hold, and the result is what
+        all of them together lack.
         """
-        wanted, held = self.boxes(need), self.common(have, need)
+        needs, holds = self.numels(need), self.holds(have, need)
         if not within:
-            return max([addends * a - b for a, b in zip(wanted, held, strict=True)])
-        if not self.all:
+            return max([num_partials * a - b for a, b in zip(needs, holds, strict=True)])
+        if not self.complete:
             return 0
-        alone = [axis for axis in self.coords if axis not in within]
-        places = list(zip(*(self.coords[axis] for axis in alone), strict=True)) or [()] * self.count
+        outside = [axis for axis in self.coords if axis not in within]
+        groups = list(zip(*(self.coords[axis] for axis in outside), strict=True))
         lacks: dict[tuple[int, ...], int] = {}
-        for place, a, b in zip(places, wanted, held, strict=True):
-            lacks[place] = lacks.get(place, addends * a) - b
+        for group, a, b in zip(groups or [()] * self.count, needs, holds, strict=True):
+            lacks[group] = lacks.get(group, num_partials * a) - b
         return max(lacks.values())
 
-    def exchanged(
+    def exchange_traffic(
         self,
-        have: Cuts,
-        need: Cuts,
+        have: DimShardings,
+        need: DimShardings,
         item: int,
-        addends: int,
+        num_partials: int,
         needers: int,
         holders: int,
-        turned: Set[str] = NONE,
+        converted: Set[str] = NO_AXES,
     ) -> Traffic:
-        """The traffic of an exchange, of elements of `item` bytes, where all ranks are looked at.
+        """Return `traffic` of an exchange of elements of `item` bytes, if no rank is left out.
 
-        As `traffic` of specs says it: so many ranks need and hold each shard.
+        `needers` and `holders` are the ranks that need and that hold each shard.
         """
-        wanted, own = self.at_own(have, need, turned), self.at_own(need, have, turned)
-        held = self.common(have, need)
-        received = max([addends * a - b for a, b in zip(wanted, held, strict=True)])
-        if received == 0:
-            return Traffic()
-        sent = max([-(-needers * a // holders) - b for a, b in zip(own, held, strict=True)])
-        here = min(held) > 0
-        come = addends * self.pieces(have, need, turned) - (here or self.keeps(wanted, held))
-        theirs = -(-needers * self.pieces(need, have, turned) // holders)
-        go = theirs - (here or self.keeps(own, held))
-        return Traffic(sent * item, received * item, max(1, come, go), 1)
+        holds = self.holds(have, need)
+        targets = list(zip(self.needs(have, need, converted), holds, strict=True))
+        shards = list(zip(self.needs(need, have, converted), holds, strict=True))
+        incoming, outgoing = (
+            self.pieces(have, need, converted), self.pieces(need, have, converted)
+        )  # fmt: skip
+        return busiest_exchange(
+            targets, shards, item, num_partials, needers, holders, incoming, outgoing
+        )
 
-    def keeps(self, boxes: list[int], held: list[int]) -> bool:
-        """Whether every rank holds some of its box, if that has any elements."""
-        return all(b > 0 for a, b in zip(boxes, held, strict=True) if a)
-
-    def pieces(self, have: Cuts, need: Cuts, turned: Set[str]) -> int:
-        """The most source shards that a target shard meets: dim by dim."""
+    def pieces(self, have: DimShardings, need: DimShardings, converted: Set[str]) -> int:
+        """Bound the source shards that a target shard meets: the product of the most per dim."""
         count = 1
-        for dim, (one, other) in enumerate(zip(have, need, strict=True)):
-            key = dim, one, other, turned
-            found = self.met.get(key)
-            if found is None:
-                mine, theirs = self.sizes(dim, one), self.sizes(dim, other)
-                alike = alike_shards(self.mesh.shape, one[0], turned)
-                found = max(dim_pieces(mine, theirs, some) for some in alike)
-                self.met[key] = found
-            count *= found
+        for dim, (before, after) in enumerate(zip(have, need, strict=True)):
+            key = dim, before, after, converted
+            most = self._pieces.get(key)
+            if most is None:
+                sizes = self.sizes(dim, before), self.sizes(dim, after)
+                masks = masks_by_coordinate(self.mesh.shape, before[0], converted)
+                most = self._pieces[key] = max(dim_pieces(*sizes, mask) for mask in masks)
+            count *= most
         return count
 
-    def at_own(self, have: Cuts, need: Cuts, turned: Set[str]) -> list[int]:
-        """The elements of each rank's box of `need` from its own places along axes of `have`."""
-        if not turned or turned.isdisjoint(itertools.chain(*(axes for axes, _ in have))):
-            return self.boxes(need)
-        found = [1] * self.count
-        for dim, (one, other) in enumerate(zip(have, need, strict=True)):
-            part = self.owns.get((dim, one, other, turned))
-            if part is None:
-                part = self.owns[dim, one, other, turned] = self._at_own(dim, one, other, turned)
-            found = [a * b for a, b in zip(found, part, strict=True)]
-        return found
+    def needs(self, have: DimShardings, need: DimShardings, converted: Set[str]) -> list[int]:
+        """Count the elements that each rank needs: its shard of `need`.
 
-    def _at_own(self, dim: int, have: Cut, need: Cut, turned: Set[str]) -> list[int]:
-        """One dim's part in `at_own`."""
+        Only elements from source shards at the rank's own coordinate along the `converted` axes
+        of `have` are needed.
+        """
+        if not converted or converted.isdisjoint(itertools.chain(*(axes for axes, _ in have))):
+            return self.numels(need)
+        counts = [1] * self.count
+        for dim, (before, after) in enumerate(zip(have, need, strict=True)):
+            key = dim, before, after, converted
+            factor = self._dim_needs.get(key)
+            if factor is None:
+                factor = self._dim_needs[key] = self._needs_of_dim(*key)
+            counts = [a * b for a, b in zip(counts, factor, strict=True)]
+        return counts
+
+    def _needs_of_dim(
+        self, dim: int, have: DimSharding, need: DimSharding, converted: Set[str]
+    ) -> list[int]:
+        """Return one dim's factor in `needs`."""
         stops = itertools.accumulate(self.sizes(dim, have), initial=0)
-        cuts = list(itertools.pairwise(stops))
+        shards = list(itertools.pairwise(stops))
         goals = list(itertools.accumulate(self.sizes(dim, need), initial=0))
-        # For each place along the turned axes how much of the dim is there, up to each goal.
+        # For each coordinate along the converted axes: elements there before the end of each goal.
         below = [
-            [sum([min(goal, b) - a for a, b in own if a < goal]) for goal in goals]
-            for some in alike_shards(self.mesh.shape, have[0], turned)
-            for own in [list(itertools.compress(cuts, some))]
+            [sum([min(goal, b) - a for a, b in selected if a < goal]) for goal in goals]
+            for mask in masks_by_coordinate(self.mesh.shape, have[0], converted)
+            for selected in [list(itertools.compress(shards, mask))]
         ]
-        places = self.index(tuple(axis for axis in have[0] if axis in turned))
+        coordinates = self.index(tuple(axis for axis in have[0] if axis in converted))
         return [
-            below[place][at + 1] - below[place][at]
-            for place, at in zip(places, self.index(need[0]), strict=True)
+            below[coordinate][i + 1] - below[coordinate][i]
+            for coordinate, i in zip(coordinates, self.index(need[0]), strict=True)
         ]
 
-    def boxes(self, cuts: Cuts) -> list[int]:
-        """The elements of each rank's box."""
-        found = self.whole.get(cuts)
-        if found is None:
-            found = [1] * self.count
-            for dim, cut in enumerate(cuts):
-                widths = [high - low for low, high in self.intervals(dim, cut)]
-                found = [a * b for a, b in zip(found, widths, strict=True)]
-            self.whole[cuts] = found
-        return found
+    def numels(self, layout: DimShardings) -> list[int]:
+        """Count the elements of each rank's shard."""
+        counts = self._numels.get(layout)
+        if counts is None:
+            counts = [1] * self.count
+            for dim, sharding in enumerate(layout):
+                widths = [high - low for low, high in self.intervals(dim, sharding)]
+                counts = [a * b for a, b in zip(counts, widths, strict=True)]
+            self._numels[layout] = counts
+        return counts
 
-    def common(self, have: Cuts, need: Cuts) -> list[int]:
-        """How many elements each rank has of what it needs."""
+    def holds(self, have: DimShardings, need: DimShardings) -> list[int]:
+        """Count the elements that each rank has in both layouts."""
         both = (have, need)
-        found = self.shared.get(both)
-        if found is not None:
-            return found
-        found = [1] * self.count
-        for dim, key in enumerate(zip(have, need, strict=True)):
-            part = self.pairs.get((dim, *key))
-            if part is None:
-                ends = zip(*(self.intervals(dim, cut) for cut in key), strict=True)
-                part = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in ends]
-                self.pairs[dim, *key] = part
-            found = [a * b for a, b in zip(found, part, strict=True)]
-        self.shared[both] = found
-        return found
+        counts = self._holds.get(both)
+        if counts is not None:
+            return counts
+        counts = [1] * self.count
+        for dim, pair in enumerate(zip(have, need, strict=True)):
+            factor = self._dim_holds.get((dim, *pair))
+            if factor is None:
+                ends = zip(*(self.intervals(dim, sharding) for sharding in pair), strict=True)
+                factor = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in ends]
+                self._dim_holds[dim, *pair] = factor
+            counts = [a * b for a, b in zip(counts, factor, strict=True)]
+        self._holds[both] = counts
+        return counts
 
-    def intervals(self, dim: int, cut: Cut) -> Intervals:
-        """The interval of a dim that each rank has."""
-        found = self.found.get((dim, cut))
-        if found is None:
-            stops = list(itertools.accumulate(self.sizes(dim, cut), initial=0))
-            index = self.index(cut[0])
-            found = self.found[dim, cut] = [(stops[at], stops[at + 1]) for at in index]
-        return found
+    def intervals(self, dim: int, sharding: DimSharding) -> list[Interval]:
+        """Return start and stop of each rank's shard of a dim."""
+        intervals = self._intervals.get((dim, sharding))
+        if intervals is None:
+            stops = list(itertools.accumulate(self.sizes(dim, sharding), initial=0))
+            intervals = [(stops[i], stops[i + 1]) for i in self.index(sharding[0])]
+            self._intervals[dim, sharding] = intervals
+        return intervals
 
     def index(self, axes: Axes) -> list[int]:
-        """The place of each rank along axes, row-major."""
+        """Return the row-major index of each rank along `axes`."""
         index = [0] * self.count
         for axis in axes:
             n = self.mesh.shape[axis]
             index = [n * a + b for a, b in zip(index, self.coords[axis], strict=True)]
         return index
 
-    def sizes(self, dim: int, cut: Cut) -> Sequence[int]:
-        """The sizes of the shards of a dim."""
-        axes, sizes = cut
+    def sizes(self, dim: int, sharding: DimSharding) -> Sequence[int]:
+        """Return the sizes of all shards of a dim."""
+        axes, sizes = sharding
         if sizes is not None:
             return sizes
         count = math.prod(self.mesh.shape[axis] for axis in axes)
         return [self.shape[dim] // count] * count
+
+
+# -- bytes, of the ranks of one or two meshes -----------------------------------------------
+
+
+@lru_cache(maxsize=512)
+def local_bytes(spec: Spec, ranks: Ranks) -> Vector:
+    """Return the bytes of each rank's local, 0 outside of the spec's mesh."""
+    if any(spec.sizes):
+        return overlap_bytes(spec, spec, ranks)
+    local = max_local_nbytes(spec)
+    return tuple(local if rank in spec.mesh else 0 for rank in ranks)
+
+
+@lru_cache(maxsize=512)
+def overlap_bytes(src: Spec, dst: Spec, ranks: Ranks) -> Vector:
+    """Return the bytes of its local of `dst` that each rank holds in that of `src`."""
+    item = src.dtype.itemsize
+    sizes = [item if rank in src.mesh and rank in dst.mesh else 0 for rank in ranks]
+    for dim in range(src.ndim):
+        rows = zip(sizes, _intervals(src, dim, ranks), _intervals(dst, dim, ranks), strict=True)
+        sizes = [
+            size and size * max(0, min(stop, end) - max(start, begin))
+            for size, (start, stop), (begin, end) in rows
+        ]
+    return tuple(sizes)
+
+
+def needed_bytes(src: Spec, dst: Spec, ranks: Ranks, converted: tuple[str, ...]) -> Vector:
+    """Return the bytes of its local of `dst` that each rank needs.
+
+    Only elements from source shards at the rank's own coordinate along `converted` are needed.
+    """
+    if not converted:
+        return local_bytes(dst, ranks)
+    sizes = [dst.dtype.itemsize if rank in dst.mesh else 0 for rank in ranks]
+    for dim, axes in enumerate(src.partition.dims):
+        masks = masks_by_coordinate(src.mesh.shape, axes, frozenset(converted))
+        shards = [[*itertools.compress(shard_intervals(src, dim), mask)] for mask in masks]
+        indices = shard_indices(src.mesh, tuple(axis for axis in axes if axis in converted))
+        index = dict(zip(src.mesh.devices, indices, strict=True))
+        rows = zip(ranks, sizes, _intervals(dst, dim, ranks), strict=True)
+        sizes = [
+            size
+            and size * sum(max(0, min(stop, b) - max(start, a)) for a, b in shards[index[rank]])
+            for rank, size, (start, stop) in rows
+        ]
+    return tuple(sizes)
+
+
+def _intervals(spec: Spec, dim: int, ranks: Ranks) -> list[Interval]:
+    """Return start and stop of each rank's shard of a dim, (0, 0) outside of the mesh."""
+    intervals = shard_intervals(spec, dim)
+    indices = shard_indices(spec.mesh, spec.partition.dims[dim])
+    index = dict(zip(spec.mesh.devices, indices, strict=True))
+    return [intervals[index[rank]] if rank in index else (0, 0) for rank in ranks]

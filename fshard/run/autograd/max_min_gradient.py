@@ -13,7 +13,7 @@ from functools import lru_cache
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.program.exchange_boxes import reduced_axes, turned_axes
+from fshard.program.exchange_boxes import converted_axes, reduction_axes
 from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,
@@ -63,12 +63,12 @@ def linear_parts(prog: Program) -> tuple[Program, ...]:
 def _extreme_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
     """The axes along which the step takes a maximum or a minimum; none where it takes neither."""
     after = dst.partition.unreduced
-    made = {after[axis] for axis in turned_axes(src, dst) if axis in after}
+    made = {after[axis] for axis in converted_axes(src, dst) if axis in after}
     match step:
         case AllReduce(axes) | ReduceScatter(axes):
             taken = axes
         case Exchange() if made <= set(LINEAR):
-            taken = reduced_axes(src, dst)
+            taken = reduction_axes(src, dst)
         case _:
             return ()
     kinds = {src.partition.unreduced[axis] for axis in taken}
@@ -82,8 +82,8 @@ def _apart(step: Step, src: Spec, dst: Spec) -> tuple[Step, list[Step]]:
     """
     if not isinstance(step, Exchange):
         return step, []
-    if turned_axes(src, dst):
-        return AllReduce(reduced_axes(src, dst)), [_of_addends(step)]
+    if converted_axes(src, dst):
+        return AllReduce(reduction_axes(src, dst)), [_of_addends(step)]
     p = dst.partition
     new = {axis: kind for axis, kind in p.reduced_kinds if axis not in src.partition.reduced}
     kept = tuple(each for each in p.reduced_kinds if each[0] not in new)

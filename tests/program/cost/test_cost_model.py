@@ -14,20 +14,18 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
-from fshard.program.cost.model import (
+from fshard.program.cost.model import collective_time, copied_bytes, step_time
+from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.traffic import (
     Traffic,
-    all_reduced,
-    copies,
-    exchanged,
-    gathered,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+    even_exchange_traffic,
     max_local_nbytes,
-    seconds,
     step_axes,
-    step_time,
-    swapped,
     traffic,
 )
-from fshard.program.cost.topology import Link, Topology
 from fshard.program.exchange_boxes import receives, sends
 from fshard.program.infer import infer
 from fshard.program.program import Program
@@ -156,7 +154,7 @@ def test_exchanges_by_hand(src: str, dst: str, moved: tuple[int, int, int]) -> N
     assert traffic(step, before, after) == Traffic(*moved, rounds=int(max(moved) > 0))
     assert Program(before, (step,)).cost().messages == moved[2]
     if max(moved) == 0:
-        assert copies(step, before, after, 0) == 2 * max_local_nbytes(after)
+        assert copied_bytes(step, before, after, 0) == 2 * max_local_nbytes(after)
 
 
 def test_an_exchange_of_a_million_devices() -> None:
@@ -168,7 +166,7 @@ def test_an_exchange_of_a_million_devices() -> None:
             received = traffic(Exchange(dst.partition), src, dst).received
             size = dict(mesh.shape)
             dims = src.partition.dims, dst.partition.dims
-            assert received == exchanged(src.shape, 1, size, *dims).received
+            assert received == even_exchange_traffic(src.shape, 1, size, *dims).received
         fine = Mesh(a=32, b=32, c=1024)
         dst = parse("u8[1048576@(c,b,a),1024]", fine)
         step = Exchange(dst.partition, mesh=fine)
@@ -180,11 +178,11 @@ def test_an_exchange_of_a_million_devices() -> None:
 
 def test_formulas_are_those_of_steps() -> None:
     for step, text, want in [
-        (AllGather(XY, 1), "f32[4,12@(x,y)]", gathered(6, 32)),
-        (ReduceScatter(XY, 1), "f32[4,12]{unreduced: x, y}", gathered(6, 32)),
-        (AllReduce(XY), "f32[4,11]{unreduced: x, y}", all_reduced(6, 176, 4)),
-        (AllToAll(XY, 1, 0), "f32[24@z,12@(x,y)]", swapped(6, 96)),
-        (AllToAll("x", 1, 0, also=(AllToAll("y", 2, 0),)), "f32[12,2@x,3@y]", swapped(6, 48)),
+        (AllGather(XY, 1), "f32[4,12@(x,y)]", all_gather_traffic(6, 32)),
+        (ReduceScatter(XY, 1), "f32[4,12]{unreduced: x, y}", all_gather_traffic(6, 32)),
+        (AllReduce(XY), "f32[4,11]{unreduced: x, y}", all_reduce_traffic(6, 176, 4)),
+        (AllToAll(XY, 1, 0), "f32[24@z,12@(x,y)]", all_to_all_traffic(6, 96)),
+        (AllToAll("x", 1, 0, also=(AllToAll("y", 2, 0),)), "f32[12,2@x,3@y]", all_to_all_traffic(6, 48)),
         (CollectivePermute(P(("y", "x"))), "f32[12@(x,y)]", Traffic(8, 8, 1, 1)),
     ]:
         src = spec_of(text)
@@ -264,11 +262,11 @@ def test_local_copies(step: Step, src: str, copied: int) -> None:
     before = spec_of(src)
     after = infer(step, before)
     moved = traffic(step, before, after)
-    assert copies(step, before, after, moved.launches) == copied
+    assert copied_bytes(step, before, after, moved.launches) == copied
     link = OWN.link(MESH, step_axes(step, before, after))
     alone = copied / OWN.memory
     assert step_time(OWN, step, before, after) == pytest.approx(
-        seconds(OWN, link, moved, copied) if moved.launches else alone
+        collective_time(OWN, link, moved, copied) if moved.launches else alone
     )
 
 
@@ -324,5 +322,5 @@ def test_time_between_meshes() -> None:
         dst = infer(step, src)
         assert step_axes(step, src, dst) == ()
         moved = traffic(step, src, dst)
-        want = seconds(cluster, link, moved, 2 * 1024 + 2 * 2048)
+        want = collective_time(cluster, link, moved, 2 * 1024 + 2 * 2048)
         assert step_time(cluster, step, src, dst) == want

@@ -10,9 +10,9 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.search.astar import search
 from fshard.plan.search.problem import SearchProblem
-from fshard.program.cost.model import traffic
-from fshard.program.cost.rank_overlap import MOST_RANKS, Held
-from fshard.program.exchange_boxes import reduced_axes
+from fshard.program.cost.rank_overlap import MAX_RANKS, RankOverlap
+from fshard.program.cost.traffic import traffic
+from fshard.program.exchange_boxes import reduction_axes
 from fshard.program.steps import Exchange
 
 MESHES = [Mesh(x=4, y=2), Mesh(x=2, y=3, z=2), Mesh(x=1, y=2, z=4)]
@@ -49,7 +49,7 @@ def test_exchanges_that_make_addends_move_what_specs_say(
                 SearchProblem(a, b, None, None, frozenset()),
                 Exchange(b.partition, b.sizes),
             )
-            addends = mesh.axis_size(reduced_axes(a, b))
+            addends = mesh.axis_size(reduction_axes(a, b))
             turned = problem.converted_axes(problem.start, problem.goal)
             found = problem.exchange_traffic_by_rank(problem.start, problem.goal, addends, turned)
             moved = traffic(step, a, b)
@@ -70,14 +70,14 @@ def test_no_program_weighs_less_than_the_bound_of_its_source(mesh: Mesh) -> None
 
 
 def test_of_many_ranks_some_stand_for_all() -> None:
-    few = Held(Mesh(x=8, y=8), (64,))
-    many = Held(Mesh(x=1024, y=1024), (2**20,))
-    assert few.all
-    assert few.count == MOST_RANKS
-    assert not many.all
-    assert many.count <= MOST_RANKS
+    few = RankOverlap(Mesh(x=8, y=8), (64,))
+    many = RankOverlap(Mesh(x=1024, y=1024), (2**20,))
+    assert few.complete
+    assert few.count == MAX_RANKS
+    assert not many.complete
+    assert many.count <= MAX_RANKS
     uneven = (2**20 - 1023, *(1,) * 1023)
-    lacks = many.lacking(((("x",), uneven),), ((("y",), None),))
+    lacks = many.max_lack(((("x",), uneven),), ((("y",), None),))
     assert 0 < lacks <= 1024
 
 
