@@ -1,15 +1,15 @@
-"""`Rule`: how an operation acts on layouts, in factor notation.
+"""`Rule`: the layouts that an operation maps to layouts, in factor notation.
 
 A *factor* is a loop of the operation: one letter, on every dim of operands and results that it
 runs along. `"ik,kj->ij"` is a matrix product: `i` and `j` pass through, `k` is reduced. A dim may
 be a product of factors, major to minor: `"(ij)k->i(jk)"` reshapes. After einops, and Shardy's
-sharding rules (`sdy.op_sharding_rule`), from which the kinds of factors are.
+sharding rules (`sdy.op_sharding_rule`), which define the kinds of factors.
 
-What makes a rule right: cut the loop `f` in n parts, give each rank the parts of the operands
-that its part of the loop reads (whole operands where `f` does not occur), run the same operation
-there, and put the results together - one after the other along the dims that have `f`, by `f`'s
-reduction where a result has it not. That must give the result of the whole. It is asked of every
-factor alone: several mesh axes cut several factors, or one factor several times.
+A rule is correct if each factor `f` can be sharded alone: divide the loop `f` into n parts, give
+each rank the shards of the operands that its part reads (an operand without `f` is replicated),
+run the operation on them, then concatenate each result along its dim with `f`, or combine it by
+the reduction of `f` if it has no such dim. The outcome must equal the operation on global tensors.
+Several mesh axes shard several factors, or one factor several times.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fshard.layout.partition_spec import REDUCTIONS
 __all__ = ["Dims", "Mode", "Rule", "Slice", "rule"]
 
 Dims = tuple[tuple[str, ...], ...]
-"""Of every dim its factors, major to minor; none for a dim that no factor runs along."""
-Local = Callable[..., Any]
+"""Factors of each dim of a tensor, major to minor; () for a dim without a factor."""
+LocalFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Operands that may be unreduced together, by `kind`, and what that makes of the results.
+    """Operands that may be jointly unreduced by `kind`, and the states of the results then.
 
-    `results` has one kind for each: that by which it is then unreduced, or None where it is the
-    same on every rank. A product is linear in each of its operands: two modes of one operand. A
-    sum of two tensors is linear in both together: one mode of two.
+    `results` has one entry for each result: the kind by which it is unreduced, or None if it is
+    invariant. A product is linear in each of its operands and has two modes of one operand; a sum
+    of two tensors is linear in both jointly and has one mode of two operands.
     """
 
     operands: tuple[int, ...]
@@ -44,19 +44,19 @@ class Mode:
     results: tuple[str | None, ...]
 
     def __str__(self) -> str:
-        places = "+".join(map(str, self.operands))
-        made = ", ".join(each or "invariant" for each in self.results)
-        same = all(each == self.kind for each in self.results)
-        return f"{places} {self.kind}" if same else f"{places} {self.kind} -> {made}"
+        text = f"{'+'.join(map(str, self.operands))} {self.kind}"
+        results = ", ".join(kind or "invariant" for kind in self.results)
+        same = all(kind == self.kind for kind in self.results)
+        return text if same else f"{text} -> {results}"
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A factor `name` that is elements of another: `start`, `start + step`, ... up to `stop`.
+    """Factor `name` that selects elements `start:stop:step` of the factor `of`.
 
-    It is cut where that one is: every rank has of the slice what it has of the whole, which may be
-    another number on each, and nothing is sent. Places before the first element of `of` and after
-    its last one, those of a padding, are the first and the last rank's.
+    It is sharded wherever `of` is: each rank keeps the selected elements of its own shard, so
+    shard sizes may differ and nothing is communicated. Positions before the first element of `of`
+    and after its last one (padding) belong to the first and to the last rank.
     """
 
     name: str
@@ -68,16 +68,15 @@ class Slice:
     def __len__(self) -> int:
         return len(range(self.start, self.stop, self.step))
 
-    def sizes(self, parts: Sequence[int]) -> tuple[int, ...]:
-        """How many of the elements lie in each of the parts, by the sizes of those.
+    def sizes(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of selected elements in each shard of `of`, given the shards' sizes.
 
         >>> Slice("b", "a", 2, 7).sizes((3, 3, 3)), Slice("b", "a", -1, 10).sizes((3, 3, 3))
         ((1, 3, 1), (4, 3, 4))
         """
-        ends = list(itertools.accumulate(parts))
-        places = range(self.start, self.stop, self.step)
-        below = [len(range(self.start, min(end, self.stop), self.step)) for end in ends[:-1]]
-        return tuple(b - a for a, b in itertools.pairwise((0, *below, len(places))))
+        ends = list(itertools.accumulate(shard_sizes))
+        counts = [len(range(self.start, min(end, self.stop), self.step)) for end in ends[:-1]]
+        return tuple(b - a for a, b in itertools.pairwise((0, *counts, len(self))))
 
     def __str__(self) -> str:
         step = f":{self.step}" if self.step != 1 else ""
@@ -86,17 +85,28 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one call of an operation acts on layouts; made by `fs.rule`.
+    """Sharding rule of one call of an operation, built by `fs.rule` from text.
 
-    `operands` are its tensors in order, those inside of lists included; `results` the tensors that
-    it returns, None where it returns none. `reductions` gives factors that a result lacks their
-    kind; one that has none there is needed whole, as are those in `whole` and `permuted` (kept
-    apart for who reads it: the latter only move elements along the dim). `modes` are the
-    unreduced operands it takes. `local` runs the operation on one rank where more than shapes
-    changes there; `grad` are factors that can be cut, and modes that pass, only where no gradient
-    is asked for, since the pieces' gradients are not the gradient's pieces. `sizes` are lengths of
-    factors that the tensors' dims do not tell; `unread` operands give their dtype alone and may lie
-    as they will; `slices` are factors of results that are cut as another is.
+    Args:
+        operands: Factors of the dims of each operand, in order, tensors within lists included.
+        results: Factors of the dims of each result; None for a result that is not a tensor.
+        reductions: Pairs of a factor that some result lacks and its reduction (`"sum"`, `"avg"`,
+            `"max"`, `"min"`, `"product"`). A lacking factor without one must stay unsharded.
+        unsharded: Factors that must stay unsharded.
+        permuted: Factors that must stay unsharded because elements move along them.
+        modes: Operands that may be unreduced, and the states of the results then.
+        no_grad: Factors that may be sharded, and modes that pass, only if no gradient is
+            requested: gradients of the shards are not shards of the gradient.
+        local: Function that runs the operation on one rank, if it differs in more than shapes.
+        sizes: Lengths of factors that are not a dim of any tensor.
+        unread: Operands of which only shape and dtype matter; they may have any layout.
+        slices: Factors of results that are sharded wherever another factor is.
+
+    Kinds of factors are those of Shardy's `sdy.op_sharding_rule`.
+
+    >>> import fshard as fs
+    >>> fs.rule("ik,kj->ij").factors
+    ('i', 'k', 'j')
     """
 
     operands: tuple[Dims, ...]
@@ -106,27 +116,31 @@ class Rule:
     permuted: frozenset[str] = frozenset()
     modes: tuple[Mode, ...] = ()
     no_grad: frozenset[str | Mode] = frozenset()
-    local: Local | None = None
+    local: LocalFunction | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     unread: frozenset[int] = frozenset()
     slices: tuple[Slice, ...] = ()
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Every factor once, in the order of the text; those that are slices are none."""
-        sides = (*self.operands, *(dims for dims in self.results if dims is not None))
-        sliced = {each.name for each in self.slices}
-        found = dict.fromkeys(f for dims in sides for dim in dims for f in dim)
-        return tuple(f for f in found if f not in sliced)
+        """Distinct factors in the order of the text, without slices."""
+        tensors = (*self.operands, *(dims for dims in self.results if dims is not None))
+        sliced = {part.name for part in self.slices}
+        factors = dict.fromkeys(f for dims in tensors for dim in dims for f in dim)
+        return tuple(f for f in factors if f not in sliced)
 
-    def as_cut(self, factor: str) -> frozenset[str]:
-        """A factor and its slices, which are cut with it."""
-        return frozenset((factor, *(each.name for each in self.slices if each.of == factor)))
+    def with_slices(self, factor: str) -> frozenset[str]:
+        """Return a factor and its slices, which are sharded together."""
+        return frozenset((factor, *(part.name for part in self.slices if part.of == factor)))
 
     def kind(self, factor: str) -> str:
-        """What happens to a factor: pass-through, a reduction, whole (needed), or permuted.
+        """Return a factor's kind: `pass-through`, `unsharded`, `permuted` or a reduction.
 
-        >>> matmul = rule("ik,kj->ij")
+        Args:
+            factor: A factor of this rule.
+
+        >>> import fshard as fs
+        >>> matmul = fs.rule("ik,kj->ij")
         >>> matmul.kind("i"), matmul.kind("k")
         ('pass-through', 'sum')
         """
@@ -134,8 +148,8 @@ class Rule:
             return "unsharded"
         if factor in self.permuted:
             return "permuted"
-        cut = self.as_cut(factor)
-        if all(dims is None or any(_has(dims, f) for f in cut) for dims in self.results):
+        names = self.with_slices(factor)
+        if all(dims is None or any(_has(dims, f) for f in names) for dims in self.results):
             return "pass-through"
         return dict(self.reductions).get(factor, "unsharded")
 
@@ -143,10 +157,9 @@ class Rule:
         text = ",".join(map(_dims_text, self.operands)) + "->"
         text += ",".join("none" if dims is None else _dims_text(dims) for dims in self.results)
         kinds = [(f, self.kind(f)) for f in self.factors]
-        told = [f"{f} {kind}" for f, kind in kinds if kind != "pass-through"]
-        told += map(str, self.slices)
-        modes = [f"unreduced {mode}" for mode in self.modes]
-        return text + ("  {" + "; ".join((*told, *modes)) + "}" if told or modes else "")
+        notes = [f"{f} {kind}" for f, kind in kinds if kind != "pass-through"]
+        notes += [*map(str, self.slices), *(f"unreduced {mode}" for mode in self.modes)]
+        return text + ("  {" + "; ".join(notes) + "}" if notes else "")
 
 
 def _has(dims: Dims, factor: str) -> bool:
@@ -168,84 +181,103 @@ def rule(
     linear: Iterable[int | Sequence[int]] = (),
     modes: Iterable[Mode] = (),
     no_grad: Iterable[str] = (),
-    local: Local | None = None,
+    local: LocalFunction | None = None,
 ) -> Rule:
-    """A sharding rule from its text: `"ik,kj->ij"`.
+    """Build a sharding rule from its text, such as `"ik,kj->ij"`.
 
-    Letters are factors, `1` a dim that no factor runs along (of size 1, or one that must be
-    whole), `(ij)` a dim that is a product of factors; operands before the arrow, results after
-    it; nothing after it is a result of no dims. `reduce` is the reduction of factors that results
-    lack: one of `sum`, `avg`, `max`, `min`, `product` for all, or a mapping from factor. `linear`
-    are the operands that the operation is linear in: numbers for each alone, tuples for several
-    together. For the rest see `Rule`.
+    Args:
+        text: Operands, an arrow, results; tensors are separated by commas. A letter is a factor,
+            `(ij)` a dim that is a product of factors, major to minor, and `1` a dim without a
+            factor (of size 1, or one that must stay unsharded). Nothing after the arrow is one
+            result without dims.
+        reduce: Reduction of the factors that a result lacks (`"sum"`, `"avg"`, `"max"`, `"min"`,
+            `"product"`): one for all, or a mapping from factor to reduction.
+        unsharded: Factors that must stay unsharded.
+        permuted: Factors that must stay unsharded because elements move along them.
+        linear: Indices of the operands that the operation is linear in: an int for an operand
+            alone, a tuple for several jointly.
+        modes: Further modes of unreduced operands.
+        no_grad: Factors that may be sharded only if no gradient is requested.
+        local: Function that runs the operation on one rank, if it differs in more than shapes.
 
-    Raises `ShardingError`, listing everything that is wrong.
+    Returns:
+        The rule; `fs.register_rule(op)(rule)` registers it.
 
-    >>> print(rule("ik,kj->ij", linear=(0, 1)))
+    Raises:
+        ShardingError: If the text or a factor, reduction or operand is invalid; all problems are
+            listed.
+
+    After the sharding rules of Shardy (`sdy.op_sharding_rule`) and the notation of einops.
+
+    >>> import fshard as fs
+    >>> print(fs.rule("ik,kj->ij", linear=(0, 1)))
     ik,kj->ij  {k sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}
-    >>> rule("(ij)k->i(jk)").operands
+    >>> fs.rule("(ij)k->i(jk)").operands
     ((('i', 'j'), ('k',)),)
     """
     where = f"fs.rule({text!r})"
     problems: list[Problem] = []
     left, arrow, right = text.replace(" ", "").partition("->")
     if not arrow:
-        problems.append(Problem(text, "a rule has an arrow between operands and results",
+        problems.append(Problem(text, "a rule must have an arrow between operands and results",
                                 '"ik,kj->ij", say'))  # fmt: skip
-    operands = tuple(_parse(each, problems) for each in left.split(",")) if left else ()
-    results = tuple(_parse(each, problems) for each in right.split(","))
+    operands = tuple(_parse(tensor, problems) for tensor in left.split(",")) if left else ()
+    results = tuple(_parse(tensor, problems) for tensor in right.split(","))
     raise_if(where, problems)
-    made = dict.fromkeys(f for dims in (*operands, *results) for dim in dims for f in dim)
-    lacking = [f for f in made if any(not _has(dims, f) for dims in results)]
+    factors = dict.fromkeys(f for dims in (*operands, *results) for dim in dims for f in dim)
+    lacking = [f for f in factors if any(not _has(dims, f) for dims in results)]
     kinds = dict.fromkeys(lacking, reduce) if isinstance(reduce, str) else dict(reduce)
-    together = [(each,) if isinstance(each, int) else tuple(each) for each in linear]
-    given = tuple(modes) + tuple(
-        Mode(places, kind, (kind,) * len(results)) for places in together for kind in ("sum", "avg")
+    groups = [(group,) if isinstance(group, int) else tuple(group) for group in linear]
+    all_modes = tuple(modes) + tuple(
+        Mode(group, kind, (kind,) * len(results)) for group in groups for kind in ("sum", "avg")
     )
-    problems += _problems(made, len(operands), kinds, (*unsharded, *permuted, *no_grad), given)
+    mentioned = (*unsharded, *permuted, *no_grad)
+    problems += _problems(factors, len(operands), kinds, mentioned, all_modes)
     raise_if(where, problems)
     return Rule(operands, results, tuple(sorted(kinds.items())), frozenset(unsharded),
-                frozenset(permuted), given, frozenset(no_grad), local)  # fmt: skip
+                frozenset(permuted), all_modes, frozenset(no_grad), local)  # fmt: skip
 
 
 def _parse(text: str, problems: list[Problem]) -> Dims:
     tokens = re.findall(r"\(([A-Za-z1]*)\)|([A-Za-z1])|(.)", text)
     dims: list[tuple[str, ...]] = []
-    for group, letter, wrong in tokens:
-        if wrong:
-            problems.append(Problem(f"{wrong!r} in {text!r}",
-                "a dim is a letter, 1, or letters in parentheses",
+    for group, letter, invalid in tokens:
+        if invalid:
+            problems.append(Problem(f"{invalid!r} in {text!r}",
+                "a dim must be a letter, 1, or letters in parentheses",
                 '"(ij)k->i(jk)", say'))  # fmt: skip
         dims.append(tuple(f for f in (letter or group) if f != "1"))
-    named = [f for dim in dims for f in dim]
+    factors = [f for dim in dims for f in dim]
     problems += [
-        Problem(f"factor {f!r} {named.count(f)} times in {text!r}",
-                "a factor is on at most one dim of a tensor", "give the second one another letter")
-        for f in dict.fromkeys(named) if named.count(f) > 1
+        Problem(f"factor {f!r} {factors.count(f)} times in {text!r}",
+                "a factor must be on at most one dim of a tensor",
+                "give the second one another letter")
+        for f in dict.fromkeys(factors) if factors.count(f) > 1
     ]  # fmt: skip
     return tuple(dims)
 
 
 def _problems(
-    made: Mapping[str, object],
-    operands: int,
+    factors: Mapping[str, object],
+    operand_count: int,
     kinds: Mapping[str, str],
-    named: Iterable[str],
+    mentioned: Iterable[str],
     modes: Iterable[Mode],
 ) -> list[Problem]:
-    there = ", ".join(made) or "none"
+    listed = ", ".join(factors) or "none"
     problems = [
-        Problem(f"factor {f!r}", f"the factors of this rule are {there}", "name one of them")
-        for f in dict.fromkeys((*named, *kinds)) if f not in made
+        Problem(f"factor {f!r}", f"a factor must be one of {listed}", "name one of them")
+        for f in dict.fromkeys((*mentioned, *kinds)) if f not in factors
     ]  # fmt: skip
     problems += [
-        Problem(f"reduce {f}={kind!r}", f"a reduction is one of {', '.join(REDUCTIONS)}",
+        Problem(f"reduce {f}={kind!r}", f"a reduction must be one of {', '.join(REDUCTIONS)}",
                 "reduce='sum', say")
         for f, kind in kinds.items() if kind not in REDUCTIONS
     ]  # fmt: skip
     problems += [
-        Problem(f"operand {place}", f"the rule has operands 0..{operands - 1}", "name one of them")
-        for place in dict.fromkeys(place for mode in modes for place in mode.operands)
-        if not 0 <= place < operands
+        Problem(f"operand {index}", f"an operand must be in 0..{operand_count - 1}",
+                "name one of them")
+        for index in dict.fromkeys(index for mode in modes for index in mode.operands)
+        if not 0 <= index < operand_count
     ]  # fmt: skip
     return problems

@@ -32,7 +32,7 @@ from fshard.ops.core.call import (
 from fshard.ops.core.registry import functional_of, read_arguments, registry_version, row_of
 from fshard.ops.core.rule import Rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
-from fshard.ops.meta.result_metas import results_of
+from fshard.ops.meta.result_metas import result_metas
 from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
 from fshard.ops.propagate.select import select_strategy
 from fshard.ops.strategy.strategy import Strategy
@@ -303,7 +303,7 @@ def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
 def call_and_tree(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
     """Return the call of an overload, and the tree of its results with indices for tensors."""
     functional, kwargs = functional_of(op), read_arguments(op, kwargs)
-    results, tree = results_of(functional, args, kwargs)
+    results, tree = result_metas(functional, args, kwargs)
     operands = tuple(instances_in((*args, *kwargs.values()), Meta))
     return OpCall(functional, args, dict(kwargs), operands, results), tree
 

@@ -1,4 +1,4 @@
-"""Rules that users give to operations: texts, generators, lists of acceptable shardings."""
+"""Rules that users register for operations: texts, generators, lists of acceptable shardings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 OP = torch.ops.fshard_tests.scaled.default
 
 
-def test_an_operation_of_ones_own_takes_a_text() -> None:
+def test_custom_op_takes_a_rule_text() -> None:
     fs.register_rule(OP)(fs.rule("bd,kd->bd", unsharded="k", linear=(0, 1)))
     x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     assert check_call(OP, x, w, grad=False, two_axes=True) == []
@@ -40,14 +40,14 @@ def test_an_operation_of_ones_own_takes_a_text() -> None:
 @pytest.mark.parametrize(
     "states", [(0, 1, None, "sum"), (Shard(0), Shard(1), Replicate(), Partial())]
 )
-def test_lists_of_acceptable_shardings(states: tuple[Any, ...]) -> None:
-    rows, columns, whole, summed = states
+def test_generator_may_return_acceptable_shardings(states: tuple[Any, ...]) -> None:
+    rows, columns, replicated, unreduced = states
 
     def lines(call: OpCall) -> list[Any]:
         return [
-            ([rows], [rows, whole]),
+            ([rows], [rows, replicated]),
             ([columns], [columns, columns]),
-            ([summed], [summed, whole]),
+            ([unreduced], [unreduced, replicated]),
         ]
 
     fs.register_rule(OP)(lines)
@@ -58,20 +58,20 @@ def test_lists_of_acceptable_shardings(states: tuple[Any, ...]) -> None:
     assert str(fs.propagate(OP, *specs).out_specs[0]) == "f64[4,6@x]"
 
 
-def test_wrong_lines_are_all_told() -> None:
+def test_all_invalid_lines_are_listed() -> None:
     fs.register_rule(OP)(lambda call: [([0], [0]), ([7], [0, None]), (["sum"], ["sum", 0]),
                                        ([0], [0, None]), ([0], [0, 0])])  # fmt: skip
     x = Spec(MESH, P("x"), shape=(4, 6), dtype=torch.float64)
     with pytest.raises(fs.ShardingError) as error:
         fs.propagate(OP, x, x)
     text = str(error.value)
-    assert "a line has a state for each of 1 results and 2 operands" in text
+    assert "a line must have one state for each of 1 results and 2 operands" in text
     assert "correct 7" in text
     assert "not both" in text
-    assert "leave one of them out" in text
+    assert "must be sharded by one line only" in text
 
 
-def test_the_last_registration_wins_and_plain_functions_have_rules_too() -> None:
+def test_last_registration_wins_for_a_python_function() -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x + x
 
@@ -85,6 +85,6 @@ def test_the_last_registration_wins_and_plain_functions_have_rules_too() -> None
     torch.testing.assert_close(fs.unshard(fs.apply(twice, pair)), torch.full((4, 2), 2.0))
 
 
-def test_an_operation_without_a_rule_says_how_to_give_it_one() -> None:
+def test_error_without_a_rule_names_register_rule() -> None:
     with pytest.raises(fs.ShardingError, match=r"fs\.register_rule"):
         fs.propagate(print, Spec(MESH, P(), shape=(2,)))
