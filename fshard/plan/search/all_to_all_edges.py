@@ -29,7 +29,7 @@ class AxisRuns:
         self.choices: dict[tuple[int, Axes], list[list[Run]]] = {}
 
     def in_goal_order(self, pairs: Pairs) -> Pairs:
-        """Return the runs in the order in which the goal has their axes, if the source allows it."""
+        """Return the runs in the order of their axes in the goal, if the source allows it."""
         ordered = self.ordered.get(pairs)
         if ordered is None:
             ordered = self.ordered[pairs] = self._in_goal_order(pairs)

@@ -262,59 +262,60 @@ class CollectiveEdges(ExchangeEdges):
         problem, nbytes = self.problem, self.problem.nbytes(state)
         for names in by_kind.values():
             for axes in self.choices(names):
-                rest = tuple(each for each in state.unreduced if each[0] not in axes)
-                less = state._replace(unreduced=rest)
-                to, kind = problem.replicated_goal(axes)
-                new = less._replace(reduced=add_kinds(less.reduced, axes, kind)) if to else less
+                rest = state._replace(unreduced=remove_kinds(state.unreduced, axes))
+                is_reduced, kind = problem.replicated_goal(axes)
+                reduced = add_kinds(rest.reduced, axes, kind) if is_reduced else rest.reduced
+                new = rest._replace(reduced=reduced)
                 n = problem.num_ranks(axes)
                 moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
-                make: Make = partial(AllReduce, axes, "reduced" if to else "invariant", kind)
-                if move := self.collective(make, axes, state, new, moved, 0):
-                    yield move
+                to = "reduced" if is_reduced else "invariant"
+                make_step: StepFactory = partial(AllReduce, axes, to, kind)
+                if edge := self.collective(make_step, axes, state, new, moved, 0):
+                    yield edge
                 for dim in range(len(state.dims)):
                     for order in self.orders(state, dim, axes):
-                        new = problem.append_axes(less, dim, order)
+                        new = problem.append_axes(rest, dim, order)
                         even = problem.is_even_along(state, new, (dim,))
                         moved = all_gather_traffic(n, nbytes // n) if even else None
                         copied = 2 * nbytes if dim else 0
-                        make = partial(ReduceScatter, order, dim, new.sizes[dim])
-                        if move := self.collective(make, order, state, new, moved, copied):
-                            yield move
+                        make_step = partial(ReduceScatter, order, dim, new.sizes[dim])
+                        if edge := self.collective(make_step, order, state, new, moved, copied):
+                            yield edge
 
-    def transfers(self, state: LayoutState) -> Iterator[Move]:
-        """All-to-all of minor runs of axes: of one run to any dim, of several to the goal's."""
+    def all_to_alls(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield all-to-alls of minor runs of axes: one run to any dim, several to goal dims."""
         if AllToAll in self.exclude:
             return
         problem, nbytes = self.problem, self.problem.nbytes(state)
         for dim, axes in enumerate(state.dims):
-            for at in range(self.num_fixed[dim], len(axes)):
-                taken = axes[at:]
-                less = problem.remove_axes(state, dim, taken)
-                n = problem.num_ranks(taken)
+            for start in range(self.num_fixed[dim], len(axes)):
+                run = axes[start:]
+                rest = problem.remove_axes(state, dim, run)
+                n = problem.num_ranks(run)
                 for to in range(len(state.dims)):
                     if to != dim:
-                        new = problem.append_axes(less, to, taken)
+                        new = problem.append_axes(rest, to, run)
                         copied = 2 * (nbytes * bool(to) + problem.nbytes(new) * bool(dim))
                         even = problem.is_even_along(state, new, (dim, to))
                         moved = all_to_all_traffic(n, nbytes) if even else None
-                        make = partial(AllToAll, taken, dim, to, new.sizes[to])
-                        if move := self.collective(make, taken, state, new, moved, copied):
-                            yield move
+                        make_step = partial(AllToAll, run, dim, to, new.sizes[to])
+                        if edge := self.collective(make_step, run, state, new, moved, copied):
+                            yield edge
         if not self.direct:
-            yield from self.fused(state)
+            yield from self.fused_all_to_alls(state)
 
-    def fused(self, state: LayoutState) -> Iterator[Move]:
-        """Several runs at once, or one run to several dims; each axis where the goal has it."""
+    def fused_all_to_alls(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield all-to-alls of several runs, or of one run whose axes go to several goal dims."""
         problem, nbytes = self.problem, self.problem.nbytes(state)
-        plans = [self.runs.of(dim, axes) for dim, axes in enumerate(state.dims)]
-        for chosen in itertools.product(*plans):
-            pairs = [pair for plan in chosen for pair in plan]
-            going = tuple([axis for taken, dim, to in pairs if dim != to for axis in taken])
-            if len(pairs) < 2 or not going:
+        choices = [self.runs.of(dim, axes) for dim, axes in enumerate(state.dims)]
+        for choice in itertools.product(*choices):
+            pairs = [pair for runs in choice for pair in runs]
+            moving = tuple([axis for run, dim, to in pairs if dim != to for axis in run])
+            if len(pairs) < 2 or not moving:
                 continue
-            axes = tuple([axis for taken, _, _ in pairs for axis in taken])
-            # Of even shards that leave their dims some rank keeps no more than an n-th.
-            least = nbytes - nbytes // problem.num_ranks(going) if problem.even else 0
+            axes = tuple([axis for run, _, _ in pairs for axis in run])
+            # When even shards leave their dims, some rank keeps at most an n-th.
+            least = nbytes - nbytes // problem.num_ranks(moving) if problem.even else 0
             moved = Traffic(least, least, problem.num_ranks(axes) - 1, 1)
             if problem.cost(axes, moved, 4 * nbytes if problem.even else 2 * nbytes) > self.limit:
                 continue
@@ -333,30 +334,31 @@ class CollectiveEdges(ExchangeEdges):
                 else None
             )
             copied = 2 * nbytes + 2 * problem.nbytes(new)
-            make = partial(_all_to_all, tuple(made))
-            if move := self.collective(make, axes, state, new, swap, copied):
-                yield move
+            make_step = partial(_all_to_all, tuple(arguments))
+            if edge := self.collective(make_step, axes, state, new, swap, copied):
+                yield edge
 
-    def gathers(self, state: LayoutState) -> Iterator[Move]:
-        """All-gather of every minor run of axes of a dim."""
+    def gathers(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield the all-gather of every minor run of axes of a dim."""
         problem, nbytes = self.problem, self.problem.nbytes(state)
         for dim, axes in enumerate(state.dims):
-            for at in range(self.num_fixed[dim], len(axes)):
-                taken = axes[at:]
-                less = problem.remove_axes(state, dim, taken)
-                to, kind = problem.replicated_goal(taken)
-                new = less._replace(reduced=add_kinds(less.reduced, taken, kind)) if to else less
-                n = problem.num_ranks(taken)
+            for start in range(self.num_fixed[dim], len(axes)):
+                run = axes[start:]
+                new = problem.remove_axes(state, dim, run)
+                is_reduced, kind = problem.replicated_goal(run)
+                if is_reduced:
+                    new = new._replace(reduced=add_kinds(new.reduced, run, kind))
                 even = problem.is_even_along(state, new, (dim,))
-                moved = all_gather_traffic(n, nbytes) if even else None
+                moved = all_gather_traffic(problem.num_ranks(run), nbytes) if even else None
                 copied = 2 * problem.nbytes(new) if dim else 0
-                make = partial(AllGather, taken, dim, "reduced" if to else "invariant", kind)
-                if move := self.collective(make, taken, state, new, moved, copied):
-                    yield move
+                to = "reduced" if is_reduced else "invariant"
+                make_step = partial(AllGather, run, dim, to, kind)
+                if edge := self.collective(make_step, run, state, new, moved, copied):
+                    yield edge
 
 
 def _busy(state: LayoutState) -> set[str]:
-    """The axes that cut a dim or have addends: the others are replicated."""
+    """Return the axes that shard a dim or are unreduced; the others are replicated."""
     return {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
 
 

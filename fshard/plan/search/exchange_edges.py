@@ -41,156 +41,166 @@ class ExchangeEdges:
         self.direct = direct
         self.limit = math.inf
         self.exclude = problem.exclude
-        self.targets: dict[object, list[LayoutState]] = {}
-        self.aims: dict[tuple[Kinds, frozenset[str]], list[Aim]] = {}
-        # Where nothing else moves shards from dim to dim, permutations of finer ones do.
-        self.permuting = not direct and {Exchange, AllToAll} <= self.exclude
-        # Where ranks receive unlike much no bytes are saved, at best a copy: few ranks are counted.
-        few = problem.mesh.size <= MOST_UNLIKE and len(problem.size) - len(problem.unit_axes) < 3
-        self.lopsided = few and problem.topology is not None and not direct
-        self.found: list[LayoutState] = []
+        self.by_signature: dict[object, list[LayoutState]] = {}
+        self.exchange_targets: dict[tuple[Kinds, frozenset[str]], list[ExchangeTarget]] = {}
+        # If no other step moves shards from dim to dim, permutations of finer shards do.
+        self.permutes_any = not direct and {Exchange, AllToAll} <= self.exclude
+        # Exchanges with different amounts per rank save a copy at best: tried on few ranks only.
+        few = (
+            problem.mesh.size <= MAX_UNEVEN_RANKS and len(problem.size) - len(problem.unit_axes) < 3
+        )
+        self.allows_uneven = few and problem.topology is not None and not direct
+        self.cached_ends: list[LayoutState] = []
 
     @property
     def ends(self) -> list[LayoutState]:
-        """Layouts worth a jump: the goal, and those of which little makes it."""
-        if not self.found:
+        """The layouts that permutations and exchanges lead to: the goal, and some close to it."""
+        if not self.cached_ends:
             find = direct_targets if self.direct else all_targets
-            self.found = find(self.problem)
-        return self.found
+            self.cached_ends = find(self.problem)
+        return self.cached_ends
 
-    # -- weights ----------------------------------------------------------------------
+    # -- costs ------------------------------------------------------------------------
 
-    def local(self, make: Make, after: LayoutState, copied: int) -> Move:
-        """An edge without traffic."""
+    def local(self, make_step: StepFactory, after: LayoutState, copied: int) -> Edge:
+        """Return an edge without traffic that copies `copied` bytes."""
         problem = self.problem
         if not problem.is_divisible(after):
-            return math.inf, make, after
-        return problem.local_cost(copied), make, after
+            return math.inf, make_step, after
+        return problem.local_cost(copied), make_step, after
 
     def collective(
         self,
-        make: Make,
+        make_step: StepFactory,
         axes: Axes,
         before: LayoutState,
         after: LayoutState,
         moved: Traffic | None,
         copied: int,
-        addends: int = 1,
-    ) -> Move | None:
-        """An edge with traffic, if it is not too heavy; `moved` is None where that is not known."""
+        reduced_ranks: int = 1,
+    ) -> Edge | None:
+        """Return an edge with traffic, or None if it costs more than `limit`.
+
+        `moved` is None if the traffic has no closed form; it is then computed if it may matter.
+        """
         problem = self.problem
         if not problem.is_divisible(after):
             return None
         if moved is None:
-            if self.least(before, after, copied, addends) > self.limit:
+            if self.min_total(before, after, copied, reduced_ranks) > self.limit:
                 return None
-            moved = problem.traffic(make(), before, after, addends)
+            moved = problem.traffic(make_step(), before, after, reduced_ranks)
         if moved.launches and not problem.empty:
-            weight = problem.cost(axes, moved, copied)
+            cost = problem.cost(axes, moved, copied)
         else:
-            weight = problem.local_cost(2 * problem.nbytes(after))
-        return (weight, make, after) if weight <= self.limit else None
+            cost = problem.local_cost(2 * problem.nbytes(after))
+        return (cost, make_step, after) if cost <= self.limit else None
 
-    def least(self, before: LayoutState, after: LayoutState, copied: int, addends: int) -> float:
-        """What a collective between the two and all after it weigh at least."""
+    def min_total(
+        self, before: LayoutState, after: LayoutState, copied: int, reduced_ranks: int
+    ) -> float:
+        """Return a lower bound of the cost of a collective and of all steps after it."""
         problem = self.problem
-        rest, lacks = problem.bound(after), problem.missing_between(before, after, addends)
-        if lacks <= 0:
+        rest, missing = problem.bound(after), problem.missing_between(before, after, reduced_ranks)
+        if missing <= 0:
             return rest + problem.local_cost(min(copied, 2 * problem.nbytes(after)))
-        wires = problem.min_cost(lacks * problem.itemsize, 0)
-        return rest + problem.local_cost(copied) + wires
+        launch = problem.min_cost(missing * problem.itemsize, 0)
+        return rest + problem.local_cost(copied) + launch
 
     # -- edges ------------------------------------------------------------------------
 
-    def permutes(self, state: LayoutState) -> Iterator[Move]:
-        """To one of the ends; to other orders in need."""
+    def permutations(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield the permutations to `ends`, and to other orders of axes where that helps."""
         problem = self.problem
         if CollectivePermute in self.exclude:
             return
-        if not self.targets:
+        if not self.by_signature:
             for target in self.ends:
-                self.targets.setdefault(problem.permute_signature(target), []).append(target)
+                self.by_signature.setdefault(problem.permute_signature(target), []).append(target)
         nbytes = problem.nbytes(state)
-        found: Iterable[LayoutState] = self.targets.get(problem.permute_signature(state), ())
+        targets: Iterable[LayoutState] = self.by_signature.get(problem.permute_signature(state), ())
         others: Iterable[LayoutState] = ()
         if not self.direct:
-            others = self.reordered(state) if self.permuting else swapped_inside(problem, state)
-        for target in itertools.chain(found, others):
+            others = self.reordered(state) if self.permutes_any else swapped_inside(problem, state)
+        for target in itertools.chain(targets, others):
             if target[:3] != state[:3]:
                 before, after = problem.axis_roles(state), problem.axis_roles(target)
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
-                make = partial(_permute, target)
+                make_step = partial(_permute, target)
                 moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
-                if move := self.collective(make, axes, state, target, moved, 0):
-                    yield move
+                if edge := self.collective(make_step, axes, state, target, moved, 0):
+                    yield edge
 
     def reordered(self, state: LayoutState) -> Iterator[LayoutState]:
-        """The same shards with the axes of every dim in other orders."""
+        """Yield the layouts with the axes of every dim in all orders."""
         for dims in itertools.product(*map(itertools.permutations, state.dims)):
             yield state._replace(dims=dims)
 
-    def exchanges(self, state: LayoutState) -> Iterator[Move]:
-        """Straight to one of the ends."""
+    def exchanges(self, state: LayoutState) -> Iterator[Edge]:
+        """Yield the exchanges to `ends`."""
         if Exchange in self.exclude:
             return
-        shards = self.problem.goal_unreduced.intersection(itertools.chain(*state.dims))
-        key = state.unreduced, shards
-        aims = self.aims.get(key)
-        if aims is None:
-            aims = self.aims[key] = self.find_aims(*key)
+        sharded = self.problem.goal_unreduced.intersection(itertools.chain(*state.dims))
+        key = state.unreduced, sharded
+        targets = self.exchange_targets.get(key)
+        if targets is None:
+            targets = self.exchange_targets[key] = self.find_exchange_targets(*key)
         problem, packed = self.problem, 2 * self.problem.nbytes(state)
-        begun = problem.min_cost(0, 0) + problem.local_cost(packed)
-        for target, addends, unpacked, rest in aims:
-            if begun + rest > self.limit and problem.even:
+        least = problem.min_cost(0, 0) + problem.local_cost(packed)
+        for target, reduced_ranks, unpacked, rest in targets:
+            if least + rest > self.limit and problem.even:
                 continue
-            if target == state or not is_kept(state.reduced, target):
+            if target == state or not _can_exchange(state.reduced, target):
                 continue
-            make = partial(_exchange, target)
+            make_step = partial(_exchange, target)
             moved, copied = None, packed + unpacked
-            even, turned = (
-                problem.is_even_along(state, target),
-                problem.converted_axes(state, target),
-            )
+            even = problem.is_even_along(state, target)
+            converted = problem.converted_axes(state, target)
             if even:
-                moved = problem.exchange_traffic(state, target, addends, turned)
-            if moved is None and turned:
-                if not self.lopsided:
+                moved = problem.exchange_traffic(state, target, reduced_ranks, converted)
+            if moved is None and converted:
+                if not self.allows_uneven:
                     continue
-                moved = problem.exchange_traffic_by_rank(state, target, addends, turned)
-            if even and moved == NO_TRAFFIC:  # slices do
+                moved = problem.exchange_traffic_by_rank(state, target, reduced_ranks, converted)
+            if even and moved == NO_TRAFFIC:  # slices suffice
                 continue
             axes = problem.moving_axes(state, target)
-            if move := self.collective(make, axes, state, target, moved, copied, addends):
-                yield move
+            if edge := self.collective(
+                make_step, axes, state, target, moved, copied, reduced_ranks
+            ):
+                yield edge
 
-    def find_aims(self, unreduced: Kinds, shards: frozenset[str]) -> list[Aim]:
-        """The layouts to exchange to where so much is unreduced, and sharded of what will be.
+    def find_exchange_targets(
+        self, unreduced: Kinds, sharded: frozenset[str]
+    ) -> list[ExchangeTarget]:
+        """Return the targets from layouts with these unreduced axes.
 
-        Shards become addends on the way, or else copies, where ranks would receive unlike much.
+        `sharded` axes end unreduced. The exchange makes them unreduced, or else replicated, because
+        ranks could receive different amounts.
         """
         problem = self.problem
-        found: dict[LayoutState, Aim] = {}
-        for goal, some in itertools.product(self.ends, (shards, ()) if shards else ((),)):
-            stay = tuple(a for a in goal.unreduced if a in unreduced or a[0] in some)
-            target = goal._replace(unreduced=stay)
-            less = [each for each in unreduced if each not in target.unreduced]
-            if target not in found and len({kind for _, kind in less}) < 2:
-                addends = problem.num_ranks(tuple(axis for axis, _ in less))
-                copied = (1 + addends) * problem.nbytes(target)
+        targets: dict[LayoutState, ExchangeTarget] = {}
+        for end, converted in itertools.product(self.ends, (sharded, ()) if sharded else ((),)):
+            kept = tuple(a for a in end.unreduced if a in unreduced or a[0] in converted)
+            target = end._replace(unreduced=kept)
+            reduced = [item for item in unreduced if item not in target.unreduced]
+            if target not in targets and len({kind for _, kind in reduced}) < 2:
+                reduced_ranks = problem.num_ranks(tuple(axis for axis, _ in reduced))
+                copied = (1 + reduced_ranks) * problem.nbytes(target)
                 rest = problem.bound(target) + problem.local_cost(copied)
-                found[target] = target, addends, copied, rest
-        return list(found.values())
+                targets[target] = target, reduced_ranks, copied, rest
+        return list(targets.values())
 
 
-def is_kept(reduced: Kinds, target: LayoutState) -> bool:
-    """Whether all that is reduced stays so or shards the target, as an exchange allows."""
+def _can_exchange(reduced: Kinds, target: LayoutState) -> bool:
+    """Return True if every reduced axis stays reduced or shards a dim of `target`."""
     lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
     return not lost or {*lost} <= {*itertools.chain(*target.dims)}
 
 
 def _permute(target: LayoutState) -> CollectivePermute:
-    return CollectivePermute(state_partition(target))
+    return CollectivePermute(target.partition)
 
 
 def _exchange(target: LayoutState) -> Exchange:
-    return Exchange(state_partition(target), target.sizes)
+    return Exchange(target.partition, target.sizes)

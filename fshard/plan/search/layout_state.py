@@ -1,0 +1,62 @@
+"""`LayoutState`: a layout as a light value, made for each edge that the search looks at."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from fshard.layout.partition_spec import Kinds, PartitionSpec
+from fshard.layout.spec import Spec
+
+__all__ = ["Axes", "LayoutState", "add_kinds", "remove_kinds", "replace_dim", "subsets"]
+
+Axes = tuple[str, ...]
+Dims = tuple[Axes, ...]
+DimSizes = tuple[int, ...] | None
+
+
+class LayoutState(NamedTuple):
+    """Layout met by the search: the parts of a `Spec` that steps change."""
+
+    dims: Dims
+    unreduced: Kinds
+    reduced: Kinds
+    sizes: tuple[DimSizes, ...]
+
+    @classmethod
+    def of(cls, spec: Spec) -> LayoutState:
+        """Return the layout of a spec."""
+        p = spec.partition
+        return cls(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """The layout as a `PartitionSpec`."""
+        return PartitionSpec._of(self.dims, self.unreduced, self.reduced)
+
+
+def replace_dim(state: LayoutState, dim: int, axes: Axes, sizes: DimSizes) -> LayoutState:
+    """Return the state with one dim sharded over `axes` into `sizes`."""
+    return LayoutState(
+        (*state.dims[:dim], axes, *state.dims[dim + 1 :]),
+        state.unreduced,
+        state.reduced,
+        (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
+    )
+
+
+def add_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
+    """Return `kinds` with every axis of `axes` added, sorted by axis."""
+    return tuple(sorted((*kinds, *((axis, str(kind)) for axis in axes))))
+
+
+def remove_kinds(kinds: Kinds, axes: Collection[str]) -> Kinds:
+    """Return `kinds` without the axes of `axes`."""
+    return tuple([item for item in kinds if item[0] not in axes])
+
+
+def subsets(names: Sequence[str]) -> Iterator[Axes]:
+    """Yield every non-empty choice of axes, in the order given."""
+    for count in range(1, len(names) + 1):
+        yield from itertools.combinations(names, count)
