@@ -1,8 +1,8 @@
-"""Several programs on one rank: collectives of one kind in one launch, round by round, in buckets.
+"""Several programs on one rank: collectives of one kind in one launch, in rounds and buckets.
 
-Every rank finds the same buckets and rounds from the specs. Which wires of a round agree is seen
-alike by all ranks of a group, and launches are in one order, that of `together` and then of their
-first leaves: so ranks that are in several groups never wait for each other in a ring.
+Every rank computes the same buckets and rounds from the specs. Within a group all ranks agree on
+the wires that are coalesced, and launches have one order, that of `coalesced` and then of
+their first leaves: so ranks in several groups never wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from functools import lru_cache
 
 import torch
 
+from fshard._torch.autograd_state import unviewed
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
-from fshard.plan.batch.coalesce import Steps, buckets, rounds, together
+from fshard.plan.batch.coalesce import LeafSteps, buckets, coalesced, rounds
 from fshard.program.program import Program
 from fshard.run.collective import Wire, begin
 from fshard.run.interpreter import stages
@@ -21,57 +23,67 @@ from fshard.run.transports.base import Group, Parts, Transport, notify
 
 __all__ = ["launch_all"]
 
-Tensors = list[torch.Tensor]
+Locals = list[torch.Tensor]
+"""One tensor per leaf: its local, replaced by the result as the programs run."""
 FinishAll = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def launch_all(
-    progs: tuple[Program, ...], limit: int | None, transport: Transport, xs: Sequence[torch.Tensor]
+    progs: tuple[Program, ...],
+    bucket_bytes: int | None,
+    transport: Transport,
+    xs: Sequence[torch.Tensor],
 ) -> FinishAll:
-    """Start programs on this rank's locals, one for each; `limit` are a bucket's bytes.
+    """Launch programs on this rank's locals; return the call that waits for the results.
 
-    All is launched when it returns; while a bucket is under way the one before comes to its end.
+    While the collectives of a bucket are under way, the bucket before it is finished.
+
+    Args:
+        progs: one program per leaf.
+        bucket_bytes: bytes of a bucket, None for one bucket.
+        transport: this rank's transport.
+        xs: one local per leaf.
     """
     ys = list(xs)
-    before: Iterator[None] = iter(())
-    left = 0
-    for bucket in buckets(progs, limit):
-        now = _under_way(progs, bucket, transport, ys)
-        next(now, None)
-        for _ in before:
+    previous: Iterator[None] = iter(())
+    remaining = 0
+    for bucket in buckets(progs, bucket_bytes):
+        current = _run_bucket(progs, bucket, transport, ys)
+        next(current, None)
+        for _ in previous:
             pass
-        before, left = now, len(rounds(progs, bucket)) - 1
-    for _ in range(left):
-        next(before)
+        previous, remaining = current, len(rounds(progs, bucket)) - 1
+    for _ in range(remaining):
+        next(previous)
 
     def finish() -> tuple[torch.Tensor, ...]:
-        for _ in before:
+        for _ in previous:
             pass
         return tuple(ys)
 
     return finish
 
 
-def _under_way(
-    progs: tuple[Program, ...], bucket: tuple[int, ...], transport: Transport, ys: Tensors
+def _run_bucket(
+    progs: tuple[Program, ...], bucket: tuple[int, ...], transport: Transport, ys: Locals
 ) -> Iterator[None]:
-    """The rounds of a bucket: it stops where one is launched, and `ys` are results at its end."""
-    leaves = {at: _Leaf(progs[at], transport.rank) for at in bucket}
-    for going in rounds(progs, bucket):
+    """Run a bucket's leaves, yielding after each launch; `ys` has the results at the end."""
+    leaves = {i: _Leaf(progs[i], transport.rank) for i in bucket}
+    for round_steps in rounds(progs, bucket):
         finishes = [
             finish
-            for steps in together(progs, going)
+            for steps in coalesced(progs, round_steps)
             for finish in _launch_steps(progs, steps, leaves, transport, ys)
         ]
         yield
-        while finishes:  # what one has moved is let go before the next one's comes
+        while finishes:  # frees the buffers of one launch before the next one is unpacked
             finishes.pop(0)()
-    for at, leaf in leaves.items():
-        ys[at] = leaf.run(ys[at])
+    for i, leaf in leaves.items():
+        ys[i] = leaf.run_until(ys[i])
 
 
 class _Leaf:
-    """Where a leaf's program stands on this rank."""
+    """Position in the program of one leaf on this rank."""
 
     __slots__ = ("casts", "done", "stages")
 
@@ -80,93 +92,94 @@ class _Leaf:
         self.casts = prog.forward_dtype is not None
         self.done = 0
 
-    def run(self, x: torch.Tensor, place: int | None = None) -> torch.Tensor:
-        """What is local before the step at `place`, or all that is left."""
-        stop = len(self.stages) if place is None else place + self.casts
+    def run_until(self, x: torch.Tensor, step: int | None = None) -> torch.Tensor:
+        """Run the local stages before step number `step`, or all that remain."""
+        stop = len(self.stages) if step is None else step + self.casts
         for stage in self.stages[self.done : stop]:
             assert not isinstance(stage, Wire)
             x = stage(x)
         self.done = min(stop, len(self.stages))
         return x
 
-    def wire(self) -> Wire | None:
-        """The collective that comes now; none on a rank that takes no part in it."""
-        here = self.stages[self.done] if self.done < len(self.stages) else None
-        if not isinstance(here, Wire):
+    def next_wire(self) -> Wire | None:
+        """Return the next stage if it is a collective; this rank may take no part in it."""
+        stage = self.stages[self.done] if self.done < len(self.stages) else None
+        if not isinstance(stage, Wire):
             return None
         self.done += 1
-        return here
+        return stage
 
 
 Kind = tuple[str, Group, str, torch.dtype, torch.device]
-"""What wires have in common that go in one launch: operation, group, reduction, dtype, device."""
+"""Common properties of coalesced wires: operation, group, reduction, dtype and device."""
 Member = tuple[int, str, Wire | None]
-"""A leaf in a launch and its step's name; without a wire where only others' are for this rank."""
+"""A leaf in a launch, its step's name, and its wire; None if only other ranks send for it."""
 
 
 def _launch_steps(
     progs: tuple[Program, ...],
-    steps: Steps,
+    steps: LeafSteps,
     leaves: dict[int, _Leaf],
     transport: Transport,
-    ys: Tensors,
+    ys: Locals,
 ) -> list[Callable[[], None]]:
-    """Launch collectives of leaves that go out as one; the calls that wait and put results in `ys`.
+    """Launch coalesced collectives, once per device of the locals.
 
-    Where this rank's leaves lie on several devices it is one launch for each.
+    Returns:
+        The calls that wait and put the results into `ys`.
     """
     kinds: dict[Kind, list[Member]] = {}
-    for at, place in steps:
-        prog = progs[at]
-        ys[at] = leaves[at].run(ys[at], place)
-        wire = leaves[at].wire()
-        group = _group(prog, place, wire, transport.rank)
+    for i, step in steps:
+        prog = progs[i]
+        ys[i] = leaves[i].run_until(ys[i], step)
+        wire = leaves[i].next_wire()
+        group = _group(prog, step, wire, transport.rank)
         if group:
             op, reduction = (wire.op, wire.reduction) if wire else ("all_to_all", "sum")
-            kind = op, group, reduction, ys[at].dtype, ys[at].device
-            kinds.setdefault(kind, []).append((at, prog.steps[place].name, wire))
-    return [_launch_kind(*each, transport, ys) for each in kinds.items()]
+            kind = op, group, reduction, ys[i].dtype, ys[i].device
+            kinds.setdefault(kind, []).append((i, prog.steps[step].name, wire))
+    return [_launch_kind(kind, members, transport, ys) for kind, members in kinds.items()]
 
 
-def _group(prog: Program, place: int, wire: Wire | None, rank: int) -> Group:
-    """The ranks of a launch in which a wire can go with others; none if this is no such rank.
+def _group(prog: Program, step: int, wire: Wire | None, rank: int) -> Group:
+    """Return the ranks of the launch that a wire is coalesced in; () if this is not one of them.
 
-    Between two meshes they are all ranks of both: who sends to whom is another for each leaf.
+    Between two meshes it is all ranks of both, since each leaf has its own senders and receivers.
     """
-    src, dst = prog.specs[place].mesh, prog.specs[place + 1].mesh
+    src, dst = prog.specs[step].mesh, prog.specs[step + 1].mesh
     if src != dst:
-        return _both(src, dst) if rank in src or rank in dst else ()
+        return _ranks_of_both(src, dst) if rank in src or rank in dst else ()
     if wire is None:
         return ()
     return _sorted(wire.group) if wire.op == "all_to_all" else wire.group
 
 
-@lru_cache(maxsize=256)
-def _both(src: Mesh, dst: Mesh) -> Group:
+@lru_cache(maxsize=CACHE_SIZE)
+def _ranks_of_both(src: Mesh, dst: Mesh) -> Group:
     return tuple(sorted({*src.ranks, *dst.ranks}))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def _sorted(group: Group) -> Group:
     return tuple(sorted(group))
 
 
 def _launch_kind(
-    kind: Kind, members: list[Member], transport: Transport, ys: Tensors
+    kind: Kind, members: list[Member], transport: Transport, ys: Locals
 ) -> Callable[[], None]:
-    """Launch wires of one kind as one, over the group of the kind; one alone over its own."""
-    mine = [(at, wire) for at, _, wire in members if wire is not None]
+    """Launch wires of one kind at once over the kind's group; a single one over its own group."""
+    own_wires = [(i, wire) for i, _, wire in members if wire is not None]
     if len(members) == 1:
-        alone = [(at, begin(wire, ys[at], transport)) for at, wire in mine]
+        launched = [(i, begin(wire, ys[i], transport)) for i, wire in own_wires]
 
         def finish_one() -> None:
-            for at, each in alone:
-                ys[at] = each()
+            for i, finish in launched:
+                ys[i] = finish()
 
         return finish_one
     op, group, *_ = kind
-    wires = [wire for _, wire in mine]
-    payloads = [wire.pack(ys[at]) for at, wire in mine]
+    wires = [wire for _, wire in own_wires]
+    payloads = [wire.pack(ys[i]) for i, wire in own_wires]
     names = {name for _, name, _ in members}
     sent = sum(wire.sent for wire in wires) * kind[3].itemsize
     notify(names.pop() if len(names) == 1 else op, wires[0].axes if wires else (), sent,
@@ -176,9 +189,9 @@ def _launch_kind(
     del payloads
 
     def finish() -> None:
-        parts = _take_apart(moved(), group, wires, lengths)
-        for (at, wire), part in zip(mine, parts, strict=True):
-            ys[at] = _apart(wire.unpack(part, ys[at]))
+        parts = _split_result(moved(), group, wires, lengths)
+        for (i, wire), part in zip(own_wires, parts, strict=True):
+            ys[i] = unviewed(wire.unpack(part, ys[i]))  # views of one buffer, without common elements
 
     return finish
 
@@ -186,7 +199,7 @@ def _launch_kind(
 def _send(
     kind: Kind, wires: Sequence[Wire], payloads: Sequence[torch.Tensor], transport: Transport
 ) -> Callable[[], Parts]:
-    """Launch payloads side by side."""
+    """Launch concatenated payloads."""
     op, group, reduction, *_ = kind
     match op:
         case "all_gather":
@@ -198,37 +211,41 @@ def _send(
             rows = torch.cat([x.reshape(len(group), -1) for x in payloads], 1)
             return transport.reduce_scatter(rows, reduction, group)
         case _:
-            order = _order(group, tuple(wire.group for wire in wires))
+            order = _piece_order(group, tuple(wire.group for wire in wires))
             pieces = [
                 torch.split_with_sizes(x, wire.send)
                 for x, wire in zip(payloads, wires, strict=False)
             ]
             send, receive = [0] * len(group), [0] * len(group)
-            for to, leaf, own in order:
-                send[to] += wires[leaf].send[own]
-                receive[to] += wires[leaf].receive[own]
+            for peer, leaf, own in order:
+                send[peer] += wires[leaf].send[own]
+                receive[peer] += wires[leaf].receive[own]
             flat = torch.cat([*(pieces[leaf][own] for _, leaf, own in order), payloads[0][:0]])
             return transport.all_to_all(flat, send, receive, group)
 
 
-@lru_cache(maxsize=1024)
-def _order(group: Group, groups: tuple[Group, ...]) -> tuple[tuple[int, int, int], ...]:
-    """How pieces of an all-to-all lie: the place in the group, the leaf, its place in its own."""
-    own = [{rank: at for at, rank in enumerate(each)} for each in groups]
+@lru_cache(maxsize=CACHE_SIZE)
+def _piece_order(group: Group, groups: tuple[Group, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return the order of the pieces of a coalesced all-to-all, by peer and then by leaf.
+
+    Returns:
+        For each piece the peer's index in `group`, the leaf, and the peer's index in its group.
+    """
+    indices = [{rank: i for i, rank in enumerate(leaf_group)} for leaf_group in groups]
     return tuple(
-        (place, leaf, at[rank])
-        for place, rank in enumerate(group)
-        for leaf, at in enumerate(own)
-        if rank in at
+        (peer, leaf, index[rank])
+        for peer, rank in enumerate(group)
+        for leaf, index in enumerate(indices)
+        if rank in index
     )
 
 
-def _take_apart(
+def _split_result(
     moved: Parts, group: Group, wires: Sequence[Wire], lengths: Sequence[int]
 ) -> Sequence[Parts]:
-    """What has come for each wire, views where it lies in one piece."""
+    """Return the received elements of each wire, as views where they are contiguous."""
     if not isinstance(moved, torch.Tensor):
-        return [[*each] for each in zip(*(part.split(lengths) for part in moved), strict=True)]
+        return [[*rows] for rows in zip(*(part.split(lengths) for part in moved), strict=True)]
     parts: Sequence[torch.Tensor]
     match wires[0].op if wires else "":
         case "all_gather":
@@ -238,24 +255,16 @@ def _take_apart(
         case "reduce_scatter":
             parts = moved.split([length // len(group) for length in lengths])
         case _:
-            order = _order(group, tuple(wire.group for wire in wires))
+            order = _piece_order(group, tuple(wire.group for wire in wires))
             pieces = moved.split([wires[leaf].receive[own] for _, leaf, own in order])
-            came: list[dict[int, torch.Tensor]] = [{} for _ in wires]
+            received: list[dict[int, torch.Tensor]] = [{} for _ in wires]
             for (_, leaf, own), piece in zip(order, pieces, strict=True):
-                came[leaf][own] = piece
-            parts = [_one([each[own] for own in sorted(each)], moved) for each in came]
+                received[leaf][own] = piece
+            parts = [_concat([row[own] for own in sorted(row)], moved) for row in received]
     return parts
 
 
-def _one(pieces: Sequence[torch.Tensor], moved: torch.Tensor) -> torch.Tensor:
-    """Pieces in one row, not copied where there is but one with anything in it."""
+def _concat(pieces: Sequence[torch.Tensor], moved: torch.Tensor) -> torch.Tensor:
+    """Concatenate pieces; a single one that is not empty is returned itself."""
     full = [piece for piece in pieces if piece.numel()]
     return torch.cat(full) if len(full) > 1 else full[0] if full else moved[:0]
-
-
-def _apart(y: torch.Tensor) -> torch.Tensor:
-    """`y` as a tensor of its own for autograd: parts of one launch share memory, not elements."""
-    if not y._is_view():
-        return y
-    fresh: torch.Tensor = torch.ops.aten._unsafe_view(y, y.shape)
-    return fresh

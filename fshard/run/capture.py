@@ -18,17 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fshard._torch.legacy_vmap import is_legacy_batched
+from fshard._torch.memory import storage_address
+from fshard._torch.modes import TorchDispatchMode, disable_dispatch_modes
+from fshard._torch.operators import builtin_of, schema_of
+from fshard._torch.process_groups import resolve_group
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import tensors_in
 from fshard.run.transports.base import LABEL, Label, backward_phase, direct_transport, unobserved
 from fshard.run.transports.divergence_report import lost
-from fshard.run.transports.shape_only import standing_in
-
-is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+from fshard.run.transports.shape_only import recording
 
 __all__ = ["MOST", "Function", "Launcher", "Launchers", "plain_key", "record", "replay"]
 
@@ -124,7 +125,7 @@ class _Listing:
             for each in tensors_in(out):
                 if id(each) in self.bases:
                     continue
-                shares = first is not None and _storage(first) == _storage(each)
+                shares = first is not None and storage_address(first) == storage_address(each)
                 self.bases[id(each)] = self.bases.get(id(first), each) if shares else each
                 self.made[id(each)] = at
 
@@ -190,7 +191,7 @@ class _Listing:
             shape = str(tuple(value.shape))
             if value is self.y and base is not self.x:
                 # The memory is nobody else's: autograd need not know it for a view.
-                reshape = self.constant(ATEN._unsafe_view.default._op)
+                reshape = self.constant(builtin_of(ATEN._unsafe_view.default))
                 self.lines.append(f"{made} = {reshape}({name}, {shape})")
             else:
                 self.lines.append(f"{made} = {name}.view({shape})")
@@ -200,7 +201,7 @@ class _Listing:
         """What is said of a collective that does not end."""
         op = call.func.overloadpacket.__name__
         name: Any = call.args[-1]
-        group = tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+        group = tuple(dist.get_process_group_ranks(resolve_group(name)))
         return lambda error: lost(error, call.label, WORDS.get(op, op), group)
 
     def arguments(self, func: Any, args: tuple[Any, ...], out: Any) -> Sequence[Any]:
@@ -227,7 +228,7 @@ class _Listing:
             if "device" in kwargs:
                 given.append("device=x.device")
             name = f"v{len(self.names) + len(self.views)}"
-            line = f"{name} = {self.constant(METHODS.get(func, func._op))}({', '.join(given)})"
+            line = f"{name} = {self.constant(METHODS.get(func) or builtin_of(func))}({', '.join(given)})"
             if func is WAIT:
                 explain = self.constant(self.explanation(self.calls[self.made[id(args[0])]]))
                 self.lines += [f"try: {line}", "except RuntimeError as error:",
@@ -248,10 +249,6 @@ class _Listing:
         return found
 
 
-def _storage(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
 @dataclass(slots=True, eq=False)
 class Launcher:
     """A recorded function of tensors of one shape and layout: `run`; and its transpose."""
@@ -268,7 +265,7 @@ class Launcher:
     def T(self) -> Launcher:  # noqa: N802 - the mathematical name
         """The transpose, recorded when it is first asked for; of a linear function."""
         if self._flipped is None:
-            with _disable_current_modes():
+            with disable_dispatch_modes():
                 self._flipped = record(self.transpose, self.function, self.out)
             assert self._flipped is not None
         return self._flipped
@@ -304,7 +301,7 @@ class Launchers:
             return None
         if found is _ONCE:
             # What is recorded only pretends to run: the caller's modes are told of the replay.
-            with _disable_current_modes():
+            with disable_dispatch_modes():
                 found = self._known[key] = make(*args)
         return found  # type: ignore[no-any-return]
 
@@ -380,12 +377,12 @@ def record(function: Function, transpose: Function, like: torch.Tensor) -> Launc
     that makes tensors of numbers.
     """
     recorder = _Recorder()
-    with torch.no_grad(), unobserved(), standing_in(), recorder:
+    with torch.no_grad(), unobserved(), recording(), recorder:
         y = function(like)
     calls = recorder.calls
     listing = _Listing(like, calls, y)
     kept = [calls[at] for at in listing.needed()]
-    if any(call.func._schema.is_mutable for call in calls) or listing.lost(kept):
+    if any(schema_of(call.func).is_mutable for call in calls) or listing.lost(kept):
         return None
     return Launcher(
         function,
@@ -415,7 +412,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[None, torch.Tensor]:
         launcher = ctx.launcher.T
-        if direct_transport() is None or type(g) is not torch.Tensor or is_legacy_batchedtensor(g):
+        if direct_transport() is None or type(g) is not torch.Tensor or is_legacy_batched(g):
             with backward_phase():
                 return None, launcher.function(g)
         if not launcher.is_identity:

@@ -1,4 +1,4 @@
-"""`prog(local)`: who executes a program is decided by the value it is given."""
+"""Execution of `prog(local)`, on this rank's local or on the shards of all simulated ranks."""
 
 from __future__ import annotations
 
@@ -9,62 +9,79 @@ from typing import Any
 
 import torch
 
+from fshard._torch.dynamo import skip_frame
+from fshard._torch.functorch import is_transformed
+from fshard._torch.legacy_vmap import is_legacy_batched
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.program.program import Program, run_program_hook
-from fshard.run.autograd.linear_function import apply_program, is_transformed
-from fshard.run.capture import Function, Launcher, Launchers, record, replay
+from fshard.run.autograd.linear_function import ProgramGroup, apply_linear, apply_programs
 from fshard.run.interpreter import launch, ranks_of
 from fshard.run.transports.base import (
+    LABEL,
     Label,
     Transport,
     current_rank,
     current_transport,
-    direct_transport,
     is_simulated,
-    labelled,
+    label_of,
     under,
 )
-from fshard.run.transports.divergence_report import call_line, place
-from fshard.run.transports.torch_distributed import give_up
+from fshard.run.transports.divergence_report import call_line, rank_text
+from fshard.run.transports.shape_only import is_abstract
+from fshard.run.transports.torch_distributed import wait_in_background
 
 __all__ = [
-    "Pending", "check_given", "check_local", "check_shards", "check_tuple", "nothing_of",
+    "Pending", "check_local", "check_local_input", "check_shards", "check_tuple",
+    "current_tracker_hook", "empty_local", "run_typed_hook",
 ]  # fmt: skip
 
 
 class Pending:
-    """A result that is on its way: `wait()` gives it, once.
+    """Result of an operation that is under way: call `wait()` once.
 
-    Raises `ShardingError` on a second `wait()`. One with a `name`, that of the collective
-    that `fs.start` has launched, warns if it is dropped without a wait. `line` is the user's that
-    launched it, where that is told.
+    `prog(local, async_op=True)` and `fs.start(op, ...)` return it. Gradients go through the result
+    of `wait()`. A named pending result that is dropped without a wait is reported by a warning.
+
+    Args:
+        finish: the function that waits and returns the result.
+        name: the collective that `fs.start` launched, such as "fs.psum".
+        line: `file:line` of the launch, if it is recorded.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(x=2)
+    >>> prog = fs.redistribute(fs.Spec(mesh, fs.P("x"), shape=(2,)),
+    ...                        fs.Spec(mesh, fs.P(), shape=(2,)))
+    >>> pending = prog((torch.ones(1), torch.zeros(1)), async_op=True)
+    >>> pending.wait()[0]
+    tensor([1., 0.])
     """
 
     __slots__ = ("_finish", "_launched", "line", "name")
 
     def __init__(self, finish: Callable[[], Any], name: str = "", line: str = "") -> None:
         self._finish: Callable[[], Any] | None = finish
-        # Simulated ranks leave nothing behind, and under `torch.func` it is `wait()` that launches.
+        # A simulation ends with its ranks, and under `torch.func` only `wait()` launches.
         self._launched = not (torch.compiler.is_compiling() or is_simulated() or is_transformed())
         self.name, self.line = name, line
 
     @property
     def waited(self) -> bool:
-        """Whether the result has been waited for."""
+        """Whether `wait()` was called."""
         return self._finish is None
 
     def abandon(self) -> None:
-        """Give the result up: nobody will wait for it any more."""
+        """Discard the result: nobody will wait for it."""
         finish, self._finish = self._finish, None
         if finish is not None and self._launched:
-            give_up(finish)
+            wait_in_background(finish)
 
     def __del__(self) -> None:
-        # The tracer of `torch.compile` makes some that never come to `__init__`.
+        # `torch.compile` creates instances without calling `__init__`.
         if getattr(self, "_finish", None) is None:
             return
         if self.name:
@@ -73,10 +90,17 @@ class Pending:
         self.abandon()
 
     def wait(self) -> Any:
-        """Wait for the result and return it."""
+        """Wait for the result.
+
+        Returns:
+            The tensors that the operation returns when it is called directly.
+
+        Raises:
+            ShardingError: on a second call.
+        """
         finish, self._finish = self._finish, None
         if finish is None:
-            fail("Pending.wait", "a second wait()", "a pending result is waited for once",
+            fail("Pending.wait", "a second wait()", "a pending result must be waited for once",
                  "keep what the first wait() returned")  # fmt: skip
         return finish()
 
@@ -84,32 +108,51 @@ class Pending:
         return f"<Pending, {'under way' if self._finish else 'waited for'}>"
 
 
-@lru_cache(maxsize=4096)
-def _where(dst: Spec) -> str:
-    return f"the program to {dst}"
+@lru_cache(maxsize=CACHE_SIZE)
+def _where(prog: Program) -> str:
+    return f"the program to {prog.dst}"
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _local_shapes(spec: Spec) -> list[tuple[int, ...]]:
+    return [spec.local_shape(rank) for rank in spec.mesh.ranks]
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _input_of(prog: Program, rank: int) -> tuple[torch.Size, torch.dtype] | None:
+    """Return the shape and dtype of a program's local on a rank that takes part in it."""
+    if rank not in ranks_of(prog):
+        return None
+    shape = prog.src.local_shape(rank) if rank in prog.src.mesh else (0,)
+    return torch.Size(shape), prog.src.dtype
 
 
 @run_program_hook.set
+@skip_frame(
+    "a program's call is not a node of a graph: call it outside of what torch.compile traces, "
+    "or in its place fs.psum, fs.all_gather and the other collectives"
+)
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
-    """Run a program on a tuple of shards (a simulation) or on this rank's local.
+    """Run a program on this rank's local, or on a tuple of the shards of all simulated ranks.
 
-    Where the meshes of source and target differ, there is a shard for each rank of the source's
-    and one for each of the target's. A rank outside of the source's gives None or an empty
-    tensor (one that requires grad if gradients are to come back from it), one outside of the
-    target's gets an empty tensor.
+    Where the meshes of source and target differ, the tuple has a shard for each rank of the
+    source's, and the result one for each of the target's. A rank outside of the source's mesh
+    passes None or an empty tensor (one that requires grad if gradients are to come back from it),
+    one outside of the target's gets an empty tensor.
     """
     if local is None:
-        local = nothing_of(prog)
-    if isinstance(local, torch.Tensor):
-        run = lambda x: _run_one(prog, x, async_op=async_op)  # noqa: E731
-        return run_typed_hook.call(_where(prog.dst), local, prog.src, prog.dst, run)
-    shards = check_shards(local, prog.src, _where(prog.dst))
-    out = _apply_everywhere(prog, shards)
-    return Pending(lambda: out) if async_op else out
+        local = empty_local(prog)
+    if not isinstance(local, torch.Tensor):
+        outputs = _run_on_shards(prog, check_shards(local, prog.src, _where(prog)))
+        return Pending(lambda: outputs) if async_op else outputs
+    if current_tracker_hook.call() is None:
+        return _run_local(prog, local, async_op)
+    run = lambda x: _run_local(prog, x, async_op)  # noqa: E731
+    return run_typed_hook.call(_where(prog), local, prog.src, prog.dst, run)
 
 
-def nothing_of(prog: Program) -> torch.Tensor | None:
-    """What a rank outside of the source's mesh holds; None in other code."""
+def empty_local(prog: Program) -> torch.Tensor | None:
+    """Return the local of a rank outside of the source's mesh; None in other code."""
     transport = current_transport()
     if transport is None or transport.rank in prog.src.mesh:
         return None
@@ -117,90 +160,59 @@ def nothing_of(prog: Program) -> torch.Tensor | None:
     return torch.empty(0, dtype=prog.src.dtype, device=device)
 
 
-def _apply_everywhere(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Run a program on the shards of the source's ranks; those of the target's."""
-    before, ranks, after = prog.src.mesh.ranks, ranks_of(prog).ranks, prog.dst.mesh.ranks
-    if len(before) == len(ranks) == len(after):
-        return apply_program(prog, tuple(shards), everywhere=True)
-    held = dict(zip(before, shards, strict=True))
+def _run_on_shards(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run a program on the shards of the source's ranks; return those of the target's."""
+    op = ProgramGroup((prog,))
+    if prog.src.mesh == prog.dst.mesh:
+        return apply_programs(op, tuple(shards), on_shards=True)
+    ranks, by_rank = op.mesh.ranks, dict(zip(prog.src.mesh.ranks, shards, strict=True))
     empty = shards[0].new_empty(0)
-    out = apply_program(prog, tuple(held.get(rank, empty) for rank in ranks), everywhere=True)
-    made = dict(zip(ranks, out, strict=True))
-    return tuple(made[rank] for rank in after)
+    inputs = tuple(by_rank.get(rank, empty) for rank in ranks)
+    outputs = dict(zip(ranks, apply_programs(op, inputs, on_shards=True), strict=True))
+    return tuple(outputs[rank] for rank in prog.dst.mesh.ranks)
 
 
-# What `torch.compiler.disable` sets: to import that takes a second.
-run_program._torchdynamo_disable = True  # type: ignore[attr-defined]
-run_program._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "a program's call is no node of a graph: call it outside of what torch.compile traces, "
-    "or in its place fs.psum, fs.all_gather and the other collectives"
-)
+def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
+    """Run a program on this rank's local.
 
-
-def _run_one(prog: Program, local: torch.Tensor, *, async_op: bool) -> Any:
-    """Run a program on this rank's local."""
-    where = _where(prog.dst)
-    transport = current_rank(ranks_of(prog), where)
-    launcher = None if async_op else _launcher(prog, local)
-    if launcher is not None:
-        wanted = local.requires_grad and torch.is_grad_enabled()
-        return replay(launcher, local) if wanted else launcher.run(local)
-    check_given(prog, local, transport, where)
-    label = Label(where, ranks_of(prog), call_line() if async_op else "")
-    with labelled(label):
-        if not async_op:
-            return _apply(prog, local)
-        with torch.no_grad():
-            started = launch(prog, transport, local)
-    if prog.is_linear or not local.requires_grad:
-        finish = lambda: apply_program(prog, (local,), False, lambda: (started(),))[0]  # noqa: E731
-        return Pending(under(label, finish))
-    fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
-         f"{prog.dst}, of a local that requires grad", "only linear programs run ahead "
-         "with gradients", "run it without async_op, or detach() the local")  # fmt: skip
-
-
-_LAUNCHERS = Launchers()
-
-
-def _launcher(prog: Program, local: torch.Tensor) -> Launcher | None:
-    """What a program does to a local on this rank; None where it is not recorded.
-
-    That is under `torchrun` alone, over this process's own transport.
+    It is launched before autograd records it, which adds the gradient to the launched result.
     """
-    transport = direct_transport()
-    plain = type(local) is torch.Tensor or type(local) is torch.nn.Parameter
-    if transport is None or not plain or local.is_meta or torch.compiler.is_compiling():
-        return None
-    if is_transformed():
-        return None
-    wanted = local.requires_grad and torch.is_grad_enabled()
-    key = prog, transport, local.shape, local.stride(), local.dtype, local.device, wanted
-    return _LAUNCHERS.of(key, _record, prog, local, transport, wanted)
+    where, ranks = _where(prog), ranks_of(prog)
+    transport = current_transport() or current_rank(ranks, where)
+    valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
+    if not (valid and transport.moves(local.device)):
+        check_local_input(prog, local, transport, where)
+    label = Label(where, ranks, call_line()) if async_op else label_of(where, ranks)
+    needs_grad = local.requires_grad and torch.is_grad_enabled()
+    if async_op and local.requires_grad and not prog.is_linear:
+        fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
+             f"{prog.dst}, of a local that requires grad", "the program must be linear to run "
+             "ahead with gradients", "run it without async_op, or detach() the local")  # fmt: skip
+    finish: Callable[[], torch.Tensor]
+    token = LABEL.set(LABEL.get() or label)
+    try:
+        if (
+            (needs_grad and not prog.is_linear)
+            or not valid
+            or is_transformed()
+            or is_legacy_batched(local)
+            or is_abstract(local)
+        ):
+            finish = lambda: apply_programs(ProgramGroup((prog,)), (local,), False)[0]  # noqa: E731
+        elif needs_grad:
+            with torch.no_grad():
+                launched = launch(prog, transport, local)
+            op = ProgramGroup((prog,))
+            finish = lambda: apply_linear(op, (local,), False, lambda: (launched(),))[0]  # noqa: E731
+        else:
+            finish = launch(prog, transport, local)
+        return Pending(under(label, finish)) if async_op else finish()
+    finally:
+        LABEL.reset(token)
 
 
-def _record(
-    prog: Program, local: torch.Tensor, transport: Transport, wanted: bool
-) -> Launcher | None:
-    check_given(prog, local, transport, _where(prog.dst))
-    if transport.rank not in prog.src.mesh or (wanted and not prog.is_linear):
-        return None
-    forward: Function = lambda x: _apply(prog, x)  # noqa: E731
-    backward: Function = lambda g: _apply(prog.T, g)  # noqa: E731
-    like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    with labelled(Label(_where(prog.dst), ranks_of(prog))):
-        found = record(forward, backward, like)
-        if wanted and found is not None and record(backward, forward, found.out) is None:
-            return None
-    return found
-
-
-def _apply(prog: Program, x: torch.Tensor) -> torch.Tensor:
-    return apply_program(prog, (x,), everywhere=False)[0]
-
-
-def check_given(prog: Program, local: torch.Tensor, transport: Transport, where: str) -> None:
-    """Raise `ShardingError` unless `local` is what this rank gives to a program."""
+def check_local_input(prog: Program, local: torch.Tensor, transport: Transport, where: str) -> None:
+    """Raise `ShardingError` unless `local` is a valid argument of a program on this rank."""
     src, rank = prog.src, transport.rank
     check_local(local, src, transport, where)
     if rank in src.mesh or rank not in ranks_of(prog):
@@ -208,12 +220,12 @@ def check_given(prog: Program, local: torch.Tensor, transport: Transport, where:
     if local.shape != (0,) or local.dtype != src.dtype:
         fail(where, f"on rank {rank}, which is not of {src.mesh}, a local of shape "
              f"{tuple(local.shape)} and {local.dtype}",
-             "a rank that holds nothing of the source gives None or an empty tensor of its dtype",
+             "a rank outside of the source's mesh must pass None or an empty tensor of its dtype",
              f"None, or torch.empty(0, dtype={src.dtype})")  # fmt: skip
 
 
 def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: str) -> None:
-    """Raise `ShardingError` unless `local` is what this rank holds of a tensor of `spec`."""
+    """Raise `ShardingError` unless `local` has this rank's shape and dtype of `spec`."""
     if transport.rank not in spec.mesh:
         return
     expected = spec.local_shape(transport.rank)
@@ -221,55 +233,66 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
         raise_if(where, [_mismatch(local.shape, local.dtype, spec, [transport.rank])])
     if not transport.moves(local.device):
         fail(where, f"on rank {transport.rank} a local on {local.device}",
-             "no process group moves tensors of that device", "move it with .to(...)")  # fmt: skip
+             "its device must be one that a process group has a backend for",
+             "move it with .to(...)")  # fmt: skip
 
 
 def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]:
-    """`local` as a tuple of all shards; raises `ShardingError` with every rank that is wrong."""
+    """Return `local` as a tuple of all shards; raise `ShardingError` naming every wrong rank."""
     shards = check_tuple(local, spec.mesh, where)
+    dtype = spec.dtype
+    if [x.shape for x in shards if x.dtype == dtype] == _local_shapes(spec):
+        return shards
     wrong: dict[tuple[torch.Size, torch.dtype, tuple[int, ...]], list[int]] = {}
     for rank, shard in zip(spec.mesh.ranks, shards, strict=True):
         if shard.shape != spec.local_shape(rank) or shard.dtype != spec.dtype:
             wrong.setdefault((shard.shape, shard.dtype, spec.local_shape(rank)), []).append(rank)
-    problems = [_mismatch(shape, dtype, spec, rs) for (shape, dtype, _), rs in wrong.items()]
-    raise_if(where, problems)
+    raise_if(where, [_mismatch(*key[:2], spec, wrong_ranks) for key, wrong_ranks in wrong.items()])
     return shards
 
 
 def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
-    """`local` as one tensor per rank, all on one device; raises `ShardingError` if it is not."""
+    """Return `local` as one tensor per rank, all on one device, or raise `ShardingError`."""
     if is_pair(local):
         fail(
             where,
             "a pair",
-            "a local is what is in a pair, the spec is known",
+            "a local is the first item of a pair, whose spec is known here",
             "pair.local, pair[0]",
         )
-    if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
+    if not isinstance(local, Sequence) or not all([isinstance(x, torch.Tensor) for x in local]):
         fail(where, f"a local of type {type(local).__name__}",
-             "a local is a tensor, or in a simulation the tuple of all shards",
+             "a local must be a tensor, or in a simulation the tuple of all shards",
              "fs.shard(global_tensor, spec).local")  # fmt: skip
     if len(local) != mesh.size:
         fail(where, f"{len(local)} shards for {mesh}",
-             f"a simulation holds one shard per rank, {mesh.size} in rank order",
+             f"a simulation must have one shard per rank, {mesh.size} in rank order",
              "fs.shard(global_tensor, spec).local")  # fmt: skip
-    devices = sorted({str(shard.device) for shard in local})
+    devices = {shard.device for shard in local}
     if len(devices) > 1:
-        fail(where, f"shards on {', '.join(devices)}",
-             "all shards of a simulation are on one device",
-             f"shard.to({devices[0]!r}) for each")  # fmt: skip
+        names = sorted(map(str, devices))
+        fail(where, f"shards on {', '.join(names)}",
+             "all shards of a simulation must be on one device",
+             f"shard.to({names[0]!r}) for each")  # fmt: skip
     return tuple(local)
 
 
 def _mismatch(shape: torch.Size, dtype: torch.dtype, spec: Spec, ranks: Sequence[int]) -> Problem:
-    """Ranks whose local is not of the spec, all in the same way."""
+    """Return the problem of ranks whose locals have one wrong shape and dtype."""
     several = f"ranks {', '.join(map(str, ranks))}"
-    named = several if len(ranks) > 1 else place(spec.mesh, ranks[0])
+    name = several if len(ranks) > 1 else rank_text(spec.mesh, ranks[0])
     return Problem(
-        f"on {named} a local of shape {tuple(shape)} and {dtype}",
-        f"{spec} on {spec.mesh} has there shape {spec.local_shape(ranks[0])} and {spec.dtype}",
+        f"on {name} a local of shape {tuple(shape)} and {dtype}",
+        f"with {spec} on {spec.mesh} it must have shape {spec.local_shape(ranks[0])} and "
+        f"{spec.dtype}",
         "fs.from_local makes a spec from locals, fs.reshard changes one",
     )
+
+
+@Hook
+def current_tracker_hook() -> Any:
+    """Return the tracker of types in the running body, or None; set by `spmd/axis_env.py`."""
+    raise NotImplementedError
 
 
 @Hook

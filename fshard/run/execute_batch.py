@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
+from fshard._torch.dynamo import skip_frame
+from fshard._torch.functorch import is_transformed
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
 from fshard.layout.spec import Spec
 from fshard.layout.tree import matching, paths, unflatten
-from fshard.plan.batch.batch import Batch, of_leaves, run_batch_hook
+from fshard.plan.batch.batch import Batch, map_leaves, run_batch_hook
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import (
     FinishAll,
-    Run,
-    Shards,
+    ProgramGroup,
+    Tensors,
     apply_linear,
-    apply_run,
+    apply_programs,
     is_differentiated,
-    is_transformed,
     start_linear,
 )
-from fshard.run.execute import Pending, check_given, check_shards, nothing_of
+from fshard.run.execute import Pending, check_local_input, check_shards, empty_local
 from fshard.run.interpreter import ranks_of
 from fshard.run.transports.base import (
     Label,
@@ -43,6 +44,9 @@ WHERE = "the batch"
 
 
 @run_batch_hook.set
+@skip_frame(
+    "a batch's call is no node of a graph: call it outside of what torch.compile traces"
+)
 def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     """Run a batch on a tree of tuples of shards (a simulation) or of this rank's locals.
 
@@ -53,7 +57,7 @@ def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     there = [at for at, leaf in enumerate(batch.leaves) if leaf is not None]
     given, at = [parts[place] for place in there], [names[place] for place in there]
     progs = tuple(leaf for leaf in batch.leaves if leaf is not None)
-    op = Run(progs, ranks_of(*progs), batch.bucket_bytes)
+    op = ProgramGroup(progs, ranks_of(*progs), batch.bucket_bytes)
     one = current_transport() is not None or any(isinstance(x, torch.Tensor) for x in given)
     finish = (_start_one if one else _start_everywhere)(op, given, at, async_op)
 
@@ -70,23 +74,16 @@ def _paths(batch: Batch) -> list[str]:
     return paths(batch.programs, "")
 
 
-# What `torch.compiler.disable` sets: to import that takes a second.
-run_batch._torchdynamo_disable = True  # type: ignore[attr-defined]
-run_batch._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "a batch's call is no node of a graph: call it outside of what torch.compile traces"
-)
-
-
-def _start_one(op: Run, given: list[Any], names: Sequence[str], ahead: bool) -> FinishAll:
+def _start_one(op: ProgramGroup, given: list[Any], names: Sequence[str], ahead: bool) -> FinishAll:
     """Start a batch on this rank's locals."""
     transport = current_rank(op.mesh, WHERE)
     checks = [
         partial(_own_local, x, prog, transport) for x, prog in zip(given, op.progs, strict=True)
     ]
-    xs = tuple(of_leaves(WHERE, names, checks))
+    xs = tuple(map_leaves(WHERE, names, checks))
     label = Label(WHERE, op.mesh, call_line() if ahead else "")
 
-    def run(xs: Shards) -> FinishAll:
+    def run(xs: Tensors) -> FinishAll:
         with labelled(label):
             finish = _start(op, [(x,) for x in xs], names, everywhere=False, ahead=ahead)
         return under(label, lambda: tuple(y for (y,) in finish()))
@@ -97,30 +94,30 @@ def _start_one(op: Run, given: list[Any], names: Sequence[str], ahead: bool) -> 
 
 def _own_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
     """What this rank gives for one leaf, checked."""
-    x = nothing_of(prog) if x is None else x
+    x = empty_local(prog) if x is None else x
     if not isinstance(x, torch.Tensor):
         fail(WHERE, f"a local of type {type(x).__name__}",
              "on a rank of the source's mesh a local is a tensor",
              "give this rank's own")  # fmt: skip
-    check_given(prog, x, transport, WHERE)
+    check_local_input(prog, x, transport, WHERE)
     return x
 
 
 def _start_everywhere(
-    op: Run, given: list[Any], names: Sequence[str], ahead: bool
-) -> Callable[[], list[Shards]]:
+    op: ProgramGroup, given: list[Any], names: Sequence[str], ahead: bool
+) -> Callable[[], list[Tensors]]:
     """Start a batch on all shards of a simulation."""
     progs, ranks = op.progs, op.mesh.ranks
     checks = [
         partial(check_shards, x, prog.src, WHERE) for x, prog in zip(given, progs, strict=True)
     ]
     xs = []
-    for shards, prog in zip(of_leaves(WHERE, names, checks), progs, strict=True):
+    for shards, prog in zip(map_leaves(WHERE, names, checks), progs, strict=True):
         held = dict(zip(prog.src.mesh.ranks, shards, strict=True))
         xs.append(tuple(held.get(rank, shards[0].new_empty(0)) for rank in ranks))
     finish = _start(op, xs, names, everywhere=True, ahead=ahead)
 
-    def of_ranks() -> list[Shards]:
+    def of_ranks() -> list[Tensors]:
         return [
             tuple(y for y, rank in zip(ys, ranks, strict=True) if rank in prog.dst.mesh)
             for ys, prog in zip(finish(), progs, strict=True)
@@ -130,13 +127,13 @@ def _start_everywhere(
 
 
 def _start(
-    op: Run, xs: list[Shards], names: Sequence[str], *, everywhere: bool, ahead: bool
-) -> Callable[[], list[Shards]]:
+    op: ProgramGroup, xs: list[Tensors], names: Sequence[str], *, everywhere: bool, ahead: bool
+) -> Callable[[], list[Tensors]]:
     """Start programs on the locals of this rank, or of all, differentiably.
 
     Maxima and minima that need a gradient have a rule of their own: they run after the others.
     """
-    wanted = [any(map(is_differentiated, shards)) for shards in xs]
+    wanted = [is_differentiated(*shards) for shards in xs]
     later = [need and not prog.is_linear for need, prog in zip(wanted, op.progs, strict=True)]
     if ahead and any(later):
         at = later.index(True)
@@ -147,22 +144,22 @@ def _start(
              "run it without async_op, or detach() the local")  # fmt: skip
     others = [not each for each in later]
     n = op.mesh.size if everywhere else 1
-    linear = op.of(compress(op.progs, others))
+    linear = op.with_programs(compress(op.progs, others))
     started = _start_linear(linear, list(compress(xs, others)), n, everywhere)
 
-    def finish() -> list[Shards]:
-        first, second = iter(started()), iter(list[Shards]())
+    def finish() -> list[Tensors]:
+        first, second = iter(started()), iter(list[Tensors]())
         if any(later):
-            extremes, theirs = op.of(compress(op.progs, later)), _flat(compress(xs, later))
-            second = iter(_by_leaf(apply_run(extremes, theirs, everywhere), n))
+            extremes, theirs = op.with_programs(compress(op.progs, later)), _flat(compress(xs, later))
+            second = iter(_by_leaf(apply_programs(extremes, theirs, everywhere), n))
         return [next(second) if each else next(first) for each in later]
 
     return finish
 
 
 def _start_linear(
-    op: Run, xs: list[Shards], n: int, everywhere: bool
-) -> Callable[[], list[Shards]]:
+    op: ProgramGroup, xs: list[Tensors], n: int, everywhere: bool
+) -> Callable[[], list[Tensors]]:
     """Start linear programs, and what needs no gradient: only the others are sent back."""
     if not xs:
         return list
@@ -171,16 +168,16 @@ def _start_linear(
     with torch.no_grad():
         launched: FinishAll
         if everywhere:
-            launched = partial(tuple, op.everywhere(_flat(xs)))
+            launched = partial(tuple, op.run_on_shards(_flat(xs)))
         else:
             launched = start_linear(op, _flat(xs), WHERE)
-    wanted = [any(map(is_differentiated, shards)) for shards in xs]
+    wanted = [is_differentiated(*shards) for shards in xs]
 
-    def finish() -> list[Shards]:
+    def finish() -> list[Tensors]:
         with torch.no_grad():
             ys = _by_leaf(launched(), n)
         if any(wanted):
-            some = op.of(compress(op.progs, wanted))
+            some = op.with_programs(compress(op.progs, wanted))
             own, theirs = _flat(compress(xs, wanted)), _flat(compress(ys, wanted))
             outs = iter(_by_leaf(apply_linear(some, own, everywhere, lambda: theirs), n))
             ys = [next(outs) if need else y for y, need in zip(ys, wanted, strict=True)]
@@ -189,20 +186,20 @@ def _start_linear(
     return finish
 
 
-def _flat(xs: Iterable[Shards]) -> Shards:
+def _flat(xs: Iterable[Tensors]) -> Tensors:
     return tuple(x for shards in xs for x in shards)
 
 
-def _by_leaf(ys: Shards, n: int) -> list[Shards]:
+def _by_leaf(ys: Tensors, n: int) -> list[Tensors]:
     return [ys[at : at + n] for at in range(0, len(ys), n)]
 
 
 @Hook
 def run_typed_leaves_hook(
     names: Sequence[str],
-    xs: Shards,
+    xs: Tensors,
     ends: Sequence[tuple[Spec, Spec]],
-    start: Callable[[Shards], FinishAll],
+    start: Callable[[Tensors], FinishAll],
 ) -> FinishAll:
     """Return `start(xs)` as `run_typed_hook` does; set by `spmd/tracking/typed_body.py`."""
     raise NotImplementedError

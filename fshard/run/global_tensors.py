@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from fshard._torch.aliasing import own
-from fshard._torch.no_compile import uncompiled
+from fshard._torch.dynamo import skip_frames_below
+from fshard._torch.memory import unaliased
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
@@ -32,7 +32,7 @@ from fshard.run.transports.base import (
     stacked,
     warn_alone,
 )
-from fshard.run.transports.divergence_report import place
+from fshard.run.transports.divergence_report import rank_text
 from fshard.run.transports.reduce_dtypes import neutral_like, over
 
 __all__ = [
@@ -124,7 +124,7 @@ def _check_linear(spec: Spec, where: str) -> None:
              "averages are linear", "detach() it, or shard it as P() and reduce later")  # fmt: skip
 
 
-@uncompiled(PLANS)
+@skip_frames_below(PLANS)
 def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     """A global tensor that this process holds whole, as a pair: slices, no traffic.
 
@@ -139,7 +139,7 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     if current_transport() is None:
         return Sharded(lay_out(global_tensor, spec), spec)
     check_sharding(global_tensor, spec)
-    cut = lambda x: Sharded(own(_laying_out(spec)(x), [x]), spec)  # noqa: E731
+    cut = lambda x: Sharded(unaliased(_laying_out(spec)(x), [x]), spec)  # noqa: E731
     return _typed("fs.shard", global_tensor, replicated(spec), spec, cut)
 
 
@@ -155,10 +155,10 @@ def lay_out(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     warn_alone()
     check_sharding(x, spec)
     shards = _laying_out(spec)(spread(x, spec.mesh.size))
-    return tuple(own(each, [x]) for each in shards)
+    return tuple(unaliased(each, [x]) for each in shards)
 
 
-@uncompiled(PLANS)
+@skip_frames_below(PLANS)
 def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     """The global tensor of a pair, on every rank: gathers and reduces. Differentiable.
 
@@ -170,14 +170,14 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     local, spec = _read_pair(pair, "fs.unshard")
     prog = _putting_together(spec)
     if isinstance(local, torch.Tensor):
-        gather = lambda x: own(prog(x), [x])  # noqa: E731
+        gather = lambda x: unaliased(prog(x), [x])  # noqa: E731
         return _typed("fs.unshard", local, spec, prog.dst, gather)
     shards = check_shards(local, spec, "fs.unshard")
     whole = common(prog(shards))
-    return own(whole, shards)
+    return unaliased(whole, shards)
 
 
-@uncompiled(PLANS)
+@skip_frames_below(PLANS)
 def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
     """A pair in another layout: plans with `fs.redistribute` (its options) and runs.
 
@@ -192,9 +192,9 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
     if local is None:
         return Sharded(prog(local), target)
     if isinstance(local, torch.Tensor):
-        move = lambda x: Sharded(own(prog(x), [x]), target)  # noqa: E731
+        move = lambda x: Sharded(unaliased(prog(x), [x]), target)  # noqa: E731
         return _typed("fs.reshard", local, spec, target, move)
-    return Sharded(tuple(own(y, local) for y in prog(local)), target)
+    return Sharded(tuple(unaliased(y, local) for y in prog(local)), target)
 
 
 # -- scatter --------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def from_local(
         fix = ("the ranks of one shard hold one shape: check the mesh, or the partition"
                if sizes == "infer" else 'sizes="infer" reads the sizes off the locals')  # fmt: skip
         raise_if("fs.from_local", [
-            Problem(f"{place(mesh, rank)} holds shape {shapes[rank]}",
+            Problem(f"{rank_text(mesh, rank)} holds shape {shapes[rank]}",
                     f"{spec} has there shape {spec.local_shape(rank)}",
                     fix)
             for rank in ranks if shapes[rank] != spec.local_shape(rank)
@@ -435,7 +435,7 @@ def _spec_of(
     odd = [dim for dim in given if not -len(local) <= dim < len(local)]
     if odd:
         fail("fs.from_local", f"sizes of dim {odd[0]} for locals of {len(local)} dims",
-             f"a dim is in {-len(local)}..{len(local) - 1}", "name a dim it has")  # fmt: skip
+             f"a dim must be in {-len(local)}..{len(local) - 1}", "name a dim it has")  # fmt: skip
     found: list[int] = []
     cut: dict[int, tuple[int, ...]] = {}
     for dim, axes in enumerate(partition.dims + ((),) * (len(local) - len(partition.dims))):
@@ -461,5 +461,5 @@ def _spec_of(
 def _check_entries(partition: PartitionSpec, local: tuple[int, ...]) -> None:
     if len(partition) > len(local):
         fail("fs.from_local", f"{partition!r} for locals of {len(local)} dims",
-             f"a tensor of {len(local)} dims has at most {len(local)} entries",
+             f"a tensor of {len(local)} dims must have at most {len(local)} entries",
              "drop entries, trailing None too")  # fmt: skip

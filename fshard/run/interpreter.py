@@ -208,10 +208,10 @@ def _stage(
 
 def _local_step(step: LocalStep, src: Spec, dst: Spec, rank: int) -> LocalFunction:
     """Return one step that needs no communication as a function of the local."""
+    if isinstance(step, Remesh):
+        return lambda x: x
     mesh, shape = src.mesh, dst.local_shape(rank)
     match step:
-        case Remesh():
-            return lambda x: x
         case AllSlice(axes, dim):
             offset = dst.offsets(rank)[dim] - src.offsets(rank)[dim]
             return _scaled_slice(dim, offset, shape[dim], _avg_factor(src, axes))
@@ -225,14 +225,14 @@ def _local_step(step: LocalStep, src: Spec, dst: Spec, rank: int) -> LocalFuncti
             factor = _avg_factor(src, axes)
             if kind == "avg" or mesh.index(rank, axes) == 0:
                 return lambda x: times(x, factor)
-            return lambda x: neutral_like(times(x, factor), kind)
+            return lambda x: neutral_like(x, kind)
         case ShardedToUnreduced(axes, dim, kind, by):
             factor = mesh.axis_size(axes) if kind == "avg" else 1
             if by:
                 factor *= _avg_factor(src, by)
                 if mesh.index(rank, axes) == mesh.index(rank, by):
                     return lambda x: times(x, factor)
-                return lambda x: neutral_like(times(x, factor), kind, shape)
+                return lambda x: neutral_like(x, kind, shape)
             offset = src.offsets(rank)[dim] - dst.offsets(rank)[dim]
 
             def embed(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Boxes of tensors laid one after the other to travel, and put in their places where they come.
+"""Boxes of a tensor concatenated into one flat tensor, and put at their positions in another.
 
-A box is (start, stop) per dim. What lies already as it travels is a view; whatever has to be
-copied is copied once.
+A box is (start, stop) per dim. Boxes that are contiguous in memory already are views, the others
+are copied once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from fshard.run.transports.reduce_dtypes import (
     REDUCE,
+    TensorFunction,
     as_number,
     neutral_like,
     over,
@@ -23,39 +24,36 @@ from fshard.run.transports.reduce_dtypes import (
 
 __all__ = [
     "Box",
-    "Made",
+    "Combine",
     "Source",
-    "Tensors",
     "Unpack",
-    "cut",
-    "join",
-    "lands",
-    "lengths",
-    "meet",
+    "arrives_in_order",
+    "box_shape",
+    "concat_flat",
+    "intersect",
     "packer",
-    "part",
     "relative",
+    "split_flat",
     "unpacker",
 ]
 
 Box = tuple[tuple[int, int], ...]
-Tensors = Callable[[torch.Tensor], torch.Tensor]
 Unpack = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What has come, flat, and the local that was packed, to the local afterwards."""
+"""The received flat tensor, and the local that was packed, to the local after the collective."""
 
 
-def join(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one dtype one after the other, flat.
+def concat_flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors of one dtype as one flat tensor.
 
-    >>> join([torch.zeros(2, 3), torch.zeros(2)]).shape
+    >>> concat_flat([torch.zeros(2, 3), torch.zeros(2)]).shape
     torch.Size([8])
     """
     flat = [x.reshape(-1) for x in xs]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def part(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-    """What `join` laid one after the other, taken apart: several in memory of their own each."""
+def split_flat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+    """Split the result of `concat_flat` into tensors of `shapes`; several are copied."""
     if len(shapes) == 1:
         return (flat.reshape(tuple(shapes[0])),)
     return tuple(
@@ -65,179 +63,182 @@ def part(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[torch.Ten
 
 
 class Source(NamedTuple):
-    """Where a `box` of the result comes from: a place of the group, or `own` of the local before.
+    """Origin of one `box` of the result.
 
-    Of several addends of one box the reduction is taken, in their order.
+    Attributes:
+        index: the sender's index in the group.
+        box: the box in the result's coordinates.
+        term: number of the unreduced value; those of one box are reduced in this order.
+        own: the box of this rank's local that is used instead of something received, if it is.
     """
 
-    place: int
+    index: int
     box: Box
-    addend: int = 0
+    term: int = 0
     own: Box | None = None
 
 
-def meet(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing."""
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the intersection of two boxes, None if it is empty."""
     box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return box if all(i < j for i, j in box) else None
 
 
-def relative(box: Box, whole: Box) -> Box:
-    """A box in coordinates that begin where `whole` does."""
-    return tuple((i - k, j - k) for (i, j), (k, _) in zip(box, whole, strict=True))
+def relative(box: Box, outer: Box) -> Box:
+    """Return a box in coordinates that start at the first corner of `outer`."""
+    return tuple((i - k, j - k) for (i, j), (k, _) in zip(box, outer, strict=True))
 
 
-def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box."""
     return tuple(j - i for i, j in box)
 
 
-def _begins(shape: Sequence[int], box: Box) -> int | None:
-    """Where a box begins in a contiguous tensor, if its elements lie there in one row."""
-    start, stride, cut = 0, 1, False
+def _offset(shape: Sequence[int], box: Box) -> int | None:
+    """Return the first element's offset in a contiguous tensor, None if the box has gaps there."""
+    start, stride, partial = 0, 1, False
     for size, (i, j) in zip(reversed(shape), reversed(box), strict=True):
-        if cut and j - i > 1:
+        if partial and j - i > 1:
             return None
-        start, stride, cut = start + i * stride, stride * size, cut or j - i < size
+        start, stride, partial = start + i * stride, stride * size, partial or j - i < size
     return start
 
 
-def _in_a_row(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
-    """Where boxes begin in a contiguous tensor, if they lie there one after the other."""
-    first = end = _begins(shape, boxes[0])
+def _offset_in_row(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
+    """Return the offset of the first box in a contiguous tensor if the others follow it, or None."""
+    first = end = _offset(shape, boxes[0])
     for box in boxes:
-        if end is None or _begins(shape, box) != end:
+        if end is None or _offset(shape, box) != end:
             return None
-        end += math.prod(lengths(box))
+        end += math.prod(box_shape(box))
     return first
 
 
-def cut(x: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a tensor, as a view."""
+def _view(x: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a view of one box of a tensor."""
     for dim, (i, j) in enumerate(box):
         if j - i < x.shape[dim]:
             x = x.narrow(dim, i, j - i)
     return x
 
 
-def packer(shape: Sequence[int], boxes: Sequence[Box]) -> Tensors:
-    """What lays boxes of a tensor of `shape` one after the other in one flat tensor."""
+def packer(shape: Sequence[int], boxes: Sequence[Box]) -> TensorFunction:
+    """Return a function that concatenates boxes of a tensor of `shape` into one flat tensor."""
     if not boxes:
         return lambda x: x.new_empty(0)
-    sizes = [math.prod(lengths(box)) for box in boxes]
-    total, start = sum(sizes), _in_a_row(shape, boxes)
+    sizes = [math.prod(box_shape(box)) for box in boxes]
+    total, start = sum(sizes), _offset_in_row(shape, boxes)
     if start is not None:
         if total == math.prod(shape):
             return lambda x: x.reshape(-1)
         return lambda x: x.reshape(-1).narrow(0, start, total)
-    if shape and len({lengths(box)[1:] for box in boxes}) == 1:
-        # What is joined of tensors that lie channels last lies so itself.
-        return lambda x: torch.cat([cut(x, box) for box in boxes]).reshape(-1)
+    if shape and len({box_shape(box)[1:] for box in boxes}) == 1:
+        # The concatenation of channels-last tensors would be channels-last itself: reshape copies.
+        return lambda x: torch.cat([_view(x, box) for box in boxes]).reshape(-1)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         flat = x.new_empty(total)
-        for part, box in zip(flat.split(sizes), boxes, strict=True):
-            part.view(lengths(box)).copy_(cut(x, box))
+        for piece, box in zip(flat.split(sizes), boxes, strict=True):
+            piece.view(box_shape(box)).copy_(_view(x, box))
         return flat
 
     return pack
 
 
-def lands(shape: Sequence[int], sources: Sequence[Source]) -> bool:
-    """Whether the sources lie in their order as the result does, addend after addend.
+def arrives_in_order(shape: Sequence[int], sources: Sequence[Source]) -> bool:
+    """Return True if the concatenated sources are a contiguous result, or a stack of its terms.
 
-    What comes is then the result, or a stack of its addends. Two are better added where they
-    are: the one that this rank has itself need not travel.
+    False for two terms: adding them apart saves sending the one that this rank holds itself.
     """
-    order = [source.addend for source in sources]
+    order = [source.term for source in sources]
     if len(set(order)) == 2:
         return False
-    rows = [[each.box for each in sources if each.addend == a] for a in dict.fromkeys(order)]
-    return bool(rows) and order == sorted(order) and all(_whole(shape, row) for row in rows)
+    rows = [[s.box for s in sources if s.term == term] for term in dict.fromkeys(order)]
+    return bool(rows) and order == sorted(order) and all(_covers(shape, row) for row in rows)
 
 
-def _whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes one after the other are a contiguous tensor."""
-    filled = sum(math.prod(lengths(box)) for box in boxes)
-    return filled == math.prod(shape) and _in_a_row(shape, boxes) == 0
+def _covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Return True if the concatenated boxes are a contiguous tensor of `shape`."""
+    filled = sum(math.prod(box_shape(box)) for box in boxes)
+    return filled == math.prod(shape) and _offset_in_row(shape, boxes) == 0
 
 
-class Made(NamedTuple):
-    """How elements are made of their addends: by `op` one, times a factor, over a divisor.
+class Combine(NamedTuple):
+    """Formula of an element: the reduction `op` of its terms, times `factor`, over `divisor`.
 
-    Those of which no source has any are the neutral element of the reduction `rest`.
+    Elements without a source are the neutral element of the reduction `fill`.
     """
 
     op: str = "sum"
     factor: int = 1
     divisor: int = 1
-    rest: str = ""
+    fill: str = ""
 
-    def of(self, addends: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor of several; of one that is not scaled itself. Rounded once."""
+    def of(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the combined terms, rounded once; a single unscaled term is returned itself."""
         if self.factor == self.divisor == 1:
-            return addends[0] if len(addends) == 1 else reduced(addends, self.op)
-        numbers = [as_number(x, self.op)[0] for x in addends]
-        _, restore = as_number(addends[0], self.op)
-        total = numbers[0] if len(numbers) == 1 else reduced(numbers, self.op)
+            return terms[0] if len(terms) == 1 else reduced(terms, self.op)
+        values = [as_number(x, self.op)[0] for x in terms]
+        _, restore = as_number(terms[0], self.op)
+        total = values[0] if len(values) == 1 else reduced(values, self.op)
         return restore(over(times(total, self.factor), self.divisor))
 
 
-def unpacker(shape: Sequence[int], sources: Sequence[Source], made: Made) -> Unpack:
-    """What makes a tensor of `shape` of the sources of its boxes, which lie side by side."""
-    if lands(shape, sources) and all(source.own is None for source in sources):
-        n = len({source.addend for source in sources})
+def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) -> Unpack:
+    """Return a function that makes a tensor of `shape` from the received sources in their order."""
+    if arrives_in_order(shape, sources) and all(source.own is None for source in sources):
+        n = len({source.term for source in sources})
         if n == 1:
-            return lambda moved, _: made.of([moved.view(shape)])
-        scaled = made._replace(op="sum")
+            return lambda moved, _: combine.of([moved.view(shape)])
+        scale = combine._replace(op="sum")
 
-        def stacked(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            number, restore = as_number(moved, made.op)
-            return restore(scaled.of([REDUCE[made.op](number.view(n, *shape))]))
+        def unpack_stack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            value, restore = as_number(moved, combine.op)
+            return restore(scale.of([REDUCE[combine.op](value.view(n, *shape))]))
 
-        return stacked
+        return unpack_stack
     boxes: dict[Box, list[tuple[int, int, Box | None]]] = {}
     start = 0
-    for _, box, addend, own in sources:
-        boxes.setdefault(box, []).append((addend, start, own))
-        start += math.prod(lengths(box)) if own is None else 0
-    rows = sorted((box, sorted(each)) for box, each in boxes.items())
-    place = _placing(shape, [box for box, _ in rows], made.rest)
-    if len(sources) == 1 and _whole(shape, [sources[0].box]):
-        place = lambda parts, _: parts[0].clone(memory_format=torch.contiguous_format)  # noqa: E731
+    for _, box, term, own in sources:
+        boxes.setdefault(box, []).append((term, start, own))
+        start += math.prod(box_shape(box)) if own is None else 0
+    rows = sorted((box, sorted(terms)) for box, terms in boxes.items())
+    assemble = _assembler(shape, [box for box, _ in rows], combine.fill)
+    if len(sources) == 1 and _covers(shape, [sources[0].box]):
+        assemble = lambda parts, _: parts[0].clone(memory_format=torch.contiguous_format)  # noqa: E731
 
     def unpack(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         parts = []
-        for box, addends in rows:
-            size, n = lengths(box), math.prod(lengths(box))
-            each = [
-                moved.narrow(0, start, n).view(size) if own is None else cut(x, own)
-                for _, start, own in addends
+        for box, terms in rows:
+            size, n = box_shape(box), math.prod(box_shape(box))
+            values = [
+                moved.narrow(0, start, n).view(size) if own is None else _view(x, own)
+                for _, start, own in terms
             ]
-            parts.append(made.of(each))
-        return place(parts, moved)
+            parts.append(combine.of(values))
+        return assemble(parts, moved)
 
     return unpack
 
 
-def _placing(
-    shape: Sequence[int], boxes: Sequence[Box], rest: str
+def _assembler(
+    shape: Sequence[int], boxes: Sequence[Box], fill: str
 ) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
-    """What puts tensors in the places of their boxes, in memory like that of another tensor.
+    """Return a function of the boxes' tensors, and one with the dtype and device of the result.
 
-    Between them are neutral elements of the reduction `rest`.
+    Elements outside of the boxes are the neutral element of the reduction `fill`.
     """
-    filled = sum(math.prod(lengths(box)) for box in boxes) == math.prod(shape)
+    filled = sum(math.prod(box_shape(box)) for box in boxes) == math.prod(shape)
     if filled and len(boxes) == 1:
         return lambda parts, _: parts[0]
-    cuts = [dim for dim in range(len(shape)) if len({box[dim] for box in boxes}) > 1]
-    if filled and len(cuts) == 1:
-        return lambda parts, _: torch.cat(list(parts), cuts[0])
+    split_dims = [dim for dim in range(len(shape)) if len({box[dim] for box in boxes}) > 1]
+    if filled and len(split_dims) == 1:
+        return lambda parts, _: torch.cat(list(parts), split_dims[0])
 
-    def place(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        whole = like.new_empty(shape) if filled else neutral_like(like, rest, tuple(shape))
+    def assemble(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        result = like.new_empty(shape) if filled else neutral_like(like, fill, tuple(shape))
         for part, box in zip(parts, boxes, strict=True):
-            cut(whole, box).copy_(part)
-        return whole
+            _view(result, box).copy_(part)
+        return result
 
-    return place
+    return assemble

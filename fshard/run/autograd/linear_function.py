@@ -1,8 +1,8 @@
-"""The one autograd rule: the backward of a linear operation runs its transpose.
+"""Gradients of operations over ranks: the backward pass of a linear one runs its transpose.
 
-A linear operation works on this rank's local over a transport, or on all shards of a
-simulation. Backward runs the transpose through the same rule, so every order of derivative
-exists. Maxima and minima are not linear: their rule is that of `torch.amax`, ties share.
+A linear operation maps the locals of one rank, or the shards of all ranks of a simulation. Backward
+runs the transpose through the same autograd function, so derivatives of every order exist. Maxima
+and minima are not linear: their gradient is `torch.amax`'s, shared equally between ties.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 import torch
-from torch.autograd import forward_ad
 
-from fshard._torch.function_apply import applied
-from fshard._torch.legacy_vmap import around, held, is_batched
+from fshard._torch.autograd_state import is_view, view_base
+from fshard._torch.functorch import (
+    add_batch_dim,
+    apply_function,
+    forward_ad_level,
+    is_transformed,
+)
+from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -26,7 +32,7 @@ from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
 from fshard.run.bucketing import launch_all
-from fshard.run.interpreter import collectives, launch, ranks_of
+from fshard.run.interpreter import launch, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
     Label,
@@ -40,128 +46,134 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.reduce_dtypes import as_number
-from fshard.run.transports.shape_only import is_abstract, shapes_of
+from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.run.transports.simulator import run_ranks, run_together
 
 __all__ = [
-    "Everywhere", "FinishAll", "Linear", "Run", "Shards", "apply_linear", "apply_program",
-    "apply_run", "is_differentiated", "is_transformed", "start_linear",
+    "FinishAll", "LinearOp", "ProgramGroup", "ShardsOp", "Tensors", "apply_linear", "apply_programs",
+    "is_differentiated", "start_linear",
 ]  # fmt: skip
 
-Shards = tuple[torch.Tensor, ...]
-FinishAll = Callable[[], Shards]
+Tensors = tuple[torch.Tensor, ...]
+FinishAll = Callable[[], Tensors]
 
 
-class Linear(Protocol):
-    """A linear operation of one rank among others, and its transpose."""
+class LinearOp(Protocol):
+    """Linear operation of one rank among others, and its transpose."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh whose ranks take part."""
+        """The mesh of the ranks that take part."""
         ...
 
     @property
-    def T(self) -> Linear:  # noqa: N802 - the mathematical name
+    def T(self) -> LinearOp:  # noqa: N802 - the mathematical name
         """The transpose."""
         ...
 
-    def wider(self, n: int) -> Linear:
-        """The same of tensors with one more dim, the last, of size n."""
+    def wider(self, n: int) -> LinearOp:
+        """Return the operation on tensors with one more last dim of size n."""
         ...
 
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
-        """Start it on locals of this rank, as many as come out."""
+    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
+        """Start it on this rank's locals; as many tensors result."""
         ...
 
 
-class Everywhere(Linear, Protocol):
-    """One that also runs on all shards of a simulation, from outside of its ranks."""
+class ShardsOp(LinearOp, Protocol):
+    """Linear operation that also runs outside of the ranks, on the shards of all of them."""
 
-    def everywhere(self, xs: Shards) -> Shards:
-        """Run it on the locals of all ranks: of each in turn the shards in rank order."""
+    def run_on_shards(self, xs: Tensors) -> Tensors:
+        """Run it on the locals of all ranks, in rank order for each local in turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Linear programs as such an operation: one for each of a rank's locals.
+class ProgramGroup:
+    """Programs as one operation, one for each of a rank's locals.
 
-    Those of their collectives that agree go out in one launch, in buckets of `bucket_bytes`. The
-    locals are those of the ranks `among`, by default of all that take part.
+    Collectives of one kind are coalesced, in buckets of `bucket_bytes`.
+
+    Attributes:
+        progs: the programs.
+        ranks: the mesh of the ranks whose shards are given; None for all that take part.
+        bucket_bytes: bytes that are sent in one launch; None for no limit.
     """
 
     progs: tuple[Program, ...]
-    among: Mesh | None = None
+    ranks: Mesh | None = None
     bucket_bytes: int | None = None
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the ranks."""
-        return self.among or ranks_of(*self.progs)
+        return self.ranks or ranks_of(*self.progs)
 
     @property
-    def T(self) -> Run:  # noqa: N802
+    def T(self) -> ProgramGroup:  # noqa: N802
         """The transposed programs."""
-        return self.of([prog.T for prog in self.progs])
+        return self.with_programs([prog.T for prog in self.progs])
 
-    def wider(self, n: int) -> Run:
-        """The programs with one more dim, which no step touches."""
-        return self.of([_wider(prog, n) for prog in self.progs])
+    def wider(self, n: int) -> ProgramGroup:
+        """Return the programs on tensors with one more unsharded dim."""
+        return self.with_programs([_wider(prog, n) for prog in self.progs])
 
-    def of(self, progs: Iterable[Program]) -> Run:
-        """Other programs in the same way."""
-        return Run(tuple(progs), self.among, self.bucket_bytes)
+    def with_programs(self, progs: Iterable[Program]) -> ProgramGroup:
+        """Return a group of other programs with the same ranks and buckets."""
+        return ProgramGroup(tuple(progs), self.ranks, self.bucket_bytes)
 
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         """Start the programs on this rank's locals."""
         if len(self.progs) > 1:
             return launch_all(self.progs, self.bucket_bytes, transport, xs)
-        only = launch(self.progs[0], transport, xs[0])
-        return lambda: (only(),)
+        finish = launch(self.progs[0], transport, xs[0])
+        return lambda: (finish(),)
 
-    def everywhere(self, xs: Shards) -> Shards:
-        """Run the programs on all shards of a simulation."""
-        n = self.mesh.size
-        values = [xs[place::n] for place in range(n)]
-        outs: list[Any]
-        if _waits(self.progs, self.bucket_bytes):
-            outs = run_ranks(self.mesh, lambda rank, own: self.launch(rank, own)(), values)
-        else:  # nobody waits before all is launched: no threads are needed
-            outs = run_together(self.mesh, cast(Any, self.launch), values)
-        return tuple(y for ys in zip(*outs, strict=True) for y in ys)
-
-
-@lru_cache(maxsize=1024)
-def _waits(progs: tuple[Program, ...], limit: int | None) -> bool:
-    """Whether a rank waits for something before it has launched all."""
-    if len(progs) == 1:
-        return collectives(progs[0]) > 1
-    found = buckets(progs, limit)
-    return len(found) > 1 or len(rounds(progs, found[0])) > 1
+    def run_on_shards(self, xs: Tensors) -> Tensors:
+        """Run the programs on the shards of all ranks of a simulation."""
+        mesh = self.mesh
+        if len(self.progs) == 1:
+            return run_on_shards(self.progs[0], mesh, xs)
+        n = mesh.size
+        locals_ = [xs[i::n] for i in range(n)]
+        outputs: list[Any]
+        if _waits_before_last_launch(self.progs, self.bucket_bytes):
+            outputs = run_ranks(mesh, lambda rank, own: self.launch(rank, own)(), locals_)
+        else:
+            outputs = run_together(mesh, cast(Any, self.launch), locals_)
+        return tuple(y for ys in zip(*outputs, strict=True) for y in ys)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=CACHE_SIZE)
+def _waits_before_last_launch(progs: tuple[Program, ...], bucket_bytes: int | None) -> bool:
+    """Return True if a rank waits for a collective before it has launched its last one."""
+    all_buckets = buckets(progs, bucket_bytes)
+    return len(all_buckets) > 1 or len(rounds(progs, all_buckets[0])) > 1
+
+
+@lru_cache(maxsize=CACHE_SIZE)
 def _wider(prog: Program, n: int) -> Program:
     src, p = prog.src, prog.src.partition
-    sides = PartitionSpec._of((*p.dims, ()), p.unreduced_kinds, p.reduced_kinds)
-    whole = Spec._of(src.mesh, sides, (*src.shape, n), src.dtype, (*src.sizes, None))
+    partition = PartitionSpec._of((*p.dims, ()), p.unreduced_kinds, p.reduced_kinds)
+    wide_src = Spec._of(src.mesh, partition, (*src.shape, n), src.dtype, (*src.sizes, None))
     dtypes = prog.forward_dtype, prog.backward_dtype
-    return Program(whole, prog.steps, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
+    return Program(wide_src, prog.steps, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
 
 
-def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
-    """Start `op` on locals of this rank; on abstract ones nothing is sent.
+def start_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
+    """Start `op` on locals of this rank without a gradient; meta and fake tensors send nothing.
 
-    Under `torch.no_grad()` where one requires grad: `apply_linear` adds the gradient.
+    Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
-    Raises `ShardingError` where there is no rank, naming `where`.
+    Raises:
+        ShardingError: there is no rank, or a simulated rank is in forward mode.
     """
+    mesh = op.mesh
     if is_abstract(xs[0]):
         with unobserved():
-            return op.launch(shapes_of(op.mesh), xs)
-    mesh = op.mesh
+            return op.launch(shape_transport(mesh), xs)
     transport = current_rank(mesh, where)
-    if forward_ad._current_level >= 0 and is_simulated():
+    if forward_ad_level() >= 0 and is_simulated():
         label = LABEL.get()
         fail(
             where if label is None else label.name,
@@ -178,171 +190,171 @@ def start_linear(op: Linear, xs: Shards, where: str) -> FinishAll:
         return op.launch(transport, xs)
 
 
-def _execute(op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None) -> Shards:
+def _execute(op: LinearOp, xs: Tensors, on_shards: bool, launched: FinishAll | None) -> Tensors:
     if launched is not None:
         return launched()
-    if everywhere:
-        return cast(Everywhere, op).everywhere(xs)
+    if on_shards:
+        return cast(ShardsOp, op).run_on_shards(xs)
     return start_linear(op, xs, "a collective")()
 
 
-def _result(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`y` as autograd takes it: not for its input, nor for a view of what is nobody else's."""
+def _as_output(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return `y` such that autograd does not take it for its input or a view of a private base."""
     if y is x:
         return y.view_as(y)
-    if not y._is_view() or y._base is x or y._base is x._base:
-        return y
-    fresh: torch.Tensor = torch.ops.aten._unsafe_view(y, y.shape)
-    return fresh
+    if is_view(y) and view_base(y) is not x and view_base(y) is not view_base(x):
+        y = torch.ops.aten._unsafe_view(y, y.shape)
+    return y
 
 
 class _Apply(torch.autograd.Function):
-    """Forward runs an operation, backward its transpose."""
+    """Forward runs a linear operation, backward its transpose."""
 
     @staticmethod
     def forward(
-        op: Linear, everywhere: bool, launched: FinishAll | None, *xs: torch.Tensor
-    ) -> Shards:
-        return tuple(map(_result, xs, _execute(op, xs, everywhere, launched)))
+        op: LinearOp, on_shards: bool, launched: FinishAll | None, *xs: torch.Tensor
+    ) -> Tensors:
+        return tuple(map(_as_output, xs, _execute(op, xs, on_shards, launched)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Shards) -> None:
-        op, everywhere, _, *xs = inputs
-        ctx.op, ctx.everywhere, ctx.label = op, everywhere, backward_label()
+    def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
+        op, on_shards, _, *xs = inputs
+        ctx.op, ctx.on_shards, ctx.label = op, on_shards, backward_label()
         ctx.shapes = [x.shape for x in xs]
         needs = ctx.needs_input_grad[3:]
-        if not everywhere and any(needs) and not is_transformed():
-            # A rank's locals do not mix: what needs no gradient is not made to need one.
+        if not on_shards and any(needs) and not is_transformed():
+            # Each output depends on its own local alone: it requires grad only if that does.
             ctx.mark_non_differentiable(*(y for y, n in zip(output, needs, strict=True) if not n))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
-            back = apply_linear(ctx.op.T, grads, ctx.everywhere)
-        kept = (
+            cotangents = apply_linear(ctx.op.T, grads, ctx.on_shards)
+        filled = (
             g if g.shape == shape else g.new_zeros(shape)
-            for g, shape in zip(back, ctx.shapes, strict=True)
+            for g, shape in zip(cotangents, ctx.shapes, strict=True)
         )
-        return (None, None, None, *kept)
+        return (None, None, None, *filled)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Shards:
-        return apply_linear(ctx.op, tangents[3:], ctx.everywhere)
+    def jvp(ctx: Any, *tangents: Any) -> Tensors:
+        return apply_linear(ctx.op, tangents[3:], ctx.on_shards)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Linear, everywhere: bool, _: None, *xs: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, op: LinearOp, on_shards: bool, _: None, *xs: Any) -> Any:
         n, dims = info.batch_size, in_dims[3:]
-        ys = apply_linear(op.wider(n), _batched_last(xs, dims, n), everywhere)
-        return _outside_too(ys, n), (-1,) * len(ys)
+        ys = apply_linear(op.wider(n), _with_batch_last(xs, dims, n), on_shards)
+        return _with_empty_batch(ys, n), (-1,) * len(ys)
 
 
-def _outside_too(ys: Shards, n: int) -> Shards:
-    """Results with a last dim of size n, also those of ranks that have none: nothing n times."""
+def _with_empty_batch(ys: Tensors, n: int) -> Tensors:
+    """Give the empty results of ranks outside of the mesh a last dim of size n as well."""
     return tuple(y.reshape(0, n) if y.shape == (0,) else y for y in ys)
 
 
-def _batched_last(xs: Shards, dims: Sequence[int | None], n: int) -> Shards:
-    """Tensors with the dim that `vmap` maps as their last, where they have none repeated."""
+def _with_batch_last(xs: Tensors, dims: Sequence[int | None], n: int) -> Tensors:
+    """Move the dims that `vmap` maps to the end; a tensor without one is repeated n times."""
     return tuple(
         x.unsqueeze(-1).expand(*x.shape, n) if dim is None else x.movedim(dim, -1)
         for x, dim in zip(xs, dims, strict=True)
     )
 
 
-def is_transformed() -> bool:
-    """Whether tensors may be wrappers of `torch.func` now, or have tangents of a `dual_level`."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+def is_differentiated(*xs: torch.Tensor) -> bool:
+    """Return True if a gradient of something computed from a tensor of `xs` may be taken.
 
-
-def is_differentiated(x: torch.Tensor) -> bool:
-    """Whether a gradient may be taken of what is computed from `x` now.
-
-    A wrapper of `torch.vmap` does not know whether what it holds requires grad, and a tangent
-    needs no tensor that does.
+    Under `torch.func` that is always so: a `vmap` wrapper does not show whether its value requires
+    grad, and a tensor with a tangent does not need to.
     """
-    return (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
+    if is_transformed():
+        return True
+    return torch.is_grad_enabled() and any([x.requires_grad for x in xs])
 
 
 def apply_linear(
-    op: Linear, xs: Shards, everywhere: bool, launched: FinishAll | None = None
-) -> Shards:
-    """Run `op` on a rank's locals or on all shards of one, differentiably.
+    op: LinearOp, xs: Tensors, on_shards: bool, launched: FinishAll | None = None
+) -> Tensors:
+    """Run `op` differentiably on a rank's locals or on the shards of all ranks.
 
-    `launched` is its own start.
+    Args:
+        op: the operation; a `ShardsOp` with `on_shards`.
+        xs: the locals, or the shards in rank order for each local in turn.
+        on_shards: whether `xs` are the shards of all ranks.
+        launched: the operation already started on `xs`, if it is.
     """
-    if any(map(is_batched, xs)):
-        return _apply_batched(op, xs, everywhere, around())
-    if any(map(is_differentiated, xs)):
-        out: Shards = applied(_Apply, op, everywhere, launched, *xs)
-        return out
-    return _execute(op, xs, everywhere, launched)
+    if any(map(is_legacy_batched, xs)):
+        return _apply_batched(op, xs, on_shards, nesting_level())
+    if is_differentiated(*xs):
+        outputs: Tensors = apply_function(_Apply, op, on_shards, launched, *xs)
+        return outputs
+    return _execute(op, xs, on_shards, launched)
 
 
-def _apply_batched(op: Linear, xs: Shards, everywhere: bool, level: int) -> Shards:
-    """Run `op` on what holds a batch of each level: it goes through as one more dim."""
+def _apply_batched(op: LinearOp, xs: Tensors, on_shards: bool, level: int) -> Tensors:
+    """Run `op` on legacy batched tensors: the batch of each level becomes one more last dim."""
     if level == 0:
-        return apply_linear(op, xs, everywhere)
-    n, wide = held(xs, level, -1)
-    if n == 1:  # or of no batch at this level
-        return _apply_batched(op, tuple(x.squeeze(-1) for x in wide), everywhere, level - 1)
-    out = _outside_too(_apply_batched(op.wider(n), wide, everywhere, level - 1), n)
-    return tuple(torch._add_batch_dim(y, y.ndim - 1, level) for y in out)
+        return apply_linear(op, xs, on_shards)
+    n, wide = unwrap(xs, level, -1)
+    if n == 1:
+        return _apply_batched(op, tuple(x.squeeze(-1) for x in wide), on_shards, level - 1)
+    outputs = _with_empty_batch(_apply_batched(op.wider(n), wide, on_shards, level - 1), n)
+    return tuple(add_batch_dim(y, y.ndim - 1, level) for y in outputs)
 
 
-def apply_program(
-    prog: Program, xs: Shards, everywhere: bool, launched: FinishAll | None = None
-) -> Shards:
-    """Run a program on one local or on all shards, differentiably."""
-    return apply_run(Run((prog,)), xs, everywhere, launched)
+@lru_cache(maxsize=CACHE_SIZE)
+def _are_linear(progs: tuple[Program, ...]) -> bool:
+    return all(prog.is_linear for prog in progs)
 
 
-def apply_run(op: Run, xs: Shards, everywhere: bool, launched: FinishAll | None = None) -> Shards:
-    """Run programs of any kind on a rank's locals or on all shards of each, differentiably."""
-    if all(prog.is_linear for prog in op.progs) or not any(map(is_differentiated, xs)):
-        return apply_linear(op, xs, everywhere, launched)
-    n = op.mesh.size if everywhere else 1
-    held = [xs[at : at + n] for at in range(0, len(xs), n)]
-    wanted = [any(map(is_differentiated, each)) for each in held]
-    for pieces in zip_longest(*map(linear_parts, op.progs)):
-        for run, linear in ((apply_linear, True), (_extreme, False)):
-            now = [at for at, each in enumerate(pieces) if each and each.is_linear == linear]
-            if now:
-                some = Run(tuple(pieces[at] for at in now), op.mesh, op.bucket_bytes)
-                ys = run(some, tuple(x for at in now for x in held[at]), everywhere)
-                for place, at in enumerate(now):
-                    held[at] = ys[place * n : (place + 1) * n]
+def apply_programs(
+    op: ProgramGroup, xs: Tensors, on_shards: bool, launched: FinishAll | None = None
+) -> Tensors:
+    """Run programs differentiably, also those with maxima or minima; see `apply_linear`."""
+    if _are_linear(op.progs) or not is_differentiated(*xs):
+        return apply_linear(op, xs, on_shards, launched)
+    n = op.mesh.size if on_shards else 1
+    values = [xs[i : i + n] for i in range(0, len(xs), n)]
+    need_grad = [is_differentiated(*shards) for shards in values]
+    for parts in zip_longest(*map(linear_parts, op.progs)):
+        for run, is_linear in ((apply_linear, True), (_apply_extreme, False)):
+            places = [i for i, part in enumerate(parts) if part and part.is_linear == is_linear]
+            if places:
+                group = ProgramGroup(tuple(parts[i] for i in places), op.mesh, op.bucket_bytes)
+                ys = run(group, tuple(x for i in places for x in values[i]), on_shards)
+                for k, i in enumerate(places):
+                    values[i] = ys[k * n : (k + 1) * n]
     return tuple(
-        y if need else y.detach() for ys, need in zip(held, wanted, strict=True) for y in ys
+        y if need else y.detach() for ys, need in zip(values, need_grad, strict=True) for y in ys
     )
 
 
-def _extreme(op: Run, xs: Shards, everywhere: bool) -> Shards:
-    """Maxima or minima over ranks; their gradients go to the candidates that reach them."""
-    out: Shards = applied(_Extreme, op, everywhere, *xs)
-    return out
+def _apply_extreme(op: ProgramGroup, xs: Tensors, on_shards: bool) -> Tensors:
+    """Run maxima or minima over ranks; the gradient goes to the elements that attain them."""
+    outputs: Tensors = apply_function(_Extreme, op, on_shards, *xs)
+    return outputs
 
 
-def _like(xs: Shards, ys: Shards) -> Shards:
-    """What is of the shapes of `xs`, also where there is nothing of either."""
+def _reshape_like(xs: Tensors, ys: Tensors) -> Tensors:
+    """Reshape every y to its x; both may be empty tensors of different shapes."""
     return tuple(y.reshape(x.shape) for x, y in zip(xs, ys, strict=True))
 
 
 def _shared(g: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Each candidate's share of a cotangent."""
+    """Return the share of cotangent `g` of each element in `mask`, one of `total` ties."""
     number, restore = as_number(g, "sum")
     return restore(number * mask.to(number.dtype) / total.to(number.dtype))
 
 
 class _Extreme(torch.autograd.Function):
-    """Reductions by maximum or minimum, of one step each."""
+    """Reductions by maximum or minimum; every program has one step."""
 
     @staticmethod
-    def forward(op: Run, everywhere: bool, *xs: torch.Tensor) -> Shards:
-        return tuple(map(_result, xs, _execute(op, xs, everywhere, None)))
+    def forward(op: ProgramGroup, on_shards: bool, *xs: torch.Tensor) -> Tensors:
+        return tuple(map(_as_output, xs, _execute(op, xs, on_shards, None)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Shards) -> None:
-        ctx.op, ctx.everywhere, *xs = inputs
+    def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
+        ctx.op, ctx.on_shards, *xs = inputs
         ctx.n, ctx.label = len(xs), backward_label()
         ctx.save_for_backward(*xs, *output)
 
@@ -357,21 +369,21 @@ class _Extreme(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Run, everywhere: bool, *xs: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, op: ProgramGroup, on_shards: bool, *xs: Any) -> Any:
         n, dims = info.batch_size, in_dims[2:]
-        ys = _extreme(op.wider(n), _batched_last(xs, dims, n), everywhere)
-        return _outside_too(ys, n), (-1,) * len(ys)
+        ys = _apply_extreme(op.wider(n), _with_batch_last(xs, dims, n), on_shards)
+        return _with_empty_batch(ys, n), (-1,) * len(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
-        op, everywhere = ctx.op, ctx.everywhere
-        parts = zip(*map(extreme_gradient, op.progs), strict=True)
-        count, whole, whole_grad = (Run(each, op.mesh, op.bucket_bytes) for each in parts)
+        op, on_shards = ctx.op, ctx.on_shards
+        progs = zip(*map(extreme_gradient, op.progs), strict=True)
+        count, replicate, replicate_grad = (op.with_programs(group) for group in progs)
         with backward_phase(ctx.label):
-            wholes = apply_linear(whole, tuple(y.detach() for y in ys), everywhere)
-            wholes = _like(xs, wholes)
-            masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, wholes, strict=True))
-            totals = _like(xs, apply_linear(count, masks, everywhere))
-            cotangents = _like(xs, apply_linear(whole_grad, grads, everywhere))
+            extremes = apply_linear(replicate, tuple(y.detach() for y in ys), on_shards)
+            extremes = _reshape_like(xs, extremes)
+            masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, extremes, strict=True))
+            totals = _reshape_like(xs, apply_linear(count, masks, on_shards))
+            cotangents = _reshape_like(xs, apply_linear(replicate_grad, grads, on_shards))
         return (None, None, *map(_shared, cotangents, masks, totals))

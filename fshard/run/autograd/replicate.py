@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fshard._torch.function_apply import applied
-from fshard._torch.legacy_vmap import along
+from fshard._torch.functorch import apply_function
+from fshard._torch.legacy_vmap import map_batch_dims
 
 __all__ = ["common", "spread"]
 
@@ -37,7 +37,7 @@ class _Spread(torch.autograd.Function):
 
 def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
     """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
-    return along(lambda xs: applied(_Spread, n, *xs), (x,))
+    return map_batch_dims(lambda xs: apply_function(_Spread, n, *xs), (x,))
 
 
 class _First(torch.autograd.Function):
@@ -64,4 +64,4 @@ class _First(torch.autograd.Function):
 
 def common(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The value that all ranks hold; differentiable."""
-    return along(lambda xs: (applied(_First, *xs),), xs)[0]
+    return map_batch_dims(lambda xs: (apply_function(_First, *xs),), xs)[0]

@@ -18,8 +18,9 @@ from functools import lru_cache
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import _world
 
+from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.process_groups import default_group
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 
@@ -90,7 +91,7 @@ CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=Non
 def set_world(transport: Transport | None) -> None:
     """Make `transport` this process's own: what `fs.init` does under `torchrun`."""
     _WORLD[:] = [] if transport is None else [transport]
-    _MAIN[:] = [] if transport is None else [weakref.ref(_world.default_pg)]
+    _MAIN[:] = [] if transport is None else [weakref.ref(default_group())]
 
 
 def current_transport() -> Transport | None:
@@ -113,7 +114,7 @@ def direct_transport() -> Transport | None:
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None
-    main = _world._default_pg  # dist.group.WORLD costs ten times as much
+    main = default_group()  # dist.group.WORLD costs ten times as much
     if main is None or _MAIN[0]() is not main:
         return None
     return _WORLD[0]
@@ -174,7 +175,7 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
 
 def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
     """Raise `ShardingError` for a mesh with ranks that are not there: nobody would do its work."""
-    there: Collection[int] = getattr(transport, "everyone", mesh.ranks)
+    there: Collection[int] = getattr(transport, "all_ranks", mesh.ranks)
     if not set(mesh.ranks) <= set(there):
         label = LABEL.get()
         listed = ", ".join(map(str, sorted(there)[:8])) + (", ..." if len(there) > 8 else "")
@@ -292,7 +293,7 @@ def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:
     """Tell all observers of one collective; free where there are none."""
     if _OBSERVERS and _TOLD.get():
         # What a checkpoint computes again is no transpose, but runs in the backward pass too.
-        again = torch._C._current_graph_task_id() != -1
+        again = graph_task_id() != -1
         event = Event(op, axes, nbytes, rank, "backward" if again else _PHASE.get())
         for observer in tuple(_OBSERVERS):
             observer(event)

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
+from fshard._torch.process_groups import PrefixStore, default_store
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, Parts, as_checked, current_transport
@@ -99,14 +99,14 @@ class _Checked:
         self.inside = False
         self.remark: Callable[[], str] = str
         self.store: Any = PrefixStore(
-            f"fshard {mesh.ranks} {world.life}", dist.distributed_c10d._get_default_store()
+            f"fshard {mesh.ranks} {world.life}", default_store()
         )
         self.known: set[Group] = set()
 
     @property
-    def everyone(self) -> range:
+    def all_ranks(self) -> range:
         """The ranks of all processes."""
-        return self.world.everyone
+        return self.world.all_ranks
 
     def moves(self, device: torch.device) -> bool:
         return self.world.moves(device)

@@ -21,7 +21,7 @@ from fshard.run.transports.base import CHECKED, LABEL, Group, Label, current_tra
 
 __all__ = [
     "Fingerprint", "Stand", "backward_label", "blame", "call_line", "diverged", "explain_with",
-    "fingerprint", "here", "lost", "one_line", "place", "raise_line", "stranded", "unsent",
+    "fingerprint", "here", "lost", "one_line", "rank_text", "raise_line", "stranded", "unsent",
     "user_frame", "user_line", "words",
 ]  # fmt: skip
 
@@ -115,7 +115,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def place(mesh: Mesh, rank: int) -> str:
+def rank_text(mesh: Mesh, rank: int) -> str:
     """`rank 3 (dp=1, tp=1)`."""
     return f"rank {_named(mesh, rank)}"
 
@@ -131,7 +131,7 @@ def blame(error: BaseException, mesh: Mesh) -> None:
         return
     known = getattr(error, "__notes__", ())
     if transport.rank in mesh and not any(note.startswith("on rank ") for note in known):
-        error.add_note(f"on {place(mesh, transport.rank)} of {mesh}")
+        error.add_note(f"on {rank_text(mesh, transport.rank)} of {mesh}")
 
 
 def explain_with(remark: Callable[[], str]) -> None:
@@ -227,7 +227,7 @@ def _said(mesh: Mesh, stands: Mapping[int, Stand]) -> list[str]:
 def _places(mesh: Mesh, ranks: Sequence[int]) -> str:
     """`rank 0 (x=0)`, `ranks 1 (x=1), 2 (x=2)`, and of many `ranks 1, 2, 3, 5, 6`."""
     if len(ranks) == 1:
-        return place(mesh, ranks[0])
+        return rank_text(mesh, ranks[0])
     names = [str(r) if len(ranks) > NAMED else _named(mesh, r) for r in sorted(ranks)]
     return f"ranks {', '.join(names)}"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 __all__ = [
-    "NATIVE", "REDUCE", "as_dtype", "as_number", "largest", "neutral_like", "over", "reduced",
+    "NATIVE", "REDUCE", "TensorFunction", "as_dtype", "as_number", "largest", "neutral_like", "over", "reduced",
     "times",
 ]  # fmt: skip
 
@@ -22,10 +22,10 @@ FINITE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 """Floating dtypes without infinities."""
 
 LEAST = torch.iinfo(torch.int64).min
-Tensors = Callable[[torch.Tensor], torch.Tensor]
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, Tensors]:
+def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, TensorFunction]:
     """A tensor as something every backend reduces by `op`, and the way back.
 
     Unsigned integers of 64 bits are added as signed ones, bit by bit the same, and ordered as
@@ -51,7 +51,7 @@ def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def _reducing(op: str, along: Tensors) -> Tensors:
+def _reducing(op: str, along: TensorFunction) -> TensorFunction:
     def reduce(x: torch.Tensor) -> torch.Tensor:
         number, restore = as_number(x, op)
         return restore(along(number))
@@ -59,7 +59,7 @@ def _reducing(op: str, along: Tensors) -> Tensors:
     return reduce
 
 
-REDUCE: dict[str, Tensors] = {
+REDUCE: dict[str, TensorFunction] = {
     "sum": _reducing("sum", lambda x: x.sum(0, dtype=x.dtype)),
     "max": _reducing("max", lambda x: x.amax(0)),
     "min": _reducing("min", lambda x: x.amin(0)),

@@ -1,7 +1,6 @@
-"""Collectives of tensors without numbers: shapes and dtypes, and nothing is sent.
+"""Transport for meta and fake tensors: results have the right shape and dtype, nothing is sent.
 
-Meta and fake tensors go through the same programs as others, over a transport that makes an
-empty result of the right shape. So a model can be traced without ranks.
+A model can therefore be traced without ranks.
 """
 
 from __future__ import annotations
@@ -12,69 +11,67 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from fshard._torch.fake_tensors import FakeTensor
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, current_transport
 
-__all__ = ["Shapes", "is_abstract", "shapes_of", "standing_in"]
+__all__ = ["ShapeTransport", "is_abstract", "recording", "shape_transport"]
 
-_STANDING_IN: ContextVar[bool] = ContextVar("fshard_standing_in", default=False)
+_RECORDING: ContextVar[bool] = ContextVar("fshard_recording", default=False)
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """Take tensors without numbers for real ones in the block: its operations are recorded."""
-    token = _STANDING_IN.set(True)
+def recording() -> Iterator[None]:
+    """Treat meta tensors as real ones in the block, since their operations are recorded."""
+    token = _RECORDING.set(True)
     try:
         yield
     finally:
-        _STANDING_IN.reset(token)
+        _RECORDING.reset(token)
 
 
 def is_abstract(x: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and a dtype but no numbers, and stands for nothing but them.
-
-    Where operations are recorded to run later, by `torch.compile` too, it stands for a real one.
+    """Return True if `x` is a meta or fake tensor that no recording treats as a real one.
 
     >>> is_abstract(torch.empty(2, device="meta")), is_abstract(torch.empty(2))
     (True, False)
     """
     if not x.is_meta and not isinstance(x, FakeTensor):
         return False
-    return not _STANDING_IN.get() and not torch.compiler.is_compiling()
+    return not _RECORDING.get() and not torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
-    """A transport that moves nothing: every result is an empty tensor of the right shape."""
+class ShapeTransport:
+    """Transport that sends nothing: every result is an empty tensor of the right shape."""
 
     rank: int
 
     def moves(self, device: torch.device) -> bool:
-        """Whether it can move tensors of a device: all of them."""
+        """Return True: it accepts tensors of every device."""
         return True
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        """As many as there are ranks, along a new dim 0."""
+        """Return a tensor with a new dim 0, one row per rank."""
         return lambda: x.new_empty((len(group), *x.shape))
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        """The same shape."""
+        """Return a tensor of the same shape."""
         return lambda: x.new_empty(x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        """The shape without dim 0."""
+        """Return a tensor of the shape without dim 0."""
         return lambda: x.new_empty(x.shape[1:])
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
-        """As many elements as are received."""
+        """Return a flat tensor of `sum(receive)` elements."""
         return lambda: x.new_empty(sum(receive))
 
 
-def shapes_of(mesh: Mesh) -> Shapes:
-    """The transport for abstract tensors: of this rank, outside of ranks of the mesh's first."""
+def shape_transport(mesh: Mesh) -> ShapeTransport:
+    """Return the transport for abstract tensors on this rank, or on the mesh's first rank."""
     transport = current_transport()
-    return Shapes(mesh.ranks[0] if transport is None else transport.rank)
+    return ShapeTransport(mesh.ranks[0] if transport is None else transport.rank)

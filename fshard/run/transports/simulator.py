@@ -1,9 +1,8 @@
-"""The simulator: ranks are threads that hand each other one baton.
+"""Simulated ranks: threads of which one runs at a time.
 
-Only the thread with the baton runs, the others sleep. A rank keeps it until it waits for a
-collective that not all of its group have reached; then the next rank in order goes on. So a
-simulation is deterministic, prints in rank order and has no data races, and when no rank can
-go on it is known who stands where: the error says so instead of hanging.
+A rank runs until it waits for a collective that not all ranks of the group have called; then the
+next rank in order runs. So a simulation is deterministic, prints in rank order and has no data
+races. When no rank can run, an error names the call that each of them waits in.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError
 from fshard._util.hooks import Hook
@@ -32,7 +32,7 @@ from fshard.run.transports.divergence_report import (
     Stand,
     diverged,
     fingerprint,
-    place,
+    rank_text,
     stranded,
     unsent,
     user_line,
@@ -40,18 +40,18 @@ from fshard.run.transports.divergence_report import (
 )
 from fshard.run.transports.reduce_dtypes import reduced
 
-__all__ = ["run_ranks", "run_together", "simulate"]
+__all__ = ["own_result", "results_of", "run_ranks", "run_together", "simulate"]
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank's thread after another one failed; never seen by users."""
+    """Ends a rank's thread after another rank failed; never reaches users."""
 
 
 # -- threads --------------------------------------------------------------------------
 
 
 class _Worker:
-    """A thread that is kept for the next simulation: starting one costs more than a collective."""
+    """Thread that is reused by later simulations: a new one costs more than a collective."""
 
     __slots__ = ("core", "gate", "job")
 
@@ -65,20 +65,20 @@ class _Worker:
     def _loop(self) -> None:
         if hasattr(os, "SCHED_BATCH"):
             with suppress(OSError):
-                # Who is woken must not take the core from who wakes it and has Python's lock.
+                # A thread that wakes up must not preempt the one that holds Python's lock.
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while True:
             self.gate.acquire()
             job, self.job = self.job, None
             assert job is not None
             job()
-            job = None  # what it holds, tensors too, must not wait for the next one
+            job = None  # frees the tensors that it refers to before the next job comes
             _IDLE.append(self)
 
-    def stay(self, core: int | None) -> None:
-        """Stay on one core, or go back to those of the process."""
+    def pin(self, core: int | None) -> None:
+        """Pin the thread to one core, or with None to those of the process."""
         if core != self.core:
-            with suppress(OSError):  # where that is not allowed, it is slower
+            with suppress(OSError):  # not permitted: slower, but correct
                 all_cores = os.sched_getaffinity(os.getpid())
                 os.sched_setaffinity(0, all_cores if core is None else {core})
             self.core = core
@@ -88,53 +88,55 @@ _IDLE: list[_Worker] = []
 os.register_at_fork(after_in_child=_IDLE.clear)
 
 
-def _core() -> int | None:
-    """The core on which ranks stay: the caller's, who waits for them. None for any.
+def _core_for_ranks() -> int | None:
+    """Return the caller's core, to which all ranks are pinned; None for any core.
 
-    They take turns: on one core a hand-over costs half, and what a rank reads is in its cache.
-    But where operations have threads of their own, these would stay there too.
+    Ranks run in turn: on one core a switch costs half, and data stay in its cache. Operations with
+    several threads need the other cores.
     """
     if torch.get_num_threads() > 1 or not sys.platform.startswith("linux"):
         return None
     return int(ctypes.CDLL(None).sched_getcpu())
 
 
-# -- meetings -------------------------------------------------------------------------
+# -- rendezvous -----------------------------------------------------------------------
 
 
-ALIKE = {"all_gather", "all_reduce"}
-"""The collectives that give every rank of a group the same."""
+Splits = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Elements that a rank of an all-to-all sends to and receives from each rank of its group."""
+SAME_RESULT = {"all_gather", "all_reduce"}
+"""Collectives with one result for all ranks of a group."""
 
 
 @dataclass(slots=True, eq=False)
-class _Meeting:
-    """One collective of one group: what each rank brought, and what each takes away."""
+class _Rendezvous:
+    """One collective of one group: the ranks' inputs, and once all have come their results."""
 
-    what: Fingerprint
+    fingerprint: Fingerprint
     group: Group
-    brought: dict[int, tuple[torch.Tensor, Any, Fingerprint]] = field(default_factory=dict)
+    inputs: dict[int, tuple[torch.Tensor, Splits, Fingerprint]] = field(default_factory=dict)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     complete: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
-    """A simulated rank, and its transport."""
+class SimulatedRank:
+    """Transport of one simulated rank."""
 
     rank: int
-    world: _World
-    place: int
+    world: SimulatedWorld
+    index: int
     gate: Any = None
-    stay: Any = None
+    pin: Any = None
     state: str = "ready"
-    waits: _Meeting | None = None
+    awaited: _Rendezvous | None = None
     thread: int = 0
     result: Any = None
-    count: dict[Group, int] = field(default_factory=dict)
+    counts: dict[Group, int] = field(default_factory=dict)
     remark: Callable[[], str] = str
 
     @property
-    def everyone(self) -> Collection[int]:
+    def all_ranks(self) -> Collection[int]:
         """All ranks of the simulation."""
         return self.world.ranks
 
@@ -142,60 +144,61 @@ class _Rank:
         return True
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        return self._meet(fingerprint("all_gather", x), group, x, None)
+        return self._start(fingerprint("all_gather", x), group, x)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        return self._meet(fingerprint("all_reduce", x, op), group, x, None)
+        return self._start(fingerprint("all_reduce", x, op), group, x)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        return self._meet(fingerprint("reduce_scatter", x, op), group, x, None)
+        return self._start(fingerprint("reduce_scatter", x, op), group, x)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
         splits = tuple(send), tuple(receive)
-        return self._meet(fingerprint("all_to_all", x), group, x, splits)
+        return self._start(fingerprint("all_to_all", x), group, x, splits)
 
-    def _meet(self, what: Fingerprint, group: Group, x: torch.Tensor, extra: object) -> Finish:
-        meeting = self.world.arrive(self, what, group, x, extra)
+    def _start(
+        self, call: Fingerprint, group: Group, x: torch.Tensor, splits: Splits = None
+    ) -> Finish:
+        meeting = self.world.arrive(self, call, group, x, splits)
 
         def finish() -> torch.Tensor:
-            self.world.wait(self, meeting)
-            mine = meeting.results.pop(self.rank)
-            # One for all has a copy for each when it is written; the last needs none.
-            return torch._lazy_clone(mine) if meeting.results and meeting.what[1] in ALIKE else mine
+            if not meeting.complete:
+                self.world.wait(self, meeting)
+            return own_result(meeting.results, self.rank, str(call[1]))
 
         return finish
 
 
-class _World:
-    """The ranks of one simulation, the baton, and the meetings under way."""
+class SimulatedWorld:
+    """The ranks of one simulation and their unfinished collectives."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.ranks = {rank: _Rank(rank, self, at) for at, rank in enumerate(mesh.ranks)}
+        self.ranks = {rank: SimulatedRank(rank, self, i) for i, rank in enumerate(mesh.ranks)}
         self.order = list(self.ranks.values())
-        self.meetings: dict[tuple[Group, int], _Meeting] = {}
+        self.unfinished: dict[tuple[Group, int], _Rendezvous] = {}
         self.error: tuple[int | None, BaseException] | None = None
-        self.over = threading.Lock()
+        self.ended = threading.Lock()
         self.core: int | None = None
 
-    # -- the baton --
+    # -- turns --
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one function per rank; their results, or the first error."""
-        self.over.acquire()
-        settings, self.core = ThreadSettings.current(), _core()
+        """Run one function per rank; return their results or raise the first error."""
+        self.ended.acquire()
+        settings, self.core = ThreadSettings.current(), _core_for_ranks()
         for rank, function in zip(self.order, functions, strict=True):
             worker = _IDLE.pop() if _IDLE else _Worker()
             context = contextvars.copy_context()
-            worker.job = lambda r=rank, f=function, c=context: c.run(self._live, r, f, settings)
-            rank.gate, rank.stay = worker.gate, worker.stay
+            worker.job = lambda r=rank, f=function, c=context: c.run(self._run_rank, r, f, settings)
+            rank.gate, rank.pin = worker.gate, worker.pin
         self.order[0].gate.release()
         try:
-            self.over.acquire()
+            self.ended.acquire()
         except BaseException as interrupt:
-            # Ctrl-C: the ranks unwind at their next collective.
+            # Ctrl-C: every rank stops at its next collective.
             self.error = (None, interrupt)
             raise
         try:
@@ -203,24 +206,26 @@ class _World:
                 return [rank.result for rank in self.order]
             rank_id, error = self.error
             if rank_id is not None:
-                error.add_note(f"on {place(self.mesh, rank_id)} of a simulated {self.mesh}")
+                error.add_note(f"on {rank_text(self.mesh, rank_id)} of a simulated {self.mesh}")
             try:
                 raise error
             finally:
                 del error
         finally:
-            self._let_go()
+            self._free_tensors()
 
-    def _let_go(self) -> None:
-        """Hold no tensors any more: ranks and world hold each other until they are collected."""
+    def _free_tensors(self) -> None:
+        """Drop all tensors: ranks and world refer to each other until the garbage collector runs."""
         self.error = None
-        self.meetings.clear()
+        self.unfinished.clear()
         for rank in self.order:
-            rank.result, rank.waits, rank.remark = None, None, str
+            rank.result, rank.awaited, rank.remark = None, None, str
 
-    def _live(self, rank: _Rank, function: Callable[[], Any], settings: ThreadSettings) -> None:
+    def _run_rank(
+        self, rank: SimulatedRank, function: Callable[[], Any], settings: ThreadSettings
+    ) -> None:
         rank.thread = threading.get_ident()
-        rank.stay(self.core)
+        rank.pin(self.core)
         try:
             if self.error is None:
                 with as_rank(rank), settings.entered():
@@ -231,129 +236,147 @@ class _World:
             if self.error is None:
                 self.error = (None if getattr(error, "everywhere", False) else rank.rank, error)
         rank.state = "done"
-        self._pass_on(rank)
+        self._run_next(rank)
 
-    def _pass_on(self, rank: _Rank) -> None:
-        """Give the baton to the next rank that can go on, or end."""
+    def _run_next(self, rank: SimulatedRank) -> None:
+        """Let the next rank run that can, or end the simulation."""
         following = self._next(rank)
-        if following is None and any(each.state == "waiting" for each in self.order):
+        if following is None and any(other.state == "waiting" for other in self.order):
             if self.error is None:
-                self.error = (None, self._standstill())
+                self.error = (None, self._deadlock())
             following = self._next(rank)
-        (self.over if following is None else following.gate).release()
+        (self.ended if following is None else following.gate).release()
 
-    def _next(self, rank: _Rank) -> _Rank | None:
+    def _next(self, rank: SimulatedRank) -> SimulatedRank | None:
         order, n = self.order, len(self.order)
-        for at in range(rank.place + 1 - n, rank.place + 1):
-            each = order[at]
-            if each.state == "ready" or (
-                each.state == "waiting"
-                and (self.error is not None or (each.waits is not None and each.waits.complete))
+        for i in range(rank.index + 1 - n, rank.index + 1):
+            other = order[i]
+            if other.state == "ready" or (
+                other.state == "waiting"
+                and (self.error is not None or (other.awaited and other.awaited.complete))
             ):
-                return each
+                return other
         return None
 
-    # -- meetings --
+    # -- collectives --
 
     def arrive(
-        self, rank: _Rank, what: Fingerprint, group: Group, x: torch.Tensor, extra: object
-    ) -> _Meeting:
-        """Bring `x` to the group's next meeting; the last to arrive computes the results."""
-        number = rank.count.get(group, 0)
-        rank.count[group] = number + 1
+        self, rank: SimulatedRank, call: Fingerprint, group: Group, x: torch.Tensor, splits: Splits
+    ) -> _Rendezvous:
+        """Add `x` to the group's next collective; the last rank to come computes the results."""
+        number = rank.counts.get(group, 0)
+        rank.counts[group] = number + 1
         key = (group, number)
-        meeting = self.meetings.get(key)
+        meeting = self.unfinished.get(key)
         if meeting is None:
-            meeting = self.meetings[key] = _Meeting(what, group)
-        if meeting.what != what:
-            raise self._diverged(rank, what, meeting)
-        meeting.brought[rank.rank] = (x.detach(), extra, what)
-        if len(meeting.brought) == len(group):
-            del self.meetings[key]
+            meeting = self.unfinished[key] = _Rendezvous(call, group)
+        if meeting.fingerprint != call:
+            raise self._diverged(rank, call, meeting)
+        inputs = meeting.inputs
+        inputs[rank.rank] = (x.detach(), splits, call)
+        if len(inputs) == len(group):
+            del self.unfinished[key]
+            _, op, *arguments = call
+            tensors, all_splits, _ = zip(*[inputs[member] for member in group], strict=True)
             with torch.no_grad():
-                meeting.results = _meet(meeting)
-            meeting.brought.clear()
+                meeting.results = results_of(op, arguments[0], group, tensors, all_splits)
+            inputs.clear()
             meeting.complete = True
         return meeting
 
-    def wait(self, rank: _Rank, meeting: _Meeting) -> None:
-        """Hand the baton on until the meeting is complete."""
-        if meeting.complete:
-            return
-        rank.state, rank.waits = "waiting", meeting
+    def wait(self, rank: SimulatedRank, meeting: _Rendezvous) -> None:
+        """Let other ranks run until the collective is complete."""
+        rank.state, rank.awaited = "waiting", meeting
         following = self._next(rank)
         if following is None:
-            error = self._standstill()
+            error = self._deadlock()
             rank.state = "ready"
             raise error
         following.gate.release()
         rank.gate.acquire()
         if not meeting.complete:
             raise _Stopped
-        rank.state, rank.waits = "ready", None
+        rank.state, rank.awaited = "ready", None
 
     # -- errors --
 
-    def _standstill(self) -> ShardingError:
+    def _deadlock(self) -> ShardingError:
         head = "the simulation stands still: ranks wait for others that never come"
-        return stranded(head, self.mesh, {each.rank: _stand(each) for each in self.order})
+        return stranded(head, self.mesh, {rank.rank: _stand(rank) for rank in self.order})
 
-    def _diverged(self, rank: _Rank, what: Fingerprint, meeting: _Meeting) -> ShardingError:
-        calls = {each: call for each, (_, _, call) in meeting.brought.items()}
-        calls[rank.rank] = what
+    def _diverged(
+        self, rank: SimulatedRank, call: Fingerprint, meeting: _Rendezvous
+    ) -> ShardingError:
+        calls = {member: call for member, (_, _, call) in meeting.inputs.items()}
+        calls[rank.rank] = call
         stands = {
-            each: _stand_in(self.ranks[each], calls[each], meeting.group)
-            for each in meeting.group
-            if each in calls
+            member: _stand_in(self.ranks[member], calls[member], meeting.group)
+            for member in meeting.group
+            if member in calls
         }
         return diverged(self.mesh, meeting.group, stands)
 
 
-def _stand(rank: _Rank) -> Stand:
-    """Where a rank stands that waits for others in vain, or that is waited for."""
-    if rank.waits is None:
+def _stand(rank: SimulatedRank) -> Stand:
+    """Return the position of a rank of a simulation that cannot go on."""
+    if rank.awaited is None:
         return Stand("returned" if rank.state == "done" else "running", remark=rank.remark())
-    brought, group = rank.waits.brought, rank.waits.group
-    stand = _stand_in(rank, brought[rank.rank][2], group)
-    missing = tuple(each for each in group if each not in brought)
+    inputs, group = rank.awaited.inputs, rank.awaited.group
+    stand = _stand_in(rank, inputs[rank.rank][2], group)
+    missing = tuple(member for member in group if member not in inputs)
     return stand._replace(what=f"waiting in {stand.what}", awaits=missing)
 
 
-def _stand_in(rank: _Rank, call: Fingerprint, group: Group) -> Stand:
+def _stand_in(rank: SimulatedRank, call: Fingerprint, group: Group) -> Stand:
     line = user_line(rank.thread, call[0])
     return Stand(words(call, group), line, remark=rank.remark())
 
 
-def _meet(meeting: _Meeting) -> dict[int, torch.Tensor]:
-    """Everyone's result of one collective: each in memory of its own, those that are alike once."""
-    group, (_, op, *arguments) = meeting.group, meeting.what
-    inputs = [meeting.brought[rank][0] for rank in group]
+def results_of(
+    op: object, reduction: object, group: Group, inputs: Sequence[torch.Tensor],
+    splits: Sequence[Any],
+) -> dict[int, torch.Tensor]:  # fmt: skip
+    """Return the result of one collective for each rank of `group`.
+
+    Args:
+        op: the transport's method, "all_gather", "all_reduce", "reduce_scatter" or "all_to_all".
+        reduction: "sum", "avg", "max", "min" or "product" for the two that reduce.
+        group: the ranks in the order of the inputs.
+        inputs: each rank's tensor.
+        splits: for an all-to-all each rank's elements to send and to receive.
+    """
     match op:
         case "all_gather":
-            return dict.fromkeys(group, torch.stack(inputs))
+            return dict.fromkeys(group, torch.stack(list(inputs)))
         case "all_reduce":
-            return dict.fromkeys(group, reduced(inputs, str(arguments[0])))
+            return dict.fromkeys(group, reduced(inputs, str(reduction)))
         case "reduce_scatter":
-            reduction = str(arguments[0])
-            return {
-                rank: reduced([x[at] for x in inputs], reduction) for at, rank in enumerate(group)
-            }
+            kind = str(reduction)
+            return {rank: reduced([x[i] for x in inputs], kind) for i, rank in enumerate(group)}
         case _:
-            splits = [meeting.brought[rank][1] for rank in group]
             error = unsent(group, splits)
             if error is not None:
                 raise error
             pieces = [x.split(send) for x, (send, _) in zip(inputs, splits, strict=True)]
             return {
-                rank: torch.cat([piece[at] for piece in pieces]) for at, rank in enumerate(group)
+                rank: torch.cat([piece[i] for piece in pieces]) for i, rank in enumerate(group)
             }
 
 
+def own_result(results: dict[int, torch.Tensor], rank: int, op: str) -> torch.Tensor:
+    """Remove a rank's result from `results` and return it, in memory of its own once it is written.
+
+    Ranks with the same tensor get lazy copies of it; the last of them needs none.
+    """
+    result = results.pop(rank)
+    return lazy_clone(result) if results and op in SAME_RESULT else result
+
+
 def run_ranks(
-    mesh: Mesh, function: Callable[[_Rank, Any], Any], values: Sequence[Any]
+    mesh: Mesh, function: Callable[[SimulatedRank, Any], Any], values: Sequence[Any]
 ) -> list[Any]:
-    """`function(transport, value)` as every rank of a simulated mesh, one value per rank."""
-    world = _World(mesh)
+    """Return `function(transport, value)` of every rank of a simulated mesh, one value each."""
+    world = SimulatedWorld(mesh)
     ranks = world.order
     return world.run(
         [lambda r=r, v=v: function(r, v) for r, v in zip(ranks, values, strict=True)]  # type: ignore[misc]
@@ -361,37 +384,50 @@ def run_ranks(
 
 
 def run_together(
-    mesh: Mesh, start: Callable[[_Rank, Any], Finish], values: Sequence[Any]
+    mesh: Mesh, start: Callable[[SimulatedRank, Any], Finish], values: Sequence[Any]
 ) -> list[torch.Tensor]:
-    """`start(transport, value)()` as every rank, in this thread: all start, then all finish.
+    """Return `start(transport, value)()` of every rank, run in this thread: all start, then finish.
 
-    For what waits for others only when it finishes; then all have come, and nobody waits.
+    Correct where ranks wait for each other only when they finish.
     """
-    ranks = _World(mesh).order
+    ranks = SimulatedWorld(mesh).order
     finishes = [start(rank, value) for rank, value in zip(ranks, values, strict=True)]
     return [finish() for finish in finishes]
 
 
 def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
-    """Run rank-local code as every rank of `mesh` in this process; the results in rank order.
+    """Run rank-local code as every rank of a mesh, in this process.
 
-    Every rank gets the arguments; of a pair, its own part. An error in one rank is raised once,
-    with a note that says which; ranks that reach different collectives are an error that says
-    where each stands, and so is what `fs.start` launched and no rank has waited for.
+    Ranks run in threads, one at a time and in rank order, so that a simulation is deterministic.
+    Collectives, `torch.autograd.grad` and `.backward()` in `fn` work as under `torchrun`.
+
+    Args:
+        mesh: the mesh whose ranks are simulated.
+        fn: the function, called once per rank.
+        *args: its arguments, trees. Every rank gets the same ones; of a pair that holds the shards
+            of all ranks, its own shard.
+
+    Returns:
+        The results of `fn` in rank order.
+
+    Raises:
+        ShardingError: ranks call different collectives, or wait for others that never come, or end
+            without a wait for something that `fs.start` launched; it names each rank's line.
+        Exception: the first error of a rank, with a note that names the rank.
 
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=2)
     >>> prog = fs.redistribute(fs.Spec(mesh, fs.P("x"), shape=(4,)),
     ...                        fs.Spec(mesh, fs.P(), shape=(4,)))
-    >>> simulate(mesh, lambda: prog(torch.ones(2)).sum().item())
+    >>> fs.simulate(mesh, lambda: prog(torch.ones(2)).sum().item())
     [4.0, 4.0]
     """
 
-    def part(value: Any, place: int) -> Any:
-        return Sharded(value[0][place], value[1]) if is_pair(value) else value
+    def part(value: Any, index: int) -> Any:
+        return Sharded(value[0][index], value[1]) if is_pair(value) else value
 
     values = [
-        map_leaves(lambda leaf, place=place: part(leaf, place), args) for place in range(mesh.size)
+        map_leaves(lambda leaf, index=index: part(leaf, index), args) for index in range(mesh.size)
     ]
     return run_ranks(mesh, lambda _, own: run_rank_code_hook.call(fn, own), values)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextvars
-import ctypes
 import functools
 import importlib
 import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from fshard._torch.process_groups import create_group, default_store, leak_groups, pending_works
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import (
@@ -42,7 +40,7 @@ from fshard.run.transports.base import (
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
 
-__all__ = ["give_up", "init"]
+__all__ = ["wait_in_background", "init"]
 
 OPS: Any = torch.ops._c10d_functional
 GRACE = 1.0  # seconds in which what nobody waits for may still end, before this process does
@@ -91,7 +89,7 @@ class World:
         return main is not None and main is dist.group.WORLD
 
     @property
-    def everyone(self) -> range:
+    def all_ranks(self) -> range:
         """The ranks of all processes."""
         return range(dist.get_world_size())
 
@@ -230,7 +228,7 @@ class World:
                 name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             else:
                 try:
-                    name = _new_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
+                    name = create_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
                 except RuntimeError as error:
                     raise lost(error, LABEL.get(), op, ranks) from error
             self.names[ordered] = name
@@ -240,35 +238,6 @@ class World:
 def _backends() -> dict[str, str]:
     """The backend of each type of device."""
     return dict(each.split(":") for each in dist.get_backend_config().split(","))
-
-
-def _new_group(ranks: Group, rank: int, prefix: str, timeout: timedelta | None) -> str:
-    """The name of a process group of `ranks`, which they alone make, each when it comes to it.
-
-    As `dist.new_group(use_local_synchronization=True)`, but for the name: there the number of
-    groups that a process knows is part of it, and ranks that know several numbers, as ranks of
-    several meshes do, would wait for each other for good.
-    """
-    name = c10d.GroupName("_".join([prefix, *map(str, ranks)]))
-    if name in c10d._world.pg_names.values():
-        return name
-    parent = c10d._get_default_group()
-    kind, store = c10d._world.pg_map[parent]
-    backend = c10d.Backend(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(rank),
-            list(ranks),
-            backend,
-            store,
-            name,
-            timeout=timeout or c10d._get_default_timeout(backend),
-            device_id=parent.bound_device_id,
-        )
-    c10d._world.pg_group_ranks[made] = {each: at for at, each in enumerate(ranks)}
-    return name
 
 
 def _as_long(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -355,7 +324,7 @@ def init(
 
 def _life(rank: int) -> int:
     """How often this rank has begun with the store that there is."""
-    store = c10d._get_default_store()
+    store = default_store()
     try:
         return int(store.add(f"fshard starts of {rank}", 1))
     except RuntimeError:  # the store of the fake backend, which keeps nothing
@@ -367,7 +336,7 @@ def _life(rank: int) -> int:
 _UNWANTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def give_up(finish: Callable[[], Any]) -> None:
+def wait_in_background(finish: Callable[[], Any]) -> None:
     """Let a thread wait for what was launched and nobody wants: the other ranks may never come.
 
     PyTorch holds what was launched until somebody waits. No thread starts while Python ends.
@@ -396,9 +365,8 @@ def _finish() -> None:
     until = time.monotonic() + GRACE
     for thread in tuple(_UNWANTED):
         thread.join(max(0.0, until - time.monotonic()))
-    launched = torch._C._distributed_c10d._get_work_registry_size()
+    launched = pending_works()
     if launched or any(thread.is_alive() for thread in _UNWANTED):
-        groups = dist.distributed_c10d._world.pg_map
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+        leak_groups()
     else:
         dist.destroy_process_group()
