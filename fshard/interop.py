@@ -1,6 +1,6 @@
-"""DTensor's placements, both ways.
+"""Conversion of specs to DTensor's placements and back.
 
-A spec names mesh axes dim by dim, DTensor names tensor dims axis by axis:
+A spec names the mesh axes of each tensor dim, DTensor the tensor dim of each mesh axis:
 
 | on one mesh axis | placement |
 |---|---|
@@ -9,8 +9,8 @@ A spec names mesh axes dim by dim, DTensor names tensor dims axis by axis:
 | invariant, reduced | `Replicate()` |
 | unreduced | `Partial(kind)` |
 
-So `reduced` comes back as invariant, and an axis of size 1 may come back elsewhere in its
-dim's order, which `Spec.is_equivalent` does not count.
+A round trip therefore turns `reduced` into invariant, and may change the position of an axis of
+size 1 in the order of a dim; `Spec.is_equivalent` ignores both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.process_groups import strided_shard_type
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import REDUCTIONS, PartitionSpec, chunk_sizes
@@ -32,10 +33,11 @@ __all__ = ["from_placements", "to_placements"]
 
 @to_placements_hook.set
 def to_placements(spec: Spec) -> tuple[Any, ...]:
-    """DTensor's placements of a spec, one per mesh axis in mesh order.
+    """Return DTensor's placements of a spec, one per mesh axis in mesh order.
 
-    Raises `ShardingError` where DTensor has no such layout: sizes that are not the ones it
-    would cut, or a tensor whose ranks hold their shares of an average.
+    Raises:
+        ShardingError: DTensor has no such layout: its shard sizes are others, or an axis is
+            reduced of `avg`; lists every such dim and axis.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> Spec(Mesh(dp=2, tp=4), P(None, "tp", unreduced={"dp"}), shape=(8, 16)).placements
@@ -43,14 +45,15 @@ def to_placements(spec: Spec) -> tuple[Any, ...]:
     >>> Spec(Mesh(dp=2, tp=4), P(("tp", "dp")), shape=(8, 16)).placements
     (_StridedShard(dim=0, sf=4), Shard(dim=0))
     """
-    # Imported here because it takes seconds and most programs never ask.
+    # The import takes seconds and most programs do not need it.
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided_shard = strided_shard_type()
 
     partition = spec.partition
     problems = [
         Problem(f"{axis!r} reduced by avg in {spec}",
-                "each rank holds its share of an average: DTensor has no such placement",
+                "a Replicate of DTensor must hold the value, not its share of an average",
                 "redistribute it to unreduced or invariant first")
         for axis, kind in partition.reduced_kinds if kind == "avg"
     ]  # fmt: skip
@@ -59,7 +62,7 @@ def to_placements(spec: Spec) -> tuple[Any, ...]:
     for dim, axes in enumerate(partition.dims):
         factors = _split_factors(spec.mesh, axes)
         placements |= {
-            axis: Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            axis: Shard(dim) if factor == 1 else strided_shard(dim, split_factor=factor)
             for axis, factor in factors.items()
         }
         if (sizes := spec.sizes[dim]) is not None:
@@ -77,11 +80,18 @@ def from_placements(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Spec:
-    """The spec of DTensor's placements on a mesh, with the shard sizes that DTensor cuts.
+    """Return the spec of DTensor's placements on a mesh, with DTensor's shard sizes.
 
-    Raises `ShardingError`, listing every failure, for a wrong number of placements, a dim
-    that the shape lacks, a placement that is neither `Shard`, `Replicate` nor `Partial`,
-    and a `_StridedShard` that is no order of the axes.
+    Args:
+        mesh: mesh of the spec.
+        placements: one placement per mesh axis in mesh order.
+        shape: global shape.
+        dtype: dtype of the spec.
+
+    Raises:
+        ShardingError: the number of placements differs from that of the mesh axes, a dim is not
+            in the shape, a placement is not a `Shard`, `Replicate` or `Partial`, or the split
+            factors of a `_StridedShard` belong to no order of the axes; lists every failure.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> Spec.from_placements(Mesh(dp=2, tp=4), (Shard(0), Replicate()), (8, 16))
@@ -93,7 +103,7 @@ def from_placements(
     if len(placements) != len(mesh.axes):
         fail(where, f"{len(placements)} placements", f"one per mesh axis: {len(mesh.axes)}",
              "Replicate() on the axes that the tensor does not use")  # fmt: skip
-    sharded, unreduced = _read(mesh, placements, len(shape), where)
+    sharded, unreduced = _parse(mesh, placements, len(shape), where)
     problems: list[Problem] = []
     dims: list[tuple[str, ...]] = [()] * len(shape)
     sizes: dict[int, tuple[int, ...]] = {}
@@ -109,67 +119,72 @@ def from_placements(
         dims[dim] = axes
         if shape[dim] % mesh.axis_size(axes) == 0:
             continue
-        cut = _dtensor_sizes(mesh, axes, shape[dim])
-        if cut is None:
+        dim_sizes = _dtensor_sizes(mesh, axes, shape[dim])
+        if dim_sizes is None:
             problems.append(Problem(
                 f"dim {dim} of size {shape[dim]} over {axes}, major to minor",
-                "DTensor gives some rank rows that do not adjoin where a _StridedShard does not "
-                "divide its dim",
+                "the rows of every rank must be contiguous; those of a _StridedShard that does not "
+                "divide its dim are not",
                 f"Shard({dim}) on every axis, or pad the dim to a multiple of "
                 f"{mesh.axis_size(axes)}"))  # fmt: skip
             continue
-        sizes[dim] = cut
+        sizes[dim] = dim_sizes
     raise_if(where, problems)
     partition = PartitionSpec(*dims, unreduced=unreduced)
     return Spec(mesh, partition, shape=shape, dtype=dtype, sizes=sizes)
 
 
-def _read(
+def _parse(
     mesh: Mesh, placements: Sequence[Any], ndim: int, where: str
 ) -> tuple[dict[int, dict[str, int]], dict[str, str]]:
-    """Split factors of the axes by dim, and the axes that are unreduced; raises all at once."""
+    """Return `{dim: {axis: split factor}}` and `{unreduced axis: reduction}` of placements."""
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided_shard = strided_shard_type()
 
     problems: list[Problem] = []
     sharded: dict[int, dict[str, int]] = {}
     unreduced: dict[str, str] = {}
     for axis, placement in zip(mesh.axes, placements, strict=True):
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | strided_shard):
             if not -ndim <= placement.dim < ndim:
+                rule = f"a dim must be in {-ndim}..{ndim - 1}"
                 problems.append(Problem(
                     f"{placement!r} on axis {axis!r}",
-                    f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+                    rule if ndim else "a 0-dim tensor has no dims",
                     "name a dim it has" if ndim else "Replicate()"))  # fmt: skip
                 continue
-            factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+            factor = placement.split_factor if isinstance(placement, strided_shard) else 1
             sharded.setdefault(placement.dim % ndim, {})[axis] = int(factor)
-        # Exactly Partial: its subclasses (masks, norms) mean something else.
+        # Not a subclass of Partial: masks and norms have other meanings.
         elif type(placement) is Partial and placement.reduce_op in REDUCTIONS:
             unreduced[axis] = placement.reduce_op
         elif not isinstance(placement, Replicate):
             problems.append(Problem(
                 f"{placement!r} on axis {axis!r}",
-                f"fshard knows Shard, Replicate, and Partial of {', '.join(REDUCTIONS)}",
+                f"a placement must be Shard, Replicate, or Partial of {', '.join(REDUCTIONS)}",
                 "redistribute the DTensor to one of them first"))  # fmt: skip
     raise_if(where, problems)
     return sharded, unreduced
 
 
 def _split_factors(mesh: Mesh, axes: Sequence[str]) -> dict[str, int]:
-    """DTensor's factor per axis: the sizes of later mesh axes that are more major in the dim."""
-    place = mesh.axes.index
+    """Return DTensor's split factor of each axis of a dim.
+
+    It is the product of the sizes of later mesh axes that are more major in the dim.
+    """
+    position = mesh.axes.index
     return {
-        axis: math.prod(mesh.shape[a] for a in axes[:i] if place(a) > place(axis))
+        axis: math.prod(mesh.shape[a] for a in axes[:i] if position(a) > position(axis))
         for i, axis in enumerate(axes)
     }
 
 
 def _axis_order(mesh: Mesh, factors: dict[str, int]) -> tuple[str, ...] | None:
-    """The axes major to minor that have these split factors, or None; the inverse of those.
+    """Return the axes, major to minor, that have these split factors, or None.
 
-    From the last mesh axis to the first, each goes where the axes before it multiply to its
-    factor (DTensor's own decoding).
+    As DTensor decodes them: from the last mesh axis to the first, each is inserted where the
+    sizes of the axes before it multiply to its factor.
     """
     order: list[str] = []
     for axis in reversed([axis for axis in mesh.axes if axis in factors]):
@@ -183,26 +198,26 @@ def _axis_order(mesh: Mesh, factors: dict[str, int]) -> tuple[str, ...] | None:
 
 
 def _size_problem(spec: Spec, dim: int, expected: tuple[int, ...] | None) -> Problem:
+    """Return the problem of a dim with other shard sizes than DTensor's, which are `expected`."""
     rule, fix = (
-        ("DTensor cannot cut this dim in this order into shards that adjoin",
+        ("DTensor has no shards of contiguous rows for this dim and order of axes",
          "name the axes of the dim in mesh order, or pad the dim")
         if expected is None
-        else (f"DTensor cuts this dim into {expected}", "redistribute to those sizes first")
+        else (f"DTensor's shard sizes must be {expected}", "redistribute to those sizes first")
     )  # fmt: skip
-    return Problem(f"dim {dim} of {spec}, cut into {spec.shard_sizes(dim)}", rule, fix)
+    return Problem(f"dim {dim} of {spec}, of shard sizes {spec.shard_sizes(dim)}", rule, fix)
 
 
-# -- where DTensor puts the rows of an uneven dim ---------------------------------------------
+# -- DTensor's shards of an uneven dim --------------------------------------------------------
 
 Rows = list[tuple[int, int]]
-"""Rows as half-open intervals in the order a rank holds them."""
+"""Rows of a shard in order, as half-open intervals."""
 
 
 def _dtensor_sizes(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[int, ...] | None:
-    """Shard sizes of DTensor, major to minor, or None where some shard's rows do not adjoin.
+    """Return DTensor's shard sizes, major to minor, or None if a shard's rows are not contiguous.
 
-    A `_StridedShard` cuts its dim twice, and what earlier mesh axes left of it, not the
-    whole: where nothing divides, that is not chunks of chunks.
+    A `_StridedShard` chunks its part of the dim twice: by its split factor, then by its axis.
     """
     shards = mesh.axis_size(axes)
     if size % shards == 0:
@@ -210,30 +225,30 @@ def _dtensor_sizes(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[int, ...
     factors = _split_factors(mesh, axes)
     if all(factor == 1 for factor in factors.values()):
         return chunk_sizes(size, [mesh.shape[axis] for axis in axes])
-    held: dict[tuple[int, ...], Rows] = {(): [(0, size)]}
-    in_mesh_order = [axis for axis in mesh.axes if axis in factors]
-    for axis in in_mesh_order:
-        held = {
-            (*coordinate, place): part
-            for coordinate, rows in held.items()
-            for place, part in enumerate(_strided(rows, mesh.shape[axis], factors[axis]))
+    rows_of: dict[tuple[int, ...], Rows] = {(): [(0, size)]}  # by coordinate in mesh order
+    mesh_order = [axis for axis in mesh.axes if axis in factors]
+    for axis in mesh_order:
+        rows_of = {
+            (*coordinate, i): part
+            for coordinate, rows in rows_of.items()
+            for i, part in enumerate(_strided_chunks(rows, mesh.shape[axis], factors[axis]))
         }
-    places = [in_mesh_order.index(axis) for axis in axes]
-    in_order = sorted(held.items(), key=lambda item: [item[0][place] for place in places])
-    everything = [interval for _, rows in in_order for interval in rows]
-    if any(a[1] != b[0] for a, b in itertools.pairwise(everything)):
+    positions = [mesh_order.index(axis) for axis in axes]
+    shard_rows = sorted(rows_of.items(), key=lambda item: [item[0][i] for i in positions])
+    intervals = [interval for _, rows in shard_rows for interval in rows]
+    if any(a[1] != b[0] for a, b in itertools.pairwise(intervals)):
         return None
-    return tuple(_count(rows) for _, rows in in_order)
+    return tuple(_count(rows) for _, rows in shard_rows)
 
 
-def _strided(rows: Rows, shards: int, factor: int) -> list[Rows]:
-    """`_StridedShard`: chunk by the factor, chunk each by the shards, deal one to each shard."""
+def _strided_chunks(rows: Rows, shards: int, factor: int) -> list[Rows]:
+    """Return the shards of a `_StridedShard`: shard i has chunk i of each of `factor` chunks."""
     parts = [_chunk_rows(outer, shards) for outer in _chunk_rows(rows, factor)]
-    return [[interval for part in parts for interval in part[place]] for place in range(shards)]
+    return [[interval for part in parts for interval in part[i]] for i in range(shards)]
 
 
 def _chunk_rows(rows: Rows, count: int) -> list[Rows]:
-    """`torch.chunk` of rows, empty chunks included."""
+    """Return `count` chunks of rows, sized as by `torch.chunk`; the last may be empty."""
     chunks: list[Rows] = []
     for n in chunk_sizes(_count(rows), (count,)):
         chunk: Rows = []
@@ -250,4 +265,5 @@ def _chunk_rows(rows: Rows, count: int) -> list[Rows]:
 
 
 def _count(rows: Rows) -> int:
+    """Return the number of rows."""
     return sum(stop - start for start, stop in rows)

@@ -47,7 +47,7 @@ def test_as_a_command() -> None:
     assert done.stderr == (
         "fs.Spec(P('tq'), shape=(8,))\n"
         "  given: axis 'tq' on Mesh(dp=2, tp=4)\n"
-        "  rule:  the mesh's axes are dp, tp\n"
+        "  rule:  an axis must be one of dp, tp\n"
         "  fix:   did you mean 'tp'?\n"
     )
 
@@ -92,17 +92,17 @@ def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["f32[8@dp", DST, "--mesh", MESH], "a spec reads dtype[size@axis"),
-        (["f32[7@dp]", "f32[7]", "--mesh", MESH], "2 shards divide a dim evenly; 7 % 2 = 1"),
+        (["f32[8@dp", DST, "--mesh", MESH], "a spec must read dtype[size@axis"),
+        (["f32[7@dp]", "f32[7]", "--mesh", MESH], "2 shards must divide the dim; 7 % 2 = 1"),
         (["f32[8]", "f32[9]", "--mesh", MESH], "a layout change keeps the global shape"),
         (["f23[8]", "f32[8]", "--mesh", MESH], "did you mean 'f32'?"),
         (["f32[8]", "f32[8]", "--mesh", "dp=2,tp"], "given: 'tp' in 'dp=2,tp'"),
         (["f32[8]", "f32[8]", "--mesh", "dp=2,dp=2"], "each axis once"),
-        (["f32[8]", "f32[8]", "--mesh", "dp=0"], "an axis has at least 1 device"),
-        (["f32[8]", "f32[8]", "--mesh", "d-p=2"], "an axis name is a Python identifier"),
+        (["f32[8]", "f32[8]", "--mesh", "dp=0"], "the size of an axis must be an int"),
+        (["f32[8]", "f32[8]", "--mesh", "d-p=2"], "an axis name must be a Python identifier"),
         (["f32[8]", "f32[8]", "--mesh", MESH, "--node-size", "4"], "--topology cluster"),
         (["f32[8]", "f32[8]", "--mesh", MESH, "--topology", "cluster", "--node-size", "0"],
-         "a node has at least 1 device"),
+         "a node must have at least 1 device"),
     ],
 )  # fmt: skip
 def test_refusals_go_to_stderr(

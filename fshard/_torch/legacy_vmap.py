@@ -31,9 +31,7 @@ def unwrap(xs: Tensors, level: int, dim: int) -> tuple[int, tuple[torch.Tensor, 
     return n, tuple(torch._remove_batch_dim(x, level, n, 0).movedim(0, dim) for x in xs)
 
 
-def map_batch_dims(
-    function: Callable[[Tensors], Tensors], xs: Tensors
-) -> tuple[torch.Tensor, ...]:
+def map_batch_dims(function: Callable[[Tensors], Tensors], xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Return `function(xs)`, batches passed as leading dims, which `function` must keep."""
     if not any(map(is_legacy_batched, xs)):
         return tuple(function(xs))

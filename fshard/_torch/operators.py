@@ -16,12 +16,12 @@ __all__ = [
     "TensorBase",
     "all_op_names",
     "builtin_of",
-    "torch_decomposition",
     "qualified_name",
     "registered_schemas",
     "resolve_overload",
     "schema_of",
     "schema_or_none",
+    "torch_decomposition",
 ]
 
 TensorBase = torch._C.TensorBase

@@ -1,4 +1,4 @@
-"""A mesh of devices with named axes, as a pure value: no process is needed to ask it anything."""
+"""`Mesh`: devices in a grid with named axes, as a value that needs no processes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Axes = str | Sequence[str]
 
 
 def as_axes(axes: Axes, where: str = "axes") -> tuple[str, ...]:
-    """Canonical form of one axis or several: always a tuple.
+    """Return one axis name or several as a tuple.
 
-    Raises `ShardingError` for what is neither a name nor a tuple or list of names.
+    Raises `ShardingError` for anything but a name or a tuple or list of names.
     """
     if isinstance(axes, str):
         return (axes,)
     if isinstance(axes, tuple | list) and all(isinstance(name, str) for name in axes):
         return tuple(axes)
     if isinstance(axes, Set) and axes:
-        # The order in which a set of strings comes is another in every process.
+        # A set of strings has another order in every process.
         names = sorted(map(str, axes))
         fail(where, f"the set {{{', '.join(map(repr, names))}}} as axes",
-             "axes are a name, or a tuple or a list of names, the first one major",
+             "axes must be a name or a tuple or list of names, major to minor",
              f"{repr(tuple(names)) if names[1:] else repr(names[0])}, say")  # fmt: skip
-    fail(where, f"{axes!r} as axes", "axes are a name, or a tuple or a list of names",
+    fail(where, f"{axes!r} as axes", "axes must be a name or a tuple or list of names",
          "'x' or ('x', 'y'), with names of the mesh's axes")  # fmt: skip
 
 
@@ -42,19 +42,23 @@ def as_axes(axes: Axes, where: str = "axes") -> tuple[str, ...]:
 class Mesh:
     """Devices in a row-major grid with named axes; immutable and hashable.
 
-    `Mesh(dp=2, tp=4)` or `Mesh({"dp": 2, "tp": 4}, devices=...)`, where `devices` are rank
-    ids in row-major order (default `0..n-1`).
+    `Mesh(dp=2, tp=4)` and `Mesh({"dp": 2, "tp": 4})` are equal. After `jax.sharding.Mesh`, but
+    without processes or device objects.
 
-    Raises `ShardingError` for a size under 1, or for devices that are repeated, negative or
-    not as many as the grid has places.
+    Args:
+        shape: axis sizes by name, major to minor; more axes may follow as keywords.
+        devices: rank ids in row-major order, by default `0..n-1`.
 
-    >>> mesh = Mesh(dp=2, tp=4)
+    Raises:
+        ShardingError: a size is under 1, or `devices` are repeated, negative or not as many as the
+            product of the sizes.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(dp=2, tp=4)
     >>> mesh.size, mesh.axes, mesh.shape["tp"]
     (8, ('dp', 'tp'), 4)
-    >>> mesh.coords(6)
-    {'dp': 1, 'tp': 2}
-    >>> mesh.rank(dp=1, tp=2)
-    6
+    >>> mesh.coords(6), mesh.rank(dp=1, tp=2)
+    ({'dp': 1, 'tp': 2}, 6)
     >>> mesh.groups("tp")
     ((0, 1, 2, 3), (4, 5, 6, 7))
     """
@@ -72,19 +76,20 @@ class Mesh:
         **axes: int,
     ) -> None:
         if shape is not None and not isinstance(shape, Mapping):
-            fail("fs.Mesh", f"a shape of {shape!r}", "a shape maps axis names to sizes",
+            fail("fs.Mesh", f"a shape of {shape!r}", "a shape must map axis names to sizes",
                  "Mesh(dp=2, tp=4) or Mesh({'dp': 2, 'tp': 4})")  # fmt: skip
         grid = {**(shape or {}), **axes}
         problems = [
             Problem(f"axis {name!r} of size {size!r}",
-                    "an axis has at least 1 device" if type(size) is int
-                    else "an axis has a whole number of devices, an int",
+                    "the size of an axis must be an int of at least 1",
                     f"Mesh({name}=1) or leave the axis out")
             for name, size in grid.items()
             if not isinstance(size, int) or isinstance(size, bool) or size < 1
         ]  # fmt: skip
         problems += [
-            Problem(f"axis name {name!r}", "an axis name is a Python identifier", "rename the axis")
+            Problem(
+                f"axis name {name!r}", "an axis name must be a Python identifier", "rename the axis"
+            )
             for name in grid
             if not isinstance(name, str) or not name.isidentifier()
         ]
@@ -108,7 +113,7 @@ class Mesh:
             other._hash, other.axes, other.sizes, other.devices)  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The hash depends on the process (strings), so a pickle is rebuilt, not restored.
+        # Hashes of strings differ between processes, so a pickle calls the constructor.
         return _rebuild_mesh, (self.axes, self.sizes, self.devices)
 
     def __repr__(self) -> str:
@@ -118,7 +123,7 @@ class Mesh:
         shown = self.devices if isinstance(self.devices, range) else list(self.devices)
         return f"Mesh({grid}{', ' if grid else ''}devices={shown})"
 
-    # -- what it is -------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -127,78 +132,110 @@ class Mesh:
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """Axis name to size, in order; read-only."""
+        """Axis sizes by name, in order; read-only."""
         return _shape(self)
 
     @property
     def ranks(self) -> range | tuple[int, ...]:
-        """The rank ids in increasing order: the order of the shards in a simulated local."""
+        """Rank ids in increasing order, the order of the shards in a simulation."""
         return self.devices if isinstance(self.devices, range) else _ranks(self)
 
     def __contains__(self, rank: object) -> bool:
         return rank in (self.devices if isinstance(self.devices, range) else _positions(self))
 
     def axis_size(self, axes: Axes) -> int:
-        """The product of the sizes of one axis or several."""
+        """Return the number of devices along `axes`, the product of their sizes.
+
+        Raises `ShardingError` for unknown or repeated axes.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).axis_size(("dp", "tp"))
+        8
+        """
         shape = _shape(self)
         return math.prod(shape[axis] for axis in self.check_axes(axes, "Mesh.axis_size"))
 
     def check_axes(self, axes: Axes, where: str) -> tuple[str, ...]:
-        """`axes` as a tuple; raises `ShardingError` for unknown or repeated names."""
+        """Return `axes` as a tuple.
+
+        Raises `ShardingError`, beginning with `where`, for unknown or repeated axes.
+        """
         names = as_axes(axes, where)
         if len(set(names)) == len(names) and all(name in self.axes for name in names):
             return names
         problems = [
-            Problem(f"axis {name!r} on {self}", f"the mesh's axes are {', '.join(self.axes)}",
+            Problem(f"axis {name!r} on {self}", f"an axis must be one of {', '.join(self.axes)}",
                     did_you_mean(str(name), self.axes, f"use one of {', '.join(self.axes)}"))
             for name in dict.fromkeys(names) if name not in self.axes
         ]  # fmt: skip
         problems += [
             Problem(f"axis {name!r} {names.count(name)} times in {names}",
-                    "an axis is named at most once", f"name {name!r} once")
+                    "an axis must be named at most once", f"name {name!r} once")
             for name in dict.fromkeys(names) if names.count(name) > 1
         ]  # fmt: skip
         raise_if(where, problems)
         raise AssertionError("unreachable")
 
     def check_rank(self, rank: int, where: str) -> int:
-        """`rank`; raises `ShardingError` where the mesh has no such rank."""
+        """Return `rank`; raise `ShardingError`, beginning with `where`, if the mesh lacks it."""
         if rank not in self:
-            fail(where, f"rank {rank!r} on {self}", f"its ranks are {_brief(self.ranks)}",
-                 "ask `rank in mesh` first")  # fmt: skip
+            fail(where, f"rank {rank!r} on {self}", f"a rank must be one of {_brief(self.ranks)}",
+                 "check `rank in mesh` first")  # fmt: skip
         return rank
 
     # -- ranks and coordinates --------------------------------------------------------
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The coordinates of a rank, one per axis in mesh order."""
+        """Return the coordinates of a rank, one per axis in mesh order.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).coordinate(6)
+        (1, 2)
+        """
         position = self._position(self.check_rank(rank, "Mesh.coordinate"))
         coordinate = []
         for size in reversed(self.sizes):
-            position, here = divmod(position, size)
-            coordinate.append(here)
+            position, index = divmod(position, size)
+            coordinate.append(index)
         return tuple(reversed(coordinate))
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank by axis name."""
+        """Return the coordinates of a rank by axis name.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).coords(6)
+        {'dp': 1, 'tp': 2}
+        """
         coordinate = self.coordinate(self.check_rank(rank, "Mesh.coords"))
         return dict(zip(self.axes, coordinate, strict=True))
 
     def index(self, rank: int, axes: Axes) -> int:
-        """The rank's linear index along `axes`, row-major in the order given."""
+        """Return the linear index of a rank along `axes`, row-major in the order given.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).index(6, ("tp", "dp"))
+        5
+        """
         coordinate = self.coordinate(self.check_rank(rank, "Mesh.index"))
         index = 0
         for axis in self.check_axes(axes, "Mesh.index"):
-            place = self.axes.index(axis)
-            index = index * self.sizes[place] + coordinate[place]
+            dim = self.axes.index(axis)
+            index = index * self.sizes[dim] + coordinate[dim]
         return index
 
     def rank(self, **coords: int) -> int:
-        """The rank at the given coordinates, one for every axis."""
+        """Return the rank at the given coordinates, one for every axis.
+
+        Raises `ShardingError` for a coordinate that is missing or out of range.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).rank(dp=1, tp=2)
+        6
+        """
         problems = [
             Problem(f"coordinate {axis}={coords.get(axis)!r}",
-                    f"axis {axis!r} has coordinates 0..{size - 1}",
-                    f"give {axis}= one of them")
+                    f"a coordinate of axis {axis!r} must be in 0..{size - 1}",
+                    f"pass {axis}=0, say")
             for axis, size in _shape(self).items()
             if axis not in coords or not 0 <= coords[axis] < size
         ]  # fmt: skip
@@ -210,19 +247,40 @@ class Mesh:
         return self.devices[position]
 
     def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that communicate along `axes`, each major to minor in that order."""
+        """Return the groups of ranks that communicate along `axes`.
+
+        Args:
+            axes: axis names; ranks in a group are ordered by them, major to minor.
+
+        Returns:
+            One tuple of ranks per combination of the other axes' coordinates.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=2).groups("dp")
+        ((0, 2), (1, 3))
+        """
         return _groups(self, self.check_axes(axes, "Mesh.groups"))
 
     def group(self, rank: int, axes: Axes) -> tuple[int, ...]:
-        """The one group of `groups(axes)` that holds `rank`."""
+        """Return the group of `groups(axes)` that contains `rank`.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=2).group(3, "dp")
+        (1, 3)
+        """
         return _group(self, self.check_rank(rank, "Mesh.group"), as_axes(axes))
 
-    # -- other meshes -----------------------------------------------------------------
+    # -- derived meshes -----------------------------------------------------------------
 
     def submesh(self, *axes: str, **coords: int) -> Mesh:
-        """The mesh of `axes` alone, the others fixed at `coords` (default 0).
+        """Return the mesh of some axes, all others fixed at one coordinate.
 
-        >>> Mesh(dp=2, tp=4).submesh("tp", dp=1)
+        Args:
+            axes: the axes of the new mesh, in its order.
+            coords: coordinates of the other axes, 0 by default.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).submesh("tp", dp=1)
         Mesh(tp=4, devices=range(4, 8))
         """
         names = self.check_axes(axes, "Mesh.submesh")
@@ -236,14 +294,22 @@ class Mesh:
         return Mesh({axis: self.shape[axis] for axis in names}, devices=devices)
 
     def flatten(self, axes: Axes, name: str) -> Mesh:
-        """One axis `name` in place of `axes`, which it walks major to minor.
+        """Return the mesh with one axis `name` in place of `axes`.
 
-        >>> Mesh(dp=2, tp=2).flatten(("tp", "dp"), "all").devices
+        Args:
+            axes: the axes to merge, major to minor.
+            name: the new axis; it takes the position of the first of them.
+
+        Raises:
+            ShardingError: `axes` is empty, or another axis has the name.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=2).flatten(("tp", "dp"), "all").devices
         (0, 2, 1, 3)
         """
         names = self.check_axes(axes, "Mesh.flatten")
         if not names:
-            fail("Mesh.flatten", f"no axes into {name!r}", "there is at least one axis to flatten",
+            fail("Mesh.flatten", f"no axes into {name!r}", "axes must be at least one",
                  "name the axes")  # fmt: skip
         self._check_new("Mesh.flatten", [name], names)
         order: list[str] = []
@@ -259,27 +325,35 @@ class Mesh:
         return Mesh(grid, devices=devices)
 
     def split(self, axis: str, **parts: int) -> Mesh:
-        """The axis replaced by several whose sizes multiply to its own, major to minor.
+        """Return the mesh with one axis replaced by several, major to minor.
 
-        >>> Mesh(dp=2, tp=4).split("tp", a=2, b=2)
+        Args:
+            axis: the axis to replace.
+            parts: names and sizes of the new axes.
+
+        Raises:
+            ShardingError: the sizes do not multiply to that of `axis`, or a name is taken.
+
+        >>> import fshard as fs
+        >>> fs.Mesh(dp=2, tp=4).split("tp", a=2, b=2)
         Mesh(dp=2, a=2, b=2)
         """
         (name,) = self.check_axes(axis, "Mesh.split")
         size = self.shape[name]
         if math.prod(parts.values()) != size:
             fail("Mesh.split", f"{name!r} of size {size} into {parts}",
-                 f"the parts multiply to {size}, not {math.prod(parts.values())}",
+                 f"the sizes must multiply to {size}, not {math.prod(parts.values())}",
                  f"split({name!r}, a={size}, b=1), say")  # fmt: skip
         self._check_new("Mesh.split", parts, (name,))
         grid: dict[str, int] = {}
-        for each, n in self.shape.items():
-            grid |= parts if each == name else {each: n}
+        for existing, n in self.shape.items():
+            grid |= parts if existing == name else {existing: n}
         return Mesh(grid, devices=self.devices)
 
     def _check_new(self, where: str, new: Iterable[str], replaced: tuple[str, ...]) -> None:
-        """Raise where a new axis has the name of one that stays."""
+        """Raise `ShardingError` if a new axis has the name of one that is not replaced."""
         raise_if(where, [
-            Problem(f"new axis {name!r} on {self}", f"{name!r} is another axis of the mesh",
+            Problem(f"new axis {name!r} on {self}", "the axes of a mesh must have distinct names",
                     "choose another name")
             for name in new if name in self.axes and name not in replaced
         ])  # fmt: skip
@@ -297,7 +371,7 @@ def _brief(ranks: range | tuple[int, ...]) -> str:
 def _canonical_devices(
     devices: Iterable[int] | None, size: int, grid: Mapping[str, int]
 ) -> range | tuple[int, ...]:
-    """Devices as a `range` where they are one, so that a mesh of a million stays small."""
+    """Return devices as a `range` where possible, so that a mesh of a million stays small."""
     if devices is None:
         return range(size)
     first = devices.start if isinstance(devices, range) else -1
@@ -306,15 +380,16 @@ def _canonical_devices(
     try:
         ids = tuple(operator.index(device) for device in devices)
     except TypeError:
-        fail("fs.Mesh", f"devices={devices!r}", "devices are rank ids, whole numbers",
-             f"give {size} rank ids, row-major")  # fmt: skip
+        fail("fs.Mesh", f"devices={devices!r}", "devices must be rank ids, ints",
+             f"pass {size} rank ids, row-major")  # fmt: skip
     problems = []
     if len(ids) != size:
         problems.append(Problem(f"{len(ids)} devices for {dict(grid)}",
-                                f"the axes multiply to {size} devices",
-                                f"give {size} rank ids, row-major"))  # fmt: skip
+                                f"the number of devices must be {size}, the product of the axes",
+                                f"pass {size} rank ids, row-major"))  # fmt: skip
     if len(set(ids)) != len(ids) or any(device < 0 for device in ids):
-        problems.append(Problem(f"devices {_brief(ids)}", "rank ids are distinct and at least 0",
+        problems.append(Problem(f"devices {_brief(ids)}",
+                                "rank ids must be distinct and at least 0",
                                 "name each rank once"))  # fmt: skip
     raise_if("fs.Mesh", problems)
     if ids and ids == tuple(range(ids[0], ids[0] + size)):
@@ -361,7 +436,7 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
-    return [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""`PartitionSpec`, how the dims of a tensor map to mesh axes, and the arithmetic of shard sizes."""
+"""`PartitionSpec`, the mapping of tensor dims to mesh axes, and chunk sizes of uneven dims."""
 
 from __future__ import annotations
 
@@ -13,28 +13,35 @@ __all__ = ["REDUCTIONS", "PartitionSpec", "chunk_sizes"]
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 LINEAR = ("sum", "avg")
+"""Reductions that have a transpose, and so a gradient."""
 
 Entry = str | None | Sequence[str]
 Kinds = tuple[tuple[str, str], ...]
+"""Axes and their reductions, sorted by axis."""
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class PartitionSpec:
-    """Which mesh axes shard each dim, and on which axes a tensor is unreduced or reduced.
+    """Mapping of tensor dims to the mesh axes that shard them, with unreduced and reduced axes.
 
-    Entries are one per dim: `None`, an axis name, or axis names major to minor. `unreduced`
-    is a set of axes (their reduction is a sum) or a mapping from axis to one of `sum`, `avg`,
-    `max`, `min`, `product`; `reduced` is a set of axes, or a mapping to `sum` or `avg` (the
-    gradient of a tensor that is unreduced by averaging holds its share, the value over n).
+    Equal meanings are equal values: `P(("x",)) == P("x")`. After `jax.sharding.PartitionSpec`.
 
-    Raises `ShardingError` for a repeated axis, a nested entry or an unknown reduction.
-    After `jax.sharding.PartitionSpec`, but canonical at construction.
+    Args:
+        partitions: one entry per dim: `None`, an axis name, or axis names major to minor. Missing
+            trailing entries are `None`.
+        unreduced: axes along which ranks hold partial sums, or a mapping from such axes to `"sum"`,
+            `"avg"`, `"max"`, `"min"` or `"product"`.
+        reduced: axes along which the gradient is unreduced, or a mapping from such axes to `"sum"`
+            or `"avg"`; with `"avg"` each of the n ranks holds the value over n.
 
-    >>> P = PartitionSpec
-    >>> P(("x",)) == P("x"), P(()) == P(None), P(["x", "y"]) == P(("x", "y"))
-    (True, True, True)
-    >>> P("dp", None, unreduced={"tp": "max"})
+    Raises:
+        ShardingError: an axis is repeated, an entry nested, or a reduction unknown; lists all.
+
+    >>> import fshard as fs
+    >>> fs.P("dp", None, unreduced={"tp": "max"})
     P('dp', None, unreduced={'tp': 'max'})
+    >>> fs.P(["x", "y"]) == fs.P(("x", "y")), fs.P(()) == fs.P(None)
+    (True, True)
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -49,7 +56,7 @@ class PartitionSpec:
         reduced: Iterable[str] | Mapping[str, str] = (),
     ) -> None:
         problems: list[Problem] = []
-        dims = tuple(_entry(place, each, problems) for place, each in enumerate(partitions))
+        dims = tuple(_entry(dim, entry, problems) for dim, entry in enumerate(partitions))
         unreduced_kinds = _kinds("unreduced", unreduced, REDUCTIONS, problems)
         reduced_kinds = _kinds("reduced", reduced, LINEAR, problems)
         named = [axis for dim in dims for axis in dim]
@@ -58,7 +65,7 @@ class PartitionSpec:
             Problem(f"axis {axis!r} {named.count(axis)} times in {_text(partitions)}"
                     f"{', unreduced=' + str(dict(unreduced_kinds)) if unreduced_kinds else ''}"
                     f"{', reduced=' + str(dict(reduced_kinds)) if reduced_kinds else ''}",
-                    "an axis is named at most once in a spec",
+                    "an axis must be named at most once in a spec",
                     f"name {axis!r} for one dim, or in one of unreduced= and reduced=")
             for axis in dict.fromkeys(named) if named.count(axis) > 1
         ]  # fmt: skip
@@ -69,7 +76,7 @@ class PartitionSpec:
     def _of(
         dims: tuple[tuple[str, ...], ...], unreduced: Kinds = (), reduced: Kinds = ()
     ) -> PartitionSpec:
-        """Build from canonical parts, unchecked: for steps that preserve the invariants."""
+        """Build from canonical parts without checks, for steps that preserve the invariants."""
         self = object.__new__(PartitionSpec)
         _fill(self, dims, tuple(sorted(unreduced)), tuple(sorted(reduced)))
         return self
@@ -94,7 +101,7 @@ class PartitionSpec:
 
     @property
     def _parts(self) -> tuple[tuple[tuple[str, ...], ...], Kinds, Kinds]:
-        """What `_of` takes: the axes of each dim, those unreduced and those reduced."""
+        """Arguments of `_of`: axes of each dim, unreduced kinds, reduced kinds."""
         return self.dims, self.unreduced_kinds, self.reduced_kinds
 
     def __len__(self) -> int:
@@ -107,7 +114,7 @@ class PartitionSpec:
         return self.partitions[dim]
 
     def __repr__(self) -> str:
-        parts = [repr(each) for each in self.partitions]
+        parts = [repr(entry) for entry in self.partitions]
         for word, kinds in (("unreduced", self.unreduced_kinds), ("reduced", self.reduced_kinds)):
             if kinds and all(kind == "sum" for _, kind in kinds):
                 parts.append(f"{word}={{{', '.join(repr(axis) for axis, _ in kinds)}}}")
@@ -122,17 +129,17 @@ class PartitionSpec:
 
     @property
     def unreduced(self) -> Mapping[str, str]:
-        """Axis to the reduction that is still to be done along it; read-only."""
+        """Reduction of each unreduced axis; read-only."""
         return MappingProxyType(dict(self.unreduced_kinds))
 
     @property
     def reduced(self) -> Mapping[str, str]:
-        """Axis to `sum`, or to `avg` where each rank holds its share of an average."""
+        """Reduction of each reduced axis, `sum` or `avg`; read-only."""
         return MappingProxyType(dict(self.reduced_kinds))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that is named, in the order of the text."""
+        """All axes: of the dims in order, then unreduced and reduced ones."""
         named = [axis for dim in self.dims for axis in dim]
         return (*named, *dict(self.unreduced_kinds), *dict(self.reduced_kinds))
 
@@ -148,46 +155,51 @@ def _fill(
 
 
 def _text(partitions: Sequence[object]) -> str:
-    return f"P({', '.join(repr(each) for each in partitions)})"
+    return f"P({', '.join(map(repr, partitions))})"
 
 
-def _entry(place: int, entry: object, problems: list[Problem]) -> tuple[str, ...]:
+def _entry(dim: int, entry: object, problems: list[Problem]) -> tuple[str, ...]:
     if entry is None:
         return ()
     if isinstance(entry, str):
         return (entry,)
     if isinstance(entry, list | tuple) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
-    problems.append(Problem(f"partition entry {place} is {entry!r}",
-                            "an entry is None, an axis name, or a flat tuple of axis names",
+    problems.append(Problem(f"partition entry {dim} is {entry!r}",
+                            "an entry must be None, an axis name, or a flat tuple of axis names",
                             "P('x'), P(None) or P(('x', 'y'))"))  # fmt: skip
     return ()
 
 
 def _kinds(
     word: str,
-    given: Iterable[str] | Mapping[str, str],
+    axes: Iterable[str] | Mapping[str, str],
     allowed: Sequence[str],
     problems: list[Problem],
 ) -> Kinds:
-    if isinstance(given, str):
-        given = (given,)
-    kinds = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "sum")
+    if isinstance(axes, str):
+        axes = (axes,)
+    kinds = dict(axes) if isinstance(axes, Mapping) else dict.fromkeys(axes, "sum")
     for axis, kind in kinds.items():
         if not isinstance(axis, str):
-            problems.append(Problem(f"{word} axis {axis!r}", "an axis is named by a string",
+            problems.append(Problem(f"{word} axis {axis!r}", "an axis name must be a string",
                                     f"{word}={{'x'}}"))  # fmt: skip
         if kind not in allowed:
             problems.append(Problem(
-                f"{word}={{{axis!r}: {kind!r}}}", f"a reduction is one of {', '.join(allowed)}",
+                f"{word}={{{axis!r}: {kind!r}}}",
+                f"a reduction must be one of {', '.join(allowed)}",
                 did_you_mean(str(kind), allowed, f"use one of {', '.join(allowed)}")))  # fmt: skip
-    return tuple(sorted(kinds.items(), key=lambda each: str(each[0])))
+    return tuple(sorted(kinds.items(), key=lambda item: str(item[0])))
 
 
 def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Shard sizes of `torch.chunk` nested per axis, major to minor, empty shards included.
+    """Return the shard sizes of `torch.chunk` nested per axis, major to minor.
 
-    This is DTensor's rule: `Shard(0), Shard(0)` chunks the chunks.
+    Empty shards are included. DTensor's `(Shard(0), Shard(0))` has these sizes.
+
+    Args:
+        size: size of the tensor dim.
+        axis_sizes: sizes of the mesh axes of the dim, major to minor.
 
     >>> chunk_sizes(5, (2, 2))
     (2, 1, 1, 1)
@@ -196,8 +208,8 @@ def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     """
     sizes = [size]
     for shards in axis_sizes:
-        parts = {whole: _chunk(whole, shards) for whole in {*sizes}}
-        sizes = [part for whole in sizes for part in parts[whole]]
+        chunks = {n: _chunk(n, shards) for n in {*sizes}}
+        sizes = [part for n in sizes for part in chunks[n]]
     return tuple(sizes)
 
 

@@ -1,8 +1,7 @@
-"""`Spec`: how a global tensor lies on a mesh, as an immutable value."""
+"""`Spec`, the layout of a global tensor on a mesh as an immutable value, and `Sharded` pairs."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,20 +12,20 @@ import torch
 
 from fshard._util.errors import fail, raise_if
 from fshard._util.hooks import Hook
+from fshard.layout.equivalence import canonical_grid, has_coincident_shards, states_of_rank
 from fshard.layout.mesh import Mesh
-from fshard.layout.partition_spec import PartitionSpec, chunk_sizes
+from fshard.layout.partition_spec import LINEAR, PartitionSpec, chunk_sizes
 from fshard.layout.validation import (
     Sizes,
-    by_dim,
-    mixed_kinds,
+    as_ints,
     resolve_sizes,
+    sizes_by_dim,
     state_problems,
     type_problems,
     value_problems,
-    whole_numbers,
 )
 
-__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec", "mixed_kinds"]
+__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec"]
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -39,7 +38,14 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One row of a spec's shard table: where one rank's local lies in the global tensor."""
+    """Position of one rank's local in the global tensor, a row of `Spec.table`.
+
+    Attributes:
+        rank: rank id.
+        coords: coordinates of the rank by axis.
+        index: slices of the global tensor, one per dim.
+        shape: shape of the local.
+    """
 
     rank: int
     coords: dict[str, int]
@@ -49,24 +55,31 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Spec:
-    """A global tensor's mesh, partition, shape and dtype: everything but its numbers.
+    """Layout of a global tensor: its mesh, partition, shape and dtype.
 
-    Dims that their shards do not divide need `sizes={dim: (n0, n1, ...)}`, one size per shard
-    major to minor, or `uneven="chunk"` (`torch.chunk`, nested per axis, as DTensor).
+    Equal layouts are equal values: the partition has one entry per dim, even sizes are dropped.
 
-    Canonical at construction: the partition has one entry per dim, and sizes that are even
-    are dropped, so that equal layouts are equal values. Raises `ShardingError`, listing every
-    failure at once.
+    Args:
+        mesh: the devices.
+        partition: the mesh axes of each dim, unreduced and reduced axes.
+        shape: global shape.
+        dtype: dtype of the tensor.
+        sizes: shard sizes, major to minor, of dims that their shards do not divide.
+        uneven: `"chunk"` gives all other such dims the sizes of `torch.chunk`, nested per axis, as
+            in DTensor.
 
-    >>> P = PartitionSpec
-    >>> spec = Spec(Mesh(dp=2, tp=4), P("dp"), shape=(8, 16))
-    >>> spec
-    f32[8@dp,16]
-    >>> spec == Spec(Mesh(dp=2, tp=4), P("dp", None), shape=(8, 16))
-    True
-    >>> spec.local_shape(rank=5), spec.index(rank=5)
+    Raises:
+        ShardingError: an axis is not in the mesh, a dim is not divisible and has no sizes, or
+            reductions do not fit the dtype or each other; lists every failure.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(dp=2, tp=4)
+    >>> spec = fs.Spec(mesh, fs.P("dp"), shape=(8, 16))
+    >>> spec, spec == fs.Spec(mesh, fs.P("dp", None), shape=(8, 16))
+    (f32[8@dp,16], True)
+    >>> spec.local_shape(5), spec.index(5)
     ((4, 16), (slice(4, 8, None), slice(0, 16, None)))
-    >>> Spec(Mesh(x=4), P("x"), shape=(5,), uneven="chunk").shard_sizes(0)
+    >>> fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(5,), uneven="chunk").shard_sizes(0)
     (2, 2, 1, 0)
     """
 
@@ -89,14 +102,14 @@ class Spec:
         uneven: str | None = None,
     ) -> None:
         raise_if("fs.Spec", type_problems(mesh, partition, shape, dtype))
-        shape = whole_numbers(shape) or ()
+        shape = as_ints(shape) or ()
         problems = value_problems(mesh, partition, shape, dtype, uneven)
         if any(size < 0 for size in shape):
             raise_if("fs.Spec", problems)
         dims = (partition.dims + ((),) * len(shape))[: len(shape)]
         padded = PartitionSpec._of(dims, partition.unreduced_kinds, partition.reduced_kinds)
-        given = by_dim(sizes, len(shape), problems)
-        resolved = resolve_sizes(mesh, dims, shape, given, uneven, problems)
+        dim_sizes = sizes_by_dim(sizes, len(shape), problems)
+        resolved = resolve_sizes(mesh, dims, shape, dim_sizes, uneven, problems)
         raise_if(f"fs.Spec({partition!r}, shape={shape})", problems)
         _fill(self, mesh, padded, shape, dtype, resolved)
 
@@ -108,7 +121,7 @@ class Spec:
         dtype: torch.dtype,
         sizes: Sizes,
     ) -> Spec:
-        """Build from canonical parts, unchecked: for steps that preserve the invariants."""
+        """Build from canonical parts without checks, for steps that preserve the invariants."""
         self = object.__new__(Spec)
         _fill(self, mesh, partition, shape, dtype, sizes)
         return self
@@ -138,12 +151,12 @@ class Spec:
     def __str__(self) -> str:
         dims = ",".join(self._dim_text(dim) for dim in range(self.ndim))
         states = [
-            f"{word}: {', '.join(axis if kind == 'sum' else f'{axis}={kind}' for axis, kind in k)}"
-            for word, k in (
+            f"{word}: {', '.join(axis if k == 'sum' else f'{axis}={k}' for axis, k in kinds)}"
+            for word, kinds in (
                 ("unreduced", self.partition.unreduced_kinds),
                 ("reduced", self.partition.reduced_kinds),
             )
-            if k
+            if kinds
         ]
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
         return f"{dtype}[{dims}]{'{' + '; '.join(states) + '}' if states else ''}"
@@ -164,7 +177,7 @@ class Spec:
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return mimebundle_hook.call(self)
 
-    # -- what it is -------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------
 
     @property
     def ndim(self) -> int:
@@ -173,12 +186,12 @@ class Spec:
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank's local has the same shape."""
+        """True if all locals have the same shape."""
         return all(sizes is None for sizes in self.sizes)
 
     @property
     def num_shards(self) -> int:
-        """Number of distinct shards: the product over the dims."""
+        """Number of distinct shards, the product of those of the dims."""
         return math.prod(self.dim_shards(dim) for dim in range(self.ndim))
 
     @property
@@ -187,13 +200,18 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def dim_shards(self, dim: int) -> int:
-        """How many shards one dim is cut into."""
+        """Return the number of shards of one dim."""
         if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
             self._no_dim("Spec.dim_shards", dim)
         return math.prod(self.mesh.shape[axis] for axis in self.partition.dims[dim])
 
     def shard_sizes(self, dim: int) -> tuple[int, ...]:
-        """The size of every shard along `dim`, major to minor; they sum to `shape[dim]`."""
+        """Return the sizes of all shards along a dim, major to minor; their sum is `shape[dim]`.
+
+        >>> import fshard as fs
+        >>> fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(8,)).shard_sizes(0)
+        (4, 4)
+        """
         if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
             self._no_dim("Spec.shard_sizes", dim)
         sizes = self.sizes[dim]
@@ -201,25 +219,25 @@ class Spec:
         return sizes if sizes is not None else (self.shape[dim] // shards,) * shards
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the local tensor that `rank` holds."""
-        return _place(self, self.mesh.check_rank(rank, "Spec.local_shape"))[1]
+        """Return the shape of the local of a rank."""
+        return _offsets_and_shape(self, self.mesh.check_rank(rank, "Spec.local_shape"))[1]
 
     def offsets(self, rank: int) -> tuple[int, ...]:
-        """Where the rank's local begins in the global tensor, one offset per dim."""
-        return _place(self, self.mesh.check_rank(rank, "Spec.offsets"))[0]
+        """Return the offsets of a rank's local in the global tensor, one per dim."""
+        return _offsets_and_shape(self, self.mesh.check_rank(rank, "Spec.offsets"))[0]
 
     def index(self, rank: int) -> tuple[slice, ...]:
-        """The rank's part of the global tensor, as slices: `global_tensor[spec.index(rank)]`."""
-        offsets, shape = _place(self, self.mesh.check_rank(rank, "Spec.index"))
+        """Return the slices of a rank's local: it is `global_tensor[spec.index(rank)]`."""
+        offsets, shape = _offsets_and_shape(self, self.mesh.check_rank(rank, "Spec.index"))
         return tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
 
     def local_nbytes(self, rank: int) -> int:
-        """Bytes of the local tensor that `rank` holds."""
-        _, shape = _place(self, self.mesh.check_rank(rank, "Spec.local_nbytes"))
+        """Return the bytes of the local of a rank."""
+        _, shape = _offsets_and_shape(self, self.mesh.check_rank(rank, "Spec.local_nbytes"))
         return math.prod(shape) * self.dtype.itemsize
 
     def _no_dim(self, where: str, dim: object) -> NoReturn:
-        rule = f"a dim is in {-self.ndim}..{self.ndim - 1}" if self.ndim else "it has no dims"
+        rule = f"a dim must be in {-self.ndim}..{self.ndim - 1}" if self.ndim else "it has no dims"
         fail(where, f"dim {dim!r} of {self}", rule, "name a dim it has")
 
     @property
@@ -234,18 +252,19 @@ class Spec:
 
     @property
     def dual(self) -> Spec:
-        """The spec of this tensor's gradient: reduced and unreduced swap, the rest stays.
+        """Spec of the tensor's gradient: reduced and unreduced axes swap.
 
-        Raises `ShardingError` where a reduction is not linear (`max`, `min`, `product`), and
+        Raises `ShardingError` for the reductions max, min and product, which are not linear, and
         for reduced booleans, which have no sum.
 
-        >>> Spec(Mesh(x=2), PartitionSpec(unreduced={"x"}), shape=(3,)).dual
+        >>> import fshard as fs
+        >>> fs.Spec(fs.Mesh(x=2), fs.P(unreduced={"x"}), shape=(3,)).dual
         f32[3]{reduced: x}
         """
         p = self.partition
-        bad = [f"{axis}={kind}" for axis, kind in p.unreduced_kinds if kind not in ("sum", "avg")]
+        bad = [f"{axis}={kind}" for axis, kind in p.unreduced_kinds if kind not in LINEAR]
         if bad:
-            fail("Spec.dual", f"{self}", f"only sum and avg are linear, {', '.join(bad)} is not",
+            fail("Spec.dual", f"{self}", f"a reduction must be sum or avg, not {', '.join(bad)}",
                  "reduce it first: a program that does has a gradient")  # fmt: skip
         raise_if(f"Spec.dual of {self}",
                  state_problems(p.reduced_kinds, p.unreduced_kinds, self.dtype))  # fmt: skip
@@ -261,15 +280,28 @@ class Spec:
         uneven: str | None = None,
         mesh: Mesh | None = None,
     ) -> Spec:
-        """A spec with the given parts changed and checked anew.
+        """Return a spec with some parts changed, checked as by the constructor.
 
-        Sizes of a dim whose axes and length stay the same are kept.
+        Args:
+            partition: new partition.
+            shape: new global shape.
+            dtype: new dtype.
+            sizes: new shard sizes by dim. A dim whose axes and size stay the same keeps its own.
+            uneven: see `Spec`.
+            mesh: new mesh.
+
+        Raises:
+            ShardingError: the parts do not fit each other.
+
+        >>> import fshard as fs
+        >>> fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(8, 4)).replace(partition=fs.P(None, "x"))
+        f32[8,4@x]
         """
         partition = self.partition if partition is None else partition
         shape = self.shape if shape is None else shape
         mesh, dtype = mesh or self.mesh, dtype or self.dtype
         raise_if("Spec.replace", type_problems(mesh, partition, shape, dtype))
-        shape, sizes = whole_numbers(shape) or (), {} if sizes is None else sizes
+        shape, sizes = as_ints(shape) or (), {} if sizes is None else sizes
         if not isinstance(sizes, Mapping):
             return Spec(mesh, partition, shape=shape, dtype=dtype, sizes=sizes)  # which refuses
         kept: dict[int, Sequence[int] | None] = {
@@ -282,22 +314,40 @@ class Spec:
                     uneven=uneven)  # fmt: skip
 
     def is_equivalent(self, other: Spec) -> bool:
-        """Whether both lay the same numbers on the same ranks: axes of size 1 do not count."""
+        """Return True if every rank has the same shard in both layouts.
+
+        Names of axes do not matter, nor do axes of size 1.
+
+        >>> import fshard as fs
+        >>> spec = fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(8,))
+        >>> spec.is_equivalent(fs.Spec(fs.Mesh(a=2, b=2), fs.P(("a", "b")), shape=(8,)))
+        True
+        """
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         if self.mesh.devices == other.mesh.devices:
-            if _grid(self) == _grid(other):
+            if _canonical_grid(self) == _canonical_grid(other):
                 return True
-            if not (_has_twins(self) and _has_twins(other)):
+            if not (has_coincident_shards(self.sizes) and has_coincident_shards(other.sizes)):
                 return False
         return self.mesh.ranks == other.mesh.ranks and all(
-            self.index(rank) == other.index(rank) and _states(self, rank) == _states(other, rank)
+            self.index(rank) == other.index(rank)
+            and states_of_rank(self.mesh, self.partition, rank)
+            == states_of_rank(other.mesh, other.partition, rank)
             for rank in self.mesh.ranks
         )
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """DTensor's placements, one per mesh axis; a shard order becomes `_StridedShard`."""
+        """DTensor's placements, one per mesh axis.
+
+        An order of axes other than that of the mesh becomes a `_StridedShard`. Raises
+        `ShardingError` if DTensor has no such layout.
+
+        >>> import fshard as fs
+        >>> fs.Spec(fs.Mesh(x=2, y=4), fs.P(None, "y", unreduced={"x"}), shape=(8, 16)).placements
+        (Partial(sum), Shard(dim=1))
+        """
         return to_placements_hook.call(self)
 
     @staticmethod
@@ -307,7 +357,22 @@ class Spec:
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
     ) -> Spec:
-        """The spec of DTensor's `placements` on `mesh`, uneven dims chunked as DTensor does."""
+        """Return the spec of DTensor's placements; uneven dims have DTensor's shard sizes.
+
+        Args:
+            mesh: mesh of the spec.
+            placements: one placement per mesh axis, in mesh order.
+            shape: global shape.
+            dtype: dtype of the tensor.
+
+        Raises:
+            ShardingError: a placement is unknown or does not fit the mesh or the shape; lists all.
+
+        >>> import fshard as fs
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> fs.Spec.from_placements(fs.Mesh(dp=2, tp=4), (Shard(0), Replicate()), (8, 16))
+        f32[8@dp,16]
+        """
         return from_placements_hook.call(mesh, placements, shape, dtype)
 
     def _with(
@@ -317,17 +382,26 @@ class Spec:
         sizes: Sizes | None = None,
         dtype: torch.dtype | None = None,
     ) -> Spec:
-        """A spec with canonical parts changed, unchecked: for steps."""
+        """Return a spec with canonical parts changed, without checks, for steps."""
         return Spec._of(self.mesh, self.partition if partition is None else partition,
                         self.shape, self.dtype if dtype is None else dtype,
                         self.sizes if sizes is None else sizes)  # fmt: skip
 
 
 class Sharded(NamedTuple):
-    """A pair: what this process holds of a global tensor, and the global tensor's spec.
+    """Pair of the part of a global tensor that this process has, and the tensor's spec.
 
-    `local` is one tensor under `torchrun`, and in a simulation the tuple of all shards in
-    rank order. Any 2-tuple of the same two things is accepted wherever a pair is.
+    Any 2-tuple of the same two values is accepted in the place of a pair.
+
+    Attributes:
+        local: a tensor under `torchrun`; in a simulation the tuple of all shards in rank order.
+        spec: layout of the global tensor.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> local, spec = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
+    >>> local, spec
+    ((tensor([0., 1.]), tensor([2., 3.])), f32[4@x])
     """
 
     local: Any
@@ -352,79 +426,23 @@ def _fill(
 
 
 @lru_cache(maxsize=65536)
-def _place(spec: Spec, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and shape of one rank's local."""
+def _offsets_and_shape(spec: Spec, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and shape of one rank's local."""
     offsets, shape = [], []
     for dim, (size, axes) in enumerate(zip(spec.shape, spec.partition.dims, strict=True)):
-        place, sizes = spec.mesh.index(rank, axes), spec.sizes[dim]
+        index, sizes = spec.mesh.index(rank, axes), spec.sizes[dim]
         if sizes is None:
             width = size // spec.dim_shards(dim)
-            offsets.append(place * width)
+            offsets.append(index * width)
             shape.append(width)
         else:
-            offsets.append(sum(sizes[:place]))
-            shape.append(sizes[place])
+            offsets.append(sum(sizes[:index]))
+            shape.append(sizes[index])
     return tuple(offsets), tuple(shape)
 
 
-def _grid(spec: Spec) -> tuple[object, ...]:
-    """The coarsest grid of the devices that tells what the axes do, and the sizes.
-
-    Axes that stand side by side in the mesh and in a dim are one axis, as are neighbours of one
-    state; axes of size 1, and those of a dim without elements, do nothing. Two layouts of one
-    sequence of devices are the same exactly where this is, but for twins: `_has_twins`.
-    """
-    p, counts = spec.partition, spec.mesh.shape
-    roles: dict[str, tuple[object, ...]] = {}
-    for dim, axes in enumerate(p.dims):
-        major = 1
-        for axis in axes if spec.shape[dim] else ():
-            roles[axis] = dim, major
-            major *= counts[axis]
-    roles |= {axis: ("unreduced", kind) for axis, kind in p.unreduced_kinds}
-    roles |= {axis: ("reduced", kind) for axis, kind in p.reduced_kinds}
-    grid: list[tuple[int, tuple[object, ...]]] = []
-    for axis, size in counts.items():
-        if size == 1:
-            continue
-        role = roles.get(axis, ())
-        if grid and role == _next_role(*grid[-1]):
-            grid[-1] = grid[-1][0] * size, grid[-1][1]
-        else:
-            grid.append((size, role))
-    return (*grid, spec.sizes)
-
-
-def _next_role(size: int, role: tuple[object, ...]) -> tuple[object, ...]:
-    """What the next axis does if it is one with an axis of `size` and `role`."""
-    match role:
-        case (int(dim), int(major)):
-            return dim, major * size
-        case _:
-            return role
-
-
-def _has_twins(spec: Spec) -> bool:
-    """Whether shards lie at one place: empty ones that follow each other in a dim."""
-    return any(
-        not one and not other
-        for sizes in spec.sizes
-        if sizes is not None
-        for one, other in itertools.pairwise(sizes)
-    )
-
-
-def _states(spec: Spec, rank: int) -> frozenset[tuple[str, str, tuple[int, ...]]]:
-    """Which ranks this one is unreduced and reduced with, by reduction."""
-    states = set()
-    for word, kinds in (
-        ("unreduced", spec.partition.unreduced_kinds),
-        ("reduced", spec.partition.reduced_kinds),
-    ):
-        for kind in {kind for axis, kind in kinds if spec.mesh.shape[axis] > 1}:
-            axes = [axis for axis, each in kinds if each == kind]
-            states.add((word, kind, tuple(sorted(spec.mesh.group(rank, axes)))))
-    return frozenset(states)
+def _canonical_grid(spec: Spec) -> tuple[object, ...]:
+    return canonical_grid(spec.mesh, spec.partition, spec.shape, spec.sizes)
 
 
 @Hook

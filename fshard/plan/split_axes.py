@@ -1,8 +1,8 @@
-"""Programs along sub-axes: an axis of 16 over two nodes as 2 between them and 8 inside each.
+"""Programs along parts of axes: an axis of 16 over two nodes as 2 between them and 8 inside each.
 
-A finer grid of the same devices has more layouts on the way. It is searched where that can pay:
-where an axis leaves a node with part of its length, and where exchanges are not to be used, which
-else reach the bound on any grid (Rink et al., arXiv 2112.01075, factor all axes into primes).
+A finer grid of the same devices has more layouts. It is searched where it can pay: if an axis
+leaves a node with part of its length, and if exchanges are excluded, which otherwise reach the
+bound on any grid (Rink et al., arXiv 2112.01075, factor all axes into primes).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fshard.program.steps import Exchange, Remesh, Step
 
 __all__ = ["plan_steps"]
 
-MOST_AXES = 5
-"""Grids with more axes are not searched: planning would be felt."""
+MAX_AXES = 5
+"""Most axes of a finer grid: more would make planning noticeably slow."""
 
 
 def plan_steps(
@@ -30,46 +30,45 @@ def plan_steps(
     topology: Topology | None,
     max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
-    most: float = math.inf,
+    limit: float = math.inf,
 ) -> list[Step] | None:
-    """The cheapest steps from `src` to `dst`, along axes of the mesh or parts of them.
+    """Return the cheapest steps from `src` to `dst`, along axes of the mesh or parts of them.
 
-    `None` where there are none within the restrictions, or none that weigh less than `most`.
+    None if there are none within the restrictions, or none that cost less than `limit`.
     """
-    found = search(src, dst, topology, max_memory, exclude, most)
+    best = search(src, dst, topology, max_memory, exclude, limit)
     fine = _refinement(src.mesh, topology, Exchange in exclude)
-    if fine is None or Remesh in exclude or (found and Program(src, found[0]).is_local):
-        return found[0] if found else None
-    # A mesh of sub-axes is worth its two more lines only where it saves something.
-    most = found[1] * 0.99 if found else most
-    finer = search(_on(fine, src), _on(fine, dst), topology, max_memory, exclude, most)
+    if fine is None or Remesh in exclude or (best and Program(src, best[0]).is_local):
+        return best[0] if best else None
+    # A program on the finer mesh has two more steps, so it must save at least 1 %.
+    limit = best[1] * 0.99 if best else limit
+    start, end = (
+        Spec._of(fine.mesh, fine.refine(spec.partition), spec.shape, spec.dtype, spec.sizes)
+        for spec in (src, dst)
+    )
+    finer = search(start, end, topology, max_memory, exclude, limit)
     if finer is None:
-        return found[0] if found else None
-    there, back = Remesh(fine.mesh, fine.refine(src.partition)), Remesh(src.mesh, dst.partition)
-    return [there, *finer[0], back]
-
-
-def _on(fine: Refinement, spec: Spec) -> Spec:
-    return Spec._of(fine.mesh, fine.refine(spec.partition), spec.shape, spec.dtype, spec.sizes)
+        return best[0] if best else None
+    return [Remesh(fine.mesh, start.partition), *finer[0], Remesh(src.mesh, dst.partition)]
 
 
 @lru_cache(maxsize=1024)
 def _refinement(mesh: Mesh, topology: Topology | None, primes: bool) -> Refinement | None:
-    """A finer grid on which better programs may be found; None where there is none."""
+    """Return a finer grid on which better programs may exist, or None."""
     if primes:
         fine = prime_refinement(mesh)
     else:
-        grid = _nodes(mesh, topology)
-        found = None if grid is None else common_refinement(mesh, grid)
-        if found is None:
+        grid = _node_mesh(mesh, topology)
+        refinement = None if grid is None else common_refinement(mesh, grid)
+        if refinement is None:
             return None
-        fine = found
-    axes = sum(size > 1 for size in fine.mesh.sizes)
-    return fine if axes <= MOST_AXES and len(fine.mesh.axes) > len(mesh.axes) else None
+        fine = refinement
+    num_axes = sum(size > 1 for size in fine.mesh.sizes)
+    return fine if num_axes <= MAX_AXES and len(fine.mesh.axes) > len(mesh.axes) else None
 
 
-def _nodes(mesh: Mesh, topology: Topology | None) -> Mesh | None:
-    """The devices as nodes by places in a node, where nodes are filled one after the other."""
+def _node_mesh(mesh: Mesh, topology: Topology | None) -> Mesh | None:
+    """Return the devices as a mesh (node, place), if the ranks fill one node after the other."""
     size = topology.node_size if topology is not None else None
     devices = mesh.devices
     if size is None or not isinstance(devices, range) or devices.step != 1:

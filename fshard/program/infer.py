@@ -59,7 +59,7 @@ def infer(step: Step, spec: Spec, /) -> Spec:
         spec.mesh.check_axes(step.axes, f"{step} on {spec}")
     match step:
         case AllGather() | AllReduce() if step.to not in ("invariant", "reduced"):
-            refuse(step, spec, f"to is 'invariant' or 'reduced', not {step.to!r}", "leave it out")
+            refuse(step, spec, f"to must be 'invariant' or 'reduced', not {step.to!r}", "leave it out")
         case AllGather():
             joined = _take(step, spec, step.dim)
             return _state(step, joined, "reduced" if step.to == "reduced" else "", step.kind)
@@ -88,11 +88,11 @@ def infer(step: Step, spec: Spec, /) -> Spec:
             return remeshed(step, spec)
         case InvariantToReduced():
             if replicated_kind(step, spec, step.axes) is not None:
-                refuse(step, spec, "the axes are invariant", "name axes that are not reduced")
+                refuse(step, spec, "the axes must be invariant", "name axes that are not reduced")
             return _state(step, spec, "reduced", step.kind)
         case ReducedToInvariant():
             if replicated_kind(step, spec, step.axes) is None:
-                refuse(step, spec, "the axes are reduced", "invariant axes need no step")
+                refuse(step, spec, "the axes must be reduced", "invariant axes need no step")
             return _drop_states(spec, step.axes)
         case ReplicatedToUnreduced():
             replicated_kind(step, spec, step.axes)
@@ -119,7 +119,7 @@ def unreduced_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str:
         refuse(
             step,
             spec,
-            f"the spec is unreduced by one reduction on all of {axes}",
+            f"the spec must be unreduced by one reduction on all of {axes}",
             "name axes that are unreduced, each reduction in its own step",
         )
     return kinds[axes[0]]
@@ -146,7 +146,7 @@ def replicated_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str | None
         refuse(
             step,
             spec,
-            f"the axes {axes} are all invariant, or all reduced",
+            f"the axes {axes} must be all invariant, or all reduced",
             "name axes that shard nothing, invariant and reduced ones in steps of their own",
         )
     return found.pop()
@@ -174,7 +174,7 @@ def cut_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) -> D
     if chunk:
         return tuple(part for each in sizes for part in chunk_sizes(each, (n,)))
     odd = next(each for each in sizes if each % n)
-    return f"each shard divides by {n}: {odd} % {n} = {odd % n}"
+    return f"each shard size must be divisible by {n}: {odd} % {n} = {odd % n}"
 
 
 def way_back(step: AllToAll, spec: Spec) -> AllToAll:
@@ -192,7 +192,7 @@ def _check_moves(step: AllToAll, spec: Spec) -> None:
     axes = tuple(axis for pair in step.pairs for axis in pair.axes)
     spec.mesh.check_axes(axes, f"{step} on {spec}")
     if all(pair.src_dim == pair.dst_dim for pair in step.pairs):
-        refuse(step, spec, "the two dims differ", "collective_permute reorders one dim")
+        refuse(step, spec, "the two dims must differ", "collective_permute reorders one dim")
 
 
 def _check_dim(step: Step, spec: Spec, dim: int) -> None:
@@ -200,7 +200,7 @@ def _check_dim(step: Step, spec: Spec, dim: int) -> None:
         refuse(
             step,
             spec,
-            f"dim {dim} is one of the spec's {spec.ndim}",
+            f"dim {dim} must be one of the spec's {spec.ndim}",
             f"a dim in 0..{spec.ndim - 1}" if spec.ndim else "a 0-dim tensor has none to shard",
         )
 
@@ -214,7 +214,7 @@ def _take(step: Step, spec: Spec, dim: int) -> Spec:
         refuse(
             step,
             spec,
-            f"the axes are the most minor of dim {dim}, which has {mine}",
+            f"the axes must be the most minor of dim {dim}, which has {mine}",
             f"end with {mine[-1:]}" if mine else "name a dim that is sharded over them",
         )
     return _with_dim(
@@ -291,7 +291,7 @@ def _stand_in(step: ShardedToUnreduced, spec: Spec) -> Spec:
         refuse(
             step,
             spec,
-            f"the axes stand in a row in dim {step.dim}, which has {mine}",
+            f"the axes must be consecutive in dim {step.dim}, which has {mine}",
             "name axes that shard the dim, major to minor",
         )
     if replicated_kind(step, spec, step.by) is None:
@@ -328,7 +328,7 @@ def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
         refuse(
             step,
             spec,
-            "source and target have as many shards on every dim, and as many addends",
+            "source and target must have the same number of shards on every dim, and of partial sums",
             "use all_to_all or all_gather where the local shape changes",
         )
     return spec._with(partition=to)

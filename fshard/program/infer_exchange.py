@@ -14,8 +14,8 @@ from fshard.program.steps import Exchange, Remesh, Step
 __all__ = ["exchanged", "padded", "refuse", "remeshed"]
 
 PLAN = "fs.redistribute(src, dst) plans what has to move"
-ADDENDS = "what an exchange leaves unreduced is so before, by the same reduction, or sharded"
-COPIES = "what is reduced stays so in an exchange, by the same reduction, or is sharded then"
+ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before an exchange leaves it unreduced"
+COPIES = "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
 
 
 def refuse(step: Step, spec: Spec, rule: str, fix: str) -> NoReturn:
@@ -29,7 +29,7 @@ def padded(step: Step, spec: Spec, partition: PartitionSpec) -> PartitionSpec:
         refuse(
             step,
             spec,
-            f"a partition has at most one entry per dim: {len(partition)} is more than {spec.ndim}",
+            f"a partition must have at most one entry per dim: {len(partition)} is more than {spec.ndim}",
             "leave out the entries of dims that it does not have",
         )
     dims = (*partition.dims, *((),) * (spec.ndim - len(partition)))
@@ -71,7 +71,7 @@ def _size_problems(
     for dim, (size, axes, sizes) in enumerate(zip(spec.shape, partition.dims, works, strict=True)):
         shards = mesh.axis_size(axes)
         if sizes is None and size % shards:
-            rules[dim] = f"without sizes they are equal: {size} % {shards} = {size % shards}"
+            rules[dim] = f"without sizes they must be equal: {size} % {shards} = {size % shards}"
         if sizes is not None and (len(sizes), sum(sizes), min(*sizes, 0)) != (shards, size, 0):
             rules[dim] = (
                 f"{shards} sizes of at least 0 that sum to {size}, not {len(sizes)} "
@@ -94,7 +94,7 @@ def _made(spec: Spec, to: Spec) -> Iterator[Problem]:
             made = f"{axis!r}" if kind == "sum" else f"{axis!r}, {kind!r}"
             yield Problem(
                 f"{axis!r} unreduced{_by(kind)} in {to}{_on(to, other)}",
-                "addends do not go to another mesh: there nothing is unreduced"
+                "a spec on another mesh must not be unreduced: partial sums are reduced on the way"
                 if other
                 else ADDENDS,
                 f"leave {axis!r} out, then fs.ReplicatedToUnreduced({made})",
@@ -109,7 +109,7 @@ def _lost(spec: Spec, to: Spec) -> Iterator[Problem]:
         if other or (axis not in sharded and to.partition.reduced.get(axis) != kind):
             yield Problem(
                 f"{axis!r} reduced{_by(kind)} in {spec}{_on(spec, other)}",
-                "nothing stays reduced where the mesh changes" if other else COPIES,
+                "a spec must not be reduced where the mesh changes" if other else COPIES,
                 f"fs.ReducedToInvariant({axis!r}) first",
             )
 
@@ -128,7 +128,7 @@ def _on(spec: Spec, other: bool) -> str:
 def remeshed(step: Remesh, spec: Spec) -> Spec:
     """`spec` on another mesh, where every rank holds and means the same."""
     if spec.mesh.ranks != step.mesh.ranks:
-        rule = f"both meshes have the same devices: {step.mesh} has others"
+        rule = f"both meshes must have the same devices: {step.mesh} has others"
         refuse(step, spec, rule, "fs.Exchange goes to other devices; " + PLAN)
     partition = padded(step, spec, step.partition)
     if not set(partition.axes) <= set(step.mesh.axes):
@@ -150,8 +150,8 @@ def _difference(spec: Spec, to: Spec) -> str:
     for rank in spec.mesh.ranks:
         here, there = (_box_text(each, rank) for each in (spec, to))
         if here != there:
-            return f"every rank keeps its shard: rank {rank} has {here}, in {to} {there}"
-    return f"every rank is unreduced and reduced with whom it was: in {to} with others"
+            return f"every rank must keep its shard: rank {rank} has {here}, in {to} {there}"
+    return f"every rank must stay unreduced and reduced with the same ranks: in {to} with others"
 
 
 def _box_text(spec: Spec, rank: int) -> str:

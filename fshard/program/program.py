@@ -94,7 +94,7 @@ class Program:
             fail(
                 "Program",
                 f"steps that lead from {src} to {end}",
-                f"they lead to the target, {target}",
+                f"they must lead to the target, {target}",
                 "leave dst out, or plan with fs.redistribute",
             )
         set_ = object.__setattr__
@@ -169,7 +169,7 @@ class Program:
             fail(
                 "Program.then",
                 f"a program to {end}, then one from {start}",
-                "the second begins with the spec the first ends with",
+                "the second must begin with the spec that the first ends with",
                 f"fs.redistribute({end}, {start}) between them",
             )
         mine, theirs = ((each.forward_dtype, each.backward_dtype) for each in (self, other))
@@ -177,7 +177,7 @@ class Program:
             fail(
                 "Program.then",
                 "; then ".join(", ".join(each._wires) or "its own dtype" for each in (self, other)),
-                "both send the same dtypes",
+                "both must send the same dtypes",
                 "run one after the other",
             )
         options, rest = (self, other) if self.steps else (other, self)
@@ -318,7 +318,7 @@ def as_topology(where: str, topology: Topology | None, default: Topology | None 
         fail(
             where,
             f"topology {topology!r}",
-            "a topology is a Topology",
+            "topology must be a Topology",
             "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})",
         )
     return topology or default or Topology.node()
@@ -326,12 +326,12 @@ def as_topology(where: str, topology: Topology | None, default: Topology | None 
 
 def _type_problems(src: object, steps: object) -> list[Problem]:
     if not isinstance(src, Spec):
-        return [Problem(f"Program({src!r}, ...)", "a program begins with a Spec", "give its spec")]
+        return [Problem(f"Program({src!r}, ...)", "src must be a Spec", "give its spec")]
     fix = "fs.AllGather('x', 0), say, in a tuple; or plan with fs.redistribute"
     if not isinstance(steps, list | tuple):
-        return [Problem(f"steps {steps!r}", "steps are a tuple of steps", fix)]
+        return [Problem(f"steps {steps!r}", "steps must be a tuple of steps", fix)]
     return [
-        Problem(f"step {place}, {step!r}", "a step is one of fshard's step types", fix)
+        Problem(f"step {place}, {step!r}", "every step must be an instance of fshard's step types", fix)
         for place, step in enumerate(steps)
         if not isinstance(step, Step)
     ]
@@ -361,7 +361,7 @@ def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Proble
     return [
         Problem(
             f"{src} sent in {wire!r}",
-            "what is sent holds the values: floating for floating, integers for integers",
+            "the dtype that is sent must be of the same kind: floating for floating, integer for integer",
             "torch.bfloat16 for floating dtypes, or leave it out",
         )
         for wire in wires
@@ -392,7 +392,7 @@ def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
     return [
         Problem(
             f"exclude={given}",
-            "exclude names step types",
+            "exclude must consist of step types",
             f"exclude={'(fs.AllGather, fs.AllToAll), say' if None in meant else fix}",
         )
     ]
@@ -416,7 +416,7 @@ def endpoint_problems(
         return [
             Problem(
                 f"{where}({type(src).__name__}, {type(dst).__name__})",
-                "both are Specs",
+                "both must be Specs",
                 fix,
             )
         ]
@@ -426,7 +426,7 @@ def endpoint_problems(
         problems.append(
             Problem(
                 f"{src} -> {dst}",
-                f"a layout change keeps the global shape: {src.shape} is not {dst.shape}",
+                f"source and target must have the same global shape: {src.shape} is not {dst.shape}",
                 f"reshape first; {'dst.replace(shape=src.shape)' if works else 'src.replace(...)'}"
                 " keeps it",
             )

@@ -49,7 +49,7 @@ def _canonical(step: Any, *dims: str) -> None:
             set_(step, name, numbers and numbers[0])
             if numbers is None:
                 problems.append(
-                    Problem(f"{name}={dim!r}", "a dim is a whole number", f"{name}=0, say")
+                    Problem(f"{name}={dim!r}", "dim must be an integer", f"{name}=0, say")
                 )
     sizes = getattr(step, "sizes", None)
     if sizes is not None:
@@ -72,7 +72,7 @@ def _names(axes: tuple[str, ...]) -> str:
 def _partition(step: object, partition: PartitionSpec) -> None:
     """Without the unsharded dims at the end: a step is then one value on any number of them."""
     if not isinstance(partition, PartitionSpec):
-        fail(f"fs.{type(step).__name__}", f"partition {partition!r}", "a partition is a P",
+        fail(f"fs.{type(step).__name__}", f"partition {partition!r}", "partition must be a P",
              "P('x', None), say: one entry per dim")  # fmt: skip
     kept = len(partition) - next(
         (at for at, axes in enumerate(reversed(partition.dims)) if axes), len(partition)
@@ -85,7 +85,7 @@ def _partition(step: object, partition: PartitionSpec) -> None:
 
 def _mesh(step: object, mesh: object) -> None:
     if not isinstance(mesh, Mesh):
-        fail(f"fs.{type(step).__name__}", f"mesh {mesh!r}", "a mesh is a Mesh",
+        fail(f"fs.{type(step).__name__}", f"mesh {mesh!r}", "mesh must be a Mesh",
              "fs.Mesh(dp=2, tp=4), say")  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _some_sizes(step: object, sizes: object) -> None:
         for each in sizes
     ):
         fail(f"fs.{type(step).__name__}", f"sizes={sizes!r}",
-             "sizes are by dim, each None or a number per shard",
+             "sizes must be None or a tuple of one integer per shard, for every dim",
              "sizes=((3, 5), None), say, or None where all are equal")  # fmt: skip
     kept = [None if each is None or len(set(each)) <= 1 else tuple(each) for each in sizes]
     while kept and kept[-1] is None:
@@ -210,7 +210,7 @@ class AllToAll:
         _canonical(self, "src_dim", "dst_dim")
         also = tuple(self.also) if isinstance(self.also, list | tuple) else (self.also,)
         if not all(isinstance(each, AllToAll) and not each.also for each in also):
-            fail("fs.AllToAll", f"also={self.also!r}", "also are all-to-alls without `also`",
+            fail("fs.AllToAll", f"also={self.also!r}", "also must be AllToAll steps without `also`",
                  "also=(fs.AllToAll('y', 0, 1), fs.AllToAll('z', 0, 1)), side by side")  # fmt: skip
         object.__setattr__(self, "also", also)
 

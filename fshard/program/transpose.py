@@ -68,14 +68,14 @@ def transpose(step: Step, src: Spec, /) -> Step:
         fail(
             "transpose",
             f"{step} of {src}",
-            "a cast is linear between floating dtypes, or between integers",
+            "a cast must be between floating dtypes, or between integers, to be linear",
             "split the program at the cast",
         )
     if not is_linear(step, src):
         fail(
             "transpose",
             f"{step} of {src}",
-            "only sums and averages are linear maps",
+            "a reduction must be a sum or an average to be linear",
             "differentiate by running the program: max and min have a gradient, no transpose",
         )
     match step:

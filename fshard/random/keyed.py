@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
+from fshard._torch.checkpointing import CHECKPOINT_FUNCTION, RECOMPUTE, replace_checkpoint
 from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
 from fshard.ops.trace.trace import trace_depth
@@ -132,8 +132,6 @@ def _past(func: FunctionType) -> Callable[..., Any]:
 
 # -- what is computed again -----------------------------------------------------------------
 
-_RECOMPUTED = checkpoint._checkpoint_without_reentrant_generator
-_REENTRANT = checkpoint.CheckpointFunction
 _RUNNING: list[_Keyed] = []
 _REPLACING = threading.Lock()
 
@@ -148,14 +146,14 @@ def _recomputed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `torch.utils.checkpoint` runs again in backward draws what it drew."""
     mode = _here()
     if mode is None:
-        return _RECOMPUTED(fn, *args, **kwargs)
+        return RECOMPUTE(fn, *args, **kwargs)
     key, count = mode.key, mode.count
 
     def again(*xs: Any, **named: Any) -> Any:
         with _Keyed(key, count):
             return fn(*xs, **named)
 
-    return _RECOMPUTED(again, *args, **kwargs)
+    return RECOMPUTE(again, *args, **kwargs)
 
 
 class _Reentrant:
@@ -167,14 +165,7 @@ class _Reentrant:
             fail("fs.random.keyed", "torch.utils.checkpoint with use_reentrant=True",
                  "what is computed again draws the same numbers, and here nobody could tell it to",
                  "use_reentrant=False")  # fmt: skip
-        return _REENTRANT.apply(*args)
-
-
-def _replace(recomputed: Any, reentrant: Any) -> None:
-    """Have `torch.utils.checkpoint` run these two: it asks nobody else what a part needs again."""
-    checkpoint.__dict__.update(
-        _checkpoint_without_reentrant_generator=recomputed, CheckpointFunction=reentrant
-    )
+        return CHECKPOINT_FUNCTION.apply(*args)
 
 
 @contextmanager
@@ -206,7 +197,7 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
     mode = _Keyed(key)
     with _REPLACING:
         if not _RUNNING:
-            _replace(_recomputed, _Reentrant)
+            replace_checkpoint(_recomputed, _Reentrant)
         _RUNNING.append(mode)
     try:
         with mode:
@@ -215,4 +206,4 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
         with _REPLACING:
             _RUNNING.remove(mode)
             if not _RUNNING:
-                _replace(_RECOMPUTED, _REENTRANT)
+                replace_checkpoint(RECOMPUTE, CHECKPOINT_FUNCTION)

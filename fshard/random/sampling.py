@@ -12,7 +12,7 @@ import torch
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
-from fshard.layout.validation import whole_numbers
+from fshard.layout.validation import as_ints
 from fshard.ops.prng.draw_ops import BITS, FLOATS, INTEGERS, OPS
 from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.ops.trace.trace import trace_depth
@@ -209,7 +209,7 @@ def randint(
     tensor([5, 8, 3, 1, 5, 6])
     """
     where, to = "fs.random.randint", _To(spec, dtype, device, INTEGERS, torch.int64)
-    problems, limits = to.problems(key), whole_numbers((low, high))
+    problems, limits = to.problems(key), as_ints((low, high))
     if limits is None:
         problems.append(Problem(f"from {low} to {high}", "limits are whole numbers",
                                 "randint(key, spec, 0, 2), say"))  # fmt: skip
@@ -347,7 +347,7 @@ class _To:
             self.dtype = dtype or target.dtype
         else:
             listed = (target,) if isinstance(target, int) else target
-            shape = whole_numbers(listed)
+            shape = as_ints(listed)
             self.shape, self.dtype = (-1,) if shape is None else shape, dtype or default
 
     def problems(self, key: object) -> list[Problem]:

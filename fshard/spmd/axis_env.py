@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from fshard._torch.autograd_state import graph_task_id
-from fshard._torch.autograd_state import graph_task_id
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes
-from fshard.run.execute import Pending
+from fshard.run.execute import Pending, current_tracker_hook
 from fshard.run.transports.base import is_simulated
 from fshard.run.transports.simulator import run_rank_code_hook
 
@@ -148,6 +147,7 @@ def register_pending(pending: Pending) -> Pending:
     return pending
 
 
+@current_tracker_hook.set
 def current_tracker() -> Any:
     """Return the `Tracker` of the running body's types, or None if there is none or it pauses."""
     bound = current_axes()

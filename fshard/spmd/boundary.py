@@ -1,14 +1,15 @@
-"""The boundary of a mapped function: arguments become locals, results become global or pairs."""
+"""Boundary of a mapped function: arguments to locals, locals to global tensors or pairs."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -22,150 +23,166 @@ from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 
-__all__ = ["check_others", "check_specs", "nothing", "place_all", "result_specs"]
+__all__ = [
+    "check_non_tensors", "check_specs", "empty_results", "plan_arguments", "result_specs",
+]  # fmt: skip
 
-FIRST = operator.itemgetter(0)
-"""The local of a pair."""
+LOCAL_OF_PAIR = operator.itemgetter(0)
 
 
-@lru_cache(maxsize=4096)
-def _even(mesh: Mesh, p: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+@lru_cache(maxsize=CACHE_SIZE)
+def _even_spec(mesh: Mesh, p: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
     return Spec(mesh, p, shape=shape, dtype=dtype)
 
 
-def _each(
+def _call_all(
     where: str, function: Callable[..., Any], rows: Iterable[tuple[str, tuple[Any, ...]]]
 ) -> list[Any]:
-    """`function(*args)` of every row; one `ShardingError` with all failures, each with its path."""
-    done: list[Any] = []
+    """Return `function(*args)` of all rows (path, args); raise one error with all failures."""
+    results: list[Any] = []
     problems: list[Problem] = []
     for path, args in rows:
         try:
-            done.append(function(*args))
+            results.append(function(*args))
         except ShardingError as error:
             if not error.problems:
                 raise
-            problems += [Problem(f"{path}: {p.given}", p.rule, p.fix) for p in error.problems]
+            problems += _at_path(path, error.problems)
     raise_if(where, problems)
-    return done
+    return results
+
+
+def _at_path(path: str, problems: Iterable[Problem]) -> list[Problem]:
+    return [Problem(f"{path}: {p.given}", p.rule, p.fix) for p in problems]
 
 
 # -- specs ----------------------------------------------------------------------------
 
 
-def check_specs(where: str, scope: Scope, slots: Sequence[PathSpec], out_specs: Any) -> None:
-    """Raise `ShardingError` for leaves of `in_specs` and `out_specs` that the scope cannot have."""
-    leaves = list(zip(paths(out_specs, "out_specs"), flatten(out_specs)[0], strict=True))
+def check_specs(where: str, scope: Scope, in_specs: Sequence[PathSpec], out_specs: Any) -> None:
+    """Raise `ShardingError` for leaves of `in_specs` and `out_specs` that the scope forbids."""
+    leaves = zip(paths(out_specs, "out_specs"), flatten(out_specs)[0], strict=True)
     problems: list[Problem] = []
-    for path, given in (*slots, *leaves):
-        problems += [
-            Problem(f"{path}: {p.given}", p.rule, p.fix) for p in _spec_problems(given, scope)
-        ]
+    for path, leaf in (*in_specs, *leaves):
+        problems += _at_path(path, _spec_problems(leaf, scope))
     raise_if(where, problems)
 
 
-def _spec_problems(given: Any, scope: Scope) -> list[Problem]:
-    if given is None or isinstance(given, DimSpec):
+def _spec_problems(leaf: Any, scope: Scope) -> list[Problem]:
+    if leaf is None or isinstance(leaf, DimSpec):
         return []
-    if isinstance(given, Spec):
-        if scope.adopt(given) is None:
-            return [Problem(f"the spec {given} on {given.mesh}", f"the mesh is {scope.named_mesh}",
+    if isinstance(leaf, Spec):
+        if scope.adopt(leaf) is None:
+            return [Problem(f"the spec {leaf} on {leaf.mesh}", f"the mesh is {scope.named_mesh}",
                             "given.replace(mesh=mesh)")]  # fmt: skip
-        p = given.partition
-    elif isinstance(given, PartitionSpec):
-        p = given
+        p = leaf.partition
+    elif isinstance(leaf, PartitionSpec):
+        p = leaf
     else:
-        return [Problem(f"the spec {given!r}", "a leaf of specs is a P, a Spec or None",
-                        "P('x'), or P() for a value that is whole on every rank")]  # fmt: skip
+        return [Problem(f"the spec {leaf!r}", "a leaf of specs must be a P, a Spec or None",
+                        "P('x'), or P() for a value that is equal on every rank")]  # fmt: skip
     return [_axis_problem(axis, p, scope) for axis in p.axes if axis not in scope.axes]
 
 
 def _axis_problem(axis: str, p: PartitionSpec, scope: Scope) -> Problem:
     known = scope.named_mesh.axes
     if axis not in known:
-        return Problem(f"axis {axis!r} on {scope.named_mesh}", f"the mesh's axes are {', '.join(known)}",
+        return Problem(f"axis {axis!r} on {scope.named_mesh}",
+                       f"an axis must be one of {', '.join(known)}",
                        did_you_mean(axis, known, f"use one of {', '.join(known)}"))  # fmt: skip
     if axis in scope.bound_axes:
-        fix = f"leave {axis!r} out: each of its ranks maps what it holds"
+        fix = f"leave {axis!r} out: each of its ranks maps its own values"
     else:
         names = ", ".join(repr(a) for a in scope.mesh.axes if a in scope.axes or a == axis)
         fix = f"axis_names={{{names}}}"
-    return Problem(f"axis {axis!r} in {p!r}",
-                   f"the axes that are mapped here are {", ".join(scope.mapped_axes)}", fix)  # fmt: skip
+    rule = f"the axes that are mapped here are {', '.join(scope.mapped_axes)}"
+    return Problem(f"axis {axis!r} in {p!r}", rule, fix)
 
 
 # -- arguments ------------------------------------------------------------------------
 
 
-def place_all(
+def plan_arguments(
     where: str,
-    slots: Sequence[PathSpec],
+    in_specs: Sequence[PathSpec],
     values: Sequence[Any],
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
 ) -> tuple[Argument, ...]:
-    """How every argument becomes a local; raises `ShardingError`, all failures at once."""
+    """Return how every argument becomes a local; raise `ShardingError` with all failures."""
 
-    def place(path: str, given: Any, value: Any) -> Argument:
-        if given is None:
+    def plan(path: str, leaf: Any, value: Any) -> Argument:
+        if leaf is None:
             return Argument(path)
         if is_pair(value):
-            spec, prog = _place_pair(where, value, given, scope, transport, redistribute_inputs)
-            return Argument(path, spec, FIRST if prog is None else lambda pair: prog(pair[0]))
+            spec, prog = _plan_pair(where, value, leaf, scope, transport, redistribute_inputs)
+            run = LOCAL_OF_PAIR if prog is None else lambda pair: prog(pair[0])
+            return Argument(path, spec, run)
         if isinstance(value, torch.Tensor):
-            spec = _place_tensor(value, given, scope)
+            spec = _tensor_spec(value, leaf, scope)
             check_sharding(value, spec)
-            every = transport is None
-            cut = lambda x: lay_out(x, spec) if every else shard(x, spec).local  # noqa: E731
-            return Argument(path, spec, cut)
-        if not isinstance(given, PartitionSpec) or given.axes:
+            if transport is None:
+                return Argument(path, spec, partial(lay_out, spec=spec))
+            return Argument(path, spec, lambda x: shard(x, spec).local)
+        if not isinstance(leaf, PartitionSpec) or leaf.axes:
             fail(
                 where,
-                f"a value of type {type(value).__name__} with {_word(given)}",
-                "only tensors and pairs can be cut",
+                f"a value of type {type(value).__name__} with {_describe(leaf)}",
+                "only tensors and pairs can be sharded",
                 "torch.as_tensor(x) of an array; None, or P() for a number",
             )
         return Argument(path)
 
-    rows = [(path, (path, given, x)) for (path, given), x in zip(slots, values, strict=True)]
-    return tuple(_each(where, place, rows))
+    rows = [(path, (path, leaf, x)) for (path, leaf), x in zip(in_specs, values, strict=True)]
+    return tuple(_call_all(where, plan, rows))
 
 
-def _word(given: Any) -> str:
-    return f"{given.keyword} {given.dim}" if isinstance(given, DimSpec) else repr(given)
+def _describe(leaf: Any) -> str:
+    return f"{leaf.keyword} {leaf.dim}" if isinstance(leaf, DimSpec) else repr(leaf)
 
 
-def _place_tensor(value: torch.Tensor, given: Any, scope: Scope) -> Spec:
-    """A plain tensor: a global value along the mapped axes, of which each rank takes its part."""
-    if isinstance(given, Spec):
-        spec = scope.adopt(given)
-        assert spec is not None
-        return spec
-    p = given.of(value.ndim) if isinstance(given, DimSpec) else given
+def _partition_of(leaf: Any, ndim: int) -> PartitionSpec:
+    """Return the partition that a leaf of specs means for a tensor of `ndim` dims."""
+    p: PartitionSpec = leaf.of(ndim) if isinstance(leaf, DimSpec) else leaf
+    return p
+
+
+def _adopted(leaf: Spec, scope: Scope) -> Spec:
+    """Return a checked `Spec` of `in_specs` or `out_specs` on the mesh that is mapped over."""
+    spec = scope.adopt(leaf)
+    assert spec is not None
+    return spec
+
+
+def _tensor_spec(value: torch.Tensor, leaf: Any, scope: Scope) -> Spec:
+    """Return the spec of a plain tensor, which is a global value along the mapped axes."""
+    if isinstance(leaf, Spec):
+        return _adopted(leaf, scope)
+    p = _partition_of(leaf, value.ndim)
     try:
-        return _even(scope.mesh, p, value.shape, value.dtype)
+        return _even_spec(scope.mesh, p, value.shape, value.dtype)
     except ShardingError as error:
-        place = "a Spec in in_specs" if given is p else "fs.shard_map and a Spec"
-        way = "uneven=", f"{place} with uneven="
-        raise_if("", [Problem(p.given, p.rule, p.fix.replace(*way)) for p in error.problems])
+        option = "a Spec in in_specs" if leaf is p else "fs.shard_map and a Spec"
+        texts = "uneven=", f"{option} with uneven="
+        raise_if("", [Problem(p.given, p.rule, p.fix.replace(*texts)) for p in error.problems])
         raise
 
 
-def _place_pair(
+def _plan_pair(
     where: str,
     pair: tuple[Any, Spec],
-    given: Any,
+    leaf: Any,
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
 ) -> tuple[Spec, Program | None]:
-    """A pair: its locals are the ranks' own, once they lie as `in_specs` ask."""
+    """Return the spec that `in_specs` require of a pair, and the program there if one is needed."""
     local = pair[0]
-    spec, target = _agreed(where, pair[1], given, scope)
+    spec, target = _pair_specs(where, pair[1], leaf, scope)
     prog = None if target == spec else redistribute(spec, target)
     if prog is not None and not redistribute_inputs:
-        fail(where, f"a pair of {spec}", f"in_specs ask for {target}", _fix(prog))
+        fail(where, f"a pair of {spec}", f"in_specs require {target}", _redistribute_fix(prog))
     if transport is None:
         check_shards(local, spec, where)
     else:
@@ -173,20 +190,17 @@ def _place_pair(
     return target, prog
 
 
-@lru_cache(maxsize=4096)
-def _agreed(where: str, spec: Spec, given: Any, scope: Scope) -> tuple[Spec, Spec]:
-    """The spec of a pair on the mesh that is mapped over, and the one that is asked for."""
-    spec = _on_scope(where, spec, scope)
-    if isinstance(given, Spec):
-        target = scope.adopt(given)
-        assert target is not None
-        return spec, target
-    p = given.of(spec.ndim) if isinstance(given, DimSpec) else given
-    return spec, spec.replace(partition=p, uneven="chunk")
+@lru_cache(maxsize=CACHE_SIZE)
+def _pair_specs(where: str, spec: Spec, leaf: Any, scope: Scope) -> tuple[Spec, Spec]:
+    """Return the spec of a pair on the mesh that is mapped over, and the required one."""
+    spec = _adopt_pair_spec(where, spec, scope)
+    if isinstance(leaf, Spec):
+        return spec, _adopted(leaf, scope)
+    return spec, spec.replace(partition=_partition_of(leaf, spec.ndim), uneven="chunk")
 
 
-def _fix(prog: Program) -> str:
-    """The program that brings a pair to its in_spec, and what it costs."""
+def _redistribute_fix(prog: Program) -> str:
+    """Return a fix with the program that redistributes a pair to its in_spec, and its cost."""
     cost = prog.cost()
     launches = "1 launch" if cost.launches == 1 else f"{cost.launches} launches"
     lines = str(prog).replace("\n", "\n           ")
@@ -196,11 +210,11 @@ def _fix(prog: Program) -> str:
     )
 
 
-def _on_scope(where: str, spec: Spec, scope: Scope) -> Spec:
-    """The spec of a pair on the mesh that is mapped over."""
+def _adopt_pair_spec(where: str, spec: Spec, scope: Scope) -> Spec:
+    """Return a pair's spec on the mesh that is mapped over; raise if it has other axes."""
     adopted = scope.adopt(spec)
-    odd = [axis for axis in spec.partition.axes if axis not in scope.axes]
-    known = [axis for axis in odd if axis in scope.named_mesh.axes]
+    unmapped = [axis for axis in spec.partition.axes if axis not in scope.axes]
+    known = [axis for axis in unmapped if axis in scope.named_mesh.axes]
     if adopted is None and not (known and scope.named_mesh == spec.mesh):
         fail(
             where,
@@ -208,18 +222,19 @@ def _on_scope(where: str, spec: Spec, scope: Scope) -> Spec:
             f"the mesh is {scope.mesh}",
             "unshard it, or map over its mesh",
         )
-    if not odd:
+    if not unmapped:
         assert adopted is not None
         return adopted
-    axes = ", ".join(map(repr, odd))
-    names = ", ".join(repr(a) for a in scope.named_mesh.axes if a in scope.axes or a in odd)
-    mapped = any(axis in scope.bound_axes for axis in odd)
+    axes = ", ".join(map(repr, unmapped))
+    names = ", ".join(
+        repr(axis) for axis in scope.named_mesh.axes if axis in scope.axes or axis in unmapped
+    )
     fail(
         where,
         f"a pair of {spec}, along {axes}",
-        f"a pair lies along the axes that are mapped here only: {", ".join(scope.mapped_axes)}",
+        f"the axes of a pair must be mapped here; mapped are {', '.join(scope.mapped_axes)}",
         "fs.local_map, which maps all axes of a pair"
-        if mapped
+        if any(axis in scope.bound_axes for axis in unmapped)
         else f"axis_names={{{names}}}, or fs.reshard(pair, spec) without {axes}",
     )
 
@@ -234,115 +249,119 @@ def result_specs(
     scope: Scope,
     transport: Transport | None,
 ) -> list[Spec]:
-    """The specs of tensors of all ranks, or of this one.
+    """Return the specs of the tensors in results; raise `ShardingError` with all failures.
 
-    `results` are paths, out specs and locals; raises `ShardingError`, all failures at once.
+    Args:
+        where: function, for errors.
+        results: path, out spec and local (all shards in a simulation) of each tensor.
+        arguments: the call's arguments; results take uneven shard sizes from them.
+        scope: scope of the call.
+        transport: this rank's transport, None in a simulation.
     """
 
-    def read(given: Any, local: Any) -> Spec:
-        return _result_spec(where, local, given, arguments, scope, transport)
+    def spec_of(leaf: Any, local: Any) -> Spec:
+        return _result_spec(where, local, leaf, arguments, scope, transport)
 
-    return _each(where, read, [(path, (given, local)) for path, given, local in results])
+    return _call_all(where, spec_of, [(path, (leaf, local)) for path, leaf, local in results])
 
 
 def _result_spec(
     where: str,
     local: Any,
-    given: Any,
+    leaf: Any,
     arguments: Sequence[Argument],
     scope: Scope,
     transport: Transport | None,
 ) -> Spec:
-    """The spec of a result, read off the locals at hand and the arguments' uneven dims."""
+    """Return the spec of a result, from the shapes of its locals and the arguments' sizes."""
     mesh = scope.mesh
     shards = [(transport.rank, local)] if transport else list(zip(mesh.ranks, local, strict=True))
-    rank, first = shards[0]
-    if given is None:
+    first_rank, first = shards[0]
+    if leaf is None:
         fail(
             where,
             f"a tensor of shape {tuple(first.shape)} with the out spec None",
-            "None is for what is no tensor",
-            "P() promises a value that is equal on every rank, P('x') puts dim 0 together",
+            "the out spec None is for results other than tensors",
+            "P() promises a value that is equal on every rank, P('x') concatenates along dim 0",
         )
-    if isinstance(given, Spec):
-        spec = scope.adopt(given)
-        assert spec is not None
+    if isinstance(leaf, Spec):
+        spec = _adopted(leaf, scope)
     else:
-        p = given.of(first.ndim) if isinstance(given, DimSpec) else given
+        p = _partition_of(leaf, first.ndim)
         if len(p) > first.ndim:
             fail(
                 where,
                 f"a local of {first.ndim} dims with {p!r}",
-                f"a tensor of {first.ndim} dims has at most {first.ndim} entries",
-                "unsqueeze a scalar, x[None], to cut it" if first.ndim == 0 else "drop entries",
+                f"a tensor of {first.ndim} dims must have at most {first.ndim} entries",
+                "unsqueeze a scalar, x[None], to shard it" if first.ndim == 0 else "drop entries",
             )
-        uneven = [each.spec for each in arguments if each.spec and not each.spec.is_even]
-        spec = _global_spec(first.shape, first.dtype, p, rank, tuple(uneven), scope)
-    for each, shard_ in shards:
-        if shard_.shape != spec.local_shape(each) or shard_.dtype != spec.dtype:
+        uneven = tuple([arg.spec for arg in arguments if arg.spec and not arg.spec.is_even])
+        spec = _global_spec(first.shape, first.dtype, p, first_rank, uneven, scope)
+    for rank, x in shards:
+        if x.shape != spec.local_shape(rank) or x.dtype != spec.dtype:
             fail(
                 where,
-                f"rank {each} returned shape {tuple(shard_.shape)}, {shard_.dtype}",
-                f"{spec} has there shape {spec.local_shape(each)}, {spec.dtype}",
+                f"rank {rank} returned shape {tuple(x.shape)}, {x.dtype}",
+                f"{spec} has there shape {spec.local_shape(rank)}, {spec.dtype}",
                 "give a Spec with sizes= as the out spec of an uneven result",
             )
     return spec
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def _global_spec(
     local: tuple[int, ...],
     dtype: torch.dtype,
     p: PartitionSpec,
     rank: int,
-    arguments: tuple[Spec, ...],
+    uneven: tuple[Spec, ...],
     scope: Scope,
 ) -> Spec:
-    """The spec of a partition and one local: even, or with the sizes an argument has there."""
+    """Return the spec of a partition and one local: even, or with the sizes of an argument."""
     mesh, shape, sizes = scope.mesh, list(local), {}
-    uneven = [
+    candidates = [
         (axes, spec.shard_sizes(dim))
-        for spec in arguments
+        for spec in uneven
         for dim, axes in enumerate(spec.partition.dims)
         if spec.sizes[dim] is not None
     ]
     for dim, axes in enumerate(p.dims):
-        place = mesh.index(rank, axes) if axes and uneven else 0
-        found = {cut for names, cut in uneven if names == axes and cut[place] == shape[dim]}
-        if len(found) == 1:
-            (sizes[dim],) = found
+        index = mesh.index(rank, axes) if axes and candidates else 0
+        fitting = {s for names, s in candidates if names == axes and s[index] == shape[dim]}
+        if len(fitting) == 1:
+            (sizes[dim],) = fitting
         if axes:
             shape[dim] = sum(sizes[dim]) if dim in sizes else shape[dim] * mesh.axis_size(axes)
     return Spec(mesh, p, shape=shape, dtype=dtype, sizes=sizes)
 
 
-def check_others(where: str, results: Sequence[tuple[str, Any, Any]]) -> None:
-    """Raise `ShardingError` for results that are no tensors and have a spec that cuts them."""
+def check_non_tensors(where: str, results: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise `ShardingError` for results other than tensors whose out spec has axes."""
     raise_if(
         where,
         [
             Problem(
-                f"{path}: a {type(value).__name__} with the out spec {_word(given)}",
-                "only tensors can be cut",
-                "None, or P() for a number; torch.tensor([value]) to put the ranks' together",
+                f"{path}: a {type(value).__name__} with the out spec {_describe(leaf)}",
+                "only tensors can be sharded",
+                "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values",
             )
-            for path, given, value in results
-            if given is not None and (not isinstance(given, PartitionSpec) or given.axes)
+            for path, leaf, value in results
+            if leaf is not None and (not isinstance(leaf, PartitionSpec) or leaf.axes)
         ],
     )
 
 
-def nothing(scope: Scope, out_specs: Any, pairs: bool) -> Any:
-    """What a rank outside of the mesh gets: empty results, of the dims that `out_specs` tell."""
+def empty_results(scope: Scope, out_specs: Any, pairs: bool) -> Any:
+    """Return the results of a rank outside of the mesh: empty tensors in the tree `out_specs`."""
 
-    def leaf(given: Any) -> Any:
-        if given is None:
+    def empty(leaf: Any) -> Any:
+        if leaf is None:
             return None
-        if isinstance(given, Spec):
-            empty = torch.empty((0,) * max(1, given.ndim), dtype=given.dtype)
-            return Sharded(empty, given) if pairs else empty
-        p: PartitionSpec = given.smallest if isinstance(given, DimSpec) else given
-        empty = torch.empty((0,) * max(1, len(p)))
-        return Sharded(empty, Spec(scope.mesh, p, shape=empty.shape)) if pairs else empty
+        if isinstance(leaf, Spec):
+            x = torch.empty((0,) * max(1, leaf.ndim), dtype=leaf.dtype)
+            return Sharded(x, leaf) if pairs else x
+        p: PartitionSpec = leaf.smallest if isinstance(leaf, DimSpec) else leaf
+        x = torch.empty((0,) * max(1, len(p)))
+        return Sharded(x, Spec(scope.mesh, p, shape=x.shape)) if pairs else x
 
-    return map_leaves(leaf, out_specs)
+    return map_leaves(empty, out_specs)

@@ -30,7 +30,7 @@ class DimSpec:
             fail(
                 "fs.smap",
                 f"{self.keyword} {self.dim} for a tensor of {ndim} dims",
-                f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+                f"a dim must be in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
                 "name a dim it has" if ndim else f"x[None], or {self.keyword} None",
             )
         return PartitionSpec(*(None,) * (self.dim % ndim), self.axis)

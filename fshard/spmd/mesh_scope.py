@@ -207,9 +207,7 @@ def local_map_scope(mesh: Mesh, outer: BoundAxes | None, rank: int | None) -> Sc
 
 
 @lru_cache(maxsize=1024)
-def _full_scope(
-    mesh: Mesh, named_mesh: Mesh, outer: frozenset[str], rank: int | None
-) -> Scope:
+def _full_scope(mesh: Mesh, named_mesh: Mesh, outer: frozenset[str], rank: int | None) -> Scope:
     axes = frozenset(mesh.axes)
     return Scope(mesh, axes, named_mesh, outer | axes, rank)
 

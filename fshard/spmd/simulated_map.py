@@ -1,8 +1,8 @@
 """A function run on every simulated rank, as one differentiable operation.
 
-Each rank keeps the graph of its own locals. Backward starts the ranks again, so that the
-collectives of backward meet as those of forward did. For higher orders the backward is
-itself such an operation: the vector-Jacobian product, recomputed.
+Each rank has its own autograd graph. The backward pass starts the ranks again, so that collectives
+in backward meet as those in forward did. For higher orders the backward pass is itself such an
+operation: the vector-Jacobian product, recomputed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from fshard.spmd.mesh_scope import Scope
 __all__ = ["check_untransformed", "map_ranks", "run_body"]
 
 Locals = tuple[torch.Tensor, ...]
-Body = Callable[[Locals], Locals]
-Random = tuple[torch.Tensor, list[torch.Tensor]]
+Body = Callable[[int, Locals], Locals]
+"""A rank and its locals to its results."""
+GeneratorStates = tuple[torch.Tensor, list[torch.Tensor]]
+"""States of PyTorch's generators: of the CPU, and of every CUDA device."""
 
 
 def map_ranks(
@@ -39,197 +41,211 @@ def map_ranks(
     body: Body,
     values: Sequence[Locals],
     fn: Callable[..., Any],
-    agree: Callable[[], None] = lambda: None,
+    check_agreement: Callable[[], None] = lambda: None,
 ) -> list[Locals]:
-    """`body(values[i])` as rank i of a simulated mesh, for every rank; differentiable.
+    """Return `body(rank, values[i])` for rank i of a simulated mesh, differentiably.
 
-    `body` maps tensors to tensors, as many on every rank: `agree` raises where they were not.
-    What `fn`, which it calls, closes over is differentiated as an argument with `P()` is.
+    Args:
+        scope: the axes that the call maps.
+        body: the function of one rank; it returns as many tensors on every rank.
+        values: the ranks' tensors.
+        fn: the function that `body` calls; tensors that it closes over are differentiated as
+            arguments with `P()`.
+        check_agreement: called after all ranks; raises if they returned other structures.
     """
     mesh = scope.mesh
     if not torch.is_grad_enabled():
-        outs = run_ranks(mesh, lambda _, xs: _bound(scope, body, xs), values)
-        agree()
+        outs = run_ranks(mesh, lambda rank, xs: _run_bound(scope, body, rank.rank, xs), values)
+        check_agreement()
         return outs
-    settings, random = ThreadSettings.current(), _random_state()
+    settings, generators = ThreadSettings.current(), _generator_states()
 
-    def run(_: object, xs: Locals) -> tuple[Locals, Locals]:
-        # Without memory of their own: where a rank's graph begins.
-        begin = tuple(x.detach().requires_grad_() if x.requires_grad else x for x in xs)
-        return begin, _bound(scope, body, begin)
+    def run(rank: Any, xs: Locals) -> tuple[Locals, Locals]:
+        # A rank's graph begins at its inputs, which share memory with the caller's.
+        inputs = tuple([x.detach().requires_grad_() if x.requires_grad else x for x in xs])
+        return inputs, _run_bound(scope, body, rank.rank, inputs)
 
     graphs: list[tuple[Locals, Locals]] = run_ranks(mesh, run, values)
-    agree()
-    if not any(y.requires_grad for _, ys in graphs for y in ys):
-        return [ys for _, ys in graphs]
-    closures = find_closure_inputs(fn, *([x for row in graphs for x in row[at]] for at in (0, 1)))
-    shared = list(zip(*(spread(each, mesh.size) for each in closures), strict=True))
-    rows = [(*xs, *shared[at]) if shared else xs for at, xs in enumerate(values)]
-    call = _Ran(scope, body, fn, graphs, len(values[0]), closures, settings, random)
-    out = _Mapped.apply(call, *(x for row in rows for x in row))  # type: ignore[no-untyped-call]
-    return _rows(out, len(out) // mesh.size)
+    check_agreement()
+    results = [ys for _, ys in graphs]
+    if not any(y.requires_grad for ys in results for y in ys):
+        return results
+    inputs, outputs = ([x for graph in graphs for x in graph[side]] for side in (0, 1))
+    closures = find_closure_inputs(fn, inputs, outputs)
+    shared = list(zip(*(spread(x, mesh.size) for x in closures), strict=True))
+    rows = [(*xs, *shared[index]) if shared else xs for index, xs in enumerate(values)]
+    call = CompletedCall(scope, body, fn, graphs, len(values[0]), closures, settings, generators)
+    flat = _RankGraphs.apply(call, *(x for row in rows for x in row))  # type: ignore[no-untyped-call]
+    return _split_rows(flat, len(flat) // mesh.size)
 
 
 def check_untransformed(where: str) -> None:
-    """Raise `ShardingError` in a transform of `torch.func`, whose levels are of one thread."""
+    """Raise `ShardingError` in a transform of `torch.func`, whose levels belong to one thread."""
     if is_transformed():
         fail(
             where,
             "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a "
             "dual_level",
-            "simulated ranks are threads, and what these do is done in one",
+            "simulated ranks are threads, and transforms belong to the thread that takes them",
             "take the transform in the body; or outside torch.autograd.grad, or "
             "torch.autograd.functional.jacobian",
         )
 
 
-def run_body(scope: Scope, body: Body, xs: Locals) -> Locals:
-    """`body(xs)` as the one rank that this process, or this simulated rank, is."""
-    ys = _bound(scope, body, xs)
+def run_body(scope: Scope, body: Body, rank: int, xs: Locals) -> Locals:
+    """Return `body(rank, xs)` of the one rank that this process, or simulated rank, is."""
+    ys = _run_bound(scope, body, rank, xs)
     bind_for_backward(ys, scope.named_mesh, scope.bound_axes, scope.bound_axes - scope.axes)
     return ys
 
 
-def _bound(scope: Scope, body: Body, xs: Locals) -> Locals:
+def _run_bound(scope: Scope, body: Body, rank: int, xs: Locals) -> Locals:
     with BoundAxes(scope.named_mesh, scope.bound_axes):
-        return unaliased_all(body(xs), xs)
+        return unaliased_all(body(rank, xs), xs)
 
 
-def _rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:
+def _split_rows(flat: Sequence[torch.Tensor], width: int) -> list[Locals]:
     if width == 0:
         return []
-    return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
+    return [tuple(flat[start : start + width]) for start in range(0, len(flat), width)]
 
 
 @dataclass(slots=True)
-class _Ran:
-    """A call that has run: its ranks' inputs and results, and what it takes to run it again."""
+class CompletedCall:
+    """A call that has run: its ranks' graphs, and the settings to run it again.
+
+    Attributes:
+        graphs: inputs and results of every rank.
+        width: number of a rank's inputs, without `closures`.
+        closures: tensors that `fn` closes over.
+    """
 
     scope: Scope
     body: Body
     fn: Callable[..., Any]
     graphs: list[tuple[Locals, Locals]]
-    """Per rank."""
     width: int
-    """How many inputs a rank has, without what is closed over."""
     closures: Locals
     settings: ThreadSettings
-    random: Random
+    generators: GeneratorStates
 
 
-class _Mapped(torch.autograd.Function):
-    """The ranks' graphs between the locals that went in and those that came out.
-
-    Its inputs are, for every rank, those of the body and then what the function closes over.
-    """
+class _RankGraphs(torch.autograd.Function):
+    """Autograd node of the ranks' graphs; inputs are each rank's inputs and the closures."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Ran, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: CompletedCall, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(*flat)
-        outs = [y.detach() for _, ys in call.graphs for y in ys]
-        rows = _rows([y for _, ys in call.graphs for y in ys], len(call.graphs[0][1]))
-        wanted = [any(y.requires_grad for y in column) for column in zip(*rows, strict=True)]
+        rows = [ys for _, ys in call.graphs]
+        outs = [y.detach() for ys in rows for y in ys]
+        differentiable = [
+            any(y.requires_grad for y in column) for column in zip(*rows, strict=True)
+        ]
         ctx.mark_non_differentiable(
-            *(y for at, y in enumerate(outs) if not wanted[at % len(wanted)])
+            *(y for i, y in enumerate(outs) if not differentiable[i % len(differentiable)])
         )
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        call: _Ran | None = ctx.call
-        if call is None:
+        if ctx.call is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: "
                 "the first backward() needs retain_graph=True"
             )
-        ran, saved, width = call, ctx.saved_tensors, len(grads) // call.scope.mesh.size
-        keep = keeps_graph()
+        call: CompletedCall = ctx.call
+        saved, width = ctx.saved_tensors, len(grads) // call.scope.mesh.size
+        keep_graph = keeps_graph()
         with backward_phase(), without_hooks(call.closures):
             if torch.is_grad_enabled():
-                back = map_batch_elements(lambda gs: _again(ran, saved, _rows(gs, width)), grads)
+                back = map_batch_elements(
+                    lambda gs: _differentiable_gradients(call, saved, _split_rows(gs, width)), grads
+                )
             else:
-                back = _once(call, _rows(grads, width), keep)
-        if not keep:  # nor the arguments, which the results would hold as long as they live
+                back = _gradients(call, _split_rows(grads, width), keep_graph)
+        if not keep_graph:  # results must not keep arguments alive
             ctx.call = None
         return None, *back
 
 
-def _once(call: _Ran, rows: list[Locals], keep: bool) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of every rank's graph, each by its own thread."""
+def _gradients(
+    call: CompletedCall, rows: list[Locals], keep_graph: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of every rank's graph, each computed in its own thread."""
 
     def run(_: object, work: tuple[tuple[Locals, Locals], Locals]) -> Any:
         (xs, ys), grads = work
-        # Behind what is closed over there may be a history that other ranks share.
-        retain = keep or bool(call.closures)
+        # The graphs behind closures may be shared by the ranks.
+        retain = keep_graph or bool(call.closures)
         with BoundAxes(call.scope.named_mesh, call.scope.bound_axes):
-            return _gradients(xs + call.closures, ys, grads, retain_graph=retain)
+            return _autograd(xs + call.closures, ys, grads, retain_graph=retain)
 
     back = run_ranks(call.scope.mesh, run, list(zip(call.graphs, rows, strict=True)))
-    return tuple(g for row in back for g in row)
+    return tuple([grad for row in back for grad in row])
 
 
-def _again(
-    call: _Ran, flat: tuple[torch.Tensor, ...], rows: list[Locals]
+def _differentiable_gradients(
+    call: CompletedCall, flat: tuple[torch.Tensor, ...], rows: list[Locals]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as a mapped function of inputs and cotangents, itself differentiable."""
+    """Return the gradients as a mapped function of inputs and cotangents, itself differentiable."""
     width, closures, body, settings = call.width, call.closures, call.body, call.settings
-    inputs = _rows(flat, width + len(closures))
+    inputs = _split_rows(flat, width + len(closures))
 
-    def product(values: Locals) -> Locals:
-        xs, grads = values[:width], values[width:]
-        # Views: a rank's own inputs may be leaves of the outer graph, or no leaves at all.
-        mine = tuple(x.view_as(x) if x.requires_grad else x for x in xs)
+    def vjp(rank: int, values: Locals) -> Locals:
+        args, grads = values[:width], values[width:]
+        # Views: a rank's inputs may be leaves of the outer graph, or not be leaves at all.
+        xs = tuple(x.view_as(x) if x.requires_grad else x for x in args)
         with settings.autocasting():
-            made = body(mine)
-        into = mine + closures
-        found = _gradients(into, made, grads, retain_graph=True, create_graph=True)
+            ys = body(rank, xs)
+        xs += closures
+        found = _autograd(xs, ys, grads, retain_graph=True, create_graph=True)
         return tuple(
-            torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)
+            torch.zeros_like(x) if grad is None else grad for x, grad in zip(xs, found, strict=True)
         )
 
     values = [xs[:width] + grads for xs, grads in zip(inputs, rows, strict=True)]
-    with _random_again(call.random):
-        back = map_ranks(call.scope, product, values, call.fn)
+    with _restored_generators(call.generators):
+        back = map_ranks(call.scope, vjp, values, call.fn)
     return tuple(
-        g if x.requires_grad else None
+        grad if x.requires_grad else None
         for row, xs in zip(back, inputs, strict=True)
-        for g, x in zip(row, xs, strict=True)
+        for grad, x in zip(row, xs, strict=True)
     )
 
 
-def _random_state() -> Random:
-    """The states of PyTorch's own generators."""
+def _generator_states() -> GeneratorStates:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), cuda
 
 
 @contextmanager
-def _random_again(state: Random) -> Iterator[None]:
-    """Draw in the block what was drawn from `state`: a body recomputed is the same body."""
-    cpu, cuda = state
+def _restored_generators(states: GeneratorStates) -> Iterator[None]:
+    """Restore generator states in the block: a recomputed body draws the same numbers."""
+    cpu, cuda = states
     with torch.random.fork_rng(devices=range(len(cuda))):
         torch.set_rng_state(cpu)
-        for device, each in enumerate(cuda):
-            torch.cuda.set_rng_state(each, device)
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, device)
         yield
 
 
-def _gradients(
+def _autograd(
     xs: Locals, ys: Locals, grads: Locals, *, retain_graph: bool, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    outs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
-    wanted = [x for x in xs if x.requires_grad]
-    if not outs or not wanted:
+    """Return the gradients of `ys` for all `xs`, None for those without one."""
+    outs = [(y, grad) for y, grad in zip(ys, grads, strict=True) if y.requires_grad]
+    inputs = [x for x in xs if x.requires_grad]
+    if not outs or not inputs:
         return (None,) * len(xs)
     found = iter(
         torch.autograd.grad(
             [y for y, _ in outs],
-            wanted,
-            [g for _, g in outs],
+            inputs,
+            [grad for _, grad in outs],
             retain_graph=retain_graph,
             create_graph=create_graph,
             allow_unused=True,
         )
     )
-    return tuple(next(found) if x.requires_grad else None for x in xs)
+    return tuple([next(found) if x.requires_grad else None for x in xs])

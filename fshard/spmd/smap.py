@@ -10,8 +10,8 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, map_leaves, paths
 from fshard.spmd.in_specs import DimSpec
+from fshard.spmd.mapped_function import map_function
 from fshard.spmd.mesh_scope import check_mesh
-from fshard.spmd.shard_map import map_function
 
 __all__ = ["smap"]
 

@@ -1,4 +1,4 @@
-"""Laws of Mesh: coordinates, groups, derived meshes, equality, pickles, errors."""
+"""`Mesh`: coordinates, groups, derived meshes, equality, pickles, errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def axis_lists(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Every ordered choice of axes."""
+    """Return all ordered subsets of the axes."""
     return [
         axes
         for count in range(len(mesh.axes) + 1)
@@ -36,7 +36,7 @@ def axis_lists(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 @given(meshes(permuted=True))
-def test_rank_and_coords_are_inverses(mesh: Mesh) -> None:
+def test_rank_inverts_coords(mesh: Mesh) -> None:
     assert [mesh.rank(**mesh.coords(rank)) for rank in mesh.ranks] == list(mesh.ranks)
     grid = itertools.product(*map(range, mesh.sizes))
     assert [mesh.rank(**dict(zip(mesh.axes, c, strict=True))) for c in grid] == list(mesh.devices)
@@ -58,7 +58,7 @@ def test_groups_partition_the_ranks(mesh: Mesh) -> None:
             assert all(mesh.group(rank, axes) == group for rank in group)
 
 
-def test_groups_by_hand() -> None:
+def test_groups_of_small_meshes() -> None:
     mesh = Mesh(dp=2, tp=3)
     assert mesh.groups("tp") == ((0, 1, 2), (3, 4, 5))
     assert mesh.groups("dp") == ((0, 3), (1, 4), (2, 5))
@@ -87,7 +87,7 @@ def test_index_is_row_major_in_the_order_given() -> None:
 
 
 @given(meshes(permuted=True), st.data())
-def test_submesh_keeps_coordinates(mesh: Mesh, data: st.DataObject) -> None:
+def test_submesh_coordinates_are_those_of_the_mesh(mesh: Mesh, data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(axis_lists(mesh)))
     fixed = {a: data.draw(st.integers(0, n - 1)) for a, n in mesh.shape.items() if a not in axes}
     sub = mesh.submesh(*axes, **fixed)
@@ -98,7 +98,7 @@ def test_submesh_keeps_coordinates(mesh: Mesh, data: st.DataObject) -> None:
 
 
 @given(meshes(permuted=True), st.data())
-def test_flatten_walks_axes_in_order(mesh: Mesh, data: st.DataObject) -> None:
+def test_flatten_orders_devices_by_the_given_axes(mesh: Mesh, data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(axis_lists(mesh)[1:] or [()]))
     if not axes:
         return
@@ -107,8 +107,8 @@ def test_flatten_walks_axes_in_order(mesh: Mesh, data: st.DataObject) -> None:
     assert set(flat.axes) == set(mesh.axes) - set(axes) | {"flat"}
     for rank in mesh.ranks:
         assert flat.coords(rank)["flat"] == mesh.index(rank, axes)
-        kept = [axis for axis in mesh.axes if axis not in axes]
-        assert all(flat.coords(rank)[axis] == mesh.coords(rank)[axis] for axis in kept)
+        others = [axis for axis in mesh.axes if axis not in axes]
+        assert all(flat.coords(rank)[axis] == mesh.coords(rank)[axis] for axis in others)
     assert sorted(flat.groups("flat")) == sorted(mesh.groups(axes))
 
 
@@ -116,9 +116,9 @@ def test_flatten_walks_axes_in_order(mesh: Mesh, data: st.DataObject) -> None:
 def test_split_undoes_flatten(mesh: Mesh, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(mesh.axes) - 1))
     stop = data.draw(st.integers(start + 1, len(mesh.axes)))
-    together = mesh.axes[start:stop]
-    flat = mesh.flatten(together, "flat")
-    assert flat.split("flat", **{axis: mesh.shape[axis] for axis in together}) == mesh
+    axes = mesh.axes[start:stop]
+    flat = mesh.flatten(axes, "flat")
+    assert flat.split("flat", **{axis: mesh.shape[axis] for axis in axes}) == mesh
 
 
 def test_split_is_row_major() -> None:
@@ -127,19 +127,19 @@ def test_split_is_row_major() -> None:
     assert mesh.coords(6) == {"dp": 1, "a": 1, "b": 0}
 
 
-# -- a value ------------------------------------------------------------------------------------
+# -- equality and pickles -----------------------------------------------------------------------
 
 
 @given(meshes(permuted=True))
-def test_equal_and_hash(mesh: Mesh) -> None:
-    again = Mesh(dict(mesh.shape), devices=list(mesh.devices))
-    assert again == mesh
-    assert hash(again) == hash(mesh)
+def test_repr_and_pickle_restore_equal_meshes(mesh: Mesh) -> None:
+    copy = Mesh(dict(mesh.shape), devices=list(mesh.devices))
+    assert copy == mesh
+    assert hash(copy) == hash(mesh)
     assert pickle.loads(pickle.dumps(mesh)) == mesh
     assert eval(repr(mesh), {"Mesh": Mesh}) == mesh
 
 
-def test_axis_order_and_devices_matter() -> None:
+def test_axis_order_and_devices_distinguish_meshes() -> None:
     assert Mesh(a=2, b=3) != Mesh(b=3, a=2)
     assert Mesh(a=2) != Mesh({"a": 2}, devices=(1, 0))
     assert Mesh(a=2) == Mesh({"a": 2}, devices=(0, 1)) == Mesh({"a": 2}, devices=range(2))
@@ -147,15 +147,14 @@ def test_axis_order_and_devices_matter() -> None:
     assert len({Mesh(a=2), Mesh({"a": 2}), Mesh(a=3)}) == 2
 
 
-def test_a_range_is_its_devices() -> None:
-    """However they are given, and in whatever steps."""
+def test_ranges_and_tuples_of_devices_are_equal() -> None:
     assert Mesh({"a": 2}, devices=range(0, 4, 2)) == Mesh({"a": 2}, devices=(0, 2))
     assert Mesh({"a": 3}, devices=range(2, -1, -1)).ranks == range(3)
     assert Mesh({"a": 2}, devices=[4, 5]).devices == range(4, 6)
     assert Mesh({"a": 1}, devices=range(7, 9, 2)) == Mesh({"a": 1}, devices=[7])
 
 
-def test_names_that_are_replaced_are_free() -> None:
+def test_flatten_and_split_may_reuse_a_replaced_name() -> None:
     assert Mesh(a=2, b=3).flatten(("a", "b"), "b") == Mesh(b=6)
     assert Mesh(a=2, b=6).split("b", b=2, c=3) == Mesh(a=2, b=2, c=3)
 
@@ -168,7 +167,7 @@ def test_mesh_is_frozen() -> None:
         mesh.shape["a"] = 3
 
 
-def test_no_axes() -> None:
+def test_mesh_without_axes() -> None:
     mesh = Mesh()
     assert (mesh.size, mesh.axes, mesh.groups(())) == (1, (), ((0,),))
     assert mesh.coords(0) == {}
@@ -177,8 +176,8 @@ def test_no_axes() -> None:
     assert repr(mesh) == "Mesh()"
 
 
-def test_pickle_across_hash_seeds() -> None:
-    """A pickle from a process with other string hashes is equal here, hash included."""
+def test_pickles_of_other_hash_seeds_are_equal() -> None:
+    """A pickle from a process with other string hashes has this process's hash."""
     code = (
         "import pickle, sys; from fshard.layout.mesh import Mesh\n"
         "from fshard import PartitionSpec as P, Spec\n"
@@ -191,25 +190,25 @@ def test_pickle_across_hash_seeds() -> None:
 
     mesh = Mesh({"dp": 2, "tp": 2}, devices=(3, 1, 0, 2))
     spec = Spec(mesh, P("dp", unreduced={"tp": "max"}), shape=(5, 4), uneven="chunk")
-    theirs_hash = []
+    string_hashes = []
     for seed in ("1", "2"):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
         )
-        *values, string_hash = pickle.loads(done.stdout)
-        theirs_hash.append(string_hash)
-        for theirs, ours in zip(values, (mesh, spec.partition, spec), strict=True):
-            assert theirs == ours
-            assert hash(theirs) == hash(ours)
-            assert {ours: 1}[theirs] == 1
-    assert len(set(theirs_hash)) == 2, "the two processes did hash strings differently"
+        *values, string_hash = pickle.loads(process.stdout)
+        string_hashes.append(string_hash)
+        for loaded, value in zip(values, (mesh, spec.partition, spec), strict=True):
+            assert loaded == value
+            assert hash(loaded) == hash(value)
+            assert {value: 1}[loaded] == 1
+    assert len(set(string_hashes)) == 2, "the two processes must hash strings differently"
 
 
-def test_a_million_devices_are_cheap() -> None:
+def test_a_million_devices_need_little_memory() -> None:
     with held_under(1 << 20):  # a table of the devices takes 8 MiB and more
         mesh = Mesh(a=1024, b=1024)
         assert mesh.devices == range(1 << 20)
@@ -230,16 +229,16 @@ MESH = Mesh(data=2, model=4)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh(x=1.5), "an axis has a whole number of devices, an int"),  # type: ignore[arg-type]
-        (lambda: Mesh(x=0), r"axis 'x' of size 0\n  rule:  an axis has at least 1 device"),
+        (lambda: Mesh(x=1.5), "the size of an axis must be an int"),  # type: ignore[arg-type]
+        (lambda: Mesh(x=0), r"axis 'x' of size 0\n  rule:  the size of an axis must be an int"),
         (lambda: Mesh(x=True), "axis 'x' of size True"),
         (lambda: Mesh({"x": 2.0}), "axis 'x' of size 2.0"),
-        (lambda: Mesh({"a b": 2}), r"axis name 'a b'\n  rule:  an axis name is a Python"),
+        (lambda: Mesh({"a b": 2}), r"axis name 'a b'\n  rule:  an axis name must be a Python"),
         (lambda: Mesh({3: 2}), "axis name 3"),
         (lambda: Mesh({"x": 0, "1y": 2}), r"(?s)axis 'x' of size 0.*axis name '1y'"),
-        (lambda: Mesh({"x": 2}, devices=(0, 1, 2)), r"(?s)3 devices for .*multiply to 2 devices"),
-        (lambda: Mesh({"x": 2}, devices=(1, 1)), "rank ids are distinct and at least 0"),
-        (lambda: Mesh({"x": 2}, devices=(-1, 0)), "rank ids are distinct and at least 0"),
+        (lambda: Mesh({"x": 2}, devices=(0, 1, 2)), r"(?s)3 devices for .*must be 2, the product"),
+        (lambda: Mesh({"x": 2}, devices=(1, 1)), "rank ids must be distinct and at least 0"),
+        (lambda: Mesh({"x": 2}, devices=(-1, 0)), "rank ids must be distinct and at least 0"),
         (lambda: Mesh({"x": 3}, devices=(1, 1)), r"(?s)2 devices for.*name each rank once"),
         (lambda: MESH.groups("modle"), r"Mesh.groups\n.*axis 'modle' on Mesh\(data=2, model=4\)"),
         (lambda: MESH.groups("modle"), "fix:   did you mean 'model'"),
@@ -247,16 +246,16 @@ MESH = Mesh(data=2, model=4)
         (lambda: MESH.groups(("data", "data")), "axis 'data' 2 times in"),
         (lambda: MESH.groups(("data", "zz", "data")), r"(?s)axis 'zz'.*axis 'data' 2 times"),
         (lambda: MESH.axis_size("zz"), "Mesh.axis_size"),
-        (lambda: Mesh("x"), "a shape of 'x'\n  rule:  a shape maps axis names"),  # type: ignore[arg-type]
-        (lambda: Mesh(x=2, devices=[0, "a"]), "whole numbers"),  # type: ignore[list-item]
-        (lambda: Mesh(x=2, devices=[0, 1.5]), "whole numbers"),  # type: ignore[list-item]
-        (lambda: Mesh(x=2, devices=2), "whole numbers"),  # type: ignore[arg-type]
+        (lambda: Mesh("x"), "a shape of 'x'\n  rule:  a shape must map axis names"),  # type: ignore[arg-type]
+        (lambda: Mesh(x=2, devices=[0, "a"]), "devices must be rank ids, ints"),  # type: ignore[list-item]
+        (lambda: Mesh(x=2, devices=[0, 1.5]), "devices must be rank ids, ints"),  # type: ignore[list-item]
+        (lambda: Mesh(x=2, devices=2), "devices must be rank ids, ints"),  # type: ignore[arg-type]
         (lambda: MESH.coordinate(8), r"Mesh.coordinate\n  given: rank 8 on"),
         (lambda: MESH.index(8, "data"), r"Mesh.index\n  given: rank 8 on"),
-        (lambda: MESH.coords(8), r"Mesh.coords\n.*rank 8 on .*\n.* ranks are \[0, 1, 2,"),
-        (lambda: Mesh(a=32).coords(32), r"its ranks are 0..31 \(32\)"),
+        (lambda: MESH.coords(8), r"Mesh.coords\n.*rank 8 on .*\n.* must be one of \[0, 1, 2,"),
+        (lambda: Mesh(a=32).coords(32), r"a rank must be one of 0..31 \(32\)"),
         (lambda: MESH.group(9, "data"), r"Mesh.group\n  given: rank 9"),
-        (lambda: MESH.rank(data=0), r"coordinate model=None\n  rule:  .* coordinates 0..3"),
+        (lambda: MESH.rank(data=0), r"coordinate model=None\n  rule:  .* must be in 0..3"),
         (lambda: MESH.rank(data=2, model=4), r"(?s)data=2.*model=4"),
         (lambda: MESH.rank(data=0, model=0, zz=1), "axis 'zz'"),
         (lambda: MESH.submesh("zz"), "Mesh.submesh"),
@@ -266,15 +265,15 @@ MESH = Mesh(data=2, model=4)
         (lambda: MESH.index(0, "zz"), "Mesh.index\n.*axis 'zz'"),
         (lambda: MESH.group(0, "modle"), "Mesh.group\n.*axis 'modle'"),
         (lambda: MESH.flatten(("data", "zz"), "all"), "Mesh.flatten"),
-        (lambda: MESH.flatten("data", "model"), "'model' is another axis of the mesh"),
+        (lambda: MESH.flatten("data", "model"), "the axes of a mesh must have distinct names"),
         (lambda: MESH.flatten((), "all"), "Mesh.flatten"),
         (lambda: MESH.flatten("data", "no good"), "Python identifier"),
-        (lambda: MESH.split("model", a=3, b=2), r"the parts multiply to 4, not 6"),
+        (lambda: MESH.split("model", a=3, b=2), r"the sizes must multiply to 4, not 6"),
         (lambda: MESH.split("zz", a=1), "axis 'zz'"),
-        (lambda: MESH.split("model", a=4, data=1), "'data' is another axis of the mesh"),
-        (lambda: MESH.split("model", a=-2, b=-2), "at least 1 device"),
+        (lambda: MESH.split("model", a=4, data=1), "the axes of a mesh must have distinct names"),
+        (lambda: MESH.split("model", a=-2, b=-2), "must be an int of at least 1"),
     ],
 )  # fmt: skip
-def test_errors(make: Any, message: str) -> None:
+def test_mesh_errors(make: Any, message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""`str(spec)` and `parse` are inverses; what cannot be read is pointed at."""
+"""`parse` as the inverse of `str(spec)`, and its errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_parse_inverts_str(spec: Spec) -> None:
     assert str(parse(str(spec), spec.mesh)) == str(spec)
 
 
-def test_parse_inverts_str_on_the_grid() -> None:
+def test_parse_inverts_str_of_all_partitions() -> None:
     for spec in all_specs(Mesh(x=2, y=2, z=3), (5, 7), uneven="chunk"):
         assert parse(str(spec), spec.mesh) == spec
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=DTYPE_NAMES.values())
-def test_dtypes(dtype: torch.dtype) -> None:
+def test_text_of_dtypes(dtype: torch.dtype) -> None:
     spec = Spec(MESH, P("dp"), shape=(8, 16), dtype=dtype)
     assert str(spec) == f"{DTYPE_NAMES[dtype]}[8@dp,16]"
     assert parse(str(spec), MESH) == spec
@@ -53,7 +53,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
          "bool[9@(tp,dp):chunk,2]"),
     ],
 )  # fmt: skip
-def test_by_hand(spec: Spec, text: str) -> None:
+def test_text_of_specs(spec: Spec, text: str) -> None:
     assert str(spec) == repr(spec) == text
     assert parse(text, MESH) == spec
 
@@ -72,34 +72,34 @@ def test_by_hand(spec: Spec, text: str) -> None:
         ("f32[ ]", "f32[]"),
     ],
 )
-def test_spaces_and_redundant_words_are_allowed(loose: str, text: str) -> None:
+def test_parse_ignores_spaces_and_redundant_parts(loose: str, text: str) -> None:
     assert str(parse(loose, MESH)) == text
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("f32(8)", r"fs.parse\n  given: 'f32\(8\)'\n  rule:  a spec reads dtype\[size@axis"),
-        ("", "a spec reads"),
-        ("f32[8]{unreduced: tp} tail", "a spec reads"),
-        ("f33[8]", r"dtype 'f33' in .*\n  rule:  dtypes are f64, f32"),
+        ("f32(8)", r"fs.parse\n  given: 'f32\(8\)'\n  rule:  a spec must read dtype\[size@axis"),
+        ("", "a spec must read"),
+        ("f32[8]{unreduced: tp} tail", "a spec must read"),
+        ("f33[8]", r"dtype 'f33' in .*\n  rule:  a dtype must be one of f64, f32"),
         ("float[8]", "dtype 'float'"),
         ("f33[8]", "did you mean"),
-        ("f32[8@dp,x]", r"given: f32\[8@dp,x\]\n {18}\^\n  rule:  a dim reads size, size@axis"),
-        ("f32[8@dp,]", "a dim reads"),
-        ("f32[8@dp:some]", "a dim reads"),
-        ("f32[8@dp:4++4]", "a dim reads"),
-        ("f32[8@dp:4 4]", "a dim reads"),
-        ("f32[8@dp:+]", "a dim reads"),
-        ("f32[-8]", "a dim reads"),
-        ("f32[8@(dp,tp]", "a dim reads"),
-        ("f32[8:4+4]", "a dim reads"),
-        ("f32[8]{partial: tp}", "a state reads 'unreduced: axes' or 'reduced: axes'"),
-        ("f32[8]{tp}", "a state reads"),
-        ("f32[8]{unreduced: tp=mex}", "an axis reads axis or axis=one of sum, avg, max"),
-        ("f32[8]{unreduced: }", "an axis reads"),
-        ("f32[8]{unreduced: tp=}", "an axis reads"),
-        ("f32[8]{unreduced: tp=max, tp=min}", "an axis is named once"),
+        ("f32[8@dp,x]", r"given: f32\[8@dp,x\]\n {18}\^\n  rule:  a dim must read size, size@axis"),
+        ("f32[8@dp,]", "a dim must read"),
+        ("f32[8@dp:some]", "a dim must read"),
+        ("f32[8@dp:4++4]", "a dim must read"),
+        ("f32[8@dp:4 4]", "a dim must read"),
+        ("f32[8@dp:+]", "a dim must read"),
+        ("f32[-8]", "a dim must read"),
+        ("f32[8@(dp,tp]", "a dim must read"),
+        ("f32[8:4+4]", "a dim must read"),
+        ("f32[8]{partial: tp}", "a state must read 'unreduced: axes' or 'reduced: axes'"),
+        ("f32[8]{tp}", "a state must read"),
+        ("f32[8]{unreduced: tp=mex}", "an axis must read axis or axis=one of sum, avg, max"),
+        ("f32[8]{unreduced: }", "an axis must read"),
+        ("f32[8]{unreduced: tp=}", "an axis must read"),
+        ("f32[8]{unreduced: tp=max, tp=min}", "an axis must be named once"),
         ("f32[8]{unreduced: tp; reduced: tp}", "axis 'tp' 2 times"),
         ("f32[8]{reduced: tp=max}", r"reduced={'tp': 'max'}"),
         ("f32[8@dq]", "axis 'dq' on .*\n.*\n.*did you mean 'dp'"),
@@ -110,6 +110,6 @@ def test_spaces_and_redundant_words_are_allowed(loose: str, text: str) -> None:
         ("i64[8]{unreduced: dp=avg}", "an average of integers"),
     ],
 )
-def test_errors(text: str, message: str) -> None:
+def test_parse_errors(text: str, message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         parse(text, MESH)

@@ -550,18 +550,18 @@ def test_refusals_name_the_place() -> None:
     assert said(part, x, x, x) == (
         "fs.partition(<lambda>)\n"
         "  given: args[0]: P('dp'), dim 0 of size 3 over dp=2\n"
-        "  rule:  2 shards divide a dim evenly; 3 % 2 = 1\n"
+        "  rule:  2 shards must divide the dim; 3 % 2 = 1\n"
         "  fix:   a Spec in in_specs with uneven='chunk' (shards of (2, 1)), sizes={0: (...)}, "
         "or pad the dim to 4\n\n"
         "  given: args[1]: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
-        "  rule:  the mesh's axes are dp, tp\n"
+        "  rule:  an axis must be one of dp, tp\n"
         "  fix:   use one of dp, tp"
     )
     part = fs.partition(lambda x: (x, x * 2), mesh=MESH, out_specs=(P(), P("zz")))
     assert said(part, x) == (
         "fs.partition(<lambda>): out_specs\n"
         "  given: result 1: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
-        "  rule:  the mesh's axes are dp, tp\n"
+        "  rule:  an axis must be one of dp, tp\n"
         "  fix:   use one of dp, tp"
     )
     pair = fs.shard(torch.ones(4), fs.Spec(Mesh(a=2), P("a"), shape=(4,)))
@@ -590,14 +590,14 @@ def test_constraints_that_cannot_be_name_their_line() -> None:
     assert said(fs.partition(axis, mesh=MESH), torch.ones(4)) == (
         f"{line}\n"
         "  given: axis 'zz' on Mesh(dp=2, tp=2)\n"
-        "  rule:  the mesh's axes are dp, tp\n"
+        "  rule:  an axis must be one of dp, tp\n"
         "  fix:   use one of dp, tp"
     )
     line = f"fs.constrain at {__file__}:{dims.__code__.co_firstlineno + 1}"
     assert said(fs.partition(dims, mesh=MESH), torch.ones(4)) == (
         f"{line}\n"
         "  given: P(None, 'dp') for f32[4]: P(None, 'dp') with 2 entries for shape (4,)\n"
-        "  rule:  a tensor of 1 dims has at most 1 entries\n"
+        "  rule:  a tensor of 1 dims must have at most 1 entries\n"
         "  fix:   drop 1 of them, trailing None too"
     )
 

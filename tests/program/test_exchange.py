@@ -551,21 +551,21 @@ def test_specs_of_two_meshes_are_told_apart() -> None:
     here, there = "f32[8@x] on Mesh(x=2)", "f32[8@x] on Mesh(x=2, devices=range(2, 4))"
     assert str(caught.value) == spec_grid.message(
         "Program.then", f"a program to {here}, then one from {there}",
-        "the second begins with the spec the first ends with",
+        "the second must begin with the spec that the first ends with",
         f"fs.redistribute({here}, {there}) between them")  # fmt: skip
     with pytest.raises(ShardingError) as caught:
         Program(one, (), other)
     assert str(caught.value) == spec_grid.message(
         "Program", f"steps that lead from f32[8@x] to {here}",
-        f"they lead to the target, {there}", "leave dst out, or plan with fs.redistribute",
+        f"they must lead to the target, {there}", "leave dst out, or plan with fs.redistribute",
     )  # fmt: skip
 
 
 # -- refusals -----------------------------------------------------------------------------
 
 XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)
-ADDENDS = "what an exchange leaves unreduced is so before, by the same reduction, or sharded"
-STAYS = "what is reduced stays so in an exchange, by the same reduction, or is sharded then"
+ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before an exchange leaves it unreduced"
+STAYS = "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
 PLAN = "fs.redistribute(src, dst) plans what has to move"
 
 # step, source, then what the error says: where, given, rule, fix
@@ -586,15 +586,15 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
     (Exchange(P("a"), mesh=Mesh(a=4)), "f32[8]{reduced: y}",
      ("exchange(P('a'), Mesh(a=4)) on f32[8]{reduced: y}",
       "'y' reduced in f32[8]{reduced: y} on Mesh(x=2, y=4)",
-      "nothing stays reduced where the mesh changes", "fs.ReducedToInvariant('y') first")),
+      "a spec must not be reduced where the mesh changes", "fs.ReducedToInvariant('y') first")),
     (Exchange(P(unreduced={"a"}), mesh=Mesh(a=4)), "f32[8]{unreduced: y}",
      ("exchange(P(unreduced={'a'}), Mesh(a=4)) on f32[8]{unreduced: y}",
       "'a' unreduced in f32[8]{unreduced: a} on Mesh(a=4)",
-      "addends do not go to another mesh: there nothing is unreduced",
+      "a spec on another mesh must not be unreduced: partial sums are reduced on the way",
       "leave 'a' out, then fs.ReplicatedToUnreduced('a')")),
     (Exchange(P(None, "a"), mesh=Mesh(a=3)), "f32[8,8]",
      ("exchange(P(None, 'a'), Mesh(a=3)) on f32[8,8]", "dim 1 of size 8 over ('a',)",
-      "it has 3 shards; without sizes they are equal: 8 % 3 = 2", "sizes=(None, (3, 3, 2)), say")),
+      "it has 3 shards; without sizes they must be equal: 8 % 3 = 2", "sizes=(None, (3, 3, 2)), say")),
     (Exchange(P("x"), ((1, 2),)), "f32[8]",
      ("exchange(P('x')) on f32[8]", "dim 0 of size 8 over ('x',)",
       "it has 2 shards; 2 sizes of at least 0 that sum to 8, not 2 that sum to 3",
@@ -604,7 +604,7 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       "sizes=(None,)")),
     (Exchange(P("x", "y")), "f32[8]",
      ("exchange(P('x', 'y'))", "f32[8] on Mesh(x=2, y=4)",
-      "a partition has at most one entry per dim: 2 is more than 1",
+      "a partition must have at most one entry per dim: 2 is more than 1",
       "leave out the entries of dims that it does not have")),
     (Exchange(P("z")), "f32[8]",
      ("exchange(P('z')) on f32[8]", "axis 'z' on Mesh(x=2, y=4)", "an axis must be one of x, y",
@@ -617,31 +617,31 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       "dim 0 keeps its 4 shards: ('x',) make 2", PLAN)),
     (Remesh(FINE, P(("y_1", "y_0"))), "f32[8@y]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
-      "every rank keeps its shard: rank 1 has [2:4], in f32[8@(y_1,y_0)] [4:6]", PLAN)),
+      "every rank must keep its shard: rank 1 has [2:4], in f32[8@(y_1,y_0)] [4:6]", PLAN)),
     (Remesh(Mesh(x=2), P("x")), "f32[8@x]",
      ("remesh(Mesh(x=2))", "f32[8@x] on Mesh(x=2, y=4)",
-      "both meshes have the same devices: Mesh(x=2) has others",
+      "both meshes must have the same devices: Mesh(x=2) has others",
       f"fs.Exchange goes to other devices; {PLAN}")),
     (Remesh(FINE, P(unreduced={"y_0"})), "f32[8]{unreduced: y}",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8]{unreduced: y} on Mesh(x=2, y=4)",
-      "every rank is unreduced and reduced with whom it was: in f32[8]{unreduced: y_0} with others",
+      "every rank must stay unreduced and reduced with the same ranks: in f32[8]{unreduced: y_0} with others",
       PLAN)),
     (Remesh(FINE, P("z")), "f32[8]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2)) on f32[8]", "axis 'z' on Mesh(x=2, y_0=2, y_1=2)",
       "an axis must be one of x, y_0, y_1", "use one of x, y_0, y_1")),
     (Remesh(FINE, P(None, "x")), "f32[8@x]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@x] on Mesh(x=2, y=4)",
-      "a partition has at most one entry per dim: 2 is more than 1",
+      "a partition must have at most one entry per dim: 2 is more than 1",
       "leave out the entries of dims that it does not have")),
     (AllToAll("x", 0, 1, also=(AllToAll("x", 1, 0),)), "f32[8@x,8@y]",
      ("all_to_all(x, dim 0 -> 1; x, dim 1 -> 0) on f32[8@x,8@y]",
       "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once", "name 'x' once")),
     (AllToAll("x", 0, 0, also=(AllToAll("y", 1, 1),)), "f32[8@x,8@y]",
      ("all_to_all(x, dim 0 -> 0; y, dim 1 -> 1)", "f32[8@x,8@y] on Mesh(x=2, y=4)",
-      "the two dims differ", "collective_permute reorders one dim")),
+      "the two dims must differ", "collective_permute reorders one dim")),
     (AllToAll("x", 0, 1, also=(AllToAll("y", 0, 1),)), "f32[8@(y,x),8]",
      ("all_to_all(y, dim 0 -> 1)", "f32[8@(y,x),8] on Mesh(x=2, y=4)",
-      "the axes are the most minor of dim 0, which has ('y', 'x')", "end with ('x',)")),
+      "the axes must be the most minor of dim 0, which has ('y', 'x')", "end with ('x',)")),
 ]  # fmt: skip
 
 
@@ -688,20 +688,20 @@ def test_the_fixes_work() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Exchange("x"), ("fs.Exchange", "partition 'x'", "a partition is a P",
+        (lambda: Exchange("x"), ("fs.Exchange", "partition 'x'", "partition must be a P",
                                  "P('x', None), say: one entry per dim")),
         (lambda: CollectivePermute(("x",)),
-         ("fs.CollectivePermute", "partition ('x',)", "a partition is a P",
+         ("fs.CollectivePermute", "partition ('x',)", "partition must be a P",
           "P('x', None), say: one entry per dim")),
         (lambda: Exchange(P("x"), (3, 5)),
-         ("fs.Exchange", "sizes=(3, 5)", "sizes are by dim, each None or a number per shard",
+         ("fs.Exchange", "sizes=(3, 5)", "sizes must be None or a tuple of one integer per shard, for every dim",
           "sizes=((3, 5), None), say, or None where all are equal")),
         (lambda: Exchange(P("x"), mesh={"x": 2}),
-         ("fs.Exchange", "mesh {'x': 2}", "a mesh is a Mesh", "fs.Mesh(dp=2, tp=4), say")),
+         ("fs.Exchange", "mesh {'x': 2}", "mesh must be a Mesh", "fs.Mesh(dp=2, tp=4), say")),
         (lambda: Remesh(P("x"), Mesh(x=2)),
-         ("fs.Remesh", "mesh P('x')", "a mesh is a Mesh", "fs.Mesh(dp=2, tp=4), say")),
+         ("fs.Remesh", "mesh P('x')", "mesh must be a Mesh", "fs.Mesh(dp=2, tp=4), say")),
         (lambda: AllToAll("x", 0, 1, also="y"),
-         ("fs.AllToAll", "also='y'", "also are all-to-alls without `also`",
+         ("fs.AllToAll", "also='y'", "also must be AllToAll steps without `also`",
           "also=(fs.AllToAll('y', 0, 1), fs.AllToAll('z', 0, 1)), side by side")),
     ],
 )  # fmt: skip

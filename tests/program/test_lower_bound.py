@@ -405,7 +405,7 @@ def test_lower_bound_of_trees_is_refused() -> None:
     with pytest.raises(ShardingError) as caught:
         lower_bound([spec_of("i16[60@x]")], [spec_of("i16[60]")])  # type: ignore[arg-type]
     assert str(caught.value) == spec_grid.message(
-        "fs.lower_bound", "lower_bound(list, list)", "both are Specs",
+        "fs.lower_bound", "lower_bound(list, list)", "both must be Specs",
         "one pair at a time; of trees fs.redistribute(src, dst).explain() has the bounds",
     )  # fmt: skip
 

@@ -267,7 +267,7 @@ def test_reductions_that_are_not_linear(step: Step, src: str, dst: str) -> None:
     assert y.dtype == prog.src.dtype
     assert torch.equal(y, spec_grid.global_of(prog.src, x).to(y.dtype))
     assert not prog.is_linear
-    with pytest.raises(ShardingError, match="only sums and averages are linear maps"):
+    with pytest.raises(ShardingError, match="a reduction must be a sum or an average to be linear"):
         _ = prog.T
 
 
@@ -288,8 +288,8 @@ REFUSED: list[tuple[Step, str, str]] = [
     (AllGather("x", 0), "f64[12@(x,y)]", "most minor of dim 0, which has .'x', 'y'."),
     (AllGather("x", 1), "f64[4@x,4]", "name a dim that is sharded over them"),
     (AllGather((), 0), "f64[4@x]", "the most minor of dim 0"),
-    (AllGather("x", 2), "f64[4@x,4]", r"dim 2 is one of the spec's 2\n.*a dim in 0..1"),
-    (AllGather("x", -1), "f64[4,4@x]", "dim -1 is one of the spec's 2"),
+    (AllGather("x", 2), "f64[4@x,4]", r"dim 2 must be one of the spec's 2\n.*a dim in 0..1"),
+    (AllGather("x", -1), "f64[4,4@x]", "dim -1 must be one of the spec's 2"),
     (AllGather("x", 0), "f64[]", "a 0-dim tensor has none to shard"),
     (AllGather("x", 0, "reduced", "max"), "f64[4@x]", "a reduction must be one of sum, avg"),
     (AllGather("x", 0, "reduced", "avg"), "i64[4@x]", "an average of integers"),
@@ -304,17 +304,17 @@ REFUSED: list[tuple[Step, str, str]] = [
     (AllSlice("x", 0, (4,)), "f64[4]", "the 2 sizes"),
     (AllSlice("x", 0, (5, -1)), "f64[4]", "the 2 sizes"),
     (AllSlice("x", 0, (2, 1, 2, 1)), "f64[6@z:4+2]", r"groups of 2 sum to \(4, 2\)"),
-    (AllSlice("x", 1), "f64[4]", "dim 1 is one of the spec's 1"),
+    (AllSlice("x", 1), "f64[4]", "dim 1 must be one of the spec's 1"),
     (AllReduce("x"), "f64[4]", "unreduced by one reduction on all of"),
     (AllReduce(XY), "f64[4]{unreduced: x}", "unreduced by one reduction on all of"),
     (AllReduce(XY), "f64[4]{unreduced: x, y=avg}", "each reduction in its own step"),
     (AllReduce("x", "reduced", "avg"), "i64[4]{unreduced: x}", "an average of integers"),
     (ReduceScatter("x", 0), "f64[4@x]", "unreduced by one reduction on all of"),
     (ReduceScatter("x", 0), "f64[5]{unreduced: x}", "5 % 2 = 1"),
-    (AllToAll("x", 0, 0), "f64[4@x,4]", r"the two dims differ\n.*collective_permute"),
+    (AllToAll("x", 0, 0), "f64[4@x,4]", r"the two dims must differ\n.*collective_permute"),
     (AllToAll("x", 1, 0), "f64[4@x,4]", "the most minor of dim 1"),
     (AllToAll("y", 0, 1), "f64[6@y,4]", "4 % 3 = 1"),
-    (AllToAll("y", 0, 2), "f64[6@y,4]", "dim 2 is one of the spec's 2"),
+    (AllToAll("y", 0, 2), "f64[6@y,4]", "dim 2 must be one of the spec's 2"),
     (CollectivePermute(P("z", None, "x")), "f64[4@x,4]", "one entry per dim: 3 is more than 2"),
     (CollectivePermute(P("w")), "f64[4@x]", "axis 'w'"),
     (CollectivePermute(P("y")), "f64[6@x]", "as many shards on every dim"),
@@ -322,11 +322,11 @@ REFUSED: list[tuple[Step, str, str]] = [
     (CollectivePermute(P(None)), "f64[4]{unreduced: x}", "as many addends"),
     (CollectivePermute(P(None, reduced={"x"})), "f64[4]{unreduced: x}", "as many addends"),
     (CollectivePermute(P(None, unreduced={"z": "max"})), "f64[4]{unreduced: x}", "as many addends"),
-    (InvariantToReduced("x"), "f64[4]{reduced: x}", "the axes are invariant"),
+    (InvariantToReduced("x"), "f64[4]{reduced: x}", "the axes must be invariant"),
     (InvariantToReduced("x"), "f64[4@x]", "all invariant, or all reduced"),
     (InvariantToReduced("x", "max"), "f64[4]", "a reduction must be one of sum, avg"),
     (InvariantToReduced("x", "avg"), "i64[4]", "an average of integers"),
-    (ReducedToInvariant("x"), "f64[4]", r"the axes are reduced\n.*need no step"),
+    (ReducedToInvariant("x"), "f64[4]", r"the axes must be reduced\n.*need no step"),
     (ReducedToInvariant("x"), "f64[4]{unreduced: x}", "all invariant, or all reduced"),
     (ReplicatedToUnreduced("x"), "f64[4]{unreduced: x}", "all invariant, or all reduced"),
     (ReplicatedToUnreduced("x", "mean"), "f64[4]", "one of sum, avg, max, min, product"),
@@ -459,7 +459,7 @@ def test_a_program_that_does_not_check_cannot_exist() -> None:
     src = spec_of("f32[12@x,6]")
     with pytest.raises(ShardingError, match="the most minor of dim 0"):
         Program(src, (AllGather("x", 0), AllGather("x", 0)))
-    with pytest.raises(ShardingError, match="they lead to the target, f32"):
+    with pytest.raises(ShardingError, match="they must lead to the target, f32"):
         Program(src, (AllGather("x", 0),), src)
     assert Program(src, (AllGather("x", 0),), spec_of("f32[12,6]")).dst == spec_of("f32[12,6]")
 
@@ -769,7 +769,7 @@ def test_axes_of_one_device_launch_nothing() -> None:
         (lambda: Program(spec_of("f32[4]"), ("all_gather",)),  # type: ignore[arg-type]
          r"step 0, 'all_gather'\n  rule:  a step is one of"),
         (lambda: Program(spec_of("f32[4]"), AllSlice("x", 0)),  # type: ignore[arg-type]
-         "steps are a tuple of steps"),
+         "steps must be a tuple of steps"),
         (lambda: Program(P("x"), ()), "begins with a Spec"),  # type: ignore[arg-type]
         (lambda: Program(spec_of("f32[4]"), (), forward_dtype="bf16"),  # type: ignore[arg-type]
          "sent in 'bf16'"),
@@ -784,7 +784,7 @@ def test_refusals_of_other_types(make: Callable[[], object], message: str) -> No
         make()
 
 
-DIM = "a dim is a whole number"
+DIM = "dim must be an integer"
 KIND = ("a reduction must be one of sum, avg, max, min and product", "kind='sum', say")
 SIZED = ("sizes must be ints, one per shard of the result", "sizes=(3, 5), say")
 

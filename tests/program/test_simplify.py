@@ -237,16 +237,16 @@ def test_peak_memory_does_not_rise_for_speed() -> None:
     ("call", "where", "given", "rule", "fix"),
     [
         (lambda prog: prog.simplify("node"), "Program.simplify", "topology 'node'",
-         "a topology is a Topology",
+         "topology must be a Topology",
          "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})"),
         (lambda prog: prog.simplify(exclude=int), "Program.simplify",
-         "exclude=<class 'int'>", "exclude names step types",
+         "exclude=<class 'int'>", "exclude must consist of step types",
          "exclude=(fs.AllGather, fs.AllToAll), say"),
         (lambda prog: prog.simplify(exclude="all_gather"), "Program.simplify",  # type: ignore[arg-type]
-         "exclude='all_gather'", "exclude names step types", "exclude=fs.AllGather"),
+         "exclude='all_gather'", "exclude must consist of step types", "exclude=fs.AllGather"),
         (lambda prog: prog.simplify(exclude=[AllToAll("x", 0, 1), AllReduce("y"), AllReduce]),  # type: ignore[list-item]
          "Program.simplify", "exclude=all_to_all(x, dim 0 -> 1), all_reduce(y)",
-         "exclude names step types", "exclude=(fs.AllToAll, fs.AllReduce)"),
+         "exclude must consist of step types", "exclude=(fs.AllToAll, fs.AllReduce)"),
     ],
 )  # fmt: skip
 def test_refused(

@@ -289,7 +289,7 @@ WRONG_LOCALS: list[tuple[Any, fs.PartitionSpec, dict[str, Any], str]] = [
     ((MATRIX,) * 6, P("x"), {"sizes": "even"}, "sizes='even'"),
     ((MATRIX,) * 6, P("x"), {"sizes": {0: (1, 3)}}, "rank 0 (x=0, y=0) holds shape (2, 3)"),
     ((MATRIX,) * 6, P("x"), {"sizes": {0: (1, 2, 3)}}, "2 sizes of at least 0"),
-    ((MATRIX,) * 6, P("x"), {"sizes": {2: (2, 2)}}, "a dim is in -2..1"),
+    ((MATRIX,) * 6, P("x"), {"sizes": {2: (2, 2)}}, "a dim must be in -2..1"),
     ((MATRIX.bool(),) * 6, P("x", unreduced={"y"}), {}, "booleans have no sum"),
     ((MATRIX.long(),) * 6, P(unreduced={"y": "avg"}), {}, "an average of integers"),
 ]

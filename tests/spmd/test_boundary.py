@@ -127,7 +127,7 @@ def test_pairs_are_redistributed_on_request(src: Any, dst: Any) -> None:
     assert str(caught.value) == message(
         "shard_map(<lambda>)",
         f"v: a pair of {pair.spec}",
-        f"in_specs ask for {target}",
+        f"in_specs require {target}",
         "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
         f"{cost.bytes_sent:,} B per rank in {words}:\n           {lines}",
     )

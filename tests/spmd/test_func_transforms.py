@@ -343,7 +343,7 @@ def test_transforms_over_simulated_ranks_are_refused(name: str) -> None:
     refused(
         lambda: OVER[name](mapped, x), "shard_map(body)",
         "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a dual_level",
-        "simulated ranks are threads, and what these do is done in one",
+        "simulated ranks are threads, and transforms belong to the thread that takes them",
         "take the transform in the body; or outside torch.autograd.grad, or "
         "torch.autograd.functional.jacobian",
     )  # fmt: skip

@@ -88,7 +88,7 @@ def test_pairs_lie_along_the_mapped_axes() -> None:
         assert str(caught.value) == (
             "shard_map(<lambda>)\n"
             f"  given: v: a pair of {state}, along 'y'\n"
-            "  rule:  a pair lies along the axes that are mapped here only: x\n"
+            "  rule:  the axes of a pair must be mapped here; mapped are x\n"
             "  fix:   axis_names={'x', 'y'}, or fs.reshard(pair, spec) without 'y'"
         )
 
@@ -301,7 +301,7 @@ def test_a_pair_of_the_outer_axes_in_an_inner_map() -> None:
     assert str(caught.value) == (
         "shard_map(<lambda>)\n"
         "  given: u: a pair of f64[6@x], along 'x'\n"
-        "  rule:  a pair lies along the axes that are mapped here only: y\n"
+        "  rule:  the axes of a pair must be mapped here; mapped are y\n"
         "  fix:   fs.local_map, which maps all axes of a pair"
     )
 
@@ -369,7 +369,7 @@ NESTED: list[tuple[Callable[[], Any], str]] = [
         message(
             "shard_map(sin)",
             "mesh=Mesh(y=3) in a running shard_map over Mesh(x=2, y=3)",
-            "a shard_map in the body of another maps axes of the same mesh",
+            "a shard_map in the body of another must map axes of the same mesh",
             "mesh=None, which takes the enclosing mesh",
         ),
     ),
@@ -397,7 +397,7 @@ NESTED: list[tuple[Callable[[], Any], str]] = [
             "shard_map(sin)",
             "args[0]: axis 'x' in P('x')",
             "the axes that are mapped here are y",
-            "leave 'x' out: each of its ranks maps what it holds",
+            "leave 'x' out: each of its ranks maps its own values",
         ),
     ),
     (
@@ -405,7 +405,7 @@ NESTED: list[tuple[Callable[[], Any], str]] = [
         message(
             "shard_map(sin)",
             "a shard_map in a running one that maps every axis of Mesh(x=2, y=3)",
-            "a shard_map in the body of another maps further axes",
+            "a shard_map in the body of another must map further axes",
             "call the function itself: its collectives may name the mapped axes",
         ),
     ),

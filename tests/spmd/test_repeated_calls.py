@@ -12,7 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, ShardingError, Spec
-from fshard.spmd.shard_map import _Mapping
+from fshard.spmd.mapped_function import MappedFunction
 from tests.helpers.spec_grid import message, random_global
 
 MESH = Mesh(x=2, y=2)
@@ -163,7 +163,7 @@ def test_ranks_that_end_out_of_order_are_told_apart() -> None:
     assert str(caught.value) == message(
         "shard_map(body)",
         "rank 0 returned PyTreeSpec((*,), NoneIsLeaf), rank 1 PyTreeSpec(*, NoneIsLeaf)",
-        "every rank returns the same structure",
+        "every rank must return the same structure",
         "return the same tree on every rank",
     )
 
@@ -200,21 +200,21 @@ def test_arguments_and_results_share_no_memory() -> None:
 
 def test_what_is_kept_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many shapes of arguments, and of results for each: one bound for either, not for both."""
-    monkeypatch.setattr("fshard.spmd.shard_map.MOST", 4)
+    monkeypatch.setattr("fshard._util.cache.CACHE_SIZE", 4)
     sizes: list[int] = []
 
     def body(x: torch.Tensor) -> Any:
         return [x[:1].expand(sizes[-1] + at) for at in range(sizes[-1])]
 
-    mapping = _Mapping(
+    function = MappedFunction(
         body, "fs.shard_map", MESH, P("x"), P("x"), frozenset(),
         redistribute_inputs=False, check=False,
     )  # fmt: skip
     for length in (2, 4, 6, 8, 10, 12):
         for size in range(1, 7):
             sizes.append(size)
-            found = mapping.call((torch.arange(float(length)),), {})
+            found = function.call((torch.arange(float(length)),), {})
             assert [len(each) for each in found] == [2 * (size + at) for at in range(size)]
-    kept = [each for each in vars(mapping).values() if isinstance(each, dict)]
+    kept = [each for each in vars(function).values() if isinstance(each, dict)]
     assert len(kept) == 6
     assert all(len(each) <= 4 for each in kept)

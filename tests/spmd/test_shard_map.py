@@ -382,7 +382,7 @@ def test_local_map_needs_one_mesh() -> None:
         double(ints(6, 6))
     with pytest.raises(ShardingError, match=r"pairs of Mesh\(x=2, y=3\), Mesh\(x=2\)"):
         double(pair_of(ints(6, 6), P("x")), pair_of(ints(6, 6), P("x"), Mesh(x=2)))
-    with pytest.raises(ShardingError, match="the first argument is a function"):
+    with pytest.raises(ShardingError, match="the first argument must be a function"):
         fs.local_map(3, in_specs=P(), out_specs=P())  # type: ignore[arg-type]
 
 

@@ -57,21 +57,21 @@ def unbound(v: Any) -> Any:
     return fs.psum(v, "q")
 
 
-P_OR_SPEC = "a leaf of specs is a P, a Spec or None"
-WHOLE = "P('x'), or P() for a value that is whole on every rank"
+P_OR_SPEC = "a leaf of specs must be a P, a Spec or None"
+WHOLE = "P('x'), or P() for a value that is equal on every rank"
 Case = tuple[Callable[..., Any], Any, Any, tuple[Any, ...], str, str, str]
 
 # The function, its in_specs and out_specs, its arguments; what was given, the rule, the fix.
 REFUSED: list[Case] = [
     # specs
-    (identity, P("q"), P(), (X,), "v: axis 'q' on Mesh(x=2, y=3)", "the mesh's axes are x, y",
+    (identity, P("q"), P(), (X,), "v: axis 'q' on Mesh(x=2, y=3)", "an axis must be one of x, y",
      "use one of x, y"),
     (identity, P("x"), P("xx"), (X,), "out_specs: axis 'xx' on Mesh(x=2, y=3)",
-     "the mesh's axes are x, y", "did you mean 'x'?"),
+     "an axis must be one of x, y", "did you mean 'x'?"),
     (two, "x", P(), (X, X), "in_specs of type str",
-     "in_specs is a P, a tuple by position, or a dict by name", "in_specs=(P('x'), P())"),
+     "in_specs must be a P, a tuple by position, or a dict by name", "in_specs=(P('x'), P())"),
     (two, [P("x"), P()], P(), (X, X), "in_specs of type list",
-     "in_specs is a P, a tuple by position, or a dict by name", "in_specs=(P('x'), P())"),
+     "in_specs must be a P, a tuple by position, or a dict by name", "in_specs=(P('x'), P())"),
     (two, ("x", P()), P(), (X, X), "v: the spec 'x'", P_OR_SPEC, WHOLE),
     (identity, P("x"), "x", (X,), "out_specs: the spec 'x'", P_OR_SPEC, WHOLE),
     (identity, Spec(Mesh(x=2), P("x"), shape=(6, 6)), P("x"), (X,),
@@ -79,37 +79,37 @@ REFUSED: list[Case] = [
      "given.replace(mesh=mesh)"),
     # prefixes
     (two, (P("x"),), P(), (X, X), "in_specs of length 1 for 2 arguments",
-     "in_specs has one entry per argument, by position",
+     "in_specs must have one entry per argument, by position",
      "a tuple with one entry each, or one P for all"),
     (two, (P("x"),) * 3, P(), (X, X), "in_specs of length 3 for 2 arguments",
-     "in_specs has one entry per argument, by position",
+     "in_specs must have one entry per argument, by position",
      "a tuple with one entry each, or one P for all"),
     (two, {"v": P("x")}, P(), (X, X), "in_specs for v",
-     "every argument given has a spec; 'w' has none", "in_specs={..., 'w': P()}"),
+     "every argument must have a spec; 'w' has none", "in_specs={..., 'w': P()}"),
     # arguments
     (identity, P("x", None, None), P(), (X,),
      "v: P('x', None, None) with 3 entries for shape (6, 6)",
-     "a tensor of 2 dims has at most 2 entries", "drop 1 of them, trailing None too"),
+     "a tensor of 2 dims must have at most 2 entries", "drop 1 of them, trailing None too"),
     (identity, P("x"), P(), (X[:5],), "v: dim 0 of size 5 over x=2",
-     "2 shards divide a dim evenly; 5 % 2 = 1",
+     "2 shards must divide the dim; 5 % 2 = 1",
      ("a Spec in in_specs with uneven='chunk' (shards of (3, 2)), sizes={0: (...)}, "
      "or pad the dim to 6")),
     (identity, P(("x", "y")), P(), (X[:5],), "v: dim 0 of size 5 over x=2 x y=3",
-     "6 shards divide a dim evenly; 5 % 6 = 5",
+     "6 shards must divide the dim; 5 % 6 = 5",
      ("a Spec in in_specs with uneven='chunk' (shards of (1, 1, 1, 1, 1, 0)), "
      "sizes={0: (...)}, or pad the dim to 6")),
     (identity, P("x"), P(), (3,), "v: a value of type int with P('x')",
-     "only tensors and pairs can be cut",
+     "only tensors and pairs can be sharded",
      "torch.as_tensor(x) of an array; None, or P() for a number"),
     # results
     (identity, P("x"), None, (X,), "result: a tensor of shape (3, 6) with the out spec None",
-     "None is for what is no tensor",
-     "P() promises a value that is equal on every rank, P('x') puts dim 0 together"),
+     "the out spec None is for results other than tensors",
+     "P() promises a value that is equal on every rank, P('x') concatenates along dim 0"),
     (scalar, P("x"), P("x"), (X,), "result: a local of 0 dims with P('x')",
-     "a tensor of 0 dims has at most 0 entries", "unsqueeze a scalar, x[None], to cut it"),
+     "a tensor of 0 dims must have at most 0 entries", "unsqueeze a scalar, x[None], to shard it"),
     (identity, P("x"), P("x", None, None), (X,),
      "result: a local of 2 dims with P('x', None, None)",
-     "a tensor of 2 dims has at most 2 entries", "drop entries"),
+     "a tensor of 2 dims must have at most 2 entries", "drop entries"),
     (uneven, P("x"), P("x"), (X,), "result: rank 3 returned shape (2, 6), torch.float32",
      "f32[2@x,6] has there shape (1, 6), torch.float32",
      "give a Spec with sizes= as the out spec of an uneven result"),
@@ -118,13 +118,13 @@ REFUSED: list[Case] = [
      "give a Spec with sizes= as the out spec of an uneven result"),
     (branching, P("x"), P("x"), (X,),
      "rank 0 returned PyTreeSpec(*, NoneIsLeaf), rank 2 PyTreeSpec((*, *), NoneIsLeaf)",
-     "every rank returns the same structure", "return the same tree on every rank"),
+     "every rank must return the same structure", "return the same tree on every rank"),
     (numbered, P("x"), (P("x"), None), (X,), "result[1]['place']: rank 0 returned 0, rank 1 1",
      "what is no tensor passes through, equal on every rank",
      "torch.tensor([value]) with an out spec that puts the ranks' together"),
     (number, P("x"), P("x"), (X,), "result: a int with the out spec P('x')",
-     "only tensors can be cut",
-     "None, or P() for a number; torch.tensor([value]) to put the ranks' together"),
+     "only tensors can be sharded",
+     "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values"),
 ]  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_an_axis_named_twice() -> None:
         assert str(caught.value) == message(
             "fs.PartitionSpec",
             given,
-            "an axis is named at most once in a spec",
+            "an axis must be named at most once in a spec",
             "name 'x' for one dim, or in one of unreduced= and reduced=",
         )
 
@@ -206,24 +206,24 @@ def test_all_results_that_fail_are_named() -> None:
 
 KNOWN = "the options are in_specs=, out_specs=, mesh=, axis_names=, redistribute_inputs=, check="
 OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"mesh": {"x": 2}}, "mesh={'x': 2}", "mesh is a fs.Mesh", "mesh=fs.Mesh(x=2)"),
-    ({"mesh": Mesh()}, "mesh=Mesh()", "there is at least one axis to map", "mesh=fs.Mesh(x=1)"),
+    ({"mesh": {"x": 2}}, "mesh={'x': 2}", "mesh must be a fs.Mesh", "mesh=fs.Mesh(x=2)"),
+    ({"mesh": Mesh()}, "mesh=Mesh()", "there must be at least one axis to map", "mesh=fs.Mesh(x=1)"),
     ({"axis_names": "x"}, "axis_names='x'",
-     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
+     "axis_names must be a set, frozenset or tuple of axis names", "axis_names={'x'}"),
     ({"axis_names": ["x"]}, "axis_names=['x']",
-     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'x'}"),
+     "axis_names must be a set, frozenset or tuple of axis names", "axis_names={'x'}"),
     ({"axis_names": ["y", "x"]}, "axis_names=['y', 'x']",
-     "axis_names is a set, frozenset or tuple of axis names", "axis_names={'y', 'x'}"),
+     "axis_names must be a set, frozenset or tuple of axis names", "axis_names={'y', 'x'}"),
     ({"axis_names": [1], "mesh": Mesh(data=2, model=3)}, "axis_names=[1]",
-     "axis_names is a set, frozenset or tuple of axis names",
+     "axis_names must be a set, frozenset or tuple of axis names",
      "axis_names={'data'}, or leave it out: all of Mesh(data=2, model=3)"),
     ({"axis_names": 1, "mesh": None}, "axis_names=1",
-     "axis_names is a set, frozenset or tuple of axis names",
+     "axis_names must be a set, frozenset or tuple of axis names",
      "leave it out: all that are not mapped yet"),
     ({"check": [True]}, "check=[True]",
-     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+     "check must be True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
     ({"check": torch.ones(2)}, "check=tensor([1., 1.])",
-     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+     "check must be True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
     ({"check_vma": True}, "check_vma=True", KNOWN,
      "check=True, which tracks the types of tensors, or check=False"),
     ({"check_rep": False}, "check_rep=False", KNOWN,
@@ -233,9 +233,9 @@ OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"axis_name": "x"}, "axis_name='x'", KNOWN, "did you mean 'axis_names'?"),
     ({"device": "cpu"}, "device='cpu'", KNOWN, "leave device out"),
     ({"check": "value"}, "check='value'",
-     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+     "check must be True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
     ({"check": 1}, "check=1",
-     "check is True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+     "check must be True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
 ]  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def test_what_is_no_function() -> None:
         with pytest.raises(ShardingError) as caught:
             call()
         assert str(caught.value) == message(
-            where, "3", "the first argument is a function", f"{where}(fn, ...)"
+            where, "3", "the first argument must be a function", f"{where}(fn, ...)"
         )
 
 
@@ -270,7 +270,7 @@ def test_unknown_axis_names() -> None:
     assert str(caught.value) == message(
         "shard_map(identity)",
         "axis 'yy' on Mesh(x=2, y=3)",
-        "the mesh's axes are x, y",
+        "an axis must be one of x, y",
         "did you mean 'y'?",
     )
 
@@ -279,7 +279,7 @@ def test_unbound_names() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(unbound, mesh=MESH, in_specs=P("x"), out_specs=P())(X)
     assert str(caught.value) == message(
-        "fs.psum", "axis 'q' on Mesh(x=2, y=3)", "the mesh's axes are x, y", "use one of x, y"
+        "fs.psum", "axis 'q' on Mesh(x=2, y=3)", "an axis must be one of x, y", "use one of x, y"
     )
     with pytest.raises(ShardingError) as caught:
         unbound(X)
@@ -313,7 +313,7 @@ def test_pairs_of_another_layout() -> None:
     assert str(caught.value) == message(
         "shard_map(identity)",
         "v: a pair of f32[6@y,6]",
-        "in_specs ask for f32[6@x,6]",
+        "in_specs require f32[6@x,6]",
         "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
         f"{cost.bytes_sent} B per rank in {cost.launches} launch:\n           {lines}",
     )

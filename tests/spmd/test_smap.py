@@ -78,7 +78,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "smap(sin)",
             "args[0]: in_axes 2 for a tensor of 2 dims",
-            "a dim is in -2..1",
+            "a dim must be in -2..1",
             "name a dim it has",
         ),
     ),
@@ -88,7 +88,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "smap(sin)",
             "args[0]: in_axes -3 for a tensor of 2 dims",
-            "a dim is in -2..1",
+            "a dim must be in -2..1",
             "name a dim it has",
         ),
     ),
@@ -108,7 +108,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "fs.smap",
             "in_axes of type float",
-            "in_axes is an int, None, a tuple by position, or a dict by name",
+            "in_axes must be an int, None, a tuple by position, or a dict by name",
             "in_axes=(0, None)",
         ),
     ),
@@ -118,7 +118,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "fs.smap",
             "out_axes[1]: 'x'",
-            "a leaf of out_axes is an int or None",
+            "a leaf of out_axes must be an int or None",
             "out_axes=0, or None",
         ),
     ),
@@ -128,7 +128,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "fs.smap",
             "axis_name=('x', 'y')",
-            "smap maps one axis, named by a string",
+            "axis_name must be a string: smap maps one axis",
             "axis_name='x', or fs.shard_map for several",
         ),
     ),
@@ -138,7 +138,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "fs.smap",
             "check='all'",
-            "check is True, False, 'strict', 'values' or 'collectives'",
+            "check must be True, False, 'strict', 'values' or 'collectives'",
             "leave it out: True",
         ),
     ),
@@ -148,7 +148,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "smap(sin)",
             "args[0]: a value of type int with in_axes 0",
-            "only tensors and pairs can be cut",
+            "only tensors and pairs can be sharded",
             "torch.as_tensor(x) of an array; None, or P() for a number",
         ),
     ),
@@ -158,7 +158,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
         message(
             "smap(sin)",
             "args[0]: dim 0 of size 5 over x=2",
-            "2 shards divide a dim evenly; 5 % 2 = 1",
+            "2 shards must divide the dim; 5 % 2 = 1",
             "fs.shard_map and a Spec with uneven='chunk' (shards of (3, 2)), sizes={0: (...)}, or "
             "pad the dim to 6",
         ),

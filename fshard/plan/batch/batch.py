@@ -194,7 +194,7 @@ class Batch:
         >>> src = [fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(n,)) for n in (8, 8, 4)]
         >>> batch = fs.redistribute(src, [spec.replace(partition=fs.P()) for spec in src])
         >>> print(batch.cost())
-        8.95 µs, 60 B sent, 60 B received, 80 B peak, 1 launch, 3 messages
+        7.05 µs, 60 B sent, 60 B received, 80 B peak, 1 launch, 3 messages
         """
         return _cost(self, as_topology("Batch.cost", topology, self.topology))
 

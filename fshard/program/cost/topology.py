@@ -37,7 +37,7 @@ class Link:
             fail(
                 "fs.Link",
                 f"{self!r}",
-                "latency is at least 0, bandwidth above 0",
+                "latency must be at least 0 and bandwidth above 0",
                 "Link(latency=1e-6, bandwidth=100e9)",
             )
 
@@ -92,24 +92,24 @@ class Topology:
         size = self.node_size
         problems = [
             Problem(
-                f"{what} {link!r}", "a connection is a Link", "Link(latency=1e-6, bandwidth=100e9)"
+                f"{what} {link!r}", "a connection must be a Link", "Link(latency=1e-6, bandwidth=100e9)"
             )
             for what, link in (("inner", self.inner), ("outer", self.outer), *self.links)
             if not isinstance(link, Link)
         ]
         if not isinstance(self.name, str):
-            problems.append(Problem(f"name={self.name!r}", "a name is a text", "name='ours', say"))
+            problems.append(Problem(f"name={self.name!r}", "name must be a str", "name='ours', say"))
         whole = isinstance(size, int) and not isinstance(size, bool)
         if size is not None and not (whole and size >= 1):
             problems.append(
                 Problem(
                     f"node_size={size!r}",
-                    "a node has at least 1 device",
+                    "a node must have at least 1 device",
                     "Topology.cluster(8), or Topology.node() for a single node",
                 )
             )
         problems += [
-            Problem(f"{name}={value!r}", "launches and messages take at least 0 seconds", fix)
+            Problem(f"{name}={value!r}", "launch and message must be at least 0 seconds", fix)
             for name, value, fix in (
                 ("launch", self.launch, "launch=6e-6, say"),
                 ("message", self.message, "message=1.5e-7, say"),
@@ -117,7 +117,7 @@ class Topology:
             if not (_is_number(value) and value >= 0)
         ]
         if not (_is_number(self.memory) and self.memory > 0):
-            rule = "memory's bandwidth is above 0 bytes per second"
+            rule = "memory must be above 0 bytes per second"
             problems.append(Problem(f"memory={self.memory!r}", rule, "memory=2e12, say"))
         raise_if("fs.Topology", problems)
 
@@ -151,7 +151,7 @@ class Topology:
             fail(
                 "fs.Topology.of",
                 f"links {links!r}",
-                "links are a mapping from mesh axis to Link",
+                "links must be a mapping from mesh axis to Link",
                 'Topology.of({"x": Link(latency=1e-6, bandwidth=100e9)})',
             )
         own = tuple(sorted(links.items()))
@@ -272,10 +272,10 @@ class Topology:
         try:
             read = json.loads(Path(path).read_text())
         except OSError as error:
-            fail(where, f"{file}: {error.strerror}", "the file can be read",
+            fail(where, f"{file}: {error.strerror}", "the file must be readable",
                  "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
         except (ValueError, RecursionError):
-            fail(where, file, "the file holds JSON, as Topology.save writes it", ANEW)
+            fail(where, file, "the file must hold JSON, as Topology.save writes it", ANEW)
         raise_if(where, problems := _key_problems(read, file))
         own = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
         links = tuple(_links_of(own, file, problems).items())
@@ -313,7 +313,7 @@ def _path(where: str, path: object) -> str | os.PathLike[str]:
 def _key_problems(read: Any, file: str) -> list[Problem]:
     """What is missing in a file, and what has no business there."""
     names = {each.name for each in fields(Topology)}
-    rule = f"the keys are {', '.join(sorted(names))}"
+    rule = f"the keys must be {', '.join(sorted(names))}"
     if not isinstance(read, dict):
         return [Problem(f"{file} with no mapping", rule, ANEW)]
     odd = ("without", names - {*read}), ("with", {*read} - names)
@@ -327,7 +327,7 @@ def _links_of(read: dict[str, Any], file: str, problems: list[Problem]) -> dict[
     links = {}
     for name, each in read.items():
         if not isinstance(each, dict) or set(each) != keys:
-            rule = "a link is a latency and a bandwidth"
+            rule = "a link must have a latency and a bandwidth"
             problems.append(Problem(f"{file} with {name} {each!r}", rule, ANEW))
         elif (link := _read(f"{file} with {name}", partial(Link, **each), problems)) is not None:
             links[name] = link

@@ -1,13 +1,14 @@
-"""How a collective goes over a pytree: every tensor one move, all alike in one launch.
+"""Collectives on pytrees: one transfer per tensor, one launch for transfers of equal kind.
 
-A collective is written once, as a plan for one leaf. From it follow the call on a tree, one
-launch per dtype forward and backward, and what `fs.start` launches ahead.
+A collective is written once, as a plan for one leaf. The call on a tree, coalesced launches by
+dtype in forward and backward, and the asynchronous `fs.start` follow from it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,19 +18,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from fshard._torch.functorch import is_transformed
+from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
 from fshard.layout.tree import flatten, unflatten
 from fshard.plan.batch.coalesce import launch_keys
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import (
     FinishAll,
-    Linear,
-    Run,
+    LinearOp,
+    ProgramGroup,
     apply_linear,
-    apply_run,
+    apply_programs,
     start_linear,
 )
-from fshard.run.capture import MOST, Function, Launcher, Launchers, plain_key, record, replay
+from fshard.run.capture import Function, Launcher, Launchers, plain_key, record, replay
 from fshard.run.transports.base import (
     Label,
     Transport,
@@ -40,7 +42,7 @@ from fshard.run.transports.base import (
     unobserved,
 )
 from fshard.run.transports.divergence_report import call_line
-from fshard.run.transports.shape_only import Shapes, standing_in
+from fshard.run.transports.shape_only import ShapeTransport, recording
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
 from fshard.spmd.collectives.compile_node import tree_node
 from fshard.spmd.types import TypeSignature
@@ -53,27 +55,44 @@ __all__ = [
 Tree = TypeVar("Tree")
 Options = ParamSpec("Options")
 
+TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+payload_of = operator.attrgetter("x")
+requires_grad = operator.attrgetter("requires_grad")
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor's part in a collective: what is sent, by what, and how the result is read."""
+    """One tensor's part in a collective.
 
-    op: Program | Linear
+    Attributes:
+        op: the operation that moves it.
+        x: the tensor that `op` takes.
+        read: function from what `op` returns to the result; None if they are the same.
+    """
+
+    op: Program | LinearOp
     x: torch.Tensor
-    read: Callable[[torch.Tensor], torch.Tensor] = lambda y: y
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def kind(self) -> Hashable:
-        """What is equal for the moves that go in one launch."""
+        """Key that is equal for transfers of one launch."""
         kind = launch_keys(self.op) if isinstance(self.op, Program) else self.op
         return kind, self.x.dtype, self.x.device
+
+    def result(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the result of what `op` returned."""
+        return y if self.read is None else self.read(y)
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePlan:
-    """What a collective does with every leaf of a tree: a `Transfer`, or the result at once.
+    """Plan of a collective with its options.
 
-    `signature` says which types of leaves it takes, and what it makes of them.
+    Attributes:
+        name: the public name.
+        leaf: function from a leaf to its `Transfer`, or to its result at once.
+        signature: types of the operands and results.
     """
 
     name: str
@@ -82,78 +101,79 @@ class CollectivePlan:
 
 
 COLLECTIVE_PLANS: dict[Any, Callable[..., CollectivePlan]] = {}
-"""The plan behind every collective that is one."""
+"""Public collectives, and the functions that plan them."""
 
 
 def collective(
-    plan: Callable[Options, CollectivePlan],
+    make_plan: Callable[Options, CollectivePlan],
 ) -> Callable[Concatenate[Tree, Options], Tree]:
-    """The collective of a plan: a tree in front of the plan's own arguments; `None` stays."""
+    """Return the collective of a planning function; it takes a tree before the plan's arguments."""
 
-    def general(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
-        return launch_collective(
-            _planned(_key(plan, args, kwargs, current_axes()), plan, args, kwargs), x
-        )()
+    def run_plan(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
+        key = _plan_key(make_plan, args, kwargs, current_axes())
+        return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
 
-    general.__name__ = plan.__name__
-    node = tree_node(general)
+    run_plan.__name__ = make_plan.__name__
+    node = tree_node(run_plan)
 
-    @functools.wraps(plan)
+    @functools.wraps(make_plan)
     def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
         if torch.compiler.is_compiling():
             return node(x, *args, **kwargs)
+        bound = current_axes()
+        key = _plan_key(make_plan, args, kwargs, bound)
         value: Any = x
-        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-            launcher = _launcher(plan, value, args, kwargs)
+        if key is not None and type(value) in TENSOR_TYPES:
+            launcher = _launcher(key, make_plan, value, args, kwargs, bound)
             if launcher is not None:
-                wanted = value.requires_grad and torch.is_grad_enabled()
-                done: Any = replay(launcher, value) if wanted else launcher.run(value)
-                return done  # type: ignore[no-any-return]
-        return general(x, *args, **kwargs)
+                needs_grad = value.requires_grad and torch.is_grad_enabled()
+                result: Any = replay(launcher, value) if needs_grad else launcher.run(value)
+                return result  # type: ignore[no-any-return]
+        return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
 
     tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation="Tree")
-    rest = inspect.signature(plan).parameters.values()
-    first = [
-        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in rest
+    parameters = [
+        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
+        for p in inspect.signature(make_plan).parameters.values()
     ]
-    run.__signature__ = inspect.Signature([tree, *first], return_annotation="Tree")  # type: ignore[attr-defined]
-    COLLECTIVE_PLANS[run] = plan
+    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation="Tree")  # type: ignore[attr-defined]
+    COLLECTIVE_PLANS[run] = make_plan
     return run
 
 
-_PLANNED: dict[Hashable, CollectivePlan] = {}
+_PLANS: BoundedDict[Hashable, CollectivePlan] = BoundedDict()
 
 
-def _key(
-    plan: Callable[..., CollectivePlan],
+def _plan_key(
+    make_plan: Callable[..., CollectivePlan],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     bound: BoundAxes | None,
 ) -> Hashable | None:
-    """What a plan depends on; None for arguments that a key cannot hold."""
+    """Return the cache key of a plan, or None for arguments that a key cannot hold."""
     arguments = plain_key(args, kwargs)
     if arguments is None:
         return None
-    return (plan, arguments) if bound is None else (plan, arguments, bound.mesh, bound.axes)
+    if bound is None:
+        return make_plan, arguments
+    return make_plan, arguments, bound.mesh, bound.axes
 
 
-def _planned(
+def _cached_plan(
     key: Hashable,
-    plan: Callable[..., CollectivePlan],
+    make_plan: Callable[..., CollectivePlan],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> CollectivePlan:
-    """The plan of a collective with its arguments, where the names are bound that are now."""
+    """Return the plan of a collective with these arguments and the axes bound now."""
     if key is None:
-        return plan(*args, **kwargs)
-    found = _PLANNED.get(key)
-    if found is None:
-        if len(_PLANNED) >= MOST:
-            _PLANNED.clear()
-        # The caller's lists may change.
-        kept = {name: _copied(value) for name, value in kwargs.items()}
-        found = _PLANNED[key] = plan(*map(_copied, args), **kept)
-    return found
+        return make_plan(*args, **kwargs)
+    plan = _PLANS.get(key)
+    if plan is None:
+        # The caller may change its lists later.
+        options = {name: _copied(value) for name, value in kwargs.items()}
+        plan = _PLANS[key] = make_plan(*map(_copied, args), **options)
+    return plan
 
 
 def _copied(value: Any) -> Any:
@@ -161,54 +181,56 @@ def _copied(value: Any) -> Any:
 
 
 def launch_collective(plan: CollectivePlan, x: Tree, *, ahead: bool = False) -> Callable[[], Tree]:
-    """Launch a collective on a tree; the call that finishes it, differentiably.
+    """Launch a collective on a tree; return the function that finishes it, differentiably.
 
-    With `ahead` everything that is sent is launched now; raises `ShardingError` for what
-    cannot be, a maximum or minimum with a gradient.
+    With `ahead` all communication is launched now. Raises `ShardingError` where that is not
+    possible: a maximum or minimum with a gradient.
     """
     tracker = current_tracker()
-    return _begin(plan, x, ahead) if tracker is None else tracker.begin(plan, x, ahead, _begin)
+    return _launch(plan, x, ahead) if tracker is None else tracker.begin(plan, x, ahead, _launch)
 
 
-def _begin(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
+def _launch(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
     if isinstance(x, torch.Tensor):
-        move = plan.leaf(x)
-        if not isinstance(move, Transfer):
-            return lambda: move
-        launched = _launch(plan.name, (move,), ahead)
-        return lambda: move.read(launched()[0])
+        transfer = plan.leaf(x)
+        if not isinstance(transfer, Transfer):
+            return lambda: transfer
+        finish_one = _launch_transfers(plan.name, (transfer,), ahead)
+        if transfer.read is None:
+            return lambda: finish_one()[0]
+        return lambda: transfer.read(finish_one()[0])
     leaves, treedef = flatten(x)
     results: list[Any] = [None if leaf is None else plan.leaf(leaf) for leaf in leaves]
-    kinds: dict[Hashable, list[int]] = {}
-    for place, move in enumerate(results):
-        if isinstance(move, Transfer):
-            kinds.setdefault(move.kind, []).append(place)
+    groups: dict[Hashable, list[int]] = {}
+    for index, transfer in enumerate(results):
+        if isinstance(transfer, Transfer):
+            groups.setdefault(transfer.kind, []).append(index)
     launches = [
-        (places, _launch(plan.name, [results[place] for place in places], ahead))
-        for places in kinds.values()
+        (indices, _launch_transfers(plan.name, [results[i] for i in indices], ahead))
+        for indices in groups.values()
     ]
 
     def finish() -> Tree:
-        for places, each in launches:
-            for place, y in zip(places, each(), strict=True):
-                results[place] = results[place].read(y)
-        done: Tree = unflatten(treedef, results)
-        return done
+        for indices, finish_group in launches:
+            for index, y in zip(indices, finish_group(), strict=True):
+                results[index] = results[index].result(y)
+        tree: Tree = unflatten(treedef, results)
+        return tree
 
     return finish
 
 
-def _launch(name: str, moves: Sequence[Transfer], ahead: bool) -> FinishAll:
-    """Launch moves of one kind."""
-    xs = tuple([move.x for move in moves])
-    op = _together(tuple([move.op for move in moves]))
+def _launch_transfers(name: str, transfers: Sequence[Transfer], ahead: bool) -> FinishAll:
+    """Launch transfers of one kind; return the function that finishes them."""
+    xs = tuple(map(payload_of, transfers))
+    op = _combine(tuple([transfer.op for transfer in transfers]))
     label = Label(name, op.mesh, call_line()) if ahead else label_of(name, op.mesh)
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if not wanted and not is_transformed():
+    needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
+    if not needs_grad and not is_transformed():
         with labelled(label):
             return start_linear(op, xs, name)
-    if not isinstance(op, Run) or op.progs[0].is_linear:
-        # What was launched now would be the wrappers of `torch.func`, not what they hold.
+    if not isinstance(op, ProgramGroup) or op.progs[0].is_linear:
+        # Launched now, it would take the wrappers of `torch.func` instead of their values.
         if is_transformed():
             return under(label, lambda: apply_linear(op, xs, False))
         with labelled(label), torch.no_grad():
@@ -218,131 +240,132 @@ def _launch(name: str, moves: Sequence[Transfer], ahead: bool) -> FinishAll:
         fail(
             f"fs.start({name})",
             "a tensor that requires grad",
-            "sums and movements run ahead with gradients, maxima and minima without",
+            "sums and movements can be started with gradients, maxima and minima only without",
             f"{name}(x, ...) at once, or x.detach()",
         )
-    run = op
-    return under(label, lambda: apply_run(run, xs, False))
+    group = op
+    return under(label, lambda: apply_programs(group, xs, False))
 
 
-@lru_cache(maxsize=4096)
-def _together(ops: tuple[Program | Linear, ...]) -> Linear:
-    """What moves of one kind run, as one operation."""
+@lru_cache(maxsize=CACHE_SIZE)
+def _combine(ops: tuple[Program | LinearOp, ...]) -> LinearOp:
+    """Return one operation for transfers of one kind."""
     if not isinstance(ops[0], Program):
         return ops[0]
-    return Run(tuple(op for op in ops if isinstance(op, Program)))
+    return ProgramGroup(tuple(op for op in ops if isinstance(op, Program)))
 
 
-# -- recorded ---------------------------------------------------------------------------------
+# -- capture ----------------------------------------------------------------------------------
 
 _LAUNCHERS = Launchers()
 
 
 def _launcher(
-    plan: Callable[..., CollectivePlan],
+    plan_key: Hashable,
+    make_plan: Callable[..., CollectivePlan],
     x: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    bound: BoundAxes | None,
 ) -> Launcher | None:
-    """What a collective does to a tensor like `x` on this rank; None where it is not recorded.
+    """Return the captured collective for tensors like `x` on this rank, or None.
 
-    That is under `torchrun` alone, for what communicates over this process's own transport.
+    Collectives are captured only under `torchrun`, over this process's own transport.
     """
-    transport, bound = direct_transport(), current_axes()
+    transport = direct_transport()
     if transport is None or is_transformed() or (bound is not None and bound.tracker is not None):
         return None
-    of_plan = _key(plan, args, kwargs, bound)
-    if of_plan is None:
-        return None
-    wanted = x.requires_grad and torch.is_grad_enabled()
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
     key = (
-        of_plan, transport, x.shape, x.stride(), x.dtype, x.device, wanted,
+        plan_key, transport, x.shape, x.stride(), x.dtype, x.device, needs_grad,
         torch.get_default_dtype(),
     )  # fmt: skip
-    found = _LAUNCHERS.get(key)
-    if type(found) is Launcher:
-        return found
-    return _LAUNCHERS.of(key, _record, of_plan, plan, args, kwargs, x, transport, wanted)
+    launcher = _LAUNCHERS.get(key)
+    if type(launcher) is Launcher:
+        return launcher
+    return _LAUNCHERS.of(
+        key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad
+    )
 
 
-def _record(
+def _capture(
     key: Hashable,
-    planned: Callable[..., CollectivePlan],
+    make_plan: Callable[..., CollectivePlan],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     x: torch.Tensor,
     transport: Transport,
-    wanted: bool,
+    needs_grad: bool,
 ) -> Launcher | None:
-    plan = _planned(key, planned, args, kwargs)
+    plan = _cached_plan(key, make_plan, args, kwargs)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    like.requires_grad_(wanted)
-    with standing_in():
-        move = plan.leaf(like)
-    if not isinstance(move, Transfer) or transport.rank not in _together((move.op,)).mesh:
+    like.requires_grad_(needs_grad)
+    with recording():
+        transfer = plan.leaf(like)
+    if not isinstance(transfer, Transfer) or transport.rank not in _combine((transfer.op,)).mesh:
         return None
     forward: Function = lambda x: launch_collective(plan, x)()  # noqa: E731
-    launcher = record(forward, _adjoint(plan, like, transport), like.detach())
-    return None if launcher is None or (wanted and not launcher.is_linear) else launcher
+    launcher = record(forward, _transposed(plan, like, transport), like.detach())
+    return None if launcher is None or (needs_grad and not launcher.is_linear) else launcher
 
 
-def _adjoint(plan: CollectivePlan, like: torch.Tensor, transport: Transport) -> Function:
-    """The transpose of what a plan does to a tensor like `like`, a linear map.
+def _transposed(plan: CollectivePlan, like: torch.Tensor, transport: Transport) -> Function:
+    """Return the transpose of a linear collective on tensors like `like`.
 
-    That of what is moved, between those of how it is laid out and read.
+    It composes the vjp of reading the result, the transposed operation, and the vjp of packing.
     """
 
     def run(g: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=g.device)
-            move = plan.leaf(x.requires_grad_())
-            op, sent = _together((move.op,)), move.x.detach().to("meta")
+            transfer = plan.leaf(x.requires_grad_())
+            op, payload = _combine((transfer.op,)), transfer.x.detach().to("meta")
             with torch.no_grad(), unobserved():
-                (moved,) = op.launch(Shapes(transport.rank), (sent,))()
+                (moved,) = op.launch(ShapeTransport(transport.rank), (payload,))()
             y = torch.empty_like(moved, device=g.device).requires_grad_()
-            read = move.read(y)
-        again = torch.is_grad_enabled()
-        (back,) = torch.autograd.grad(read, y, g, create_graph=again)
-        (back,) = apply_linear(op.T, (back,), everywhere=False)
-        (back,) = torch.autograd.grad(move.x, x, back, create_graph=again)
+            result = transfer.result(y)
+        create_graph = torch.is_grad_enabled()
+        (back,) = torch.autograd.grad(result, y, g, create_graph=create_graph)
+        (back,) = apply_linear(op.T, (back,), False)
+        (back,) = torch.autograd.grad(transfer.x, x, back, create_graph=create_graph)
         return back
 
     return run
 
 
-# -- what plans check -----------------------------------------------------------------------
+# -- checks of operands -----------------------------------------------------------------------
 
 
 def require_tensor(value: Any, where: str) -> torch.Tensor:
-    """`value`, which is a tensor; raises `ShardingError` if it is not."""
+    """Return `value`; raise `ShardingError` if it is not a tensor."""
     if not isinstance(value, torch.Tensor):
         fail(
             where,
             f"a leaf of type {type(value).__name__}",
-            "the leaves of the tree are tensors, or None",
+            "the leaves of the tree must be tensors, or None",
             "torch.as_tensor(x)",
         )
     return value
 
 
 def require_number(value: Any, where: str) -> Any:
-    """`value`, a leaf that is a number of Python's; raises `ShardingError` if it is none."""
+    """Return `value`; raise `ShardingError` if it is not a Python number."""
     if not isinstance(value, complex | Real | torch.SymInt | torch.SymFloat):
         fail(
             where,
             f"a leaf of type {type(value).__name__}",
-            "the leaves of the tree are tensors, numbers, or None",
-            "torch.as_tensor(x) of an array; leave other things out of the tree",
+            "the leaves of the tree must be tensors, numbers, or None",
+            "torch.as_tensor(x) of an array; leave other objects out of the tree",
         )
     return value
 
 
-def check_dim(dim: int, ndim: int, where: str, word: str, of: str = "a tensor") -> int:
-    """`dim` counted from 0; raises `ShardingError` for one that `of`, with `ndim`, has not."""
+def check_dim(dim: int, ndim: int, where: str, option: str, owner: str = "a tensor") -> int:
+    """Return `dim` counted from 0; raise `ShardingError` if `owner`, of `ndim` dims, lacks it."""
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
         fail(
             where,
-            f"{word}={dim!r} of {of} of {ndim} dims",
+            f"{option}={dim!r} of {owner} of {ndim} dims",
             f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
             "name a dim it has" if ndim else "x[None] has one",
         )

@@ -1,8 +1,8 @@
-"""Collectives in what `torch.compile` traces: one node each, whose inside is traced as it runs.
+"""Collectives under `torch.compile`: each is one node of the graph, traced into below autograd.
 
-The tracer of Python has no need to see plans and programs: it puts the call into its graph, and
-what lies below, the functional collectives and the transposes for the backward pass, is traced
-where autograd is. The mesh is part of the graph: another mesh is another graph.
+The tracer of Python does not need to follow plans and programs. The call is put into its graph;
+functional collectives and the transposes of the backward pass are traced where autograd is. The
+mesh is an input of the node: another mesh is another graph.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Result = TypeVar("Result")
 
 
 def as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`fn`, as one node in the graphs of `torch.compile`; its mesh is bound, or given as `mesh`."""
+    """Return `fn` as one node in graphs of `torch.compile`; its mesh is bound, or given."""
     node = _Node(fn)
 
     @functools.wraps(fn)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.compiler.is_compiling():
             return fn(*args, **kwargs)
-        node.make()
-        found: Result = node.made[0](args, *_options(kwargs), _numbers(COMPILE_MESH[0]))
-        return found
+        node.create()
+        result: Result = node.created[0](args, *_split_options(kwargs), _mesh_key(COMPILE_MESH[0]))
+        return result
 
     return call
 
 
 def tree_as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`as_node` of a function that takes a tree first and gives one of the same structure."""
+    """Return `as_node(fn)` for a function from a tree, its first argument, to an equal one."""
     node = tree_node(fn)
 
     @functools.wraps(fn)
@@ -54,68 +54,70 @@ def tree_as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
 
 def tree_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """What `tree_as_node` makes, to be called in a graph only."""
+    """Return the node of `tree_as_node`, which must be called while a graph is traced."""
     node = _Node(fn)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        # A node takes no None, and gives lists and tuples alone.
+        # Nodes do not take None, and return lists and tuples only.
         leaves, structure = tree_flatten(args[0])
-        given = [leaf for leaf in leaves if leaf is not None]
-        node.make()
-        found = node.made[0]((given, *args[1:]), *_options(kwargs), _numbers(COMPILE_MESH[0]))
-        left = iter(found)
-        done: Result = tree_unflatten(
-            [None if leaf is None else next(left) for leaf in leaves], structure
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        node.create()
+        options = _split_options(kwargs)
+        outputs = iter(
+            node.created[0]((tensors, *args[1:]), *options, _mesh_key(COMPILE_MESH[0]))
         )
-        return done
+        result: Result = tree_unflatten(
+            [None if leaf is None else next(outputs) for leaf in leaves], structure
+        )
+        return result
 
     return call
 
 
 class _Node:
-    """A function that the tracer does not look into, made when it is first needed."""
+    """A function that the tracer does not follow, created when it is first needed."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.made: list[Any] = []
+        self.created: list[Any] = []
 
-        # The tracer calls it, and then looks for what it made.
+        # The tracer calls it, and then reads what it has put into the list.
         @call_while_tracing
-        def make() -> None:
+        def create() -> None:
             _check_rank(fn.__name__)
-            if not self.made:
-                self.made.append(one_node(_traced(fn)))
+            if not self.created:
+                self.created.append(one_node(_with_mesh(fn)))
 
-        self.make = make
+        self.create = create
 
 
-def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(args: Any, options: Any, given: Any, bound: Any) -> Any:
-        """`bound` is what the names in `args` mean: another mesh is another graph."""
-        if given:
-            axes, sizes, devices = given
+def _with_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(args: Any, options: Any, mesh_key: Any, bound_key: Any) -> Any:
+        """Call `fn`; `bound_key` makes the graph depend on the mesh of the axis names."""
+        if mesh_key:
+            axes, sizes, devices = mesh_key
             grid = dict(zip(axes, map(int, sizes), strict=True))
             options = {**options, "mesh": Mesh(grid, devices=map(int, devices))}
         return fn(*args, **options)
 
-    return traced
+    return call
 
 
 def _check_rank(name: str) -> None:
-    """Raise where the code is that of no rank of its own process."""
+    """Raise `ShardingError` unless the process is a rank."""
     if is_simulated() or current_transport() is None:
         fail(
             f"fs.{name} under torch.compile",
             "a simulated rank" if is_simulated() else "a process that is no rank",
-            "a graph has the collectives of one process: that of a rank under torchrun",
+            "a graph has the collectives of one process, which must be a rank under torchrun",
             "call the function uncompiled",
         )
 
 
-def _options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Keyword arguments as a node takes them: those that are given, and the mesh."""
-    rest = {key: each for key, each in kwargs.items() if key != "mesh" and each is not None}
-    return rest, _numbers(kwargs.get("mesh"))
+def _split_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the keyword arguments of a node that are not None, and the mesh among them."""
+    options = {name: x for name, x in kwargs.items() if name != "mesh" and x is not None}
+    return options, _mesh_key(kwargs.get("mesh"))
 
 
-def _numbers(mesh: Mesh | None) -> tuple[Any, ...]:
+def _mesh_key(mesh: Mesh | None) -> tuple[Any, ...]:
     return () if mesh is None else (mesh.axes, mesh.sizes, tuple(mesh.devices))

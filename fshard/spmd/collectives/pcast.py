@@ -1,4 +1,4 @@
-"""Which place a rank has along named axes, and in which state a value is there."""
+"""Index and size along named axes, and casts between states of a value."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Any, NoReturn
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
-from fshard.run.autograd.linear_function import Run, apply_linear, is_differentiated
+from fshard.run.autograd.linear_function import ProgramGroup, apply_linear, is_differentiated
 from fshard.run.transports.base import Label, current_rank, labelled
 from fshard.run.transports.divergence_report import call_line
 from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.axis_index_groups import resolve_groups
 from fshard.spmd.collectives.collective_plan import CollectivePlan, Transfer, collective
 from fshard.spmd.collectives.compile_node import as_node
-from fshard.spmd.collectives.wire_dtypes import check_wires
+from fshard.spmd.collectives.wire_dtypes import check_wire_dtypes
 from fshard.spmd.types import (
     CASTS,
     VARYING,
@@ -34,15 +35,15 @@ from fshard.spmd.types import (
 
 __all__ = ["axis_index", "axis_size", "cast_to_varying", "pcast"]
 
-GIVES: dict[str, State] = {
+TARGET_STATES: dict[str, State] = {
     "varying": VARYING,
     "reduced": ("reduced", "sum"),
     "unreduced": ("unreduced", "sum"),
 }
 
 
-@lru_cache(maxsize=4096)
-def _using(
+@lru_cache(maxsize=CACHE_SIZE)
+def _cast_program(
     mesh: Mesh,
     axes: tuple[str, ...],
     shape: torch.Size,
@@ -54,14 +55,14 @@ def _using(
 
 
 def cast_to_varying(mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
-    """`x` as it is; its cotangents are cast_to_varying along the axes.
+    """Return `x` unchanged, with cotangents summed along the axes.
 
-    It shares the memory of `x`, and is a view of it: PyTorch refuses to write it in place, which
-    would change `x` behind the back of its gradient. A clone of it may be written.
+    It is a view of `x`: PyTorch refuses to write it in place, which would change `x` without its
+    gradient. A clone of it may be written.
     """
-    prog = _using(mesh, axes, x.shape, x.dtype, None)
+    prog = _cast_program(mesh, axes, x.shape, x.dtype, None)
     with labelled(Label("fs.pcast", mesh, call_line())):
-        return apply_linear(Run((prog,)), (x,), everywhere=False)[0]
+        return apply_linear(ProgramGroup((prog,)), (x,), False)[0]
 
 
 @collective
@@ -74,42 +75,54 @@ def pcast(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """The same values in another state; nothing moves now, the transpose may.
+    """Cast a tree of tensors to another state along axes; values do not change.
 
-    `jax.lax.pcast`; in PyTorch an `autograd.Function` written by hand. From invariant to
-    "varying" or "reduced" the transpose is a sum over the ranks, for a whole tree in one launch
-    per dtype; from varying to "unreduced" and from reduced to "varying" it is nothing. Where
-    types are tracked, casts to varying that are missing are inserted, one for each tensor.
-    `src` is the state that `x` has; it is taken to be varying for `to="unreduced"`, else invariant.
-    The transpose sends and adds in `backward_dtype`, gradients have the dtype of `x`; as nothing
-    moves forward, `forward_dtype` has no effect. Raises `ShardingError` for a cast that does not
-    exist, and for floating dtypes of integers.
+    Args:
+        x: tensors of any shape, or a tree of them.
+        axis_name: the axis, or a tuple of axes.
+        to: the state of the result: "varying" or "reduced" (from invariant), "unreduced" (from
+            varying), or "varying" (from reduced).
+        src: the state of `x`; by default varying for `to="unreduced"`, else invariant. Where types
+            are tracked it is read off the type.
+        forward_dtype: no effect, as nothing is sent forward.
+        backward_dtype: dtype in which the transpose sends and adds; gradients have that of `x`.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        The same values, in the state `to`.
+
+    Raises:
+        ShardingError: a cast that does not exist; a floating `backward_dtype` for integers.
+
+    Transpose: from invariant a sum over the ranks, for a tree in one launch per dtype; from
+    varying to unreduced and from reduced to varying nothing. Where types are tracked, missing casts
+    to varying are inserted, once for each tensor. After `jax.lax.pcast`.
+
+    >>> import torch
     >>> import fshard as fs
     >>> w, x = torch.tensor(2.0, requires_grad=True), torch.tensor([1.0, 10.0])
-    >>> f = fs.shard_map(lambda w, x: pcast(w, "i", to="varying") * x, mesh=fs.Mesh(i=2),
+    >>> f = fs.shard_map(lambda w, x: fs.pcast(w, "i", to="varying") * x, mesh=fs.Mesh(i=2),
     ...                  in_specs=(fs.P(), fs.P("i")), out_specs=fs.P("i"))
     >>> f(w, x).sum().backward()
     >>> w.grad
     tensor(11.)
     """
-    where, axes = resolve_groups(axis_name, mesh, None, "fs.pcast")
-    state = src or ("varying" if to == "unreduced" else "invariant")
-    if (state, to) not in CASTS:
+    owner, axes = resolve_groups(axis_name, mesh, None, "fs.pcast")
+    source = src or ("varying" if to == "unreduced" else "invariant")
+    if (source, to) not in CASTS:
         _refuse_cast(src, to, as_axes(axis_name))
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        check_wires("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
-        if state != "invariant" or not is_differentiated(value):
+        check_wire_dtypes("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
+        if source != "invariant" or not is_differentiated(value):
             return value
-        return Transfer(_using(where, axes, value.shape, value.dtype, backward_dtype), value)
+        return Transfer(_cast_program(owner, axes, value.shape, value.dtype, backward_dtype), value)
 
-    gives = GIVES.get(to)
-    return CollectivePlan(
-        "fs.pcast", leaf, TypeSignature(as_axes(axis_name), gives, cast_to=to, source=src)
-    )
+    result = TARGET_STATES.get(to)
+    signature = TypeSignature(as_axes(axis_name), result, cast_to=to, source=src)
+    return CollectivePlan("fs.pcast", leaf, signature)
 
 
 def _refuse_cast(src: str | None, to: str, axes: tuple[str, ...]) -> NoReturn:
@@ -128,20 +141,29 @@ def _refuse_cast(src: str | None, to: str, axes: tuple[str, ...]) -> NoReturn:
 
 @as_node
 def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """This rank's index along the axes, row-major in the order given, as a 0-dim int64 tensor.
+    """Return this rank's index along axes.
 
-    `jax.lax.axis_index`, PyTorch's `dist.get_rank(group)`. Raises `ShardingError` for an unbound
-    or unknown axis, and outside of ranks.
+    Args:
+        axis_name: the axis, or a tuple of axes, the first one major.
+        mesh: the mesh of the axes, outside of a `shard_map`.
+
+    Returns:
+        A 0-dim int64 tensor, varying along the axes.
+
+    Raises:
+        ShardingError: an unbound or unknown axis; code that no rank runs.
+
+    Not differentiable. After `jax.lax.axis_index` and PyTorch's `dist.get_rank(group)`.
 
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda: axis_index("i")[None], mesh=fs.Mesh(i=3), in_specs=(),
+    >>> f = fs.shard_map(lambda: fs.axis_index("i")[None], mesh=fs.Mesh(i=3), in_specs=(),
     ...                  out_specs=fs.P("i"))
     >>> f()
     tensor([0, 1, 2])
     """
-    where, axes = resolve_axes(axis_name, mesh, "fs.axis_index")
-    rank = current_rank(where, "fs.axis_index").rank
-    index = torch.tensor(where.index(rank, axes))
+    owner, axes = resolve_axes(axis_name, mesh, "fs.axis_index")
+    rank = current_rank(owner, "fs.axis_index").rank
+    index = torch.tensor(owner.index(rank, axes))
     tracker = current_tracker()
     if tracker is not None:
         tracker.record(index, States.varying(axes))
@@ -150,14 +172,23 @@ def axis_index(axis_name: Axes, *, mesh: Mesh | None = None) -> torch.Tensor:
 
 @as_node
 def axis_size(axis_name: Axes, *, mesh: Mesh | None = None) -> int:
-    """How many ranks there are along the axes.
+    """Return the number of ranks along axes.
 
-    `jax.lax.axis_size`, PyTorch's `dist.get_world_size(group)`. Raises `ShardingError` for an
-    unbound or unknown axis.
+    Args:
+        axis_name: the axis, or a tuple of axes.
+        mesh: the mesh of the axes, outside of a `shard_map`.
+
+    Returns:
+        The product of the axes' sizes.
+
+    Raises:
+        ShardingError: an unbound or unknown axis.
+
+    After `jax.lax.axis_size` and PyTorch's `dist.get_world_size(group)`.
 
     >>> import fshard as fs
-    >>> axis_size(("x", "y"), mesh=fs.Mesh(x=2, y=3))
+    >>> fs.axis_size(("x", "y"), mesh=fs.Mesh(x=2, y=3))
     6
     """
-    where, axes = resolve_axes(axis_name, mesh, "fs.axis_size")
-    return where.axis_size(axes)
+    owner, axes = resolve_axes(axis_name, mesh, "fs.axis_size")
+    return owner.axis_size(axes)

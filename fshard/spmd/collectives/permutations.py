@@ -14,9 +14,9 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes
-from fshard.layout.validation import whole_numbers
-from fshard.run.autograd.linear_function import FinishAll, Shards
-from fshard.run.packing import join, part
+from fshard.layout.validation import as_ints
+from fshard.run.autograd.linear_function import FinishAll, Tensors
+from fshard.run.packing import concat_flat, split_flat
 from fshard.run.transports.base import Transport, notify
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import (
@@ -46,12 +46,12 @@ class _Permute:
     def wider(self, n: int) -> _Permute:
         return self
 
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         group = self.mesh.group(transport.rank, self.axes)
         here = group.index(transport.rank)
         goes = dict(self.perm).get(here)
         comes = dict(self.T.perm).get(here)
-        flat = join([x.reshape(-1) for x in xs])
+        flat = concat_flat([x.reshape(-1) for x in xs])
         send = [flat.numel() if at == goes else 0 for at in range(len(group))]
         receive = [flat.numel() if at == comes else 0 for at in range(len(group))]
         notify("ppermute", self.axes, 0 if goes in (None, here) else flat.nbytes, transport.rank)
@@ -59,9 +59,9 @@ class _Permute:
         moved = transport.all_to_all(sent, send, receive, group)
         shapes = [x.shape for x in xs]
 
-        def finish() -> Shards:
+        def finish() -> Tensors:
             got = moved()
-            return part(got if comes is not None else torch.zeros_like(flat), shapes)
+            return split_flat(got if comes is not None else torch.zeros_like(flat), shapes)
 
         return finish
 
@@ -82,10 +82,10 @@ class _Broadcast:
     def wider(self, n: int) -> _Broadcast:
         return self
 
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         group = self.mesh.group(transport.rank, self.axes)
         n, is_source = len(group), group[self.source] == transport.rank
-        flat = join(xs)
+        flat = concat_flat(xs)
         everyone = [flat.numel()] * n if is_source else [0] * n
         one = [flat.numel() if at == self.source else 0 for at in range(n)]
         shapes = [x.shape for x in xs]
@@ -94,16 +94,16 @@ class _Broadcast:
             notify("reduce", self.axes, nbytes, transport.rank)
             addends = transport.all_to_all(flat, one, everyone, group)
 
-            def total() -> Shards:
+            def total() -> Tensors:
                 got = addends()
                 mine = got.view(n, -1).sum(0, dtype=got.dtype) if is_source else None
-                return part(torch.zeros_like(flat) if mine is None else mine, shapes)
+                return split_flat(torch.zeros_like(flat) if mine is None else mine, shapes)
 
             return total
         nbytes = (n - 1) * flat.nbytes if is_source else 0
         notify("broadcast", self.axes, nbytes, transport.rank)
         moved = transport.all_to_all(flat.repeat(n if is_source else 0), everyone, one, group)
-        return lambda: part(moved(), shapes)
+        return lambda: split_flat(moved(), shapes)
 
 
 def _plan(name: str, op: _Permute | _Broadcast, wires: WireDtypes) -> CollectivePlan:
@@ -126,7 +126,7 @@ def _pairs(perm: Any, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, int], .
     named, problems = format_axes(axes), []
     found: list[tuple[int, int]] = []
     listed = list(perm) if isinstance(perm, Iterable) else [perm]
-    pairs = [whole_numbers(each) for each in listed]
+    pairs = [as_ints(each) for each in listed]
     if any(pair is None or len(pair) != 2 for pair in pairs):
         rule = "perm has pairs of places, (source, destination)"
         fail("fs.ppermute", f"perm={perm!r}", rule, f"perm=[(0, {min(1, n - 1)})], say")
@@ -204,7 +204,7 @@ def pshuffle(
     """
     where, axes = resolve_axes(axis_name, mesh, "fs.pshuffle")
     n = where.axis_size(axes)
-    sources = whole_numbers(perm)
+    sources = as_ints(perm)
     if sources is None or sorted(sources) != list(range(n)):
         fail(
             "fs.pshuffle",

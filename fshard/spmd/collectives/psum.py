@@ -1,9 +1,9 @@
-"""Reductions by axis name: sums, means, extremes, products and where the extremes are.
+"""Reductions by axis name: sums, means, extremes, products, and the ranks of extremes.
 
-Names and values are `jax.lax`'s. A tree of tensors is reduced in one launch per dtype, forward
-and backward: PyTorch's `all_reduce_coalesced`. With `axis_index_groups` ranks reduce within
-their group only; the result then still varies along the axes, from group to group, and is no
-value for an out spec that leaves them out. Its cotangents are summed in the group.
+Names and results are `jax.lax`'s. A tree of tensors is reduced in one launch per dtype, forward and
+backward, as by PyTorch's `all_reduce_coalesced`. With `axis_index_groups` ranks reduce within their
+group only; the result then still varies along the axes, from group to group, and its cotangents are
+summed in the group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
@@ -34,41 +35,40 @@ from fshard.spmd.collectives.collective_plan import (
 from fshard.spmd.collectives.compile_node import tree_as_node
 from fshard.spmd.collectives.gather_scatter import gather_transfer
 from fshard.spmd.collectives.pcast import axis_index
-from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wires
+from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, TypeSignature
 
 __all__ = ["pargmax", "pargmin", "pmax", "pmean", "pmin", "pprod", "psum"]
 
 
-One = Literal["invariant", "reduced"]
+ResultState = Literal["invariant", "reduced"]
 
 
-@lru_cache(maxsize=4096)
-def _reduction(
+@lru_cache(maxsize=CACHE_SIZE)
+def _all_reduce(
     mesh: Mesh,
     axes: tuple[str, ...],
     kind: str,
     shape: torch.Size,
     dtype: torch.dtype,
-    to: One,
+    to: ResultState,
     wires: WireDtypes = NO_WIRE_DTYPES,
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
-    back = wires[1] if to == "reduced" else None
-    return Program(src, (AllReduce(axes, to),), forward_dtype=wires[0], backward_dtype=back)
+    backward = wires[1] if to == "reduced" else None
+    return Program(src, (AllReduce(axes, to),), forward_dtype=wires[0], backward_dtype=backward)
 
 
-def _one(groups: Groups) -> One:
-    """The state of what is one value for all ranks, or in groups only.
+def _result_state(groups: Groups) -> ResultState:
+    """Return the state of a reduction's result within the ranks that reduce.
 
-    From group to group it is another, and so are its cotangents: they vary in a group as well,
-    and are summed in it.
+    Results of groups differ, and so do their cotangents: within a group they vary and are summed.
     """
     return "invariant" if groups is None else "reduced"
 
 
-def _to_one(axis_name: Axes, groups: Groups, *kinds: str) -> TypeSignature:
-    """A reduction's: from group to group its result is another, so that it varies."""
+def _signature(axis_name: Axes, groups: Groups, *kinds: str) -> TypeSignature:
+    """Return the types of a reduction; results of groups vary along the axes."""
     linear = set(kinds) <= {"sum", "avg"}
     if groups is None:
         return TypeSignature(as_axes(axis_name), None, kinds, all_or_none=True, linear=linear)
@@ -84,31 +84,45 @@ def psum(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """The sum over the ranks along the axes: varying (or unreduced) to invariant.
+    """Return the sum over the ranks along axes, on every rank.
 
-    `jax.lax.psum`, PyTorch's `all_reduce`, of a tree `all_reduce_coalesced`. Booleans are summed
-    as int64, Python numbers are multiplied by the number of ranks. With `forward_dtype` addends
-    are sent and added in that dtype. Transpose: `pcast(..., to="varying")`, which moves nothing,
-    whatever the `backward_dtype`. Raises `ShardingError` for an unbound or unknown axis, for
-    groups that do not have every index once or differ in size, and for floating dtypes of integers.
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them. Booleans are summed as
+            int64, Python numbers are multiplied by the number of ranks.
+        axis_name: the axis, or a tuple of axes.
+        axis_index_groups: lists of indices along the axes; ranks reduce within their group.
+        forward_dtype: dtype in which values are sent and added; the result has the dtype of `x`.
+        backward_dtype: no effect without groups, as the transpose sends nothing.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: an unbound or unknown axis; groups that do not have every index once or
+            differ in size; a floating dtype for integers.
+
+    Transpose: `pcast(..., to="varying")`. After `jax.lax.psum`; PyTorch's `all_reduce`, for trees
+    `all_reduce_coalesced`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: psum(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.psum(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([3.])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum")
-    wires, to = (forward_dtype, backward_dtype), _one(axis_index_groups)
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum")
+    wires, to = (forward_dtype, backward_dtype), _result_state(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return require_number(value, "fs.psum") * where.axis_size(axes)
+            return require_number(value, "fs.psum") * owner.axis_size(axes)
         x = value.to(torch.int64) if value.dtype == torch.bool else value
-        check_wires("fs.psum", x.dtype, wires)
-        return Transfer(_reduction(where, axes, "sum", x.shape, x.dtype, to, wires), x)
+        check_wire_dtypes("fs.psum", x.dtype, wires)
+        return Transfer(_all_reduce(owner, axes, "sum", x.shape, x.dtype, to, wires), x)
 
-    return CollectivePlan("fs.psum", leaf, _to_one(axis_name, axis_index_groups, "sum"))
+    return CollectivePlan("fs.psum", leaf, _signature(axis_name, axis_index_groups, "sum"))
 
 
 @collective
@@ -120,29 +134,45 @@ def pmean(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """The mean over the ranks along the axes; integers become the default float.
+    """Return the mean over the ranks along axes, on every rank.
 
-    `jax.lax.pmean`, PyTorch's `all_reduce` by `avg`. Transpose: a cast to varying and a division
-    by the number of ranks. Dtypes as `psum`. Raises as `psum`.
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them. Integers become the default
+            float, Python numbers stay.
+        axis_name: the axis, or a tuple of axes.
+        axis_index_groups: as in `psum`.
+        forward_dtype: dtype in which values are sent and added; the result has that of `x`.
+        backward_dtype: no effect without groups, as the transpose sends nothing.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: as `psum`.
+
+    Transpose: a cast to varying and a division by the number of ranks. After `jax.lax.pmean`;
+    PyTorch's `all_reduce` by `avg`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pmean(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.pmean(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([1, 2]))
     tensor([1.5000])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pmean")
-    wires, to = (forward_dtype, backward_dtype), _one(axis_index_groups)
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pmean")
+    wires, to = (forward_dtype, backward_dtype), _result_state(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return require_number(value, "fs.pmean")
         inexact = value.dtype.is_floating_point or value.dtype.is_complex
         x = value if inexact else value.to(torch.get_default_dtype())
-        check_wires("fs.pmean", x.dtype, wires)
-        return Transfer(_reduction(where, axes, "avg", x.shape, x.dtype, to, wires), x)
+        check_wire_dtypes("fs.pmean", x.dtype, wires)
+        return Transfer(_all_reduce(owner, axes, "avg", x.shape, x.dtype, to, wires), x)
 
-    signature = _to_one(axis_name, axis_index_groups, "sum", "avg")
+    signature = _signature(axis_name, axis_index_groups, "sum", "avg")
     return CollectivePlan("fs.pmean", leaf, signature)
 
 
@@ -150,54 +180,80 @@ def pmean(
 def pmax(
     axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
 ) -> CollectivePlan:
-    """The elementwise maximum over the ranks along the axes; ties share the gradient.
+    """Return the elementwise maximum over the ranks along axes, on every rank.
 
-    `jax.lax.pmax` (which has no gradient), PyTorch's `all_reduce` by `max`, whose gradient is
-    that of `torch.amax`. Raises as `psum`.
+    Args:
+        x: real tensors of any shape, equal on all ranks, or a tree of them; numbers stay.
+        axis_name: the axis, or a tuple of axes.
+        axis_index_groups: as in `psum`.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: complex tensors, and as `psum`.
+
+    Gradient: that of `torch.amax`; ties share it. After `jax.lax.pmax`, which has no gradient;
+    PyTorch's `all_reduce` by `max`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pmax(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.pmax(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([2.])
     """
-    return _extreme("max", "fs.pmax", axis_name, axis_index_groups, mesh)
+    return _plan_extreme("max", "fs.pmax", axis_name, axis_index_groups, mesh)
 
 
 @collective
 def pmin(
     axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
 ) -> CollectivePlan:
-    """The elementwise minimum over the ranks along the axes; ties share the gradient.
+    """Return the elementwise minimum over the ranks along axes, on every rank.
 
-    `jax.lax.pmin`, PyTorch's `all_reduce` by `min`; otherwise as `pmax`.
+    Args:
+        x: real tensors of any shape, equal on all ranks, or a tree of them; numbers stay.
+        axis_name: the axis, or a tuple of axes.
+        axis_index_groups: as in `psum`.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: complex tensors, and as `psum`.
+
+    Gradient: that of `torch.amin`; ties share it. After `jax.lax.pmin`, which has no gradient;
+    PyTorch's `all_reduce` by `min`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pmin(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.pmin(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([1.])
     """
-    return _extreme("min", "fs.pmin", axis_name, axis_index_groups, mesh)
+    return _plan_extreme("min", "fs.pmin", axis_name, axis_index_groups, mesh)
 
 
-def _extreme(
+def _plan_extreme(
     kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh | None
 ) -> CollectivePlan:
-    where, axes = resolve_groups(axis_name, mesh, groups, name)
+    owner, axes = resolve_groups(axis_name, mesh, groups, name)
+    to = _result_state(groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return require_number(value, name)
-        _need_order(value, name)
-        return Transfer(
-            _reduction(where, axes, kind, value.shape, value.dtype, _one(groups)), value
-        )
+        _check_real(value, name)
+        return Transfer(_all_reduce(owner, axes, kind, value.shape, value.dtype, to), value)
 
-    return CollectivePlan(name, leaf, _to_one(axis_name, groups, kind))
+    return CollectivePlan(name, leaf, _signature(axis_name, groups, kind))
 
 
-def _need_order(x: torch.Tensor, where: str) -> None:
+def _check_real(x: torch.Tensor, where: str) -> None:
     if x.dtype.is_complex:
         rule, fix = "complex numbers have no order", "x.abs(), or x.real and x.imag one by one"
         fail(where, f"a tensor of {x.dtype}", rule, fix)
@@ -207,85 +263,126 @@ def _need_order(x: torch.Tensor, where: str) -> None:
 def pprod(
     axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
 ) -> CollectivePlan:
-    """The elementwise product over the ranks along the axes; varying to invariant.
+    """Return the elementwise product over the ranks along axes, on every rank.
 
-    PyTorch's `all_reduce` by `product`, without a counterpart in `jax.lax`. The
-    gradient is that of `torch.prod`, also where factors are zero: a tensor that requires it is
-    gathered and multiplied on every rank. Python numbers are raised to the number of ranks.
-    Raises as `psum`.
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them. Python numbers are raised to
+            the number of ranks.
+        axis_name: the axis, or a tuple of axes.
+        axis_index_groups: as in `psum`.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: as `psum`.
+
+    Gradient: that of `torch.prod`, also where factors are zero; tensors that require it are
+    gathered and multiplied on every rank. PyTorch's `all_reduce` by `product`; `jax.lax` has no
+    counterpart.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pprod(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.pprod(x, "i"), mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([3.0, 2.0]))
     tensor([6.])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pprod")
-    to = _one(axis_index_groups)
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pprod")
+    to = _result_state(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return require_number(value, "fs.pprod") ** where.axis_size(axes)
+            return require_number(value, "fs.pprod") ** owner.axis_size(axes)
         if is_differentiated(value):
-            return gather_transfer(where, axes, value, to, lambda each: each.prod(0))
-        return Transfer(_reduction(where, axes, "product", value.shape, value.dtype, to), value)
+            return gather_transfer(owner, axes, value, to, lambda stack: stack.prod(0))
+        return Transfer(_all_reduce(owner, axes, "product", value.shape, value.dtype, to), value)
 
-    signature = _to_one(axis_name, axis_index_groups, "product")
+    signature = _signature(axis_name, axis_index_groups, "product")
     return CollectivePlan("fs.pprod", leaf, signature)
 
 
 @tree_as_node
 def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
-    """The index along the axes of the rank with the largest element, the lowest of equal ones.
+    """Return the index along axes of the rank with the largest element, on every rank.
 
-    `jax.lax.pargmax`; what `torch.argmax` is over ranks. int64 and not differentiable. A NaN
-    counts as the largest. Takes two reductions. Raises `ShardingError` as `psum`, and for
-    leaves that are no tensors.
+    Args:
+        x: real tensors of any shape, equal on all ranks, or a tree of them. A NaN counts as the
+            largest element; of equal elements the lowest index is returned.
+        axis_name: the axis, or a tuple of axes.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of int64 tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: leaves that are not tensors, complex tensors, and as `psum`.
+
+    Not differentiable. It takes two reductions. After `jax.lax.pargmax`; `torch.argmax` over ranks.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pargmax(x, "i"), mesh=fs.Mesh(i=3), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.pargmax(x, "i"), mesh=fs.Mesh(i=3), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([1.0, 5.0, 5.0]))
     tensor([1])
     """
-    return _place_of("max", "fs.pargmax", x, axis_name, mesh)
+    return _index_of_extreme("max", "fs.pargmax", x, axis_name, mesh)
 
 
 @tree_as_node
 def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
-    """The index along the axes of the rank with the smallest element, the lowest of equal ones.
+    """Return the index along axes of the rank with the smallest element, on every rank.
 
-    `jax.lax.pargmin`; what `torch.argmin` is over ranks. Otherwise as `pargmax`.
+    Args:
+        x: real tensors of any shape, equal on all ranks, or a tree of them. A NaN counts as the
+            smallest element; of equal elements the lowest index is returned.
+        axis_name: the axis, or a tuple of axes.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of int64 tensors of the shapes of `x`, invariant along the axes.
+
+    Raises:
+        ShardingError: leaves that are not tensors, complex tensors, and as `psum`.
+
+    Not differentiable. It takes two reductions. After `jax.lax.pargmin`; `torch.argmin` over ranks.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pargmin(x, "i"), mesh=fs.Mesh(i=3), in_specs=fs.P("i"),
+    >>> f = fs.shard_map(lambda x: fs.pargmin(x, "i"), mesh=fs.Mesh(i=3), in_specs=fs.P("i"),
     ...                  out_specs=fs.P())
     >>> f(torch.tensor([3.0, 1.0, 1.0]))
     tensor([1])
     """
-    return _place_of("min", "fs.pargmin", x, axis_name, mesh)
+    return _index_of_extreme("min", "fs.pargmin", x, axis_name, mesh)
 
 
-def _place_of(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None) -> Tree:
-    where, axes = resolve_axes(axis_name, mesh, name)
-    n = where.axis_size(axes)
+def _index_of_extreme(
+    kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None
+) -> Tree:
+    owner, axes = resolve_axes(axis_name, mesh, name)
+    n = owner.axis_size(axes)
 
-    def candidate(value: Any) -> Any:
-        """NaN as the extreme: the backends' maxima do not agree on it."""
+    def comparable(value: Any) -> Any:
+        """Return the values with NaN as the extreme: backends' maxima disagree on NaN."""
         if value is None:
             return None
-        plain = require_tensor(value, name).detach()
-        _need_order(plain, name)
+        local = require_tensor(value, name).detach()
+        _check_real(local, name)
         limit = torch.inf if kind == "max" else -torch.inf
-        plain = plain.to(torch.uint8) if plain.dtype == torch.bool else plain
+        local = local.to(torch.uint8) if local.dtype == torch.bool else local
         return (
-            plain.nan_to_num(limit, torch.inf, -torch.inf) if plain.is_floating_point() else plain
+            local.nan_to_num(limit, torch.inf, -torch.inf) if local.is_floating_point() else local
         )
 
-    def place(mine: Any, best: Any) -> Any:
-        return None if mine is None else torch.where(mine == best, axis_index(axes, mesh=where), n)
+    def index_if_best(local: Any, best: Any) -> Any:
+        if local is None:
+            return None
+        return torch.where(local == best, axis_index(axes, mesh=owner), n)
 
-    mine: Any = map_leaves(candidate, x)
-    best = (pmax if kind == "max" else pmin)(mine, axes, mesh=where)
-    lowest: Tree = pmin(map_leaves(place, mine, best), axes, mesh=where)
+    locals_: Any = map_leaves(comparable, x)
+    best = (pmax if kind == "max" else pmin)(locals_, axes, mesh=owner)
+    lowest: Tree = pmin(map_leaves(index_if_best, locals_, best), axes, mesh=owner)
     return lowest

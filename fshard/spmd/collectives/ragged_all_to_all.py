@@ -13,8 +13,8 @@ import torch
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.tree import flatten
-from fshard.layout.validation import whole_numbers
-from fshard.run.autograd.linear_function import FinishAll, Shards, apply_linear
+from fshard.layout.validation import as_ints
+from fshard.run.autograd.linear_function import FinishAll, Tensors, apply_linear
 from fshard.run.transports.base import Label, Transport, current_rank, labelled, notify
 from fshard.run.transports.shape_only import is_abstract
 from fshard.spmd.axis_env import current_tracker
@@ -48,7 +48,7 @@ class _Ragged:
     def wider(self, n: int) -> _Ragged:
         return self
 
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         (x,) = xs
         group = self.mesh.group(transport.rank, self.axes)
         width = math.prod(x.shape[1:])
@@ -178,7 +178,7 @@ def _read(given: _Numbers, n: int) -> tuple[_Numbers, list[Problem]]:
             problems.append(Problem(words, f"{rule} sends what", fix))
             found.append((0,) * n)
             continue
-        numbers = whole_numbers(each)
+        numbers = as_ints(each)
         if numbers is None or len(numbers) != n or min(numbers) < 0:
             rule = f"{name} has a number of at least 0 for each of the {n} ranks along the axes"
             words = f"{name}={each if numbers is None else list(numbers)}"

@@ -26,44 +26,54 @@ def start(
     *args: Options.args,
     **kwargs: Options.kwargs,
 ) -> Pending:
-    """Launch the collective `op(x, *args, **kwargs)` now; `wait()`, once, gives its result.
+    """Launch the collective `op(x, *args, **kwargs)` now, to overlap it with computation.
 
-    JAX's `psum_start` and its like, PyTorch's `async_op=True`: what is computed between the two
-    overlaps with the communication. The result is differentiable, its transpose is not
-    asynchronous. In a graph of `torch.compile` it is one node, finished when the compiler says so.
+    Args:
+        op: a collective of one step: `fs.psum`, `fs.all_gather`, `fs.ppermute`, ...
+        x: its operand, a tree of tensors.
+        *args: its positional arguments.
+        **kwargs: its options.
 
-    Raises `ShardingError` for a function that is no collective, for those that take several
-    steps (`ragged_all_to_all`, `pargmax`, `pargmin`), for a maximum or minimum of what requires
-    grad, and, when the mapped function or the simulated rank returns, for a result that was never
-    waited for; elsewhere that is a `RuntimeWarning`.
+    Returns:
+        A `Pending`; its `wait()`, called once, returns the result.
+
+    Raises:
+        ShardingError: a function that is not a collective or takes several steps
+            (`ragged_all_to_all`, `pargmax`, `pargmin`); a maximum or minimum of a tensor that
+            requires grad; at the end of the mapped function or the simulated rank, a result that
+            was never waited for (elsewhere that is a `RuntimeWarning`).
+
+    Gradients are those of `op`; the transpose is not asynchronous. Under `torch.compile` it is one
+    node, and the compiler decides when to wait. After JAX's `psum_start` and PyTorch's
+    `async_op=True`.
 
     >>> import torch
     >>> import fshard as fs
     >>> @fs.shard_map(mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=fs.P())
     ... def f(x):
-    ...     total = start(fs.psum, x, "i")
+    ...     total = fs.start(fs.psum, x, "i")
     ...     square = x * x
     ...     return total.wait() + fs.psum(square, "i")
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([8.])
     """
-    _check(op)
+    _check_op(op)
     if torch.compiler.is_compiling():
-        done = op(x, *args, **kwargs)
-        return Pending(lambda: done)
-    made = COLLECTIVE_PLANS[op](*args, **kwargs)
-    return register_pending(Pending(launch_collective(made, x, ahead=True), made.name, call_line()))
+        result = op(x, *args, **kwargs)
+        return Pending(lambda: result)
+    plan = COLLECTIVE_PLANS[op](*args, **kwargs)
+    finish = launch_collective(plan, x, ahead=True)
+    return register_pending(Pending(finish, plan.name, call_line()))
 
 
-@call_while_tracing
-def _check(op: Callable[..., Any]) -> None:
-    """Raise `ShardingError` for a function that is no collective."""
+@call_while_tracing  # to follow it, the tracer would have to know every collective
+def _check_op(op: Callable[..., Any]) -> None:
+    """Raise `ShardingError` for a function that is not a collective of one step."""
     if op not in COLLECTIVE_PLANS:
+        names = sorted(plan.__name__ for plan in COLLECTIVE_PLANS.values())
         fail(
             "fs.start",
             f"{getattr(op, '__name__', op)!r}",
-            "what starts is a collective: "
-            + ", ".join(sorted(p.__name__ for p in COLLECTIVE_PLANS.values())),
+            "the first argument must be a collective: " + ", ".join(names),
             "fs.start(fs.psum, x, axis)",
         )
-

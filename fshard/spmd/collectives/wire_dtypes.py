@@ -1,8 +1,8 @@
-"""The dtypes that a collective sends: one forward, one in its transpose.
+"""Wire dtypes of collectives: one for the forward direction, one for the transpose.
 
-The option of `redistribute`, for collectives: what is sent is cast once before and once after,
-sums are formed in the dtype that is sent, results have the dtype of the argument. A direction
-in which nothing is sent is not cast at all.
+They are the options of `redistribute`. Tensors are cast once before they are sent and once after;
+sums are computed in the wire dtype, and results have the dtype of the argument. A direction that
+sends nothing is not cast.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ import torch
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.program.program import carries
-from fshard.run.autograd.linear_function import FinishAll, Linear, Shards
+from fshard.run.autograd.linear_function import FinishAll, LinearOp, Tensors
 from fshard.run.transports.base import Transport
 
-__all__ = ["NO_WIRE_DTYPES", "WireDtypes", "check_wires", "send_in", "wire_problems"]
+__all__ = ["NO_WIRE_DTYPES", "WireDtypes", "check_wire_dtypes", "send_in", "wire_dtype_problems"]
 
 WireDtypes = tuple[torch.dtype | None, torch.dtype | None]
-"""What is sent forward and in the transpose; `None` is the tensor's own dtype."""
+"""Dtypes of forward and transpose; None is the tensor's own."""
 
 NO_WIRE_DTYPES: WireDtypes = (None, None)
 
 
-def wire_problems(dtype: torch.dtype, wires: WireDtypes) -> list[Problem]:
-    """What is wrong with dtypes that do not hold the values of one of `dtype`."""
-    words = zip(("forward_dtype", "backward_dtype"), wires, strict=True)
+def wire_dtype_problems(dtype: torch.dtype, wires: WireDtypes) -> list[Problem]:
+    """Return a problem for each wire dtype that cannot represent values of `dtype`."""
+    options = zip(("forward_dtype", "backward_dtype"), wires, strict=True)
     return [
         Problem(
-            f"{word}={wire!r} of a tensor of {dtype}",
-            "what is sent holds the values: floating for floating, integers for integers",
-            f"leave {word} out, or cast the tensor first",
+            f"{option}={wire!r} of a tensor of {dtype}",
+            "wire dtypes must represent the values: floating for floating, integers for integers",
+            f"leave {option} out, or cast the tensor first",
         )
-        for word, wire in words
+        for option, wire in options
         if wire is not None and not carries(wire, dtype)
     ]
 
 
-def check_wires(where: str, dtype: torch.dtype, wires: WireDtypes) -> None:
-    """Raise `ShardingError` for dtypes that do not hold the values of one of `dtype`."""
+def check_wire_dtypes(where: str, dtype: torch.dtype, wires: WireDtypes) -> None:
+    """Raise `ShardingError` for wire dtypes that cannot represent values of `dtype`."""
     if wires != NO_WIRE_DTYPES:
-        raise_if(where, wire_problems(dtype, wires))
+        raise_if(where, wire_dtype_problems(dtype, wires))
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """A linear operation whose locals travel in other dtypes."""
+class CastOp:
+    """Linear operation whose locals are sent in other dtypes."""
 
-    op: Linear
+    op: LinearOp
     wires: WireDtypes
 
     @property
@@ -57,21 +57,21 @@ class _Sent:
         return self.op.mesh
 
     @property
-    def T(self) -> _Sent:  # noqa: N802 - the mathematical name
-        return _Sent(self.op.T, self.wires[::-1])
+    def T(self) -> CastOp:  # noqa: N802 - the mathematical name
+        return CastOp(self.op.T, self.wires[::-1])
 
-    def wider(self, n: int) -> _Sent:
-        return _Sent(self.op.wider(n), self.wires)
+    def wider(self, n: int) -> CastOp:
+        return CastOp(self.op.wider(n), self.wires)
 
-    def launch(self, transport: Transport, xs: Shards) -> FinishAll:
+    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         wire = self.wires[0]
         if wire is None:
             return self.op.launch(transport, xs)
-        moved = self.op.launch(transport, tuple(x.to(wire) for x in xs))
+        finish = self.op.launch(transport, tuple(x.to(wire) for x in xs))
         dtypes = [x.dtype for x in xs]
-        return lambda: tuple(y.to(dtype) for y, dtype in zip(moved(), dtypes, strict=True))
+        return lambda: tuple(y.to(dtype) for y, dtype in zip(finish(), dtypes, strict=True))
 
 
-def send_in(op: Linear, wires: WireDtypes) -> Linear:
-    """`op` with its locals sent in other dtypes; a program takes them itself."""
-    return op if wires == NO_WIRE_DTYPES else _Sent(op, wires)
+def send_in(op: LinearOp, wires: WireDtypes) -> LinearOp:
+    """Return `op` with its locals sent in other dtypes; programs have options of their own."""
+    return op if wires == NO_WIRE_DTYPES else CastOp(op, wires)

@@ -21,7 +21,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import ReducedToInvariant
-from fshard.run.autograd.linear_function import Run, apply_linear
+from fshard.run.autograd.linear_function import ProgramGroup, apply_linear
 from fshard.run.transports.base import Label, current_transport, labelled
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
@@ -151,7 +151,7 @@ def _first(
         return x
     with DisableTorchFunction():
         prog = _picking(mesh, picked, x.shape, x.dtype)
-        return apply_linear(Run((prog,)), (x,), everywhere=False)[0]
+        return apply_linear(ProgramGroup((prog,)), (x,), everywhere=False)[0]
 
 
 # -- values ------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def check_values(
             given += f" and the values {', '.join(rest)}" if rest else ""
             given += ", on another rank others"
             fix = f"return the same tree on every rank{_parted(told)}"
-            rule = "every rank returns the same structure"
+            rule = "every rank must return the same structure"
             raise_if(where, [Problem(given, rule, fix)], everywhere=True)
         found = _unlike_others(mesh, axes, others, device, told)
         if found is not None:

@@ -122,12 +122,12 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a set": (
         lambda v: fs.psum(v, {"i"}, mesh=MESH),  # type: ignore[arg-type]
         text("fs.psum", "the set {'i'} as axes",
-             "axes are a name, or a tuple or a list of names, the first one major", "'i', say"),
+             "axes must be a name or a tuple or list of names, major to minor", "'i', say"),
     ),
     "a frozen set": (
         lambda v: fs.all_gather(v, axis_name=frozenset({"i"}), mesh=MESH),  # type: ignore[arg-type]
         text("fs.all_gather", "the set {'i'} as axes",
-             "axes are a name, or a tuple or a list of names, the first one major", "'i', say"),
+             "axes must be a name or a tuple or list of names, major to minor", "'i', say"),
     ),
     "a list of places": (
         lambda v: fs.pshuffle(v, "i", [0, 0], mesh=MESH),

@@ -310,7 +310,7 @@ def refuse(what: str) -> None:
     [
         ("mesh", "mesh=Mesh(y=2) in a running shard_map over Mesh(x=2, y=2, devices=[2, 0, 3, 1])"),
         ("again", "is mapped already, by the enclosing shard_map"),
-        ("spec", "leave 'x' out: each of its ranks maps what it holds"),
+        ("spec", "leave 'x' out: each of its ranks maps its own values"),
         ("none", "mesh=None outside of a running shard_map"),
         ("tensor", "with the out spec None"),
         ("out", "out_specs: axis 'q' on Mesh(x=2, y=2, devices=[2, 0, 3, 1])"),

@@ -231,7 +231,7 @@ def fail_in_body(what: str) -> None:
     [
         ("spec", "axis 'q' on Mesh(x=2, y=2, devices=[2, 0, 3, 1])"),
         ("divide", "3 % 2 = 1"),
-        ("pair", "in_specs ask for f32[4@y,4]"),
+        ("pair", "in_specs require f32[4@y,4]"),
         ("local", "a local of shape (4, 4) and torch.float32"),
         ("axis", "axis 'q'"),
         ("unbound", "an unbound axis name: 'x'"),

@@ -55,9 +55,9 @@ def test_links_of_a_huge_cluster() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Topology.cluster(0), "a node has at least 1 device"),
-        (lambda: Topology.cluster(2.5), "a node has at least 1 device"),  # type: ignore[arg-type]
-        (lambda: Topology.of({"x": (1e-6, 1e9)}), "a connection is a Link"),  # type: ignore[dict-item]
+        (lambda: Topology.cluster(0), "a node must have at least 1 device"),
+        (lambda: Topology.cluster(2.5), "a node must have at least 1 device"),  # type: ignore[arg-type]
+        (lambda: Topology.of({"x": (1e-6, 1e9)}), "a connection must be a Link"),  # type: ignore[dict-item]
         (lambda: Topology.of("x"), "a mapping from mesh axis to Link"),  # type: ignore[arg-type]
         (
             lambda: Topology.of({}, memory=0),
@@ -78,7 +78,7 @@ def test_topologies_that_do_not_exist(make: Callable[[], object], message: str) 
 
 @pytest.mark.parametrize("link", [(-1, 1), (1, 0), (1, -1)])
 def test_a_link_has_bandwidth(link: tuple[float, float]) -> None:
-    with pytest.raises(ShardingError, match="latency is at least 0, bandwidth above 0"):
+    with pytest.raises(ShardingError, match="latency must be at least 0 and bandwidth above 0"):
         Link(*link)
 
 
@@ -183,8 +183,8 @@ def test_a_file_gives_the_same_topology(
     assert Topology.load(str(path)) == topology
 
 
-KEYS = "the keys are inner, launch, links, memory, message, name, node_size, outer"
-LINK = "a link is a latency and a bandwidth"
+KEYS = "the keys must be inner, launch, links, memory, message, name, node_size, outer"
+LINK = "a link must have a latency and a bandwidth"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ LINK = "a link is a latency and a bandwidth"
         ({"outer": {"latency": 1}}, "with outer {'latency': 1}", LINK),
         ({"links": [1]}, "with links [1]", LINK),
         ({"links": {"x": 1}}, "with x 1", LINK),
-        ({"name": None}, "with name=None", "a name is a text"),
-        ({"node_size": True}, "with node_size=True", "a node has at least 1 device"),
-        ({"launch": "6e-6"}, "with launch='6e-6'", "launches and messages take at least 0 seconds"),
+        ({"name": None}, "with name=None", "name must be a str"),
+        ({"node_size": True}, "with node_size=True", "a node must have at least 1 device"),
+        ({"launch": "6e-6"}, "with launch='6e-6'", "launch and message must be at least 0 seconds"),
         ({"links": {"x": {"latency": "fast", "bandwidth": 1}}},
-         "with x Link(latency='fast', bandwidth=1)", "latency is at least 0, bandwidth above 0"),
+         "with x Link(latency='fast', bandwidth=1)", "latency must be at least 0 and bandwidth above 0"),
     ],
 )  # fmt: skip
 def test_a_file_of_other_keys(
@@ -224,10 +224,10 @@ def test_a_file_of_other_keys(
     ("change", "message"),
     [
         ({"memory": 0}, "memory's bandwidth is above 0"),
-        ({"node_size": 0}, "a node has at least 1 device"),
+        ({"node_size": 0}, "a node must have at least 1 device"),
         ({"inner": {"latency": -1, "bandwidth": 1}}, "latency is at least 0"),
         ({"inner": {"latency": 0, "bandwidth": math.inf}}, "bandwidth above 0"),
-        ({"name": 3}, "a name is a text"),
+        ({"name": 3}, "name must be a str"),
     ],
 )
 def test_a_file_of_other_numbers(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -243,7 +243,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
     assert str(caught.value) == spec_grid.message(
-        "fs.Topology.load", f"{str(path)!r}: No such file or directory", "the file can be read",
+        "fs.Topology.load", f"{str(path)!r}: No such file or directory", "the file must be readable",
         "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
     for text in ("", "{", "\x00\xff", "[" * 100_000):
         path.write_text(text)
@@ -251,13 +251,13 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
             Topology.load(path)
         assert str(caught.value) == spec_grid.message(
             "fs.Topology.load", f"{str(path)!r}",
-            "the file holds JSON, as Topology.save writes it",
+            "the file must hold JSON, as Topology.save writes it",
             "write it anew with topology.save(path)")  # fmt: skip
     path.write_text("{}")
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
     assert str(caught.value) == spec_grid.message(
-        "fs.Topology.load", f"{str(path)!r} without {KEYS.removeprefix('the keys are ')}", KEYS,
+        "fs.Topology.load", f"{str(path)!r} without {KEYS.removeprefix('the keys must be ')}", KEYS,
         "write it anew with topology.save(path)")  # fmt: skip
     path.write_text("[1]")
     with pytest.raises(ShardingError, match="with no mapping"):

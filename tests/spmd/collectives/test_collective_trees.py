@@ -269,7 +269,7 @@ def test_simulated_ranks_wait_for_what_they_start() -> None:
     assert str(caught.value) == (
         "fs.psum\n"
         f"  given: 1 pending result never waited for: fs.psum at {__file__}:{line}\n"
-        "  rule:  what a simulated rank starts it waits for, once, before it returns\n"
+        "  rule:  a collective that a simulated rank starts must be waited for, once, before it returns\n"
         "  fix:   pending.wait()"
     )
     with pytest.raises(KeyError, match="another error"):

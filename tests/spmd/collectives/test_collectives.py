@@ -463,7 +463,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.all_to_all(X, "y", 0, 2, mesh=MESH), "concat_axis=2 of a tensor of 2 dims"),
     (lambda: fs.pswapaxes(X, "y", 1, mesh=MESH), "axis=1 of size 4"),
     (lambda: fs.all_gather([X, 3], "x", mesh=MESH), "a leaf of type int"),
-    (lambda: fs.pargmax(3, "x", mesh=MESH), "the leaves of the tree are tensors, or None"),
+    (lambda: fs.pargmax(3, "x", mesh=MESH), "the leaves of the tree must be tensors, or None"),
     (lambda: fs.pshuffle(X, "y", [0, 1, 1], mesh=MESH), "every place 0..2 along y once"),
     (lambda: fs.pbroadcast(X, "y", 3, mesh=MESH), "places along y are -3..2"),
     (
@@ -478,7 +478,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.start(torch.sum, X, 0), "what starts is a collective: all_gather, all_to_all"),
     (
         lambda: fs.start(fs.pmax, X.clone().requires_grad_(), "x", mesh=MESH),
-        "sums and movements run ahead with gradients",
+        "sums and movements can be started with gradients",
     ),
     (lambda: fs.ppermute(X, "y", [(0, 3)], mesh=MESH), "places along y are -3..2"),
     (lambda: fs.ppermute(X, "y", [(0, 1), (0, 2)], mesh=MESH), "source 0 in (0, 1)"),

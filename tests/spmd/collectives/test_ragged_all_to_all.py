@@ -130,7 +130,7 @@ X = torch.zeros(3)
 ROWS = "both are rows of one shape and dtype"
 SENT = "the operands of all ranks are rows of one shape and dtype"
 ONCE = "rows 0..2 of that output are written at most once"
-HOLDS = "what is sent holds the values: floating for floating, integers for integers"
+HOLDS = "the dtype that is sent must be of the same kind: floating for floating, integer for integer"
 
 
 def count(name: str) -> str:

@@ -28,39 +28,39 @@ Refused = tuple[Callable[[torch.Tensor], Any], str]
 IN_A_BODY: dict[str, Refused] = {
     "unknown axis": (
         lambda v: fs.psum(v, "q"),
-        text("fs.psum", "axis 'q' on Mesh(x=2, y=3)", "the mesh's axes are x, y",
+        text("fs.psum", "axis 'q' on Mesh(x=2, y=3)", "an axis must be one of x, y",
              "use one of x, y"),
     ),
     "misspelt axis": (
         lambda v: fs.all_gather(v, ("x", "yy")),
-        text("fs.all_gather", "axis 'yy' on Mesh(x=2, y=3)", "the mesh's axes are x, y",
+        text("fs.all_gather", "axis 'yy' on Mesh(x=2, y=3)", "an axis must be one of x, y",
              "did you mean 'y'?"),
     ),
     "axis twice": (
         lambda v: fs.psum(v, ("x", "x")),
-        text("fs.psum", "axis 'x' 2 times in ('x', 'x')", "an axis is named at most once",
+        text("fs.psum", "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once",
              "name 'x' once"),
     ),
     "an axis that is no name": (
         lambda v: fs.psum(v, 3),  # type: ignore[arg-type]
-        text("fs.psum", "3 as axes", "axes are a name, or a tuple or a list of names",
+        text("fs.psum", "3 as axes", "axes must be a name or a tuple or list of names",
              "'x' or ('x', 'y'), with names of the mesh's axes"),
     ),
     "axes of which one is no name": (
         lambda v: fs.all_gather(v, ("x", 3)),  # type: ignore[arg-type]
-        text("fs.all_gather", "('x', 3) as axes", "axes are a name, or a tuple or a list of names",
+        text("fs.all_gather", "('x', 3) as axes", "axes must be a name or a tuple or list of names",
              "'x' or ('x', 'y'), with names of the mesh's axes"),
     ),
     "axes that are a set": (
         lambda v: fs.all_gather(v, {"y", "x"}),  # type: ignore[arg-type]
         text("fs.all_gather", "the set {'x', 'y'} as axes",
-             "axes are a name, or a tuple or a list of names, the first one major",
+             "axes must be a name or a tuple or list of names, major to minor",
              "('x', 'y'), say"),
     ),
     "an index along a set": (
         lambda v: v * fs.axis_index(frozenset({"x"})),  # type: ignore[arg-type]
         text("fs.axis_index", "the set {'x'} as axes",
-             "axes are a name, or a tuple or a list of names, the first one major", "'x', say"),
+             "axes must be a name or a tuple or list of names, major to minor", "'x', say"),
     ),
     "places that are no pairs": (
         lambda v: fs.ppermute(v, "y", [0, 1, 2]),  # type: ignore[list-item]
@@ -109,17 +109,17 @@ IN_A_BODY: dict[str, Refused] = {
     ),
     "a dim to gather along": (
         lambda v: fs.all_gather(v, "x", axis=2, tiled=True),
-        text("fs.all_gather", "axis=2 of a tensor of 2 dims", "a dim is in -2..1",
+        text("fs.all_gather", "axis=2 of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "a dim to gather along that is none": (
         lambda v: fs.all_gather(v, "x", axis="y", tiled=True),  # type: ignore[arg-type]
-        text("fs.all_gather", "axis='y' of a tensor of 2 dims", "a dim is in -2..1",
+        text("fs.all_gather", "axis='y' of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "a dim to stack along": (
         lambda v: fs.all_gather(v, "x", axis=3),
-        text("fs.all_gather", "axis=3 of a result of 3 dims", "a dim is in -3..2",
+        text("fs.all_gather", "axis=3 of a result of 3 dims", "a dim must be in -3..2",
              "name a dim it has"),
     ),
     "a scalar to gather along": (
@@ -189,7 +189,7 @@ IN_A_BODY: dict[str, Refused] = {
     ),
     "no dim to scatter": (
         lambda v: fs.psum_scatter(v, "x", scatter_dimension=-3),
-        text("fs.psum_scatter", "scatter_dimension=-3 of a tensor of 2 dims", "a dim is in -2..1",
+        text("fs.psum_scatter", "scatter_dimension=-3 of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "a dim to split that does not divide": (
@@ -205,7 +205,7 @@ IN_A_BODY: dict[str, Refused] = {
     ),
     "no dim to concatenate": (
         lambda v: fs.all_to_all(v, "y", 0, 2),
-        text("fs.all_to_all", "concat_axis=2 of a tensor of 2 dims", "a dim is in -2..1",
+        text("fs.all_to_all", "concat_axis=2 of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "groups of two sizes": (
@@ -234,20 +234,20 @@ IN_A_BODY: dict[str, Refused] = {
     ),
     "a leaf that cannot be sent": (
         lambda v: fs.all_gather([v, 3], "x"),
-        text("fs.all_gather", "a leaf of type int", "the leaves of the tree are tensors, or None",
+        text("fs.all_gather", "a leaf of type int", "the leaves of the tree must be tensors, or None",
              "torch.as_tensor(x)"),
     ),
     "a leaf that cannot be summed": (
         lambda v: fs.psum([v, "abc"], "x"),
         text("fs.psum", "a leaf of type str",
-             "the leaves of the tree are tensors, numbers, or None",
-             "torch.as_tensor(x) of an array; leave other things out of the tree"),
+             "the leaves of the tree must be tensors, numbers, or None",
+             "torch.as_tensor(x) of an array; leave other objects out of the tree"),
     ),
     "a leaf that has no maximum": (
         lambda v: fs.pmax("abc", "x"),
         text("fs.pmax", "a leaf of type str",
-             "the leaves of the tree are tensors, numbers, or None",
-             "torch.as_tensor(x) of an array; leave other things out of the tree"),
+             "the leaves of the tree must be tensors, numbers, or None",
+             "torch.as_tensor(x) of an array; leave other objects out of the tree"),
     ),
 }  # fmt: skip
 

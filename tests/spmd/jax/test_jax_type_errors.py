@@ -94,7 +94,7 @@ def test_axes_in_two_states(name: str) -> None:
     assert str(caught.value) == text(
         f"shard_map(body): {name} at {__file__}:{call.__code__.co_firstlineno}",
         "an operand f32[3,6]{varying: x}",
-        "along its axes the operand is in one state; here it is varying along x, invariant along y",
+        "along its axes the operand must be in one state; here it is varying along x, invariant along y",
         "leave out y, or fs.pcast(x, 'y', to='varying') first, if the equal values are to count "
         "once per rank",
     )  # fmt: skip
@@ -104,7 +104,7 @@ ADDENDS: dict[str, tuple[Callable[[torch.Tensor], Any], str, str, str]] = {
     "a function": (
         lambda u: torch.sin(2 * u),
         "sin", "f32[3,6]{unreduced: x}",
-        "a sum over it is still to be taken, and the operation is not linear",
+        "the sum over the axis is still to be taken, and the operation is not linear",
     ),
     "a product": (
         lambda u: u * u,
@@ -126,7 +126,7 @@ def test_addends_pass_linear_operations_only(name: str) -> None:
         fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=True)(X)
     assert str(caught.value) == text(
         f"shard_map(body): {op} at {__file__}:{call.__code__.co_firstlineno}", given,
-        f"what is unreduced along x passes linear operations: {why}",
+        f"operands unreduced along x must enter linear operations: {why}",
         "fs.psum(operand, 'x') before",
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_an_addend_goes_with_addends() -> None:
     assert str(caught.value) == text(
         f"shard_map(body): add at {__file__}:{body.__code__.co_firstlineno + 1}",
         "f32[3,6]{unreduced: x} and f32[3,6]{varying: x}",
-        "the operands of a linear operation are all unreduced along x by one reduction, or none: "
+        "the operands of a linear operation must all be unreduced along x by one reduction, or none: "
         "another is added once on every rank",
         "fs.psum(operand, 'x') before",
     )  # fmt: skip
@@ -175,34 +175,34 @@ STATES: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], tuple[str, str, str
     ),
     "a cast along axes in two states": (
         P("x"), P("x", "y"), lambda v: fs.pcast(v, ("x", "y"), to="varying"),
-        ("fs.pcast", "an operand f32[3,6]{varying: x}", ("along its axes the operand is in one "
+        ("fs.pcast", "an operand f32[3,6]{varying: x}", ("along its axes the operand must be in one "
          "state; here it is varying along x, invariant along y"), "fs.pcast(x, 'y', to='varying')"),
     ),
     "another source": (
         P(), P("x"), lambda v: fs.pcast(v, "x", to="varying", src="reduced"),
         ("fs.pcast", "an operand f32[6,6]",
-         "src is the state that the operand has; here it is invariant along x", "leave src out"),
+         "src must be the operand's state; here it is invariant along x", "leave src out"),
     ),
     "addends are gathered": (
         P("x"), P("x"), lambda v: fs.all_gather(addends(v), "x"),
         ("fs.all_gather", "an operand f32[3,6]{unreduced: x}",
-         "along its axes the operand varies; here it is unreduced along x",
+         "along its axes the operand must vary; here it is unreduced along x",
          "fs.psum(x, 'x') first"),
     ),
     "a sum along addends and others": (
         P("x", "y"), P(), lambda v: fs.psum(addends(v), ("x", "y")),
         ("fs.psum", "an operand f32[3,2]{varying: y; unreduced: x}",
-         ("along its axes the operand varies, or is unreduced by sum along all of them; here it is "
+         ("along its axes the operand must vary, or be unreduced by sum along all of them; here it is "
          "unreduced along x, varying along y"), "fs.psum(x, 'x') first, then over y"),
     ),
     "a maximum of addends": (
         P("x", "y"), P(), lambda v: fs.pmax(addends(v), "y"),
         ("fs.pmax", "an operand f32[3,2]{varying: y; unreduced: x}",
-         "what is unreduced along x passes linear collectives only", "fs.psum(x, 'x') before"),
+         "operands unreduced along x must enter linear collectives", "fs.psum(x, 'x') before"),
     ),
     "a maximum along axes in two states": (
         P("x"), P(), lambda v: fs.pmax(v, ("x", "y")),
-        ("fs.pmax", "an operand f32[3,6]{varying: x}", ("along its axes the operand is in one "
+        ("fs.pmax", "an operand f32[3,6]{varying: x}", ("along its axes the operand must be in one "
          "state; here it is varying along x, invariant along y"), "leave out y"),
     ),
 }  # fmt: skip

@@ -55,15 +55,15 @@ def here(body: Body) -> str:
 
 
 NOT_LINEAR = (
-    "what is unreduced along x passes linear operations: a sum over it is still to be taken, and "
+    "operands unreduced along x must enter linear operations: the sum over the axis is still to be taken, and "
     "the operation is not linear"
 )
 JOINTLY = (
-    "the operands of a linear operation are all unreduced along x by one reduction, or none: "
+    "the operands of a linear operation must all be unreduced along x by one reduction, or none: "
     "another is added once on every rank"
 )
 PRODUCT = (
-    "what is unreduced along x passes linear operations: a product of two sums is not the sum of "
+    "operands unreduced along x must enter linear operations: a product of two sums is not the sum of "
     "the products"
 )
 SUM_FIRST = "fs.psum(operand, 'x') before"

@@ -1,0 +1,398 @@
+"""Calls of a mapped function: plans of their arguments, the run on every rank, their results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard._util.cache import BoundedDict
+from fshard._util.errors import fail, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.spec import Sharded, Spec
+from fshard.layout.tree import (
+    TreeDef,
+    broadcast_prefix,
+    flatten,
+    is_pair,
+    outline,
+    paths,
+    unflatten,
+)
+from fshard.run.global_tensors import unshard
+from fshard.run.transports.base import Transport, current_transport, is_simulated
+from fshard.run.transports.divergence_check import checked_collectives
+from fshard.run.transports.divergence_report import blame
+from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
+from fshard.spmd.boundary import (
+    check_non_tensors,
+    check_specs,
+    empty_results,
+    plan_arguments,
+    result_specs,
+)
+from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
+from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
+from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
+from fshard.spmd.tracking.out_spec_check import Other, other_problem
+from fshard.spmd.tracking.tracker import Tracker
+from fshard.spmd.tracking.typed_body import (
+    check_inner,
+    enter_types,
+    give_types,
+    leave_types,
+    new_tracker,
+    paused,
+    typed,
+)
+
+__all__ = ["map_function"]
+
+Key = tuple[Any, ...]
+
+TENSOR = object()
+"""Stands for a tensor among the leaves of a rank's result."""
+
+
+def map_function(
+    fn: Callable[..., Any] | None,
+    where: str,
+    mesh: Mesh | None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: frozenset[str] | None,
+    *,
+    redistribute_inputs: bool,
+    check: bool | str,
+) -> Any:
+    """Return `fn` mapped, or the decorator; None as `axis_names` are all axes of the pairs."""
+    options: Any = {"redistribute_inputs": redistribute_inputs, "check": check}
+    check_check(check, where)
+    if fn is None:
+        return lambda fn: map_function(fn, where, mesh, in_specs, out_specs, axis_names, **options)
+    if not callable(fn):
+        fail(where, f"{fn!r}", "the first argument must be a function", f"{where}(fn, ...)")
+    function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function.call(args, kwargs)
+
+    # Without the attributes of a module.
+    return functools.update_wrapper(call, fn, updated=())
+
+
+@dataclass(slots=True, eq=False)
+class ResultTree:
+    """Structure that results of equal types and shapes share."""
+
+    treedef: TreeDef
+    tensor_indices: tuple[int, ...]
+    """Indices of the tensors among the leaves."""
+    out_specs: tuple[PathSpec, ...] | None = None
+    """Path and out spec of every leaf, once they are needed."""
+
+
+@dataclass(slots=True, eq=False)
+class BoundaryPlan:
+    """Plan of a call, which depends on the types, shapes and specs of its arguments."""
+
+    scope: Scope
+    treedef: TreeDef
+    transport: bool
+    """Whether the call runs as one rank, else as every rank of a simulation."""
+    pairs: bool
+    """Whether any argument is a pair, so that the results are."""
+    arguments: tuple[Argument, ...] | None
+    """None on a rank outside of the mesh."""
+
+
+class MappedFunction:
+    """A function mapped by `shard_map`, and the plans of its calls."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        where: str,
+        mesh: Mesh | None,
+        in_specs: Any,
+        out_specs: Any,
+        axis_names: frozenset[str] | None,
+        *,
+        redistribute_inputs: bool,
+        check: bool | str,
+    ) -> None:
+        self.fn, self.mesh, self.axis_names, self.check = fn, mesh, axis_names, check
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self.redistribute_inputs = redistribute_inputs
+        name = getattr(fn, "__name__", type(fn).__name__)
+        self.where = f"{where.removeprefix('fs.')}({name})"
+        self.signature = ArgSignature(fn)
+        self.plans: BoundedDict[Key, BoundaryPlan] = BoundedDict()
+        self.result_trees: BoundedDict[Key, ResultTree] = BoundedDict()
+        # Specs of the returned tensors, by the plan and the results of all ranks.
+        self.result_specs: BoundedDict[
+            tuple[BoundaryPlan, tuple[ResultTree, ...]], tuple[Spec, ...]
+        ] = BoundedDict()
+        # Paths and specs of arguments, by their structure and the scopes that they were checked in.
+        self.matched: BoundedDict[TreeDef, tuple[PathSpec, ...]] = BoundedDict()
+        self.checked: BoundedDict[tuple[TreeDef, Scope], None] = BoundedDict()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call; with `check="collectives"` its collectives are compared."""
+        outer = current_axes()
+        if self.check != "collectives":
+            return self._call(args, kwargs, outer)
+        mesh = self.mesh or (outer and outer.mesh)
+        with checked_collectives(mesh) if mesh else nullcontext():
+            return self._call(args, kwargs, outer)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: BoundAxes | None) -> Any:
+        """Look up or make the plan, and run the call as every rank or as this one."""
+        transport = current_transport()
+        tracker = None if outer is None else current_tracker()
+        # The transport of a simulated rank lives as long as the simulation; its rank recurs.
+        rank = transport.rank if transport is not None and is_simulated() else transport
+        key: list[Any] = [rank, torch.is_grad_enabled()]
+        if outer is not None:
+            key += (outer.mesh, outer.axes)
+        values: list[Any] = []
+        with paused(tracker):
+            outline(args, values, key)
+            if kwargs:
+                outline(kwargs, values, key)
+            plan = self.plans.get(tuple(key))
+            if plan is None:
+                plan = self.plans[tuple(key)] = self._plan(args, kwargs, transport, outer)
+        if plan.arguments is None:
+            return empty_results(plan.scope, self.out_specs, plan.pairs)
+        if transport is None or not plan.transport:
+            return MappedCall(self, plan, plan.arguments, values, None).run_all()
+        check_inner(self.check, plan.scope, tracker, self.where)
+        return MappedCall(self, plan, plan.arguments, values, tracker).run_one(transport)
+
+    def _plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        transport: Transport | None,
+        outer: BoundAxes | None,
+    ) -> BoundaryPlan:
+        """Plan a call; raise `ShardingError` for everything that is wrong with its arguments."""
+        values, treedef = flatten((args, kwargs))
+        path_specs = self.matched.get(treedef)
+        if path_specs is None:
+            path_specs = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
+            self.matched[treedef] = path_specs
+        # The values decide who executes: a tuple of shards is a simulation, also inside a rank.
+        pairs = [value for value in values if is_pair(value)]
+        if any(not isinstance(pair[0], torch.Tensor) for pair in pairs):
+            transport = None
+        scope = self._scope(pairs, transport, outer)
+        if (treedef, scope) not in self.checked:
+            check_specs(self.where, scope, path_specs, self.out_specs)
+            self.checked[treedef, scope] = None
+        arguments = None
+        if transport is None or transport.rank in scope.mesh:
+            arguments = plan_arguments(
+                self.where, path_specs, values, scope, transport, self.redistribute_inputs
+            )
+        return BoundaryPlan(scope, treedef, transport is not None, bool(pairs), arguments)
+
+    def _scope(
+        self,
+        pairs: Sequence[tuple[Any, Spec]],
+        transport: Transport | None,
+        outer: BoundAxes | None,
+    ) -> Scope:
+        rank = None if transport is None else transport.rank
+        if self.axis_names is not None:
+            outer = None if transport is None else outer
+            return shard_map_scope(self.where, self.mesh, self.axis_names, outer, rank)
+        meshes = list(dict.fromkeys(spec.mesh for _, spec in pairs))
+        if len(meshes) != 1:
+            fail(
+                self.where,
+                f"pairs of {', '.join(map(str, meshes)) or 'no pair at all'}",
+                "all pairs must have one mesh, which is the one that is mapped over",
+                "fs.shard makes a pair of a tensor and a spec",
+            )
+        return local_map_scope(meshes[0], outer, rank)
+
+    def specs_of(self, tree: ResultTree) -> tuple[PathSpec, ...]:
+        """Return path and out spec of every leaf of results; raise if they are not a prefix."""
+        if tree.out_specs is None:
+            skeleton = unflatten(tree.treedef, list(range(tree.treedef.num_leaves)))
+            specs = broadcast_prefix(self.out_specs, skeleton, "out_specs", self.where)
+            tree.out_specs = tuple(zip(paths(skeleton, "result"), specs, strict=True))
+        return tree.out_specs
+
+
+class MappedCall:
+    """One call: runs the function on the locals of ranks, and assembles the results.
+
+    Attributes:
+        outer: the tracker of the types of the enclosing body, if this is a call in one.
+        returned: by rank, the tree of its results and their leaves, `TENSOR` for tensors.
+    """
+
+    def __init__(
+        self,
+        function: MappedFunction,
+        plan: BoundaryPlan,
+        arguments: Sequence[Argument],
+        values: Sequence[Any],
+        outer: Tracker | None,
+    ) -> None:
+        self.function, self.plan, self.scope = function, plan, plan.scope
+        self.arguments, self.values = arguments, values
+        self.outer = outer
+        self.returned: dict[int, tuple[ResultTree, list[Any]]] = {}
+
+    # -- ranks --------------------------------------------------------------------------
+
+    def run_all(self) -> Any:
+        """Run as every rank of a simulation."""
+        check_untransformed(self.function.where)
+        columns, ranks = self.locals_(), self.scope.mesh.ranks
+        rows = list(zip(*columns, strict=True)) if columns else [()] * len(ranks)
+        outs = map_ranks(self.scope, self.body, rows, self.function.fn, self.check_agreement)
+        returned = list(map(self.returned.__getitem__, ranks))
+        return self.assemble(returned, list(zip(*outs, strict=True)), None)
+
+    def run_one(self, transport: Transport) -> Any:
+        """Run as the one rank that this process, or this simulated rank, is."""
+        with paused(self.outer):
+            locals_ = self.locals_()
+        try:
+            outs = run_body(self.scope, self.body, transport.rank, locals_)
+        except BaseException as error:
+            blame(error, self.scope.named_mesh)
+            raise
+        return self.assemble([self.returned[transport.rank]], outs, transport)
+
+    def locals_(self) -> tuple[Any, ...]:
+        """Return the locals of the arguments that have a spec: of all ranks, or of this one."""
+        arguments = zip(self.arguments, self.values, strict=True)
+        return tuple([arg.to_local(x) for arg, x in arguments if arg.spec is not None])
+
+    def body(self, rank: int, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Call the function as one rank, and return the tensors of its result in order."""
+        function = self.function
+        args, kwargs = unflatten(self.plan.treedef, self.inputs(locals_))
+        tracker = self.outer or new_tracker(function.check, self.scope, function.where)
+        if tracker is None:
+            return self.record_result(rank, function.fn(*args, **kwargs))[1]
+        enter_types(tracker, self.scope, self.arguments, self.values, locals_)
+        with typed(tracker, inner=self.outer is not None):
+            result = function.fn(*args, **kwargs)
+            with tracker.pause():
+                tree, ys = self.record_result(rank, result)
+            path_specs = function.specs_of(tree)
+            promised = [path_specs[index] for index in tree.tensor_indices]
+            return leave_types(tracker, self.scope, promised, ys, self.non_tensors(rank))
+
+    def inputs(self, locals_: tuple[torch.Tensor, ...]) -> Sequence[Any]:
+        """Return one rank's leaves of the arguments: locals, or values without a spec."""
+        if len(locals_) == len(self.values):
+            return locals_
+        remaining = iter(locals_)
+        arguments = zip(self.arguments, self.values, strict=True)
+        return [value if arg.spec is None else next(remaining) for arg, value in arguments]
+
+    def record_result(self, rank: int, result: Any) -> tuple[ResultTree, tuple[torch.Tensor, ...]]:
+        """Return the tree and tensors of one rank's result; the other leaves are recorded."""
+        leaves: list[Any] = []
+        key: list[Any] = []
+        outline(result, leaves, key)
+        trees = self.function.result_trees
+        tree = trees.get(tuple(key))
+        if tree is None:
+            tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+            tree = trees[tuple(key)] = ResultTree(flatten(result)[1], tensors)
+        ys = tuple([leaves[index] for index in tree.tensor_indices])
+        for index in tree.tensor_indices:
+            leaves[index] = TENSOR
+        self.returned[rank] = tree, leaves
+        return tree, ys
+
+    def non_tensors(self, rank: int) -> list[Other]:
+        """Return path and value of the leaves of one rank's result that are not tensors."""
+        tree, leaves = self.returned[rank]
+        if len(leaves) == len(tree.tensor_indices):
+            return []
+        path_specs = self.function.specs_of(tree)
+        return [(path_specs[i][0], leaf) for i, leaf in enumerate(leaves) if leaf is not TENSOR]
+
+    # -- results ------------------------------------------------------------------------
+
+    def check_agreement(self) -> None:
+        """Raise `ShardingError` unless all ranks returned one structure, with equal values."""
+        where, ranks = self.function.where, self.scope.mesh.ranks
+        first, leaves = self.returned[ranks[0]]
+        for rank in ranks:
+            tree, others = self.returned[rank]
+            if tree is first and len(leaves) == len(first.tensor_indices):
+                continue
+            if tree.treedef != first.treedef or tree.tensor_indices != first.tensor_indices:
+                fail(
+                    where,
+                    f"rank {ranks[0]} returned {first.treedef}, rank {rank} {tree.treedef}",
+                    "every rank must return the same structure",
+                    "return the same tree on every rank",
+                )
+            path_specs = self.function.specs_of(first)
+            for (path, _), a, b in zip(path_specs, leaves, others, strict=True):
+                if a is not b and not _is_equal(a, b):
+                    raise_if(where, [other_problem(path, (ranks[0], repr(a)), (rank, repr(b)))])
+
+    def assemble(
+        self,
+        returned: Sequence[tuple[ResultTree, list[Any]]],
+        columns: Sequence[Any],
+        transport: Transport | None,
+    ) -> Any:
+        """Return the result tree: with pairs if any argument is one, else global tensors.
+
+        `columns` are the tensors of this rank, or for each tensor the shards of all ranks.
+        """
+        tree, leaves = returned[0]
+        key = self.plan, tuple([tree for tree, _ in returned])
+        specs = self.function.result_specs.get(key)
+        if specs is None:
+            specs = self.function.result_specs[key] = self.specs(tree, leaves, columns, transport)
+        tensors: list[Any] = list(map(Sharded, columns, specs))
+        if not self.plan.pairs:
+            with paused(self.outer):
+                tensors = list(map(unshard, tensors))
+        if self.outer is not None:
+            give_types(self.outer, self.scope, columns, tensors)
+        for index, value in zip(tree.tensor_indices, tensors, strict=True):
+            leaves[index] = value
+        return unflatten(tree.treedef, leaves)
+
+    def specs(
+        self,
+        tree: ResultTree,
+        leaves: Sequence[Any],
+        columns: Sequence[Any],
+        transport: Transport | None,
+    ) -> tuple[Spec, ...]:
+        """Return the specs of the tensors in results; raise `ShardingError` for bad out specs."""
+        where, path_specs = self.function.where, self.function.specs_of(tree)
+        others = [(*path_specs[i], leaf) for i, leaf in enumerate(leaves) if leaf is not TENSOR]
+        check_non_tensors(where, others)
+        rows = [(*path_specs[i], x) for i, x in zip(tree.tensor_indices, columns, strict=True)]
+        with paused(self.outer):
+            return tuple(result_specs(where, rows, self.arguments, self.scope, transport))
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Return True for equal results of two ranks; arrays are compared by element, NaN is NaN."""
+    if isinstance(a, float) and a != a:
+        return bool(b != b)
+    same = a == b
+    return bool(same.all() if hasattr(same, "all") else same)
