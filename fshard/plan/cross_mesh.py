@@ -1,4 +1,4 @@
-"""Programs between two meshes: from a trainer to an inference server, or to a larger or smaller job.
+"""Programs between two meshes: from a trainer to an inference server, or to a job of another size.
 
 If both meshes are grids of the same devices in one order, their common refinement is a mesh on
 which to plan. Otherwise one exchange sends each byte once, from the closest holder. Steps before it
@@ -119,7 +119,7 @@ def _sharded(spec: Spec, axes: tuple[str, ...]) -> Iterator[Spec]:
 def _steps_cost(
     src: Spec, steps: list[Step], topology: Topology | None, max_memory: int | None
 ) -> float:
-    """Return the seconds, or bytes and launches, of steps; infinite if a layout exceeds `max_memory`."""
+    """Return the seconds, or bytes and launches, of steps; infinite above `max_memory`."""
     cost, spec = 0.0, src
     for step in steps:
         after = infer(step, spec)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, Literal, overload
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, overload
 
 import torch
 
@@ -16,15 +15,10 @@ from fshard.layout.validation import state_problems
 from fshard.plan.batch.batch import BUCKET_BYTES, Batch, bucket_problems
 from fshard.plan.batch.plan_batch import plan_batch
 from fshard.plan.cross_mesh import plan_between
+from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
 from fshard.program.cast_rules import holds
 from fshard.program.cost.topology import Topology
-from fshard.program.program import (
-    Program,
-    as_types,
-    endpoint_problems,
-    exclude_problems,
-    wire_problems,
-)
+from fshard.program.program import Program, as_types, endpoint_problems, wire_problems
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -38,42 +32,24 @@ from fshard.program.steps import (
 
 __all__ = ["redistribute"]
 
-NODE = Topology.node()
-StepTypes = tuple[type, ...]
-WireDtypes = tuple[torch.dtype | None, torch.dtype | None]
-Objective = Literal["time", "bytes"]
-COLLECTIVES = {AllGather, AllReduce, AllToAll, CollectivePermute, ReduceScatter}
+COLLECTIVES = (AllGather, AllReduce, AllToAll, CollectivePermute, ReduceScatter)
 """Step types in which a rank may receive more than it lacks: all but the exchange."""
 
 
 @overload
 def redistribute(
-    src: Spec,
-    dst: Spec,
-    /,
-    *,
-    topology: Topology | None = None,
-    objective: Objective = "time",
-    max_memory: int | None = None,
-    exclude: type | Iterable[type] = (),
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-    bucket_bytes: int | None = BUCKET_BYTES,
-) -> Program: ...
+    src: Spec, dst: Spec, /, *, topology: Topology | None = ..., objective: Objective = ...,
+    max_memory: int | None = ..., exclude: type | Iterable[type] = ...,
+    forward_dtype: torch.dtype | None = ..., backward_dtype: torch.dtype | None = ...,
+    bucket_bytes: int | None = ...,
+) -> Program: ...  # fmt: skip
 @overload
 def redistribute(
-    src: Any,
-    dst: Any,
-    /,
-    *,
-    topology: Topology | None = None,
-    objective: Objective = "time",
-    max_memory: int | None = None,
-    exclude: type | Iterable[type] = (),
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-    bucket_bytes: int | None = BUCKET_BYTES,
-) -> Batch: ...
+    src: Any, dst: Any, /, *, topology: Topology | None = ..., objective: Objective = ...,
+    max_memory: int | None = ..., exclude: type | Iterable[type] = ...,
+    forward_dtype: torch.dtype | None = ..., backward_dtype: torch.dtype | None = ...,
+    bucket_bytes: int | None = ...,
+) -> Batch: ...  # fmt: skip
 def redistribute(
     src: Any,
     dst: Any,
@@ -127,80 +103,49 @@ def redistribute(
     f32[1024@dp,512@tp] -> f32[1024@(dp,tp),512] on Mesh(dp=2, tp=4)
       all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B
     """
-    options = (max_memory, as_types(exclude), forward_dtype, backward_dtype)
-    problems = [*_objective_problems(topology, objective), *bucket_problems(bucket_bytes)]
+    problems = [*objective_problems(topology, objective), *bucket_problems(bucket_bytes)]
     raise_if("fs.redistribute", problems)
+    options = PlanOptions(
+        topology, objective, max_memory, as_types(exclude), forward_dtype, backward_dtype
+    )
     if isinstance(src, Spec) and isinstance(dst, Spec):
-        return _plan(src, dst, topology, objective, *options)
-    return plan_batch(src, dst, _plan, _plan_exchange, topology, objective, options, bucket_bytes)
+        return _plan(src, dst, options)
+    return plan_batch(src, dst, _plan, _plan_exchange, options, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)
-def _plan(
-    src: Spec,
-    dst: Spec,
-    topology: Topology | None,
-    objective: Objective,
-    max_memory: int | None,
-    exclude: StepTypes,
-    forward_dtype: torch.dtype | None,
-    backward_dtype: torch.dtype | None,
-    sharers: int = 1,
-) -> Program:
-    """Return the cheapest program if `sharers` programs share each launch."""
-    wires = (forward_dtype, backward_dtype)
-    raise_if("fs.redistribute", _problems(src, dst, max_memory, exclude, wires))
-    find = partial(_find, src, dst, topology, objective, wires, sharers)
-    prog = find(max_memory, frozenset(exclude))
+def _plan(src: Spec, dst: Spec, options: PlanOptions) -> Program:
+    raise_if("fs.redistribute", _problems(src, dst, options))
+    prog = _find(src, dst, options)
     if prog is not None:
         return prog
     fail(
         "fs.redistribute",
-        f"{src} -> {dst}{_restrictions(max_memory, exclude)}",
+        f"{src} -> {dst}{options.restrictions()}",
         "no program meets the restrictions",
-        _fix(find, max_memory, frozenset(exclude)),
+        _fix(src, dst, options),
     )
 
 
-def _plan_exchange(
-    src: Spec,
-    dst: Spec,
-    topology: Topology | None,
-    objective: Objective,
-    max_memory: int | None,
-    exclude: StepTypes,
-    forward_dtype: torch.dtype | None,
-    backward_dtype: torch.dtype | None,
-) -> Program | None:
+def _plan_exchange(src: Spec, dst: Spec, options: PlanOptions) -> Program | None:
     """Return a program in which no rank receives more than it lacks, or None.
 
     Its busiest rank alone may gain nothing; in a batch other ranks have other leaves to receive.
     """
-    if Exchange in exclude:
+    if Exchange in options.exclude:
         return None
-    excluded, wires = frozenset(exclude) | COLLECTIVES, (forward_dtype, backward_dtype)
-    return _find(src, dst, topology, objective, wires, 1, max_memory, excluded)
+    return _find(src, dst, options._replace(exclude=(*options.exclude, *COLLECTIVES)))
 
 
-def _find(
-    src: Spec,
-    dst: Spec,
-    topology: Topology | None,
-    objective: Objective,
-    wires: WireDtypes,
-    sharers: int,
-    max_memory: int | None,
-    exclude: frozenset[type],
-) -> Program | None:
+def _find(src: Spec, dst: Spec, options: PlanOptions) -> Program | None:
     """Return the cheapest program that meets the restrictions, or None."""
-    model = (topology or NODE) if objective == "time" else None
-    if model is not None and sharers > 1:
-        model = replace(model, launch=model.launch / sharers)
+    wire, topology = options.forward_dtype, options.cost_topology
+    restrictions = options.max_memory, frozenset(options.exclude)
 
     def plan(start: Spec, end: Spec) -> list[Step] | None:
-        if wires[0] is not None:  # costs are those of the dtype that is sent
-            start, end = start._with(dtype=wires[0]), end._with(dtype=wires[0])
-        return plan_between(start, end, model, max_memory, exclude)
+        if wire is not None:  # costs are those of the dtype that is sent
+            start, end = start._with(dtype=wire), end._with(dtype=wire)
+        return plan_between(start, end, topology, *restrictions)
 
     parts: list[list[Step] | None]
     if src.dtype == dst.dtype:
@@ -211,12 +156,12 @@ def _find(
     if None in parts:
         return None
     steps = [step for part in parts if part is not None for step in part]
-    forward, backward = wires
     prog = Program(
-        src, steps, dst, forward_dtype=forward, backward_dtype=backward, topology=topology
-    )
-    fits = max_memory is None or not steps or prog.cost().peak_memory <= max_memory
-    return prog if fits else None
+        src, steps, dst, forward_dtype=wire, backward_dtype=options.backward_dtype,
+        topology=options.topology,
+    )  # fmt: skip
+    limit = options.max_memory
+    return prog if limit is None or not steps or prog.cost().peak_memory <= limit else None
 
 
 def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
@@ -237,27 +182,12 @@ def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
     return invariant._with(dtype=src.dtype), invariant
 
 
-def _problems(
-    src: Spec,
-    dst: Spec,
-    max_memory: int | None,
-    exclude: StepTypes,
-    wires: WireDtypes,
-) -> list[Problem]:
+def _problems(src: Spec, dst: Spec, options: PlanOptions) -> list[Problem]:
     problems = endpoint_problems("redistribute", src, dst)
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return problems
-    problems += exclude_problems(exclude)
-    is_int = isinstance(max_memory, int) and not isinstance(max_memory, bool)
-    if max_memory is not None and (not is_int or max_memory < 0):
-        problems.append(
-            Problem(
-                f"max_memory={max_memory!r}",
-                "max_memory must be a number of bytes, an int of at least 0",
-                "max_memory=2**30",
-            )
-        )
-    problems += wire_problems(src, wires)
+    problems += options.restriction_problems()
+    problems += wire_problems(src, (options.forward_dtype, options.backward_dtype))
     if src.dtype.is_complex and not dst.dtype.is_complex:
         problems.append(
             Problem(
@@ -280,48 +210,22 @@ def _problems(
     return problems
 
 
-def _objective_problems(topology: object, objective: object) -> list[Problem]:
-    """Return the problems of the options that say what is minimized."""
-    problems = []
-    if topology is not None and not isinstance(topology, Topology):
-        fix = f'objective="{topology}"' if topology in ("time", "bytes") else (
-            "topology=fs.Topology.cluster(8)")  # fmt: skip
-        problems.append(Problem(f"topology={topology!r}", "topology must be a Topology", fix))
-    if objective not in ("time", "bytes"):
-        rule = "objective must be 'time' or 'bytes'"
-        fix = "topology=, which takes the Topology" if isinstance(objective, Topology) else (
-            'objective="bytes"')  # fmt: skip
-        problems.append(Problem(f"objective={objective!r}", rule, fix))
-    return problems
-
-
-def _restrictions(max_memory: int | None, exclude: StepTypes) -> str:
-    """Return the given restrictions as text, each after a comma."""
-    texts = [] if max_memory is None else [f"max_memory={max_memory}"]
-    names = ", ".join(step_type.__name__ for step_type in exclude)
-    texts += [f"exclude={names if len(exclude) == 1 else f'({names})'}"] if exclude else []
-    return "".join(f", {text}" for text in texts)
-
-
-def _fix(
-    find: Callable[[int | None, frozenset[type]], Program | None],
-    max_memory: int | None,
-    exclude: frozenset[type],
-) -> str:
+def _fix(src: Spec, dst: Spec, options: PlanOptions) -> str:
     """Return a fix that was tried: the least sufficient memory, or step types to allow."""
-    least, prog = None, find(None, exclude)
+    least, prog = None, _find(src, dst, options._replace(max_memory=None))
     while prog is not None:
         least = prog.cost().peak_memory
-        prog = find(least - 1, exclude)
+        prog = _find(src, dst, options._replace(max_memory=least - 1))
         if prog is not None and not prog.steps:
             break
     if least is not None:
         return f"give max_memory={least}, the least there is"
-    unrestricted = find(None, frozenset())
+    unrestricted = _find(src, dst, options._replace(max_memory=None, exclude=()))
     assert unrestricted is not None
-    used = {type(step).__name__ for step in unrestricted.steps if type(step) in exclude}
+    excluded = options.exclude
+    used = {type(step).__name__ for step in unrestricted.steps if type(step) in excluded}
     fixes = [f"allow {', '.join(sorted(used))}"] if used else []
     peak = unrestricted.cost().peak_memory
-    if max_memory is not None and peak > max_memory:
+    if options.max_memory is not None and peak > options.max_memory:
         fixes.append(f"give max_memory={peak}")
     return " and ".join(fixes) or "lift one of the two restrictions"

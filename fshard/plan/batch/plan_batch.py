@@ -8,11 +8,11 @@ from typing import Any
 
 from fshard._util.errors import raise_if
 from fshard.layout.spec import Spec
-from fshard.layout.tree import TreeDef, flatten, matching, paths, unflatten
+from fshard.layout.tree import TreeDef, flatten, flatten_like, paths, unflatten
 from fshard.plan.batch.batch import Batch, batch_from_leaves, map_leaves
 from fshard.plan.batch.coalesce import Leaves, cost_ranks, launch_keys, typed_step
+from fshard.plan.plan_options import PlanOptions
 from fshard.program.cost.rank_loads import step_load
-from fshard.program.cost.topology import Topology
 from fshard.program.program import Program, endpoint_problems
 
 __all__ = ["plan_batch"]
@@ -32,28 +32,26 @@ def plan_batch(
     dst: Any,
     plan: Plan,
     plan_exchange: TryPlan,
-    topology: Topology | None,
-    objective: str,
-    options: tuple[Any, ...],
+    options: PlanOptions,
     bucket_bytes: int | None,
 ) -> Batch:
     """Return the batch from one tree of specs to another that is cheapest as a whole.
 
-    `plan(src, dst, topology, objective, *options)` plans one leaf, `plan_exchange` tries an
-    alternative. To minimize time, each leaf is also planned as if other leaves shared its
-    launches. Leaves with the same candidates choose together what makes the batch cheapest, so it
-    never costs more than its leaves one by one. Batches are cached by value.
+    `plan(src, dst, options)` plans one leaf, `plan_exchange` tries an alternative. To minimize
+    time, each leaf is also planned as if other leaves shared its launches. Leaves with the same
+    candidates choose together what makes the batch cheapest, so it never costs more than its leaves
+    one by one. Batches are cached by value.
 
     Raises:
         ShardingError: If the trees have different structures, and for all that `plan` raises, with
             the path of the leaf.
     """
     sources, structure = flatten(src)
-    targets = matching(src, dst, ("src", "dst"), "fs.redistribute")
+    targets = flatten_like(src, dst, ("src", "dst"), "fs.redistribute")
     hashable = all(x is None or isinstance(x, Spec) for x in (*sources, *targets))
     planned = _planned if hashable else _planned.__wrapped__  # other leaves are refused there
     ends = tuple(zip(sources, targets, strict=True))
-    return planned(ends, structure, plan, plan_exchange, topology, objective, options, bucket_bytes)
+    return planned(ends, structure, plan, plan_exchange, options, bucket_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -62,32 +60,28 @@ def _planned(
     structure: TreeDef,
     plan: Plan,
     plan_exchange: TryPlan,
-    topology: Topology | None,
-    objective: str,
-    options: tuple[Any, ...],
+    options: PlanOptions,
     bucket_bytes: int | None,
 ) -> Batch:
     names = paths(unflatten(structure, [src for src, _ in ends]), "")
-    plan_alone = cache(lambda a, b: plan(a, b, topology, objective, *options))
+    plan_alone = cache(lambda a, b: plan(a, b, options))
     planners = [partial(_plan_leaf, *pair, plan_alone) for pair in ends]
     leaves = tuple(map_leaves("fs.redistribute", names, planners))
     moving = [src != dst for src, dst in ends]
     if sum(moving) < 2:
         return batch_from_leaves(leaves, structure, bucket_bytes)
-    others: list[TryPlan] = [
-        _if_fewer_bytes(lambda a, b: plan_exchange(a, b, topology, objective, *options), plan_alone)
-    ]
-    if objective == "time":
-        sharers = min(sum(moving), MAX_SHARERS)
-        others.append(lambda a, b: plan(a, b, topology, objective, *options, sharers))
+    others = [_if_fewer_bytes(lambda a, b: plan_exchange(a, b, options), plan_alone)]
+    if options.objective == "time":
+        sharing = options._replace(sharers=min(sum(moving), MAX_SHARERS))
+        others.append(lambda a, b: plan(a, b, sharing))
     candidates: list[Leaves] = [leaves]
     for planner in map(cache, others):
-        progs = [
-            planner(*pair) if moves else None for pair, moves in zip(ends, moving, strict=True)
-        ]
+        progs = [planner(*ends[i]) if moves else None for i, moves in enumerate(moving)]
         candidates.append(tuple(a if b is None else b for a, b in zip(leaves, progs, strict=True)))
     batch = partial(batch_from_leaves, structure=structure, bucket_bytes=bucket_bytes)
-    return _cheapest(candidates, batch, _batch_time if objective == "time" else _batch_bytes)
+    return _cheapest(
+        candidates, batch, _batch_time if options.objective == "time" else _batch_bytes
+    )
 
 
 def _if_fewer_bytes(try_plan: TryPlan, plan: Plan) -> TryPlan:
