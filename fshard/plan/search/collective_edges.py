@@ -16,14 +16,7 @@ from functools import partial
 from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.all_to_all_edges import AxisRuns
 from fshard.plan.search.exchange_edges import Edge, ExchangeEdges, StepFactory
-from fshard.plan.search.layout_state import (
-    Axes,
-    LayoutState,
-    add_kinds,
-    remove_kinds,
-    replace_dim,
-    subsets,
-)
+from fshard.plan.search.layout_state import Axes, LayoutState, add_kinds, remove_kinds, subsets
 from fshard.plan.search.problem import SearchProblem
 from fshard.program.cost.traffic import (
     Traffic,
@@ -214,16 +207,14 @@ class CollectiveEdges(ExchangeEdges):
                 goal, kind = self.goals[axes[i]]
                 if goal != "unreduced" or self.size[axes[i]] != self.size[replacement]:
                     continue
-                new = replace_dim(
-                    state._replace(
-                        unreduced=add_kinds(state.unreduced, (axes[i],), kind),
-                        reduced=remove_kinds(state.reduced, (replacement,)),
-                    ),
-                    dim,
-                    (*axes[:i], replacement, *axes[i + 1 :]),
-                    state.sizes[dim],
+                old = axes[i : i + 1]
+                new = state.replace_dim(
+                    dim, (*axes[:i], replacement, *axes[i + 1 :]), state.sizes[dim]
+                )._replace(
+                    unreduced=add_kinds(state.unreduced, old, kind),
+                    reduced=remove_kinds(state.reduced, (replacement,)),
                 )
-                make_step = partial(ShardedToUnreduced, (axes[i],), dim, str(kind), (replacement,))
+                make_step = partial(ShardedToUnreduced, old, dim, str(kind), (replacement,))
                 if not has_mixed_reductions(new.unreduced, new.reduced):
                     yield self.local(make_step, new, 2 * self.problem.nbytes(new))
 
@@ -270,8 +261,7 @@ class CollectiveEdges(ExchangeEdges):
                 moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
                 to = "reduced" if is_reduced else "invariant"
                 make_step: StepFactory = partial(AllReduce, axes, to, kind)
-                if edge := self.collective(make_step, axes, state, new, moved, 0):
-                    yield edge
+                yield from self.collective(make_step, axes, state, new, moved, 0)
                 for dim in range(len(state.dims)):
                     for order in self.orders(state, dim, axes):
                         new = problem.append_axes(rest, dim, order)
@@ -279,8 +269,7 @@ class CollectiveEdges(ExchangeEdges):
                         moved = all_gather_traffic(n, nbytes // n) if even else None
                         copied = 2 * nbytes if dim else 0
                         make_step = partial(ReduceScatter, order, dim, new.sizes[dim])
-                        if edge := self.collective(make_step, order, state, new, moved, copied):
-                            yield edge
+                        yield from self.collective(make_step, order, state, new, moved, copied)
 
     def all_to_alls(self, state: LayoutState) -> Iterator[Edge]:
         """Yield all-to-alls of minor runs of axes: one run to any dim, several to goal dims."""
@@ -299,8 +288,7 @@ class CollectiveEdges(ExchangeEdges):
                         even = problem.is_even_along(state, new, (dim, to))
                         moved = all_to_all_traffic(n, nbytes) if even else None
                         make_step = partial(AllToAll, run, dim, to, new.sizes[to])
-                        if edge := self.collective(make_step, run, state, new, moved, copied):
-                            yield edge
+                        yield from self.collective(make_step, run, state, new, moved, copied)
         if not self.direct:
             yield from self.fused_all_to_alls(state)
 
@@ -335,8 +323,7 @@ class CollectiveEdges(ExchangeEdges):
             )
             copied = 2 * nbytes + 2 * problem.nbytes(new)
             make_step = partial(_all_to_all, tuple(arguments))
-            if edge := self.collective(make_step, axes, state, new, swap, copied):
-                yield edge
+            yield from self.collective(make_step, axes, state, new, swap, copied)
 
     def gathers(self, state: LayoutState) -> Iterator[Edge]:
         """Yield the all-gather of every minor run of axes of a dim."""
@@ -353,8 +340,7 @@ class CollectiveEdges(ExchangeEdges):
                 copied = 2 * problem.nbytes(new) if dim else 0
                 to = "reduced" if is_reduced else "invariant"
                 make_step = partial(AllGather, run, dim, to, kind)
-                if edge := self.collective(make_step, run, state, new, moved, copied):
-                    yield edge
+                yield from self.collective(make_step, run, state, new, moved, copied)
 
 
 def _busy(state: LayoutState) -> set[str]:

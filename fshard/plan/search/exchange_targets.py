@@ -6,14 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from fshard.layout.validation import has_mixed_reductions
-from fshard.plan.search.layout_state import (
-    Axes,
-    LayoutState,
-    add_kinds,
-    remove_kinds,
-    replace_dim,
-    subsets,
-)
+from fshard.plan.search.layout_state import Axes, LayoutState, add_kinds, remove_kinds, subsets
 from fshard.plan.search.problem import SearchProblem
 
 __all__ = ["all_targets", "direct_targets", "swapped_inside"]
@@ -90,7 +83,7 @@ def _before_moves(problem: SearchProblem) -> list[LayoutState]:
                     targets.append(base._replace(unreduced=unreduced))
         # Axes from the middle of a dim: after traffic between nodes, shards spread inside of them.
         for i in range(num_fixed[dim], len(axes) - 1) if goal.sizes[dim] is None else ():
-            base = replace_dim(goal, dim, axes[:i] + axes[i + 1 :], None)
+            base = goal.replace_dim(dim, axes[:i] + axes[i + 1 :], None)
             axis = axes[i : i + 1]
             targets += [problem.append_axes(base, to, axis) for to in all_dims if to != dim]
     return targets
@@ -108,7 +101,7 @@ def _before_replacement(problem: SearchProblem) -> list[LayoutState]:
                 if size[axis] != size[replacement]:
                     continue
                 old_axes = (*axes[:i], axis, *axes[i + 1 :])
-                base = replace_dim(goal, dim, old_axes, goal.sizes[dim])
+                base = goal.replace_dim(dim, old_axes, goal.sizes[dim])
                 base = base._replace(unreduced=remove_kinds(goal.unreduced, (axis,)))
                 reduced = add_kinds(goal.reduced, (replacement,), kind)
                 targets.append(base._replace(reduced=reduced))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fshard.layout.partition_spec import Kinds, PartitionSpec
 from fshard.layout.spec import Spec
 
-__all__ = ["Axes", "LayoutState", "add_kinds", "remove_kinds", "replace_dim", "subsets"]
+__all__ = ["Axes", "LayoutState", "add_kinds", "remove_kinds", "subsets"]
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
@@ -35,15 +35,14 @@ class LayoutState(NamedTuple):
         """The layout as a `PartitionSpec`."""
         return PartitionSpec._of(self.dims, self.unreduced, self.reduced)
 
-
-def replace_dim(state: LayoutState, dim: int, axes: Axes, sizes: DimSizes) -> LayoutState:
-    """Return the state with one dim sharded over `axes` into `sizes`."""
-    return LayoutState(
-        (*state.dims[:dim], axes, *state.dims[dim + 1 :]),
-        state.unreduced,
-        state.reduced,
-        (*state.sizes[:dim], sizes, *state.sizes[dim + 1 :]),
-    )
+    def replace_dim(self, dim: int, axes: Axes, sizes: DimSizes) -> LayoutState:
+        """Return the layout with one dim sharded over `axes` into `sizes`."""
+        return LayoutState(
+            (*self.dims[:dim], axes, *self.dims[dim + 1 :]),
+            self.unreduced,
+            self.reduced,
+            (*self.sizes[:dim], sizes, *self.sizes[dim + 1 :]),
+        )
 
 
 def add_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Set
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.layout_state import Axes, Dims, DimSizes, LayoutState, replace_dim
+from fshard.plan.search.layout_state import Axes, Dims, DimSizes, LayoutState
 from fshard.program.cost.model import collective_time
 from fshard.program.cost.overlap import NO_AXES, even_dim_overlap
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap
@@ -207,7 +207,7 @@ class SearchProblem:
         sizes = state.sizes[dim]
         if sizes is not None:
             sizes = join_sizes(sizes, self.num_ranks(axes))
-        return replace_dim(state, dim, state.dims[dim][: -len(axes)], sizes)
+        return state.replace_dim(dim, state.dims[dim][: -len(axes)], sizes)
 
     def append_axes(self, state: LayoutState, dim: int, axes: Axes) -> LayoutState:
         """Return the state with `axes` at the minor end of `dim`, sized as in an end."""
@@ -216,7 +216,7 @@ class SearchProblem:
         even_ends = self.start.sizes[dim] is self.goal.sizes[dim] is None
         if sizes is not None or not even_ends or self.src.shape[dim] % self.num_ranks(dim_axes):
             sizes = self.split_sizes(state, dim, axes, dim_axes)
-        return replace_dim(state, dim, dim_axes, sizes)
+        return state.replace_dim(dim, dim_axes, sizes)
 
     def split_sizes(self, state: LayoutState, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         """Return the shard sizes of a dim sharded further, those of an end if it leads there.
