@@ -1,1 +1,7 @@
-"""Text, errors and the hook registry that every other room uses."""
+"""Text, errors and hooks that every other room uses.
+
+errors   `ShardingError` and the builders of its messages
+hooks    slots for functions of higher rooms
+public   signatures of public functions in `help()`
+text     widths, units, lists of words
+"""

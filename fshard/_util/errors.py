@@ -1,7 +1,7 @@
-"""The one error of the library and the builders of its messages.
+"""`ShardingError` and the builders of its messages.
 
-Every message says where (function and argument), what was given, the rule with its
-numbers, and a fix; and it lists every failure at once, not the first one only.
+Every message names the place (function and argument), the given value, the rule with its numbers,
+and a fix; it lists all failures at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ __all__ = ["Problem", "ShardingError", "did_you_mean", "fail", "raise_if"]
 
 
 class ShardingError(ValueError):
-    """A request that the rules of fshard forbid; the text names the rule and a fix.
+    """Request that the rules of fshard forbid; the text names the rule and a fix.
 
-    `problems` are its single failures, where the text is a list of them. One that is `everywhere`
-    is the same on every rank, and of none in particular.
+    Attributes:
+        problems: the single failures, where the text is a list of them.
+        everywhere: True if all ranks have the same failure, which then belongs to none of them.
+
+    >>> import fshard as fs
+    >>> try:
+    ...     fs.Mesh(x=0)
+    ... except fs.ShardingError as error:
+    ...     print(error)
+    fs.Mesh
+      given: axis 'x' of size 0
+      rule:  the size of an axis must be an int of at least 1
+      fix:   Mesh(x=1) or leave the axis out
     """
 
     problems: tuple[Problem, ...] = ()
@@ -27,7 +38,7 @@ class ShardingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One failure: what was given, the rule it breaks, and a fix that works."""
+    """One failure: the given value, the rule it breaks, and a fix that works."""
 
     given: str
     rule: str
@@ -53,7 +64,7 @@ def fail(where: str, given: str, rule: str, fix: str) -> NoReturn:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A fix that names the closest known word, or `otherwise`.
+    """Return a fix that names the known word closest to `name`, or `otherwise` if none is close.
 
     >>> did_you_mean("tq", ["dp", "tp"], "use one of dp, tp")
     "did you mean 'tp'?"

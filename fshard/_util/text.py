@@ -1,4 +1,4 @@
-"""Text for people: lists, columns and line breaks that fit a terminal, units, colours."""
+"""Plain text that fits a terminal: lines, columns, units, lists, colours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = [
 ]  # fmt: skip
 
 WIDTH = 80
-"""Columns of a terminal that every plain text fits in."""
+"""Columns of a terminal; no plain text is wider."""
 
 _BREAKS = re.compile(
     r"(?<=[\s,+;])(?=[^\s,+;])"  # after commas, pluses and spaces
@@ -23,7 +23,7 @@ _CLAUSES = re.compile(r" (?=(?:->|on) )")
 
 
 def parts(text: str) -> list[str]:
-    """What stays on one line: text breaks after commas, before states, between keys of a tree.
+    """Split a text where a line may break: after commas, before states, between keys of a tree.
 
     >>> parts("f32[8,4]{unreduced: ep}"), parts("['attn.out']['w']")
     (['f32[8,', '4]', '{unreduced: ', 'ep}'], ["['attn.", "out']", "['w']"])
@@ -31,8 +31,8 @@ def parts(text: str) -> list[str]:
     return _BREAKS.split(text)
 
 
-def wrap(text: str, width: int, most: int = 4) -> list[str]:
-    """Lines of at most `width`, broken between `parts`; at most `most` lines.
+def wrap(text: str, width: int, max_lines: int = 4) -> list[str]:
+    """Return a text as lines of at most `width` columns, broken between `parts`, the rest cut off.
 
     >>> wrap("f32[1024@(dp,tp),512]{unreduced: ep}", 22)
     ['f32[1024@(dp,tp),512]', '{unreduced: ep}']
@@ -45,16 +45,15 @@ def wrap(text: str, width: int, most: int = 4) -> list[str]:
         while len(lines[-1].rstrip()) > width:
             lines[-1:] = [lines[-1][:width], lines[-1][width:]]
     lines = [line.rstrip() for line in lines]
-    if len(lines) > most:
-        lines = [*lines[: most - 1], f"{lines[most - 1][: width - 1]}…"]
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines - 1], f"{lines[max_lines - 1][: width - 1]}…"]
     return lines
 
 
 def folded(text: str, margin: int = 0, width: int = WIDTH) -> list[str]:
-    r"""A text `margin` columns in, on as few lines as it takes, all but the first 4 more in.
+    r"""Return a text as few lines, indented by `margin`, and by 4 more from the second line on.
 
-    It breaks before arrows and before where something is, and only elsewhere if that is not
-    enough.
+    Lines break before `->` and `on`, and between `parts` if that is not enough.
 
     >>> print(*folded("f32[8@x] -> f32[8@y] on Mesh(x=2, y=2)", width=24), sep="\n")
     f32[8@x] -> f32[8@y]
@@ -65,15 +64,17 @@ def folded(text: str, margin: int = 0, width: int = WIDTH) -> list[str]:
         if lines and len(lines[-1]) + 1 + len(clause) <= width:
             lines[-1] += f" {clause}"
             continue
-        here = margin + 4 * bool(lines)
-        fits = here + len(clause) <= width
+        indent = margin + 4 * bool(lines)
+        fits = indent + len(clause) <= width
         for line in [clause] if fits else wrap(clause, width - margin - 4):
             lines.append(" " * (margin + 4 * bool(lines)) + line)
     return lines
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    r"""Rows in columns, 2 columns in, those of `right` flush right; none if a line is too wide.
+    r"""Return rows as aligned lines, indented by 2; an empty list if one is wider than a terminal.
+
+    Columns whose index is in `right` are aligned to the right.
 
     >>> print(*columns([("all_reduce(x)", "8 B"), ("cast(f32)", "16 B")], {1}), sep="\n")
       all_reduce(x)   8 B
@@ -84,15 +85,15 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         return []
     return [
         "  " + "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]  # fmt: skip
 
 
 def below(rows: Sequence[Sequence[str]]) -> list[str]:
-    r"""Rows too wide for columns: of each the cells below each other.
+    r"""Return rows that are too wide for columns with their cells on lines of their own.
 
     >>> print(*below([("['w']", "f32[8@x] -> f32[8]", "all_gather(x, dim 0)")]), sep="\n")
       ['w']
@@ -102,8 +103,8 @@ def below(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         line
         for row in rows
-        for at, cell in enumerate(row)
-        for line in folded(cell, 2 + 2 * bool(at))
+        for column, cell in enumerate(row)
+        for line in folded(cell, 2 + 2 * bool(column))
     ]
 
 
@@ -115,7 +116,7 @@ _SECONDS: Units = (("µs", 1e6), ("ms", 1e3), ("s", 1.0))
 
 
 def bytes_text(count: int) -> str:
-    """Bytes as people read them: exact below 1 MiB, three digits and a unit from there on.
+    """Return bytes as text, exact below 1 MiB, with three digits and a unit from there on.
 
     >>> bytes_text(196608), bytes_text(8 << 20), bytes_text(3 << 30)
     ('196,608 B', '8.00 MiB', '3.00 GiB')
@@ -126,7 +127,7 @@ def bytes_text(count: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds with three digits and a unit.
+    """Return seconds as text with three digits and a unit.
 
     >>> time_text(8.4e-6), time_text(0.0123), time_text(0.0)
     ('8.40 µs', '12.3 ms', '0 µs')
@@ -135,7 +136,7 @@ def time_text(seconds: float) -> str:
 
 
 def rate_text(bandwidth: float) -> str:
-    """Bytes per second with three digits and a decimal unit, as vendors write them.
+    """Return bytes per second as text with three digits and a decimal unit.
 
     >>> rate_text(360e9), rate_text(2.68e12), rate_text(24e6)
     ('360 GB/s', '2.68 TB/s', '24.0 MB/s')
@@ -144,15 +145,14 @@ def rate_text(bandwidth: float) -> str:
 
 
 def _scaled(value: float, units: Units) -> str:
-    """In the first of growing units that makes fewer than 1,000 of it, or the last."""
-    fits = (each for each in units if value * each[1] < 999.5)
-    unit, scale = next(fits, units[-1])
+    """Return a value in the first unit in which it is below 1,000, or in the last one."""
+    unit, scale = next((unit for unit in units if value * unit[1] < 999.5), units[-1])
     number = value * scale
     return f"{number:,.{max(0, 3 - len(str(int(number))))}f} {unit}"
 
 
 def ratio_text(value: float, bound: float) -> str:
-    """How far a value is above its lower bound.
+    """Return the ratio of a value to its lower bound as text.
 
     >>> ratio_text(3, 2), ratio_text(0, 0), ratio_text(5, 0)
     ('1.50x', '1.00x', '')
@@ -162,37 +162,37 @@ def ratio_text(value: float, bound: float) -> str:
     return f"{value / bound:.2f}x"
 
 
-def plural(count: int, noun: str) -> str:
-    """A count and its noun.
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Return a count and its noun; `nouns` is an irregular plural.
 
-    >>> plural(1, "launch"), plural(2, "launch"), plural(1024, "rank")
-    ('1 launch', '2 launches', '1,024 ranks')
+    >>> plural(1, "launch"), plural(2, "launch"), plural(2, "leaf", "leaves"), plural(1024, "rank")
+    ('1 launch', '2 launches', '2 leaves', '1,024 ranks')
     """
-    ending = "" if count == 1 else "es" if noun.endswith(("ch", "x", "s")) else "s"
-    return f"{count:,} {noun}{ending}"
+    regular = f"{noun}es" if noun.endswith(("ch", "x", "s")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else nouns or regular}"
 
 
-def listing(items: Iterable[object], count: int, last: object, most: int = 8) -> str:
-    """The items with commas; the first ones, the last and the count where there are many.
+def listing(items: Iterable[object], count: int, last: object, max_items: int = 8) -> str:
+    """Return items separated by commas; of many the first three, the last one and the count.
 
     >>> listing(range(4), 4, 3), listing(range(64), 64, 63)
     ('0, 1, 2, 3', '0, 1, 2, … 63 (64 in all)')
     """
-    if count <= most:
+    if count <= max_items:
         return ", ".join(map(str, items))
     first = [str(item) for _, item in zip(range(3), items, strict=False)]
     return f"{', '.join(first)}, … {last} ({count:,} in all)"
 
 
-def colour(place: int) -> str:
-    """A light colour for black text, far from those of the neighbouring places.
+def colour(index: int) -> str:
+    """Return a light colour for black text, far from those of neighbouring indices.
 
-    Hues step by the golden angle, so that any few in a row differ.
+    Hues step by the golden angle.
 
     >>> colour(0), colour(0) == colour(1)
     ('#a6c7ed', False)
     """
-    hue = (0.59 + place * 0.381966) % 1
-    level = (0.79, 0.72, 0.85)[place // 8 % 3]
+    hue = (0.59 + index * 0.381966) % 1
+    level = (0.79, 0.72, 0.85)[index // 8 % 3]
     red, green, blue = colorsys.hls_to_rgb(hue, level, 0.66)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

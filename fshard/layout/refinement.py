@@ -1,4 +1,4 @@
-"""Sub-axes: the axes of a mesh cut finer, so that two meshes or two layouts have them in common."""
+"""Refinements: meshes of finer axes that two meshes or two layouts have in common."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from fshard.layout.partition_spec import PartitionSpec
 __all__ = ["Refinement", "common_refinement", "prime_refinement"]
 
 Parts = tuple[tuple[str, tuple[str, ...]], ...]
+"""Coarse axes of one mesh, each with its fine axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refinement:
-    """A finer mesh of the same devices, and what the axes of coarser ones are on it.
+    """Finer mesh of the same devices, with the axes of coarser meshes in terms of its own.
 
-    `parts` has for each coarse mesh its axes, each with its fine axes, major to minor.
+    Attributes:
+        mesh: the fine mesh.
+        parts: for each coarse mesh its axes, each with its fine axes, major to minor.
     """
 
     mesh: Mesh
     parts: tuple[Parts, ...]
 
     def refine(self, partition: PartitionSpec, /, which: int = 0) -> PartitionSpec:
-        """A partition on a coarse mesh (the first, or number `which`) as one on the fine mesh.
+        """Return a partition on coarse mesh number `which` as a partition on the fine mesh.
 
         >>> fine = prime_refinement(Mesh(x=4, y=2))
         >>> fine.refine(PartitionSpec(("y", "x")))
@@ -33,20 +36,20 @@ class Refinement:
         """
         parts = dict(self.parts[which])
 
-        def kinds(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-            return tuple((fine, kind) for axis, kind in given.items() for fine in parts[axis])
+        def refined(kinds: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+            return tuple((fine, kind) for axis, kind in kinds.items() for fine in parts[axis])
 
         dims = tuple(
             tuple(fine for axis in axes for fine in parts[axis]) for axes in partition.dims
         )
-        return PartitionSpec._of(dims, kinds(partition.unreduced), kinds(partition.reduced))
+        return PartitionSpec._of(dims, refined(partition.unreduced), refined(partition.reduced))
 
 
 def common_refinement(a: Mesh, b: Mesh, /) -> Refinement | None:
-    """The coarsest mesh that both meshes are coarser than, axis by axis.
+    """Return the coarsest mesh that refines both meshes axis by axis, None without one.
 
-    None where there is none: the devices come in another order, or their grids cross (2x3 and
-    3x2). Axes of `a` that are not cut keep their names.
+    The result is None if the devices differ in order, or the grids cross (2x3 and 3x2). Axes of `a`
+    that are not split keep their names.
 
     >>> fine = common_refinement(Mesh(x=4, y=2), Mesh(all=8))
     >>> fine.mesh, fine.parts[1]
@@ -61,13 +64,13 @@ def common_refinement(a: Mesh, b: Mesh, /) -> Refinement | None:
     strides = sorted({*_strides(a), *_strides(b)}, reverse=True)
     if any(major % minor for major, minor in itertools.pairwise(strides)):
         return None
-    cuts = [
+    factors = [
         [major // minor for major, minor in itertools.pairwise(strides) if low <= minor < high]
         for high, low in itertools.pairwise(_strides(a))
     ]
-    fine = _refined(a, cuts, b.axes)
+    fine = _refined(a, factors, b.axes)
     ends = list(itertools.pairwise(_strides(fine.mesh)))
-    of_b = [
+    b_parts = [
         [
             name
             for name, (major, minor) in zip(fine.mesh.axes, ends, strict=True)
@@ -75,11 +78,13 @@ def common_refinement(a: Mesh, b: Mesh, /) -> Refinement | None:
         ]
         for high, low in itertools.pairwise(_strides(b))
     ]
-    return Refinement(fine.mesh, (*fine.parts, tuple(zip(b.axes, map(tuple, of_b), strict=True))))
+    return Refinement(
+        fine.mesh, (*fine.parts, tuple(zip(b.axes, map(tuple, b_parts), strict=True)))
+    )
 
 
 def prime_refinement(mesh: Mesh, /) -> Refinement:
-    """The mesh with every axis cut into axes of prime size, the smallest major.
+    """Return the mesh with every axis split into axes of prime size, the smallest major.
 
     >>> prime_refinement(Mesh(dp=12, tp=2)).mesh
     Mesh(dp_0=2, dp_1=2, dp_2=3, tp=2)
@@ -87,18 +92,20 @@ def prime_refinement(mesh: Mesh, /) -> Refinement:
     return _refined(mesh, [list(_primes(size)) for size in mesh.sizes])
 
 
-def _refined(mesh: Mesh, cuts: Sequence[Sequence[int]], taken: Sequence[str] = ()) -> Refinement:
-    """The mesh with its axes cut into sizes; new names are not among `taken`."""
-    names = {*mesh.axes, *taken}
+def _refined(
+    mesh: Mesh, factors: Sequence[Sequence[int]], reserved: Sequence[str] = ()
+) -> Refinement:
+    """Return the mesh with its axes split into sizes; new names are not among `reserved`."""
+    names = {*mesh.axes, *reserved}
     grid: dict[str, int] = {}
     parts: list[tuple[str, tuple[str, ...]]] = []
-    for axis, size, cut in zip(mesh.axes, mesh.sizes, cuts, strict=True):
-        if len(cut) < 2:
+    for axis, size, sizes in zip(mesh.axes, mesh.sizes, factors, strict=True):
+        if len(sizes) < 2:
             grid[axis] = size
             parts.append((axis, (axis,)))
             continue
-        fresh = (name for at in itertools.count() if (name := f"{axis}_{at}") not in names)
-        fine = dict(zip(itertools.islice(fresh, len(cut)), cut, strict=True))
+        new_names = (name for i in itertools.count() if (name := f"{axis}_{i}") not in names)
+        fine = dict(zip(itertools.islice(new_names, len(sizes)), sizes, strict=True))
         names |= set(fine)
         grid |= fine
         parts.append((axis, tuple(fine)))
@@ -106,11 +113,12 @@ def _refined(mesh: Mesh, cuts: Sequence[Sequence[int]], taken: Sequence[str] = (
 
 
 def _strides(mesh: Mesh) -> list[int]:
-    """How many devices each axis spans, and in the end one."""
+    """Return the stride in devices before each axis, major to minor, and a final 1."""
     return [*itertools.accumulate(reversed(mesh.sizes), lambda a, b: a * b, initial=1)][::-1]
 
 
 def _primes(n: int) -> Iterator[int]:
+    """Yield the prime factors of n, the smallest first."""
     factor = 2
     while n > 1:
         if factor * factor > n:

@@ -1,7 +1,7 @@
-"""Pytrees, as fshard reads them: the only file that imports optree.
+"""Pytrees of values and specs; the only module that imports optree.
 
-`Spec`, `PartitionSpec` and pairs are leaves; `None` is a leaf of spec trees (it marks an
-argument that has no spec) and dict keys are walked in sorted order, as JAX does. Decided here once.
+`Spec`, `PartitionSpec` and pairs are leaves. `None` is a leaf: in a tree of specs it marks an
+argument without a spec. Dict keys are in sorted order, as in JAX.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 
 __all__ = [
-    "TreeDef", "broadcast_prefix", "flatten", "is_pair", "map_leaves", "matching", "outline",
-    "paths", "tensors_in", "unflatten",
+    "TreeDef", "append_cache_key", "broadcast_prefix", "flatten", "flatten_like", "is_pair",
+    "map_leaves", "paths", "tensors_in", "unflatten",
 ]  # fmt: skip
 
-STRINGS = frozenset({str})
+_STRINGS = frozenset({str})
 
 TreeDef = optree.PyTreeSpec
 Tree = TypeVar("Tree")
 
 
 def is_pair(value: object) -> bool:
-    """Whether a value is a `(local, spec)` pair.
+    """Return True for a `(local, spec)` pair.
 
     >>> is_pair((1, 2)), is_pair(Sharded(None, None))
     (False, True)
@@ -37,7 +37,7 @@ def is_pair(value: object) -> bool:
         type(value) is tuple
         and len(value) == 2
         and isinstance(value[1], Spec)
-        # Two specs are a tree of specs.
+        # A tuple of two specs is a tree of specs.
         and not isinstance(value[0], (PartitionSpec, Spec))
     )
 
@@ -47,19 +47,19 @@ def _is_leaf(value: object) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
-    """The leaves of a tree (`None` included) and its structure."""
+    """Return the leaves of a tree, `None` included, and its structure."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True)
     return list(leaves), treedef
 
 
-def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
-    """Add the leaves of a tree, and what it has in common with others of its kind: a key.
+def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
+    """Append the leaves of a tree to `leaves`, and to `key` a cache key of all but the values.
 
-    Trees of one key have one structure and equal specs, their tensors equal shapes, dtypes and
-    devices, outside of pairs require grad alike, and other leaves are of equal types.
+    Trees with equal keys have one structure and equal specs; their tensors agree in shape, dtype,
+    device and, outside of pairs, `requires_grad`; their other leaves agree in type.
 
     >>> leaves, key = [], []
-    >>> outline({"b": 1, "a": [torch.ones(2)]}, leaves, key)
+    >>> append_cache_key({"b": 1, "a": [torch.ones(2)]}, leaves, key)
     >>> leaves[1], key[:4]
     (1, [<class 'dict'>, ('b', 'a'), <class 'list'>, 1])
     """
@@ -74,17 +74,17 @@ def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
             key += (spec, local.shape, local.dtype, local.device)
         elif isinstance(local, tuple | list):
             key.append(spec)
-            outline(local, [], key)
-        else:  # what it is made of is not known: it is like no other
+            append_cache_key(local, [], key)
+        else:  # unknown contents: equal to no other key
             key.append(object())
     elif kind is tuple or kind is list:
         key += (kind, len(tree))
-        for each in tree:
-            outline(each, leaves, key)
-    elif kind is dict and {*map(type, tree)} <= STRINGS:
+        for item in tree:
+            append_cache_key(item, leaves, key)
+    elif kind is dict and {*map(type, tree)} <= _STRINGS:
         key += (kind, tuple(tree))
         for name in sorted(tree):
-            outline(tree[name], leaves, key)
+            append_cache_key(tree[name], leaves, key)
     else:
         parts, treedef = flatten(tree)
         if len(parts) == 1 and parts[0] is tree:
@@ -92,50 +92,50 @@ def outline(tree: Any, leaves: list[Any], key: list[Any]) -> None:
             key.append(kind)
         else:
             key.append(treedef)
-            for each in parts:
-                outline(each, leaves, key)
+            for part in parts:
+                append_cache_key(part, leaves, key)
 
 
 def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
-    """The tree of a structure and its leaves."""
+    """Return the tree of a structure and its leaves."""
     return treedef.unflatten(leaves)
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
-    """A tree of `function(leaf, ...)`; the other trees have the same structure."""
+    """Return the tree of `function(leaf, ...)`; the trees of `rest` have the same structure."""
     values: Any = tree
     mapped: Any = optree.tree_map(function, values, *rest, is_leaf=_is_leaf, none_is_leaf=True)
     return cast(Tree, mapped)
 
 
 def paths(tree: Any, name: str) -> list[str]:
-    """The Python expression of every leaf, for error messages.
+    """Return the Python expression of every leaf, for error messages.
 
     >>> paths({"w": [1, 2]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    found, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_is_leaf, none_is_leaf=True)
-    return [accessor.codify(name) for accessor in found]
+    accessors, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_is_leaf, none_is_leaf=True)
+    return [accessor.codify(name) for accessor in accessors]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, in order; lists, tuples, slices and mappings are looked into."""
+    """Yield the tensors in lists, tuples, slices and mappings, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, slice):
         yield from tensors_in((value.start, value.stop, value.step))
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]:
-    """The leaf of `prefix` over every leaf of `tree`, in order of the leaves.
+    """Return for every leaf of `tree`, in order, the leaf of `prefix` that covers it.
 
-    Raises `ShardingError` at the place where `prefix` is not a prefix of the tree.
+    Raises `ShardingError` for every place where `prefix` is not a prefix of the tree.
     """
     try:
         return list(optree.broadcast_prefix(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True))
@@ -144,12 +144,13 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]
         raise
 
 
-def matching(tree: Any, other: Any, names: tuple[str, str], where: str) -> list[Any]:
-    """What `other` has where `tree` has its leaves, in order of the leaves.
+def flatten_like(tree: Any, other: Any, names: tuple[str, str], where: str) -> list[Any]:
+    """Return the subtrees of `other` at the leaves of `tree`, in order.
 
-    Raises `ShardingError` with every place where `other` is no tree like `tree`.
+    Raises `ShardingError` for every place where the containers differ; `names` are the names of
+    both trees.
 
-    >>> matching({"w": 1, "b": [2]}, {"b": [(5, 6)], "w": 7}, ("a", "b"), "here")
+    >>> flatten_like({"w": 1, "b": [2]}, {"b": [(5, 6)], "w": 7}, ("a", "b"), "here")
     [(5, 6), 7]
     """
     try:
@@ -160,69 +161,70 @@ def matching(tree: Any, other: Any, names: tuple[str, str], where: str) -> list[
 
 
 def _unlike(tree: Any, other: Any, names: tuple[str, str], at: str) -> list[Problem]:
-    """Where, and how, `other` is another tree than `tree`."""
-    mine, entries = _children(tree)
-    if mine is None:
+    """Return the problems of `other`, below path `at`, where its containers are not `tree`'s."""
+    children, keys = _children(tree)
+    if children is None:
         return []
-    theirs, others = _children(other)
-    ours, its = (f"{name}{at}" for name in names)
-    rule = f"{names[1]} is a tree like {names[0]}: the same containers, keys and lengths"
-    if theirs is None or type(tree) is not type(other):
-        given = f"{its} is {_called(other)} where {ours} is {_called(tree)}"
-        return [Problem(given, rule, f"{_called(tree)} there")]
-    missing = [each for each in entries if each not in others]
-    further = [each for each in others if each not in entries]
-    if missing or further:
+    other_children, other_keys = _children(other)
+    path, other_path = (f"{name}{at}" for name in names)
+    rule = f"{names[1]} must be a tree like {names[0]}: the same containers, keys and lengths"
+    if other_children is None or type(tree) is not type(other):
+        given = f"{other_path} is {_with_article(other)} where {path} is {_with_article(tree)}"
+        return [Problem(given, rule, f"{_with_article(tree)} there")]
+    missing = [key for key in keys if key not in other_keys]
+    extra = [key for key in other_keys if key not in keys]
+    if missing or extra:
         if isinstance(tree, Mapping):
-            given = f"{its} has the keys {list(others)}, {ours} {list(entries)}"
+            given = f"{other_path} has the keys {list(other_keys)}, {path} {list(keys)}"
         else:
-            given = f"{its} has length {len(theirs)}, {ours} {len(mine)}"
-        fixes = [f"give {its}[{each!r}]" for each in missing]
-        fixes += [f"leave {its}[{each!r}] out" for each in further]
+            given = f"{other_path} has length {len(other_children)}, {path} {len(children)}"
+        fixes = [f"add {other_path}[{key!r}]" for key in missing]
+        fixes += [f"drop {other_path}[{key!r}]" for key in extra]
         return [Problem(given, rule, ", ".join(fixes))]
-    found = dict(zip(others, theirs, strict=True))
+    other_child = dict(zip(other_keys, other_children, strict=True))
     problems: list[Problem] = []
-    for entry, one in zip(entries, mine, strict=True):
-        problems += _unlike(one, found[entry], names, f"{at}[{entry!r}]")
+    for key, child in zip(keys, children, strict=True):
+        problems += _unlike(child, other_child[key], names, f"{at}[{key!r}]")
     return problems
 
 
 def _no_prefix(prefix: Any, tree: Any, name: str, at: str) -> list[Problem]:
-    """Where, and why, `prefix` is not a prefix of the tree."""
-    mine, entries = _children(prefix)
-    if mine is None:
+    """Return the problems of `prefix`, below path `at`, where it is not a prefix of `tree`."""
+    children, keys = _children(prefix)
+    if children is None:
         return []
-    theirs, others = _children(tree)
-    rule = f"{name} is a tree prefix of the values: a leaf of it covers all below"
+    values, value_keys = _children(tree)
+    rule = f"{name} must be a tree prefix of the values: a leaf of it covers a subtree"
     given = ""
-    if theirs is None:
-        given = f"{at} is {_called(prefix)} where the value is {_called(tree)}"
+    if values is None:
+        given = f"{at} is {_with_article(prefix)} where the value is {_with_article(tree)}"
         fix = "one spec"
     elif type(prefix) is not type(tree):
-        given = f"{at} is {_called(prefix)} where the value is {_called(tree)}"
-        fix = f"{_called(tree)} of specs, or one spec for all of it"
-    elif sorted(map(repr, entries)) != sorted(map(repr, others)):
+        given = f"{at} is {_with_article(prefix)} where the value is {_with_article(tree)}"
+        fix = f"{_with_article(tree)} of specs, or one spec for all of it"
+    elif sorted(map(repr, keys)) != sorted(map(repr, value_keys)):
         if isinstance(prefix, dict):
-            given = f"{at} has the keys {list(entries)}, the value {list(others)}"
+            given = f"{at} has the keys {list(keys)}, the value {list(value_keys)}"
         else:
-            given = f"{at} has length {len(mine)}, the value {len(theirs)}"
+            given = f"{at} has length {len(children)}, the value {len(values)}"
         fix = "an entry for each, or one spec for all of it"
     if given:
         return [Problem(given, rule, fix)]
     problems: list[Problem] = []
-    for entry, one, other in zip(entries, mine, theirs or [], strict=True):
-        problems += _no_prefix(one, other, name, f"{at}[{entry!r}]")
+    for key, child, value in zip(keys, children, values or [], strict=True):
+        problems += _no_prefix(child, value, name, f"{at}[{key!r}]")
     return problems
 
 
 def _children(tree: Any) -> tuple[list[Any] | None, list[Any]]:
-    """The trees right below, and the entries under which they are; None for a leaf."""
+    """Return the subtrees right below and their keys or indices; `(None, [])` for a leaf."""
     if _is_leaf(tree) or optree.tree_is_leaf(tree, none_is_leaf=True):
         return None, []
     children, _, entries, _ = optree.tree_flatten_one_level(tree, none_is_leaf=True)
     return list(children), list(entries)
 
 
-def _called(value: Any) -> str:
+def _with_article(value: Any) -> str:
+    """Return the name of a value's type with an article."""
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

@@ -21,14 +21,14 @@ from fshard.layout.tree import (
     broadcast_prefix,
     flatten,
     is_pair,
-    outline,
+    append_cache_key,
     paths,
     tensors_in,
     unflatten,
 )
 from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta, name_of
-from fshard.ops.trace.trace import Traced, refuse_autocast, trace
+from fshard.ops.trace.trace import TracedFunction, refuse_autocast, trace
 from fshard.partition.assign_layouts import Assigned, Known, assign, brought
 from fshard.partition.call_signature import How, by_place, tensors_of, wants_grad
 from fshard.partition.ir import Copy, Ref, Write, same_memory, with_gradients_of
@@ -61,7 +61,7 @@ class Partition:
         out_specs: Any,
         params: Any,
         cost: Topology | None,
-        traces: dict[Any, tuple[Traced, TreeDef]] | None = None,
+        traces: dict[Any, tuple[TracedFunction, TreeDef]] | None = None,
         *,
         drop_writes: bool = False,
         where: str = "",
@@ -116,7 +116,7 @@ class Partition:
         leaves: list[Any] = []
         key: list[Any] = [torch.is_grad_enabled(), self._state()]
         # A list: two arguments of which the second is a spec would be a pair.
-        outline(list(args), leaves, key)
+        append_cache_key(list(args), leaves, key)
         given: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -306,7 +306,7 @@ class Partition:
     def _traced(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], others: Any,
         how: How,
-    ) -> tuple[Traced, TreeDef]:  # fmt: skip
+    ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         """`_trace`, once for arguments of one kind; `others` are those that are no tensors."""
         key = tree, tuple(metas), others, how
         try:
@@ -321,7 +321,7 @@ class Partition:
 
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], how: How
-    ) -> tuple[Traced, TreeDef]:
+    ) -> tuple[TracedFunction, TreeDef]:
         """The function on whole tensors as a graph, and the structure of its results."""
         outer: list[TreeDef] = []
 
@@ -338,7 +338,7 @@ class Partition:
             return results
 
         given = [meta for meta in metas if meta is not None]
-        made = trace(flat, given, self.where, wanted=how.wanted, devices=how.devices)
+        made = trace(flat, given, self.where, requires_grad=how.wanted, devices=how.devices)
         return made, outer[-1]
 
     def _asked(self, tree: TreeDef) -> list[Any]:

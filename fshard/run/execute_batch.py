@@ -14,7 +14,7 @@ from fshard._torch.functorch import is_transformed
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
 from fshard.layout.spec import Spec
-from fshard.layout.tree import matching, paths, unflatten
+from fshard.layout.tree import flatten_like, paths, unflatten
 from fshard.plan.batch.batch import Batch, map_leaves, run_batch_hook
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import (
@@ -52,7 +52,7 @@ def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
 
     For ranks outside of a leaf's meshes the same holds as for a program alone.
     """
-    parts = matching(batch.programs, tree, ("batch.src", "locals"), WHERE)
+    parts = flatten_like(batch.programs, tree, ("batch.src", "locals"), WHERE)
     names = _paths(batch)
     there = [at for at, leaf in enumerate(batch.leaves) if leaf is not None]
     given, at = [parts[place] for place in there], [names[place] for place in there]

@@ -16,10 +16,10 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import (
     TreeDef,
+    append_cache_key,
     broadcast_prefix,
     flatten,
     is_pair,
-    outline,
     paths,
     unflatten,
 )
@@ -161,9 +161,9 @@ class MappedFunction:
             key += (outer.mesh, outer.axes)
         values: list[Any] = []
         with paused(tracker):
-            outline(args, values, key)
+            append_cache_key(args, values, key)
             if kwargs:
-                outline(kwargs, values, key)
+                append_cache_key(kwargs, values, key)
             plan = self.plans.get(tuple(key))
             if plan is None:
                 plan = self.plans[tuple(key)] = self._plan(args, kwargs, transport, outer)
@@ -307,7 +307,7 @@ class MappedCall:
         """Return the tree and tensors of one rank's result; the other leaves are recorded."""
         leaves: list[Any] = []
         key: list[Any] = []
-        outline(result, leaves, key)
+        append_cache_key(result, leaves, key)
         trees = self.function.result_trees
         tree = trees.get(tuple(key))
         if tree is None:

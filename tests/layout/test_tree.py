@@ -127,7 +127,7 @@ def test_what_is_no_prefix(prefix: Any, given: str, fix: str) -> None:
     assert str(caught.value) == message(
         "shard_map(f)",
         given,
-        "in_specs is a tree prefix of the values: a leaf of it covers all below",
+        "in_specs must be a tree prefix of the values: a leaf of it covers a subtree",
         fix,
     )
 

@@ -809,11 +809,11 @@ def refused(text: str, function: Callable[..., Any], *args: Any, **options: Any)
 
 
 def test_trees_of_other_structures_are_refused_with_the_path() -> None:
-    rule = "dst is a tree like src: the same containers, keys and lengths"
+    rule = "dst must be a tree like src: the same containers, keys and lengths"
     spec = FEW["w"]
     refused(
         message("fs.redistribute", "dst has the keys ['a', 'b'], src ['b', 'w']", rule,
-                "give dst['w'], leave dst['a'] out"),
+                "add dst['w'], drop dst['a']"),
         fs.redistribute, FEW, {"a": spec, "b": [spec]},
     )  # fmt: skip
     refused(
@@ -823,7 +823,7 @@ def test_trees_of_other_structures_are_refused_with_the_path() -> None:
     )  # fmt: skip
     refused(
         message("fs.redistribute", "dst['b'] has length 2, src['b'] 1", rule,
-                "leave dst['b'][1] out"),
+                "drop dst['b'][1]"),
         fs.redistribute, FEW, {"w": spec, "b": [spec, spec]},
     )  # fmt: skip
     refused(
@@ -834,7 +834,7 @@ def test_trees_of_other_structures_are_refused_with_the_path() -> None:
     batch = fs.redistribute(FEW, FEW)
     refused(
         message("the batch", "locals['b'] is a Tensor where batch.src['b'] is a list",
-                "locals is a tree like batch.src: the same containers, keys and lengths",
+                "locals must be a tree like batch.src: the same containers, keys and lengths",
                 "a list there"),
         batch, {"w": torch.ones(4), "b": torch.ones(2)},
     )  # fmt: skip
@@ -844,9 +844,9 @@ def test_leaves_that_cannot_be_planned_are_all_named() -> None:
     other = Spec(MESH, P("y"), shape=(9,))
     fix = "reshape first; dst.replace(shape=src.shape) keeps it"
     first = message("fs.redistribute", "at ['b'][0]: f32[6@y] -> f32[9@y]",
-                    "a layout change keeps the global shape: (6,) is not (9,)", fix)  # fmt: skip
+                    "source and target must have the same global shape: (6,) is not (9,)", fix)  # fmt: skip
     second = message("", "at ['w'] and 1 more: f32[4@x] -> f32[9@y]",
-                     "a layout change keeps the global shape: (4,) is not (9,)",
+                     "source and target must have the same global shape: (4,) is not (9,)",
                      "reshape first; src.replace(...) keeps it")  # fmt: skip
     src = FEW | {"z": FEW["w"]}
     refused(f"{first}\n{second}", fs.redistribute, src, {"w": other, "b": [other], "z": other})
@@ -856,7 +856,7 @@ def test_leaves_that_cannot_be_planned_are_all_named() -> None:
         fs.redistribute, FEW, FEW, topology="bytes",
     )  # fmt: skip
     refused(
-        message("fs.redistribute", "at ['w']: redistribute(Spec, NoneType)", "both are Specs",
+        message("fs.redistribute", "at ['w']: redistribute(Spec, NoneType)", "both must be Specs",
                 "spec.replace(partition=P(...)) makes the target"),
         fs.redistribute, FEW, FEW | {"w": None},
     )  # fmt: skip

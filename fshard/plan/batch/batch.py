@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard._util.hooks import Hook
-from fshard._util.text import below, columns, folded
+from fshard._util.text import below, columns, folded, plural
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import mimebundle_hook
 from fshard.layout.tree import TreeDef, flatten, paths, unflatten
@@ -221,10 +221,10 @@ class Batch:
 
     def __str__(self) -> str:
         launches, meshes = self.launches, self.meshes
-        count = _count_text(sum(leaf is not None for leaf in self.leaves), "leaf", "leaves")
+        count = plural(sum(leaf is not None for leaf in self.leaves), "leaf", "leaves")
         on = f" on {meshes[0]}" if len(meshes) == 1 else ""
         sent = f"{self.cost().bytes_sent:,} B sent"
-        head = f"{count}{on}, {_count_text(len(launches), 'launch')}, {sent}"
+        head = f"{count}{on}, {plural(len(launches), 'launch')}, {sent}"
         rows = [
             (path, prog.ends if meshes[1:] else f"{prog.src} -> {prog.dst}",
              "; ".join(map(str, prog.steps)) or "nothing to do")
@@ -258,10 +258,6 @@ class Batch:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return mimebundle_hook.call(self)
-
-
-def _count_text(n: int, singular: str, plural: str = "") -> str:
-    return f"{n:,} {singular if n == 1 else plural or singular + 'es'}"
 
 
 def _launch_lines(launches: Sequence[Launch], several_meshes: bool) -> list[str]:

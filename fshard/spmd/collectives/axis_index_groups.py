@@ -13,7 +13,7 @@ from typing import NoReturn
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh
-from fshard.layout.validation import whole_numbers
+from fshard.layout.validation import as_ints
 from fshard.spmd.axis_env import resolve_axes
 
 __all__ = ["Groups", "resolve_groups"]
@@ -34,7 +34,7 @@ def resolve_groups(
     if groups is None and names:
         return owner, names
     given = [[0]] if groups is None else groups
-    rows = [whole_numbers(row) for row in given] if isinstance(given, Iterable) else [None]
+    rows = [as_ints(row) for row in given] if isinstance(given, Iterable) else [None]
     valid = tuple(row for row in rows if row is not None)
     if len(valid) != len(rows):
         _refuse(owner.axis_size(names), names, groups, where)

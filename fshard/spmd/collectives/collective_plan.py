@@ -283,9 +283,7 @@ def _launcher(
     launcher = _LAUNCHERS.get(key)
     if type(launcher) is Launcher:
         return launcher
-    return _LAUNCHERS.of(
-        key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad
-    )
+    return _LAUNCHERS.of(key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad)
 
 
 def _capture(

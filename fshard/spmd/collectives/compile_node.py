@@ -63,9 +63,7 @@ def tree_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         tensors = [leaf for leaf in leaves if leaf is not None]
         node.create()
         options = _split_options(kwargs)
-        outputs = iter(
-            node.created[0]((tensors, *args[1:]), *options, _mesh_key(COMPILE_MESH[0]))
-        )
+        outputs = iter(node.created[0]((tensors, *args[1:]), *options, _mesh_key(COMPILE_MESH[0])))
         result: Result = tree_unflatten(
             [None if leaf is None else next(outputs) for leaf in leaves], structure
         )

@@ -1,9 +1,8 @@
-"""Gathers, scatters and exchanges by axis name; names and values are `jax.lax`'s.
+"""Gathers, scatters and exchanges by axis name; names and results are `jax.lax`'s.
 
-A tree of tensors of any shapes goes side by side, in one launch per dtype, forward and backward,
-whichever of their dims are gathered or cut: what is scattered or exchanged moves along a new dim 0,
-and where that dim comes from is a view.
-With `axis_index_groups` ranks move data within their group only, and n is the size of a group.
+A tree of tensors of any shapes takes one launch per dtype, forward and backward, whichever of their
+dims are gathered or split: pieces that are scattered or exchanged are put along a new dim 0, which
+is a view. With `axis_index_groups` ranks move data within their group only, and n is its size.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
@@ -28,17 +28,17 @@ from fshard.spmd.collectives.collective_plan import (
     collective,
     require_tensor,
 )
-from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wires
+from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, State, TypeSignature, suggest_state
 
 __all__ = ["all_gather", "all_to_all", "gather_transfer", "psum_scatter", "pswapaxes"]
 
 
-# -- programs on a local whose dims 0 (and 1) are the ranks' --------------------------------
+# -- programs on a local whose dim 0 (or 1) has an entry for each rank ----------------------
 
 
-@lru_cache(maxsize=4096)
-def _gathering(
+@lru_cache(maxsize=CACHE_SIZE)
+def _gather_program(
     mesh: Mesh,
     axes: tuple[str, ...],
     dim: int,
@@ -47,35 +47,32 @@ def _gathering(
     dtype: torch.dtype,
     wires: WireDtypes,
 ) -> Program:
-    whole = (*shape[:dim], shape[dim] * mesh.axis_size(axes), *shape[dim + 1 :])
-    src = Spec(mesh, PartitionSpec(*[None] * dim, axes), shape=whole, dtype=dtype)
-    there, back = wires
+    global_shape = (*shape[:dim], shape[dim] * mesh.axis_size(axes), *shape[dim + 1 :])
+    src = Spec(mesh, PartitionSpec(*[None] * dim, axes), shape=global_shape, dtype=dtype)
+    forward, backward = wires
     if to == "invariant":  # the transpose is a slice: it sends nothing
-        return Program(src, (AllGather(axes, dim),), forward_dtype=there)
+        return Program(src, (AllGather(axes, dim),), forward_dtype=forward)
     step = AllGather(axes, dim, "reduced")
-    return Program(src, (step,), forward_dtype=there, backward_dtype=back)
+    return Program(src, (step,), forward_dtype=forward, backward_dtype=backward)
 
 
-@lru_cache(maxsize=4096)
-def _scattering(
+@lru_cache(maxsize=CACHE_SIZE)
+def _scatter_program(
     mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: WireDtypes
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=set(axes)), shape=shape, dtype=dtype)
-    there, back = wires
-    return Program(src, (ReduceScatter(axes, 0),), forward_dtype=there, backward_dtype=back)
+    forward, backward = wires
+    return Program(src, (ReduceScatter(axes, 0),), forward_dtype=forward, backward_dtype=backward)
 
 
-@lru_cache(maxsize=4096)
-def _exchanging(
+@lru_cache(maxsize=CACHE_SIZE)
+def _exchange_program(
     mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: WireDtypes
 ) -> Program:
-    src = Spec(mesh, _first(axes, shape), shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
-    there, back = wires
-    return Program(src, (AllToAll(axes, 0, 1),), forward_dtype=there, backward_dtype=back)
-
-
-def _first(axes: tuple[str, ...], shape: torch.Size) -> PartitionSpec:
-    return PartitionSpec(axes, *[None] * (len(shape) - 1))
+    p = PartitionSpec(axes, *[None] * (len(shape) - 1))
+    src = Spec(mesh, p, shape=(mesh.axis_size(axes), *shape[1:]), dtype=dtype)
+    forward, backward = wires
+    return Program(src, (AllToAll(axes, 0, 1),), forward_dtype=forward, backward_dtype=backward)
 
 
 def gather_transfer(
@@ -85,20 +82,20 @@ def gather_transfer(
     to: str,
     read: Callable[[torch.Tensor], torch.Tensor],
 ) -> Transfer:
-    """Everyone's `x` along a new dim 0, and what is made of it."""
-    piece = x.unsqueeze(0)
-    prog = _gathering(mesh, axes, 0, to, piece.shape, piece.dtype, NO_WIRE_DTYPES)
-    return Transfer(prog, piece, read)
+    """Return the transfer that stacks all ranks' `x` along a new dim 0 and applies `read`."""
+    row = x.unsqueeze(0)
+    prog = _gather_program(mesh, axes, 0, to, row.shape, row.dtype, NO_WIRE_DTYPES)
+    return Transfer(prog, row, read)
 
 
-def _insert(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
-    """Dim 0 in front of `dim`, or merged into it."""
+def _insert_dim(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
+    """Move dim 0 in front of `dim`, or with `tiled` merge it into it."""
     moved = y.movedim(0, dim) if dim else y
     return moved.flatten(dim, dim + 1) if tiled else moved.contiguous()
 
 
-def _extract(x: torch.Tensor, dim: int, n: int, tiled: bool) -> torch.Tensor:
-    """The n pieces of `dim` (or its n entries) along a new dim 0."""
+def _extract_dim(x: torch.Tensor, dim: int, n: int, tiled: bool) -> torch.Tensor:
+    """Move the entries of `dim`, or with `tiled` its n pieces, to a new dim 0."""
     return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
 
 
@@ -117,48 +114,61 @@ def all_gather(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """Everyone's `x`, stacked along a new dim `axis`, or with `tiled` concatenated along it.
+    """Gather the ranks' tensors along axes, on every rank.
 
-    `jax.lax.all_gather`, PyTorch's `all_gather_into_tensor`, of a tree
-    `all_gather_into_tensor_coalesced`. Several axes are gathered in the order given, the first one
-    major. `to` is the state of the result: "varying" or "reduced"
-    (transpose: `psum_scatter`), or "invariant" (transpose: a slice).
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them.
+        axis_name: the axis, or a tuple of axes, the first one major.
+        axis: the dim of the result along which the ranks are ordered.
+        tiled: concatenate along `axis`; by default stack along a new dim.
+        to: the state of the result: "varying", "reduced" or "invariant".
+        axis_index_groups: lists of indices along the axes; ranks gather within their group.
+        forward_dtype: dtype in which values are gathered; the result has that of `x`.
+        backward_dtype: dtype in which the transpose sends and adds; gradients have that of `x`.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
-    `forward_dtype` is what is gathered, `backward_dtype` that in which the transpose sends and
-    adds; results and gradients have the dtype of `x`. So with parameters kept in float32,
-    `all_gather(w, axis, forward_dtype=torch.bfloat16).to(torch.bfloat16)` gathers bfloat16 and
-    computes in it; the ranks' bfloat16 cotangents are added in float32, as PyTorch's FSDP does
-    with `reduce_dtype=torch.float32`. Raises `ShardingError` for an unknown axis, a dim that is
-    none, another `to`, wrong groups, and floating dtypes of integers.
+    Returns:
+        A tree of tensors with n entries in a new dim `axis`, or with a dim n times as long.
 
+    Raises:
+        ShardingError: an unknown axis, dim or `to`; groups that do not have every index once or
+            differ in size; a floating dtype for integers.
+
+    Transpose: `psum_scatter`, for `to="invariant"` a slice. With parameters in float32,
+    `fs.all_gather(w, axis, forward_dtype=torch.bfloat16).to(torch.bfloat16)` gathers bfloat16 and
+    computes in it; the cotangents are added in float32, as by PyTorch's FSDP with
+    `reduce_dtype=torch.float32`. After `jax.lax.all_gather`; PyTorch's `all_gather_into_tensor`,
+    for trees `all_gather_into_tensor_coalesced`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: all_gather(x, "i", tiled=True, to="invariant"),
+    >>> f = fs.shard_map(lambda x: fs.all_gather(x, "i", tiled=True, to="invariant"),
     ...                  mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=fs.P())
     >>> f(torch.arange(4))
     tensor([0, 1, 2, 3])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_gather")
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_gather")
     wires = forward_dtype, backward_dtype
     if to not in ("varying", "invariant", "reduced"):
         fix = suggest_state(to, ("varying", "invariant", "reduced"))
-        fail("fs.all_gather", f"to={to!r}", "to is varying, invariant or reduced", fix)
+        fail("fs.all_gather", f"to={to!r}", "to must be varying, invariant or reduced", fix)
+    # Values of groups differ, so that the cotangents of one vary in the group.
+    gathered = to if axis_index_groups is None else "varying"
 
     def leaf(value: Any) -> Any:
         x = require_tensor(value, "fs.all_gather")
-        of = "a tensor" if tiled else "a result"
-        dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis", of)
-        check_wires("fs.all_gather", x.dtype, wires)
-        # One value for a group only has cotangents that vary in it, as it does itself.
-        gathered = to if axis_index_groups is None else "varying"
-        # Along the dim itself: parts that come apart are joined there, and nothing copied again.
-        piece = x if tiled else x.unsqueeze(dim)
-        return Transfer(
-            _gathering(where, axes, dim, gathered, piece.shape, piece.dtype, wires), piece
-        )
+        name = "a tensor" if tiled else "a result"
+        dim = check_dim(axis, x.ndim + (not tiled), "fs.all_gather", "axis", name)
+        check_wire_dtypes("fs.all_gather", x.dtype, wires)
+        # Along the dim itself, so that parts are concatenated there and not copied again.
+        part = x if tiled else x.unsqueeze(dim)
+        prog = _gather_program(owner, axes, dim, gathered, part.shape, part.dtype, wires)
+        return Transfer(prog, part)
 
-    gives: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
-    state = gives.get(to) if axis_index_groups is None else VARYING
-    return CollectivePlan("fs.all_gather", leaf, TypeSignature(as_axes(axis_name), state))
+    states: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
+    return CollectivePlan(
+        "fs.all_gather", leaf, TypeSignature(as_axes(axis_name), states.get(gathered))
+    )
 
 
 @collective
@@ -172,35 +182,49 @@ def psum_scatter(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """The sum over the ranks along the axes, each rank keeping one slice of it.
+    """Sum over the ranks along axes; each rank keeps one slice of the sum.
 
-    `jax.lax.psum_scatter`, PyTorch's `reduce_scatter_tensor`, of a tree
-    `reduce_scatter_tensor_coalesced`. With `tiled` the dim is divided by the number of ranks;
-    without, it has that size and is removed. Transpose: `all_gather`.
-    `forward_dtype` is what is sent and added, `backward_dtype` what the transpose gathers; the
-    result has the dtype of `x`. Raises `ShardingError` for an unknown axis, a dim that does not
-    divide, wrong groups, and floating dtypes of integers.
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them; not booleans.
+        axis_name: the axis, or a tuple of axes, the first one major.
+        scatter_dimension: the dim that is split among the n ranks.
+        tiled: split the dim into n equal parts; by default it must have n entries, and is removed.
+        axis_index_groups: lists of indices along the axes; ranks reduce within their group.
+        forward_dtype: dtype in which values are sent and added; the result has that of `x`.
+        backward_dtype: dtype in which the transpose gathers.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors with an n-th of the dim, or without it; varying along the axes.
+
+    Raises:
+        ShardingError: an unknown axis; a dim that n does not divide; booleans; groups that do not
+            have every index once or differ in size; a floating dtype for integers.
+
+    Transpose: `all_gather`. After `jax.lax.psum_scatter`; PyTorch's `reduce_scatter_tensor`, for
+    trees `reduce_scatter_tensor_coalesced`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: psum_scatter(x, "i", tiled=True), mesh=fs.Mesh(i=2),
+    >>> f = fs.shard_map(lambda x: fs.psum_scatter(x, "i", tiled=True), mesh=fs.Mesh(i=2),
     ...                  in_specs=fs.P(), out_specs=fs.P("i"))
     >>> f(torch.arange(4))
     tensor([0, 2, 4, 6])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum_scatter")
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum_scatter")
     wires = forward_dtype, backward_dtype
-    n = where.axis_size(axes)
+    n = owner.axis_size(axes)
 
     def leaf(value: Any) -> Any:
         x = require_tensor(value, "fs.psum_scatter")
         dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
         _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
-        check_wires("fs.psum_scatter", x.dtype, wires)
+        check_wire_dtypes("fs.psum_scatter", x.dtype, wires)
         if x.dtype == torch.bool:
             fix = "x.to(torch.int64), to count them"
             fail("fs.psum_scatter", f"a tensor of {x.dtype}", "booleans have no sum", fix)
-        rows = _extract(x, dim, n, tiled)
-        prog = _scattering(where, axes, rows.shape, rows.dtype, wires)
+        rows = _extract_dim(x, dim, n, tiled)
+        prog = _scatter_program(owner, axes, rows.shape, rows.dtype, wires)
         return Transfer(prog, rows, lambda y: y.squeeze(0))
 
     signature = TypeSignature(as_axes(axis_name), VARYING, ("sum",), all_or_none=True)
@@ -219,26 +243,42 @@ def all_to_all(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """Piece i of `x` along `split_axis` to rank i; the pieces received along `concat_axis`.
+    """Send piece i of a dim to rank i of axes, and join the received pieces along another dim.
 
-    `jax.lax.all_to_all`, PyTorch's `all_to_all_single`, which has no coalesced form: here a tree
-    is one exchange per dtype. With `tiled` one dim is divided and the
-    other multiplied by the number of ranks; without, the split dim has that size and moves to
-    `concat_axis`. Transpose: itself, dims swapped. `forward_dtype` and `backward_dtype` are what
-    the two send; results have the dtype of `x`. Raises `ShardingError` for an unknown axis, a
-    dim that does not divide, wrong groups, and floating dtypes of integers.
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them.
+        axis_name: the axis, or a tuple of axes, the first one major.
+        split_axis: the dim that is split among the n ranks.
+        concat_axis: the dim of the result along which the ranks' pieces are ordered.
+        tiled: divide the split dim by n and multiply the other by n; by default the split dim must
+            have n entries, and moves to `concat_axis`.
+        axis_index_groups: lists of indices along the axes; ranks exchange within their group.
+        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        backward_dtype: dtype in which the transpose sends.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors with as many elements as `x`, varying along the axes.
+
+    Raises:
+        ShardingError: an unknown axis; a dim that n does not divide; groups that do not have every
+            index once or differ in size; a floating dtype for integers.
+
+    Transpose: itself with the dims swapped. After `jax.lax.all_to_all`; PyTorch's
+    `all_to_all_single`, which has no coalesced form, while a tree is one exchange per dtype here.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: all_to_all(x, "i", 1, 0, tiled=True), mesh=fs.Mesh(i=2),
+    >>> f = fs.shard_map(lambda x: fs.all_to_all(x, "i", 1, 0, tiled=True), mesh=fs.Mesh(i=2),
     ...                  in_specs=fs.P("i"), out_specs=fs.P(None, "i"))
     >>> f(torch.tensor([[0, 1], [2, 3]]))
     tensor([[0, 1],
             [2, 3]])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_to_all")
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.all_to_all")
     wires = forward_dtype, backward_dtype
     dims, signature = (split_axis, concat_axis), TypeSignature(as_axes(axis_name))
-    return _all_to_all("fs.all_to_all", where, axes, dims, tiled, wires, signature)
+    return _plan_exchange("fs.all_to_all", owner, axes, dims, tiled, wires, signature)
 
 
 @collective
@@ -251,25 +291,40 @@ def pswapaxes(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """Exchange the ranks along the axes with the dim `axis`, which has as many entries.
+    """Swap the ranks along axes with a dim: entry i goes to rank i, rank j's becomes entry j.
 
-    `jax.lax.pswapaxes`, PyTorch's `all_to_all_single`: entry i goes to rank i, and what rank j
-    sends becomes entry j. Transpose: itself. Dtypes and errors as `all_to_all`.
+    Args:
+        x: tensors of any shape, equal on all ranks, or a tree of them.
+        axis_name: the axis, or a tuple of axes, the first one major.
+        axis: the dim, with as many entries as there are ranks.
+        axis_index_groups: lists of indices along the axes; ranks exchange within their group.
+        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        backward_dtype: dtype in which the transpose sends.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A tree of tensors of the shapes of `x`, varying along the axes.
+
+    Raises:
+        ShardingError: a dim of another size, and as `all_to_all`.
+
+    Transpose: itself. After `jax.lax.pswapaxes`; PyTorch's `all_to_all_single`.
+
+    >>> import torch
     >>> import fshard as fs
-    >>> f = fs.shard_map(lambda x: pswapaxes(x, "i", 1), mesh=fs.Mesh(i=2),
+    >>> f = fs.shard_map(lambda x: fs.pswapaxes(x, "i", 1), mesh=fs.Mesh(i=2),
     ...                  in_specs=fs.P("i"), out_specs=fs.P("i"))
     >>> f(torch.tensor([[0, 1], [2, 3]]))
     tensor([[0, 2],
             [1, 3]])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pswapaxes")
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pswapaxes")
     wires = forward_dtype, backward_dtype
     signature = TypeSignature(as_axes(axis_name))
-    return _all_to_all("fs.pswapaxes", where, axes, (axis, axis), False, wires, signature)
+    return _plan_exchange("fs.pswapaxes", owner, axes, (axis, axis), False, wires, signature)
 
 
-def _all_to_all(
+def _plan_exchange(
     name: str,
     mesh: Mesh,
     axes: tuple[str, ...],
@@ -279,36 +334,36 @@ def _all_to_all(
     signature: TypeSignature,
 ) -> CollectivePlan:
     n = mesh.axis_size(axes)
+    option = "axis" if name == "fs.pswapaxes" else "split_axis"
 
     def leaf(value: Any) -> Any:
         x = require_tensor(value, name)
-        word = "axis" if name == "fs.pswapaxes" else "split_axis"
-        split = check_dim(dims[0], x.ndim, name, word)
+        split = check_dim(dims[0], x.ndim, name, option)
         concat = check_dim(dims[1], x.ndim, name, "concat_axis")
-        _check_split(name, word, x, split, n, tiled)
-        check_wires(name, x.dtype, wires)
-        # One row that is cut into a piece for each rank, and becomes a column of theirs.
-        rows = _extract(x, split, n, tiled).unsqueeze(0)
-        prog = _exchanging(mesh, axes, rows.shape, rows.dtype, wires)
-        return Transfer(prog, rows, lambda y: _insert(y.squeeze(1), concat, tiled))
+        _check_split(name, option, x, split, n, tiled)
+        check_wire_dtypes(name, x.dtype, wires)
+        # One row, split into a piece for each rank; received pieces are a column.
+        rows = _extract_dim(x, split, n, tiled).unsqueeze(0)
+        prog = _exchange_program(mesh, axes, rows.shape, rows.dtype, wires)
+        return Transfer(prog, rows, lambda y: _insert_dim(y.squeeze(1), concat, tiled))
 
     return CollectivePlan(name, leaf, signature)
 
 
-def _check_split(where: str, word: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:
+def _check_split(where: str, option: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:
     size = x.shape[dim]
     if tiled and size % n:
         fail(
             where,
-            f"{word}={dim} of size {size}",
-            f"the {n} ranks along the axes divide the dim; {size} % {n} = {size % n}",
+            f"{option}={dim} of size {size}",
+            f"the {n} ranks along the axes must divide the dim; {size} % {n} = {size % n}",
             f"pad it to {-(-size // n) * n}",
         )
     if not tiled and size != n:
         fix = "fs.all_to_all(..., tiled=True)" if where == "fs.pswapaxes" else "tiled=True"
         fail(
             where,
-            f"{word}={dim} of size {size}",
-            f"without tiled=True the dim has one entry for each of the {n} ranks",
-            f"{fix} cuts a longer dim",
+            f"{option}={dim} of size {size}",
+            f"without tiled=True the dim must have one entry for each of the {n} ranks",
+            f"{fix} splits a longer dim",
         )

@@ -359,9 +359,7 @@ def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     return _index_of_extreme("min", "fs.pargmin", x, axis_name, mesh)
 
 
-def _index_of_extreme(
-    kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None
-) -> Tree:
+def _index_of_extreme(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh | None) -> Tree:
     owner, axes = resolve_axes(axis_name, mesh, name)
     n = owner.axis_size(axes)
 

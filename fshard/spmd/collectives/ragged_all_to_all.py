@@ -1,4 +1,4 @@
-"""An exchange in which every rank sends every other its own number of rows."""
+"""Exchange in which every rank sends every other rank its own number of rows."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.compile_node import as_node
 from fshard.spmd.collectives.gather_scatter import all_gather
-from fshard.spmd.collectives.wire_dtypes import WireDtypes, send_in, wire_problems
+from fshard.spmd.collectives.wire_dtypes import WireDtypes, send_in, wire_dtype_problems
 from fshard.spmd.tracking.insert_casts import computed
 from fshard.spmd.types import States
 
 __all__ = ["ragged_all_to_all"]
 
 NAME = "fs.ragged_all_to_all"
-Numbers = Sequence[int] | torch.Tensor
-DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
+Counts = Sequence[int] | torch.Tensor
+"""One number per rank along the axes."""
+DTYPES = sorted(
+    (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ragged:
-    """Rows for every rank of the group, packed in its order, against theirs."""
+class RaggedOp:
+    """Rows for every rank of the group, concatenated in its order, against the rows from them."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -42,26 +45,27 @@ class _Ragged:
     receive: tuple[int, ...]
 
     @property
-    def T(self) -> _Ragged:  # noqa: N802 - the mathematical name
-        return _Ragged(self.mesh, self.axes, self.receive, self.send)
+    def T(self) -> RaggedOp:  # noqa: N802 - the mathematical name
+        return RaggedOp(self.mesh, self.axes, self.receive, self.send)
 
-    def wider(self, n: int) -> _Ragged:
+    def wider(self, n: int) -> RaggedOp:
         return self
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         (x,) = xs
         group = self.mesh.group(transport.rank, self.axes)
         width = math.prod(x.shape[1:])
-        away = sum(self.send) - self.send[group.index(transport.rank)]
-        notify("ragged_all_to_all", self.axes, away * width * x.element_size(), transport.rank)
+        num_sent = sum(self.send) - self.send[group.index(transport.rank)]
+        nbytes = num_sent * width * x.element_size()
+        notify("ragged_all_to_all", self.axes, nbytes, transport.rank)
         send, receive = [n * width for n in self.send], [n * width for n in self.receive]
-        moved = transport.all_to_all(x.reshape(-1), send, receive, group)
+        finish = transport.all_to_all(x.reshape(-1), send, receive, group)
         shape = (sum(self.receive), *x.shape[1:])
-        return lambda: (moved().reshape(shape),)
+        return lambda: (finish().reshape(shape),)
 
 
-class _Numbers(NamedTuple):
-    """The four rows of numbers, one number per rank in each."""
+class RowCounts(NamedTuple):
+    """The four offset and size arguments, one number per rank in each."""
 
     input_offsets: Any
     send_sizes: Any
@@ -73,10 +77,10 @@ class _Numbers(NamedTuple):
 def ragged_all_to_all(
     operand: torch.Tensor,
     output: torch.Tensor,
-    input_offsets: Numbers,
-    send_sizes: Numbers,
-    output_offsets: Numbers,
-    recv_sizes: Numbers,
+    input_offsets: Counts,
+    send_sizes: Counts,
+    output_offsets: Counts,
+    recv_sizes: Counts,
     *,
     axis_name: Axes,
     axis_index_groups: Groups = None,
@@ -84,139 +88,164 @@ def ragged_all_to_all(
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """`output` with rows of everyone's `operand` written into it: a new tensor.
+    """Exchange rows, a different number for each pair of ranks; return `output` with them.
 
-    `jax.lax.ragged_all_to_all`, PyTorch's `all_to_all_single` with split sizes. Rank j gets
-    `send_sizes[j]` rows of `operand` from `input_offsets[j]` on, and has them in its result from
-    `output_offsets[j]` on: that is a row of the receiver's. `recv_sizes[j]` rows come from rank
-    j. The ranks first tell each other their offsets and sizes, in a small `all_gather`, and what
-    is wrong with them. Transpose: the reverse exchange for `operand`; for `output` zeros where
-    rows were written. Rows are sent in `forward_dtype`, in the transpose in `backward_dtype`; they
-    have the dtype of `operand` where they arrive. Raises `ShardingError`, the same on all ranks
-    along the axes, for rows that do not exist or are not alike, sizes on which two ranks do not
-    agree, rows of the result that are written twice, and floating dtypes of integers. Under
-    `torch.compile` the sizes and `input_offsets` are lists of numbers, and what the ranks tell each
-    other is not checked.
+    Args:
+        operand: shape (rows, ...); the rows to send.
+        output: shape (rows, ...); the rows that nobody writes stay.
+        input_offsets: row j of these n numbers is the first row of `operand` for rank j.
+        send_sizes: number of rows for rank j.
+        output_offsets: first row for this rank's rows in the result of rank j (the receiver).
+        recv_sizes: number of rows from rank j.
+        axis_name: the axis, or a tuple of axes, the first one major.
+        axis_index_groups: lists of indices along the axes; ranks exchange within their group.
+        forward_dtype: dtype in which rows are sent; they arrive in that of `operand`.
+        backward_dtype: dtype in which the transpose sends.
+        mesh: the mesh of the axes, outside of a `shard_map`.
 
+    Returns:
+        A new tensor of the shape of `output`.
+
+    Raises:
+        ShardingError: on all ranks along the axes: rows that do not exist or differ in shape or
+            dtype, sizes on which two ranks disagree, rows written twice, a floating dtype for
+            integers. The ranks exchange offsets, sizes and problems in a small `all_gather` first.
+            Under `torch.compile` sizes and `input_offsets` must be lists of ints, and what other
+            ranks send is not checked.
+
+    Transpose: for `operand` the reverse exchange; for `output` zeros where rows were written. After
+    `jax.lax.ragged_all_to_all`; PyTorch's `all_to_all_single` with split sizes.
+
+    >>> import torch
     >>> import fshard as fs
     >>> def keep_one_send_one(x):
     ...     i = fs.axis_index("i")
-    ...     return ragged_all_to_all(x, torch.zeros(2), [0, 1], [1, 1], [i, i], [1, 1],
-    ...                              axis_name="i")
+    ...     return fs.ragged_all_to_all(x, torch.zeros(2), [0, 1], [1, 1], [i, i], [1, 1],
+    ...                                 axis_name="i")
     >>> f = fs.shard_map(keep_one_send_one, mesh=fs.Mesh(i=2), in_specs=fs.P("i"),
     ...                  out_specs=fs.P("i"))
     >>> f(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     tensor([1., 3., 2., 4.])
     """
-    where, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
+    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, NAME)
     wires = forward_dtype, backward_dtype
-    numbers = input_offsets, send_sizes, output_offsets, recv_sizes
+    counts = RowCounts(input_offsets, send_sizes, output_offsets, recv_sizes)
 
     def exchange(operand: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return _exchange(operand, output, _Numbers(*numbers), where, axes, wires)
+        return _exchange(operand, output, counts, owner, axes, wires)
 
     tracker = current_tracker()
     if tracker is None:
         return exchange(operand, output)
     varying = States.varying(as_axes(axis_name))
-    told = [each for each in flatten(numbers)[0] if isinstance(each, torch.Tensor)]
-    return computed(tracker, NAME, (operand, output), told, varying, exchange)
+    tensors = [leaf for leaf in flatten(tuple(counts))[0] if isinstance(leaf, torch.Tensor)]
+    return computed(tracker, NAME, (operand, output), tensors, varying, exchange)
 
 
 def _exchange(
     operand: torch.Tensor,
     output: torch.Tensor,
-    numbers: _Numbers,
-    where: Mesh,
+    counts: RowCounts,
+    mesh: Mesh,
     axes: tuple[str, ...],
     wires: WireDtypes,
 ) -> torch.Tensor:
-    n = where.axis_size(axes)
-    # In a graph of torch.compile the offsets that are told are no numbers yet: nobody checks them.
+    n = mesh.axis_size(axes)
+    # In a graph of torch.compile the gathered offsets have no values yet: they are not checked.
     in_graph = torch.compiler.is_compiling()
-    rows, problems = _read(numbers._replace(output_offsets=(0,) * n) if in_graph else numbers, n)
-    problems += _unfit(operand, output, rows) + wire_problems(operand.dtype, wires)
+    rows, problems = _read_counts(
+        counts._replace(output_offsets=(0,) * n) if in_graph else counts, n
+    )
+    problems += _row_problems(operand, output, rows) + wire_dtype_problems(operand.dtype, wires)
     if in_graph or is_abstract(operand):
         raise_if(NAME, problems)
-    starts: Numbers = (0,) * n
+    starts: Counts = (0,) * n
     if not is_abstract(operand):
-        rank = current_rank(where, NAME).rank
-        here = where.group(rank, axes).index(rank)
+        rank = current_rank(mesh, NAME).rank
+        index = mesh.group(rank, axes).index(rank)
         if in_graph:
-            offsets = _column(numbers.output_offsets, output.device)
-            starts = all_gather(offsets, axes, mesh=where)[:, here]
+            offsets = _as_tensor(counts.output_offsets, output.device)
+            starts = all_gather(offsets, axes, mesh=mesh)[:, index]
         else:
-            told = _tell(_mine(operand, output, rows, wires), problems, output, where, axes)
-            starts = [row[here].output_offset for row in told]
+            messages = _own_messages(operand, output, rows, wires)
+            gathered = _gather_messages(messages, problems, output, mesh, axes)
+            starts = [row[index].output_offset for row in gathered]
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
-    packed = torch.cat([operand.narrow(0, at, size) for at, size in outgoing])
-    op = send_in(_Ragged(where, axes, rows.send_sizes, rows.recv_sizes), wires)
-    with labelled(Label(NAME, where)):
-        (moved,) = apply_linear(op, (packed,), everywhere=False)
-    at = [torch.arange(size, device=output.device) for size in rows.recv_sizes]
-    return output.index_copy(0, torch.cat([a + s for a, s in zip(at, starts, strict=True)]), moved)
+    payload = torch.cat([operand.narrow(0, start, size) for start, size in outgoing])
+    op = send_in(RaggedOp(mesh, axes, rows.send_sizes, rows.recv_sizes), wires)
+    with labelled(Label(NAME, mesh)):
+        (received,) = apply_linear(op, (payload,), False)
+    ranges = [torch.arange(size, device=output.device) for size in rows.recv_sizes]
+    indices = torch.cat([r + start for r, start in zip(ranges, starts, strict=True)])
+    return output.index_copy(0, indices, received)
 
 
-def _column(numbers: Numbers, device: torch.device) -> torch.Tensor:
-    """Numbers, or tensors of one each, as a tensor."""
-    if not isinstance(numbers, torch.Tensor):
-        numbers = torch.stack([torch.as_tensor(number) for number in numbers])
-    return numbers.to(device, torch.int64)
+def _as_tensor(counts: Counts, device: torch.device) -> torch.Tensor:
+    """Return numbers, or 0-dim tensors, as one tensor."""
+    if not isinstance(counts, torch.Tensor):
+        counts = torch.stack([torch.as_tensor(count) for count in counts])
+    return counts.to(device, torch.int64)
 
 
-def _read(given: _Numbers, n: int) -> tuple[_Numbers, list[Problem]]:
-    """The numbers as Python's, one for each of the n ranks; zeros for what is something else."""
+def _read_counts(counts: RowCounts, n: int) -> tuple[RowCounts, list[Problem]]:
+    """Return the numbers as ints, one for each of the n ranks; zeros in the place of others."""
     problems: list[Problem] = []
-    found: list[tuple[int, ...]] = []
-    for name, each in given._asdict().items():
-        if isinstance(each, torch.Tensor) and (torch.compiler.is_compiling() or is_abstract(each)):
-            words, rule = (
-                f"{name} without numbers, on {each.device}",
-                "offsets and sizes decide who",
-            )
-            fix = "give them as lists, or as tensors with numbers"
-            problems.append(Problem(words, f"{rule} sends what", fix))
-            found.append((0,) * n)
+    rows: list[tuple[int, ...]] = []
+    for name, value in counts._asdict().items():
+        if isinstance(value, torch.Tensor) and (
+            torch.compiler.is_compiling() or is_abstract(value)
+        ):
+            given = f"{name} without values, on {value.device}"
+            rule = "offsets and sizes must have values: they decide who sends what"
+            fix = "give them as lists, or as tensors with values"
+            problems.append(Problem(given, rule, fix))
+            rows.append((0,) * n)
             continue
-        numbers = as_ints(each)
+        numbers = as_ints(value)
         if numbers is None or len(numbers) != n or min(numbers) < 0:
-            rule = f"{name} has a number of at least 0 for each of the {n} ranks along the axes"
-            words = f"{name}={each if numbers is None else list(numbers)}"
-            problems.append(Problem(words, rule, f"{name}={[0] * n}, say"))
+            rule = f"{name} must have a number >= 0 for each of the {n} ranks along the axes"
+            given = f"{name}={value if numbers is None else list(numbers)}"
+            problems.append(Problem(given, rule, f"{name}={[0] * n}, say"))
             numbers = (0,) * n
-        found.append(numbers)
-    return _Numbers(*found), problems
+        rows.append(numbers)
+    return RowCounts(*rows), problems
 
 
-def _unfit(operand: torch.Tensor, output: torch.Tensor, rows: _Numbers) -> list[Problem]:
-    """What of the operand is sent that it has not, or that the output does not take."""
+def _row_problems(operand: torch.Tensor, output: torch.Tensor, rows: RowCounts) -> list[Problem]:
+    """Return problems of rows that the operand does not have, or the output cannot hold."""
     alike = operand.dtype == output.dtype and operand.shape[1:] == output.shape[1:]
     if not alike or not operand.ndim or not output.ndim:
         given = f"an operand {operand.dtype} of shape {tuple(operand.shape)}, an output "
         return [
             Problem(
                 f"{given}{output.dtype} of shape {tuple(output.shape)}",
-                "both are rows of one shape and dtype",
+                "both must have rows of one shape and dtype",
                 "operand.new_zeros(rows, *operand.shape[1:]) as the output",
             )
         ]
     outgoing = zip(rows.input_offsets, rows.send_sizes, strict=True)
     return [
         Problem(
-            f"{size} rows from row {at} on, for rank {place} along the axes",
+            f"{size} rows from row {start} on, for rank {target} along the axes",
             f"the operand has {operand.shape[0]} rows",
             "check input_offsets and send_sizes",
         )
-        for place, (at, size) in enumerate(outgoing)
-        if at + size > operand.shape[0]
+        for target, (start, size) in enumerate(outgoing)
+        if start + size > operand.shape[0]
     ]
 
 
-class _Told(NamedTuple):
-    """What one rank says of its exchange with another, and of itself.
+class RowMessage(NamedTuple):
+    """Message of one rank about its exchange with another, gathered before the rows are sent.
 
-    Rows, how many its output has, the elements and the dtype of a row that it sends, and how
-    many bytes it has to say of what is wrong with its arguments.
+    Attributes:
+        output_offset: first row in the receiver's output.
+        send_size: number of rows that it sends to the other.
+        recv_size: number of rows that it expects from the other.
+        height: number of rows of its output.
+        width: number of elements of a row that it sends.
+        dtype: index of the rows' dtype in `DTYPES`.
+        problem_bytes: length of the text of its problems.
     """
 
     output_offset: int
@@ -225,100 +254,102 @@ class _Told(NamedTuple):
     height: int
     width: int
     dtype: int
-    said: int
+    problem_bytes: int
 
 
-def _mine(
-    operand: torch.Tensor, output: torch.Tensor, rows: _Numbers, wires: WireDtypes
-) -> list[_Told]:
+def _own_messages(
+    operand: torch.Tensor, output: torch.Tensor, rows: RowCounts, wires: WireDtypes
+) -> list[RowMessage]:
+    """Return this rank's messages, one for each rank."""
     height = output.shape[0] if output.ndim else 0
     width, dtype = math.prod(operand.shape[1:]), DTYPES.index(wires[0] or operand.dtype)
-    numbers = zip(rows.output_offsets, rows.send_sizes, rows.recv_sizes, strict=True)
-    return [_Told(*each, height, width, dtype, 0) for each in numbers]
+    columns = zip(rows.output_offsets, rows.send_sizes, rows.recv_sizes, strict=True)
+    return [RowMessage(*column, height, width, dtype, 0) for column in columns]
 
 
-def _tell(
-    mine: list[_Told],
+def _gather_messages(
+    messages: list[RowMessage],
     problems: list[Problem],
     like: torch.Tensor,
-    where: Mesh,
+    mesh: Mesh,
     axes: tuple[str, ...],
-) -> list[list[_Told]]:
-    """What everyone told, `[from, to]`; raises the same on all of them where one has problems.
+) -> list[list[RowMessage]]:
+    """Return all messages, `[from, to]`; raise the same error on all ranks if one has problems.
 
-    Who has some tells how long they are, so that all go on to hear them before anyone raises.
+    The length of the texts is gathered first, so that all ranks take part in gathering them.
     """
-    words = json.dumps([(each.given, each.rule, each.fix) for each in problems]).encode()
-    said = len(words) if problems else 0
-    numbers = torch.tensor([each._replace(said=said) for each in mine], device=like.device)
-    told = [
-        [_Told(*each) for each in row] for row in all_gather(numbers, axes, mesh=where).tolist()
-    ]
-    longest = max(row[0].said for row in told)
+    text = json.dumps([(p.given, p.rule, p.fix) for p in problems]).encode()
+    length = len(text) if problems else 0
+    rows = [message._replace(problem_bytes=length) for message in messages]
+    table = all_gather(torch.tensor(rows, device=like.device), axes, mesh=mesh).tolist()
+    gathered = [[RowMessage(*message) for message in row] for row in table]
+    longest = max(row[0].problem_bytes for row in gathered)
     if longest:
-        text = torch.tensor(list(words.ljust(longest)), dtype=torch.uint8, device=like.device)
-        raise_if(NAME, _heard(all_gather(text, axes, mesh=where).tolist()), everywhere=True)
-    raise_if(NAME, _disagreements(told), everywhere=True)
-    return told
+        padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=like.device)
+        texts = all_gather(padded, axes, mesh=mesh).tolist()
+        raise_if(NAME, _merge_problems(texts), everywhere=True)
+    raise_if(NAME, _disagreements(gathered), everywhere=True)
+    return gathered
 
 
-def _heard(texts: list[list[int]]) -> list[Problem]:
-    """The problems that ranks told, and whose they are where they are not everyone's."""
-    whose: dict[Problem, list[int]] = {}
-    for place, text in enumerate(texts):
+def _merge_problems(texts: list[list[int]]) -> list[Problem]:
+    """Return the ranks' problems; those that not all ranks have name their ranks."""
+    ranks_of: dict[Problem, list[int]] = {}
+    for rank, text in enumerate(texts):
         for problem in json.loads(bytes(text)):
-            whose.setdefault(Problem(*problem), []).append(place)
+            ranks_of.setdefault(Problem(*problem), []).append(rank)
     return [
-        problem if len(places) == len(texts) else replace(
+        problem if len(ranks) == len(texts) else replace(
             problem,
-            given=f"on rank{'s' if len(places) > 1 else ''} {', '.join(map(str, places))} along "
+            given=f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} along "
             f"the axes {problem.given}",
         )
-        for problem, places in whose.items()
+        for problem, ranks in ranks_of.items()
     ]  # fmt: skip
 
 
-def _disagreements(told: list[list[_Told]]) -> list[Problem]:
-    """What in the words of two ranks does not fit: `told[from][to]`."""
-    sent = [(row[0].width, DTYPES[row[0].dtype]) for row in told]
+def _disagreements(gathered: list[list[RowMessage]]) -> list[Problem]:
+    """Return problems of messages of two ranks that contradict each other."""
+    sent = [(row[0].width, DTYPES[row[0].dtype]) for row in gathered]
     problems = [
         Problem(
             f"rows of {sent[0][0]} elements of {sent[0][1]} sent by rank 0 along the axes, of "
-            f"{width} elements of {dtype} by rank {place}",
-            "the operands of all ranks are rows of one shape and dtype",
+            f"{width} elements of {dtype} by rank {rank}",
+            "the operands of all ranks must have rows of one shape and dtype",
             "reshape or cast the operand before",
         )
-        for place, (width, dtype) in enumerate(sent)
+        for rank, (width, dtype) in enumerate(sent)
         if (width, dtype) != sent[0]
     ]
     problems += [
         Problem(
-            f"recv_sizes[{sender}]={row[sender].recv_size} on rank {place} along the axes, to "
-            f"which rank {sender} sends {told[sender][place].send_size} rows",
-            "recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j",
+            f"recv_sizes[{sender}]={row[sender].recv_size} on rank {rank} along the axes, to "
+            f"which rank {sender} sends {gathered[sender][rank].send_size} rows",
+            "recv_sizes[j] on rank i along the axes must be send_sizes[i] on rank j",
             "recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)",
         )
-        for place, row in enumerate(told)
-        for sender in range(len(told))
-        if row[sender].recv_size != told[sender][place].send_size
+        for rank, row in enumerate(gathered)
+        for sender in range(len(gathered))
+        if row[sender].recv_size != gathered[sender][rank].send_size
     ]
-    for place, row in enumerate(told):
-        problems += _overlaps(place, row[place].height, [each[place] for each in told])
+    for rank, row in enumerate(gathered):
+        problems += _overlaps(rank, row[rank].height, [column[rank] for column in gathered])
     return problems
 
 
-def _overlaps(place: int, height: int, incoming: list[_Told]) -> list[Problem]:
-    """The rows that one rank is sent which its output does not have, or has from another."""
+def _overlaps(rank: int, height: int, incoming: list[RowMessage]) -> list[Problem]:
+    """Return problems of rows for one rank that its output lacks, or gets from two ranks."""
     problems = []
-    end, last = 0, ""
-    for sender in sorted(range(len(incoming)), key=lambda each: incoming[each]):
-        at, size = incoming[sender][:2]
-        who = f"those of rank {sender} along the axes"
-        if size and (at < end or at + size > height):
-            rule = f"rows 0..{height - 1} of that output are written at most once"
-            also = f", after {last} up to row {end - 1}" if at < end else ""
-            given = f"on rank {place} along the axes rows {at}..{at + size - 1} for {who}{also}"
+    end, previous = 0, ""
+    for sender in sorted(range(len(incoming)), key=lambda i: incoming[i]):
+        start, size = incoming[sender][:2]
+        name = f"those of rank {sender} along the axes"
+        if size and (start < end or start + size > height):
+            rule = f"rows 0..{height - 1} of that output must be written at most once"
+            also = f", after {previous} up to row {end - 1}" if start < end else ""
+            last = start + size - 1
+            given = f"on rank {rank} along the axes rows {start}..{last} for {name}{also}"
             problems.append(Problem(given, rule, "output_offsets count in the receiver's output"))
         if size:
-            end, last = max(end, at + size), who
+            end, previous = max(end, start + size), name
     return problems

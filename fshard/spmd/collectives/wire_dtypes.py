@@ -13,7 +13,7 @@ import torch
 
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
-from fshard.program.program import carries
+from fshard.program.program import can_carry
 from fshard.run.autograd.linear_function import FinishAll, LinearOp, Tensors
 from fshard.run.transports.base import Transport
 
@@ -31,11 +31,12 @@ def wire_dtype_problems(dtype: torch.dtype, wires: WireDtypes) -> list[Problem]:
     return [
         Problem(
             f"{option}={wire!r} of a tensor of {dtype}",
-            "wire dtypes must represent the values: floating for floating, integers for integers",
+            "the dtype that is sent must be of the same kind: floating for floating, integer "
+            "for integer",
             f"leave {option} out, or cast the tensor first",
         )
         for option, wire in options
-        if wire is not None and not carries(wire, dtype)
+        if wire is not None and not can_carry(wire, dtype)
     ]
 
 
