@@ -117,12 +117,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     # Rules are imported where one is asked for: they take a second.
-    from fshard.ops.rules.nn.attention import in_products
+    from fshard.ops.rules.nn.attention import attention_by_products
 
     def drop(weights: Tensor) -> Tensor:
         return _dropout(keys, weights, dropout_p, True)
 
-    return in_products(query, key, value, attn_mask, 0.0, is_causal, scale=scale,
+    return attention_by_products(query, key, value, attn_mask, 0.0, is_causal, scale=scale,
                        enable_gqa=enable_gqa, drop=drop)  # fmt: skip
 
 

@@ -1,1 +1,15 @@
-"""Sharding rules, one module for each family of operations."""
+"""Sharding rules of PyTorch's operations, loaded when the first rule is looked up.
+
+A rule states which loops ("factors") of one call may be sharded over a mesh axis and which
+operands may be unreduced; see `fshard.ops.core.rule`. Each module lists its operations.
+
+- `elementwise`: pointwise operations, quantization, tensor creation and queries, random draws;
+- `view`: reshape, permute, slice, split, expand, repeat, diagonals, cat, stack, pad_sequence;
+- `contraction`: matmul, einsum, linear, cdist; linear algebra; Fourier transforms;
+- `index`: gather, index_select, take; scatter, index_add, index_put;
+- `reduce`: sums, means, extremes, variances, norms, softmax, cumsum, sort, topk, searchsorted;
+- `nn`: attention, convolution, pooling, normalization, embedding, losses, recurrent layers;
+- `backward`: gradient operations that PyTorch names by themselves.
+
+`einsum_letters` and `shard_call` are shared by all of them.
+"""

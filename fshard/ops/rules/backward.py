@@ -1,6 +1,9 @@
-"""Rules of gradients that no other family has: of views, selections, scans, and distances.
+"""Rules of gradient operations that autograd calls by names of their own.
 
-Every one is linear in the gradient that it is of, and passes the dims that its operation passes.
+log_sigmoid, rrelu, fake_quantize, masked softmax, cummax, cumprod, median and other selected
+values, index_select, gather, masked_select, trace, cdist, pdist. Each is linear in the incoming
+gradient; the dims that its forward operation passes through may be sharded. Gradients of
+convolutions, pooling, normalization, softmax and slices are with their forward operations.
 """
 
 from __future__ import annotations
@@ -32,17 +35,17 @@ aten = torch.ops.aten
     aten.fake_quantize_per_channel_affine_cachemask_backward, aten._standard_gamma_grad,
 )  # fmt: skip
 def elementwise(call: OpCall) -> Rule | None:
-    """Every element alone; what has another shape (a kernel's buffer) is not cut."""
-    whole = _whole_dims(call)
+    """Rule of elementwise gradients: results of another shape (kernel buffers) are unsharded."""
+    unsharded = _unsharded_dims(call)
     shape = call.operands[0].shape
-    every = letters(len(shape))
-    dims: Dims = tuple(() if at in whole else (every[at],) for at in range(len(shape)))
+    names = letters(len(shape))
+    dims: Dims = tuple(() if i in unsharded else (names[i],) for i in range(len(shape)))
 
     def same(meta: Meta) -> Dims:
         return dims if meta.shape == shape else unsharded_dims(meta)
 
-    results = tuple(None if each is None else same(each) for each in call.results)
-    empty = any(each is not None and each.shape != shape for each in call.results)
+    results = tuple(None if meta is None else same(meta) for meta in call.results)
+    empty = any(meta is not None and meta.shape != shape for meta in call.results)
     kinds = tuple((f, "sum") for dim in dims for f in dim) if empty else ()
     modes = (
         () if schema_of(call.op).name.endswith("forward") else linear_modes(0, results=len(results))
@@ -52,11 +55,11 @@ def elementwise(call: OpCall) -> Rule | None:
     return Rule(tuple(map(same, call.operands)), results, kinds, modes=modes, local=ShardCall())
 
 
-def _whole_dims(call: OpCall) -> tuple[int, ...]:
+def _unsharded_dims(call: OpCall) -> tuple[int, ...]:
     if not call.has("dim"):
         return ()
-    given, ndim = call.get("dim"), call.operands[0].ndim
-    return normalize_dims(ndim - 1 if given is None else given, ndim)
+    dims, ndim = call.get("dim"), call.operands[0].ndim
+    return normalize_dims(ndim - 1 if dims is None else dims, ndim)
 
 
 # -- along one dim --------------------------------------------------------------------------
@@ -64,56 +67,56 @@ def _whole_dims(call: OpCall) -> tuple[int, ...]:
 
 @register_rule(aten.cummaxmin_backward, aten.cumprod_backward)
 def per_dim(call: OpCall) -> Rule:
-    """Dims other than `dim` pass, on all tensors."""
+    """Rule of gradients along `dim`: all other dims may be sharded."""
     ndim = call.operands[0].ndim
-    dim, every = wrap_dim(call.get("dim"), ndim), letters(ndim)
-    dims = tuple(() if at == dim else (every[at],) for at in range(ndim))
+    dim, names = wrap_dim(call.get("dim"), ndim), letters(ndim)
+    dims = tuple(() if i == dim else (names[i],) for i in range(ndim))
     return Rule((dims,) * len(call.operands), (dims,), modes=linear_modes(0), local=ShardCall())
 
 
 @register_rule(aten.value_selecting_reduction_backward)
 def selected_backward(call: OpCall) -> Rule:
-    """A value's gradient goes to where it was found along `dim`."""
-    made = call.result
-    dim, every = wrap_dim(call.get("dim"), made.ndim), letters(made.ndim)
-    dims: Dims = tuple(() if at == dim else (every[at],) for at in range(made.ndim))
-    kept = dims if call.get("keepdim") else dims[:dim] + dims[dim + 1 :]
-    return Rule((kept, kept), (dims,), modes=linear_modes(0),
-                local=ShardCall(changes=(SetLocalShape("sizes"),)))  # fmt: skip
+    """Rule of the gradient of a value selected along `dim`, which stays unsharded."""
+    result = call.result
+    dim, names = wrap_dim(call.get("dim"), result.ndim), letters(result.ndim)
+    dims: Dims = tuple(() if i == dim else (names[i],) for i in range(result.ndim))
+    grad_dims = dims if call.get("keepdim") else dims[:dim] + dims[dim + 1 :]
+    return Rule((grad_dims, grad_dims), (dims,), modes=linear_modes(0),
+                local=ShardCall(rewrites=(SetLocalShape("sizes"),)))  # fmt: skip
 
 
 @register_rule(aten.index_select_backward)
 def index_select_backward(call: OpCall) -> Rule:
-    """Indices are summed into the rows that they name; other dims pass."""
+    """Rule of a sum of rows into the rows that indices name; other dims may be sharded."""
     grad = call.operands[0]
-    dim, every = wrap_dim(call.get("dim"), grad.ndim), letters(grad.ndim, "i")
-    passed: Dims = tuple(() if at == dim else (every[at],) for at in range(grad.ndim))
-    given: Dims = tuple(("i",) if at == dim else each for at, each in enumerate(passed))
-    return Rule((given, (("i",),)), (passed,), (("i", "sum"),), modes=linear_modes(0),
-                local=ShardCall(changes=(SetLocalShape("self_sizes"),)))  # fmt: skip
+    dim, names = wrap_dim(call.get("dim"), grad.ndim), letters(grad.ndim, "i")
+    passed: Dims = tuple(() if i == dim else (names[i],) for i in range(grad.ndim))
+    grad_dims: Dims = tuple(("i",) if i == dim else factors for i, factors in enumerate(passed))
+    return Rule((grad_dims, (("i",),)), (passed,), (("i", "sum"),), modes=linear_modes(0),
+                local=ShardCall(rewrites=(SetLocalShape("self_sizes"),)))  # fmt: skip
 
 
 @register_rule(aten.gather_backward)
 def gather_backward(call: OpCall) -> Rule:
-    """Dims other than the gathered one pass where the index is as long as the tensor."""
+    """Rule of gather's gradient: dims where index and tensor have the same size may be sharded."""
     x, index = call.operands[1], call.operands[-1]
-    dim, every = wrap_dim(call.get("dim"), x.ndim), letters(x.ndim)
+    dim, names = wrap_dim(call.get("dim"), x.ndim), letters(x.ndim)
     dims: Dims = tuple(
-        (every[at],) if at != dim and x.shape[at] == index.shape[at] else () for at in range(x.ndim)
+        (names[i],) if i != dim and x.shape[i] == index.shape[i] else () for i in range(x.ndim)
     )
     return Rule((dims, dims, dims), (dims,), modes=linear_modes(0), local=ShardCall())
 
 
 @register_rule(aten.masked_select_backward, aten.masked_scatter_backward)
-def whole_backward(call: OpCall) -> Rule:
-    """What a mask selects lies in one row: nothing of it can be cut."""
-    made = tuple(unsharded_dims(each) for each in call.results if each is not None)
-    return Rule(tuple(map(unsharded_dims, call.operands)), made, modes=linear_modes(0))
+def masked_backward(call: OpCall) -> Rule:
+    """Rule of gradients of masked selections, whose elements are in one row: all unsharded."""
+    results = tuple(unsharded_dims(meta) for meta in call.results if meta is not None)
+    return Rule(tuple(map(unsharded_dims, call.operands)), results, modes=linear_modes(0))
 
 
 @register_rule(aten.trace_backward)
 def trace_backward(call: OpCall) -> Rule:
-    """A number spread along a diagonal."""
+    """Rule of a scalar spread along a diagonal: unsharded."""
     return Rule(((),), (((), ()),), modes=linear_modes(0))
 
 
@@ -122,17 +125,18 @@ def trace_backward(call: OpCall) -> Rule:
 
 @register_rule(aten._cdist_backward)
 def cdist_backward(call: OpCall) -> Rule:
-    """`bpq,bpk,bqk,bpq->bpk`: the distances are known, so that the width passes too."""
-    grad, a, b, found = call.operands
+    """Rule `bpq,bpk,bqk,bpq->bpk`: given the distances, the width may be sharded too."""
+    grad, a, b, distances = call.operands
     batch = letters(grad.ndim - 2, "pqk")
     texts = (batch + "pq", batch + "pk", batch + "qk", batch + "pq")
     dims = [trailing_dims(text, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)]
-    return Rule(drop_broadcast(dims, (grad, a, b, found)), (text_dims(batch + "pk"),), (("q", "sum"),),
+    operands = drop_broadcast(dims, (grad, a, b, distances))
+    return Rule(operands, (text_dims(batch + "pk"),), (("q", "sum"),),
                 modes=linear_modes(0), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten._pdist_backward)
 def pdist_backward(call: OpCall) -> Rule:
-    """The width passes; all pairs of rows are in one vector."""
+    """Rule of pairwise distances' gradient: the width may be sharded, rows may not."""
     rows: Dims = ((), ("k",))
     return Rule((((),), rows, ((),)), (rows,), modes=linear_modes(0), local=ShardCall())

@@ -1,8 +1,4 @@
-"""What generators of contractions and of batched operations share: letters, and calls on parts.
-
-A rank's part of a loop may be empty, and a bias that every rank adds to its part of a sum would be
-added many times: `ShardCall` runs an operation where either can happen.
-"""
+"""Einsum-like factor letters of operands, and the rule of a sum of products."""
 
 from __future__ import annotations
 
@@ -21,11 +17,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# -- factors --------------------------------------------------------------------------------
-
-
 def text_dims(text: str) -> Dims:
-    """One letter for every dim.
+    """Return one letter per dim.
 
     >>> text_dims("ik")
     (('i',), ('k',))
@@ -33,18 +26,18 @@ def text_dims(text: str) -> Dims:
     return tuple((letter,) for letter in text)
 
 
-def letters(count: int, taken: Iterable[str] = "") -> str:
-    """As many letters, the first of the alphabet from b on, that are not taken.
+def letters(count: int, excluded: Iterable[str] = "") -> str:
+    """Return `count` letters that are not in `excluded`, from b on.
 
     >>> letters(2, "ck")
     'bd'
     """
-    free = [each for each in string.ascii_letters[1:] + "a" if each not in taken]
-    return "".join(free[:count]) if count else ""
+    available = [x for x in string.ascii_letters[1:] + "a" if x not in excluded]
+    return "".join(available[:count]) if count else ""
 
 
 def trailing_dims(text: str, ndim: int) -> Dims:
-    """The factors of a tensor that broadcasts to one with the dims of `text`.
+    """Return the factors of a tensor with `ndim` dims that broadcasts to the dims of `text`.
 
     >>> trailing_dims("bij", 1), trailing_dims("bij", 0)
     ((('j',),), ())
@@ -53,12 +46,12 @@ def trailing_dims(text: str, ndim: int) -> Dims:
 
 
 def unsharded_dims(meta: Meta) -> Dims:
-    """No factors: a tensor that is needed whole."""
+    """Return dims without factors: the tensor must be unsharded."""
     return ((),) * meta.ndim
 
 
 def drop_broadcast(operands: Sequence[Dims], metas: Sequence[Meta]) -> tuple[Dims, ...]:
-    """The factors of operands without those along which they broadcast."""
+    """Return the operands' factors without those of dims of size 1 that broadcast."""
     lengths: dict[str, int] = {}
     for dims, meta in zip(operands, metas, strict=True):
         for dim, size in zip(dims, meta.shape, strict=True):
@@ -74,41 +67,35 @@ def drop_broadcast(operands: Sequence[Dims], metas: Sequence[Meta]) -> tuple[Dim
 
 
 def contraction_rule(
-    call: OpCall,
-    operands: Sequence[Dims],
-    result: Dims,
-    *,
-    addend: int | None = None,
-    linear_in: Iterable[int] | None = None,
-    local: Callable[..., Any] | None = None,
-) -> Rule:
-    """The rule of a sum of products: factors that the result lacks are summed.
+    call: OpCall, operands: Sequence[Dims], result: Dims, *, addend: int | None = None,
+    linear_in: Iterable[int] | None = None, local: Callable[..., Any] | None = None,
+) -> Rule:  # fmt: skip
+    """Return the rule of a sum of products: factors that the result lacks are summed.
 
-    `linear_in` are the operands it is linear in, all but the addend if not given.
+    `addend` is the operand added to the products; `linear_in` are the operands the result is
+    linear in, by default all but the addend.
     """
     dims = drop_broadcast(operands, call.operands)
-    seen = dict.fromkeys(f for each in dims for dim in each for f in dim)
-    made = {f for dim in result for f in dim}
-    places = [at for at in range(len(dims)) if at != addend] if linear_in is None else linear_in
+    factors = dict.fromkeys(f for each in dims for dim in each for f in dim)
+    result_factors = {f for dim in result for f in dim}
+    products = tuple(i for i in range(len(dims)) if i != addend)
+    linear = products if linear_in is None else tuple(linear_in)
     if call.results[0] is not None and widens_integers(call.operands[0], call.results[0]):
-        places = ()
-    modes = linear_modes(*places) if addend is None else addend_modes(addend, places)
+        linear = ()
+    modes = linear_modes(*linear) if addend is None else addend_modes(addend, linear)
     if addend is not None and local is None:
-        local = ShardCall(once=(addend,), zeros=False)
-    kinds = tuple(sorted((f, "sum") for f in seen if f not in made))
+        local = ShardCall(once=(addend,), skip_empty=False)
+    kinds = tuple(sorted((f, "sum") for f in factors if f not in result_factors))
     return Rule(dims, (result,), kinds, modes=modes, local=local)
 
 
-def widens_integers(source: Meta, made: Meta) -> bool:
-    """Whether integers become numbers of another range, where their sums do not overflow alike."""
-    return source.dtype != made.dtype and not is_inexact(source)
+def widens_integers(source: Meta, result: Meta) -> bool:
+    """Return True if integers are converted to a dtype in which sums overflow differently."""
+    return source.dtype != result.dtype and not is_inexact(source)
 
 
 def addend_modes(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
-    """Modes of a sum of an addend and of products, each linear, of the addend counted once."""
-    places = tuple(products)
-    both = tuple(tuple(sorted((at, addend))) for at in places)
-    return linear_modes(*places, *both) + linear_modes(addend, affine=True)
-
-
-# -- on one rank ----------------------------------------------------------------------------
+    """Return the modes of a sum of an addend and products, with the addend counted once."""
+    linear = tuple(products)
+    pairs = tuple(tuple(sorted((i, addend))) for i in linear)
+    return linear_modes(*linear, *pairs) + linear_modes(addend, affine=True)

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Local calls that treat empty shards and operands that must be counted once.
+
+One rank's part of a loop may be empty, which PyTorch often refuses, and a bias that every rank
+adds to its partial sum would be counted several times; `ShardCall` handles both.
+"""
 
 from __future__ import annotations
 
@@ -25,159 +29,159 @@ __all__ = [
     "zeros_with_grad",
 ]  # fmt: skip
 
-Change = Callable[[LocalCall, RankContext], LocalCall]
+Rewrite = Callable[[LocalCall, RankContext], LocalCall]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCall(LocalRewrite):
-    """A local call: arguments changed, addends counted once, and zeros where a part is empty.
+    """Local call with rewritten arguments, operands counted once, and zeros for empty shards.
 
-    Of an axis over which the first result is a sum, the ranks after the first take zeros for the
-    operands `once`, unless those are unreduced there themselves. With `zeros` the operation does
-    not run on operands of which this rank has nothing: its part of the loop is empty, so that its
-    results are, or are sums of nothing. What is added then lies `along` that dim of the result.
+    `once` are operands that only the first rank adds to a partial sum of the first result; other
+    ranks add zeros, unless the operand is itself unreduced over that axis. `rewrites` change
+    arguments. With `skip_empty` the operation does not run if an operand's local shard is empty:
+    the results are zeros, plus the operands `once`, which have dim `once_dim` of the result.
     """
 
     once: tuple[int, ...] = ()
-    changes: tuple[Change, ...] = ()
-    zeros: bool = True
-    along: int = -1
+    rewrites: tuple[Rewrite, ...] = ()
+    skip_empty: bool = True
+    once_dim: int = -1
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
-        """The call with its changes, where the rank has a part and adds what there is to add."""
-        parts = any(_is_added_before(ctx, at) for at in self.once) or has_empty_shard(ctx)
+        """Return the rewritten call, or None if the rank has an empty shard or adds zeros."""
+        parts = any(_is_added_before(ctx, i) for i in self.once) or has_empty_shard(ctx)
         parts = parts or _is_empty_shard(ctx.results[0], ctx.rank)
         if parts or not all(
-            isinstance(change, SetArgument | SetLocalShape) for change in self.changes
+            isinstance(rewrite, SetArgument | SetLocalShape) for rewrite in self.rewrites
         ):
             return None
-        return self._changed(op, args, kwargs, ctx)
+        return self._rewritten(op, args, kwargs, ctx)
 
-    def _changed(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
+    def _rewritten(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
         call: LocalCall = op, tuple(args), dict(kwargs)
-        for change in self.changes:
-            call = change(call, ctx)
+        for rewrite in self.rewrites:
+            call = rewrite(call, ctx)
         return call
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Run it on a rank."""
+        """Run the operation on one rank."""
         args, kwargs = tuple(args), dict(kwargs)
-        later = frozenset(at for at in self.once if _is_added_before(ctx, at))
+        later = frozenset(i for i in self.once if _is_added_before(ctx, i))
         if later:
             args, kwargs = _without(args, kwargs, later)
         if _is_empty_shard(ctx.results[0], ctx.rank):
-            return nothing(args, kwargs, ctx)
-        if self.zeros and has_empty_shard(ctx):
-            return nothing(args, kwargs, ctx, dict.fromkeys(self.once, self.along))
-        op, args, kwargs = self._changed(op, args, kwargs, ctx)
+            return zero_results(args, kwargs, ctx)
+        if self.skip_empty and has_empty_shard(ctx):
+            return zero_results(args, kwargs, ctx, dict.fromkeys(self.once, self.once_dim))
+        op, args, kwargs = self._rewritten(op, args, kwargs, ctx)
         return op(*args, **kwargs)
 
 
-def _is_added_before(ctx: RankContext, place: int) -> bool:
-    """Whether a rank before this one adds the operand to the first result."""
-    made, given = ctx.results[0], ctx.operands[place]
-    assert made is not None
-    own = {axis for axis, _ in given.partition.unreduced_kinds}
-    coords = made.mesh.coords(ctx.rank)
+def _is_added_before(ctx: RankContext, index: int) -> bool:
+    """Return True if an earlier rank adds the operand to the first result."""
+    result, operand = ctx.results[0], ctx.operands[index]
+    assert result is not None
+    unreduced = {axis for axis, _ in operand.partition.unreduced_kinds}
+    coords = result.mesh.coords(ctx.rank)
     return any(
         coords[axis] > 0
-        for axis, kind in made.partition.unreduced_kinds
-        if kind == "sum" and axis not in own
+        for axis, kind in result.partition.unreduced_kinds
+        if kind == "sum" and axis not in unreduced
     )
 
 
 def _without(
-    args: Any, kwargs: Any, places: frozenset[int]
+    args: Any, kwargs: Any, indices: frozenset[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with zeros for some operands, to which gradients still have a way."""
-    seen = iter(range(1 << 30))
+    """Replace the operands `indices` by zeros that keep their gradient graph."""
+    numbers = iter(range(1 << 30))
 
-    def change(x: torch.Tensor) -> torch.Tensor:
-        return zeros_with_grad(x) if next(seen) in places else x
+    def rewrite(x: torch.Tensor) -> torch.Tensor:
+        return zeros_with_grad(x) if next(numbers) in indices else x
 
-    placed = tuple(map_instances(each, torch.Tensor, change) for each in args)
-    return placed, {key: map_instances(each, torch.Tensor, change) for key, each in kwargs.items()}
+    new_args = tuple(map_instances(x, torch.Tensor, rewrite) for x in args)
+    return new_args, {key: map_instances(x, torch.Tensor, rewrite) for key, x in kwargs.items()}
 
 
 def zeros_with_grad(x: torch.Tensor) -> torch.Tensor:
-    """Zeros in the place of a tensor, NaN and infinities included, differentiable as it is."""
+    """Return zeros like `x`, also for NaN and infinities, that are differentiable in `x`."""
     return torch.where(x.new_zeros((), dtype=torch.bool), x, 0)
 
 
 def has_empty_shard(ctx: RankContext) -> bool:
-    """Whether an operand that has something along a dim has nothing of it on this rank."""
+    """Return True if an operand with elements has none on this rank."""
     return any(_is_empty_shard(spec, ctx.rank) for spec in ctx.operands)
 
 
 def _is_empty_shard(spec: Spec | None, rank: int) -> bool:
     return spec is not None and any(
-        not mine and size for mine, size in zip(spec.local_shape(rank), spec.shape, strict=True)
+        not local and size for local, size in zip(spec.local_shape(rank), spec.shape, strict=True)
     )
 
 
-def nothing(
-    args: Args, kwargs: Kwargs, ctx: RankContext, addends: Mapping[int, int] = MappingProxyType({})
+def zero_results(
+    args: Args, kwargs: Kwargs, ctx: RankContext, once: Mapping[int, int] = MappingProxyType({})
 ) -> list[torch.Tensor | None]:
-    """Zeros for every result, with a way for gradients to every operand that wants some.
+    """Return zeros for every result, connected to all operands that require gradients.
 
-    Every rank takes part in the collectives of the backward pass, those with nothing to do too.
-    To the first result are added `addends`, operands that lie along one of its dims.
+    Every rank takes part in the backward pass's collectives, also those without elements. `once`
+    maps operands that are added to the first result to their dim of it.
     """
-    given: list[torch.Tensor] = []
-    for each in (*args, *kwargs.values()):
-        map_instances(each, torch.Tensor, given.append)
-    wanted = [zeros_with_grad(x).sum() for x in given if x.requires_grad]
-    made: list[torch.Tensor | None] = []
+    tensors: list[torch.Tensor] = []
+    for x in (*args, *kwargs.values()):
+        map_instances(x, torch.Tensor, tensors.append)
+    sources = [zeros_with_grad(x).sum() for x in tensors if x.requires_grad]
+    results: list[torch.Tensor | None] = []
     for spec in ctx.results:
         if spec is None:
-            made.append(None)
+            results.append(None)
             continue
-        zeros = given[0].new_zeros(spec.local_shape(ctx.rank), dtype=spec.dtype)
+        zeros = tensors[0].new_zeros(spec.local_shape(ctx.rank), dtype=spec.dtype)
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            for each in wanted:
-                real = each.real if each.is_complex() and not spec.dtype.is_complex else each
+            for x in sources:
+                real = x.real if x.is_complex() and not spec.dtype.is_complex else x
                 zeros = zeros + real.to(spec.dtype)
-        made.append(zeros)
-    first = made[0]
-    for place, dim in addends.items():
+        results.append(zeros)
+    first = results[0]
+    for index, dim in once.items():
         assert first is not None
-        shape = [-1 if at == dim % first.ndim else 1 for at in range(first.ndim)]
-        first = first + given[place].reshape(shape)
-    return [first, *made[1:]]
+        shape = [-1 if i == dim % first.ndim else 1 for i in range(first.ndim)]
+        first = first + tensors[index].reshape(shape)
+    return [first, *results[1:]]
 
 
 @dataclass(frozen=True, slots=True)
 class SetArgument:
-    """A change: the argument `name` has this value, which depends on the whole tensors."""
+    """Rewrite: set the argument `name` to a value computed from global shapes."""
 
     name: str
     value: Any
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """The call with it."""
+        """Return the rewritten call."""
         return with_argument(*call, self.name, self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class SetLocalShape:
-    """A change: the argument `name`, a shape, becomes that of a result on the rank."""
+    """Rewrite: set the shape argument `name` to the local shape of a result."""
 
     name: str
     result: int = 0
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """The call with it."""
+        """Return the rewritten call."""
         return with_argument(*call, self.name, list(ctx.shape(self.result)))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandArgument:
-    """A change: the argument `name` has the shape of a result on the rank."""
+    """Rewrite: expand the tensor argument `name` to the local shape of a result."""
 
     name: str
     result: int = 0
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """The call with it."""
+        """Return the rewritten call."""
         x = argument(*call, self.name)
         return with_argument(*call, self.name, x.expand(ctx.shape(self.result)))

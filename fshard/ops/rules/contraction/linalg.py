@@ -1,7 +1,7 @@
-"""Rules of linear algebra on batches of matrices: batch dims pass, matrices are needed whole.
+"""Rules of linear algebra on batches of matrices: factorizations, inverses, solvers.
 
-What the right-hand sides of equations have more passes as well: every column is solved alone, and
-the solution is linear in it.
+Batch dims may be sharded, matrices may not. The columns of a system's right-hand side may be
+sharded too, and the solution is linear in them.
 """
 
 from __future__ import annotations
@@ -38,46 +38,50 @@ FACTORED = """
     linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power linalg_matrix_rank linalg_cond
     geqrf orgqr linalg_householder_product linalg_vander matrix_exp_backward
 """
-"""Matrices in, matrices, vectors and numbers of them out."""
-OF_VECTORS = frozenset(("LU_pivots", "pivots", "tau", "input2"))
-OF_NUMBERS = frozenset(("atol", "rtol", "tol", "rcond"))
+"""Operations that return matrices, vectors or scalars of each matrix."""
+VECTOR_ARGS = frozenset(("LU_pivots", "pivots", "tau", "input2"))
+SCALAR_ARGS = frozenset(("atol", "rtol", "tol", "rcond"))
 
 
 def batched(call: OpCall, cores: Mapping[str, int] = MappingProxyType({})) -> Rule:
-    """Dims before the last ones pass, which are two, or as many as `cores` says by argument."""
-    ranks = [cores.get(name, 2) for name in names_of(call)]
-    lead = [max(meta.ndim - rank, 0) for meta, rank in zip(call.operands, ranks, strict=True)]
-    batch = letters(max(*lead, 0))
-    dims = [
-        trailing_dims(batch, count) + ((),) * (meta.ndim - count)
-        for count, meta in zip(lead, call.operands, strict=True)
-    ]
-    results = tuple(None if each is None else _made(each, batch) for each in call.results)
-    # A result that was not asked for is empty: of which any sum is one.
-    empty = any(each is not None and each.shape == (0,) for each in call.results)
+    """Rule of an operation per matrix: all dims before the last two may be sharded.
+
+    `cores` gives the number of unsharded last dims of arguments that are not matrices, by name.
+    """
+    core_ndims = [cores.get(name, 2) for name in names_of(call)]
+    batch_ndims = [max(meta.ndim - core_ndim, 0) for meta,
+                   core_ndim in zip(call.operands, core_ndims, strict=True)]  # fmt: skip
+    batch = letters(max(*batch_ndims, 0))
+    dims = [trailing_dims(batch, count) + ((),) * (meta.ndim - count) for count,
+            meta in zip(batch_ndims, call.operands, strict=True)]  # fmt: skip
+    results = tuple(None if meta is None else _batch_result(meta, batch) for meta in call.results)
+    # A result that was not requested is empty; a sum of empty results is empty.
+    empty = any(meta is not None and meta.shape == (0,) for meta in call.results)
     kinds = tuple((f, "sum") for f in sorted(batch)) if empty else ()
     return Rule(drop_broadcast(dims, call.operands), results, kinds, local=ShardCall())
 
 
-def _made(meta: Meta, batch: str) -> Dims:
-    """The batch before a result's own dims; none on what is empty since nobody asked for it."""
+def _batch_result(meta: Meta, batch: str) -> Dims:
+    """Return batch factors before a result's last dims; none for an empty result, not requested."""
     if meta.shape == (0,) or meta.ndim < len(batch):
         return unsharded_dims(meta)
     return text_dims(batch) + ((),) * (meta.ndim - len(batch))
 
 
 def names_of(call: OpCall) -> list[str]:
-    """The names of the arguments that are tensors."""
+    """Return the names of the tensor arguments."""
     return [
-        each.name for each in schema_arguments(call.op) if call.operand_index(each.name) is not None
+        argument.name
+        for argument in schema_arguments(call.op)
+        if call.operand_index(argument.name) is not None
     ]
 
 
 @register_rule(*FACTORED.split(), torch.ops.prims.svd)
-def factored(call: OpCall) -> Rule:
-    """A factorization or a function of every matrix of a batch."""
+def factorization(call: OpCall) -> Rule:
+    """Rule of a factorization or function of each matrix of a batch."""
     name = schema_of(call.op).name
-    cores = dict.fromkeys(OF_VECTORS, 1) | dict.fromkeys(OF_NUMBERS, 0)
+    cores = dict.fromkeys(VECTOR_ARGS, 1) | dict.fromkeys(SCALAR_ARGS, 0)
     if "vander" in name:
         cores["x"] = 1
     return batched(call, cores)
@@ -85,17 +89,17 @@ def factored(call: OpCall) -> Rule:
 
 @register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve)
 def unbatched(call: OpCall) -> Rule:
-    """One matrix made of a whole tensor."""
-    made = tuple(None if each is None else unsharded_dims(each) for each in call.results)
+    """Rule of operations that make one matrix from a whole tensor: unsharded."""
+    results = tuple(None if meta is None else unsharded_dims(meta) for meta in call.results)
     solves = base_name(call.op) == "linalg_tensorsolve"
     return Rule(
-        tuple(map(unsharded_dims, call.operands)), made, modes=linear_modes(1) if solves else ()
+        tuple(map(unsharded_dims, call.operands)), results, modes=linear_modes(1) if solves else ()
     )
 
 
 @register_rule(aten._linalg_check_errors)
-def checked(call: OpCall) -> Rule:
-    """Every matrix's code of failure is looked at; nothing is returned."""
+def check_errors(call: OpCall) -> Rule:
+    """Rule of the check of every matrix's error code, which returns nothing."""
     return Rule((text_dims(letters(call.operands[0].ndim)),), (None,))
 
 
@@ -108,37 +112,37 @@ SIDES = {
     "linalg_lu_solve": ("LU", "B"), "lu_solve": ("LU_data", "self"),
     "linalg_ldl_solve": ("LD", "B"), "ormqr": ("self", "input3"),
 }  # fmt: skip
-"""Of the equations that are solved, the names of the matrix and of the right-hand sides."""
+"""Solvers, with the argument names of the matrix and of the right-hand side."""
 
 
 @register_rule(*SIDES)
-def solving(call: OpCall) -> Rule:
-    """`bij,bjk->bik`: columns of the right-hand side are solved alone, linear in it."""
+def solve(call: OpCall) -> Rule:
+    """Rule `bij,bjk->bik`: columns of the right-hand side may be sharded, and are linear."""
     name = base_name(call.op)
-    matrix, side = SIDES[name]
-    at, a = call.operand_index(side), call.operand_index(matrix)
-    made = call.result
-    assert at is not None
-    assert a is not None
-    b_meta, a_meta = call.operands[at], call.operands[a]
-    left = call.get("left") if call.has("left") else True
+    matrix_name, side_name = SIDES[name]
+    side_index, matrix_index = call.operand_index(side_name), call.operand_index(matrix_name)
+    result = call.result
+    assert side_index is not None
+    assert matrix_index is not None
+    b_meta, a_meta = call.operands[side_index], call.operands[matrix_index]
+    is_left = call.get("left") if call.has("left") else True
     vector = name.endswith(("linalg_solve", "solve_ex")) and _is_vector(a_meta, b_meta)
-    own: Dims = ((),) if vector else ((), ("k",)) if left else (("k",), ())
-    batch = letters(made.ndim - len(own), "k")
+    core: Dims = ((),) if vector else ((), ("k",)) if is_left else (("k",), ())
+    batch = letters(result.ndim - len(core), "k")
     dims = []
-    for place, meta in enumerate(call.operands):
-        rank = len(own) if place == at else 2 if place == a else 1
-        last = own if place == at else ((),) * rank
-        dims.append(trailing_dims(batch, meta.ndim - rank) + last)
-    results = (text_dims(batch) + own, *(
-        None if each is None else _made(each, batch) for each in call.results[1:]
+    for i, meta in enumerate(call.operands):
+        core_ndim = len(core) if i == side_index else 2 if i == matrix_index else 1
+        core_dims = core if i == side_index else ((),) * core_ndim
+        dims.append(trailing_dims(batch, meta.ndim - core_ndim) + core_dims)
+    results = (text_dims(batch) + core, *(
+        None if meta is None else _batch_result(meta, batch) for meta in call.results[1:]
     ))  # fmt: skip
-    # Other results are of the matrix alone, the same on every rank; they need all columns' ranks.
-    modes = tuple(Mode((at,), kind, (kind, *(None,) * (len(results) - 1)))
+    # Other results depend on the matrix alone and are invariant.
+    modes = tuple(Mode((side_index,), kind, (kind, *(None,) * (len(results) - 1)))
                   for kind in ("sum", "avg"))  # fmt: skip
     return Rule(drop_broadcast(dims, call.operands), results, modes=modes, local=ShardCall())
 
 
 def _is_vector(a: Meta, b: Meta) -> bool:
-    """Whether the right-hand side of a solve is a batch of vectors, as PyTorch decides it."""
+    """Return True if the right-hand side is a batch of vectors, by PyTorch's criterion."""
     return b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])

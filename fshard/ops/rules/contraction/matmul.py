@@ -1,7 +1,9 @@
-"""Rules of products: matrices, vectors, batches of them, einsum, and what adds to a product.
+"""Rules of sums of products and of distances.
 
-All are sums of products of their operands: every factor can be cut, those that the result lacks
-leave it unreduced, and every operand may be unreduced. What is added to a product is counted once.
+mm, bmm, addmm, linear, bilinear, einsum, tensordot, outer, inner, kron, multi_dot, vecdot, cross,
+cdist, pdist, _grouped_mm.
+Every factor may be sharded; a factor that the result lacks leaves it unreduced, and each operand
+may be unreduced itself. An operand that is added to the product is counted once.
 """
 
 from __future__ import annotations
@@ -33,138 +35,137 @@ aten = torch.ops.aten
     aten.matmul, aten.linalg_matmul, aten.mm, aten.bmm, aten.mv, aten.dot, aten.vdot, aten._int_mm,
 )  # fmt: skip
 def matmul(call: OpCall) -> Rule:
-    """Products of vectors, matrices and batches of these, which broadcast: `bik,bkj->bij`."""
+    """Rule `bik,bkj->bij` of products of vectors, matrices and batches of them, which broadcast."""
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim, 2) - 2, "ijk")
-    left, right = ("i" if a.ndim > 1 else ""), ("j" if b.ndim > 1 else "")
+    rows, columns = ("i" if a.ndim > 1 else ""), ("j" if b.ndim > 1 else "")
     return contraction_rule(
         call,
-        (trailing_dims(batch + left + "k", a.ndim), trailing_dims(f"{batch}k{right}", b.ndim)),
-        text_dims(batch + left + right),
+        (trailing_dims(batch + rows + "k", a.ndim), trailing_dims(f"{batch}k{columns}", b.ndim)),
+        text_dims(batch + rows + columns),
     )
 
 
-SUMS = {
-    "addmm": ("ij", "ik", "kj"),
-    "addbmm": ("ij", "bik", "bkj"),
-    "baddbmm": ("bij", "bik", "bkj"),
-    "addmv": ("i", "ik", "k"),
-    "addr": ("ij", "i", "j"),
-}
+SUMS = {"addmm": ("ij", "ik", "kj"), "addbmm": ("ij", "bik", "bkj"),
+        "baddbmm": ("bij", "bik", "bkj"), "addmv": ("i", "ik", "k"),
+        "addr": ("ij", "i", "j")}  # fmt: skip
 
 
 @register_rule(*(getattr(aten, name) for name in SUMS))
-def product_added(call: OpCall) -> Rule:
-    """`beta * input + alpha * (a @ b)`, where the input may broadcast and is counted once."""
-    made, a, b = SUMS[base_name(call.op).rstrip("_")]
-    dims = (trailing_dims(made, call.operands[0].ndim), text_dims(a), text_dims(b))
-    # Of an empty product with a vector PyTorch returns the input's shape, not the sum's.
+def matmul_add(call: OpCall) -> Rule:
+    """Rule of `beta * input + alpha * (a @ b)`; the input may broadcast and is counted once."""
+    result, a, b = SUMS[base_name(call.op).rstrip("_")]
+    dims = (trailing_dims(result, call.operands[0].ndim), text_dims(a), text_dims(b))
+    # For an empty product with a vector PyTorch returns the input's shape, not the sum's.
     changes = (ExpandArgument("self"),) if base_name(call.op).rstrip("_") == "addmv" else ()
-    return contraction_rule(call, dims, text_dims(made), addend=0,
-                      local=ShardCall((0,), changes, zeros=False))  # fmt: skip
+    return contraction_rule(call, dims, text_dims(result), addend=0,
+                            local=ShardCall((0,), changes, skip_empty=False))  # fmt: skip
 
 
 @register_rule(aten._addmm_activation)
-def activated(call: OpCall) -> Rule:
-    """A product with something added, and a function of that: the contraction is needed whole."""
+def addmm_activation(call: OpCall) -> Rule:
+    """Rule of an activation of a sum with a product: the contracted dim stays unsharded."""
     dims = (trailing_dims("ij", call.operands[0].ndim), text_dims("ik"), text_dims("kj"))
     return Rule(drop_broadcast(dims, call.operands), (text_dims("ij"),), unsharded=frozenset("k"))
 
 
 @register_rule(aten.linear)
 def linear_layer(call: OpCall) -> Rule:
-    """`x @ weight.T + bias`: the bias is counted once."""
+    """Rule of `x @ weight.T + bias`; the bias is counted once."""
     x, weight = call.operands[:2]
     batch = letters(x.ndim - 1, "jk")
-    made = batch + ("j" if weight.ndim == 2 else "")
+    result = batch + ("j" if weight.ndim == 2 else "")
     operands = [text_dims(batch + "k"), trailing_dims("jk", weight.ndim)]
     operands += [trailing_dims("j", bias.ndim) for bias in call.operands[2:]]
-    return contraction_rule(call, operands, text_dims(made), addend=call.operand_index("bias"))
+    return contraction_rule(call, operands, text_dims(result), addend=call.operand_index("bias"))
 
 
 @register_rule(aten.bilinear)
 def bilinear(call: OpCall) -> Rule:
-    """`x1 @ weight[o] @ x2 + bias`, for every output."""
+    """Rule of `x1 @ weight[o] @ x2 + bias` for every output `o`."""
     batch = letters(call.operands[0].ndim - 1, "ijo")
     operands = [text_dims(batch + "i"), text_dims(batch + "j"), text_dims("oij")]
     operands += [text_dims("o") for _ in call.operands[3:]]
     bias = call.operand_index("bias")
     return contraction_rule(call, operands, text_dims(batch + "o"), addend=bias,
-                      local=ShardCall(once=() if bias is None else (bias,)))  # fmt: skip
+                            local=ShardCall(once=() if bias is None else (bias,)))  # fmt: skip
 
 
 @register_rule(aten._trilinear)
 def trilinear(call: OpCall) -> Rule:
-    """Three tensors, unsqueezed at the `expand` dims, multiplied and summed over `sumdim`."""
-    total = call.operands[0].ndim + len(call.get("expand1"))
-    every = letters(total)
+    """Rule of three tensors, unsqueezed at the `expand` dims, multiplied, summed over `sumdim`."""
+    ndim = call.operands[0].ndim + len(call.get("expand1"))
+    names = letters(ndim)
     operands = []
-    for at in (1, 2, 3):
-        expanded = {wrap_dim(dim, total) for dim in call.get(f"expand{at}")}
-        operands.append(text_dims("".join(every[d] for d in range(total) if d not in expanded)))
-    summed = {wrap_dim(dim, total) for dim in call.get("sumdim")}
-    result = "".join(every[d] for d in range(total) if d not in summed)
+    for n in (1, 2, 3):
+        expanded = {wrap_dim(dim, ndim) for dim in call.get(f"expand{n}")}
+        operands.append(text_dims("".join(names[d] for d in range(ndim) if d not in expanded)))
+    summed = {wrap_dim(dim, ndim) for dim in call.get("sumdim")}
+    result = "".join(names[d] for d in range(ndim) if d not in summed)
     return contraction_rule(call, operands, text_dims(result))
 
 
 @register_rule(aten.outer, aten.ger)
 def outer(call: OpCall) -> Rule:
-    """Every product of two vectors' elements."""
+    """Rule `i,j->ij`."""
     return contraction_rule(call, (text_dims("i"), text_dims("j")), text_dims("ij"))
 
 
 @register_rule(aten.inner)
 def inner(call: OpCall) -> Rule:
-    """Products over the last dims; with a number, a product by it."""
+    """Rule of products summed over the last dims; with a scalar operand, of a scaling."""
     a, b = call.operands
     if not (a.ndim and b.ndim):
-        made = text_dims(letters(a.ndim + b.ndim))
-        return contraction_rule(call, (made[: a.ndim], made[: b.ndim]), made)
+        dims = text_dims(letters(a.ndim + b.ndim))
+        return contraction_rule(call, (dims[: a.ndim], dims[: b.ndim]), dims)
     free = letters(a.ndim + b.ndim - 2, "k")
-    left, right = free[: a.ndim - 1], free[a.ndim - 1 :]
-    operands = text_dims(left + "k"), text_dims(right + "k")
+    left_letters, right_letters = free[: a.ndim - 1], free[a.ndim - 1 :]
+    operands = text_dims(left_letters + "k"), text_dims(right_letters + "k")
     return contraction_rule(call, operands, text_dims(free))
 
 
 @register_rule(aten.tensordot)
 def tensordot(call: OpCall) -> Rule:
-    """Products summed over pairs of dims."""
+    """Rule of products summed over pairs of dims."""
     a, b = call.operands
-    over = [wrap_dim(dim, a.ndim) for dim in call.get("dims_self")]
-    pairs = {wrap_dim(dim, b.ndim): at for at, dim in enumerate(call.get("dims_other"))}
-    every = letters(a.ndim + b.ndim)
-    left, rest = every[: a.ndim], every[a.ndim :]
-    right = "".join(left[over[pairs[at]]] if at in pairs else rest[at] for at in range(b.ndim))
-    made = [left[at] for at in range(a.ndim) if at not in over]
-    made += [right[at] for at in range(b.ndim) if at not in pairs]
-    return contraction_rule(call, (text_dims(left), text_dims(right)), text_dims("".join(made)))
+    left_dims = [wrap_dim(dim, a.ndim) for dim in call.get("dims_self")]
+    pairs = {wrap_dim(dim, b.ndim): i for i, dim in enumerate(call.get("dims_other"))}
+    names = letters(a.ndim + b.ndim)
+    left_letters, right_letters = names[: a.ndim], names[a.ndim :]
+    right_text = "".join(
+        left_letters[left_dims[pairs[i]]] if i in pairs else right_letters[i] for i in range(b.ndim)
+    )
+    result = [left_letters[i] for i in range(a.ndim) if i not in left_dims]
+    result += [right_text[i] for i in range(b.ndim) if i not in pairs]
+    operands = text_dims(left_letters), text_dims(right_text)
+    return contraction_rule(call, operands, text_dims("".join(result)))
 
 
 @register_rule(aten.kron)
 def kron(call: OpCall) -> Rule:
-    """Every dim of the result is a product of one of each operand: `ab,cd->(ac)(bd)`."""
+    """Rule `ab,cd->(ac)(bd)`: every result dim is a product of one dim of each operand."""
     a, b = call.operands
-    every = letters(a.ndim + b.ndim)
-    left, right = text_dims(every[: a.ndim]), text_dims(every[a.ndim :])
+    names = letters(a.ndim + b.ndim)
+    left, right = text_dims(names[: a.ndim]), text_dims(names[a.ndim :])
     ndim = max(a.ndim, b.ndim)
-    padded = [((),) * (ndim - len(each)) + each for each in (left, right)]
-    made = tuple((*one, *other) for one, other in zip(*padded, strict=True))
-    return contraction_rule(call, (left, right), made)
+    padded = [((),) * (ndim - len(dims)) + dims for dims in (left, right)]
+    result = tuple((*x, *y) for x, y in zip(*padded, strict=True))
+    return contraction_rule(call, (left, right), result)
 
 
 @register_rule(aten.linalg_multi_dot, aten.chain_matmul)
 def chain(call: OpCall) -> Rule:
-    """A product of many matrices, of which the first and the last may be vectors."""
-    every = letters(len(call.operands) + 1)
+    """Rule of a product of many matrices; the first and the last may be vectors."""
+    names = letters(len(call.operands) + 1)
     last = len(call.operands) - 1
     operands = []
-    for at, meta in enumerate(call.operands):
-        own = every[at : at + 2]
-        operands.append(own if meta.ndim == 2 else own[1] if at == 0 and last else own[0])
-    made = "".join(text[place] for text, place, meta in (
+    for i, meta in enumerate(call.operands):
+        text = names[i : i + 2]
+        operands.append(text if meta.ndim == 2 else text[1] if i == 0 and last else text[0])
+    result = "".join(text[end] for text, end, meta in (
         (operands[0], 0, call.operands[0]), (operands[last], -1, call.operands[last])
     ) if meta.ndim == 2) if last else operands[0]  # fmt: skip
-    return contraction_rule(call, [text_dims(text) for text in operands], text_dims(made))
+    return contraction_rule(call, [text_dims(text) for text in operands], text_dims(result))
 
 
 # -- einsum ---------------------------------------------------------------------------------
@@ -172,33 +173,31 @@ def chain(call: OpCall) -> Rule:
 
 @register_rule(aten.einsum)
 def einsum(call: OpCall) -> Rule:
-    """Factors are the letters of the equation; those twice in one operand are needed whole."""
-    left, arrow, right = call.get("equation").replace(" ", "").partition("->")
-    texts = left.split(",")
-    most = max(
-        meta.ndim - len(text.replace("...", ""))
-        for text, meta in zip(texts, call.operands, strict=True)
-    )
-    named = [each for each in dict.fromkeys(left + right) if each.isalpha()]
-    free = letters(most, named)
+    """Rule of the equation; letters repeated within one operand stay unsharded."""
+    operand_text, arrow, result_text = call.get("equation").replace(" ", "").partition("->")
+    texts = operand_text.split(",")
+    max_ellipsis = max(meta.ndim - len(text.replace("...", "")) for text,
+                       meta in zip(texts, call.operands, strict=True))  # fmt: skip
+    used = [x for x in dict.fromkeys(operand_text + result_text) if x.isalpha()]
+    free = letters(max_ellipsis, used)
     if not arrow:
-        once = sorted(each for each in named if left.count(each) == 1)
-        right = "..." + "".join(once)
+        unique = sorted(x for x in used if operand_text.count(x) == 1)
+        result_text = "..." + "".join(unique)
     full = [
         _spelled(text, free, meta.ndim) for text, meta in zip(texts, call.operands, strict=True)
     ]
-    twice = {letter for text in full for letter in text if text.count(letter) > 1}
-    return contraction_rule(call, [_hidden(text, twice) for text in full],
-                      _hidden(_spelled(right, free, None), twice))  # fmt: skip
+    repeated = {letter for text in full for letter in text if text.count(letter) > 1}
+    return contraction_rule(call, [_hidden(text, repeated) for text in full],
+                            _hidden(_spelled(result_text, free, None), repeated))  # fmt: skip
 
 
-def _hidden(text: str, letters_: Container[str]) -> Dims:
-    """The dims of a text, without factors where the letters are hidden ones."""
-    return tuple(() if each in letters_ else (each,) for each in text)
+def _hidden(text: str, hidden: Container[str]) -> Dims:
+    """Return the dims of a text, with no factor for the letters in `hidden`."""
+    return tuple(() if x in hidden else (x,) for x in text)
 
 
 def _spelled(text: str, free: str, ndim: int | None) -> str:
-    """An operand's letters with those of the ellipsis, as many as its dims are more."""
+    """Return an operand's letters with its ellipsis replaced by the last of `free`."""
     count = len(free) if ndim is None else ndim - len(text.replace("...", ""))
     return text.replace("...", free[len(free) - count :] if count else "")
 
@@ -208,35 +207,36 @@ def _spelled(text: str, free: str, ndim: int | None) -> str:
 
 @register_rule(aten.linalg_vecdot)
 def vecdot(call: OpCall) -> Rule:
-    """Products summed along one dim of two tensors that broadcast."""
+    """Rule of products summed along one dim of two tensors that broadcast."""
     a, b = call.operands
     ndim = max(a.ndim, b.ndim)
-    every, dim = letters(ndim), wrap_dim(call.get("dim"), ndim)
-    return contraction_rule(call, (trailing_dims(every, a.ndim), trailing_dims(every, b.ndim)),
-                      text_dims(every[:dim] + every[dim + 1 :]))  # fmt: skip
+    names, dim = letters(ndim), wrap_dim(call.get("dim"), ndim)
+    return contraction_rule(call, (trailing_dims(names, a.ndim), trailing_dims(names, b.ndim)),
+                            text_dims(names[:dim] + names[dim + 1 :]))  # fmt: skip
 
 
 @register_rule(aten.cross, aten.linalg_cross)
 def cross(call: OpCall) -> Rule:
-    """Products of vectors of three along a dim, which is needed whole."""
+    """Rule of cross products along a dim of size 3, which stays unsharded."""
     a, b = call.operands
     ndim, dim = max(a.ndim, b.ndim), call.get("dim")
     if dim is None:
-        # The first of size 3, of the whole tensor: a rank's part may have one before it.
-        dim = next(at for at, size in enumerate(_broadcast(a, b)) if size == 3)
-    every = letters(ndim)
-    dims = [() if at == wrap_dim(dim, ndim) else (every[at],) for at in range(ndim)]
-    return contraction_rule(call, [tuple(dims[ndim - each.ndim :]) for each in (a, b)], tuple(dims),
-                      local=ShardCall(changes=(SetArgument("dim", dim),), zeros=False))  # fmt: skip
+        # The first dim of global size 3; a local shard may have another one before it.
+        dim = next(i for i, size in enumerate(_broadcast(a, b)) if size == 3)
+    names = letters(ndim)
+    dims = [() if i == wrap_dim(dim, ndim) else (names[i],) for i in range(ndim)]
+    local = ShardCall(rewrites=(SetArgument("dim", dim),), skip_empty=False)
+    operands = [tuple(dims[ndim - meta.ndim :]) for meta in (a, b)]
+    return contraction_rule(call, operands, tuple(dims), local=local)
 
 
 def _broadcast(*metas: Meta) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(each.shape for each in metas)))
+    return tuple(torch.broadcast_shapes(*(meta.shape for meta in metas)))
 
 
 @register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist)
 def cdist(call: OpCall) -> Rule:
-    """The distances of all pairs of rows: differences sum up where the power is 1 or 0."""
+    """Rule of distances between all pairs of rows: sums if the power is 0 or 1."""
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim) - 2, "pqk")
     dims = drop_broadcast(
@@ -247,21 +247,21 @@ def cdist(call: OpCall) -> Rule:
 
 @register_rule(aten.pdist, aten._pdist_forward)
 def pdist(call: OpCall) -> Rule:
-    """The distances of the pairs of rows of one matrix."""
+    """Rule of distances between all pairs of rows of one matrix."""
     return _distances(call, (((), ("k",)),), ((),), "k")
 
 
-def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rule:
-    """Sums of differences' powers are cut where the root is none, maxima without gradients."""
+def _distances(call: OpCall, dims: Sequence[Dims], result: Dims, width: str) -> Rule:
+    """Return a rule that shards `width` if the norm is a sum, or a maximum without gradients."""
     power = float(call.get("p")) if call.has("p") else 2.0
     kind = {0.0: "sum", 1.0: "sum", float("inf"): "max"}.get(power)
-    seen = {f for each in dims for dim in each for f in dim}
-    factors = tuple(f for f in over if f in seen)
-    # Of a maximum whose ties lie on several ranks every one would take a whole gradient.
+    present = {f for dims in dims for dim in dims for f in dim}
+    factors = tuple(f for f in width if f in present)
+    # Ties of a maximum on several ranks would each get the full gradient.
     grad = frozenset(factors) if kind == "max" else frozenset()
     kinds = tuple((f, kind) for f in factors) if kind else ()
-    whole = frozenset() if kind else frozenset(factors)
-    return Rule(tuple(dims), (made,), kinds, whole, no_grad=grad, local=ShardCall())
+    unsharded = frozenset() if kind else frozenset(factors)
+    return Rule(tuple(dims), (result,), kinds, unsharded, no_grad=grad, local=ShardCall())
 
 
 # -- groups of products ---------------------------------------------------------------------
@@ -269,19 +269,17 @@ def _distances(call: OpCall, dims: Sequence[Dims], made: Dims, over: str) -> Rul
 
 @register_rule(aten._grouped_mm)
 def grouped(call: OpCall) -> Rule | None:
-    """Products of groups of rows or columns, whose ends `offs` says, or of batches."""
+    """Rule of products of batches, or of groups of rows or columns that end at `offs`."""
     if call.operand_index("bias") is not None:
         return None
     a, b = call.operands[:2]
-    operands, made = {
+    operands, result = {
         (2, 2): (("ix", "xj"), "gij"),
         (2, 3): (("xk", "gkj"), "xj"),
         (3, 2): (("gik", "kx"), "ix"),
         (3, 3): (("gik", "gkj"), "gij"),
     }[a.ndim, b.ndim]
     hidden = "" if (a.ndim, b.ndim) == (3, 3) else "gx"
-    dims = [
-        *(_hidden(text, hidden) for text in operands),
-        *(unsharded_dims(each) for each in call.operands[2:]),
-    ]
-    return contraction_rule(call, dims, _hidden(made, hidden), linear_in=(0, 1))
+    dims = [*(_hidden(text, hidden) for text in operands),
+            *(unsharded_dims(meta) for meta in call.operands[2:])]  # fmt: skip
+    return contraction_rule(call, dims, _hidden(result, hidden), linear_in=(0, 1))

@@ -1,4 +1,8 @@
-"""Rules of operations that take a tensor's shape or dtype and none of its elements."""
+"""Rules of operations that read a tensor's shape and dtype, and of those that return numbers.
+
+zeros_like, full_like and other `*_like`, new_zeros and other `new_*`, linspace, logspace; queries
+of size, stride and dtype; item, equal, allclose. Random `*_like` are in `random_ops`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ __all__: list[str] = []
 
 @register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
                "prims::full_like")  # fmt: skip
-def alike(call: OpCall) -> Rule:
-    """Lies as the operand does; where that is unreduced it is the same on every rank."""
-    own = letter_dims(call.operands[0].ndim)
-    return Rule((own,), (own,), modes=unread_modes(0))
+def like(call: OpCall) -> Rule:
+    """Rule of results like the operand: same layout, and invariant if the operand is unreduced."""
+    dims = letter_dims(call.operands[0].ndim)
+    return Rule((dims,), (dims,), modes=unread_modes(0))
 
 
-TOLD = """
+QUERIES = """
     sym_size sym_numel sym_stride sym_storage_offset sym_is_contiguous size.default size.int
     numel.default dim.default stride is_complex is_floating_point is_signed is_same_size
     is_contiguous is_conj is_neg result_type.Tensor result_type.Scalar result_type.Scalar_Tensor
@@ -31,42 +35,42 @@ TOLD = """
 """
 
 
-@register_rule(*TOLD.split())
-def told(call: OpCall) -> Rule:
-    """What shapes and dtypes tell, of whole tensors however they lie."""
+@register_rule(*QUERIES.split())
+def query(call: OpCall) -> Rule:
+    """Rule of queries of global shape or dtype; the layout is irrelevant."""
     places = range(len(call.operands))
-    return Rule(tuple(((),) * each.ndim for each in call.operands), (None,) * len(call.results),
+    return Rule(tuple(((),) * meta.ndim for meta in call.operands), (None,) * len(call.results),
                 local=_nothing, unread=frozenset(places))  # fmt: skip
 
 
 def _nothing(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> None:
-    """A rank's part has another shape: nothing is asked of it."""
+    """Skip the query on one rank, whose local shape differs."""
 
 
 @register_rule("_assert_async.default", "_assert_async.msg")
 def asserted(call: OpCall) -> Rule:
-    """Every rank asserts the same."""
+    """Rule of an assertion on an unsharded tensor, the same on every rank."""
     return Rule(((),), (None,))
 
 
 @register_rule("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose", "prims::item")
-def number(call: OpCall) -> Rule:
-    """A number of Python's is of whole tensors, never of a rank's part or addend."""
-    return Rule(tuple(((),) * each.ndim for each in call.operands), ())
+def to_number(call: OpCall) -> Rule:
+    """Rule of Python numbers read from tensors, which must be unsharded and not unreduced."""
+    return Rule(tuple(((),) * meta.ndim for meta in call.operands), ())
 
 
 @register_rule("linspace", "logspace")
-def between(call: OpCall) -> Rule:
-    """Numbers between two ends, of which a tensor has one at least; all ranks make all."""
+def ranges(call: OpCall) -> Rule:
+    """Rule of ranges between tensor-valued ends: computed in full on every rank."""
     return Rule(((),) * len(call.operands), (((),),))
 
 
 @register_rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-def anew(call: OpCall) -> Rule:
-    """Of the operand's shape it lies as the operand does; of another shape it is whole."""
+def new_like(call: OpCall) -> Rule:
+    """Rule of `new_*`: the operand's layout if the shape is the same, else unsharded."""
     result = call.result
     x = call.operands[0]
     if x.shape == result.shape and schema_of(call.op).name != "aten::new_empty_strided":
-        own = letter_dims(x.ndim)
-        return Rule((own,), (own,), modes=unread_modes(0), local=with_local_shape("size"))
+        dims = letter_dims(x.ndim)
+        return Rule((dims,), (dims,), modes=unread_modes(0), local=with_local_shape("size"))
     return Rule((((),) * x.ndim,), (((),) * result.ndim,), unread=frozenset({0}))

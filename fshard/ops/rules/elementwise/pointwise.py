@@ -1,6 +1,7 @@
-"""Rules of operations that treat every element alone: all of PyTorch's, by their tag or name.
+"""Rules of pointwise operations: all that PyTorch tags as such, and others listed by name.
 
-Dims that broadcast have no factor on the smaller operand.
+add, mul, where, exp, relu, comparisons, casts, copy, masked_fill, prelu, type_as, ... Dims that
+broadcast have no factor on the smaller operand.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ __all__: list[str] = []
 
 
 def pointwise(call: OpCall) -> Rule:
-    """One factor for every dim of the result, on all operands that do not broadcast there."""
-    results = tuple(_result_dims(each) for each in call.results)
-    widest = max((each for each in call.results if each is not None), key=lambda m: m.ndim)
+    """Return one factor per result dim, on each operand that does not broadcast along it."""
+    results = tuple(_result_dims(meta) for meta in call.results)
+    widest = max((meta for meta in call.results if meta is not None), key=lambda m: m.ndim)
     factors = dim_factors(widest.ndim)
-    operands = tuple(align_factors(each.shape, widest.shape, factors) for each in call.operands)
+    operands = tuple(align_factors(meta.shape, widest.shape, factors) for meta in call.operands)
     return Rule(operands, results, modes=modes_of(call), local=_LOCAL.get(call.op))
 
 
 def _copied(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """What is copied into a tensor, as it is there: the operation itself has no gradient."""
-    into, given = args[0], args[1]
-    made: torch.Tensor = given.to(into.dtype).expand_as(into).clone()
-    return made
+    """Return the copied values; `copy` itself has no gradient."""
+    target, source = args[0], args[1]
+    result: torch.Tensor = source.to(target.dtype).expand_as(target).clone()
+    return result
 
 
 _LOCAL = {torch.ops.aten.copy.default: _copied}
@@ -44,24 +45,24 @@ def _result_dims(meta: Meta | None) -> Dims | None:
     return None if meta is None else dim_factors(meta.ndim)
 
 
-ELSEWHERE = ("equal", "rrelu")
-"""What is tagged, and gives a number or draws some."""
+NOT_POINTWISE = ("equal", "rrelu")
+"""Tagged operations that return a number or draw random values."""
 
 
 def _tagged() -> Sequence[Any]:
-    """Every overload of aten and prims that PyTorch calls pointwise, and computes something new."""
-    found = []
+    """Return the overloads of aten and prims that PyTorch tags as pointwise."""
+    tagged_ops = []
     for name in all_op_names():
-        space, _, rest = name.partition("::")
-        base, _, overload = rest.partition(".")
+        space, _, op_name = name.partition("::")
+        base, _, overload = op_name.partition(".")
         if space not in ("aten", "prims") or base.startswith("_foreach"):
             continue
         packet = getattr(getattr(torch.ops, space), base, None)
         op = getattr(packet, overload or "default", None)
         tagged = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
-        if tagged and base not in ELSEWHERE:
-            found.append(op)
-    return found
+        if tagged and base not in NOT_POINTWISE:
+            tagged_ops.append(op)
+    return tagged_ops
 
 
 UNTAGGED = """
@@ -77,7 +78,7 @@ UNTAGGED = """
     subtract true_divide where _add_relu _masked_scale _neg_view _neg_view_copy _prelu_kernel
     _prelu_kernel_backward
 """
-"""What PyTorch does not tag, for it is made of what is tagged, or of more than one result."""
+"""Pointwise operations without the tag: composites, and those with several results."""
 PRIMS = """
     abs acos acosh add asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e
     bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cbrt ceil cos cosh digamma
@@ -89,23 +90,26 @@ PRIMS = """
 
 
 def _listed() -> list[Any]:
-    """The overloads of tensors among the operations that are listed by name."""
-    found = [getattr(torch.ops.prims, name).default for name in PRIMS.split()]
+    """Return the overloads with tensor arguments of the operations listed by name."""
+    listed_ops = [getattr(torch.ops.prims, name).default for name in PRIMS.split()]
     for name in dict.fromkeys((*UNTAGGED.split(), *sorted(SAME), *sorted(CASTS))):
         base, _, overload = name.partition(".")
         for space in (torch.ops.aten, torch.ops.prims):
             packet = getattr(space, base, None)
             if isinstance(packet, OpOverloadPacket):
-                of_tensors = {each: getattr(packet, each) for each in packet.overloads()}
-                found += [
-                    op for each, op in of_tensors.items()
-                    if overload in ("", each) and _takes_tensors(op)
+                overloads_of_name = {
+                    overload_name: getattr(packet, overload_name)
+                    for overload_name in packet.overloads()
+                }
+                listed_ops += [
+                    op for overload_name, op in overloads_of_name.items()
+                    if overload in ("", overload_name) and _takes_tensors(op)
                 ]  # fmt: skip
-    return found
+    return listed_ops
 
 
 def _takes_tensors(op: Any) -> bool:
-    return any("Tensor" in str(each.type) for each in schema_of(op).arguments)
+    return any("Tensor" in str(argument.type) for argument in schema_of(op).arguments)
 
 
 register_rule(*_tagged(), *_listed())(pointwise)
@@ -113,16 +117,16 @@ register_rule(*_tagged(), *_listed())(pointwise)
 
 @register_rule("to.other", "type_as")
 def as_other(call: OpCall) -> Rule:
-    """The second tensor gives its dtype alone."""
-    own = dim_factors(call.operands[0].ndim)
-    other = ((),) * call.operands[1].ndim
-    return Rule((own, other), (own,), modes=modes_of(call), unread=frozenset({1}))
+    """Rule of `to.other` and `type_as`: only the dtype of the second tensor is read."""
+    dims = dim_factors(call.operands[0].ndim)
+    other_dims = ((),) * call.operands[1].ndim
+    return Rule((dims, other_dims), (dims,), modes=modes_of(call), unread=frozenset({1}))
 
 
 @register_rule("prelu")
 def prelu(call: OpCall) -> Rule:
-    """A weight of all elements, or one for every channel: the second dim."""
+    """Rule of `prelu`: one weight for all elements, or one per channel (dim 1)."""
     x, weight = call.operands
-    own = dim_factors(x.ndim)
-    channel = own[1:2] if x.ndim > 1 and weight.shape[-1:] == x.shape[1:2] else ((),)
-    return Rule((own, channel * weight.ndim), (own,))
+    dims = dim_factors(x.ndim)
+    channel = dims[1:2] if x.ndim > 1 and weight.shape[-1:] == x.shape[1:2] else ((),)
+    return Rule((dims, channel * weight.ndim), (dims,))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Rules of fake quantization, which rounds elements by one scale or by one scale per channel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FAKE_QUANTIZE = """
 
 
 @register_rule(*FAKE_QUANTIZE.split())
-def quantized(call: OpCall) -> Rule:
-    """Every element alone, by one scale or by that of its channel."""
-    every = letters(call.operands[0].ndim)
-    dims: Dims = tuple((letter,) for letter in every)
-    channel: Dims = ((every[call.get("axis")],),) if call.has("axis") else ((),)
-    scales = [channel[: each.ndim] for each in call.operands[1:]]
+def fake_quantize(call: OpCall) -> Rule:
+    """Rule of fake quantization: every dim may be sharded; scales have the channel's factor."""
+    names = letters(call.operands[0].ndim)
+    dims: Dims = tuple((letter,) for letter in names)
+    channel: Dims = ((names[call.get("axis")],),) if call.has("axis") else ((),)
+    scales = [channel[: meta.ndim] for meta in call.operands[1:]]
     return Rule((dims, *scales), (dims,) * len(call.results), local=ShardCall())

@@ -1,8 +1,8 @@
-"""Rules of operations that read by indices: gather, index_select, advanced indexing, take.
+"""Rules of operations that read by indices: gather, take_along_dim, index_select, take, x[indices].
 
-A dim that the indices count may be cut: every rank looks up those that fall into its part and
-gives zeros for the rest, an unreduced sum. After Megatron-LM's vocabulary-parallel embedding
-(arXiv 1909.08053), which does so for rows.
+An indexed dim may be sharded: every rank looks up the indices in its shard and returns zeros for
+the others, an unreduced sum. After Megatron-LM's vocabulary-parallel embedding (arXiv
+1909.08053), which does so for rows.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.local_indices import (
-    counted,
-    factored,
+    dim_shard,
+    factors_with,
+    from_start,
     locate,
-    part_of,
-    ravelled,
-    selecting,
-    total_kind,
-    unravelled,
+    ravel_index,
+    select_modes,
+    unravel_index,
+    zero_fill_kind,
 )
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["broadcast_shape", "index_dims", "whole"]
+__all__ = ["broadcast_shape", "index_dims", "unsharded_rule"]
 
 
-def whole(call: OpCall) -> Rule:
-    """A rule without factors: everything is needed whole."""
-    operands: tuple[Dims, ...] = tuple(((),) * each.ndim for each in call.operands)
+def unsharded_rule(call: OpCall) -> Rule:
+    """Return a rule without factors: every operand stays unsharded."""
+    operands: tuple[Dims, ...] = tuple(((),) * meta.ndim for meta in call.operands)
     return Rule(operands, tuple(None if m is None else ((),) * m.ndim for m in call.results))
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that tensors of these shapes broadcast to."""
+    """Return the shape to which tensors of these shapes broadcast."""
     return tuple(torch.broadcast_shapes(*map(tuple, shapes)))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLookup:
-    """A lookup in a tensor that is cut along `dim`: zeros for what falls elsewhere.
+    """Local lookup in a tensor sharded along `dim`: zeros for indices outside the shard.
 
-    `index` is the argument that has the indices, `after` the number of dims that the result has
-    after theirs. Indices may count from the end with `negative`.
+    `index` names the index argument; the result has `after` dims after those of the indices. With
+    `negative` indices may count from the end.
     """
 
     dim: int
@@ -60,71 +60,78 @@ class LocalLookup:
     negative: bool = False
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """The lookup on one rank."""
-        part = part_of(ctx, 0, self.dim)
-        if part.is_whole:
+        """Look up the indices in this rank's shard."""
+        shard = dim_shard(ctx, 0, self.dim)
+        if shard.is_whole:
             return op(*args, **kwargs)
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, self.index)
-        if part.is_empty:
+        if shard.is_empty:
             return x.new_zeros(ctx.shape())
-        mine, there = locate(counted(index, part.size) if self.negative else index, part)
-        _, placed, named = with_argument(op, args, kwargs, self.index, mine)
-        out = op(*placed, **named)
-        return out.masked_fill(~there.reshape((*there.shape, *(1,) * self.after)), 0)
+        local_index, inside = locate(
+            from_start(index, shard.size) if self.negative else index, shard
+        )
+        _, new_args, new_kwargs = with_argument(op, args, kwargs, self.index, local_index)
+        out = op(*new_args, **new_kwargs)
+        return out.masked_fill(~inside.reshape((*inside.shape, *(1,) * self.after)), 0)
 
 
 # -- gather and index_select ------------------------------------------------------------------
 
 
 def _gather(call: OpCall) -> Rule:
-    """Dims beside the gathered one pass where both have the same size."""
+    """Rule of `gather`: dims where both operands have the same size may be sharded."""
     x, index = call.operands
     dim = wrap_dim(call.get("dim"), x.ndim)
     if x.ndim != index.ndim or not x.ndim:
         return _selected(call)
-    same = [at == dim or x.shape[at] == index.shape[at] for at in range(x.ndim)]
-    given = tuple(f if ok else () for f, ok in zip(factored(x.ndim, dim, "v"), same, strict=True))
-    read = tuple(f if ok else () for f, ok in zip(factored(x.ndim, dim, "k"), same, strict=True))
-    made = Rule((given, read), (read,), (("v", total_kind(x)),), modes=selecting(0),
-                local=LocalLookup(dim, "index"))  # fmt: skip
-    # A sparse gradient is no tensor that can be cut or summed.
-    return replace(made, no_grad=frozenset(made.factors)) if call.get("sparse_grad") else made
+    is_equal = [i == dim or x.shape[i] == index.shape[i] for i in range(x.ndim)]
+    dims = tuple(
+        f if ok else () for f, ok in zip(factors_with(x.ndim, dim, "v"), is_equal, strict=True)
+    )
+    index_dims = tuple(
+        f if ok else () for f, ok in zip(factors_with(x.ndim, dim, "k"), is_equal, strict=True)
+    )
+    rule = Rule((dims, index_dims), (index_dims,), (("v", zero_fill_kind(x)),),
+                modes=select_modes(0), local=LocalLookup(dim, "index"))  # fmt: skip
+    # A sparse gradient can be neither sharded nor summed.
+    return replace(rule, no_grad=frozenset(rule.factors)) if call.get("sparse_grad") else rule
 
 
 def _selected(call: OpCall) -> Rule:
-    """What a selection passes where nothing can be cut."""
-    return replace(whole(call), modes=selecting(0))
+    """Return the rule of a selection that cannot be sharded: unreduced operands of every kind."""
+    return replace(unsharded_rule(call), modes=select_modes(0))
 
 
 def _take_along_dim(call: OpCall) -> Rule:
-    """As `gather`, with dims that broadcast; of flattened tensors without a dim."""
+    """Rule of `take_along_dim`: as `gather`, with dims that broadcast; without a dim, as `take`."""
     if call.get("dim") is None:
         return _take(call)
     x, index = call.operands
-    made = call.result
-    dim = wrap_dim(call.get("dim"), made.ndim)
-    beside = [1 if at == dim else size for at, size in enumerate(made.shape)]
-    there = factored(made.ndim, dim, "")
-    given, read = (
-        [f if each.shape[at] == beside[at] else () for at, f in enumerate(there)]
-        for each in (x, index)
+    result = call.result
+    dim = wrap_dim(call.get("dim"), result.ndim)
+    sizes = [1 if i == dim else size for i, size in enumerate(result.shape)]
+    result_dims = factors_with(result.ndim, dim, "")
+    dims, read_dims = (
+        [f if meta.shape[i] == sizes[i] else () for i, f in enumerate(result_dims)]
+        for meta in (x, index)
     )
-    given[dim], read[dim], there[dim] = ("v",), ("k",), ("k",)
-    return Rule((tuple(given), tuple(read)), (tuple(there),), (("v", total_kind(x)),),
-                modes=selecting(0), local=LocalLookup(dim, "indices", negative=True))  # fmt: skip
+    dims[dim], read_dims[dim], result_dims[dim] = ("v",), ("k",), ("k",)
+    return Rule((tuple(dims), tuple(read_dims)), (tuple(result_dims),), (("v", zero_fill_kind(x)),),
+                modes=select_modes(0),
+                local=LocalLookup(dim, "indices", negative=True))  # fmt: skip
 
 
 def _index_select(call: OpCall) -> Rule:
-    """All dims beside the selected one pass, and so does the index."""
+    """Rule of `index_select`: all dims and the index may be sharded."""
     x, index = call.operands
     if not x.ndim:
         return _selected(call)
     dim = wrap_dim(call.get("dim"), x.ndim)
-    made = factored(x.ndim, dim, "k")
-    made[dim] = ("k",) if index.ndim else ()
-    given: Dims = tuple(factored(x.ndim, dim, "v"))
-    return Rule((given, (("k",),) if index.ndim else ()), (tuple(made),), (("v", total_kind(x)),),
-                modes=selecting(0),
+    result_dims = factors_with(x.ndim, dim, "k")
+    result_dims[dim] = ("k",) if index.ndim else ()
+    dims: Dims = tuple(factors_with(x.ndim, dim, "v"))
+    return Rule((dims, (("k",),) if index.ndim else ()), (tuple(result_dims),),
+                (("v", zero_fill_kind(x)),), modes=select_modes(0),
                 local=LocalLookup(dim, "index", x.ndim - dim - 1))  # fmt: skip
 
 
@@ -132,86 +139,93 @@ def _index_select(call: OpCall) -> Rule:
 
 
 def _taken(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """A lookup in a flattened tensor that is cut along any of its dims."""
+    """Look up flat indices in a tensor sharded along any of its dims."""
     name = "index" if schema_of(op).name == "aten::take" else "indices"
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, name)
     shape = ctx.operands[0].shape
-    parts = [part_of(ctx, 0, dim) for dim in range(len(shape))]
-    if all(part.is_whole for part in parts):
+    shards = [dim_shard(ctx, 0, dim) for dim in range(len(shape))]
+    if all(shard.is_whole for shard in shards):
         return op(*args, **kwargs)
-    if any(part.is_empty for part in parts):
+    if any(shard.is_empty for shard in shards):
         return x.new_zeros(ctx.shape())
     if name == "index":
-        index = counted(index, math.prod(shape))
-    mine, there = zip(*map(locate, unravelled(index, shape), parts), strict=True)
-    _, placed, named = with_argument(op, args, kwargs, name, ravelled(mine, x.shape))
-    held = functools.reduce(torch.logical_and, there)
-    return op(*placed, **named).masked_fill(~held.reshape(ctx.shape()), 0)
+        index = from_start(index, math.prod(shape))
+    local_index, inside = zip(*map(locate, unravel_index(index, shape), shards), strict=True)
+    _, new_args, new_kwargs = with_argument(
+        op, args, kwargs, name, ravel_index(local_index, x.shape)
+    )
+    inside_all = functools.reduce(torch.logical_and, inside)
+    return op(*new_args, **new_kwargs).masked_fill(~inside_all.reshape(ctx.shape()), 0)
 
 
 def _take(call: OpCall) -> Rule:
-    """Every dim of the tensor may be cut: its parts are summed."""
+    """Rule of `take`: every dim of the tensor may be sharded, the shards are summed."""
     x, index = call.operands
-    given, read = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
-    flat = schema_of(call.op).name == "aten::take_along_dim"
-    made: Dims = (tuple(f for (f,) in read),) if flat else read
-    kind = total_kind(x)
-    return Rule((given, read), (made,), tuple((f, kind) for (f,) in given), modes=selecting(0),
-                local=_taken)  # fmt: skip
+    dims, read_dims = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
+    is_flat = schema_of(call.op).name == "aten::take_along_dim"
+    result_dims: Dims = (tuple(f for (f,) in read_dims),) if is_flat else read_dims
+    kind = zero_fill_kind(x)
+    return Rule((dims, read_dims), (result_dims,), tuple((f, kind) for (f,) in dims),
+                modes=select_modes(0), local=_taken)  # fmt: skip
 
 
 # -- advanced indexing ------------------------------------------------------------------------
 
 
 def index_dims(ndim: int, indices: Sequence[Meta | None]) -> tuple[Dims, Dims, list[Dims], int]:
-    """Factors of a tensor that is indexed, of what is read, of each index, and dims after theirs.
+    """Return factors of an indexed tensor, of the result and of each index; and the dims after.
 
-    `v` are dims that indices count, `b` those of the indices, `d` the others.
+    Factors are `v` for indexed dims, `b` for dims of the indices, and `d` for others.
     """
-    given = [(f"v{at}",) if at < len(indices) and indices[at] is not None else (f"d{at}",)
-             for at in range(ndim)]  # fmt: skip
-    counting = [at for at, each in enumerate(indices) if each is not None]
-    shape = broadcast_shape([each.shape for each in indices if each is not None])
-    read = dim_factors(len(shape), "b")
-    own = [align_factors(each.shape, shape, read) for each in indices if each is not None]
-    together = counting == list(range(counting[0], counting[0] + len(counting)))
-    before = counting[0] if together else 0
-    rest = [f for at, f in enumerate(given) if at not in counting]
-    made = (*rest[:before], *read, *rest[before:])
-    return tuple(given), made, own, len(rest) - before
+    dims = [(f"v{i}",) if i < len(indices) and indices[i] is not None else (f"d{i}",)
+             for i in range(ndim)]  # fmt: skip
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    shape = broadcast_shape([index.shape for index in indices if index is not None])
+    read_dims = dim_factors(len(shape), "b")
+    per_index = [
+        align_factors(index.shape, shape, read_dims) for index in indices if index is not None
+    ]
+    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    before = indexed[0] if together else 0
+    others = [f for i, f in enumerate(dims) if i not in indexed]
+    result = (*others[:before], *read_dims, *others[before:])
+    return tuple(dims), result, per_index, len(others) - before
 
 
 def _indexed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Advanced indexing of a tensor that is cut along dims that indices count."""
-    x, given = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
-    cut = [at for at, each in enumerate(given) if each is not None and not ctx.is_unsharded(0, at)]
-    parts = {at: part_of(ctx, 0, at) for at in cut}
-    if all(part.is_whole for part in parts.values()):
+    """Look up advanced indices in a tensor sharded along indexed dims."""
+    x, indices = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
+    sharded = [
+        dim
+        for dim, index in enumerate(indices)
+        if index is not None and not ctx.is_unsharded(0, dim)
+    ]
+    shards = {dim: dim_shard(ctx, 0, dim) for dim in sharded}
+    if all(shard.is_whole for shard in shards.values()):
         return op(*args, **kwargs)
-    if any(part.is_empty for part in parts.values()):
+    if any(shard.is_empty for shard in shards.values()):
         return x.new_zeros(ctx.shape())
-    held: Any = True
-    for at, part in parts.items():
-        given[at], there = locate(counted(given[at], part.size), part)
-        held = there & held
-    after = index_dims(x.ndim, given)[-1]
-    _, placed, named = with_argument(op, args, kwargs, "indices", given)
-    return op(*placed, **named).masked_fill(~held.reshape((*held.shape, *(1,) * after)), 0)
+    inside_all: Any = True
+    for dim, shard in shards.items():
+        indices[dim], inside = locate(from_start(indices[dim], shard.size), shard)
+        inside_all = inside & inside_all
+    after = index_dims(x.ndim, indices)[-1]
+    _, new_args, new_kwargs = with_argument(op, args, kwargs, "indices", indices)
+    return op(*new_args, **new_kwargs).masked_fill(
+        ~inside_all.reshape((*inside_all.shape, *(1,) * after)), 0
+    )
 
 
 def _index(call: OpCall) -> Rule:
-    """Dims that no index counts pass, those of the indices pass, counted ones are summed."""
+    """Rule of `x[indices]`: all dims may be sharded, indexed ones are summed."""
     x, indices = call.operands[0], call.get("indices")
-    if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
+    if any(meta is not None and meta.dtype in (torch.bool, torch.uint8) for meta in indices):
         return _selected(call)
-    given, made, own, _ = index_dims(x.ndim, indices)
-    kind = total_kind(x)
-    counting = [f for (f,) in given if f.startswith("v")]
-    return Rule((given, *own), (made,), tuple((f, kind) for f in counting), modes=selecting(0),
-                local=_indexed)  # fmt: skip
-
-
-# -- masks and positions ----------------------------------------------------------------------
+    dims, result, per_index, _ = index_dims(x.ndim, indices)
+    kind = zero_fill_kind(x)
+    indexed = [f for (f,) in dims if f.startswith("v")]
+    return Rule((dims, *per_index), (result,), tuple((f, kind) for f in indexed),
+                modes=select_modes(0), local=_indexed)  # fmt: skip
 
 
 register_rule("gather")(_gather)
@@ -219,4 +233,4 @@ register_rule("take_along_dim")(_take_along_dim)
 register_rule("index_select")(_index_select)
 register_rule("take")(_take)
 register_rule("index.Tensor", "_unsafe_index.Tensor")(_index)
-register_rule("nonzero_static")(whole)
+register_rule("nonzero_static")(unsharded_rule)

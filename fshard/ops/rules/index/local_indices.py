@@ -1,7 +1,7 @@
-"""Indices into a dim that is cut: which of them fall into a rank's part, and where there.
+"""Global indices into a sharded dim, translated to one rank's shard.
 
-An index that no part holds is left as wrong as it is on the first or the last rank, so that the
-operation refuses it there as it would on whole tensors.
+Indices of other shards become 0. Invalid indices stay invalid on the first or the last rank, so
+that PyTorch refuses them inside as it would on the global tensor.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from fshard.ops.core.rule import Mode
 from fshard.ops.strategy.local_call import RankContext
 
 __all__ = [
-    "EQUAL", "as_first", "counted", "factored", "filled", "locate", "padded", "part_of",
-    "ravelled", "selecting", "summing", "total_kind", "unpadded", "unravelled",
+    "EQUAL", "dim_shard", "factors_with", "from_start", "locate", "ravel_index", "select_modes",
+    "spare_row_index", "sum_modes", "unravel_index", "with_spare_row", "without_spare_row",
+    "zero_fill_kind", "zeros_after_first",
 ]  # fmt: skip
 
 EQUAL = ("sum", "avg", "max", "min", "product")
-"""What moves elements about passes every kind of addends and candidates."""
+"""Reductions that commute with moving elements: all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a dim that a rank holds: `begin` to `end` of `size`."""
+class DimShard:
+    """One rank's shard of a dim of `size`: elements `begin` to `end`."""
 
     begin: int
     end: int
@@ -36,118 +37,120 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the dim."""
+        """Return True if the shard is the full dim."""
         return self.end - self.begin == self.size
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is nothing of a dim that has something."""
+        """Return True if the shard has no element and the dim has some."""
         return self.begin == self.end and self.size > 0
 
 
-def part_of(ctx: RankContext, operand: int, dim: int) -> Part:
-    """What a rank holds of a dim of an operand."""
+def dim_shard(ctx: RankContext, operand: int, dim: int) -> DimShard:
+    """Return this rank's shard of an operand's dim."""
     size = ctx.operands[operand].shape[dim]
-    return Part(ctx.offset(operand, dim), ctx.end(operand, dim), size)
+    return DimShard(ctx.offset(operand, dim), ctx.end(operand, dim), size)
 
 
-def locate(index: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices from where the part begins, 0 for those that fall elsewhere; and which fall there."""
-    there = _holds(part, index)
-    return torch.where(there, index - part.begin, _away(part, index)), there
+def locate(index: torch.Tensor, part: DimShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices relative to the shard, 0 for those outside, and a mask of those inside."""
+    inside = _is_inside(part, index)
+    return torch.where(inside, index - part.begin, _outside(part, index)), inside
 
 
-def _holds(part: Part, index: torch.Tensor) -> torch.Tensor:
-    """Which indices fall into the part; into the last one also those beyond the dim."""
-    there = index >= part.begin
-    return there & (index < part.end) if part.end < part.size else there
+def _is_inside(part: DimShard, index: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the indices in the shard; the last shard has those beyond the dim too."""
+    inside = index >= part.begin
+    return inside & (index < part.end) if part.end < part.size else inside
 
 
-def _away(part: Part, index: torch.Tensor) -> torch.Tensor:
-    """What stands for indices that fall elsewhere: far below the first row for wrong ones."""
+def _outside(part: DimShard, index: torch.Tensor) -> torch.Tensor:
+    """Return replacements of indices outside the shard: 0, or far below 0 for invalid ones."""
     return torch.where(index < 0, index - (part.end - part.begin + 1), 0)
 
 
-def counted(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Indices from 0 on for those that count from the end."""
+def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Return indices with negative ones counted from the end."""
     return torch.where(index < 0, index + size, index)
 
 
-# -- one row more, which takes what falls elsewhere -------------------------------------------
+# -- a spare row for writes outside the shard -------------------------------------------------
 
 
-def padded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor with a row of zeros before the first one of a dim."""
-    row = x.new_zeros([1 if at == dim else size for at, size in enumerate(x.shape)])
+def with_spare_row(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Prepend a row of zeros along `dim`, which takes writes outside the shard."""
+    row = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
     return torch.cat([row, x], dim)
 
 
-def unpadded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor without the first row of a dim."""
+def without_spare_row(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Remove the first row along `dim`."""
     return x.narrow(dim, 1, x.shape[dim] - 1)
 
 
-def filled(index: torch.Tensor, part: Part) -> torch.Tensor:
-    """Indices into what is `padded`: from 1 on, 0 for those that fall elsewhere."""
-    return torch.where(_holds(part, index), index - (part.begin - 1), _away(part, index))
+def spare_row_index(index: torch.Tensor, part: DimShard) -> torch.Tensor:
+    """Return indices into the `with_spare_row` tensor: from 1 on, 0 for those outside the shard."""
+    return torch.where(_is_inside(part, index), index - (part.begin - 1), _outside(part, index))
 
 
-# -- what is added once -----------------------------------------------------------------------
+# -- operands that are counted once -----------------------------------------------------------
 
 
-def as_first(x: torch.Tensor, ctx: RankContext, operand: int, dims: Sequence[int]) -> torch.Tensor:
-    """A tensor on the first rank along the axes that cut dims of an operand, zeros on others."""
+def zeros_after_first(
+    x: torch.Tensor, ctx: RankContext, operand: int, dims: Sequence[int]
+) -> torch.Tensor:
+    """Return `x` on the first rank along the axes of an operand's `dims`, zeros on others."""
     spec = ctx.operands[operand]
-    at = spec.mesh.coords(ctx.rank)
+    i = spec.mesh.coords(ctx.rank)
     axes = [axis for dim in dims for axis in spec.partition.dims[dim]]
-    return x if not any(at[axis] for axis in axes) else torch.zeros_like(x)
+    return x if not any(i[axis] for axis in axes) else torch.zeros_like(x)
 
 
 # -- modes ------------------------------------------------------------------------------------
 
 
-def selecting(*together: int, constant: bool = False, results: int = 1) -> tuple[Mode, ...]:
-    """Modes of what picks elements out of operands, all unreduced alike.
+def select_modes(*operands: int, constant: bool = False, results: int = 1) -> tuple[Mode, ...]:
+    """Return modes of operands from which elements are selected, all unreduced by the same kind.
 
-    With `constant` some of them are the same on every rank: averages and extremes of those are
-    what they are, sums are not.
+    With `constant` other operands are invariant: averages and extremes leave those as they are,
+    sums do not.
     """
-    words = ("avg", "max", "min") if constant else EQUAL
-    return tuple(Mode(together, kind, (kind,) * results) for kind in words)
+    reductions = ("avg", "max", "min") if constant else EQUAL
+    return tuple(Mode(operands, kind, (kind,) * results) for kind in reductions)
 
 
-def summing(*together: int, results: int = 1) -> tuple[Mode, ...]:
-    """Modes of a sum of operands: of all together, and averages of each alone."""
-    both = tuple(Mode(together, kind, (kind,) * results) for kind in ("sum", "avg"))
-    return both + tuple(Mode((at,), "avg", ("avg",) * results) for at in together)
+def sum_modes(*operands: int, results: int = 1) -> tuple[Mode, ...]:
+    """Return modes of a sum of operands: all together, and averages of each alone."""
+    modes = tuple(Mode(operands, kind, (kind,) * results) for kind in ("sum", "avg"))
+    return modes + tuple(Mode((i,), "avg", ("avg",) * results) for i in operands)
 
 
-def total_kind(meta: Meta) -> str:
-    """The reduction that puts one rank's elements and the other ranks' zeros together."""
+def zero_fill_kind(meta: Meta) -> str:
+    """Return the reduction that combines one rank's elements with zeros on all others."""
     return "max" if meta.dtype == torch.bool else "sum"
 
 
-def unravelled(index: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Of indices into a flattened tensor those into each of its dims."""
-    found: list[torch.Tensor] = []
-    for at, size in enumerate(shape):
-        minor = max(math.prod(shape[at + 1 :]), 1)
-        whole = torch.div(index, minor, rounding_mode="floor")
-        # The first one is left beyond its dim where the index is beyond the tensor.
-        found.append(whole if at == 0 else whole % max(size, 1))
-    return found
+def unravel_index(index: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+    """Return indices into each dim from indices into the flattened tensor."""
+    indices: list[torch.Tensor] = []
+    for i, size in enumerate(shape):
+        minor = max(math.prod(shape[i + 1 :]), 1)
+        quotient = torch.div(index, minor, rounding_mode="floor")
+        # The first index stays beyond its dim if the flat index is beyond the tensor.
+        indices.append(quotient if i == 0 else quotient % max(size, 1))
+    return indices
 
 
-def ravelled(indices: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    """Indices into a flattened tensor from those into each of its dims."""
+def ravel_index(indices: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """Return indices into the flattened tensor from indices into each dim."""
     total = indices[0]
     for index, size in zip(indices[1:], shape[1:], strict=True):
         total = total * size + index
     return total
 
 
-def factored(ndim: int, dim: int, factor: str) -> list[tuple[str, ...]]:
-    """A factor of its own for every dim, and `factor` for one of them."""
+def factors_with(ndim: int, dim: int, factor: str) -> list[tuple[str, ...]]:
+    """Return one factor per dim, named `factor` for `dim`."""
     dims = list(dim_factors(ndim))
     if ndim:
         dims[dim] = (factor,)

@@ -1,8 +1,11 @@
-"""Rules of operations that write by indices: scatter, index_add, index_put, put.
+"""Rules of operations that write by indices.
 
-A dim that the indices count may be cut: every rank writes what falls into its part, and the rest
-into a row that is dropped. Where they add, the indices may be cut too: the tensor that is added
-to counts on the first rank, and zeros on the others.
+scatter, scatter_add, scatter_reduce, index_add, index_copy, index_fill, index_reduce, index_put,
+put, masked_scatter.
+
+An indexed dim may be sharded: every rank writes the indices in its shard, and the others into a
+spare row that is dropped. If values are added, the indices may be sharded too: the tensor that
+is added to counts on the first rank, zeros on the others.
 """
 
 from __future__ import annotations
@@ -20,20 +23,20 @@ from fshard.ops.core.builders import align_factors, dim_factors, is_inexact, wra
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.index.gather import index_dims, whole
+from fshard.ops.rules.index.gather import index_dims, unsharded_rule
 from fshard.ops.rules.index.local_indices import (
-    as_first,
-    counted,
-    factored,
-    filled,
+    dim_shard,
+    factors_with,
+    from_start,
     locate,
-    padded,
-    part_of,
-    ravelled,
-    selecting,
-    summing,
-    unpadded,
-    unravelled,
+    ravel_index,
+    select_modes,
+    spare_row_index,
+    sum_modes,
+    unravel_index,
+    with_spare_row,
+    without_spare_row,
+    zeros_after_first,
 )
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
@@ -42,12 +45,12 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class LocalWrite:
-    """A tensor that is written to along `dim`, which may be cut, at indices that may be cut.
+    """Local write along `dim`, which may be sharded, at indices that may be sharded.
 
-    `counting` is the dim of the index operand along which they may be cut, where that adds: what
-    is written to then counts once. Indices may count from the end with `negative`. `values` is the
-    argument that is multiplied: by ones where it falls elsewhere, lest the products overflow there,
-    and their gradients be no numbers.
+    `counting` is the dim of the index operand that may be sharded if values are added; the written
+    tensor is then counted once. With `negative` indices may count from the end. `values` names the
+    argument of a product, replaced by ones outside the shard so that neither products nor their
+    gradients overflow there.
     """
 
     dim: int
@@ -56,31 +59,30 @@ class LocalWrite:
     values: str = ""
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """The write on one rank."""
+        """Write the indices in this rank's shard."""
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
         if self.counting is not None:
-            x = as_first(x, ctx, 1, (self.counting,))
-        part = part_of(ctx, 0, self.dim)
-        if not part.is_whole:
-            index = filled(counted(index, part.size) if self.negative else index, part)
-            x = padded(x, self.dim)
-        _, placed, named = with_argument(op, args, kwargs, "self", x)
-        _, placed, named = with_argument(op, placed, named, "index", index)
-        if self.values and not part.is_whole:
-            given = argument(op, args, kwargs, self.values)
-            beside = (1,) * (given.ndim - self.dim - 1) if index.ndim < given.ndim else ()
-            there = index.reshape((*index.shape, *beside)) != 0
-            ones = torch.where(there, given, 1)
-            _, placed, named = with_argument(op, placed, named, self.values, ones)
-        out = op(*placed, **named)
-        return out if part.is_whole else unpadded(out, self.dim)
+            x = zeros_after_first(x, ctx, 1, (self.counting,))
+        shard = dim_shard(ctx, 0, self.dim)
+        if not shard.is_whole:
+            index = spare_row_index(
+                from_start(index, shard.size) if self.negative else index, shard
+            )
+            x = with_spare_row(x, self.dim)
+        _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", x)
+        _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, "index", index)
+        if self.values and not shard.is_whole:
+            source = argument(op, args, kwargs, self.values)
+            ones_dims = (1,) * (source.ndim - self.dim - 1) if index.ndim < source.ndim else ()
+            inside = index.reshape((*index.shape, *ones_dims)) != 0
+            ones = torch.where(inside, source, 1)
+            _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, self.values, ones)
+        out = op(*new_args, **new_kwargs)
+        return out if shard.is_whole else without_spare_row(out, self.dim)
 
 
-def _names(call: OpCall) -> tuple[str, str]:
-    """What an operation does with what it writes, and the reduction that parts of it need.
-
-    That is none where the parts would not make the whole.
-    """
+def _reductions(call: OpCall) -> tuple[str, str]:
+    """Return the operation's reduction of values, and that of partial results, if any."""
     name = schema_of(call.op).name.removeprefix("aten::")
     if name in ("scatter_add", "index_add"):
         return "sum", "sum"
@@ -94,60 +96,58 @@ def _names(call: OpCall) -> tuple[str, str]:
 
 
 def _modes(call: OpCall, kind: str, values: int | None) -> tuple[Mode, ...]:
-    """What passes unreduced: sums are linear in both operands together, copies pick elements."""
-    whole_mean = kind == "mean" and not is_inexact(call.results[0])
-    if kind in ("sum", "mean") and values is not None and not whole_mean:
-        return summing(0, values)
+    """Return the modes of a write: sums are linear in both operands, copies select elements."""
+    integer_mean = kind == "mean" and not is_inexact(call.results[0])
+    if kind in ("sum", "mean") and values is not None and not integer_mean:
+        return sum_modes(0, values)
     if kind in ("amax", "amin") and values is not None:
-        one = kind.removeprefix("a")
-        return (Mode((0, values), one, (one,)),)
+        extreme = kind.removeprefix("a")
+        return (Mode((0, values), extreme, (extreme,)),)
     if kind == "copy" and values is not None:
-        return (selecting(0, values) + selecting(0, constant=True)
-                + selecting(values, constant=True))  # fmt: skip
-    return selecting(0, constant=True) if kind == "copy" else ()
+        return (select_modes(0, values) + select_modes(0, constant=True)
+                + select_modes(values, constant=True))  # fmt: skip
+    return select_modes(0, constant=True) if kind == "copy" else ()
 
 
 # -- scatter: an index for every element ------------------------------------------------------
 
 
 def _scatter(call: OpCall) -> Rule:
-    """Dims beside the scattered one pass where all operands have the same size."""
+    """Rule of `scatter`: dims other than `dim` pass if all operands have the same size."""
     x, index = call.operands[:2]
     values = call.operands[2] if len(call.operands) > 2 else None
-    kind, parts = _names(call)
+    kind, parts = _reductions(call)
     modes = _modes(call, kind, 2 if values is not None else None)
     tensors = [x, index] + ([] if values is None else [values])
-    if not x.ndim or any(each.ndim != x.ndim for each in tensors):
-        return replace(whole(call), modes=modes)
+    if not x.ndim or any(meta.ndim != x.ndim for meta in tensors):
+        return replace(unsharded_rule(call), modes=modes)
     dim = wrap_dim(call.get("dim"), x.ndim)
 
     def dims(factor: str) -> Dims:
-        named = factored(x.ndim, dim, factor)
-        same = [at == dim or all(x.shape[at] == each.shape[at] for each in tensors)
-                for at in range(x.ndim)]  # fmt: skip
-        return tuple(f if ok else () for f, ok in zip(named, same, strict=True))
+        factors = factors_with(x.ndim, dim, factor)
+        is_equal = [i == dim or all(x.shape[i] == meta.shape[i] for meta in tensors)
+                    for i in range(x.ndim)]  # fmt: skip
+        return tuple(f if ok else () for f, ok in zip(factors, is_equal, strict=True))
 
-    many = values is None or values.shape[dim] == index.shape[dim]
-    read = dims("k") if many else tuple(() if at == dim else f for at, f in enumerate(dims("k")))
-    operands = (dims("v"), read) + (() if values is None else (read,))
+    is_full = values is None or values.shape[dim] == index.shape[dim]
+    read_dims = (
+        dims("k") if is_full else tuple(() if i == dim else f for i, f in enumerate(dims("k")))
+    )
+    operands = (dims("v"), read_dims) + (() if values is None else (read_dims,))
     local = LocalWrite(dim, values="src" if kind == "prod" and values is not None else "")
-    return _written(operands, dims("v"), parts if many else "", modes, local, dim)
+    return _written(operands, dims("v"), parts if is_full else "", modes, local, dim)
 
 
 def _written(
-    operands: tuple[Dims, ...],
-    made: Dims,
-    parts: str,
-    modes: tuple[Mode, ...],
-    local: LocalWrite,
-    at: int,
-) -> Rule:
-    """The rule of a write whose indices, along their dim `at`, may be cut where `parts` says."""
-    # Extremes share their gradient among ties: those of one part are not all of them.
+    operands: tuple[Dims, ...], result: Dims, parts: str, modes: tuple[Mode, ...],
+    local: LocalWrite, index_dim: int,
+) -> Rule:  # fmt: skip
+    """Return the rule of a write; `parts` reduces partial results over sharded indices."""
+    # Extremes share their gradient among ties, which may be in several shards.
     grad = frozenset({"k"} if parts in ("max", "min") else ())
     if parts == "sum":
-        local = replace(local, counting=at)
-    return Rule(operands, (made,), (("k", parts),) if parts else (), modes=modes, no_grad=grad,
+        local = replace(local, counting=index_dim)
+    return Rule(operands, (result,), (("k", parts),) if parts else (), modes=modes, no_grad=grad,
                 local=local)  # fmt: skip
 
 
@@ -155,143 +155,150 @@ def _written(
 
 
 def _index_write(call: OpCall) -> Rule:
-    """Dims beside the written one pass."""
+    """Rule of `index_add` and the like: all dims but the written one pass."""
     x, index = call.operands[:2]
-    kind, parts = _names(call)
+    kind, parts = _reductions(call)
     name = next((name for name in ("source", "value") if call.has(name)), None)
     values = None if name is None else call.operand_index(name)
     modes = _modes(call, kind, values)
     name = schema_of(call.op).name.removeprefix("aten::")
     if not x.ndim:
-        return replace(whole(call), modes=modes)
+        return replace(unsharded_rule(call), modes=modes)
     dim = wrap_dim(call.get("dim"), x.ndim)
-    given = tuple(factored(x.ndim, dim, "v"))
-    read: Dims = (("k",),) * index.ndim
-    operands: tuple[Dims, ...] = (given, read)
+    dims = tuple(factors_with(x.ndim, dim, "v"))
+    read_dims: Dims = (("k",),) * index.ndim
+    operands: tuple[Dims, ...] = (dims, read_dims)
     if values is not None:
         source = call.operands[values]
-        beside = tuple(factored(x.ndim, dim, "k")) if source.ndim == x.ndim else ((),) * source.ndim
+        source_dims = (
+            tuple(factors_with(x.ndim, dim, "k")) if source.ndim == x.ndim else ((),) * source.ndim
+        )
         if not index.ndim:
-            beside = tuple(() if at == dim else f for at, f in enumerate(beside))
-        operands += (beside if name != "index_fill" else (),)
+            source_dims = tuple(() if i == dim else f for i, f in enumerate(source_dims))
+        operands += (source_dims if name != "index_fill" else (),)
     if values is not None and name != "index_fill" and call.operands[values].ndim != x.ndim:
-        return replace(whole(call), modes=modes)
+        return replace(unsharded_rule(call), modes=modes)
     local = LocalWrite(
         dim, negative=name == "index_fill", values="source" if kind == "prod" else ""
     )
-    return _written(operands, given, parts if index.ndim else "", modes, local, 0)
+    return _written(operands, dims, parts if index.ndim else "", modes, local, 0)
 
 
 # -- index_put --------------------------------------------------------------------------------
 
 
-def _put_at(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Advanced indexing that writes into a tensor that is cut along dims that indices count."""
-    x, given = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
-    counting = [at for at, each in enumerate(given) if each is not None]
+def _local_index_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Write by advanced indices into a tensor sharded along indexed dims."""
+    x, indices = argument(op, args, kwargs, "self"), list(argument(op, args, kwargs, "indices"))
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
     if argument(op, args, kwargs, "accumulate"):
-        for place in range(1, len(counting) + 1):
-            x = as_first(x, ctx, place, range(len(ctx.operands[place].shape)))
-    cut = [at for at in counting if not part_of(ctx, 0, at).is_whole]
-    for at in cut:
-        part = part_of(ctx, 0, at)
-        given[at] = filled(counted(given[at], part.size), part)
-        x = padded(x, at)
-    _, placed, named = with_argument(op, args, kwargs, "self", x)
-    _, placed, named = with_argument(op, placed, named, "indices", given)
-    out = op(*placed, **named)
-    for at in cut:
-        out = unpadded(out, at)
+        for operand in range(1, len(indexed) + 1):
+            x = zeros_after_first(x, ctx, operand, range(len(ctx.operands[operand].shape)))
+    sharded = [dim for dim in indexed if not dim_shard(ctx, 0, dim).is_whole]
+    for dim in sharded:
+        shard = dim_shard(ctx, 0, dim)
+        indices[dim] = spare_row_index(from_start(indices[dim], shard.size), shard)
+        x = with_spare_row(x, dim)
+    _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", x)
+    _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, "indices", indices)
+    out = op(*new_args, **new_kwargs)
+    for dim in sharded:
+        out = without_spare_row(out, dim)
     return out
 
 
 def _index_put(call: OpCall) -> Rule:
-    """Counted dims pass, and so do others; dims of the indices are summed where they accumulate."""
+    """Rule of `index_put`: all dims pass; dims of the indices are summed if it accumulates."""
     x, indices, values = call.operands[0], call.get("indices"), call.operands[-1]
     sums = call.get("accumulate")
     modes = _modes(call, "sum" if sums else "copy", len(call.operands) - 1)
-    there = [each for each in indices if each is not None]
-    if not there:
-        return replace(whole(call), modes=modes)
-    if any(each.dtype in (torch.bool, torch.uint8) for each in there):
+    metas = [meta for meta in indices if meta is not None]
+    if not metas:
+        return replace(unsharded_rule(call), modes=modes)
+    if any(meta.dtype in (torch.bool, torch.uint8) for meta in metas):
         return _masked_put(call, modes)
-    given, made, own, _ = index_dims(x.ndim, indices)
-    sizes = _sizes(made, (given, x.shape), *zip(own, (each.shape for each in there), strict=True))
-    read = align_factors(values.shape, sizes, made)
-    summed = {f for dims in own for dim in dims for f in dim}
+    dims, result, per_index, _ = index_dims(x.ndim, indices)
+    sizes = _sizes(
+        result, (dims, x.shape), *zip(per_index, (meta.shape for meta in metas), strict=True)
+    )
+    read_dims = align_factors(values.shape, sizes, result)
+    summed = {f for dims in per_index for dim in dims for f in dim}
     reductions = tuple((f, "sum") for f in sorted(summed)) if sums else ()
-    return Rule((given, *own, read), (given,), reductions, modes=modes, local=_put_at)
+    return Rule(
+        (dims, *per_index, read_dims), (dims,), reductions, modes=modes, local=_local_index_put
+    )
 
 
-def _sizes(made: Dims, *known: tuple[Dims, Sequence[int]]) -> tuple[int, ...]:
-    """The shape of a tensor of these factors, from tensors that have them too."""
-    sizes = {
-        dim: size for dims, shape in known for dim, size in zip(dims, shape, strict=True) if dim
-    }
-    return tuple(sizes.get(dim, 1) for dim in made)
+def _sizes(dims: Dims, *tensors: tuple[Dims, Sequence[int]]) -> tuple[int, ...]:
+    """Return the shape of a tensor with these factors, from tensors that have them."""
+    sizes = {dim: size for tensor_dims, shape in tensors for dim,
+             size in zip(tensor_dims, shape, strict=True) if dim}  # fmt: skip
+    return tuple(sizes.get(dim, 1) for dim in dims)
 
 
 def _masked_put(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
-    """One mask: the dims that it covers pass where every element gets the same value."""
+    """Rule of `index_put` with one mask, whose dims pass if every element gets the same value."""
     x, indices, values = call.operands[0], call.get("indices"), call.operands[-1]
-    at = next(place for place, each in enumerate(indices) if each is not None)
-    mask = indices[at]
+    dim = next(i for i, index in enumerate(indices) if index is not None)
+    mask = indices[dim]
     if len(call.operands) != 3 or mask.dtype != torch.bool:
-        return replace(whole(call), modes=modes)
-    given = dim_factors(x.ndim)
-    slot = x.ndim - at - mask.ndim
+        return replace(unsharded_rule(call), modes=modes)
+    dims = dim_factors(x.ndim)
+    slot = x.ndim - dim - mask.ndim
     same = values.ndim <= slot or values.shape[-slot - 1] == 1
     if not same:
-        given = (*given[:at], *((),) * mask.ndim, *given[at + mask.ndim :])
-    covered = given[at : at + mask.ndim]
-    made = (*given[:at], (), *given[at + mask.ndim :])
-    read = align_factors(values.shape, (*x.shape[:at], -1, *x.shape[at + mask.ndim :]), made)
-    return Rule((given, covered, read), (given,), modes=modes)
+        dims = (*dims[:dim], *((),) * mask.ndim, *dims[dim + mask.ndim :])
+    covered = dims[dim : dim + mask.ndim]
+    result = (*dims[:dim], (), *dims[dim + mask.ndim :])
+    read_dims = align_factors(
+        values.shape, (*x.shape[:dim], -1, *x.shape[dim + mask.ndim :]), result
+    )
+    return Rule((dims, covered, read_dims), (dims,), modes=modes)
 
 
 # -- put: indices into the flattened tensor ---------------------------------------------------
 
 
-def _put_flat(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Writing into a flattened tensor that is cut along any of its dims."""
+def _local_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Write by flat indices into a tensor sharded along any of its dims."""
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "index")
     shape = ctx.operands[0].shape
     if argument(op, args, kwargs, "accumulate"):
-        x = as_first(x, ctx, 1, range(len(ctx.operands[1].shape)))
-    parts = [part_of(ctx, 0, dim) for dim in range(len(shape))]
-    if not all(part.is_whole for part in parts):
-        apart = unravelled(counted(index, math.prod(shape)), shape)
-        mine, there = zip(*map(locate, apart, parts), strict=True)
-        held = functools.reduce(torch.logical_and, there)
-        away = mine[0].clamp(max=0) * (x.numel() + 2)
-        index = torch.where(held, ravelled(mine, x.shape) + 1, away)
-        flat = padded(x.reshape(-1), 0)
-        _, placed, named = with_argument(op, args, kwargs, "self", flat)
-        _, placed, named = with_argument(op, placed, named, "index", index)
-        return unpadded(op(*placed, **named), 0).reshape(x.shape)
-    _, placed, named = with_argument(op, args, kwargs, "self", x)
-    return op(*placed, **named)
+        x = zeros_after_first(x, ctx, 1, range(len(ctx.operands[1].shape)))
+    parts = [dim_shard(ctx, 0, dim) for dim in range(len(shape))]
+    if not all(shard.is_whole for shard in parts):
+        per_dim = unravel_index(from_start(index, math.prod(shape)), shape)
+        local_index, inside = zip(*map(locate, per_dim, parts), strict=True)
+        inside_all = functools.reduce(torch.logical_and, inside)
+        outside = local_index[0].clamp(max=0) * (x.numel() + 2)
+        index = torch.where(inside_all, ravel_index(local_index, x.shape) + 1, outside)
+        flat = with_spare_row(x.reshape(-1), 0)
+        _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", flat)
+        _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, "index", index)
+        return without_spare_row(op(*new_args, **new_kwargs), 0).reshape(x.shape)
+    _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", x)
+    return op(*new_args, **new_kwargs)
 
 
 def _put(call: OpCall) -> Rule:
-    """Every dim of the tensor passes; those of the index are summed where they accumulate."""
+    """Rule of `put`: dims of the tensor pass; dims of the index are summed if it accumulates."""
     x, index, source = call.operands
     sums = call.get("accumulate")
-    given, read = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
+    dims, read_dims = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
     modes = _modes(call, "sum" if sums else "copy", 2)
     if index.shape != source.shape:
-        return replace(whole(call), modes=modes)
-    reductions = tuple((f, "sum") for (f,) in read) if sums else ()
-    return Rule((given, read, read), (given,), reductions, modes=modes, local=_put_flat)
+        return replace(unsharded_rule(call), modes=modes)
+    reductions = tuple((f, "sum") for (f,) in read_dims) if sums else ()
+    return Rule((dims, read_dims, read_dims), (dims,), reductions, modes=modes, local=_local_put)
 
 
 # -- masks -----------------------------------------------------------------------------------
 
 
 def _masked_scatter(call: OpCall) -> Rule:
-    """The next element of the source for every one that is masked: nothing can be cut."""
-    return replace(whole(call), modes=selecting(0, 2) + selecting(0, constant=True)
-                   + selecting(2, constant=True))  # fmt: skip
+    """Rule of `masked_scatter`, whose source elements depend on all of the mask: unsharded."""
+    return replace(unsharded_rule(call), modes=select_modes(0, 2) + select_modes(0, constant=True)
+                   + select_modes(2, constant=True))  # fmt: skip
 
 
 register_rule("masked_scatter")(_masked_scatter)

@@ -1,1 +1,12 @@
-"""Rules of neural-network layers, norms, attention and losses."""
+"""Rules of neural-network layers and losses.
+
+- `attention`: scaled_dot_product_attention and its fused kernels;
+- `convolution`: conv1d to conv3d, transposed convolutions;
+- `pooling`: pooling, interpolation, padding, im2col, grid_sample, affine_grid;
+- `embedding`: embedding, embedding_bag, one_hot;
+- `normalization`: layer_norm, rms_norm, group_norm, batch_norm, weight_norm, renorm;
+- `normalization_decompositions`: the same over sharded dims;
+- `losses`: losses of elements and of feature rows, ctc_loss;
+- `class_losses`: nll_loss, cross_entropy_loss, multi_margin_loss;
+- `recurrent`: lstm, gru, rnn layers and cells.
+"""

@@ -1,10 +1,12 @@
-"""Rules of losses over classes: nll_loss, cross_entropy_loss, multi_margin_loss, ...
+"""Rules of losses over classes.
 
-A likelihood is looked up, so that classes may be cut: every rank has those of its classes, an
-unreduced sum. A mean is weighted by the classes that occur, which no rank knows alone where
-samples are cut: by decomposition it is two unreduced sums and a division. A cross entropy over cut
-classes is, by decomposition, a softmax's maximum and sum of exponentials and a lookup, after
-Megatron-LM's vocabulary-parallel cross entropy (arXiv 1909.08053).
+nll_loss, nll_loss2d, cross_entropy_loss, multi_margin_loss, multilabel_margin_loss, gradients.
+
+A likelihood is a lookup, so that classes may be sharded: each rank looks up its own classes, an
+unreduced sum. A mean is weighted by the classes that occur, which no rank with some samples can
+compute: it is decomposed into two unreduced sums and a division. A cross entropy over sharded
+classes is decomposed into a maximum, a sum of exponentials and a lookup, after Megatron-LM's
+vocabulary-parallel cross entropy (arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from fshard.ops.core.builders import dim_factors, is_inexact, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.index.gather import whole
-from fshard.ops.rules.index.local_indices import locate, part_of
+from fshard.ops.rules.index.gather import unsharded_rule
+from fshard.ops.rules.index.local_indices import dim_shard, locate
 from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, LocalMeanLoss
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
@@ -29,8 +31,8 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-AWAY = -100
-"""The class of what is ignored ctx, and of what other ranks have."""
+IGNORED = -100
+"""Class index of ignored samples and of samples whose class is on another rank."""
 
 
 def _class_dim(ndim: int) -> int:
@@ -38,91 +40,91 @@ def _class_dim(ndim: int) -> int:
 
 
 def _dims(x: Meta) -> tuple[Dims, Dims]:
-    """Factors of a tensor with classes, and of one without: `c` is that of the classes."""
-    at = _class_dim(x.ndim)
-    beside = dim_factors(x.ndim - 1)
-    return (*beside[:at], ("c",), *beside[at:]), beside
+    """Return the factors of a tensor with classes, factor `c`, and of one without."""
+    class_dim = _class_dim(x.ndim)
+    samples = dim_factors(x.ndim - 1)
+    return (*samples[:class_dim], ("c",), *samples[class_dim:]), samples
 
 
 # -- negative log likelihood ------------------------------------------------------------------
 
 
-def _likelihood(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """The likelihoods of a rank's classes; a mean over the weights of all."""
+def _local_nll(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Return the likelihoods of a rank's classes; a mean divides by the weights of all classes."""
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
-    at = _class_dim(x.ndim)
-    part = part_of(ctx, 0, at)
-    if part.is_whole:
+    class_dim = _class_dim(x.ndim)
+    shard = dim_shard(ctx, 0, class_dim)
+    if shard.is_whole:
         return op(*args, **kwargs)
     weight, reduction, ignored = (argument(op, args, kwargs, name)
                                   for name in ("weight", "reduction", "ignore_index"))  # fmt: skip
-    both = schema_of(op).name.endswith("_forward")
-    if part.is_empty:
+    has_total = schema_of(op).name.endswith("_forward")
+    if shard.is_empty:
         nothing = x.new_zeros(ctx.shape())
-        return (nothing, x.new_zeros(())) if both else nothing
-    mine, there = locate(target, part)
-    mine = mine.masked_fill((target == ignored) | ~(there | (target < 0)), AWAY)
-    changed = {"target": mine, "ignore_index": AWAY}
+        return (nothing, x.new_zeros(())) if has_total else nothing
+    labels, inside = locate(target, shard)
+    labels = labels.masked_fill((target == ignored) | ~(inside | (target < 0)), IGNORED)
+    changed = {"target": labels, "ignore_index": IGNORED}
     if reduction == MEAN:
         changed["reduction"] = SUM
-    if weight is not None and weight.shape[0] == part.size:
-        changed["weight"] = weight.narrow(0, part.begin, part.end - part.begin)
+    if weight is not None and weight.shape[0] == shard.size:
+        changed["weight"] = weight.narrow(0, shard.begin, shard.end - shard.begin)
     for name, value in changed.items():
         _, args, kwargs = with_argument(op, args, kwargs, name, value)
     out = op(*args, **kwargs)
     if reduction != MEAN:
         return out
     count = _weights_of(target, weight, ignored, x.dtype).sum()
-    return (out[0] / count, out[1]) if both else out / count
+    return (out[0] / count, out[1]) if has_total else out / count
 
 
 def _weights_of(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
-    """What every sample weighs: its class's weight, nothing where it is ignored."""
-    counts = target != ignored
+    """Return each sample's weight: its class's weight, zero if it is ignored."""
+    is_counted = target != ignored
     if weight is None:
-        return counts.to(dtype)
-    return weight[target.masked_fill(~counts, 0)].masked_fill(~counts, 0)
+        return is_counted.to(dtype)
+    return weight[target.masked_fill(~is_counted, 0)].masked_fill(~is_counted, 0)
 
 
 def _nll(call: OpCall) -> Rule:
-    """Samples pass or are summed, but for a mean; classes are summed."""
+    """Rule of `nll_loss`: samples pass or are summed, except in a mean; classes are summed."""
     x, reduction = call.operands[0], call.get("reduction")
     if not x.ndim:
-        return whole(call)
-    given, beside = _dims(x)
+        return unsharded_rule(call)
+    dims, sample_dims = _dims(x)
     weight = call.operand_index("weight") is not None
-    operands: tuple[Dims, ...] = (given, beside)
+    operands: tuple[Dims, ...] = (dims, sample_dims)
     if weight:
         operands += (((),) if reduction == MEAN else (("c",),),)
-    made = beside if reduction == NONE else ()
-    lacking = {"c"} | ({f for (f,) in beside} if reduction == SUM else set())
-    results = (made, ()) if len(call.results) == 2 else (made,)
-    samples = {f for (f,) in beside}
+    result_dims = sample_dims if reduction == NONE else ()
+    summed = {"c"} | ({f for (f,) in sample_dims} if reduction == SUM else set())
+    results = (result_dims, ()) if len(call.results) == 2 else (result_dims,)
+    samples = {f for (f,) in sample_dims}
     if len(call.results) == 2 and reduction == NONE:
-        lacking |= samples  # the second result is nothing then
-    needed = samples if reduction == MEAN else set()
-    # The second result counts weights: it is the same whatever the likelihoods are.
+        summed |= samples  # the second result is zero then
+    unsharded = samples if reduction == MEAN else set()
+    # The second result sums weights and does not depend on the likelihoods.
     modes = linear_modes(0, results=len(call.results), affine=len(call.results) == 2)
     if weight and reduction != MEAN:
         modes += linear_modes(2, results=len(call.results))
-    return Rule(operands, results, tuple((f, "sum") for f in sorted(lacking)), frozenset(needed),
-                modes=modes, local=_likelihood)  # fmt: skip
+    return Rule(operands, results, tuple((f, "sum") for f in sorted(summed)), frozenset(unsharded),
+                modes=modes, local=_local_nll)  # fmt: skip
 
 
 def _nll_backward(call: OpCall) -> Rule:
-    """Samples and classes pass."""
-    given, beside = _dims(call.operands[1])
-    gradient = beside if call.get("reduction") == NONE else ()
+    """Rule of the gradient of `nll_loss`: samples and classes may be sharded."""
+    dims, sample_dims = _dims(call.operands[1])
+    gradient = sample_dims if call.get("reduction") == NONE else ()
     weight = () if call.operand_index("weight") is None else ((("c",),),)
-    operands = (gradient, given, beside, *weight, ())
-    return Rule(operands, (given,), modes=linear_modes(0), local=_likelihood_of)
+    operands = (gradient, dims, sample_dims, *weight, ())
+    return Rule(operands, (dims,), modes=linear_modes(0), local=_local_nll_backward)
 
 
-def _likelihood_of(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """The gradient of likelihoods with respect to a rank's classes.
+def _local_nll_backward(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Return the gradient with respect to a rank's classes.
 
-    Of a mean that of a sum: PyTorch's gradient of this operation takes the mean of what it is given
-    itself, here a part.
+    A mean is computed as a sum of scaled gradients: PyTorch's gradient of this operation averages
+    over the samples it is given, here those of one shard.
     """
     if argument(op, args, kwargs, "reduction") == MEAN:
         count = argument(op, args, kwargs, "total_weight")
@@ -130,16 +132,16 @@ def _likelihood_of(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any
         _, args, kwargs = with_argument(op, args, kwargs, "grad_output", grad)
         _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
-    part = part_of(ctx, 1, _class_dim(x.ndim))
-    if part.is_whole:
+    shard = dim_shard(ctx, 1, _class_dim(x.ndim))
+    if shard.is_whole:
         return op(*args, **kwargs)
-    if part.is_empty:
+    if shard.is_empty:
         return x.new_zeros(ctx.shape())
-    mine, there = locate(target, part)
+    labels, inside = locate(target, shard)
     ignored = argument(op, args, kwargs, "ignore_index")
-    mine = mine.masked_fill((target == ignored) | ~(there | (target < 0)), AWAY)
-    _, args, kwargs = with_argument(op, args, kwargs, "target", mine)
-    _, args, kwargs = with_argument(op, args, kwargs, "ignore_index", AWAY)
+    labels = labels.masked_fill((target == ignored) | ~(inside | (target < 0)), IGNORED)
+    _, args, kwargs = with_argument(op, args, kwargs, "target", labels)
+    _, args, kwargs = with_argument(op, args, kwargs, "ignore_index", IGNORED)
     return op(*args, **kwargs)
 
 
@@ -153,22 +155,27 @@ register_rule("nll_loss_backward", "nll_loss2d_backward")(_nll_backward)
 
 
 def _cross_entropy(call: OpCall) -> Rule:
-    """Samples pass or are summed, but for a mean of labels; classes are needed whole."""
+    """Rule of `cross_entropy_loss`: samples pass or are summed, except in a mean over labels."""
     x, target = call.operands[:2]
     if not x.ndim:
-        return whole(call)
-    given, beside = _dims(x)
-    reduction, likely = call.get("reduction"), is_inexact(target)
+        return unsharded_rule(call)
+    dims, sample_dims = _dims(x)
+    reduction, has_probabilities = call.get("reduction"), is_inexact(target)
     weight = () if call.operand_index("weight") is None else ((("c",),),)
-    samples = [f for (f,) in beside]
-    needed = frozenset({"c"} | (set(samples) if reduction == MEAN and not likely else set()))
-    summed = reduction != NONE
-    modes = linear_modes(1, affine=call.get("label_smoothing") != 0) if likely else ()
-    if weight and (likely or reduction != MEAN):
+    samples = [f for (f,) in sample_dims]
+    unsharded = frozenset(
+        {"c"} | (set(samples) if reduction == MEAN and not has_probabilities else set())
+    )
+    is_reduced = reduction != NONE
+    modes = linear_modes(1, affine=call.get("label_smoothing") != 0) if has_probabilities else ()
+    if weight and (has_probabilities or reduction != MEAN):
         modes += linear_modes(2)
-    local = LocalMeanLoss(math.prod(x.shape), (0,)) if likely and reduction == MEAN else None
-    return Rule((given, given if likely else beside, *weight), (() if summed else beside,),
-                tuple((f, "sum") for f in samples) if summed else (), needed, modes=modes,
+    local = (
+        LocalMeanLoss(math.prod(x.shape), (0,)) if has_probabilities and reduction == MEAN else None
+    )
+    return Rule((dims, dims if has_probabilities else sample_dims, *weight),
+                (() if is_reduced else sample_dims,),
+                tuple((f, "sum") for f in samples) if is_reduced else (), unsharded, modes=modes,
                 local=local)  # fmt: skip
 
 
@@ -178,17 +185,17 @@ register_rule("cross_entropy_loss")(_cross_entropy)
 # -- decompositions ---------------------------------------------------------------------------
 
 
-def _inner(reduction: int) -> int:
-    """The reduction whose rule cuts samples and classes, from which a mean is made."""
+def _inner_reduction(reduction: int) -> int:
+    """Return the reduction with sharded samples and classes from which the loss is computed."""
     return NONE if reduction == NONE else SUM
 
 
 def _decomposed_nll(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
-    ignore_index: int = AWAY,
+    ignore_index: int = IGNORED,
 ) -> Tensor:  # fmt: skip
-    """A mean is two sums and a division."""
-    loss: Tensor = aten.nll_loss_nd(x, target, weight, _inner(reduction), ignore_index)
+    """Decompose a mean into two sums and a division."""
+    loss: Tensor = aten.nll_loss_nd(x, target, weight, _inner_reduction(reduction), ignore_index)
     if reduction != MEAN:
         return loss
     return loss / _weights_of(target, weight, ignore_index, x.dtype).sum()
@@ -197,8 +204,8 @@ def _decomposed_nll(
 def _decomposed_forward(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """As `_decomposed_nll`, with the sum of the weights."""
-    loss: Tensor = aten.nll_loss_nd(x, target, weight, _inner(reduction), ignore_index)
+    """Decompose as `_decomposed_nll`, and return the sum of the weights."""
+    loss: Tensor = aten.nll_loss_nd(x, target, weight, _inner_reduction(reduction), ignore_index)
     if reduction == NONE:
         return loss, x.new_zeros(())
     total = _weights_of(target, weight, ignore_index, x.dtype).sum()
@@ -207,9 +214,9 @@ def _decomposed_forward(
 
 def _decomposed_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
-    ignore_index: int = AWAY, label_smoothing: float = 0.0,
+    ignore_index: int = IGNORED, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """A mean is a sum and a division; the rest a maximum, a sum of exponentials and a lookup."""
+    """Decompose into a maximum, a sum of exponentials and a lookup; a mean also into a division."""
     if reduction == MEAN:
         total: Tensor = aten.cross_entropy_loss(
             x, target, weight, SUM, ignore_index, label_smoothing
@@ -217,50 +224,55 @@ def _decomposed_cross_entropy(
         if target.dtype.is_floating_point:
             return total / (x.numel() // max(x.shape[_class_dim(x.ndim)], 1))
         return total / _weights_of(target, weight, ignore_index, x.dtype).sum()
-    at = _class_dim(x.ndim)
-    shifted = x - x.detach().amax(at, keepdim=True)
+    class_dim = _class_dim(x.ndim)
+    shifted = x - x.detach().amax(class_dim, keepdim=True)
     if target.dtype.is_floating_point:
-        return _of_probabilities(shifted, target, weight, reduction, label_smoothing, at)
-    return _of_labels(shifted, target, weight, reduction, ignore_index, label_smoothing, at)
+        return _of_probabilities(shifted, target, weight, reduction, label_smoothing, class_dim)
+    return _of_labels(shifted, target, weight, reduction, ignore_index, label_smoothing, class_dim)
 
 
 def _of_probabilities(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float, at: int
-) -> Tensor:
-    """The loss of logits whose maximum is zero, of which nothing overflows.
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float,
+    class_dim: int,
+) -> Tensor:  # fmt: skip
+    """Return the loss for target probabilities of logits whose maximum is zero.
 
-    What is a sum over the classes of a rank is reduced apart from what every rank has: it is a
-    number then.
+    Sums over a rank's classes and invariant values are reduced separately, as scalars.
     """
-    total = x.exp().sum(at, keepdim=True).log()
+    total = x.exp().sum(class_dim, keepdim=True).log()
     if smoothing:
-        target = target * (1 - smoothing) + smoothing / x.shape[at]
+        target = target * (1 - smoothing) + smoothing / x.shape[class_dim]
     if weight is not None:
-        target = target * weight.reshape(_along(x.ndim, at))
-    even, found = total.squeeze(at) * target.sum(at), (x * target).sum(at)
-    return even - found if reduction == NONE else even.sum() - found.sum()
+        target = target * weight.reshape(_weight_shape(x.ndim, class_dim))
+    entropy, products = (total.squeeze(class_dim) * target.sum(class_dim),
+                         (x * target).sum(class_dim))  # fmt: skip
+    return entropy - products if reduction == NONE else entropy.sum() - products.sum()
 
 
 def _of_labels(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int,
-    smoothing: float, at: int,
+    smoothing: float, class_dim: int,
 ) -> Tensor:  # fmt: skip
-    """As `_of_probabilities`, with a lookup."""
-    total = x.exp().sum(at, keepdim=True).log()
-    even = total.squeeze(at) * _weights_of(target, weight, ignored, x.dtype)
-    found: Tensor = aten.nll_loss_nd(x, target, weight, reduction, ignored)
-    loss = even + found if reduction == NONE else even.sum() + found
+    """Return the loss for labels, as `_of_probabilities` with a lookup."""
+    total = x.exp().sum(class_dim, keepdim=True).log()
+    entropy = total.squeeze(class_dim) * _weights_of(target, weight, ignored, x.dtype)
+    lookup: Tensor = aten.nll_loss_nd(x, target, weight, reduction, ignored)
+    loss = entropy + lookup if reduction == NONE else entropy.sum() + lookup
     if not smoothing:
         return loss
-    apart = total - x if weight is None else (total - x) * weight.reshape(_along(x.ndim, at))
-    share = apart.sum(at).masked_fill(target == ignored, 0)
+    weighted = (
+        total - x
+        if weight is None
+        else (total - x) * weight.reshape(_weight_shape(x.ndim, class_dim))
+    )
+    share = weighted.sum(class_dim).masked_fill(target == ignored, 0)
     share = share if reduction == NONE else share.sum()
-    return (1 - smoothing) * loss + smoothing / x.shape[at] * share
+    return (1 - smoothing) * loss + smoothing / x.shape[class_dim] * share
 
 
-def _along(ndim: int, at: int) -> list[int]:
-    """The shape of weights of classes that broadcasts to a tensor with classes."""
-    return [-1 if dim == at else 1 for dim in range(ndim)]
+def _weight_shape(ndim: int, class_dim: int) -> list[int]:
+    """Return the shape in which class weights broadcast to a tensor with classes."""
+    return [-1 if dim == class_dim else 1 for dim in range(ndim)]
 
 
 register_decomposition("nll_loss", "nll_loss2d", "nll_loss_nd")(_decomposed_nll)
@@ -272,26 +284,26 @@ register_decomposition("cross_entropy_loss")(_decomposed_cross_entropy)
 
 
 def _margins(call: OpCall) -> Rule:
-    """Samples pass or are summed; classes are needed whole."""
+    """Rule of margin losses: samples pass or are summed; classes stay unsharded."""
     backward = schema_of(call.op).name.endswith("_backward")
     x = call.operands[1 if backward else 0]
     reduction = call.get("reduction")
     if x.ndim != 2:
-        return whole(call)
+        return unsharded_rule(call)
     sample: Dims = (("n",),)
-    one: Dims = sample if reduction == NONE else ()
+    loss_dims: Dims = sample if reduction == NONE else ()
     weight = call.operand_index("weight") if call.has("weight") else None
 
     def dims(place: int, meta: Meta) -> Dims:
         if backward and place == 0:
-            return one
+            return loss_dims
         if meta.ndim == 2:
             return (("n",), ())
-        # A vector is one of the samples, or of weights of the classes.
+        # A vector has one value per sample, or one weight per class.
         return ((),) if place == weight else sample
 
-    operands = tuple(dims(at, each) for at, each in enumerate(call.operands))
-    results: tuple[Dims, ...] = ((("n",), ()),) if backward else (one,)
+    operands = tuple(dims(i, meta) for i, meta in enumerate(call.operands))
+    results: tuple[Dims, ...] = ((("n",), ()),) if backward else (loss_dims,)
     if len(call.results) == 2:
         results += ((("n",), ()),)
     local = LocalMeanLoss(x.shape[0], (1 if backward else 0,), 1) if reduction == MEAN else None
@@ -301,4 +313,4 @@ def _margins(call: OpCall) -> Rule:
 
 register_rule("multi_margin_loss", "multi_margin_loss_backward", "multilabel_margin_loss",
               "multilabel_margin_loss_forward", "multilabel_margin_loss_backward",
-)(_margins)  # fmt: skip
+              )(_margins)  # fmt: skip

@@ -1,7 +1,7 @@
-"""Rules of convolutions: batch, groups, and channels in and out can be cut, windows need all.
+"""Rules of convolutions: conv1d to conv3d, transposed ones, conv_tbc, and their gradients.
 
-Channels in are summed, so that they leave the result unreduced; the bias is counted once. Where
-windows lie one beside the other, as those of patches, spatial dims can be cut between them as well.
+Batch, groups and channels may be sharded; input channels are summed, and the bias is counted
+once. Spatial dims may be sharded between windows that do not overlap, as those of patches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fshard.ops.rules.einsum_letters import addend_modes, letters
 from fshard.ops.rules.shard_call import ShardCall, has_empty_shard, zeros_with_grad
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
-__all__ = ["are_apart"]
+__all__ = ["windows_tile"]
 
 aten = torch.ops.aten
 
@@ -29,25 +29,25 @@ WITH_GROUPS = (
     aten.conv_transpose3d, aten.convolution, aten._convolution,
     aten._convolution_mode,
 )  # fmt: skip
-OF_ONE = (
+WITHOUT_GROUPS = (
     aten.thnn_conv2d, aten._slow_conv2d_forward, aten.slow_conv3d, aten.slow_conv3d_forward,
     aten.slow_conv_dilated2d, aten.slow_conv_dilated3d, aten.slow_conv_transpose2d,
     aten.slow_conv_transpose3d,
 )  # fmt: skip
 
 
-def are_apart(call: OpCall, at: int, size: int, kernel: int) -> bool:
-    """Whether windows of `kernel` along the spatial dim `at` lie one beside the other.
+def windows_tile(call: OpCall, dim: int, size: int, kernel: int) -> bool:
+    """Return True if windows of size `kernel` along the spatial dim `dim` tile the dim.
 
-    Then all of a dim of `size` is read, every element by one window. Reads the arguments stride,
-    padding, output_padding and dilation, of which a number or one in a list is of all dims.
+    Every element of a dim of `size` is then in exactly one window. The arguments stride, padding,
+    output_padding and dilation are read; a number or a list of one is for all dims.
     """
 
     def value(name: str, default: int) -> int | str:
-        given = call.get(name) if call.has(name) else default
-        if isinstance(given, list | tuple):
-            given = given[at if len(given) > 1 else 0] if given else default
-        return default if given is None else given
+        values = call.get(name) if call.has(name) else default
+        if isinstance(values, list | tuple):
+            values = values[dim if len(values) > 1 else 0] if values else default
+        return default if values is None else values
 
     padding = value("padding", 0)
     return (
@@ -62,40 +62,41 @@ def are_apart(call: OpCall, at: int, size: int, kernel: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ConvDims:
-    """The dims of a convolution's tensors: input, weight, bias, result; and factors in windows."""
+    """Dims of a convolution's input, weight, bias and result, and the factors inside windows."""
 
     x: Dims
     weight: Dims
     bias: Dims
-    made: Dims
-    whole: frozenset[str]
+    result: Dims
+    unsharded: frozenset[str]
 
 
 def _dims(call: OpCall, x: Meta, weight: Meta, groups: int) -> _ConvDims:
-    """`n(gc)s` and `(go)ck` make `n(go)s`; groups only where there are some.
+    """Return dims as in `n(gc)s,(go)ck->n(go)s`; `g` only with several groups.
 
-    A spatial dim whose windows lie apart is one of windows, major, and of elements in each.
+    A spatial dim with tiling windows is a product of windows, major, and elements in each.
     """
     spatial, transposed = weight.ndim - 2, _transposed(call)
-    every = letters(2 * spatial, "cgnok")
-    many: list[tuple[str, ...]] = []
-    one: list[tuple[str, ...]] = []
+    names = letters(2 * spatial, "cgnok")
+    window_dims: list[tuple[str, ...]] = []
+    outer_dims: list[tuple[str, ...]] = []
     kernel: list[tuple[str, ...]] = []
-    for at in range(spatial):
-        size, width = x.shape[x.ndim - spatial + at], weight.shape[2 + at]
-        # A transposed window makes what another reads.
-        apart = are_apart(call, at, size * width if transposed else size, width)
-        inner = (every[spatial + at],) if apart and width > 1 else ()
-        one.append((every[at],) if apart else ())
-        many.append(one[-1] + inner)
+    for i in range(spatial):
+        size, width = x.shape[x.ndim - spatial + i], weight.shape[2 + i]
+        # A transposed convolution writes the window that a convolution reads.
+        tiles = windows_tile(call, i, size * width if transposed else size, width)
+        inner = (names[spatial + i],) if tiles and width > 1 else ()
+        outer_dims.append((names[i],) if tiles else ())
+        window_dims.append(outer_dims[-1] + inner)
         kernel.append(inner)
     g = ("g",) if groups > 1 else ()
     ins, outs = (*g, "c"), (*g, "o")
     batch = (("n",),) if x.ndim == weight.ndim else ()
-    sides = (one, many) if transposed else (many, one)
-    own = (ins, ("o",), *kernel) if transposed else (outs, ("c",), *kernel)
-    whole = frozenset(f for dim in kernel for f in dim)
-    return _ConvDims((*batch, ins, *sides[0]), own, (outs,), (*batch, outs, *sides[1]), whole)
+    sides = (outer_dims, window_dims) if transposed else (window_dims, outer_dims)
+    weight_dims = (ins, ("o",), *kernel) if transposed else (outs, ("c",), *kernel)
+    unsharded = frozenset(f for dim in kernel for f in dim)
+    result = (*batch, outs, *sides[1])
+    return _ConvDims((*batch, ins, *sides[0]), weight_dims, (outs,), result, unsharded)
 
 
 def _transposed(call: OpCall) -> bool:
@@ -106,7 +107,7 @@ def _transposed(call: OpCall) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _SetGroups:
-    """A change: as many groups as the rank has channels for."""
+    """Rewrite: set `groups` to the number of groups of this rank's channels."""
 
     x: int
     weight: int
@@ -115,7 +116,7 @@ class _SetGroups:
     result: int | None = 0
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """The call with it."""
+        """Return the rewritten call."""
         weight = ctx.operands[self.weight].local_shape(ctx.rank)
         sides = ctx.operands[self.x], ctx.results[0] if self.result == 0 else ctx.operands[0]
         side = sides[1] if self.transposed else sides[0]
@@ -124,9 +125,9 @@ class _SetGroups:
         return with_argument(*call, "groups", channels // weight[1])
 
 
-@register_rule(*WITH_GROUPS, *OF_ONE)
+@register_rule(*WITH_GROUPS, *WITHOUT_GROUPS)
 def convolution(call: OpCall) -> Rule:
-    """Sums over channels in of products; groups are cut with their channels, in and out."""
+    """Rule of convolutions: input channels are summed; groups are sharded with their channels."""
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
     dims, bias = _dims(call, x, weight, groups), call.operand_index("bias")
@@ -135,18 +136,18 @@ def convolution(call: OpCall) -> Rule:
     changes = (_SetGroups(0, 1, channel, _transposed(call)),) if groups > 1 else ()
     once = () if bias is None else (bias,)
     return Rule(
-        tuple(operands), (dims.made,), (("c", "sum"),), dims.whole,
+        tuple(operands), (dims.result,), (("c", "sum"),), dims.unsharded,
         modes=linear_modes(0, 1) if bias is None else addend_modes(bias, (0, 1)),
-        local=ShardCall(once, changes, along=channel),
+        local=ShardCall(once, changes, once_dim=channel),
     )  # fmt: skip
 
 
 @register_rule(aten.conv_tbc)
 def conv_tbc(call: OpCall) -> Rule:
-    """A convolution in one dim, of tensors that lie time, batch, channels."""
+    """Rule of a 1-d convolution of tensors with dims time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
     return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=addend_modes(2, (0, 1)),
-                local=ShardCall((2,), along=2))  # fmt: skip
+                local=ShardCall((2,), once_dim=2))  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------
@@ -154,24 +155,26 @@ def conv_tbc(call: OpCall) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _LocalConvBackward:
-    """Gradients of a convolution on one rank: the bias's, which is of no channel in, once."""
+    """Local gradients of a convolution; the bias's, which has no input channel, is counted once."""
 
     parts: ShardCall
     channel: int
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Run it on a rank."""
-        made = list(self.parts(op, *self._resized(op, args, kwargs, ctx), ctx))
+        """Run the operation on one rank."""
+        gradients = list(self.parts(op, *self._resized(op, args, kwargs, ctx), ctx))
         x, bias = ctx.operands[1], ctx.results[2]
         if bias is None:
-            return made
+            return gradients
         if has_empty_shard(ctx):
-            # Of no channels in there is no gradient but the bias's.
+            # Without input channels only the bias has a gradient.
             grad = argument(op, args, kwargs, "grad_output")
-            made[2] = made[2] + grad.sum([d for d in range(grad.ndim) if d != self.channel])
+            gradients[2] = gradients[2] + grad.sum(
+                [d for d in range(grad.ndim) if d != self.channel]
+            )
         coords, groups = x.mesh.coords(ctx.rank), bias.partition.dims[0]
         later = [a for a in x.partition.dims[self.channel] if a not in groups and coords[a]]
-        return [*made[:2], zeros_with_grad(made[2]) if later else made[2]]
+        return [*gradients[:2], zeros_with_grad(gradients[2]) if later else gradients[2]]
 
     def _resized(
         self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext
@@ -180,36 +183,35 @@ class _LocalConvBackward:
         if argument(op, args, kwargs, name) is None:
             return tuple(args), dict(kwargs)
         size = ctx.operands[0].local_shape(ctx.rank)[self.channel]
-        _, placed, named = with_argument(op, args, kwargs, name, [size])
-        return placed, named
+        _, new_args, new_kwargs = with_argument(op, args, kwargs, name, [size])
+        return new_args, new_kwargs
 
 
 @register_rule(aten.convolution_backward)
 def convolution_backward(call: OpCall) -> Rule:
-    """Gradients of input, weight and bias: every one sums over what it has not."""
+    """Rule of the gradients of input, weight and bias, each summed over the factors it lacks."""
     x, weight, groups = call.operands[1], call.operands[2], call.get("groups")
     dims = _dims(call, x, weight, groups)
     channel = x.ndim - weight.ndim + 1
-    made = (dims.x, dims.weight, dims.bias)
-    results = tuple(
-        None if meta is None else each for each, meta in zip(made, call.results, strict=True)
-    )
+    gradient_dims = (dims.x, dims.weight, dims.bias)
+    results = tuple(None if meta is None else factors for factors,
+                    meta in zip(gradient_dims, call.results, strict=True))  # fmt: skip
     seen = dict.fromkeys(
-        f for each in (dims.made, dims.x, dims.weight) for dim in each for f in dim
+        f for factors in (dims.result, dims.x, dims.weight) for dim in factors for f in dim
     )
     changes = (_SetGroups(1, 2, channel, _transposed(call), None),) if groups > 1 else ()
     return Rule(
-        (dims.made, dims.x, dims.weight), results,
+        (dims.result, dims.x, dims.weight), results,
         tuple(sorted((f, "sum") for f in seen if f != "g")),
-        dims.whole,
+        dims.unsharded,
         modes=linear_modes(0, results=3),
-        local=_LocalConvBackward(ShardCall(changes=changes), channel),
+        local=_LocalConvBackward(ShardCall(rewrites=changes), channel),
     )  # fmt: skip
 
 
 @register_rule(aten.conv_tbc_backward)
 def conv_tbc_backward(call: OpCall) -> Rule:
-    """Its batch and channels out: the bias's gradient is of no channel in."""
+    """Rule of `conv_tbc`'s gradients: batch and output channels are summed."""
     operands = (((), ("n",), ("o",)), ((), ("n",), ()), ((), (), ("o",)), (("o",),))
     results = (((), ("n",), ()), ((), (), ("o",)), (("o",),))
     return Rule(operands, results, (("n", "sum"), ("o", "sum")), modes=linear_modes(0, results=3),

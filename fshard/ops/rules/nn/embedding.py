@@ -1,8 +1,9 @@
-"""Rules of embeddings: rows (the vocabulary), width and indices may all be cut.
+"""Rules of embedding, embedding_bag, one_hot, and the gradients of embeddings.
 
-Of cut rows every rank looks up those that it holds, and gives zeros for the others: an unreduced
-sum, as Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053). What falls elsewhere is
-known from the indices alone, so that one weight serves in as many places as one likes.
+Rows (the vocabulary), width and indices may be sharded. With sharded rows every rank looks up
+the rows that it holds and returns zeros for the others: an unreduced sum, as in Megatron-LM's
+vocabulary-parallel embedding (arXiv 1909.08053). Lookups outside the shard are found from the
+indices alone, so that one weight may be used several times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from fshard.ops.core.builders import dim_factors, linear_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.rules.index.local_indices import filled, locate, padded, part_of, selecting
+from fshard.ops.rules.index.local_indices import (
+    dim_shard,
+    locate,
+    select_modes,
+    spare_row_index,
+    with_spare_row,
+)
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__: list[str] = []
@@ -27,35 +34,32 @@ __all__: list[str] = []
 MAX = 2
 
 
-def _embedded(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Rows of a weight that is cut, the padding's row only where it is held."""
-    part, padding = part_of(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
-    held = part.begin <= padding < part.end
+def _local_embedding(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Look up rows of a sharded weight; the padding row counts only on the rank that holds it."""
+    shard, padding = dim_shard(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
+    holds_padding = shard.begin <= padding < shard.end
     _, args, kwargs = with_argument(
-        op, args, kwargs, "padding_idx", padding - part.begin if held else -1
+        op, args, kwargs, "padding_idx", padding - shard.begin if holds_padding else -1
     )
     index = argument(op, args, kwargs, "indices")
-    mine, there = locate(index, part)
-    if part.is_empty:
+    local_index, inside = locate(index, shard)
+    if shard.is_empty:
         return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
-    _, args, kwargs = with_argument(op, args, kwargs, "indices", mine)
+    _, args, kwargs = with_argument(op, args, kwargs, "indices", local_index)
     out = op(*args, **kwargs)
-    return out if part.is_whole else out.masked_fill(~there.unsqueeze(-1), 0)
+    return out if shard.is_whole else out.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def _embedding(call: OpCall) -> Rule:
-    """Rows are summed, width and indices pass."""
+    """Rule of `embedding`: rows are summed, width and indices may be sharded."""
     index = dim_factors(call.operands[1].ndim, "i")
-    made = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
-                modes=selecting(0), local=_embedded)  # fmt: skip
-    return _as_asked(call, made)
+    rule = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
+                modes=select_modes(0), local=_local_embedding)  # fmt: skip
+    return _restrict_local_embedding_backward(call, rule)
 
 
-def _as_asked(call: OpCall, made: Rule) -> Rule:
-    """What can be cut with a gradient.
-
-    One scaled by frequency counts all indices, and a sparse one is no tensor to cut or sum.
-    """
+def _restrict_local_embedding_backward(call: OpCall, made: Rule) -> Rule:
+    """Refuse to shard gradients that are sparse or scaled by frequencies of all indices."""
     if call.get("sparse"):
         return replace(made, no_grad=frozenset(made.factors))
     if call.get("scale_grad_by_freq"):
@@ -65,30 +69,28 @@ def _as_asked(call: OpCall, made: Rule) -> Rule:
 
 def _renorm(call: OpCall) -> Never:
     fail(f"fs.propagate({call.op})", f"max_norm={call.get('max_norm')}",
-         "it writes into the weight, and nothing is written in place here",
+         "the weight must not be written in place",
          "scale its rows before the lookup: torch.renorm(weight, 2, 0, max_norm)")  # fmt: skip
 
 
 # -- its gradient -----------------------------------------------------------------------------
 
 
-def _gradient(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Rows of the weight's gradient that a rank holds; what falls elsewhere is dropped."""
-    rows, begin = ctx.shape()[0], ctx.result_offset(0)
-    given, made = argument(op, args, kwargs, schema_of(op).arguments[0].name), ctx.results[0]
-    assert made is not None
-    if not given.numel():
-        return given.new_zeros(ctx.shape())
-    if rows == made.shape[0]:
+def _local_embedding_backward(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Return the rows of the weight's gradient in this rank's shard."""
+    rows, start = ctx.shape()[0], ctx.result_offset(0)
+    grad, spec = argument(op, args, kwargs, schema_of(op).arguments[0].name), ctx.results[0]
+    assert spec is not None
+    if not grad.numel():
+        return grad.new_zeros(ctx.shape())
+    if rows == spec.shape[0]:
         return op(*args, **kwargs)
-    index, padding = (
-        argument(op, args, kwargs, "indices"),
-        argument(op, args, kwargs, "padding_idx"),
-    )
-    there = (index >= begin) & (index < begin + rows)
-    # The row before the first is the padding's as well: it takes what falls elsewhere.
-    held = there & (index != padding)
-    changed = {"indices": torch.where(held, index - (begin - 1), 0), "num_weights": rows + 1,
+    index, padding = (argument(op, args, kwargs, "indices"),
+                      argument(op, args, kwargs, "padding_idx"))  # fmt: skip
+    inside = (index >= start) & (index < start + rows)
+    # The spare row before the first takes the padding and the indices outside the shard.
+    is_counted = inside & (index != padding)
+    changed = {"indices": torch.where(is_counted, index - (start - 1), 0), "num_weights": rows + 1,
                "padding_idx": 0}  # fmt: skip
     for name, value in changed.items():
         _, args, kwargs = with_argument(op, args, kwargs, name, value)
@@ -96,33 +98,30 @@ def _gradient(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _dense_backward(call: OpCall) -> Rule | None:
-    """Rows and width pass; indices are summed, unless their frequencies count."""
+    """Rule of the weight's gradient: indices are summed, unless scaled by their frequencies."""
     if call.has("sparse") and call.get("sparse"):
         return None
     index = dim_factors(call.operands[1].ndim, "i")
-    counted = bool(call.get("scale_grad_by_freq"))
-    reductions = () if counted else tuple((f, "sum") for (f,) in index)
+    from_start = bool(call.get("scale_grad_by_freq"))
+    reductions = () if from_start else tuple((f, "sum") for (f,) in index)
     return Rule(((*index, ("d",)), index), ((("v",), ("d",)),), reductions, modes=linear_modes(0),
-                local=_gradient)  # fmt: skip
+                local=_local_embedding_backward)  # fmt: skip
 
 
 # -- bags -------------------------------------------------------------------------------------
 
 
-def _bagged(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Sums and averages over bags of rows of a weight that is cut."""
-    part = part_of(ctx, 0, 0)
-    if part.is_whole:
+def _local_bag(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Return sums or averages over bags of rows of a sharded weight."""
+    shard = dim_shard(ctx, 0, 0)
+    if shard.is_whole:
         return op(*args, **kwargs)
     index = argument(op, args, kwargs, "indices")
-    placed = filled(index, part)
-    padding = _padding(op, args, kwargs, part.size)
-    # Two rows of zeros: that of the padding, which no bag counts, and that of the other parts.
-    weight = padded(padded(argument(op, args, kwargs, "weight"), 0), 0)
-    changed: dict[str, Any] = {
-        "weight": weight,
-        "indices": torch.where(placed < 0, placed, placed + 1),
-    }
+    rows = spare_row_index(index, shard)
+    padding = _padding(op, args, kwargs, shard.size)
+    # Two spare rows of zeros: one for the padding, which no bag counts, one for other shards.
+    weight = with_spare_row(with_spare_row(argument(op, args, kwargs, "weight"), 0), 0)
+    changed: dict[str, Any] = {"weight": weight, "indices": torch.where(rows < 0, rows, rows + 1)}
     if padding is not None:
         changed["indices"] = changed["indices"].masked_fill(index == padding, 0)
         changed["padding_idx"] = 0
@@ -132,28 +131,29 @@ def _bagged(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _padding(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> int | None:
-    if not any(each.name == "padding_idx" for each in schema_of(op).arguments):
+    if not any(argument.name == "padding_idx" for argument in schema_of(op).arguments):
         return None
-    given: int | None = argument(op, args, kwargs, "padding_idx")
-    if given is None or (given < 0 and schema_of(op).name != "aten::embedding_bag"):
+    padding: int | None = argument(op, args, kwargs, "padding_idx")
+    if padding is None or (padding < 0 and schema_of(op).name != "aten::embedding_bag"):
         return None
-    return given % max(rows, 1)
+    return padding % max(rows, 1)
 
 
 def _bag(call: OpCall) -> Rule:
-    """Width passes, rows are summed but for maxima; only the bags themselves are results.
+    """Rule of `embedding_bag`: rows are summed, except in maxima; only the bags are results.
 
-    What else the operation returns is for its own backward, and of other shapes on other devices.
+    Other results are for PyTorch's own backward, with device-dependent shapes.
     """
     largest = call.get("mode") == MAX
-    others = tuple(((),) * each.ndim for each in call.operands[1:])
-    first, nothing = (((), ("d",)),), (None,) * (len(call.results) - 1)
+    others = tuple(((),) * meta.ndim for meta in call.operands[1:])
+    bags, others_of_results = (((), ("d",)),), (None,) * (len(call.results) - 1)
     scale = call.operand_index("per_sample_weights")
     linear_in = () if largest else (0,) if scale is None else (0, scale)
-    made = Rule(((("v",), ("d",)), *others), (*first, *nothing), () if largest else (("v", "sum"),),
+    rule = Rule(((("v",), ("d",)), *others), (*bags, *others_of_results),
+                () if largest else (("v", "sum"),),
                 modes=linear_modes(*linear_in, results=len(call.results)),
-                local=_bagged)  # fmt: skip
-    return _as_asked(call, made)
+                local=_local_bag)  # fmt: skip
+    return _restrict_local_embedding_backward(call, rule)
 
 
 register_rule("embedding")(_embedding)
@@ -167,7 +167,7 @@ register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")(
 
 @dataclass(frozen=True, slots=True)
 class _LocalOneHot:
-    """A rank's classes of a one-hot code, and one more, first, for those of other ranks."""
+    """Local one-hot code with one more class in front for the classes of other ranks."""
 
     classes: int
 
@@ -177,17 +177,17 @@ class _LocalOneHot:
         if count == self.classes:
             return op(*args, **kwargs)
         x = argument(op, args, kwargs, "self")
-        there = x >= begin
+        inside = x >= begin
         if begin + count < self.classes:
-            there = there & (x < begin + count)
-        moved = torch.where(there, x - (begin - 1), x.clamp(max=0))
-        _, args, kwargs = with_argument(op, args, kwargs, "self", moved)
+            inside = inside & (x < begin + count)
+        local_class = torch.where(inside, x - (begin - 1), x.clamp(max=0))
+        _, args, kwargs = with_argument(op, args, kwargs, "self", local_class)
         _, args, kwargs = with_argument(op, args, kwargs, "num_classes", count + 1)
         return op(*args, **kwargs).narrow(-1, 1, count)
 
 
 def _one_hot(call: OpCall) -> Rule:
-    """All dims pass, and the classes of the code may be cut."""
+    """Rule of `one_hot`: all dims and the classes may be sharded."""
     x = call.operands[0]
     dims = dim_factors(x.ndim)
     return Rule((dims,), ((*dims, ("c",)),), local=_LocalOneHot(call.get("num_classes")))

@@ -1,7 +1,8 @@
-"""Rules of losses that compare elements, or rows of features: mse, bce, cosine_embedding, ...
+"""Rules of losses of elements and of feature rows, and ctc_loss.
 
-Sums over dims are unreduced sums over what is cut. A mean is a sum divided by the number of all
-elements, wherever they are: parts of other sizes, empty ones among them, weigh what they have.
+mse_loss, l1_loss, smooth_l1_loss, huber_loss, binary_cross_entropy, kl_div, poisson_nll_loss,
+soft_margin_loss, cosine_embedding_loss, triplet_margin_loss, gradients. Sums are unreduced over
+sharded dims; a mean divides a shard's sum by the global number of elements.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from fshard.ops.core.builders import align_factors, dim_factors, linear_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.index.gather import broadcast_shape, whole
+from fshard.ops.rules.index.gather import broadcast_shape, unsharded_rule
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__ = ["MEAN", "NONE", "SUM", "LocalMeanLoss"]
 
 NONE, MEAN, SUM = range(3)
-"""What the argument `reduction` says."""
+"""Values of the argument `reduction`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMeanLoss:
-    """A loss, or its gradient, whose mean is over `count` values in all.
+    """Local mean loss, or its gradient, scaled to a mean over `count` global values.
 
-    A rank has as many as its parts of the operands `rows` broadcast to, without `after` dims.
+    The local count is the size of the shape to which the operands `rows` broadcast, without the
+    last `after` dims.
     """
 
     count: int
@@ -39,22 +41,22 @@ class LocalMeanLoss:
     after: int = 0
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """The loss on one rank."""
-        shape = broadcast_shape([ctx.operands[at].local_shape(ctx.rank) for at in self.rows])
-        mine = math.prod(shape[: len(shape) - self.after])
-        if mine == self.count:
+        """Compute the loss on one rank."""
+        shape = broadcast_shape([ctx.operands[i].local_shape(ctx.rank) for i in self.rows])
+        local_count = math.prod(shape[: len(shape) - self.after])
+        if local_count == self.count:
             return op(*args, **kwargs)
-        if not mine:
-            # The mean of nothing is no number; the sum of nothing is what it adds.
+        if not local_count:
+            # The mean of an empty shard is NaN; its sum is zero.
             _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
             return op(*args, **kwargs)
         out = op(*args, **kwargs)
-        share = mine / self.count
+        share = local_count / self.count
         return (out[0] * share, *out[1:]) if isinstance(out, tuple) else out * share
 
 
 def reduced(loss: Tensor, reduction: int) -> Tensor:
-    """A loss of every value reduced as `reduction` says."""
+    """Reduce the elements of a loss as `reduction` says."""
     if reduction == NONE:
         return loss
     return loss.sum() if reduction == SUM else loss.mean()
@@ -64,27 +66,30 @@ def reduced(loss: Tensor, reduction: int) -> Tensor:
 
 
 def _elementwise(call: OpCall) -> Rule:
-    """Dims pass, or are summed."""
-    shape = broadcast_shape([each.shape for each in call.operands])
+    """Rule of elementwise losses: dims pass or are summed."""
+    shape = broadcast_shape([meta_.shape for meta_ in call.operands])
     factors = dim_factors(len(shape))
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
+    operands = tuple(align_factors(meta_.shape, shape, factors) for meta_ in call.operands)
     backward = schema_of(call.op).name.endswith("_backward")
-    made = call.result
-    result = align_factors(made.shape, shape, factors)
+    meta = call.result
+    result = align_factors(meta.shape, shape, factors)
     sums = call.get("reduction") != NONE and not backward
     used = {f for dims in operands for dim in dims for f in dim}
     reductions = tuple((f, "sum") for (f,) in factors if f in used) if sums else ()
-    every = tuple(range(len(operands)))
-    local = LocalMeanLoss(math.prod(shape), every) if call.get("reduction") == MEAN else None
-    # PyTorch divides these means' gradients by the first operand's size, broadcast or not.
-    narrow = call.get("reduction") == MEAN and any(each.shape != shape for each in call.operands)
-    wrong = narrow and schema_of(call.op).name.removeprefix("aten::") in BY_FIRST
+    all_operands = tuple(range(len(operands)))
+    local = LocalMeanLoss(math.prod(shape), all_operands) if call.get("reduction") == MEAN else None
+    # PyTorch divides these gradients by the first operand's size, even if it broadcasts.
+    broadcasts = call.get("reduction") == MEAN and any(
+        meta_.shape != shape for meta_ in call.operands
+    )
+    wrong_gradient = broadcasts and schema_of(call.op).name.removeprefix("aten::") in BY_FIRST
     return Rule(operands, (result,), reductions, modes=_linear_in(call, backward),
-                no_grad=frozenset(used) if wrong else frozenset(), local=local)  # fmt: skip
+                no_grad=frozenset(used) if wrong_gradient else frozenset(),
+                local=local)  # fmt: skip
 
 
 def _linear_in(call: OpCall, backward: bool) -> tuple[Mode, ...]:
-    """The operands that a loss is linear in, or linear but for a constant."""
+    """Return the modes of operands that a loss is linear in, or affine."""
     if backward:
         return linear_modes(0)
     match schema_of(call.op).name.removeprefix("aten::"):
@@ -95,7 +100,7 @@ def _linear_in(call: OpCall, backward: bool) -> tuple[Mode, ...]:
         case "binary_cross_entropy_with_logits":
             return linear_modes(1, affine=True) + _weights(call)
         case "binary_cross_entropy":
-            return _weights(call)  # addends of a target may lie where it refuses targets
+            return _weights(call)  # partial sums of a target may be outside the accepted range
     return ()
 
 
@@ -118,22 +123,22 @@ register_rule(*ELEMENTWISE)(_elementwise)
 
 
 def _rows(call: OpCall) -> Rule:
-    """Dims before the last pass, or are summed; features are needed whole."""
+    """Rule of losses of feature rows: leading dims pass or are summed; features stay unsharded."""
     features = _features(call)
-    shape = broadcast_shape([each.shape for each in call.operands[:features]])
+    shape = broadcast_shape([x.shape for x in call.operands[:features]])
     rows = shape[:-1]
-    others = [each.shape for each in call.operands[features:]]
-    if not shape or any(each != rows for each in others):
-        return whole(call)
+    others = [x.shape for x in call.operands[features:]]
+    if not shape or any(x != rows for x in others):
+        return unsharded_rule(call)
     factors = (*dim_factors(len(rows)), ("c",))
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands[:features])
+    operands = tuple(align_factors(x.shape, shape, factors) for x in call.operands[:features])
     operands += (factors[:-1],) * len(others)
     reduction = call.get("reduction")
-    made = factors[:-1] if reduction == NONE else ()
+    result = factors[:-1] if reduction == NONE else ()
     used = {f for dims in operands for dim in dims for f in dim}
     reductions = tuple((f, "sum") for (f,) in factors[:-1] if reduction != NONE and f in used)
     local = LocalMeanLoss(math.prod(rows), tuple(range(features)), 1) if reduction == MEAN else None
-    return Rule(operands, (made,), reductions, frozenset({"c"} & used), local=local)
+    return Rule(operands, (result,), reductions, frozenset({"c"} & used), local=local)
 
 
 def _features(call: OpCall) -> int:
@@ -142,53 +147,49 @@ def _features(call: OpCall) -> int:
 
 register_rule("cosine_embedding_loss", "triplet_margin_loss")(_rows)
 
-TINY = 1e-12
-"""What `cosine_embedding_loss` adds to the squares of both lengths."""
+EPSILON = 1e-12
+"""Constant that `cosine_embedding_loss` adds to the squares of both lengths."""
 
 
 @register_decomposition(torch.ops.aten.cosine_embedding_loss.default)
 def _cosine_embedding(
     input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = MEAN
 ) -> Tensor:
-    """Three sums over the features, which stay cut."""
+    """Decompose into three sums over the features, which may be sharded."""
     product = (input1 * input2).sum(-1)
-    lengths = ((input1 * input1).sum(-1) + TINY) * ((input2 * input2).sum(-1) + TINY)
+    lengths = ((input1 * input1).sum(-1) + EPSILON) * ((input2 * input2).sum(-1) + EPSILON)
     cosine = product / lengths.sqrt()
     zeros = torch.zeros_like(cosine)
-    alike = torch.where(target == 1, 1 - cosine, zeros)
+    similar = torch.where(target == 1, 1 - cosine, zeros)
     return reduced(
-        alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction
+        similar + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction
     )
 
 
 @register_decomposition(torch.ops.aten.triplet_margin_loss.default)
 def _triplet_margin(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    margin: float = 1.0,
-    p: float = 2.0,
-    eps: float = 1e-6,
-    swap: bool = False,
-    reduction: int = MEAN,
-) -> Tensor:
-    """Norms over the features, which stay cut."""
+    anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 1.0, p: float = 2.0,
+    eps: float = 1e-6, swap: bool = False, reduction: int = MEAN,
+) -> Tensor:  # fmt: skip
+    """Decompose into norms over the features, which may be sharded."""
 
-    def far(x: Tensor, y: Tensor) -> Tensor:
+    def distance(x: Tensor, y: Tensor) -> Tensor:
         length: Tensor = torch.linalg.vector_norm(x - y + eps, p, -1)
         return length
 
-    away = far(anchor, negative)
+    negative_distance = distance(anchor, negative)
     if swap:
-        away = torch.minimum(away, far(positive, negative))
-    return reduced((margin + far(anchor, positive) - away).clamp_min(0), reduction)
+        negative_distance = torch.minimum(negative_distance, distance(positive, negative))
+    return reduced(
+        (margin + distance(anchor, positive) - negative_distance).clamp_min(0), reduction
+    )
 
 
 # -- connectionist temporal classification ----------------------------------------------------
 
 
-def _classified(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """The losses of a rank's sequences, whose lengths may be listed for all of them."""
+def _local_ctc(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    """Compute the losses of a rank's sequences, whose lengths may be a list for all sequences."""
     x, total = argument(op, args, kwargs, "log_probs"), ctx.operands[0].shape[1]
     begin, end = ctx.offset(0, 1), ctx.end(0, 1)
     if end - begin == total:
@@ -204,15 +205,15 @@ def _classified(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _ctc(call: OpCall) -> Rule:
-    """Sequences pass or are summed; time, classes and labels are a recursion, needed whole."""
+    """Rule of `ctc_loss`: sequences pass or are summed; time, classes and labels stay unsharded."""
     x, targets = call.operands[:2]
     if x.ndim != 3 or targets.ndim != 2:
-        return whole(call)
+        return unsharded_rule(call)
     lengths: tuple[Dims, ...] = ((("n",),),) * (len(call.operands) - 2)
     reduction = call.get("reduction")
-    made: Dims = (("n",),) if reduction == NONE else ()
-    return Rule((((), ("n",), ()), (("n",), ()), *lengths), (made,),
-                () if reduction == NONE else (("n", "sum"),), local=_classified)  # fmt: skip
+    result: Dims = (("n",),) if reduction == NONE else ()
+    return Rule((((), ("n",), ()), (("n",), ()), *lengths), (result,),
+                () if reduction == NONE else (("n", "sum"),), local=_local_ctc)  # fmt: skip
 
 
 register_rule("ctc_loss")(_ctc)

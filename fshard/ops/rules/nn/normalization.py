@@ -1,10 +1,11 @@
-"""Rules of normalizations: of layers, groups, batches, instances, weights; and their gradients.
+"""Rules of normalizations and their gradients.
 
-What statistics are taken over is whole, all else is cut: `bsd,d,d->bsd` leaves a layer's batch and
-sequence free, groups are cut with the channels that are theirs. Weight and bias together are what
-the result is linear in. Where a batch is normalized by its own statistics, those that run along
-are written by no rank: `aten._native_batch_norm_legit_functional` returns them. How it is done over
-dims that stay cut, `decompositions` says.
+layer_norm, rms_norm, group_norm, batch_norm, instance_norm, weight_norm, renorm,
+cosine_similarity. Dims of a statistic stay unsharded, all others may be sharded: `bsd,d,d->bsd`
+shards a layer norm's batch and sequence; groups are sharded with their channels. The result is
+linear in weight and bias together. Running statistics are not written in place:
+`aten._native_batch_norm_legit_functional` returns them. `normalization_decompositions`
+covers sharded dims of statistics.
 """
 
 from __future__ import annotations
@@ -29,35 +30,36 @@ def _names(dims: Dims) -> frozenset[str]:
 
 
 def _affine(call: OpCall) -> tuple[Mode, ...]:
-    """Modes of weight and bias: linear in both together, or in a weight without a bias."""
-    weight, bias = (
-        call.operand_index("weight"),
-        call.operand_index("bias") if call.has("bias") else None,
-    )
-    given = tuple(each for each in (weight, bias) if each is not None)
-    if not given:
+    """Return the modes of weight and bias: linear in both together, or in a weight without bias."""
+    weight, bias = (call.operand_index("weight"),
+                    call.operand_index("bias") if call.has("bias") else None)  # fmt: skip
+    present = tuple(operand for operand in (weight, bias) if operand is not None)
+    if not present:
         return ()
-    alone = tuple(_first(call, (each,), "avg") for each in given) if bias is not None else ()
+    alone = (
+        tuple(_first(call, (operand,), "avg") for operand in present) if bias is not None else ()
+    )
     if weight is None:
         return alone
-    return (_first(call, given, "sum"), _first(call, given, "avg"), *alone)
+    return (_first(call, present, "sum"), _first(call, present, "avg"), *alone)
 
 
-def _first(call: OpCall, places: tuple[int, ...], kind: str) -> Mode:
-    """A mode that the first result alone is unreduced in."""
-    return Mode(places, kind, (kind, *(None,) * (len(call.results) - 1)))
+def _first(call: OpCall, operands: tuple[int, ...], kind: str) -> Mode:
+    """Return a mode in which only the first result is unreduced."""
+    return Mode(operands, kind, (kind, *(None,) * (len(call.results) - 1)))
 
 
 # -- layers --------------------------------------------------------------------------------
 
 
 def layer_norm(call: OpCall) -> Rule:
-    """The normalized dims are whole, those before them free."""
+    """Rule of layer norms: the normalized dims stay unsharded."""
     x = call.operands[0]
     factors, lead = _layer(call, x)
     weights = (factors[lead:],) * (len(call.operands) - 1)
-    return Rule((factors, *weights), tuple(_statistics(each, x, lead) for each in call.results),
-                unsharded=_names(factors[lead:]), modes=_affine(call), local=ZerosIfEmpty())  # fmt: skip
+    return Rule((factors, *weights), tuple(_statistics(meta, x, lead) for meta in call.results),
+                unsharded=_names(factors[lead:]), modes=_affine(call),
+                local=ZerosIfEmpty())  # fmt: skip
 
 
 def _layer(call: OpCall, x: Meta) -> tuple[Dims, int]:
@@ -65,7 +67,7 @@ def _layer(call: OpCall, x: Meta) -> tuple[Dims, int]:
 
 
 def _statistics(meta: Meta | None, x: Meta, lead: int) -> Dims | None:
-    """The factors of a tensor like `x`, or of a number for all of its last dims."""
+    """Return the factors of a tensor like `x`, or of a statistic of its last dims."""
     if meta is None:
         return None
     factors = dim_factors(x.ndim)
@@ -73,17 +75,17 @@ def _statistics(meta: Meta | None, x: Meta, lead: int) -> Dims | None:
 
 
 def layer_norm_backward(call: OpCall) -> Rule:
-    """Gradients of weight and bias are sums over the dims that are free."""
+    """Rule of layer norms' gradients: those of weight and bias sum over the other dims."""
     x = call.operands[1]
     factors, lead = _layer(call, x)
-    inner, numbers = factors[lead:], (*factors[:lead], *(((),) * (x.ndim - lead)))
+    normalized, statistics = factors[lead:], (*factors[:lead], *(((),) * (x.ndim - lead)))
     operands = [factors, factors]
-    operands += [numbers for name in ("mean", "rstd") if call.has(name)]
-    operands += [inner] * (len(call.operands) - len(operands))
-    results = (factors, inner, inner)[: len(call.results)]
-    given = tuple(m and d for m, d in zip(call.results, results, strict=True))
-    return Rule(tuple(operands), given,
-                tuple((f, "sum") for f in _names(factors[:lead])), _names(inner),
+    operands += [statistics for name in ("mean", "rstd") if call.has(name)]
+    operands += [normalized] * (len(call.operands) - len(operands))
+    results = (factors, normalized, normalized)[: len(call.results)]
+    result_dims = tuple(m and d for m, d in zip(call.results, results, strict=True))
+    return Rule(tuple(operands), result_dims,
+                tuple((f, "sum") for f in _names(factors[:lead])), _names(normalized),
                 modes=linear_modes(0, results=len(call.results)), local=ZerosIfEmpty())  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def layer_norm_backward(call: OpCall) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class LocalGroupNorm:
-    """A group norm on one rank: its counts are those of the part, `channels` to a group."""
+    """Local group norm with the shard's sizes and `channels` per group."""
 
     channels: int
 
@@ -105,29 +107,28 @@ class LocalGroupNorm:
             "N": batch, "C": channels, "HxW": x.numel() // (batch * channels),
             "group": channels // self.channels, "num_groups": channels // self.channels,
         }  # fmt: skip
-        places = [argument.name for argument in schema_arguments(op)]
-        placed = [counts.get(name, each) for name, each in zip(places, args, strict=False)]
-        return op(*placed, **{key: counts.get(key, each) for key, each in kwargs.items()})
+        names = [argument.name for argument in schema_arguments(op)]
+        new_args = [counts.get(name, value) for name, value in zip(names, args, strict=False)]
+        return op(*new_args, **{key: counts.get(key, value) for key, value in kwargs.items()})
 
 
 def group_norm(call: OpCall) -> Rule:
-    """Samples are free, and groups: channels are theirs, one after the other."""
+    """Rule of group norms: samples and groups may be sharded."""
     x = call.operands[0]
     groups = call.get("num_groups" if call.has("num_groups") else "group")
-    per = x.shape[1] // groups
+    channels = x.shape[1] // groups
     factors: Dims = (("n",), ("g", "c"), *dim_factors(x.ndim - 2))
     backward = base_name(call.op).endswith("backward")
     results = (factors, (("g", "c"),), (("g", "c"),)) if backward else (
         (factors, (("n",), ("g",)), (("n",), ("g",))))  # fmt: skip
     shapes = {x.ndim: factors, 1: (("g", "c"),)}
-    operands = tuple(
-        (("n",), ("g",)) if backward and at in (2, 3) else shapes[each.ndim]
-        for at, each in enumerate(call.operands)
-    )
-    given = tuple(m and d for m, d in zip(call.results, results, strict=False))
-    return Rule(operands, given, (("n", "sum"),) if backward else (), _names(factors[2:]) | {"c"},
-                modes=linear_modes(0, results=3) if backward else _affine(call), local=LocalGroupNorm(per),
-                sizes=(("c", per), ("g", groups)))  # fmt: skip
+    operands = tuple((("n",), ("g",)) if backward and i in (2, 3) else shapes[meta.ndim] for i,
+                     meta in enumerate(call.operands))  # fmt: skip
+    result_dims = tuple(m and d for m, d in zip(call.results, results, strict=False))
+    return Rule(operands, result_dims, (("n", "sum"),) if backward else (),
+                _names(factors[2:]) | {"c"},
+                modes=linear_modes(0, results=3) if backward else _affine(call),
+                local=LocalGroupNorm(channels), sizes=(("c", channels), ("g", groups)))  # fmt: skip
 
 
 # -- batches and instances -----------------------------------------------------------------
@@ -135,27 +136,29 @@ def group_norm(call: OpCall) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class LocalBatchNorm:
-    """A norm on one rank, with running statistics of its own: none that others see are written.
+    """Local batch norm that writes into copies of the running statistics.
 
-    Where `given` they are what it is normalized by, and are told again, as some kernels do.
+    If `given`, the running statistics normalize, and are returned as some kernels do.
     """
 
     given: bool
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         if args[0].numel():
-            places = [each.name for each in schema_arguments(op)]
-            placed = [_apart(name, each) for name, each in zip(places, args, strict=False)]
-            made = op(*placed, **{key: _apart(key, each) for key, each in kwargs.items()})
+            names = [value.name for value in schema_arguments(op)]
+            new_args = [_apart(name, value) for name, value in zip(names, args, strict=False)]
+            outputs = op(*new_args, **{key: _apart(key, value) for key, value in kwargs.items()})
         else:
-            made = zeros(args[0], ctx)
-        if isinstance(made, torch.Tensor) or not self.given:
-            return typed(made, ctx)
-        mean, var = (argument(op, args, kwargs, f"running_{each}") for each in ("mean", "var"))
-        told = (mean, (var + argument(op, args, kwargs, "eps")).rsqrt(), mean, var)
-        fits = [ctx.shape(at) == mean.shape for at in range(1, len(made))]
-        rest = zip(made[1:], told, fits, strict=False)
-        return typed([made[0], *(same.clone() if fit else x for x, same, fit in rest)], ctx)
+            outputs = zeros(args[0], ctx)
+        if isinstance(outputs, torch.Tensor) or not self.given:
+            return typed(outputs, ctx)
+        mean, var = (argument(op, args, kwargs, f"running_{value}") for value in ("mean", "var"))
+        statistics = (mean, (var + argument(op, args, kwargs, "eps")).rsqrt(), mean, var)
+        fits = [ctx.shape(i) == mean.shape for i in range(1, len(outputs))]
+        others = zip(outputs[1:], statistics, fits, strict=False)
+        return typed(
+            [outputs[0], *(statistic.clone() if fit else x for x, statistic, fit in others)], ctx
+        )
 
 
 def _apart(name: str, value: Any) -> Any:
@@ -164,7 +167,7 @@ def _apart(name: str, value: Any) -> Any:
 
 
 def _own_statistics(call: OpCall) -> bool:
-    """Whether a batch or an instance is normalized by its own statistics."""
+    """Return True if a batch or an instance is normalized by its own statistics."""
     for name in ("training", "use_input_stats", "train", "update"):
         if call.has(name):
             return bool(call.get(name))
@@ -172,19 +175,19 @@ def _own_statistics(call: OpCall) -> bool:
 
 
 def batch_norm(call: OpCall) -> Rule:
-    """Channels are free; samples and places too, where the statistics are given."""
-    x, own = call.operands[0], _own_statistics(call)
+    """Rule of batch norms: channels may be sharded; other dims too with given statistics."""
+    x, own_statistics = call.operands[0], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
-    operands = tuple(factors if at == 0 else (("c",),) for at in range(len(call.operands)))
-    results = tuple(_of_channels(each, x, factors) for each in call.results)
-    over = _names((factors[0], *factors[2:]))
-    whole = over if own else frozenset()
+    operands = tuple(factors if i == 0 else (("c",),) for i in range(len(call.operands)))
+    results = tuple(_of_channels(meta, x, factors) for meta in call.results)
+    reduced = _names((factors[0], *factors[2:]))
+    unsharded = reduced if own_statistics else frozenset()
     if base_name(call.op) == "instance_norm":
-        whole -= {"n"}
-    # Statistics that are given are the same on all ranks: any maximum of them is one of them.
-    same = tuple((f, "max") for f in sorted(_names(factors)))
-    return Rule(operands, results, () if own else same, whole, modes=_affine(call),
-                local=LocalBatchNorm(not own))  # fmt: skip
+        unsharded -= {"n"}
+    # Given statistics are the same on all ranks, and equal their maximum.
+    maxima = tuple((f, "max") for f in sorted(_names(factors)))
+    return Rule(operands, results, () if own_statistics else maxima, unsharded, modes=_affine(call),
+                local=LocalBatchNorm(not own_statistics))  # fmt: skip
 
 
 def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
@@ -194,14 +197,14 @@ def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
 
 
 def batch_norm_backward(call: OpCall) -> Rule:
-    """Gradients of weight and bias are sums over samples and places."""
-    x, own = call.operands[1], _own_statistics(call)
+    """Rule of batch norms' gradients: those of weight and bias sum over samples and positions."""
+    x, own_statistics = call.operands[1], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
-    over = _names((factors[0], *factors[2:]))
-    operands = tuple(_of_channels(each, x, factors) or () for each in call.operands)
-    results = tuple(_of_channels(each, x, factors) for each in call.results)
-    sums = () if own else tuple((f, "sum") for f in sorted(over))
-    return Rule(operands, results, sums, over if own else frozenset(),
+    reduced = _names((factors[0], *factors[2:]))
+    operands = tuple(_of_channels(meta, x, factors) or () for meta in call.operands)
+    results = tuple(_of_channels(meta, x, factors) for meta in call.results)
+    sums = () if own_statistics else tuple((f, "sum") for f in sorted(reduced))
+    return Rule(operands, results, sums, reduced if own_statistics else frozenset(),
                 modes=linear_modes(0, results=3), local=ZerosIfEmpty())  # fmt: skip
 
 
@@ -209,7 +212,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
 
 
 def renorm(call: OpCall) -> Rule:
-    """The parts whose norm is bounded are free, their own dims whole."""
+    """Rule of `renorm`: the dim of the bounded norms may be sharded."""
     x = call.operands[0]
     factors, dim = dim_factors(x.ndim), wrap_dim(call.get("dim"), x.ndim)
     return Rule((factors,), (factors,), unsharded=_names(factors[:dim] + factors[dim + 1 :]),
@@ -217,34 +220,34 @@ def renorm(call: OpCall) -> Rule:
 
 
 def cosine_similarity(call: OpCall) -> Rule:
-    """The dim of the vectors is whole; all others are free, and may broadcast."""
-    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
+    """Rule of `cosine_similarity`: the vectors' dim stays unsharded, others may broadcast."""
+    shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
     factors, dim = dim_factors(len(shape)), wrap_dim(call.get("dim"), len(shape))
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
-    kept = factors[:dim] + factors[dim + 1 :] if shape else ()
-    return Rule(operands, (kept,), unsharded=_names(factors[dim : dim + 1]))
+    operands = tuple(align_factors(meta.shape, shape, factors) for meta in call.operands)
+    result = factors[:dim] + factors[dim + 1 :] if shape else ()
+    return Rule(operands, (result,), unsharded=_names(factors[dim : dim + 1]))
 
 
 def weight_norm(call: OpCall) -> Rule:
-    """The dim that has norms of its own is free, those that they are over are whole."""
+    """Rule of weight norms: the dim with norms of its own may be sharded."""
     widest = max(call.operands, key=lambda m: m.ndim)
     factors, dim = dim_factors(widest.ndim), call.get("dim")
-    kept = {wrap_dim(dim, widest.ndim)} if dim >= 0 or "interface" in base_name(call.op) else set()
+    free = {wrap_dim(dim, widest.ndim)} if dim >= 0 or "interface" in base_name(call.op) else set()
 
     def dims(meta: Meta | None) -> Dims | None:
         if meta is None or meta.shape == widest.shape:
             return meta and factors
-        return tuple(each if at in kept else () for at, each in enumerate(dim_factors(meta.ndim)))
+        return tuple(meta if i in free else () for i, meta in enumerate(dim_factors(meta.ndim)))
 
-    name, rest = base_name(call.op), (None,) * (len(call.results) - 1)
+    name, none = base_name(call.op), (None,) * (len(call.results) - 1)
     modes: tuple[Mode, ...] = ()
     if name in ("_weight_norm", "_weight_norm_interface"):
-        modes = tuple(Mode((1,), kind, (kind, *rest)) for kind in ("sum", "avg"))
+        modes = tuple(Mode((1,), kind, (kind, *none)) for kind in ("sum", "avg"))
     elif name.endswith("backward"):
         modes = linear_modes(0, results=len(call.results))
-    whole = frozenset(f for at, each in enumerate(factors) for f in each if at not in kept)
-    return Rule(tuple(dims(each) or () for each in call.operands), tuple(map(dims, call.results)),
-                unsharded=whole, modes=modes, local=ZerosIfEmpty())  # fmt: skip
+    unsharded = frozenset(f for i, meta in enumerate(factors) for f in meta if i not in free)
+    return Rule(tuple(dims(meta) or () for meta in call.operands), tuple(map(dims, call.results)),
+                unsharded=unsharded, modes=modes, local=ZerosIfEmpty())  # fmt: skip
 
 
 GENERATORS = {

@@ -1,7 +1,7 @@
-"""Rules of pooling, resampling, padding and windows: batch and channels pass, spatial dims do not.
+"""Rules of pooling, interpolation, padding, im2col, col2im, grid_sample and affine_grid.
 
-What a window reads may lie on another rank: cutting spatial dims is `fs.domain`'s, but where
-windows lie one beside the other and dims are cut between them.
+Batch and channels may be sharded. Spatial dims may be sharded only between windows that tile
+them; other windows read elements of other ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
 from fshard.ops.rules.einsum_letters import letters, text_dims
-from fshard.ops.rules.nn.convolution import are_apart
+from fshard.ops.rules.nn.convolution import windows_tile
 from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
 from fshard.ops.strategy.local_call import (
     Args,
@@ -32,7 +32,7 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-AVERAGES = """
+LINEAR = """
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d
     upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
@@ -40,7 +40,7 @@ AVERAGES = """
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
     replication_pad3d max_unpool2d max_unpool3d
 """
-"""Linear in their first operand."""
+"""Operations linear in their first operand."""
 NEAREST = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d
@@ -53,26 +53,26 @@ MAXIMA = """
 
 
 def spatial_dims(call: OpCall) -> int:
-    """The number of spatial dims, as the operation's name says it."""
-    found = re.search(r"([123])d", base_name(call.op))
-    assert found is not None
-    return int(found[1])
+    """Return the number of spatial dims in the operation's name."""
+    match = re.search(r"([123])d", base_name(call.op))
+    assert match is not None
+    return int(match[1])
 
 
 def planes(meta: Meta, spatial: int) -> Dims:
-    """Factors of the dims before the spatial ones, the last of them the channels."""
+    """Return the factors of the dims before the spatial ones; channels are the last of them."""
     lead = meta.ndim - spatial
     return text_dims("nc"[max(2 - lead, 0) :][:lead]) + ((),) * spatial
 
 
 def per_plane(call: OpCall, modes: tuple[Mode, ...] = ()) -> Rule:
-    """Every plane of every tensor alone; those of fewer dims have no spatial ones."""
+    """Return the rule of an operation on each plane: spatial dims stay unsharded."""
     spatial = spatial_dims(call)
     lead = call.operands[0].ndim - spatial
     first = planes(call.operands[0], spatial)[:lead]
-    dims = [(first + ((),) * max(each.ndim - lead, 0)) for each in call.operands]
+    dims = [(first + ((),) * max(meta.ndim - lead, 0)) for meta in call.operands]
     results = tuple(
-        None if each is None else first + ((),) * (each.ndim - lead) for each in call.results
+        None if meta is None else first + ((),) * (meta.ndim - lead) for meta in call.results
     )
     return Rule(tuple(dims), results, modes=modes, local=ShardCall())
 
@@ -81,80 +81,80 @@ WINDOWED = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d"
 
 
 def windowed(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
-    """Where windows lie apart, as `per_plane` with dims of windows that can be cut between them."""
+    """Return `per_plane` with spatial dims that may be sharded between tiling windows."""
     x, spatial, kernel = call.operands[0], spatial_dims(call), call.get("kernel_size")
-    every = letters(2 * spatial, "cn")
+    names = letters(2 * spatial, "cn")
     lead = planes(x, spatial)[: x.ndim - spatial]
-    reads: list[tuple[str, ...]] = []
-    makes: list[tuple[str, ...]] = []
-    for at in range(spatial):
-        width = kernel[at if len(kernel) > 1 else 0]
-        apart = are_apart(call, at, x.shape[x.ndim - spatial + at], width)
-        reads.append((every[at], every[spatial + at]) if apart else ())
-        makes.append((every[at],) if apart else ())
-    whole = frozenset(f for dim in reads for f in dim[1:])
-    return Rule(
-        ((*lead, *reads),), ((*lead, *makes),), unsharded=whole, modes=modes, local=ShardCall()
-    )
+    operand_dims: list[tuple[str, ...]] = []
+    result_dims: list[tuple[str, ...]] = []
+    for i in range(spatial):
+        width = kernel[i if len(kernel) > 1 else 0]
+        tiles = windows_tile(call, i, x.shape[x.ndim - spatial + i], width)
+        operand_dims.append((names[i], names[spatial + i]) if tiles else ())
+        result_dims.append((names[i],) if tiles else ())
+    inner = frozenset(f for dim in operand_dims for f in dim[1:])
+    return Rule(((*lead, *operand_dims),), ((*lead, *result_dims),), unsharded=inner, modes=modes,
+                local=ShardCall())  # fmt: skip
 
 
-MOST_REPEATED = 32
-"""Up to 40 times PyTorch's single-precision source of an element is the right one, not at 41."""
+MAX_SCALE = 32
+"""Maximum scale; PyTorch computes source indices in float32, wrong from a scale of 41 on."""
 
 
 @register_rule(*NEAREST.split())
-def repeated(call: OpCall) -> Rule:
-    """Where every element is repeated as often, dims can be cut between elements."""
-    x, made, spatial = call.operands[0], call.result, spatial_dims(call)
-    every = letters(2 * spatial, "cn")
-    reads: list[tuple[str, ...]] = []
-    makes: list[tuple[str, ...]] = []
-    for at in range(spatial):
-        size, larger = x.shape[at - spatial], made.shape[at - spatial]
-        whole = size > 0 and larger % size == 0 and larger // size <= MOST_REPEATED
-        whole = whole and _scales_as(call, at, larger, size)
-        reads.append((every[at],) if whole else ())
-        makes.append((every[at], every[spatial + at]) if whole else ())
+def upsample_nearest(call: OpCall) -> Rule:
+    """Rule of nearest-neighbour upsampling: dims may be sharded if all elements repeat equally."""
+    x, result_meta, spatial = call.operands[0], call.result, spatial_dims(call)
+    names = letters(2 * spatial, "cn")
+    operand_dims: list[tuple[str, ...]] = []
+    result_dims: list[tuple[str, ...]] = []
+    for i in range(spatial):
+        size, larger = x.shape[i - spatial], result_meta.shape[i - spatial]
+        is_multiple = size > 0 and larger % size == 0 and larger // size <= MAX_SCALE
+        is_multiple = is_multiple and _scales_as(call, i, larger, size)
+        operand_dims.append((names[i],) if is_multiple else ())
+        result_dims.append((names[i], names[spatial + i]) if is_multiple else ())
     lead = planes(x, spatial)[: x.ndim - spatial]
-    inner = frozenset(f for dim in makes for f in dim[1:])
-    return Rule(((*lead, *reads),), ((*lead, *makes),), unsharded=inner, modes=all_modes(0),
-                local=ShardCall(changes=(_SetOutputSize(spatial),)))  # fmt: skip
+    inner = frozenset(f for dim in result_dims for f in dim[1:])
+    return Rule(((*lead, *operand_dims),), ((*lead, *result_dims),), unsharded=inner,
+                modes=all_modes(0),
+                local=ShardCall(rewrites=(_SetOutputSize(spatial),)))  # fmt: skip
 
 
-def _scales_as(call: OpCall, at: int, larger: int, size: int) -> bool:
-    """Whether a scale that is given along a dim is that of the sizes."""
+def _scales_as(call: OpCall, dim: int, larger: int, size: int) -> bool:
+    """Return True if a scale argument of a dim agrees with the sizes."""
     if call.has("scale_factors"):
-        given = call.get("scale_factors")
+        scales = call.get("scale_factors")
     else:
         names = ("scales_d", "scales_h", "scales_w") if call.has("scales_h") else ("scales",)
-        given = [call.get(name) for name in names if call.has(name)]
-    return not given or given[at] is None or given[at] * size == larger
+        scales = [call.get(name) for name in names if call.has(name)]
+    return not scales or scales[dim] is None or scales[dim] * size == larger
 
 
 @dataclass(frozen=True, slots=True)
 class _SetOutputSize:
-    """A change: the size that comes out is the rank's."""
+    """Rewrite: set `output_size` to the rank's size."""
 
     spatial: int
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """The call with it."""
+        """Return the rewritten call."""
         if argument(*call, "output_size") is None:
             return call
         return with_argument(*call, "output_size", list(ctx.shape()[-self.spatial :]))
 
 
-@register_rule(*AVERAGES.split())
-def averaged(call: OpCall) -> Rule:
-    """Linear in the tensor that it reads, but where integers are divided."""
+@register_rule(*LINEAR.split())
+def linear_in_plane(call: OpCall) -> Rule:
+    """Rule of operations linear in the tensor they read, unless they divide integers."""
     moves = any(word in base_name(call.op) for word in ("pad", "unpool"))
     modes = linear_modes(0) if moves or is_inexact(call.operands[0]) else ()
     return windowed(call, modes) if base_name(call.op) in WINDOWED else per_plane(call, modes)
 
 
 @register_rule(*MAXIMA.split())
-def largest(call: OpCall) -> Rule:
-    """Of candidates the maxima are those of the maxima, but not where the indices are asked for."""
+def max_pool(call: OpCall) -> Rule:
+    """Rule of maximum pooling: an unreduced maximum passes, unless indices are requested."""
     if base_name(call.op) in WINDOWED:
         return windowed(call, kind_modes(0, {"max": "max"}))
     return per_plane(call)
@@ -165,15 +165,15 @@ def largest(call: OpCall) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _LocalPad(LocalRewrite):
-    """A rank's part with what is added before its first and after its last element.
+    """Local padding before the dim's first element and after its last one.
 
-    `before` has for every dim how many elements the operation adds in front of all.
+    `before` is the global padding in front of each dim.
     """
 
     before: tuple[int, ...]
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
-        """The padding by as much as the result begins before the part, and ends after it."""
+        """Return the padding by which the rank's result exceeds its operand."""
         pairs = []
         for dim, before in reversed(list(enumerate(self.before))):
             begin = ctx.result_offset(dim) - before
@@ -184,33 +184,33 @@ class _LocalPad(LocalRewrite):
 
 
 @register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular)  # fmt: skip
-def padded(call: OpCall) -> Rule:
-    """Constants are added at the first and the last part of a dim that is cut.
+def pad(call: OpCall) -> Rule:
+    """Rule of padding by constants, added to the first and the last shard of a dim.
 
-    Zeros are linear, other constants keep averages and extremes. Dims that reflections and their
-    like are for are whole: those of size 0 they refuse, padded or not.
+    Zeros are linear, other constants keep averages and extremes. Dims padded by reflection and
+    other modes stay unsharded.
     """
     x, pairs = call.operands[0], call.get("pad")
-    every = letters(2 * x.ndim)
-    dims: Dims = tuple((each,) for each in every[: x.ndim])
+    names = letters(2 * x.ndim)
+    dims: Dims = tuple((factor,) for factor in names[: x.ndim])
     if not _is_constant(call):
-        whole = range(x.ndim - len(pairs) // 2, x.ndim)
-        dims = tuple(() if dim in whole else each for dim, each in enumerate(dims))
+        padded_dims = range(x.ndim - len(pairs) // 2, x.ndim)
+        dims = tuple(() if dim in padded_dims else factor for dim, factor in enumerate(dims))
         return Rule((dims,), (dims,), modes=all_modes(0), local=ShardCall())
-    added = {x.ndim - 1 - at // 2: pairs[at : at + 2] for at in range(0, len(pairs), 2)}
-    given, made, slices = list(dims), list(dims), list[Slice]()
-    for dim, (before, after) in added.items():
+    padding = {x.ndim - 1 - i // 2: pairs[i : i + 2] for i in range(0, len(pairs), 2)}
+    operand_dims, result_dims, slices = list(dims), list(dims), list[Slice]()
+    for dim, (before, after) in padding.items():
         if min(before, after) < 0:
-            given[dim] = made[dim] = ()
+            operand_dims[dim] = result_dims[dim] = ()
         elif before or after:
-            size, name = x.shape[dim], every[x.ndim + dim]
+            size, name = x.shape[dim], names[x.ndim + dim]
             slices.append(Slice(name, dims[dim][0], -before, size + after))
-            made[dim] = (name,)
+            result_dims[dim] = (name,)
     value = (call.get("value") if call.has("value") else 0) or 0
     modes = linear_modes(0, affine=value != 0) if is_inexact(x) or value == 0 else ()
     modes += kind_modes(0, {"max": "max", "min": "min"})
-    fronts = tuple(added[dim][0] if dim in added else 0 for dim in range(x.ndim))
-    return Rule((tuple(given),), (tuple(made),), modes=modes, local=_LocalPad(fronts),
+    fronts = tuple(padding[dim][0] if dim in padding else 0 for dim in range(x.ndim))
+    return Rule((tuple(operand_dims),), (tuple(result_dims),), modes=modes, local=_LocalPad(fronts),
                 slices=tuple(slices))  # fmt: skip
 
 
@@ -224,65 +224,57 @@ def _is_constant(call: OpCall) -> bool:
 
 @register_rule(aten.im2col)
 def im2col(call: OpCall) -> Rule:
-    """Windows laid out as columns: channels are major to a window's elements."""
+    """Rule of `im2col`: channels are major to a window's elements."""
     first = planes(call.operands[0], 2)[:-2]
-    made = (*first[:-1], ("c", "k"), ())
-    return Rule(
-        ((*first, (), ()),),
-        (made,),
-        unsharded=frozenset("k"),
-        modes=linear_modes(0),
-        local=ShardCall(),
-    )
+    result_dims = (*first[:-1], ("c", "k"), ())
+    return Rule(((*first, (), ()),), (result_dims,), unsharded=frozenset("k"),
+                modes=linear_modes(0), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten.col2im)
 def col2im(call: OpCall) -> Rule:
-    """Columns added up where their windows lie."""
+    """Rule of `col2im`, which adds up columns at the positions of their windows."""
     result = call.result
     first = planes(result, 2)[:-2]
-    lies = (*first[:-1], ("c", "k"), ())
-    return Rule(
-        (lies,),
-        ((*first, (), ()),),
-        unsharded=frozenset("k"),
-        modes=linear_modes(0),
-        local=ShardCall(),
-    )
+    column_dims = (*first[:-1], ("c", "k"), ())
+    return Rule((column_dims,), ((*first, (), ()),), unsharded=frozenset("k"),
+                modes=linear_modes(0), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d)
 def grid_sampler(call: OpCall) -> Rule:
-    """Points of a grid, each read from a whole plane: `nc11,nhw1->nchw`."""
-    x, made = sampled(call.operands[0].ndim - 2)
-    return Rule((x, (made[0], *made[2:], ())), (made,), modes=linear_modes(0), local=ShardCall())
+    """Rule `nc11,nhw1->nchw`: each point of a grid reads an unsharded plane."""
+    x, result_dims = sampled(call.operands[0].ndim - 2)
+    return Rule((x, (result_dims[0], *result_dims[2:], ())), (result_dims,), modes=linear_modes(0),
+                local=ShardCall())  # fmt: skip
 
 
 def sampled(spatial: int) -> tuple[Dims, Dims]:
-    """The dims of what is sampled, and of what comes out."""
+    """Return the dims of the sampled tensor and of the result."""
     points = text_dims("dhw"[-spatial:])
     return (("n",), ("c",), *((),) * spatial), (("n",), ("c",), *points)
 
 
 @dataclass(frozen=True, slots=True)
 class _SetBatchSize:
-    """A change: an argument of sizes begins with the rank's part of the batch."""
+    """Rewrite: set the first of an argument of sizes to the rank's batch size."""
 
     name: str = "size"
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """The call with it."""
+        """Return the rewritten call."""
         sizes = argument(*call, self.name)
         return with_argument(*call, self.name, [ctx.shape()[0], *sizes[1:]])
 
 
 @register_rule(aten.affine_grid_generator)
 def affine_grid(call: OpCall) -> Rule:
-    """Grids of transformed points: linear in the transformations."""
-    made = call.result
+    """Rule of grids of transformed points, linear in the transformations."""
+    result_meta = call.result
     theta: Dims = (("n",), ("a",), ())
-    return Rule((theta,), ((("n",), *((),) * (made.ndim - 2), ("a",)),), unsharded=frozenset("a"),
-                modes=linear_modes(0), local=ShardCall(changes=(_SetBatchSize(),)))  # fmt: skip
+    return Rule((theta,), ((("n",), *((),) * (result_meta.ndim - 2), ("a",)),),
+                unsharded=frozenset("a"), modes=linear_modes(0),
+                local=ShardCall(rewrites=(_SetBatchSize(),)))  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------
@@ -296,42 +288,42 @@ POOL_GRADIENTS = """
     replication_pad2d_backward replication_pad3d_backward
 """
 UPSAMPLE_GRADIENTS = " ".join(
-    f"{name}_backward" for name in (AVERAGES + NEAREST).split() if "upsample" in name
+    f"{name}_backward" for name in (LINEAR + NEAREST).split() if "upsample" in name
 )
 
 
 @register_rule(*POOL_GRADIENTS.split())
 def pool_backward(call: OpCall) -> Rule:
-    """The gradient of every plane alone, linear in what comes."""
+    """Rule of pooling gradients: each plane, linear in the incoming gradient."""
     return per_plane(call, linear_modes(0))
 
 
 @register_rule(*UPSAMPLE_GRADIENTS.split())
 def upsample_backward(call: OpCall) -> Rule:
-    """The gradient of every plane alone; the input's shape is that of the rank's planes."""
-    made = per_plane(call, linear_modes(0))
-    return replace(made, local=ShardCall(changes=(SetLocalShape("input_size"),)))
+    """Rule of upsampling gradients: each plane; `input_size` becomes the rank's."""
+    rule = per_plane(call, linear_modes(0))
+    return replace(rule, local=ShardCall(rewrites=(SetLocalShape("input_size"),)))
 
 
 @register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
 def grid_sampler_backward(call: OpCall) -> Rule:
-    """The planes' gradient sums over points, that of the grid over channels."""
-    x, made = sampled(call.operands[1].ndim - 2)
-    grid = (made[0], *made[2:], ())
+    """Rule of `grid_sampler`'s gradients: sums over points for the input, channels for the grid."""
+    x, result_dims = sampled(call.operands[1].ndim - 2)
+    grid = (result_dims[0], *result_dims[2:], ())
     results = tuple(
         None if meta is None else dims for dims, meta in zip((x, grid), call.results, strict=True)
     )
-    lacking = {
-        f for dim in made for f in dim
+    missing = {
+        f for dim in result_dims for f in dim
         if any(dims is not None and dim not in dims for dims in results)
     }  # fmt: skip
-    return Rule((made, x, grid), results, tuple(sorted((f, "sum") for f in lacking)),
+    return Rule((result_dims, x, grid), results, tuple(sorted((f, "sum") for f in missing)),
                 modes=linear_modes(0, results=2), local=ShardCall())  # fmt: skip
 
 
 @register_rule(aten.affine_grid_generator_backward)
 def affine_grid_backward(call: OpCall) -> Rule:
-    """Points are summed into the transformations' gradient."""
+    """Rule of `affine_grid`'s gradient, a sum over points."""
     points = ((),) * (call.operands[0].ndim - 2)
     return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), unsharded=frozenset("a"),
-                modes=linear_modes(0), local=ShardCall(changes=(_SetBatchSize(),)))  # fmt: skip
+                modes=linear_modes(0), local=ShardCall(rewrites=(_SetBatchSize(),)))  # fmt: skip

@@ -1,6 +1,6 @@
-"""Rules of recurrent networks and of quantization's rounding: the batch, and elements, pass.
+"""Rules of recurrent layers and cells: lstm, gru, rnn_tanh, rnn_relu.
 
-A step reads all that the step before it made: time and hidden width are needed whole.
+Only the batch may be sharded: a step reads all of the previous step's hidden state.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ aten = torch.ops.aten
 
 @register_rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 def layers(call: OpCall) -> Rule:
-    """All steps of all layers: only the batch passes; dropout between layers is refused."""
+    """Rule of all steps of all layers; dropout between layers is refused."""
     if call.get("dropout") and call.get("train"):
-        fail(f"fs.propagate({call.op})", f"dropout={call.get('dropout')} while training",
-             "a rank's generator does not draw what the whole tensor's does",
-             "dropout=0.0, and between the layers, each called alone, "
-             "x * fs.random.dropout_mask(key, x, p)")  # fmt: skip
+        fail(
+            f"fs.propagate({call.op})",
+            f"dropout={call.get('dropout')} while training",
+            "draws must be keyed: a rank's generator does not draw the values of the global tensor",
+            "dropout=0.0, and between the layers, each called alone, "
+            "x * fs.random.dropout_mask(key, x, p)",
+        )
     states = 2 if schema_of(call.op).name == "aten::lstm" else 1
     rows: Dims = (("n",), (), ()) if call.get("batch_first") else ((), ("n",), ())
     state: Dims = ((), ("n",), ())
-    weights = [unsharded_dims(each) for each in call.operands[1 + states :]]
+    weights = [unsharded_dims(meta) for meta in call.operands[1 + states :]]
     return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=ShardCall())
 
 
 @register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def cell(call: OpCall) -> Rule:
-    """One step: the batch passes."""
+    """Rule of one step."""
     states = 3 if schema_of(call.op).name == "aten::lstm_cell" else 2
     rows: Dims = (("n",), ())
-    weights = [unsharded_dims(each) for each in call.operands[states:]]
+    weights = [unsharded_dims(meta) for meta in call.operands[states:]]
     return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=ShardCall())

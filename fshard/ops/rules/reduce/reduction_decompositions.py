@@ -1,9 +1,9 @@
-"""How reductions and softmaxes are done by others, over dims that stay cut.
+"""Decompositions of extremes, positions, means, variances and logsumexp over sharded dims.
 
-A softmax is a maximum, a sum and a division; a variance two sums; a position the least place among
-those of the maximum. What is held constant - the maximum that a softmax subtracts - is detached
-before it is computed. Numbers of half precision are summed in single, as PyTorch's kernels do, and
-roots of zero have gradient zero, as PyTorch's norms have.
+amax, amin, max, min, argmax, argmin, aminmax, nanmean, var, std, var_mean, std_mean, logsumexp.
+A variance is two sums; a position is the least index of the maximum. Constants, such as the
+maximum that a softmax subtracts, are detached before they are computed. Half precision is
+summed in float32, as in PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from fshard.ops.core.rule import Rule
 from fshard.ops.rules.reduce.reductions import functional_overloads
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["dims_in", "kept", "log_sum_exp", "root", "wide"]
+__all__ = ["dims_in", "drop_dims", "extreme", "log_sum_exp", "root", "wide"]
 
 Dims = int | Sequence[int] | None
 
 
 def wide(x: Tensor) -> Tensor:
-    """The numbers in which sums of `x` are taken."""
+    """Return `x` in the dtype of its sums: float32 for half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def kept(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """A tensor with dims of size 1, or without them."""
+def drop_dims(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Remove reduced dims of size 1 unless `keepdim`."""
     return x if keepdim or not dims else x.squeeze(list(dims))
 
 
 def dims_in(x: Tensor, dims: Dims) -> list[int]:
-    """Dims from 0 on; all for None or none."""
+    """Return non-negative dims; all for None or an empty list."""
     return list(normalize_dims(dims, x.ndim)) if x.ndim else []
 
 
 def root(x: Tensor, order: float = 2.0) -> Tensor:
-    """The root of what is not negative, with gradient zero at zero."""
+    """Return the root of a non-negative tensor, with gradient zero at zero as PyTorch's norms."""
     safe = torch.where(x == 0, 1, x)
     return torch.where(x == 0, 0, safe.sqrt() if order == 2 else safe.pow(1 / order))
 
 
-# -- places --------------------------------------------------------------------------------
+# -- positions -----------------------------------------------------------------------------
 
 
 @torch.library.custom_op("fshard::positions", mutates_args=())
 def positions(x: Tensor, dim: int) -> Tensor:
-    """The place of every element along a dim, in the shape of `x`."""
-    return _places(x, dim, 0)
+    """Return each element's index along `dim`, in the shape of `x`."""
+    return _indices_along(x, dim, 0)
 
 
 @positions.register_fake
@@ -62,115 +62,115 @@ def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, dtype=torch.int64)
 
 
-def _places(x: Tensor, dim: int, begin: int) -> Tensor:
-    shape = [-1 if at == dim else 1 for at in range(x.ndim)]
-    line = torch.arange(begin, begin + x.shape[dim], device=x.device)
+def _indices_along(x: Tensor, dim: int, start: int) -> Tensor:
+    shape = [-1 if i == dim else 1 for i in range(x.ndim)]
+    line = torch.arange(start, start + x.shape[dim], device=x.device)
     return line.reshape(shape).expand(x.shape).clone()
 
 
-def _positions_here(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Tensor:
+def _local_positions(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Tensor:
     x, dim = args
-    return _places(x, dim, ctx.offset(0, dim))
+    return _indices_along(x, dim, ctx.offset(0, dim))
 
 
 @register_rule(torch.ops.fshard.positions.default)
 def _positions_rule(call: OpCall) -> Rule:
     factors = dim_factors(call.operands[0].ndim)
-    return Rule((factors,), (factors,), local=_positions_here)
+    return Rule((factors,), (factors,), local=_local_positions)
 
 
 # -- extremes ------------------------------------------------------------------------------
 
 
-def _chosen(x: Tensor, best: Tensor) -> Tensor:
-    """Which elements are the extreme: NaN is the extreme of all where there is one."""
+def _is_extreme(x: Tensor, best: Tensor) -> Tensor:
+    """Return a mask of the elements that are the extreme; NaN is the extreme if there is one."""
     return (x == best) | x.isnan() if x.is_floating_point() else x == best
 
 
-def _extreme(x: Tensor, dims: list[int], keepdim: bool, highest: bool) -> Tensor:
-    """A maximum or minimum whose gradient ties share evenly."""
-    still = x.detach()
-    best = torch.amax(still, dims, True) if highest else torch.amin(still, dims, True)
+def extreme(x: Tensor, dims: list[int], keepdim: bool, highest: bool) -> Tensor:
+    """Return a maximum or minimum whose gradient is shared evenly by ties."""
+    values = x.detach()
+    result = torch.amax(values, dims, True) if highest else torch.amin(values, dims, True)
     if not x.is_floating_point() or not dims:
-        return kept(best, dims, keepdim) if dims else x
-    chosen = _chosen(still, best)
-    # What is finite is the extreme and shares of zero: exact, and with a gradient.
-    apart = x - torch.where(best.isfinite(), best, 0)
-    share = torch.where(chosen, apart / chosen.sum(dims, True), 0).sum(dims, True)
-    return kept(best + share, dims, keepdim)
+        return drop_dims(result, dims, keepdim) if dims else x
+    mask = _is_extreme(values, result)
+    # A finite extreme plus shares of zero is exact and carries the gradient.
+    difference = x - torch.where(result.isfinite(), result, 0)
+    share = torch.where(mask, difference / mask.sum(dims, True), 0).sum(dims, True)
+    return drop_dims(result + share, dims, keepdim)
 
 
-def _place(x: Tensor, dim: int | None, keepdim: bool, highest: bool) -> Tensor:
-    """Where the first of the extremes is, in the tensor in one line if there is no dim."""
+def _extreme_index(x: Tensor, dim: int | None, keepdim: bool, highest: bool) -> Tensor:
+    """Return the index of the first extreme, in the flattened tensor without a dim."""
     if not x.ndim:
         return torch.zeros_like(x, dtype=torch.int64)
-    dims, still = dims_in(x, dim), x.detach()
-    best = torch.amax(still, dims, True) if highest else torch.amin(still, dims, True)
-    place = torch.ops.fshard.positions(still, dims[0])
-    for at in dims[1:]:
-        place = place * x.shape[at] + torch.ops.fshard.positions(still, at)
-    size = math.prod(x.shape[at] for at in dims)
-    return torch.where(_chosen(still, best), place, size).amin(dims, keepdim)
+    dims, values = dims_in(x, dim), x.detach()
+    result = torch.amax(values, dims, True) if highest else torch.amin(values, dims, True)
+    index = torch.ops.fshard.positions(values, dims[0])
+    for d in dims[1:]:
+        index = index * x.shape[d] + torch.ops.fshard.positions(values, d)
+    size = math.prod(x.shape[d] for d in dims)
+    return torch.where(_is_extreme(values, result), index, size).amin(dims, keepdim)
 
 
-def _pick(x: Tensor, dim: int, keepdim: bool, highest: bool) -> tuple[Tensor, Tensor]:
-    """The extreme along a dim and its place, where alone the gradient goes."""
-    place = _place(x, dim, True, highest)
+def _extreme_with_index(x: Tensor, dim: int, keepdim: bool, highest: bool) -> tuple[Tensor, Tensor]:
+    """Return the extreme along a dim and its index; only that element gets the gradient."""
+    index = _extreme_index(x, dim, True, highest)
     dims = dims_in(x, dim)
     if not dims:
-        return x, place
+        return x, index
     if x.is_floating_point():
-        chosen = torch.ops.fshard.positions(x.detach(), dims[0]) == place
-        best = torch.where(chosen, x, 0).sum(dims, True)
+        mask = torch.ops.fshard.positions(x.detach(), dims[0]) == index
+        result = torch.where(mask, x, 0).sum(dims, True)
     else:
-        best = torch.amax(x, dims, True) if highest else torch.amin(x, dims, True)
-    return kept(best, dims, keepdim), kept(place, dims, keepdim)
+        result = torch.amax(x, dims, True) if highest else torch.amin(x, dims, True)
+    return drop_dims(result, dims, keepdim), drop_dims(index, dims, keepdim)
 
 
 @register_decomposition("amax")
 def _amax(x: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    return _extreme(x, dims_in(x, dim), keepdim, True)
+    return extreme(x, dims_in(x, dim), keepdim, True)
 
 
 @register_decomposition("amin")
 def _amin(x: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    return _extreme(x, dims_in(x, dim), keepdim, False)
+    return extreme(x, dims_in(x, dim), keepdim, False)
 
 
 @register_decomposition("max.default")
 def _max(x: Tensor) -> Tensor:
-    return _extreme(x, dims_in(x, None), False, True)
+    return extreme(x, dims_in(x, None), False, True)
 
 
 @register_decomposition("min.default")
 def _min(x: Tensor) -> Tensor:
-    return _extreme(x, dims_in(x, None), False, False)
+    return extreme(x, dims_in(x, None), False, False)
 
 
 @register_decomposition("max.dim")
 def _max_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return _pick(x, dim, keepdim, True)
+    return _extreme_with_index(x, dim, keepdim, True)
 
 
 @register_decomposition("min.dim")
 def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return _pick(x, dim, keepdim, False)
+    return _extreme_with_index(x, dim, keepdim, False)
 
 
 @register_decomposition("argmax")
 def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _place(x, dim, keepdim, True)
+    return _extreme_index(x, dim, keepdim, True)
 
 
 @register_decomposition("argmin")
 def _argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _place(x, dim, keepdim, False)
+    return _extreme_index(x, dim, keepdim, False)
 
 
 @register_decomposition("aminmax")
 def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     dims = dims_in(x, dim)
-    return _extreme(x, dims, keepdim, False), _extreme(x, dims, keepdim, True)
+    return extreme(x, dims, keepdim, False), extreme(x, dims, keepdim, True)
 
 
 # -- means and variances -------------------------------------------------------------------
@@ -180,26 +180,26 @@ def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tup
 def _nanmean(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    dims, made = dims_in(x, dim), dtype or x.dtype
-    given = wide(x.to(made))
-    return (given.nansum(dims, keepdim) / (~x.isnan()).sum(dims, keepdim)).to(made)
+    dims, out_dtype = dims_in(x, dim), dtype or x.dtype
+    values = wide(x.to(out_dtype))
+    return (values.nansum(dims, keepdim) / (~x.isnan()).sum(dims, keepdim)).to(out_dtype)
 
 
 def _moments(
     x: Tensor, dim: Dims | bool, unbiased: bool, keepdim: bool, correction: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean; a correction that is not given is that of what is unbiased."""
+    """Return variance and mean; without `correction` it is 1 if unbiased, else 0."""
     if isinstance(dim, bool):
         return _moments(x, None, dim, keepdim, correction)
-    dims, numbers = dims_in(x, dim), wide(x)
-    less = (1.0 if unbiased else 0.0) if correction is None else float(correction)
-    count = math.prod(x.shape[at] for at in dims)
-    mean = numbers.mean(dims, True)
-    apart = numbers - mean
-    square = (apart * apart.conj()).real if x.is_complex() else apart * apart
-    variance = square.sum(dims, True) * (1 / (count - less) if count > less else math.inf)
+    dims, values = dims_in(x, dim), wide(x)
+    ddof = (1.0 if unbiased else 0.0) if correction is None else float(correction)
+    count = math.prod(x.shape[d] for d in dims)
+    mean = values.mean(dims, True)
+    deviation = values - mean
+    square = (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
+    variance = square.sum(dims, True) * (1 / (count - ddof) if count > ddof else math.inf)
     real = x.real.dtype if x.is_complex() else x.dtype
-    return kept(variance, dims, keepdim).to(real), kept(mean, dims, keepdim).to(x.dtype)
+    return drop_dims(variance, dims, keepdim).to(real), drop_dims(mean, dims, keepdim).to(x.dtype)
 
 
 @register_decomposition(*functional_overloads("var"))
@@ -235,15 +235,15 @@ def _std_mean(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool =
 
 @register_decomposition("logsumexp", "special_logsumexp")
 def log_sum_exp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    """The logarithm of a sum of exponentials; minus infinity, of nothing, with gradient zero."""
+    """Return the log of the sum of exponentials; minus infinity with zero gradient for no terms."""
     inexact = x.is_floating_point() or x.is_complex()
-    given = x if inexact else x.to(torch.get_default_dtype())
-    dims, numbers = dims_in(x, dim), wide(given)
-    still = numbers.detach().real if x.is_complex() else numbers.detach()
-    if not all(x.shape[at] for at in dims):
-        return numbers.exp().sum(dims, keepdim).log().to(given.dtype)
-    most = torch.amax(still, dims, True)
-    most = torch.where(most.isinf(), 0, most)
-    sums = (numbers - most).exp().sum(dims, True)
+    source = x if inexact else x.to(torch.get_default_dtype())
+    dims, values = dims_in(x, dim), wide(source)
+    constant = values.detach().real if x.is_complex() else values.detach()
+    if not all(x.shape[d] for d in dims):
+        return values.exp().sum(dims, keepdim).log().to(source.dtype)
+    maximum = torch.amax(constant, dims, True)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    sums = (values - maximum).exp().sum(dims, True)
     logs = torch.where(sums == 0, -math.inf, torch.where(sums == 0, 1, sums).log())
-    return kept(logs + most, dims, keepdim).to(given.dtype)
+    return drop_dims(logs + maximum, dims, keepdim).to(source.dtype)

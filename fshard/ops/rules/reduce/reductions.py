@@ -1,11 +1,13 @@
-"""Rules of reductions: sums, products, extremes, norms, variances, positions.
+"""Rules of reductions.
 
-A dim that is reduced has a factor that the result lacks. Where the parts' results are put together
-by a sum, a product, a maximum or a minimum the dim may stay cut; a part of no elements gives the
-reduction's neutral element. A mean is a sum of parts, each weighed by its share of all elements.
-Maxima share their gradient among ties as of the whole, so with gradients they are done by others,
-as is what no reduction puts together: variances, norms of other orders, positions. How, the
-`decompositions` say.
+sum, mean, prod, amax, max, argmax, any, all, var, std, median, mode, kthvalue, logsumexp,
+count_nonzero, trace, quantile, cov, corrcoef, sum_to_size.
+
+A reduced dim has a factor that the result lacks. It may be sharded if a sum, product, maximum or
+minimum combines the partial results; an empty shard contributes the neutral element, and partial
+means are weighted by their share of all elements. Ties of extremes share the global gradient, so
+that extremes with gradients are decomposed over sharded dims, as are variances, positions and
+norms of other orders: see `reduction_decompositions` and `vector_norms`.
 """
 
 from __future__ import annotations
@@ -32,82 +34,84 @@ from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local
 from fshard.run.transports.reduce_dtypes import neutral_like
 
 __all__ = [
-    "NeutralIfEmpty", "ZerosIfEmpty", "functional_overloads", "reducing", "same_numbers", "typed",
-    "zeros",
+    "NeutralIfEmpty", "ZerosIfEmpty", "functional_overloads", "keeps_values", "reduction_rule",
+    "typed", "zeros",
 ]  # fmt: skip
 
 
 def functional_overloads(*names: str) -> Iterator[Any]:
-    """The overloads of aten's operations of these names that return new tensors."""
+    """Yield the overloads of aten operations by name that return new tensors."""
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
         if not isinstance(packet, OpOverloadPacket):
             continue
-        for each in packet.overloads():
-            op = getattr(packet, each)
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
             if not schema_of(op).is_mutable:
                 yield op
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims that a call reduces, from 0 on; an empty list is all, or none in some."""
-    name = next((each for each in ("dim", "dims") if call.has(each)), None)
-    given = None if name is None else call.get(name)
+    """Return the non-negative dims that a call reduces; an empty list is all, or none."""
+    argument = next((key for key in ("dim", "dims") if call.has(key)), None)
+    dims = None if argument is None else call.get(argument)
     ndim = call.operands[0].ndim
-    listed = given is not None and not isinstance(given, int)
-    if listed and not given and (base_name(call.op) in ("any", "all") or _is_untouched(call)):
+    is_list = dims is not None and not isinstance(dims, int)
+    if is_list and not dims and (base_name(call.op) in ("any", "all") or _reduces_nothing(call)):
         return ()
-    return normalize_dims(given, ndim) if ndim else ()
+    return normalize_dims(dims, ndim) if ndim else ()
 
 
-def _is_untouched(call: OpCall) -> bool:
-    """Whether a primitive reduces nothing: some reduce all dims where none is listed."""
-    made = call.results[0]
-    return call.op.namespace == "prims" and made is not None and (
-        made.shape == call.operands[0].shape)  # fmt: skip
+def _reduces_nothing(call: OpCall) -> bool:
+    """Return True if a primitive reduces nothing: some reduce all dims if none is listed."""
+    result = call.results[0]
+    return call.op.namespace == "prims" and result is not None and (
+        result.shape == call.operands[0].shape)  # fmt: skip
 
 
-def reducing(
-    call: OpCall,
-    how: Mapping[int, str | None],
-    *,
-    modes: tuple[Mode, ...] = (),
-    shares: bool = False,
-    sizes: bool = False,
-) -> Rule:
-    """The rule of a call that reduces dims of its first operand, each `how` it says, or whole.
+def reduction_rule(
+    call: OpCall, how: Mapping[int, str | None], *, modes: tuple[Mode, ...] = (),
+    shares: bool = False, non_negative: bool = False,
+) -> Rule:  # fmt: skip
+    """Return the rule of a call that reduces dims of its first operand.
 
-    With `shares` the gradient of an element depends on elements of other parts, as it does of
-    extremes with ties and of products; results that are `sizes` are not negative.
+    `how` maps reduced dims to the reduction of partial results, None if the dim must be unsharded.
+    With `shares` an element's gradient depends on elements of other shards, as for extremes with
+    ties and for products; with `non_negative` results are not negative.
     """
     factors = dim_factors(call.operands[0].ndim)
-    whole = frozenset(factors[dim][0] for dim, kind in how.items() if kind is None)
-    cut = {dim: kind for dim, kind in how.items() if kind is not None}
-    extremes = sorted({kind for kind in cut.values() if kind in ("max", "min")})
-    outs = tuple(keeping(call, each, how) for each in call.results)
-    rest = tuple(((),) * each.ndim for each in call.operands[1:])
-    return Rule((factors, *rest), outs, tuple((factors[dim][0], kind) for dim, kind in cut.items()),
-                whole, modes=modes,
-                no_grad=frozenset((*(factors[dim][0] for dim in cut), *modes) if shares else ()),
-                local=NeutralIfEmpty(extremes[0], (tuple(cut),), sizes) if extremes else None)  # fmt: skip
+    unsharded = frozenset(factors[dim][0] for dim, kind in how.items() if kind is None)
+    sharded = {dim: kind for dim, kind in how.items() if kind is not None}
+    extremes = sorted({kind for kind in sharded.values() if kind in ("max", "min")})
+    results = tuple(result_factors(call, meta, how) for meta in call.results)
+    others = tuple(((),) * meta.ndim for meta in call.operands[1:])
+    return Rule(
+        (factors, *others),
+        results,
+        tuple((factors[dim][0], kind) for dim, kind in sharded.items()),
+        unsharded,
+        modes=modes,
+        no_grad=frozenset((*(factors[dim][0] for dim in sharded), *modes) if shares else ()),
+        local=NeutralIfEmpty(extremes[0], (tuple(sharded),), non_negative) if extremes else None,
+    )
 
 
-def keeping(call: OpCall, result: Meta | None, how: Mapping[int, Any]) -> Dims | None:
-    """The factors of a result that has no others than those of dims that are not reduced."""
+def result_factors(call: OpCall, result: Meta | None, how: Mapping[int, Any]) -> Dims | None:
+    """Return the factors of a result that has only the dims that are not reduced."""
     if result is None:
         return None
     factors = dim_factors(call.operands[0].ndim)
-    kept = [() if dim in how else each for dim, each in enumerate(factors)]
+    dims = [() if dim in how else factor for dim, factor in enumerate(factors)]
     if result.ndim == len(factors):
-        return tuple(kept)
-    return tuple(each for dim, each in enumerate(factors) if dim not in how)
+        return tuple(dims)
+    return tuple(factor for dim, factor in enumerate(factors) if dim not in how)
 
 
-def same_numbers(call: OpCall, operand: int = 0) -> bool:
-    """Whether numbers stay what they are: integers of another size wrap elsewhere."""
-    source, made = call.operands[operand], call.results[0]
-    return made is not None and (
-        source.dtype == made.dtype or (is_inexact(source) and is_inexact(made))
+def keeps_values(call: OpCall, operand: int = 0) -> bool:
+    """Return True if the result's dtype holds the operand's values; integers keep their size."""
+    source, result = call.operands[operand], call.results[0]
+    return result is not None and (
+        source.dtype == result.dtype or (is_inexact(source) and is_inexact(result))
     )
 
 
@@ -116,80 +120,81 @@ def same_numbers(call: OpCall, operand: int = 0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NeutralIfEmpty:
-    """A reduction by `kind` on one rank: of no elements it is the neutral element.
+    """Local reduction by `kind` that returns the neutral element if a reduced dim is empty.
 
-    `dims` are those that are reduced, of every operand that has some. Of `sizes`, which are not
-    negative, zero is as good a maximum of none, and what norms of nothing are.
+    `dims` are the reduced dims of each operand. A maximum of no `non_negative` values is zero, as
+    PyTorch's norms of empty tensors are.
     """
 
     kind: str
     dims: tuple[tuple[int, ...], ...]
-    sizes: bool = False
+    non_negative: bool = False
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Reduce one rank's shards."""
         x: torch.Tensor = args[0]
         if all(t.shape[dim] for t, dims in zip(args, self.dims, strict=False) for dim in dims):
             return op(*args, **kwargs)
-        made = ctx.results[0]
-        assert made is not None
-        if self.sizes and self.kind == "max":
+        spec = ctx.results[0]
+        assert spec is not None
+        if self.non_negative and self.kind == "max":
             return zeros(x, ctx)
-        return neutral_like(x.new_empty((), dtype=made.dtype), self.kind, ctx.shape())
+        return neutral_like(x.new_empty((), dtype=spec.dtype), self.kind, ctx.shape())
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMean:
-    """A mean on one rank: that of the elements there, times their share of all."""
+    """Local mean over `dims`, times this rank's share of all elements."""
 
     dims: tuple[int, ...]
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         x: torch.Tensor = args[0]
-        whole = math.prod(ctx.operands[0].shape[dim] for dim in self.dims)
-        mine = math.prod(x.shape[dim] for dim in self.dims)
-        if mine == whole:
+        global_count = math.prod(ctx.operands[0].shape[dim] for dim in self.dims)
+        local_count = math.prod(x.shape[dim] for dim in self.dims)
+        if local_count == global_count:
             return op(*args, **kwargs)
-        if not mine:
-            made = ctx.results[0]
-            assert made is not None
-            return x.to(made.dtype).sum(self.dims).reshape(ctx.shape())
-        return op(*args, **kwargs) * (mine / whole)
+        if not local_count:
+            spec = ctx.results[0]
+            assert spec is not None
+            return x.to(spec.dtype).sum(self.dims).reshape(ctx.shape())
+        return op(*args, **kwargs) * (local_count / global_count)
 
 
 @dataclass(frozen=True, slots=True)
 class ZerosIfEmpty:
-    """An operation on one rank that is not asked of a part of no elements: that gives zeros.
+    """Local call that returns zeros for an empty shard, in the dtypes of the layouts.
 
-    Its results are of the dtypes that are told without a device: some kernels have others.
+    Some kernels return other dtypes than their meta forms.
     """
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """The operation, or zeros in the shapes of the rank's results."""
+        """Run the operation, or return zeros in the shapes of the rank's results."""
         if args[0].numel() or not math.prod(ctx.operands[0].shape):
             return typed(op(*args, **kwargs), ctx)
         return zeros(args[0], ctx)
 
 
-def typed(made: Any, ctx: RankContext) -> Any:
-    """What an operation returned, in the dtypes of the layouts."""
-    if isinstance(made, torch.Tensor):
-        return made if ctx.results[0] is None else made.to(ctx.results[0].dtype)
-    pairs = zip(made, ctx.results, strict=True)
+def typed(results: Any, ctx: RankContext) -> Any:
+    """Cast the results of an operation to the dtypes of their layouts."""
+    if isinstance(results, torch.Tensor):
+        return results if ctx.results[0] is None else results.to(ctx.results[0].dtype)
+    pairs = zip(results, ctx.results, strict=True)
     return [x if x is None or spec is None else x.to(spec.dtype) for x, spec in pairs]
 
 
 def zeros(like: torch.Tensor, ctx: RankContext) -> Any:
-    """The results of an operation on one rank, of zeros."""
-    made = [
-        None if each is None else like.new_zeros(each.local_shape(ctx.rank), dtype=each.dtype)
-        for each in ctx.results
+    """Return local results that are zeros."""
+    results = [
+        None if spec is None else like.new_zeros(spec.local_shape(ctx.rank), dtype=spec.dtype)
+        for spec in ctx.results
     ]
-    return made[0] if len(made) == 1 else made
+    return results[0] if len(results) == 1 else results
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTrace:
-    """A trace on one rank: of the diagonal that crosses its block."""
+    """Local trace: the sum of the global diagonal's part in the shard."""
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         return torch.diagonal(args[0], ctx.offset(0, 0) - ctx.offset(0, 1)).sum()
@@ -202,29 +207,29 @@ KINDS: dict[str, str | None] = {
     "linalg__powsum": "sum", "any": "max", "all": "min", "_is_any_true": "max",
     "_is_all_true": "min", "amax": "max", "amin": "min", "max": "max", "min": "min",
 }  # fmt: skip
-"""How the parts' results are put together; everything else needs its dims whole."""
+"""Reductions of partial results, by operation; other operations need unsharded dims."""
 EXTREMES = ("amax", "amin", "max", "min")
-WHOLE = (
+UNSHARDED = (
     "nanmean", "aminmax", "_aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean",
     "logsumexp", "special_logsumexp", "median", "nanmedian", "mode", "kthvalue", "hash_tensor",
 )  # fmt: skip
 
 
 def reduction(call: OpCall) -> Rule:
-    """Dims that are reduced by the operation's kind, or whole where several results differ."""
+    """Rule of a reduction by its name; dims stay unsharded if it has several results."""
     name, dims = base_name(call.op), reduced_dims(call)
     kind = KINDS.get(name) if len(call.results) == 1 else None
-    made = reducing(call, dict.fromkeys(dims, kind), modes=_modes(call, name, kind),
-                    shares=name in (*EXTREMES, "prod"))  # fmt: skip
+    rule = reduction_rule(call, dict.fromkeys(dims, kind), modes=_modes(call, name, kind),
+                          shares=name in (*EXTREMES, "prod"))  # fmt: skip
     if name == "mean":
-        return Rule(made.operands, made.results, made.reductions, modes=made.modes,
+        return Rule(rule.operands, rule.results, rule.reductions, modes=rule.modes,
                     local=LocalMean(dims))  # fmt: skip
-    return made
+    return rule
 
 
 def _modes(call: OpCall, name: str, kind: str | None) -> tuple[Mode, ...]:
-    """Which unreduced operands pass: those of the same kind, where numbers stay what they are."""
-    if kind is None or not same_numbers(call):
+    """Return modes of unreduced operands of the operation's own reduction."""
+    if kind is None or not keeps_values(call):
         return ()
     if name in ("sum", "mean"):
         return linear_modes(0)
@@ -234,38 +239,39 @@ def _modes(call: OpCall, name: str, kind: str | None) -> tuple[Mode, ...]:
 
 
 def trace(call: OpCall) -> Rule:
-    """Both dims may be cut: every block has a diagonal of its own."""
-    cut = {0: "sum", 1: "sum"}
-    made = reducing(call, cut, modes=linear_modes(0) if same_numbers(call) else ())
-    return Rule(made.operands, made.results, made.reductions, modes=made.modes, local=LocalTrace())
+    """Rule of `trace`: both dims may be sharded."""
+    kinds = {0: "sum", 1: "sum"}
+    rule = reduction_rule(call, kinds, modes=linear_modes(0) if keeps_values(call) else ())
+    return Rule(rule.operands, rule.results, rule.reductions, modes=rule.modes, local=LocalTrace())
 
 
 def sum_to_size(call: OpCall) -> Rule:
-    """Dims that the result has not, or has of size 1, are summed."""
-    x, made = call.operands[0], call.result
-    more = x.ndim - made.ndim
-    gone = {d: "sum" for d in range(x.ndim) if d < more or made.shape[d - more] != x.shape[d]}
+    """Rule of `sum_to_size`: dims that the result lacks, or has with size 1, are summed."""
+    x, meta = call.operands[0], call.result
+    lead = x.ndim - meta.ndim
+    summed = [d for d in range(x.ndim) if d < lead or meta.shape[d - lead] != x.shape[d]]
     factors = dim_factors(x.ndim)
-    result = tuple(() if more + d in gone else factors[more + d] for d in range(made.ndim))
-    return Rule((factors,), (result,), tuple((factors[d][0], kind) for d, kind in gone.items()),
+    result = tuple(() if d in summed else factors[d] for d in range(lead, x.ndim))
+    return Rule((factors,), (result,), tuple((factors[d][0], "sum") for d in summed),
                 modes=linear_modes(0), local=with_local_shape("size"))  # fmt: skip
 
 
 def quantile(call: OpCall) -> Rule:
-    """The dim is whole; every fraction that is asked for is one of its own, in front."""
-    dims, made = dict.fromkeys(reduced_dims(call)), call.result
-    many = tuple(each.ndim == 1 for each in call.operands[1:])
-    asked = (("q",),) if any(many) else ()
-    kept = keeping(call, Meta(made.shape[len(asked) :], made.dtype), dims) or ()
+    """Rule of `quantile`: the dim stays unsharded; a vector of fractions is dim 0 of the result."""
+    dims, meta = dict.fromkeys(reduced_dims(call)), call.result
+    is_vector = tuple(meta.ndim == 1 for meta in call.operands[1:])
+    fractions = (("q",),) if any(is_vector) else ()
+    inner = Meta(meta.shape[len(fractions) :], meta.dtype)
+    inner_dims = result_factors(call, inner, dims) or ()
     factors = dim_factors(call.operands[0].ndim)
-    operands = (factors, *((asked,) if many else ()))
-    whole = frozenset(factors[dim][0] for dim in dims)
-    return Rule(operands, ((*asked, *kept),), unsharded=whole, local=ZerosIfEmpty())
+    operands = (factors, *((fractions,) if is_vector else ()))
+    unsharded = frozenset(factors[dim][0] for dim in dims)
+    return Rule(operands, ((*fractions, *inner_dims),), unsharded=unsharded, local=ZerosIfEmpty())
 
 
-def all_whole(call: OpCall) -> Rule:
-    """Every part of the result is of every part of the operands."""
-    operands = tuple(dim_factors(each.ndim, "abc"[at]) for at, each in enumerate(call.operands))
+def unsharded_operands(call: OpCall) -> Rule:
+    """Rule of `cov` and `corrcoef`: all dims stay unsharded."""
+    operands = tuple(dim_factors(meta.ndim, "abc"[i]) for i, meta in enumerate(call.operands))
     results = tuple(None if m is None else ((),) * m.ndim for m in call.results)
     return Rule(operands, results, unsharded=frozenset(f for o in operands for d in o for f in d))
 
@@ -273,11 +279,11 @@ def all_whole(call: OpCall) -> Rule:
 # -- norms ---------------------------------------------------------------------------------
 
 
-def _of_one(name: str, *more: str) -> list[Any]:
-    """The overloads of operations that reduce one tensor: `max` of two tensors is none."""
+def _of_one(name: str, *names: str) -> list[Any]:
+    """Return the overloads that reduce one tensor, without those like `max` of two tensors."""
     return [
         op
-        for op in functional_overloads(name, *more)
+        for op in functional_overloads(name, *names)
         if not any(a.name == "other" for a in schema_arguments(op))
     ]
 
@@ -286,9 +292,9 @@ PRIMS = [getattr(torch.ops.prims, each).default
          for each in ("sum", "prod", "amax", "amin", "var", "xor_sum")]  # fmt: skip
 OTHERS = {
     "trace": trace, "sum_to_size": sum_to_size, "quantile": quantile, "nanquantile": quantile,
-    "cov": all_whole, "corrcoef": all_whole,
+    "cov": unsharded_operands, "corrcoef": unsharded_operands,
 }  # fmt: skip
 
-register_rule(*_of_one(*KINDS, *WHOLE), *PRIMS)(reduction)
+register_rule(*_of_one(*KINDS, *UNSHARDED), *PRIMS)(reduction)
 for _name, _generator in OTHERS.items():
     register_rule(*functional_overloads(_name))(_generator)

@@ -1,8 +1,9 @@
-"""Rules of operations along a dim: cumulative ones, softmaxes, differences.
+"""Rules and decompositions of operations along a dim: scans and differences.
 
-The dim they run along is whole and every other is cut freely. How a softmax is done over a dim that
-stays cut, `decompositions` says. Cumulative ones are done so block by block, each going on where
-the one before ends, so that only last elements are sent; differences are those of two slices.
+cumsum, cumprod, cummax, cummin, logcumsumexp, diff, gradient, trapezoid, segment_reduce, glu.
+The dim stays unsharded in the rules, every other may be sharded; softmaxes have the same rule.
+Over a sharded dim scans are decomposed into blocks, each continuing the one before, so that only
+last elements are sent; differences are those of two slices.
 """
 
 from __future__ import annotations
@@ -29,47 +30,45 @@ from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.reduction_decompositions import log_sum_exp
-from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, same_numbers
+from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, keeps_values
 
-__all__ = ["_whole"]
+__all__ = ["_unsharded"]
 
 LINEAR = (
     "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "glu_backward",
 )  # fmt: skip
-"""Linear in their first operand; a difference in all of them together."""
+"""Operations linear in their first operand; `diff` in all operands together."""
 OTHERS = (
     "cumprod", "cummax", "cummin", "logcumsumexp", "_logcumsumexp", "softmax", "log_softmax",
     "_softmax", "_log_softmax", "_safe_softmax", "special_softmax", "special_log_softmax", "glu",
 )  # fmt: skip
 
 
-def along(call: OpCall) -> Rule:
-    """Every dim but one is cut as it is on all tensors."""
+def along_dim(call: OpCall) -> Rule:
+    """Rule of an operation along `dim`: every other dim may be sharded alike on all tensors."""
     x = call.operands[0]
     dim = wrap_dim(call.get("dim"), x.ndim)
     if base_name(call.op) == "diff" and call.get("n") == 0:
-        own = dim_factors(x.ndim)
-        return Rule((own,) * len(call.operands), (own,), modes=all_modes(0))
-    return Rule(tuple(_dims(each, x, dim) for each in call.operands),
-                tuple(each and _dims(each, x, dim) for each in call.results),
-                unsharded=_whole(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip
+        dims = dim_factors(x.ndim)
+        return Rule((dims,) * len(call.operands), (dims,), modes=all_modes(0))
+    return Rule(tuple(_dims(meta, x, dim) for meta in call.operands),
+                tuple(meta and _dims(meta, x, dim) for meta in call.results),
+                unsharded=_unsharded(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip
 
 
 def _dims(meta: Meta, x: Meta, dim: int) -> Dims:
-    """The factors of `x`, but for `dim` where it is of another size."""
-    return tuple(
-        () if at == dim and meta.shape[at] != x.shape[at] else each
-        for at, each in enumerate(dim_factors(meta.ndim))
-    )
+    """Return the factors of `x`, without that of `dim` if it has another size."""
+    return tuple(() if i == dim and meta.shape[i] != x.shape[i] else factors for i,
+                 factors in enumerate(dim_factors(meta.ndim)))  # fmt: skip
 
 
-def _whole(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:
-    return frozenset(f for at, each in enumerate(dim_factors(ndim)) for f in each if at in dims)
+def _unsharded(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:
+    return frozenset(f for i, factors in enumerate(dim_factors(ndim)) for f in factors if i in dims)
 
 
 def _modes(call: OpCall) -> tuple[Mode, ...]:
     name, results = base_name(call.op), len(call.results)
-    if not all(same_numbers(call, at) for at in range(len(call.operands))):
+    if not all(keeps_values(call, i) for i in range(len(call.operands))):
         return ()
     if name == "diff":
         return linear_modes(tuple(range(len(call.operands))))
@@ -79,51 +78,55 @@ def _modes(call: OpCall) -> tuple[Mode, ...]:
 
 
 def segment_reduce(call: OpCall) -> Rule:
-    """The dim of the segments is whole; others are free, leading ones as the lengths have them."""
+    """Rule of `segment_reduce`: the segmented dim stays unsharded."""
     x, axis = call.operands[0], wrap_dim(call.get("axis"), call.operands[0].ndim)
     factors = dim_factors(x.ndim)
-    inner = (*factors[:axis], (), *factors[axis + 1 :])
+    result = (*factors[:axis], (), *factors[axis + 1 :])
     lengths = ((*factors[:axis], ()),) * (len(call.operands) - 1)
     reduce, modes = call.get("reduce"), tuple[Mode, ...]()
     if reduce in ("max", "min"):
         modes = kind_modes(0, {reduce: reduce})
     elif reduce in ("sum", "mean") and call.get("initial") is None:
         modes = linear_modes(0)
-    return Rule((factors, *lengths), (inner,), unsharded=_whole(x.ndim, (axis,)), modes=modes,
+    return Rule((factors, *lengths), (result,), unsharded=_unsharded(x.ndim, (axis,)), modes=modes,
                 no_grad=frozenset(modes if reduce in ("max", "min") else ()),
                 local=ZerosIfEmpty())  # fmt: skip
 
 
 def trapezoid(call: OpCall) -> Rule:
-    """The dim is whole; the places, where they are given, are of that dim alone or of all."""
-    y, made = call.operands[0], call.result
+    """Rule of `trapezoid`: the dim stays unsharded; positions have that dim alone or all dims."""
+    y, result = call.operands[0], call.result
     dim = wrap_dim(call.get("dim"), y.ndim)
-    shape, places = y.shape, call.operands[1:]
-    if places and places[0].ndim > 1:
-        shape = torch.broadcast_shapes(shape, places[0].shape)
+    shape, positions = y.shape, call.operands[1:]
+    if positions and positions[0].ndim > 1:
+        shape = torch.broadcast_shapes(shape, positions[0].shape)
         dim += len(shape) - y.ndim
     factors = dim_factors(len(shape))
-    at = tuple((factors[dim],) if x.ndim == 1 and x.shape[0] == shape[dim]
-               else align_factors(x.shape, shape, factors) for x in places)  # fmt: skip
-    middle = ((),) if made.ndim == len(shape) else ()
-    inexact = all(map(is_inexact, (made, *call.operands)))
-    return Rule((align_factors(y.shape, shape, factors), *at),
+    position_dims = tuple(
+        (factors[dim],)
+        if x.ndim == 1 and x.shape[0] == shape[dim]
+        else align_factors(x.shape, shape, factors)
+        for x in positions
+    )
+    middle = ((),) if result.ndim == len(shape) else ()
+    inexact = all(map(is_inexact, (result, *call.operands)))
+    return Rule((align_factors(y.shape, shape, factors), *position_dims),
                 ((*factors[:dim], *middle, *factors[dim + 1 :]),),
-                unsharded=_whole(len(shape), (dim,)),
+                unsharded=_unsharded(len(shape), (dim,)),
                 modes=linear_modes(*range(len(call.operands))) if inexact else ())  # fmt: skip
 
 
 def gradient(call: OpCall) -> Rule:
-    """The dims that differences are taken along are whole, as are the places given for them."""
+    """Rule of `gradient`: the differentiated dims and their positions stay unsharded."""
     x = call.operands[0]
     factors, dims = dim_factors(x.ndim), normalize_dims(call.get("dim"), x.ndim)
-    places = tuple(((),) * each.ndim for each in call.operands[1:])
+    positions = tuple(((),) * meta.ndim for meta in call.operands[1:])
     count = len(call.results)
-    return Rule((factors, *places), (factors,) * count, unsharded=_whole(x.ndim, dims),
+    return Rule((factors, *positions), (factors,) * count, unsharded=_unsharded(x.ndim, dims),
                 modes=linear_modes(0, results=count) if is_inexact(x) else ())  # fmt: skip
 
 
-register_rule(*functional_overloads(*LINEAR, *OTHERS))(along)
+register_rule(*functional_overloads(*LINEAR, *OTHERS))(along_dim)
 register_rule(*functional_overloads("trapezoid", "trapz", "cumulative_trapezoid"))(trapezoid)
 register_rule(*functional_overloads("segment_reduce"))(segment_reduce)
 register_rule(*functional_overloads("gradient"))(gradient)
@@ -133,36 +136,33 @@ register_rule(*functional_overloads("gradient"))(gradient)
 
 
 def _blocks(x: Tensor, dim: int) -> tuple[Tensor, int] | None:
-    """A tensor whose `dim` is blocks, which may be on different ranks, and what is in each.
-
-    None where that saves nothing.
-    """
-    at = wrap_dim(dim, x.ndim)
-    blocks = math.gcd(x.shape[at], MAX_BLOCKS) if x.ndim else 1
-    if blocks < 2 or x.shape[at] < 2 * blocks:
+    """Split `dim` into blocks, which may be on different ranks; None if that saves nothing."""
+    block_dim = wrap_dim(dim, x.ndim)
+    blocks = math.gcd(x.shape[block_dim], MAX_BLOCKS) if x.ndim else 1
+    if blocks < 2 or x.shape[block_dim] < 2 * blocks:
         return None
-    return x.unflatten(at, (blocks, x.shape[at] // blocks)), at
+    return x.unflatten(block_dim, (blocks, x.shape[block_dim] // blocks)), block_dim
 
 
-def _before(last: Tensor, at: int, first: float | int | bool) -> Tensor:
-    """Of every block what is before it, from what is at the blocks' ends; `first` before all."""
-    ahead = last.narrow(at, 0, last.shape[at] - 1)
-    rest = [0, 0] * (last.ndim - 1 - at)
-    return pad(ahead, [*rest, 1, 0], value=first).unsqueeze(at + 1)
+def _previous(last: Tensor, block_dim: int, first: float | int | bool) -> Tensor:
+    """Return each block's predecessor value from the blocks' ends; `first` for the first block."""
+    ahead = last.narrow(block_dim, 0, last.shape[block_dim] - 1)
+    no_padding = [0, 0] * (last.ndim - 1 - block_dim)
+    return pad(ahead, [*no_padding, 1, 0], value=first).unsqueeze(block_dim + 1)
 
 
 def _scanned(
     x: Tensor, dim: int, scan: Callable[[Tensor, int], Tensor], first: float,
     join: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """A cumulative operation: that of every block, joined to that of the blocks before it."""
-    found = _blocks(x, dim)
-    if found is None:
+    """Scan each block and join it to the scan of the blocks before it."""
+    split = _blocks(x, dim)
+    if split is None:
         return scan(x, dim)
-    apart, at = found
-    inner = scan(apart, at + 1)
-    ends = scan(inner.select(at + 1, -1), at)
-    return join(inner, _before(ends, at, first)).flatten(at, at + 1)
+    blocks, block_dim = split
+    inner = scan(blocks, block_dim + 1)
+    ends = scan(inner.select(block_dim + 1, -1), block_dim)
+    return join(inner, _previous(ends, block_dim, first)).flatten(block_dim, block_dim + 1)
 
 
 @register_decomposition("cumsum.default")
@@ -179,70 +179,79 @@ def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor
 
 @register_decomposition("logcumsumexp")
 def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    found = None if x.is_complex() else _blocks(x, dim)
-    if found is None:
+    split = None if x.is_complex() else _blocks(x, dim)
+    if split is None:
         return torch.logcumsumexp(x, dim)
-    apart, at = found
-    ends = torch.logcumsumexp(log_sum_exp(apart, at + 1), at)
-    before = _before(ends, at, -math.inf)
-    # A block begins with what is before it: where it begins with logarithms of nothing, its own
-    # gradient would be no number.
-    some = before != -math.inf
-    first = apart.narrow(at + 1, 0, 1)
-    first = torch.where(some, torch.logaddexp(first, torch.where(some, before, 0)), first)
-    rest = apart.narrow(at + 1, 1, apart.shape[at + 1] - 1)
-    return torch.cat([first, rest], at + 1).logcumsumexp(at + 1).flatten(at, at + 1)
+    blocks, block_dim = split
+    ends = torch.logcumsumexp(log_sum_exp(blocks, block_dim + 1), block_dim)
+    previous = _previous(ends, block_dim, -math.inf)
+    # Each block's first element includes the blocks before it; where that is the logarithm of
+    # zero, its gradient would be NaN.
+    has_previous = previous != -math.inf
+    first = blocks.narrow(block_dim + 1, 0, 1)
+    first = torch.where(
+        has_previous, torch.logaddexp(first, torch.where(has_previous, previous, 0)), first
+    )
+    others = blocks.narrow(block_dim + 1, 1, blocks.shape[block_dim + 1] - 1)
+    return (
+        torch.cat([first, others], block_dim + 1)
+        .logcumsumexp(block_dim + 1)
+        .flatten(block_dim, block_dim + 1)
+    )
 
 
-def _extreme_so_far(x: Tensor, dim: int, highest: bool) -> tuple[Tensor, Tensor]:
-    """The extreme up to every element, and the last place of it; that of NaN where there is one."""
-    scan = torch.cummax if highest else torch.cummin
-    found = _blocks(x, dim)
-    if found is None:
-        values, places = scan(x, dim)
-        return values, places
-    apart, at = found
-    inner, places = scan(apart, at + 1)
-    length = apart.shape[at + 1]
-    begin = torch.arange(0, x.shape[at], length, device=x.device)
-    places = places + begin.reshape([-1 if d == at else 1 for d in range(apart.ndim)])
-    ends, which = scan(inner.select(at + 1, -1), at)
-    where = places.select(at + 1, -1).gather(at, which)
-    least = _least(x.dtype, highest)
-    before, there = _before(ends, at, least), _before(where, at, 0)
-    mine = inner >= before if highest else inner <= before
+def _running_extreme(x: Tensor, dim: int, maximum: bool) -> tuple[Tensor, Tensor]:
+    """Return the running extreme and its last index; NaN is the extreme once there is one."""
+    scan = torch.cummax if maximum else torch.cummin
+    split = _blocks(x, dim)
+    if split is None:
+        values, indices = scan(x, dim)
+        return values, indices
+    blocks, block_dim = split
+    inner, indices = scan(blocks, block_dim + 1)
+    length = blocks.shape[block_dim + 1]
+    begin = torch.arange(0, x.shape[block_dim], length, device=x.device)
+    indices = indices + begin.reshape([-1 if d == block_dim else 1 for d in range(blocks.ndim)])
+    ends, end_of = scan(inner.select(block_dim + 1, -1), block_dim)
+    end_indices = indices.select(block_dim + 1, -1).gather(block_dim, end_of)
+    identity = _identity(x.dtype, maximum)
+    previous, previous_index = (_previous(ends, block_dim, identity),
+                                _previous(end_indices, block_dim, 0))  # fmt: skip
+    is_own = inner >= previous if maximum else inner <= previous
     if x.is_floating_point():
-        mine = inner.isnan() | (mine & ~before.isnan())
-    made = torch.where(mine, inner, before), torch.where(mine, places, there)
-    return made[0].flatten(at, at + 1), made[1].flatten(at, at + 1)
+        is_own = inner.isnan() | (is_own & ~previous.isnan())
+    outputs = torch.where(is_own, inner, previous), torch.where(is_own, indices, previous_index)
+    return outputs[0].flatten(block_dim, block_dim + 1), outputs[1].flatten(
+        block_dim, block_dim + 1
+    )
 
 
-def _least(dtype: torch.dtype, highest: bool) -> float | int | bool:
-    """What every number is at least, or with `highest` false at most."""
+def _identity(dtype: torch.dtype, maximum: bool) -> float | int | bool:
+    """Return the identity of a maximum, or of a minimum if `maximum` is false."""
     if dtype == torch.bool:
-        return not highest
+        return not maximum
     if dtype.is_floating_point:
-        return -math.inf if highest else math.inf
-    return torch.iinfo(dtype).min if highest else torch.iinfo(dtype).max
+        return -math.inf if maximum else math.inf
+    return torch.iinfo(dtype).min if maximum else torch.iinfo(dtype).max
 
 
 @register_decomposition("cummax.default")
 def _cummax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return _extreme_so_far(x, dim, True)
+    return _running_extreme(x, dim, True)
 
 
 @register_decomposition("cummin.default")
 def _cummin(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return _extreme_so_far(x, dim, False)
+    return _running_extreme(x, dim, False)
 
 
 @register_decomposition("diff")
 def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None,
           append: Tensor | None = None) -> Tensor:  # fmt: skip
-    given = [each for each in (prepend, x, append) if each is not None]
-    made = torch.cat(given, dim) if len(given) > 1 else x
-    for _ in range(min(n, made.shape[dim])):
-        size = made.shape[dim] - 1
-        after, before = made.narrow(dim, 1, size), made.narrow(dim, 0, size)
-        made = after ^ before if x.dtype == torch.bool else after - before
-    return made
+    pieces = [x for x in (prepend, x, append) if x is not None]
+    result = torch.cat(pieces, dim) if len(pieces) > 1 else x
+    for _ in range(min(n, result.shape[dim])):
+        size = result.shape[dim] - 1
+        after, before = result.narrow(dim, 1, size), result.narrow(dim, 0, size)
+        result = after ^ before if x.dtype == torch.bool else after - before
+    return result

@@ -1,4 +1,9 @@
-"""TODO."""
+"""Rules and decompositions of vector norms, matrix norms and distances of two tensors.
+
+norm, linalg.norm, linalg.vector_norm, linalg.matrix_norm, frobenius_norm, nuclear_norm, dist,
+pairwise_distance. Partial norms of order 0 and 1 add up, those of infinite order are extremes;
+over sharded dims other orders are decomposed into sums of powers and a root.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +19,23 @@ from fshard.ops.core.builders import align_factors, dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.elementwise.pointwise_modes import _extreme
-from fshard.ops.rules.reduce.reduction_decompositions import dims_in, kept, root, wide
-from fshard.ops.rules.reduce.reductions import NeutralIfEmpty, functional_overloads, reducing
+from fshard.ops.rules.reduce.reduction_decompositions import dims_in, drop_dims, extreme, root, wide
+from fshard.ops.rules.reduce.reductions import NeutralIfEmpty, functional_overloads, reduction_rule
 
 __all__ = ["vector_norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class NormKind:
-    """Which norm a call computes: of vectors or of matrices, its order, and over which dims."""
+    """Kind of a norm: its order, its dims, and whether it is a matrix norm."""
 
     order: float | str
     dims: tuple[int, ...]
     matrix: bool = field(default=False)
 
     @property
-    def how(self) -> dict[int, str | None]:
-        """For every dim the reduction that puts parts together, None where there is none."""
+    def reductions(self) -> dict[int, str | None]:
+        """Map each dim to the reduction of partial results, None if there is none."""
         if not self.matrix:
             kind = {math.inf: "max", -math.inf: "min", 0.0: "sum", 1.0: "sum"}
             return dict.fromkeys(self.dims, kind.get(self.order))  # type: ignore[arg-type]
@@ -43,11 +47,11 @@ class NormKind:
 
 
 def norm_of(call: OpCall) -> NormKind:
-    """The norm that a call of any of PyTorch's norms computes."""
+    """Return the kind of norm that a call computes."""
     name, ndim = base_name(call.op), call.operands[0].ndim
-    order = next((call.get(each) for each in ("ord", "p") if call.has(each)), None)
-    given = call.get("dim") if call.has("dim") else None
-    dims = normalize_dims(given, ndim) if ndim else ()
+    order = next((call.get(key) for key in ("ord", "p") if call.has(key)), None)
+    dims = call.get("dim") if call.has("dim") else None
+    dims = normalize_dims(dims, ndim) if ndim else ()
     if name == "linalg_matrix_norm":
         return NormKind(_order(order), dims, matrix=True)
     if name == "nuclear_norm":
@@ -62,43 +66,52 @@ def _order(order: Any) -> float | str:
 
 
 def norm(call: OpCall) -> Rule:
-    """Norms of order 0 and 1 add up, those of infinite order are extremes; others are whole."""
-    which = norm_of(call)
-    shares = which.order not in (0.0, 1.0) or which.matrix
-    return reducing(call, which.how, shares=shares, sizes=True)
+    """Rule of norms: dims of order 0, 1 and infinity may be sharded."""
+    kind = norm_of(call)
+    shares = kind.order not in (0.0, 1.0) or kind.matrix
+    return reduction_rule(call, kind.reductions, shares=shares, non_negative=True)
 
 
 def dist(call: OpCall) -> Rule:
-    """A norm over all dims of a difference, whose operands may broadcast."""
+    """Rule of a norm of a difference over all dims; the operands may broadcast."""
     order = float(call.get("p"))
-    kind = NormKind(order, (0,)).how[0]
-    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
+    kind = NormKind(order, (0,)).reductions[0]
+    shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
     factors = dim_factors(len(shape))
     names = [f for dim in factors for f in dim]
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
+    operands = tuple(align_factors(meta.shape, shape, factors) for meta in call.operands)
     if kind is None:
         return Rule(operands, ((),), unsharded=frozenset(names))
-    extreme = kind in ("max", "min")
-    every = tuple(tuple(range(each.ndim)) for each in call.operands)
-    return Rule(operands, ((),), tuple((f, kind) for f in names),
-                no_grad=frozenset(names if extreme else ()),
-                local=NeutralIfEmpty(kind, every, sizes=True) if extreme else None)  # fmt: skip
+    is_extreme = kind in ("max", "min")
+    all_dims = tuple(tuple(range(meta.ndim)) for meta in call.operands)
+    return Rule(
+        operands,
+        ((),),
+        tuple((f, kind) for f in names),
+        no_grad=frozenset(names if is_extreme else ()),
+        local=NeutralIfEmpty(kind, all_dims, non_negative=True) if is_extreme else None,
+    )
 
 
 def pairwise_distance(call: OpCall) -> Rule:
-    """A norm over the last dim of a difference, whose operands may broadcast."""
+    """Rule of a norm of a difference over the last dim; the operands may broadcast."""
     order = float(call.get("p"))
-    kind = NormKind(order, (0,)).how[0]
-    shape = torch.broadcast_shapes(*(each.shape for each in call.operands))
+    kind = NormKind(order, (0,)).reductions[0]
+    shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
     factors, last = dim_factors(len(shape)), len(shape) - 1
-    operands = tuple(align_factors(each.shape, shape, factors) for each in call.operands)
+    operands = tuple(align_factors(meta.shape, shape, factors) for meta in call.operands)
     result = (*factors[:-1], ()) if call.get("keepdim") else factors[:-1]
     name = factors[last][0]
     if kind is None:
         return Rule(operands, (result,), unsharded=frozenset({name}))
-    extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
-    return Rule(operands, (result,), ((name, kind),), no_grad=frozenset({name} if extreme else ()),
-                local=NeutralIfEmpty(kind, lasts, sizes=True) if extreme else None)  # fmt: skip
+    is_extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
+    return Rule(
+        operands,
+        (result,),
+        ((name, kind),),
+        no_grad=frozenset({name} if is_extreme else ()),
+        local=NeutralIfEmpty(kind, lasts, non_negative=True) if is_extreme else None,
+    )
 
 
 NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "native_norm",
@@ -116,21 +129,21 @@ def vector_norm(
     x: Tensor, order: float = 2.0, dim: Dims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """A norm of vectors, as `torch.linalg.vector_norm`."""
-    given = x if dtype is None else x.to(dtype)
-    dims, size = dims_in(x, dim), wide(given.abs())
-    made = given.abs().dtype
+    """Return a norm of vectors, as `torch.linalg.vector_norm`."""
+    source = x if dtype is None else x.to(dtype)
+    dims, size = dims_in(x, dim), wide(source.abs())
+    norm_dtype = source.abs().dtype
     if order in (math.inf, -math.inf):
-        return _extreme(size, dims, keepdim, order > 0).to(made)
+        return extreme(size, dims, keepdim, order > 0).to(norm_dtype)
     if order == 0:
-        return (size != 0).to(made).sum(dims, keepdim)
+        return (size != 0).to(norm_dtype).sum(dims, keepdim)
     if order == 1:
-        return size.sum(dims, keepdim).to(made)
+        return size.sum(dims, keepdim).to(norm_dtype)
     if order == 2:
-        return root((size * size).sum(dims, keepdim)).to(made)
+        return root((size * size).sum(dims, keepdim)).to(norm_dtype)
     safe = torch.where(size == 0, 1, size).pow(order)
     powers = torch.where(size == 0, 0.0 if order > 0 else math.inf, safe)
-    return root(powers.sum(dims, keepdim), order).to(made)
+    return root(powers.sum(dims, keepdim), order).to(norm_dtype)
 
 
 @register_decomposition("linalg_vector_norm")
@@ -156,19 +169,19 @@ def _matrix_norm(x: Tensor, ord: float | str = "fro", dim: Sequence[int] = (-2, 
     rows, columns = dims = dims_in(x, dim)
     if ord == "fro":
         return vector_norm(x, 2.0, dims, keepdim, dtype)
-    given = x if dtype is None else x.to(dtype)
+    source = x if dtype is None else x.to(dtype)
     if ord == "nuc" or abs(float(ord)) == 2:
-        values: Tensor = torch.linalg.svdvals(given.movedim(dims, (-2, -1)))
-        made = values.sum(-1) if ord == "nuc" or not values.shape[-1] else (
+        values: Tensor = torch.linalg.svdvals(source.movedim(dims, (-2, -1)))
+        result = values.sum(-1) if ord == "nuc" or not values.shape[-1] else (
             values.amax(-1) if float(ord) > 0 else values.amin(-1))  # fmt: skip
-        for at in sorted(dims) if keepdim else ():
-            made = made.unsqueeze(at)
-        return made
+        for d in sorted(dims) if keepdim else ():
+            result = result.unsqueeze(d)
+        return result
     summed, chosen = (rows, columns) if abs(float(ord)) == 1 else (columns, rows)
-    sums = given.abs().sum([summed], True)
+    sums = source.abs().sum([summed], True)
     if not x.shape[chosen]:
         return sums.sum(dims, keepdim)
-    return kept(_extreme(sums, [chosen], True, float(ord) > 0), dims, keepdim)
+    return drop_dims(extreme(sums, [chosen], True, float(ord) > 0), dims, keepdim)
 
 
 @register_decomposition(*functional_overloads("linalg_norm"))

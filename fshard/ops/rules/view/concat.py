@@ -1,7 +1,8 @@
-"""Rules of operations that make one tensor of several, or several that fit each other.
+"""Rules of operations that join tensors, or broadcast them to each other.
 
-Elements are moved and none computed with. Tensors that are put one after the other along a dim have
-it whole: where one ends is not where a shard ends.
+cat, stack, hstack, vstack, dstack, column_stack, pad_sequence, block_diag, cartesian_prod,
+combinations, meshgrid, broadcast_tensors. The dim along which tensors are joined stays
+unsharded: a tensor does not end where a shard ends.
 """
 
 from __future__ import annotations
@@ -19,57 +20,62 @@ from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 __all__: list[str] = []
 
-Places = Sequence[int]
-"""Of every dim of an operand the dim of the result that it is."""
+DimMap = Sequence[int]
+"""The result's dim of each dim of an operand."""
 
 
-def joined(call: OpCall, places: Sequence[Places], along: int | None) -> Rule:
-    """A rule of operands whose dims are those of one result, all but `along` at once."""
+def join_rule(call: OpCall, dim_maps: Sequence[DimMap], along: int | None) -> Rule:
+    """Return the rule of operands whose dims are dims of one result, all but `along`.
+
+    `dim_maps` lists the result's dim of each dim of each operand.
+    """
     result = call.result
-    own = letter_dims(result.ndim)
-    # What is of one element may be made so for tensors of fewer dims: those are given it whole.
-    held = [
-        any(at in each for each in places)
-        and (size != 1 or all(at in each for each in places))
-        and (at != along or len(places) == 1)
-        for at, size in enumerate(result.shape)
+    factors = letter_dims(result.ndim)
+    # A dim of size 1 may be added to operands with fewer dims, for which it is unsharded.
+    shardable = [
+        any(dim in dim_map for dim_map in dim_maps)
+        and (size != 1 or all(dim in dim_map for dim_map in dim_maps))
+        and (dim != along or len(dim_maps) == 1)
+        for dim, size in enumerate(result.shape)
     ]
-    made: Dims = tuple(each if kept else () for each, kept in zip(own, held, strict=True))
-    operands = tuple(tuple(made[at] for at in each) for each in places)
-    return Rule(operands, (made,), modes=all_modes(*range(len(call.operands))))
+    result_dims: Dims = tuple(
+        dim_map if ok else () for dim_map, ok in zip(factors, shardable, strict=True)
+    )
+    operands = tuple(tuple(result_dims[dim] for dim in dim_map) for dim_map in dim_maps)
+    return Rule(operands, (result_dims,), modes=all_modes(*range(len(call.operands))))
 
 
 @register_rule("cat.default", "concat.default", "concatenate.default", "prims::cat")
 def cat(call: OpCall) -> Rule:
-    """Dims but the one along which they lie; what has no elements may have one dim alone."""
+    """Rule of `cat`: all dims but `dim` may be sharded; an empty operand may have one dim alone."""
     result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
-    places = [range(each.ndim) if each.ndim == result.ndim else [dim] for each in call.operands]
-    return joined(call, places, dim)
+    dim_maps = [range(meta.ndim) if meta.ndim == result.ndim else [dim] for meta in call.operands]
+    return join_rule(call, dim_maps, dim)
 
 
 @register_rule("stack", "_stack")
 def stack(call: OpCall) -> Rule:
-    """The tensors lie along a dim of their own."""
+    """Rule of `stack`: all dims but the new one may be sharded."""
     result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
-    places = [[at for at in range(result.ndim) if at != dim]] * len(call.operands)
-    return joined(call, places, dim)
+    dim_maps = [[i for i in range(result.ndim) if i != dim]] * len(call.operands)
+    return join_rule(call, dim_maps, dim)
 
 
-def _hstack(ndim: int) -> tuple[Places, int]:
+def _hstack(ndim: int) -> tuple[DimMap, int]:
     return range(ndim), 0 if ndim <= 1 else 1
 
 
-def _vstack(ndim: int) -> tuple[Places, int]:
+def _vstack(ndim: int) -> tuple[DimMap, int]:
     return ([1] if ndim == 1 else range(ndim)), 0
 
 
-def _dstack(ndim: int) -> tuple[Places, int]:
+def _dstack(ndim: int) -> tuple[DimMap, int]:
     return ([1] if ndim == 1 else range(ndim)), 2
 
 
-def _column_stack(ndim: int) -> tuple[Places, int]:
+def _column_stack(ndim: int) -> tuple[DimMap, int]:
     return range(ndim), 1
 
 
@@ -80,44 +86,44 @@ _STACKS = {
 
 
 @register_rule(*_STACKS)
-def stacked(call: OpCall) -> Rule:
-    """Tensors of few dims are given more, and lie along one of them."""
-    places = _STACKS[base_name(call.op)]
-    given = [places(each.ndim) for each in call.operands]
-    return joined(call, [each for each, _ in given], given[0][1])
+def stack_rule(call: OpCall) -> Rule:
+    """Rule of `hstack` and the like, which add dims to tensors of few dims."""
+    dim_map_of = _STACKS[base_name(call.op)]
+    maps = [dim_map_of(meta.ndim) for meta in call.operands]
+    return join_rule(call, [meta for meta, _ in maps], maps[0][1])
 
 
 @register_rule("pad_sequence")
-def padded(call: OpCall) -> Rule:
-    """Sequences of different lengths, filled up: what comes after their first dims passes."""
+def pad_sequence(call: OpCall) -> Rule:
+    """Rule of `pad_sequence`: the dims after the length may be sharded."""
     result = call.result
-    rest = letter_dims(result.ndim - 2)
-    alike = all_modes(*range(len(call.operands)))
+    dims = letter_dims(result.ndim - 2)
+    modes = all_modes(*range(len(call.operands)))
     if call.get("padding_value"):
-        alike = tuple(mode for mode in alike if mode.kind not in ("sum", "product"))
-    return Rule((((), *rest),) * len(call.operands), (((), (), *rest),), modes=alike)
+        modes = tuple(mode for mode in modes if mode.kind not in ("sum", "product"))
+    return Rule((((), *dims),) * len(call.operands), (((), (), *dims),), modes=modes)
 
 
 @register_rule("block_diag", "_chunk_cat", "flatten_dense_tensors")
-def blocks(call: OpCall) -> Rule:
-    """Tensors that lie beside and below each other are whole."""
-    operands = tuple(((),) * each.ndim for each in call.operands)
-    results = tuple(((),) * each.ndim for each in call.results if each is not None)
+def block_diag(call: OpCall) -> Rule:
+    """Rule of operations that place tensors beside and below each other: all unsharded."""
+    operands = tuple(((),) * meta.ndim for meta in call.operands)
+    results = tuple(((),) * meta.ndim for meta in call.results if meta is not None)
     return Rule(operands, results, modes=all_modes(*range(len(operands))))
 
 
 @register_rule("cartesian_prod")
-def products(call: OpCall) -> Rule:
-    """The first tensor's elements are major in the rows."""
-    own = factor_names(len(call.operands))
-    operands: tuple[Dims, ...] = tuple(((name,),) for name in own)
-    rows: Dims = (own, ()) if len(own) > 1 else (own,)
-    return Rule(operands, (rows,), modes=all_modes(*range(len(own))))
+def cartesian_prod(call: OpCall) -> Rule:
+    """Rule of `cartesian_prod`: rows are a product of all operands, the first one major."""
+    names = factor_names(len(call.operands))
+    operands: tuple[Dims, ...] = tuple(((name,),) for name in names)
+    rows: Dims = (names, ()) if len(names) > 1 else (names,)
+    return Rule(operands, (rows,), modes=all_modes(*range(len(names))))
 
 
 @register_rule("combinations")
 def combinations(call: OpCall) -> Rule:
-    """Every element meets all that come after it."""
+    """Rule of `combinations`: unsharded."""
     return Rule(((("a",),),), (((), ()),), unsharded=frozenset("a"), modes=all_modes(0))
 
 
@@ -125,37 +131,37 @@ def combinations(call: OpCall) -> Rule:
 
 
 def _each_alone(count: int) -> tuple[Mode, ...]:
-    """Modes of operands of which each makes the result of its number: all together, or one."""
-    alone = () if count == 1 else tuple(
-        Mode((at,), kind, tuple(kind if other == at else None for other in range(count)))
-        for at in range(count) for kind in REDUCTIONS
+    """Return modes of operands that make one result each: all together, or one alone."""
+    single = () if count == 1 else tuple(
+        Mode((i,), kind, tuple(kind if j == i else None for j in range(count)))
+        for i in range(count) for kind in REDUCTIONS
     )  # fmt: skip
-    return all_modes(*range(count), results=count) + alone
+    return all_modes(*range(count), results=count) + single
 
 
 @register_rule("meshgrid")
-def grid(call: OpCall) -> Rule:
-    """Every operand is a dim of all results; in Cartesian order the first two change places."""
-    n = len(call.operands)
-    own = letter_dims(n)
-    made = own
-    if call.has("indexing") and call.get("indexing") == "xy" and n > 1:
-        made = (own[1], own[0], *own[2:])
-    operands = tuple(own[at : at + 1] * each.ndim for at, each in enumerate(call.operands))
-    made = tuple(dim if any(dim in each for each in operands) else () for dim in made)
-    return Rule(operands, (made,) * n, modes=_each_alone(n))
+def meshgrid(call: OpCall) -> Rule:
+    """Rule of `meshgrid`: each operand is a dim of all results; "xy" swaps the first two."""
+    count = len(call.operands)
+    factors = letter_dims(count)
+    result_dims = factors
+    if call.has("indexing") and call.get("indexing") == "xy" and count > 1:
+        result_dims = (factors[1], factors[0], *factors[2:])
+    operands = tuple(factors[i : i + 1] * meta.ndim for i, meta in enumerate(call.operands))
+    result_dims = tuple(dim if any(dim in meta for meta in operands) else () for dim in result_dims)
+    return Rule(operands, (result_dims,) * count, modes=_each_alone(count))
 
 
-def broadcast_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> list[Any]:
-    """Every tensor expanded to what the rank makes of it."""
-    return [x.expand(ctx.shape(at)) for at, x in enumerate(args[0])]
+def _local_broadcast(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> list[Any]:
+    """Expand each tensor to its local result shape."""
+    return [x.expand(ctx.shape(i)) for i, x in enumerate(args[0])]
 
 
 @register_rule("broadcast_tensors")
-def broadcast(call: OpCall) -> Rule:
-    """All results have all dims; an operand those along which it is not repeated."""
+def broadcast_tensors(call: OpCall) -> Rule:
+    """Rule of `broadcast_tensors`: an operand has the dims along which it is not repeated."""
     result = call.result
-    own = letter_dims(result.ndim)
-    operands = tuple(align_factors(each.shape, result.shape, own) for each in call.operands)
-    n = len(operands)
-    return Rule(operands, (own,) * n, modes=_each_alone(n), local=broadcast_locally)
+    dims = letter_dims(result.ndim)
+    operands = tuple(align_factors(meta.shape, result.shape, dims) for meta in call.operands)
+    count = len(operands)
+    return Rule(operands, (dims,) * count, modes=_each_alone(count), local=_local_broadcast)

@@ -1,7 +1,9 @@
-"""Rules of operations on diagonals, which on a part of a matrix are other diagonals.
+"""Rules of operations on diagonals.
 
-A rank that holds the rows from `b` on sees the diagonal `k` as `k + b`, one that holds the columns
-from `b` on as `k - b`.
+tril, triu, diagonal, diag, diagflat, diag_embed, diagonal_scatter.
+
+The diagonal `k` of a matrix is `k + b` in a shard that begins at row `b`, and `k - b` in one that
+begins at column `b`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class _LocalDiagonal:
-    """A local call with the number of a diagonal as the rank sees it."""
+    """Local call with the diagonal's number in the rank's shard."""
 
     name: str
     rows: int
@@ -38,14 +40,14 @@ class _LocalDiagonal:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         shift = ctx.offset(0, self.rows) - ctx.offset(0, self.columns)
-        given = argument(op, args, kwargs, self.name)
-        _, placed, named = with_argument(op, args, kwargs, self.name, given + shift)
-        return op(*placed, **named)
+        number = argument(op, args, kwargs, self.name)
+        _, new_args, new_kwargs = with_argument(op, args, kwargs, self.name, number + shift)
+        return op(*new_args, **new_kwargs)
 
 
 @register_rule("tril", "triu")
 def triangle(call: OpCall) -> Rule:
-    """Every dim can be cut. What is not taken is zero, which every reduction leaves so."""
+    """Rule of `tril` and `triu`: every dim may be sharded; zeros are neutral in every reduction."""
     ndim = call.operands[0].ndim
     dims = letter_dims(ndim)
     return Rule(
@@ -54,88 +56,96 @@ def triangle(call: OpCall) -> Rule:
 
 
 def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
-    """The number of the diagonal, and the dims that it runs through."""
+    """Return the diagonal's number and its two dims."""
     ndim = call.operands[0].ndim
     name = "offset" if call.has("offset") else "diagonal"
-    given = [call.get(each) if call.has(each) else at for at, each in enumerate(("dim1", "dim2"))]
-    return call.get(name), wrap_dim(given[0], ndim), wrap_dim(given[1], ndim)
+    dims = [
+        call.get(key) if call.has(key) else default for default, key in enumerate(("dim1", "dim2"))
+    ]
+    return call.get(name), wrap_dim(dims[0], ndim), wrap_dim(dims[1], ndim)
 
 
 @register_rule("diagonal", "diagonal_copy", "linalg_diagonal")
 def diagonal(call: OpCall) -> Rule:
-    """The dim that the diagonal runs through from end to end can be cut, if there is one."""
-    x, result = call.operands[0], call.result
+    """Rule of `diagonal`: the dim that it covers from end to end, if any, may be sharded."""
+    x = call.operands[0]
     offset, rows, columns = diagonal_dims(call)
     names = factor_names(x.ndim)
-    own: Dims = tuple((name,) for name in names)
+    dims: Dims = tuple((name,) for name in names)
     along = None
     if offset >= 0 and x.shape[rows] <= x.shape[columns] - offset:
         along = rows
     elif offset <= 0 and x.shape[columns] <= x.shape[rows] + offset:
         along = columns
-    kept = tuple(own[at] for at in range(x.ndim) if at not in (rows, columns))
-    lost = frozenset(names[at] for at in (rows, columns) if at != along)
+    others = tuple(dims[dim] for dim in range(x.ndim) if dim not in (rows, columns))
+    unsharded = frozenset(names[dim] for dim in (rows, columns) if dim != along)
     name = "offset" if call.has("offset") else "diagonal"
-    return Rule((own,), ((*kept, () if along is None else own[along]),), unsharded=lost,
+    return Rule((dims,), ((*others, () if along is None else dims[along]),), unsharded=unsharded,
                 modes=all_modes(0), local=_LocalDiagonal(name, rows, columns))  # fmt: skip
 
 
-def _embed_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+def _local_diag_embed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
     x: torch.Tensor = args[0]
     begin, end = ctx.offset(0, x.ndim - 1), ctx.end(0, x.ndim - 1)
     if begin == 0 and ctx.is_unsharded(0, x.ndim - 1):
-        made: torch.Tensor = op(*args, **kwargs)
-        return made
-    whole = ctx.operands[0].shape[-1]
-    square = pad(torch.diag_embed(x), (begin, whole - end))
-    at = (-2, -1) if "diag_embed" not in str(op) else (
+        matrix: torch.Tensor = op(*args, **kwargs)
+        return matrix
+    size = ctx.operands[0].shape[-1]
+    square = pad(torch.diag_embed(x), (begin, size - end))
+    matrix_dims = (-2, -1) if "diag_embed" not in str(op) else (
         argument(op, args, kwargs, "dim1"), argument(op, args, kwargs, "dim2"))  # fmt: skip
-    return square.movedim((-2, -1), at)
+    return square.movedim((-2, -1), matrix_dims)
 
 
 @register_rule("diag_embed")
-def embedded(call: OpCall) -> Rule:
-    """Matrices whose main diagonal is cut have their rows cut so."""
+def diag_embed(call: OpCall) -> Rule:
+    """Rule of `diag_embed`: the rows of matrices may be sharded as their main diagonals are."""
     x, result = call.operands[0], call.result
     offset = call.get("offset")
     rows, columns = wrap_dim(call.get("dim1"), result.ndim), wrap_dim(call.get("dim2"), result.ndim)
-    own = letter_dims(x.ndim)
-    left = iter(own[:-1])
-    last = own[-1] if not offset else ()
-    made = tuple(
-        last if at == rows else () if at == columns else next(left) for at in range(result.ndim)
+    dims = letter_dims(x.ndim)
+    others = iter(dims[:-1])
+    diagonal_factor = dims[-1] if not offset else ()
+    result_dims = tuple(
+        diagonal_factor if dim == rows else () if dim == columns else next(others)
+        for dim in range(result.ndim)
     )
-    return Rule((own,), (made,), unsharded=frozenset() if not offset else frozenset(own[-1]),
-                modes=all_modes(0), local=_embed_locally)  # fmt: skip
+    return Rule((dims,), (result_dims,),
+                unsharded=frozenset() if not offset else frozenset(dims[-1]), modes=all_modes(0),
+                local=_local_diag_embed)  # fmt: skip
 
 
 @register_rule("diag")
 def diag(call: OpCall) -> Rule:
-    """A vector's matrix, or a matrix's diagonal."""
+    """Rule of `diag`: a matrix of a vector, or the diagonal of a matrix."""
     if call.operands[0].ndim == 2:
-        found: Rule = diagonal(call)
-        return found
+        rule: Rule = diagonal(call)
+        return rule
     if call.get("diagonal"):
         return Rule(((("a",),),), (((), ()),), unsharded=frozenset("a"), modes=all_modes(0))
-    return Rule(((("a",),),), ((("a",), ()),), modes=all_modes(0), local=_embed_locally)
+    return Rule(((("a",),),), ((("a",), ()),), modes=all_modes(0), local=_local_diag_embed)
 
 
 @register_rule("diagflat")
 def diagflat(call: OpCall) -> Rule:
-    """The matrix of all elements: they are needed whole."""
+    """Rule of `diagflat`: all elements stay unsharded."""
     names = factor_names(call.operands[0].ndim)
     return Rule((tuple((name,) for name in names),), (((), ()),), unsharded=frozenset(names),
                 modes=all_modes(0))  # fmt: skip
 
 
 @register_rule("diagonal_scatter", "diagonal_backward")
-def into_diagonal(call: OpCall) -> Rule:
-    """The two dims of the matrices are whole; others pass."""
+def diagonal_scatter(call: OpCall) -> Rule:
+    """Rule of writes into a diagonal: the matrices' two dims stay unsharded."""
     result = call.result
-    rows, columns = (wrap_dim(call.get(each), result.ndim) for each in ("dim1", "dim2"))
+    rows, columns = (wrap_dim(call.get(factors), result.ndim) for factors in ("dim1", "dim2"))
     names = factor_names(result.ndim)
-    whole: Dims = tuple(() if at in (rows, columns) else (name,) for at, name in enumerate(names))
-    line = (*(each for at, each in enumerate(whole) if at not in (rows, columns)), ())
+    matrix_dims: Dims = tuple(
+        () if dim in (rows, columns) else (name,) for dim, name in enumerate(names)
+    )
+    line = (*(factors for dim, factors in enumerate(matrix_dims) if dim not in (rows, columns)), ())
     if len(call.operands) == 1:
-        return Rule((line,), (whole,), modes=all_modes(0), local=with_local_shape("input_sizes"))
-    return Rule((whole, line), (whole,), modes=all_modes(0, 1))
+        return Rule(
+            (line,), (matrix_dims,), modes=all_modes(0), local=with_local_shape("input_sizes")
+        )
+    return Rule((matrix_dims, line), (matrix_dims,), modes=all_modes(0, 1))

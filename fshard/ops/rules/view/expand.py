@@ -1,4 +1,7 @@
-"""TODO."""
+"""Rules of operations that repeat elements.
+
+expand, expand_as, broadcast_to, broadcast_in_dim, repeat, tile, repeat_interleave.
+"""
 
 from __future__ import annotations
 
@@ -18,105 +21,100 @@ __all__: list[str] = []
 
 
 @register_rule("expand", "expand_copy", "expand_as", "broadcast_to")
-def expanded(call: OpCall) -> Rule:
-    """Dims that are made have a factor that the operand has not."""
+def expand(call: OpCall) -> Rule:
+    """Rule of expansions: new dims have a factor that the operand lacks."""
     x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
-    more = result.ndim - x.ndim
-    own = tuple(
-        names[more + at] if size == result.shape[more + at] else ()
-        for at, size in enumerate(x.shape)
+    lead = result.ndim - x.ndim
+    dims = tuple(
+        names[lead + i] if size == result.shape[lead + i] else () for i, size in enumerate(x.shape)
     )
-    return Rule((own, *(names,) * (len(call.operands) - 1)), (names,),
+    return Rule((dims, *(names,) * (len(call.operands) - 1)), (names,),
                 modes=shape_operand_modes(call),
                 local=ReshapeCall(torch.ops.aten.expand.default))  # fmt: skip
 
 
 @register_rule("prims::broadcast_in_dim")
-def broadcast(call: OpCall) -> Rule:
-    """Dims go where they are said to; those of one element may be repeated there."""
+def broadcast_in_dim(call: OpCall) -> Rule:
+    """Rule of `broadcast_in_dim`: dims are placed as listed, those of size 1 may be repeated."""
     x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
-    places = call.get("broadcast_dimensions")
-    own = tuple(
-        names[at] if size == result.shape[at] else ()
-        for at, size in zip(places, x.shape, strict=True)
-    )
-    return Rule((own,), (names,), modes=all_modes(0), local=with_local_shape("shape"))
+    result_dims = call.get("broadcast_dimensions")
+    dims = tuple(names[i] if size == result.shape[i] else () for i,
+                 size in zip(result_dims, x.shape, strict=True))  # fmt: skip
+    return Rule((dims,), (names,), modes=all_modes(0), local=with_local_shape("shape"))
 
 
-def repeat_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """Every dim as often as what is made is longer than what is there."""
+def _local_repeat(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Repeat each dim by the ratio of the result's local size to the operand's."""
     x, shape = args[0], ctx.shape()
-    more = len(shape) - x.ndim
-    times = [
-        made if at < more else made // x.shape[at - more] if x.shape[at - more] else 1
-        for at, made in enumerate(shape)
-    ]
+    lead = len(shape) - x.ndim
+    times = [size if i < lead else size // x.shape[i - lead] if x.shape[i - lead] else 1 for i,
+             size in enumerate(shape)]  # fmt: skip
     repeated: torch.Tensor = x.repeat(times)
     return repeated
 
 
 @register_rule("repeat", "tile")
-def repeated(call: OpCall) -> Rule:
-    """A dim that is repeated is the times, major, and its own factor."""
+def repeat(call: OpCall) -> Rule:
+    """Rule of `repeat`: a repeated dim is a product of the repetitions and its own factor."""
     x, result = call.operands[0], call.result
-    more = result.ndim - x.ndim
+    lead = result.ndim - x.ndim
     names = factor_names(x.ndim + result.ndim)
     times = iter(names[x.ndim :])
-    operand, made = list[tuple[str, ...]](), list[tuple[str, ...]]()
-    for at, size in enumerate(result.shape):
-        own = (names[at - more],) if at >= more else ()
-        if own and x.shape[at - more] == size:
-            operand.append(own)
-            made.append(own)
-        elif own and x.shape[at - more] != 1:
-            operand.append(own)
-            made.append((next(times), *own))
+    operand, result_dims = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for i, size in enumerate(result.shape):
+        factor = (names[i - lead],) if i >= lead else ()
+        if factor and x.shape[i - lead] == size:
+            operand.append(factor)
+            result_dims.append(factor)
+        elif factor and x.shape[i - lead] != 1:
+            operand.append(factor)
+            result_dims.append((next(times), *factor))
         else:
-            operand += [()] * len(own)
-            made.append((next(times),))
-    sizes = tuple((dims[0], size // x.shape[at - more]) for at, (dims, size)
-                  in enumerate(zip(made, result.shape, strict=True)) if len(dims) == 2
-                  and x.shape[at - more])  # fmt: skip
-    return Rule((tuple(operand),), (tuple(made),), modes=all_modes(0), local=repeat_locally,
+            operand += [()] * len(factor)
+            result_dims.append((next(times),))
+    sizes = tuple((dims[0], size // x.shape[i - lead]) for i, (dims, size)
+                  in enumerate(zip(result_dims, result.shape, strict=True)) if len(dims) == 2
+                  and x.shape[i - lead])  # fmt: skip
+    return Rule((tuple(operand),), (tuple(result_dims),), modes=all_modes(0), local=_local_repeat,
                 sizes=sizes)  # fmt: skip
 
 
-def _interleave_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    kept = {key: value for key, value in kwargs.items() if key != "output_size"}
-    return op(*args, **kept)
+def _local_interleave(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+    kwargs_ = {key: value for key, value in kwargs.items() if key != "output_size"}
+    return op(*args, **kwargs_)
 
 
 @register_rule("repeat_interleave.self_int")
-def interleaved(call: OpCall) -> Rule:
-    """Times are minor: an element's copies lie beside each other."""
+def repeat_interleave(call: OpCall) -> Rule:
+    """Rule of `repeat_interleave` by a number: the repetitions are the minor factor."""
     x, dim = call.operands[0], call.get("dim")
     names = factor_names(x.ndim + 1)
-    own: Dims = tuple((name,) for name in names[:-1])
+    dims: Dims = tuple((name,) for name in names[:-1])
     if dim is None:
-        made: Dims = ((*names[:-1], names[-1]),)
+        result_dims: Dims = ((*names[:-1], names[-1]),)
     else:
-        at = wrap_dim(dim, x.ndim)
-        made = (*own[:at], (*own[at], names[-1]), *own[at + 1 :]) if own else ((names[-1],),)
-    return Rule((own,), (made,), unsharded=frozenset(names[-1:]), modes=all_modes(0),
-                local=_interleave_locally, sizes=((names[-1], call.get("repeats")),))  # fmt: skip
+        d = wrap_dim(dim, x.ndim)
+        result_dims = (
+            (*dims[:d], (*dims[d], names[-1]), *dims[d + 1 :]) if dims else ((names[-1],),)
+        )
+    return Rule((dims,), (result_dims,), unsharded=frozenset(names[-1:]), modes=all_modes(0),
+                local=_local_interleave, sizes=((names[-1], call.get("repeats")),))  # fmt: skip
 
 
 @register_rule("repeat_interleave.self_Tensor", "repeat_interleave.Tensor")
-def interleaved_by(call: OpCall) -> Rule:
-    """How often is in a tensor: the dim is whole, and so is what says it."""
+def repeat_interleave_tensor(call: OpCall) -> Rule:
+    """Rule of `repeat_interleave` by a tensor: dim and repetitions stay unsharded."""
     if not call.has("self"):
         return Rule((((),) * call.operands[0].ndim,), (((),),))
     ndim, dim = call.operands[0].ndim, call.get("dim")
-    at = None if dim is None else wrap_dim(dim, ndim)
+    repeated = None if dim is None else wrap_dim(dim, ndim)
     names = factor_names(ndim)
-    own: Dims = tuple((name,) for name in names)
-    made: Dims = ((),) if at is None else tuple(() if d == at else own[d] for d in range(ndim))
-    lost = frozenset(name for d, name in enumerate(names) if at is None or d == at)
-    return Rule(
-        (own, ((),) * call.operands[1].ndim),
-        (made or ((),),),
-        unsharded=lost,
-        modes=all_modes(0),
+    dims: Dims = tuple((name,) for name in names)
+    result_dims: Dims = (
+        ((),) if repeated is None else tuple(() if d == repeated else dims[d] for d in range(ndim))
     )
+    unsharded = frozenset(name for d, name in enumerate(names) if repeated is None or d == repeated)
+    return Rule((dims, ((),) * call.operands[1].ndim), (result_dims or ((),),), unsharded=unsharded,
+                modes=all_modes(0))  # fmt: skip

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Rules of operations that move dims, or elements along dims.
+
+permute, transpose, t, mT, swapaxes, movedim, flip, fliplr, roll, rot90, channel_shuffle.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ TRANSPOSES = """
 
 
 @register_rule(*TRANSPOSES.split())
-def permuting(call: OpCall) -> Rule:
-    """Where every dim goes is asked of the operation, on a tensor with no two sizes alike."""
+def permute(call: OpCall) -> Rule:
+    """Rule of permutations, derived by running the operation on a shape of distinct sizes."""
     sizes = range(2, 2 + call.operands[0].ndim)
     marked = Meta(tuple(sizes), call.operands[0].dtype)
     shape = dry_run(call.op, (marked, *call.args[1:]), call.kwargs, "meta").shape
@@ -28,45 +31,45 @@ def permuting(call: OpCall) -> Rule:
 
 
 @register_rule("flip", "fliplr", "flipud", "prims::rev")
-def flipped(call: OpCall) -> Rule:
-    """The dims that are turned around keep their elements on other ranks."""
+def flip(call: OpCall) -> Rule:
+    """Rule of flips: elements move to other ranks along the flipped dims."""
     name, ndim = base_name(call.op), call.operands[0].ndim
-    at = {"fliplr": [1], "flipud": [0]}.get(name)
-    dims = call.args[1] if at is None and call.args[1:] else call.kwargs.get("dims", at)
-    turned = [wrap_dim(dim, ndim) for dim in dims or ()]
-    return rule_of_moved_dims(call, range(ndim), permuted=_long(call, turned))
+    fixed = {"fliplr": [1], "flipud": [0]}.get(name)
+    dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)
+    flipped = [wrap_dim(dim, ndim) for dim in dims or ()]
+    return rule_of_moved_dims(call, range(ndim), permuted=_nontrivial(call, flipped))
 
 
 @register_rule("roll")
-def rolled(call: OpCall) -> Rule:
-    """Without dims the whole tensor is rolled as one dim; all around it, it stays as it is."""
-    x, given = call.operands[0], call.get("dims")
+def roll(call: OpCall) -> Rule:
+    """Rule of `roll`; without dims the flattened tensor is rolled. A full turn moves nothing."""
+    x, dims_arg = call.operands[0], call.get("dims")
     ndim, shifts = x.ndim, call.get("shifts")
-    dims: Iterable[int] = normalize_dims(given, ndim)
-    if given and x.ndim:
+    dims: Iterable[int] = normalize_dims(dims_arg, ndim)
+    if dims_arg and x.ndim:
         pairs = zip(dims, shifts if isinstance(shifts, list | tuple) else [shifts], strict=True)
         dims = [dim for dim, shift in pairs if x.shape[dim] and shift % x.shape[dim]]
-    return rule_of_moved_dims(call, range(ndim), permuted=_long(call, dims))
+    return rule_of_moved_dims(call, range(ndim), permuted=_nontrivial(call, dims))
 
 
 @register_rule("rot90")
-def turned(call: OpCall) -> Rule:
-    """A quarter is a transpose and one dim turned around, a half is both dims turned around."""
+def rot90(call: OpCall) -> Rule:
+    """Rule of `rot90`: a quarter turn is a transpose and one flip, a half turn two flips."""
     ndim, quarters = call.operands[0].ndim, call.get("k") % 4
-    one, other = (wrap_dim(dim, ndim) for dim in call.get("dims"))
+    first, second = (wrap_dim(dim, ndim) for dim in call.get("dims"))
     order = list(range(ndim))
     if quarters % 2:
-        order[one], order[other] = other, one
-    moving = ((), (other,), (one, other), (one,))[quarters]
-    return rule_of_moved_dims(call, order, permuted=_long(call, moving))
+        order[first], order[second] = second, first
+    moving = ((), (second,), (first, second), (first,))[quarters]
+    return rule_of_moved_dims(call, order, permuted=_nontrivial(call, moving))
 
 
-def _long(call: OpCall, dims: Iterable[int]) -> list[int]:
-    """Of dims those of more than one element: in others there is nothing to move."""
+def _nontrivial(call: OpCall, dims: Iterable[int]) -> list[int]:
+    """Return the dims with more than one element, along which something moves."""
     return [dim for dim in dims if call.operands[0].ndim and call.operands[0].shape[dim] > 1]
 
 
 @register_rule("channel_shuffle", "native_channel_shuffle")
-def shuffled(call: OpCall) -> Rule:
-    """Channels change places all over their dim."""
+def channel_shuffle(call: OpCall) -> Rule:
+    """Rule of `channel_shuffle`: channels move along their dim."""
     return rule_of_moved_dims(call, range(call.operands[0].ndim), permuted=[1])

@@ -1,4 +1,9 @@
-"""Rules of operations that cut dims into blocks, write into parts, or look at bytes otherwise."""
+"""Rules of operations that reinterpret a tensor's shape or bytes.
+
+view, reshape, flatten, unflatten, ravel, squeeze, unsqueeze, atleast_1d, unfold, pixel_shuffle,
+pixel_unshuffle, view of another dtype, view_as_real, view_as_complex; as_strided and resize are
+refused. Elements are only moved, so that unreduced operands of every kind pass.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +42,15 @@ __all__ = ["ReshapeCall", "shape_operand_modes"]
 
 @dataclass(frozen=True, slots=True)
 class ReshapeCall(LocalRewrite):
-    """What a rank holds, brought to the shape of what it makes.
+    """Local reshape or expand to the local shape of the result.
 
-    That is by `reshape` also where a `view` is asked for, which its memory may not allow.
+    A `view` becomes a `reshape`: the shard's memory may not allow a view.
     """
 
     op: Any
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
-        """The call with the shape that the rank makes."""
+        """Return the call with the rank's shape."""
         return self.op, (args[0], list(ctx.shape())), {}
 
 
@@ -58,18 +63,18 @@ RESHAPES = """
 
 
 @register_rule(*RESHAPES.split())
-def reshaped(call: OpCall) -> Rule:
-    """Dims that are merged are one dim of several factors, and so are those that are split."""
+def reshape(call: OpCall) -> Rule:
+    """Rule of reshapes: merged and split dims are products of factors."""
     result = call.result
-    found = reshape_factors(call.operands[0].shape, result.shape)
-    others = (found.after,) * (len(call.operands) - 1)
-    return Rule((found.before, *others), (found.after,), unsharded=found.whole,
+    factors = reshape_factors(call.operands[0].shape, result.shape)
+    shapes = (factors.after,) * (len(call.operands) - 1)
+    return Rule((factors.before, *shapes), (factors.after,), unsharded=factors.whole,
                 modes=shape_operand_modes(call),
-                local=ReshapeCall(aten.reshape.default), sizes=found.sizes)  # fmt: skip
+                local=ReshapeCall(aten.reshape.default), sizes=factors.sizes)  # fmt: skip
 
 
 def shape_operand_modes(call: OpCall) -> tuple[Mode, ...]:
-    """The modes of what a second operand, if there is one, gives its shape alone."""
+    """Return the modes of a moved operand and of a second one that gives its shape alone."""
     return (
         all_modes(0)
         if len(call.operands) == 1
@@ -80,8 +85,8 @@ def shape_operand_modes(call: OpCall) -> tuple[Mode, ...]:
 # -- windows -------------------------------------------------------------------------------
 
 
-def _unfold_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """Windows beside each other are a dim of its own; that many of a rank may be none."""
+def _local_unfold(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Return adjacent windows as a dim of their own; a rank may have none."""
     x: torch.Tensor = args[0]
     dim = wrap_dim(argument(op, args, kwargs, "dimension"), x.ndim)
     size = argument(op, args, kwargs, "size")
@@ -90,63 +95,63 @@ def _unfold_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> to
 
 
 @register_rule("unfold", "unfold_copy")
-def unfolded(call: OpCall) -> Rule:
-    """Windows that lie beside each other and fill the dim are a factor; of others it is whole."""
+def unfold(call: OpCall) -> Rule:
+    """Rule of `unfold`: the dim may be sharded if adjacent windows fill it."""
     x = call.operands[0]
     size, step = call.get("size"), call.get("step")
     if not x.ndim:
         return Rule(((),), (((),),), modes=all_modes(0))
-    dim, own = wrap_dim(call.get("dimension"), x.ndim), letter_dims(x.ndim)
+    dim, dims = wrap_dim(call.get("dimension"), x.ndim), letter_dims(x.ndim)
     if size == step and x.shape[dim] % size == 0:
-        inner = factor_names(x.ndim + 1)[-1]
-        blocks = (*own[:dim], (*own[dim], inner), *own[dim + 1 :])
-        return Rule((blocks,), ((*own, (inner,)),), unsharded=frozenset({inner}),
+        window_factor = factor_names(x.ndim + 1)[-1]
+        blocks = (*dims[:dim], (*dims[dim], window_factor), *dims[dim + 1 :])
+        return Rule((blocks,), ((*dims, (window_factor,)),), unsharded=frozenset({window_factor}),
                     modes=all_modes(0),
-                    local=_unfold_locally)  # fmt: skip
-    kept = [None if at == dim else at for at in range(x.ndim)]
-    return rule_of_moved_dims(call, [*kept, None])
+                    local=_local_unfold)  # fmt: skip
+    moved = [None if i == dim else i for i in range(x.ndim)]
+    return rule_of_moved_dims(call, [*moved, None])
 
 
 @register_rule("unfold_backward")
-def out_of_windows(call: OpCall) -> Rule:
-    """Elements of several windows add up along the dim, which is whole."""
+def unfold_backward(call: OpCall) -> Rule:
+    """Rule of `unfold`'s gradient: windows add up along the dim, which stays unsharded."""
     result = call.result
-    dim, own = wrap_dim(call.get("dim"), result.ndim), letter_dims(result.ndim)
-    whole = tuple(() if at == dim else each for at, each in enumerate(own))
+    dim, dims = wrap_dim(call.get("dim"), result.ndim), letter_dims(result.ndim)
+    others = tuple(() if i == dim else factors for i, factors in enumerate(dims))
     return Rule(
-        ((*whole, ()),), (whole,), modes=linear_modes(0), local=with_local_shape("input_sizes")
+        ((*others, ()),), (others,), modes=linear_modes(0), local=with_local_shape("input_sizes")
     )
 
 
-def _pixels_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """Blocks as dims: of tensors without elements the operation loses the sizes."""
+def _local_pixel_shuffle(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Move blocks by a permutation; PyTorch's operation loses sizes of empty tensors."""
     x, shape = args[0], ctx.shape()
     batch, order = x.shape[:-3], tuple(range(x.ndim - 3))
     if "unshuffle" not in str(op):
-        times = argument(op, args, kwargs, "upscale_factor")
-        blocks = (shape[-3], times, times, *x.shape[-2:])
+        factor = argument(op, args, kwargs, "upscale_factor")
+        blocks = (shape[-3], factor, factor, *x.shape[-2:])
         places = (0, 3, 1, 4, 2)
     else:
-        times = argument(op, args, kwargs, "downscale_factor")
-        blocks = (x.shape[-3], shape[-2], times, shape[-1], times)
+        factor = argument(op, args, kwargs, "downscale_factor")
+        blocks = (x.shape[-3], shape[-2], factor, shape[-1], factor)
         places = (0, 2, 4, 1, 3)
-    made: torch.Tensor = x.reshape(*batch, *blocks)
-    return made.permute(*order, *(len(order) + at for at in places)).reshape(shape)
+    blocks_first: torch.Tensor = x.reshape(*batch, *blocks)
+    return blocks_first.permute(*order, *(len(order) + i for i in places)).reshape(shape)
 
 
 @register_rule("pixel_shuffle", "pixel_unshuffle")
-def pixels(call: OpCall) -> Rule:
-    """Blocks of pixels between the channels and the image: channels, rows and columns pass."""
+def pixel_shuffle(call: OpCall) -> Rule:
+    """Rule of pixel shuffles: channels, rows and columns may be sharded, blocks may not."""
     names = factor_names(call.operands[0].ndim + 2)
     batch: Dims = tuple((name,) for name in names[:-5])
     c, p, q, h, w = names[-5:]
     deep: Dims = (*batch, (c, p, q), (h,), (w,))
     wide: Dims = (*batch, (c,), (h, p), (w, q))
     shuffles = "unshuffle" not in str(call.op)
-    times = call.get("upscale_factor" if shuffles else "downscale_factor")
+    factor = call.get("upscale_factor" if shuffles else "downscale_factor")
     ends = (deep, wide) if shuffles else (wide, deep)
     return Rule(ends[:1], ends[1:], unsharded=frozenset({p, q}), modes=all_modes(0),
-                local=_pixels_locally, sizes=((p, times), (q, times)))  # fmt: skip
+                local=_local_pixel_shuffle, sizes=((p, factor), (q, factor)))  # fmt: skip
 
 
 # -- writing into parts --------------------------------------------------------------------
@@ -156,34 +161,34 @@ def pixels(call: OpCall) -> Rule:
 
 
 @register_rule("view.dtype", "view_copy.dtype")
-def bits(call: OpCall) -> Rule:
-    """Bytes of another dtype: the last dim has more or fewer elements; nothing is linear."""
+def view_dtype(call: OpCall) -> Rule:
+    """Rule of a view of another dtype: the last dim grows or shrinks; nothing is linear."""
     x, result = call.operands[0], call.result
-    own = letter_dims(x.ndim)
+    dims = letter_dims(x.ndim)
     if not x.ndim or x.shape[-1] == result.shape[-1]:
-        return Rule((own,), (own,))
+        return Rule((dims,), (dims,))
     name = factor_names(x.ndim + 1)[-1]
-    split = (*own[:-1], (*own[-1], name))
+    split = (*dims[:-1], (*dims[-1], name))
     shorter = x.dtype.itemsize > result.dtype.itemsize
-    times = max(x.dtype.itemsize, result.dtype.itemsize) // min(
+    ratio = max(x.dtype.itemsize, result.dtype.itemsize) // min(
         x.dtype.itemsize, result.dtype.itemsize
     )
-    ends = (own, split) if shorter else (split, own)
-    return Rule(ends[:1], ends[1:], unsharded=frozenset({name}), sizes=((name, times),))
+    ends = (dims, split) if shorter else (split, dims)
+    return Rule(ends[:1], ends[1:], unsharded=frozenset({name}), sizes=((name, ratio),))
 
 
 @register_rule("view_as_real", "view_as_real_copy")
 def as_real(call: OpCall) -> Rule:
-    """The two parts are a dim of their own."""
-    own = letter_dims(call.operands[0].ndim)
-    return Rule((own,), ((*own, ()),), modes=linear_modes(0))
+    """Rule of `view_as_real`: real and imaginary part are a new unsharded dim."""
+    dims = letter_dims(call.operands[0].ndim)
+    return Rule((dims,), ((*dims, ()),), modes=linear_modes(0))
 
 
 @register_rule("view_as_complex", "view_as_complex_copy")
 def as_complex(call: OpCall) -> Rule:
-    """The last dim holds the two parts of each number."""
-    own = letter_dims(call.operands[0].ndim - 1)
-    return Rule(((*own, ()),), (own,), modes=linear_modes(0))
+    """Rule of `view_as_complex`: the last dim, real and imaginary part, stays unsharded."""
+    dims = letter_dims(call.operands[0].ndim - 1)
+    return Rule(((*dims, ()),), (dims,), modes=linear_modes(0))
 
 
 # -- what has no rule ----------------------------------------------------------------------
@@ -191,8 +196,8 @@ def as_complex(call: OpCall) -> Rule:
 
 @register_rule("as_strided", "as_strided_copy", "as_strided_scatter", "resize", "resize_as")
 def strided(call: OpCall) -> NoReturn:
-    """Which elements strides of memory reach depends on how the whole tensor lies in memory."""
-    shapes = ", ".join(str(list(each.shape)) for each in call.operands)
+    """Refuse strides, whose elements depend on the global tensor's memory."""
+    shapes = ", ".join(str(list(meta.shape)) for meta in call.operands)
     fail(f"fs.propagate({call.op})", shapes,
-         "strides are of a whole tensor's memory, which no rank has: there is no rule for them",
-         "say it with dims: view, permute, expand, slice, diagonal or unfold")  # fmt: skip
+         "strides must not be used: they address the global tensor's memory, which no rank has",
+         "use operations on dims: view, permute, expand, slice, diagonal or unfold")  # fmt: skip

@@ -1,9 +1,8 @@
-"""Rules of operations that give the elements of one tensor in another shape.
+"""Rules of slices and elements: reads, splits and writes.
 
-All elements are moved and none computed with, so that unreduced operands of every kind pass.
-Reshapes, and what takes dims, adds them or puts them in another order, run on parts with shapes of
-parts. Of a slice every rank has what it has of the dim, which may be another number on each; a
-single element is on one rank, and is a sum with zeros of the others.
+slice, narrow, select, unbind, split, chunk, tensor_split, slice_scatter, select_scatter and the
+gradients of slice and select. A rank holds of a slice what it holds of the dim, possibly another
+number of elements on each rank; a selected element is on one rank, an unreduced sum with zeros.
 """
 
 from __future__ import annotations
@@ -32,25 +31,19 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-# -- reshapes ------------------------------------------------------------------------------
-
-
-# -- other orders of dims ------------------------------------------------------------------
-
-
-# -- parts of dims -------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalSlice(LocalRewrite):
-    """What a rank has of a slice of `dim`: every `step`-th element from `start` on in the whole."""
+    """Local slice of every `step`-th element of `dim` from the global index `start` on."""
 
     dim: int
     start: int
     step: int
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
-        """The slice as the rank counts its elements."""
+        """Return the slice in local indices."""
         count = ctx.shape()[self.dim]
         begin = self.start + ctx.result_offset(self.dim) * self.step - ctx.offset(0, self.dim)
         begin = begin if count else 0
@@ -61,22 +54,22 @@ class _LocalSlice(LocalRewrite):
 
 
 @register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy")
-def sliced(call: OpCall) -> Rule:
-    """The dim that is sliced stays cut: every rank has what it has of it."""
-    x, made = call.operands[0], call.result
+def slice_rule(call: OpCall) -> Rule:
+    """Rule of slices: the sliced dim may be sharded, and the slice with it."""
+    x, result = call.operands[0], call.result
     names = factor_names(x.ndim + 1)
-    dim, own = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
-    taken = elements(call, x.shape[dim])
-    local = _LocalSlice(dim, taken.start, taken.step)
-    if made.shape == x.shape:
-        return Rule((own,), (own,), modes=all_modes(0), local=local)
-    part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
-    return Rule((own,), ((*own[:dim], (part.name,), *own[dim + 1 :]),), modes=all_modes(0),
-                local=local, slices=(part,))  # fmt: skip
+    dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
+    indices = slice_range(call, x.shape[dim])
+    local = _LocalSlice(dim, indices.start, indices.step)
+    if result.shape == x.shape:
+        return Rule((dims,), (dims,), modes=all_modes(0), local=local)
+    piece = Slice(names[-1], names[dim], indices.start, indices.stop, indices.step)
+    return Rule((dims,), ((*dims[:dim], (piece.name,), *dims[dim + 1 :]),), modes=all_modes(0),
+                local=local, slices=(piece,))  # fmt: skip
 
 
-def elements(call: OpCall, size: int) -> range:
-    """The places that a slice takes of a dim of that size."""
+def slice_range(call: OpCall, size: int) -> range:
+    """Return the indices that a slice reads of a dim of `size`."""
     if call.has("length"):
         start = call.get("start")
         start += size if start < 0 else 0
@@ -84,35 +77,35 @@ def elements(call: OpCall, size: int) -> range:
     return range(*slice(call.get("start"), call.get("end"), call.get("step")).indices(size))
 
 
-def select_locally(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """The element where it is on this rank, else zeros, as a sum of no elements."""
+def _local_select(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Return the element if it is in this rank's shard, else zeros."""
     x: torch.Tensor = args[0]
     dim = wrap_dim(argument(op, args, kwargs, "dim"), x.ndim)
     index = argument(op, args, kwargs, "index") % ctx.operands[0].shape[dim]
-    at = index - ctx.offset(0, dim)
-    if 0 <= at < x.shape[dim]:
-        return x.select(dim, at)
+    i = index - ctx.offset(0, dim)
+    if 0 <= i < x.shape[dim]:
+        return x.select(dim, i)
     return x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
 
 
 @register_rule("select.int", "select_copy.int")
-def selected(call: OpCall) -> Rule:
-    """One rank has the elements, which are a sum then: of zeros on all others."""
+def select(call: OpCall) -> Rule:
+    """Rule of `select`: the dim may be sharded; the result is then an unreduced sum."""
     x = call.operands[0]
     dim, names = wrap_dim(call.get("dim"), x.ndim), factor_names(x.ndim)
-    own: Dims = tuple((name,) for name in names)
+    dims: Dims = tuple((name,) for name in names)
     kind = "max" if x.dtype == torch.bool else "sum"
-    return Rule((own,), (own[:dim] + own[dim + 1 :],), reductions=((names[dim], kind),),
-                modes=all_modes(0), local=select_locally)  # fmt: skip
+    return Rule((dims,), (dims[:dim] + dims[dim + 1 :],), reductions=((names[dim], kind),),
+                modes=all_modes(0), local=_local_select)  # fmt: skip
 
 
 @register_rule("unbind.int", "unbind_copy.int")
-def unbound(call: OpCall) -> Rule:
-    """The dim that goes is whole."""
+def unbind(call: OpCall) -> Rule:
+    """Rule of `unbind`: the removed dim stays unsharded."""
     ndim = call.operands[0].ndim
     dim = wrap_dim(call.get("dim"), ndim)
-    kept = [at for at in range(ndim) if at != dim]
-    return rule_of_moved_dims(call, *[kept] * len(call.results))
+    others = [i for i in range(ndim) if i != dim]
+    return rule_of_moved_dims(call, *[others] * len(call.results))
 
 
 SPLIT_DIM = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
@@ -120,16 +113,16 @@ SPLIT_DIM = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
 @dataclass(frozen=True, slots=True)
 class _LocalSplit(LocalRewrite):
-    """A rank's part of every piece: they lie one after the other there, too."""
+    """Local split: a shard has its part of every piece, one after the other."""
 
     dim: int
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
-        """A split in the sizes that the pieces have on the rank."""
-        sizes = [ctx.shape(at)[self.dim] for at in range(len(ctx.results))]
+        """Return a split into the pieces' local sizes."""
+        sizes = [ctx.shape(i)[self.dim] for i in range(len(ctx.results))]
         copies = base_name(op).endswith("copy")
-        run = aten.split_with_sizes_copy if copies else aten.split_with_sizes
-        return run.default, (args[0], sizes, self.dim), {}
+        split_op = aten.split_with_sizes_copy if copies else aten.split_with_sizes
+        return split_op.default, (args[0], sizes, self.dim), {}
 
 
 SPLITS = """
@@ -142,109 +135,111 @@ SPLITS = """
 
 @register_rule(*SPLITS.split())
 def split(call: OpCall) -> Rule:
-    """Every piece is a slice of the dim, which stays cut: every rank has its part of each."""
+    """Rule of splits: every piece is a slice of the dim, which may be sharded."""
     x = call.operands[0]
     name = base_name(call.op)
     dim = SPLIT_DIM[name] if name in SPLIT_DIM else wrap_dim(call.get("dim"), x.ndim)
     dim = min(dim, x.ndim - 1)
     names = factor_names(x.ndim + len(call.results))
-    own, pieces, begin = tuple((each,) for each in names[: x.ndim]), list[Slice](), 0
-    for each, made in zip(names[x.ndim :], call.results, strict=True):
-        assert made is not None
-        pieces.append(Slice(each, names[dim], begin, begin + made.shape[dim]))
-        begin += made.shape[dim]
-    results = tuple((*own[:dim], (each.name,), *own[dim + 1 :]) for each in pieces)
+    dims, pieces, start = tuple((name,) for name in names[: x.ndim]), list[Slice](), 0
+    for name, meta in zip(names[x.ndim :], call.results, strict=True):
+        assert meta is not None
+        pieces.append(Slice(name, names[dim], start, start + meta.shape[dim]))
+        start += meta.shape[dim]
+    results = tuple((*dims[:dim], (piece.name,), *dims[dim + 1 :]) for piece in pieces)
     if len(pieces) == 1:
-        results, pieces = (own,), []
-    return Rule((own,), results, modes=all_modes(0, results=len(results)), local=_LocalSplit(dim),
+        results, pieces = (dims,), []
+    return Rule((dims,), results, modes=all_modes(0, results=len(results)), local=_LocalSplit(dim),
                 slices=tuple(pieces))  # fmt: skip
 
 
-# -- more elements -------------------------------------------------------------------------
-
-
-# -- writing into slices and elements --------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalSliceWrite(LocalRewrite):
-    """What a rank has of a slice of `dim`, written into what it has of the dim."""
+    """Local write of the rank's part of a slice into its shard of `dim`."""
 
     dim: int
     start: int
     step: int
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
-        """The slice as the rank counts its elements."""
+        """Return the write in local indices."""
         src = ctx.operands[1]
-        count, at = (each[self.dim] for each in (src.local_shape(ctx.rank), src.offsets(ctx.rank)))
-        begin = self.start + at * self.step - ctx.offset(0, self.dim)
-        ends = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
-        run = _into_complex if ctx.operands[0].dtype.is_complex else op
-        return run, (*args[:2], self.dim, *ends, self.step), {}
+        count, offset = (
+            values[self.dim] for values in (src.local_shape(ctx.rank), src.offsets(ctx.rank))
+        )
+        begin = self.start + offset * self.step - ctx.offset(0, self.dim)
+        bounds = (begin, begin + (count - 1) * self.step + 1) if count else (0, 0)
+        write_op = _complex_slice_scatter if ctx.operands[0].dtype.is_complex else op
+        return write_op, (*args[:2], self.dim, *bounds, self.step), {}
 
 
-def _into_complex(
+def _complex_slice_scatter(
     x: torch.Tensor, src: torch.Tensor, dim: int, start: int, end: int, step: int
 ) -> torch.Tensor:
-    """The operation has no gradient of complex numbers, a write has."""
-    made = x.clone()
-    torch.ops.aten.slice(made, dim, start, end, step).copy_(src)
-    return made
+    """Return `x` with `src` written; `slice_scatter` has no gradient for complex tensors."""
+    result = x.clone()
+    torch.ops.aten.slice(result, dim, start, end, step).copy_(src)
+    return result
 
 
 @register_rule("slice_scatter")
-def into_slice(call: OpCall) -> Rule:
-    """The dim that is written into stays cut, and the slice is cut with it."""
+def slice_scatter(call: OpCall) -> Rule:
+    """Rule of `slice_scatter`: the dim may be sharded, and the slice with it."""
     x, src = call.operands
     names = factor_names(x.ndim + 1)
-    dim, own = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
-    taken = elements(call, x.shape[dim])
-    local = _LocalSliceWrite(dim, taken.start, taken.step)
+    dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
+    indices = slice_range(call, x.shape[dim])
+    local = _LocalSliceWrite(dim, indices.start, indices.step)
     if src.shape == x.shape:
-        return Rule((own, own), (own,), modes=all_modes(1), local=_all_of, unread=frozenset({0}))
-    part = Slice(names[-1], names[dim], taken.start, taken.stop, taken.step)
-    return Rule((own, (*own[:dim], (part.name,), *own[dim + 1 :])), (own,), modes=all_modes(0, 1),
-                local=local, slices=(part,))  # fmt: skip
+        return Rule(
+            (dims, dims), (dims,), modes=all_modes(1), local=_replaced, unread=frozenset({0})
+        )
+    piece = Slice(names[-1], names[dim], indices.start, indices.stop, indices.step)
+    return Rule((dims, (*dims[:dim], (piece.name,), *dims[dim + 1 :])), (dims,),
+                modes=all_modes(0, 1), local=local, slices=(piece,))  # fmt: skip
 
 
-def _all_of(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """What is written over all that was there, which may lie otherwise."""
-    made: torch.Tensor = args[1].to(args[0].dtype, copy=True)
-    return made
+def _replaced(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Return `src` if it replaces all of `x`, whose layout is irrelevant."""
+    result: torch.Tensor = args[1].to(args[0].dtype, copy=True)
+    return result
 
 
-def _into_one(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """The element where it is on this rank; the others leave what they have."""
+def _local_select_scatter(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Write the element if it is in this rank's shard."""
     x, src = args[:2]
     dim = wrap_dim(argument(op, args, kwargs, "dim"), x.ndim)
     index = argument(op, args, kwargs, "index") % ctx.operands[0].shape[dim]
-    places = torch.arange(x.shape[dim], device=x.device) == index - ctx.offset(0, dim)
-    places = places.reshape([-1 if at == dim else 1 for at in range(x.ndim)])
-    return torch.where(places, src.unsqueeze(dim).to(x.dtype), x)
+    is_element = torch.arange(x.shape[dim], device=x.device) == index - ctx.offset(0, dim)
+    is_element = is_element.reshape([-1 if i == dim else 1 for i in range(x.ndim)])
+    return torch.where(is_element, src.unsqueeze(dim).to(x.dtype), x)
 
 
 @register_rule("select_scatter")
-def into_element(call: OpCall) -> Rule:
-    """The dim that is written into stays cut: one rank has the element."""
+def select_scatter(call: OpCall) -> Rule:
+    """Rule of `select_scatter`: the dim may be sharded; one rank has the element."""
     x = call.operands[0]
-    dim, own = wrap_dim(call.get("dim"), x.ndim), letter_dims(x.ndim)
-    return Rule((own, own[:dim] + own[dim + 1 :]), (own,), modes=all_modes(0, 1), local=_into_one)
+    dim, dims = wrap_dim(call.get("dim"), x.ndim), letter_dims(x.ndim)
+    return Rule((dims, dims[:dim] + dims[dim + 1 :]), (dims,), modes=all_modes(0, 1),
+                local=_local_select_scatter)  # fmt: skip
 
 
 @register_rule("slice_backward", "select_backward")
-def out_of_part(call: OpCall) -> Rule:
-    """The gradient of a slice: zeros around it along its dim, which is whole."""
+def slice_backward(call: OpCall) -> Rule:
+    """Rule of the gradients of slice and select: zeros along the dim, which stays unsharded."""
     grad, result = call.operands[0], call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
-    own = letter_dims(result.ndim)
-    whole = tuple(() if at == dim else each for at, each in enumerate(own))
+    dims = letter_dims(result.ndim)
+    others = tuple(() if i == dim else factors for i, factors in enumerate(dims))
     if grad.ndim == result.ndim and grad.shape[dim] == result.shape[dim]:
-        return Rule((own,), (own,), modes=all_modes(0), local=_same)
-    part = whole if grad.ndim == result.ndim else whole[:dim] + whole[dim + 1 :]
-    return Rule((part,), (whole,), modes=all_modes(0), local=with_local_shape("input_sizes"))
+        return Rule((dims,), (dims,), modes=all_modes(0), local=_copied_gradient)
+    grad_dims = others if grad.ndim == result.ndim else others[:dim] + others[dim + 1 :]
+    return Rule((grad_dims,), (others,), modes=all_modes(0), local=with_local_shape("input_sizes"))
 
 
-def _same(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    made: torch.Tensor = args[0].clone()
-    return made
+def _copied_gradient(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    result: torch.Tensor = args[0].clone()
+    return result

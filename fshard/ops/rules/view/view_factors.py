@@ -1,4 +1,4 @@
-"""The loops that two shapes of the same elements share: factors of views, merged and split."""
+"""Common factors of two shapes with the same elements, shared by the rules of views."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fshard.ops.core.rule import Dims, Rule
 __all__ = ["factor_names", "letter_dims", "reshape_factors", "rule_of_moved_dims"]
 
 
-def names() -> Iterator[str]:
-    """Names of factors without end; single letters first, which print without spaces."""
+def iter_names() -> Iterator[str]:
+    """Yield names of factors without end; single letters first, which print without spaces."""
     yield from string.ascii_letters
-    at = 0
+    number = 0
     while True:
-        yield f"f{at}"
-        at += 1
+        yield f"f{number}"
+        number += 1
 
 
 def factor_names(count: int) -> tuple[str, ...]:
-    """Names of so many factors.
+    """Return the first `count` names of factors.
 
     >>> factor_names(3)
     ('a', 'b', 'c')
     """
-    return tuple(name for name, _ in zip(names(), range(count), strict=False))
+    return tuple(name for name, _ in zip(iter_names(), range(count), strict=False))
 
 
 def letter_dims(ndim: int) -> Dims:
@@ -44,23 +44,23 @@ def letter_dims(ndim: int) -> Dims:
 
 @dataclass(frozen=True, slots=True)
 class ReshapeFactors:
-    """The factors of a tensor's dims before and after a view, with their lengths.
+    """Factors of a tensor's dims before and after a reshape, with their lengths.
 
-    `whole` are those of one shape alone: no loop of the other runs along them.
+    `unsharded` are factors of one shape alone.
     """
 
     before: Dims
     after: Dims
-    whole: frozenset[str]
+    unsharded: frozenset[str]
     sizes: tuple[tuple[str, int], ...]
 
 
 def reshape_factors(before: Sequence[int], after: Sequence[int]) -> ReshapeFactors:
-    """The finest factors of two shapes of the same elements, row-major.
+    """Return the finest common factors of two row-major shapes with the same number of elements.
 
-    From the left, and where that ends from the right, the greatest common divisor of what is left
-    of a dim of each is a loop of both. What is then left between belongs to one shape alone, and is
-    whole. Shapes without elements share the dims that they begin and end with.
+    From the left, then from the right, the greatest common divisor of the remaining sizes of the
+    next two dims is a factor of both. The rest in between belongs to one shape alone and stays
+    unsharded. Shapes without elements share their equal leading and trailing dims.
 
     >>> reshape_factors((6, 4), (2, 12)).before, reshape_factors((6, 4), (2, 12)).after
     ((('a', 'b'), ('c',)), (('a',), ('b', 'c')))
@@ -68,110 +68,104 @@ def reshape_factors(before: Sequence[int], after: Sequence[int]) -> ReshapeFacto
     (((), ('a',)), (('a', 'b'), ('c', 'd')))
     """
     sides = _FactoredShape(before), _FactoredShape(after)
-    given, sizes = names(), dict[str, int]()
+    names, sizes = iter_names(), dict[str, int]()
     common = _equal if math.prod(before) == 0 else math.gcd
     for step in (1, -1):
-        _share(sides, step, common, given, sizes)
-    whole: list[str] = []
+        _share(sides, step, common, names, sizes)
+    unsharded: list[str] = []
     if common is math.gcd:
         for side in sides:
-            whole += side.fill(given, sizes)
-    return ReshapeFactors(sides[0].dims, sides[1].dims, frozenset(whole), tuple(sizes.items()))
+            unsharded += side.fill(names, sizes)
+    return ReshapeFactors(sides[0].dims, sides[1].dims, frozenset(unsharded), tuple(sizes.items()))
 
 
 class _FactoredShape:
-    """One shape while its factors are found: from the left, and from the right."""
+    """One shape while its factors are found, from the left and from the right."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
-        self.rest = list(shape)
-        self.begun: list[list[str]] = [[] for _ in shape]
-        self.ended: list[list[str]] = [[] for _ in shape]
+        self.remaining = list(shape)
+        self.leading: list[list[str]] = [[] for _ in shape]
+        self.trailing: list[list[str]] = [[] for _ in shape]
         self.open = list(range(len(shape)))
 
     def take(self, step: int, factor: str, size: int) -> None:
-        """Give the next dim in this direction a factor; a dim that is told is closed."""
-        dim = self.at(step)
+        """Give the next dim in this direction a factor; close the dim when it is used up."""
+        dim = self.next_dim(step)
         if step == 1:
-            self.begun[dim].append(factor)
+            self.leading[dim].append(factor)
         else:
-            self.ended[dim].insert(0, factor)
-        self.rest[dim] //= max(size, 1)
-        if self.rest[dim] == 1 or size == 0:
+            self.trailing[dim].insert(0, factor)
+        self.remaining[dim] //= max(size, 1)
+        if self.remaining[dim] == 1 or size == 0:
             self.skip(step)
 
-    def at(self, step: int) -> int:
-        """The next dim in this direction."""
+    def next_dim(self, step: int) -> int:
+        """Return the next dim in this direction."""
         return self.open[0 if step == 1 else -1]
 
     def skip(self, step: int) -> None:
         """Close the next dim in this direction."""
         self.open.pop(0 if step == 1 else -1)
 
-    def fill(self, given: Iterator[str], sizes: dict[str, int]) -> list[str]:
-        """Factors of their own for what is left of the dims."""
-        made = []
+    def fill(self, names: Iterator[str], sizes: dict[str, int]) -> list[str]:
+        """Give the rest of each dim a factor of its own; return these factors."""
+        factors = []
         for dim in self.open:
-            if self.rest[dim] > 1:
-                made.append(next(given))
-                sizes[made[-1]] = self.rest[dim]
-                self.begun[dim].append(made[-1])
-        return made
+            if self.remaining[dim] > 1:
+                factors.append(next(names))
+                sizes[factors[-1]] = self.remaining[dim]
+                self.leading[dim].append(factors[-1])
+        return factors
 
     @property
     def dims(self) -> Dims:
-        """Of every dim its factors."""
-        return tuple((*first, *last) for first, last in zip(self.begun, self.ended, strict=True))
+        """Factors of each dim."""
+        return tuple((*leading, *trailing) for leading,
+                     trailing in zip(self.leading, self.trailing, strict=True))  # fmt: skip
 
 
-def _equal(one: int, other: int) -> int:
-    """Sizes share all of themselves or nothing, which 1 stands for."""
-    return one if one == other else 1
+def _equal(a: int, b: int) -> int:
+    """Return the size if both are equal, else 1."""
+    return a if a == b else 1
 
 
 def _share(
-    sides: tuple[_FactoredShape, _FactoredShape],
-    step: int,
-    common: Callable[[int, int], int],
-    given: Iterator[str],
-    sizes: dict[str, int],
-) -> None:
-    """Find the factors that both shapes have next in this direction, until they have none."""
-    one, other = sides
-    while one.open and other.open:
-        rest = one.rest[one.at(step)], other.rest[other.at(step)]
-        size = common(*rest)
-        if size == 1 and rest != (1, 1):
-            if 1 not in rest:
+    sides: tuple[_FactoredShape, _FactoredShape], step: int, common: Callable[[int, int], int],
+    names: Iterator[str], sizes: dict[str, int],
+) -> None:  # fmt: skip
+    """Find the common factors of both shapes in one direction, until there are none."""
+    before, after = sides
+    while before.open and after.open:
+        remaining = before.remaining[before.next_dim(step)], after.remaining[after.next_dim(step)]
+        size = common(*remaining)
+        if size == 1 and remaining != (1, 1):
+            if 1 not in remaining:
                 return
-            (one if rest[0] == 1 else other).skip(step)
+            (before if remaining[0] == 1 else after).skip(step)
             continue
-        factor = next(given)
+        factor = next(names)
         sizes[factor] = size
-        one.take(step, factor, size)
-        other.take(step, factor, size)
+        before.take(step, factor, size)
+        after.take(step, factor, size)
 
 
 def rule_of_moved_dims(
-    call: OpCall,
-    *results: Sequence[int | None],
-    permuted: Iterable[int] = (),
-    shapes: int = 0,
+    call: OpCall, *results: Sequence[int | None], permuted: Iterable[int] = (), shapes: int = 0,
     local: Any = None,
-) -> Rule:
-    """A rule of one operand whose dims go to results: of every result's dim the one it is.
+) -> Rule:  # fmt: skip
+    """Return the rule of one operand whose dims are moved to `results`.
 
-    Dims that are not in all results are whole. `shapes` operands more are laid as the results.
+    Each result lists the operand's dim of each of its dims; dims that are not in all results stay
+    unsharded. `shapes` further operands have the layout of the results.
     """
     ndim = call.operands[0].ndim
     names = factor_names(ndim)
-    made = tuple(tuple(() if at is None else (names[at],) for at in dims) for dims in results)
-    lost = {at for at in range(ndim) if not all(at in dims for dims in results)}
-    return Rule(
-        (tuple((name,) for name in names), *made[:1] * shapes),
-        made,
-        unsharded=frozenset(names[at] for at in lost),
-        permuted=frozenset(names[at] for at in permuted),
-        modes=all_modes(0, results=len(results)),
-        local=local,
+    result_dims = tuple(
+        tuple(() if dim is None else (names[dim],) for dim in dims) for dims in results
     )
+    unsharded = {dim for dim in range(ndim) if not all(dim in dims for dims in results)}
+    return Rule((tuple((name,) for name in names), *result_dims[:1] * shapes), result_dims,
+                unsharded=frozenset(names[dim] for dim in unsharded),
+                permuted=frozenset(names[dim] for dim in permuted),
+                modes=all_modes(0, results=len(results)), local=local)  # fmt: skip

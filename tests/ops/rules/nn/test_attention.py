@@ -12,7 +12,7 @@ import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.ops.core.call import Meta
 from fshard.ops.propagate.propagate import call_of, rule_of
-from fshard.ops.rules.nn.attention import in_products
+from fshard.ops.rules.nn.attention import attention_by_products
 from fshard.program.cost.topology import Link, Topology
 from tests.helpers.ops.samples import Sample, loops, rand, taken_apart, text, wrong
 
@@ -78,16 +78,16 @@ def test_gradient(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", COMPOSITE)
-def test_in_products(name: str) -> None:
+def test_attention_by_products(name: str) -> None:
     """What is done by products and sums gives what the operation does, rows of no keys too."""
     op, args, named = taken_apart(COMPOSITE[name])
-    torch.testing.assert_close(in_products(*args, **named), op(*args, **named))
+    torch.testing.assert_close(attention_by_products(*args, **named), op(*args, **named))
 
 
 def test_rows_that_may_look_at_nothing_are_zero() -> None:
     nothing = torch.zeros(5, 6, dtype=torch.bool)
     nothing[1] = True
-    made = in_products(*three(), nothing)
+    made = attention_by_products(*three(), nothing)
     torch.testing.assert_close(made, F.scaled_dot_product_attention(*three(), nothing))
     assert made[:, :, 0].eq(0).all()
 
