@@ -13,7 +13,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.validation import as_ints
-from fshard.ops.prng.draw_ops import BITS, FLOATS, INTEGERS, OPS
+from fshard.ops.prng.draw_ops import DRAW_OPS, FLOAT_BITS, INTEGER_DTYPES, SIGNED_DTYPES
 from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.ops.trace.trace import trace_depth
 from fshard.program.program import Program
@@ -63,7 +63,7 @@ def split(key: torch.Tensor, num: int = 2, /) -> torch.Tensor:
     if type(num) is not int or num < 0:
         problems.append(Problem(f"num={num!r}", "it is a number of keys", "num=2, say"))
     raise_if("fs.random.split", problems)
-    return OPS.split(key, num)  # type: ignore[no-any-return]
+    return DRAW_OPS.split(key, num)  # type: ignore[no-any-return]
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor, /) -> torch.Tensor:
@@ -84,7 +84,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor, /) -> torch.Tensor:
         problems.append(Problem(f"data={data!r}", "it is a whole number from 0 to 4294967295",
                                 "fold in its 32 lower bits, and then the others"))  # fmt: skip
     raise_if("fs.random.fold_in", problems)
-    return OPS.fold_in(key, data)  # type: ignore[no-any-return]
+    return DRAW_OPS.fold_in(key, data)  # type: ignore[no-any-return]
 
 
 def _key_problems(key: object) -> list[Problem]:
@@ -133,7 +133,7 @@ def uniform(
     >>> uniform(key(42), (4,))
     tensor([0.4887, 0.6798, 0.6163, 0.5610])
     """
-    where, to = "fs.random.uniform", _To(spec, dtype, device, FLOATS, torch.get_default_dtype())
+    where, to = "fs.random.uniform", _To(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
     problems, limits = to.problems(key), {"minval": minval, "maxval": maxval}
     many = {name: getattr(each, "shape", ()) for name, each in limits.items()}
     if any(many.values()):
@@ -144,7 +144,7 @@ def uniform(
         problems.append(Problem(f"minval={minval}, maxval={maxval}", "they are finite numbers",
                                 "minval=0.0, maxval=1.0"))  # fmt: skip
     raise_if(where, problems)
-    return to.drawn(where, key, OPS.uniform, float(minval), float(maxval))
+    return to.drawn(where, key, DRAW_OPS.uniform, float(minval), float(maxval))
 
 
 def normal(
@@ -163,9 +163,9 @@ def normal(
     >>> normal(key(42), (3,))
     tensor([-0.0283,  0.4671,  0.2957])
     """
-    where, to = "fs.random.normal", _To(spec, dtype, device, FLOATS, torch.get_default_dtype())
+    where, to = "fs.random.normal", _To(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
     raise_if(where, to.problems(key))
-    return to.drawn(where, key, OPS.normal)
+    return to.drawn(where, key, DRAW_OPS.normal)
 
 
 def exponential(
@@ -183,10 +183,10 @@ def exponential(
     >>> exponential(key(42), (3,))
     tensor([0.6708, 1.1388, 0.9578])
     """
-    where, to = "fs.random.exponential", _To(spec, dtype, device, FLOATS,
+    where, to = "fs.random.exponential", _To(spec, dtype, device, FLOAT_BITS,
                                              torch.get_default_dtype())  # fmt: skip
     raise_if(where, to.problems(key))
-    return to.drawn(where, key, OPS.uniform, 0.0, 1.0, then=lambda u: -torch.log1p(-u))
+    return to.drawn(where, key, DRAW_OPS.uniform, 0.0, 1.0, then=lambda u: -torch.log1p(-u))
 
 
 def randint(
@@ -208,7 +208,7 @@ def randint(
     >>> randint(key(42), (6,), 0, 10)
     tensor([5, 8, 3, 1, 5, 6])
     """
-    where, to = "fs.random.randint", _To(spec, dtype, device, INTEGERS, torch.int64)
+    where, to = "fs.random.randint", _To(spec, dtype, device, INTEGER_DTYPES, torch.int64)
     problems, limits = to.problems(key), as_ints((low, high))
     if limits is None:
         problems.append(Problem(f"from {low} to {high}", "limits are whole numbers",
@@ -222,7 +222,7 @@ def randint(
                 f"the range is not empty, and within {held.min} to {held.max + 1}",
                 "randint(key, spec, 0, 2), say"))  # fmt: skip
     raise_if(where, problems)
-    return to.drawn(where, key, OPS.randint, low, high - 1)
+    return to.drawn(where, key, DRAW_OPS.randint, low, high - 1)
 
 
 def bernoulli(
@@ -244,7 +244,7 @@ def bernoulli(
     kept = torch.bool if isinstance(spec, torch.Tensor) else None
     to = _To(spec, kept, device, (torch.bool,), torch.bool)
     raise_if(where, to.problems(key) + _rate_problems(p))
-    return to.drawn(where, key, OPS.bernoulli, float(p))
+    return to.drawn(where, key, DRAW_OPS.bernoulli, float(p))
 
 
 def dropout_mask(
@@ -264,10 +264,10 @@ def dropout_mask(
     >>> dropout_mask(key(42), (4,), 0.5)
     tensor([2., 0., 0., 0.])
     """
-    where, to = "fs.random.dropout_mask", _To(spec, dtype, device, FLOATS,
+    where, to = "fs.random.dropout_mask", _To(spec, dtype, device, FLOAT_BITS,
                                               torch.get_default_dtype())  # fmt: skip
     raise_if(where, to.problems(key) + _rate_problems(p))
-    return to.drawn(where, key, OPS.bernoulli, 1.0 - p, then=lambda kept: kept * kept_scale(p))
+    return to.drawn(where, key, DRAW_OPS.bernoulli, 1.0 - p, then=lambda kept: kept * kept_scale(p))
 
 
 def kept_scale(p: float) -> float:
@@ -290,9 +290,9 @@ def bits(
     >>> bits(key(42), (2,), dtype=torch.int32)
     tensor([ 2098992034, -1375260455], dtype=torch.int32)
     """
-    where, to = "fs.random.bits", _To(spec, dtype, device, BITS, torch.uint32)
+    where, to = "fs.random.bits", _To(spec, dtype, device, SIGNED_DTYPES, torch.uint32)
     raise_if(where, to.problems(key))
-    return to.drawn(where, key, OPS.bits)
+    return to.drawn(where, key, DRAW_OPS.bits)
 
 
 def permutation(
@@ -317,7 +317,7 @@ def permutation(
         problems.append(Problem(f"a shape of {len(to.shape)} dims", "numbers stand in one dim",
                                 "permutation(key, n), and take rows by it"))  # fmt: skip
     raise_if("fs.random.permutation", problems)
-    return to.drawn("fs.random.permutation", key, OPS.permutation)
+    return to.drawn("fs.random.permutation", key, DRAW_OPS.permutation)
 
 
 def _rate_problems(p: object) -> list[Problem]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import P, ShardingError
 from fshard.ops.prng import threefry
-from fshard.ops.prng.threefry import Box, derived, fill, hashed, words_of
+from fshard.ops.prng.threefry import Box, derive_keys, fill_box, hash_counter, key_words
 from tests.helpers.spec_grid import all_specs, message
 
 KEY = fs.random.key(7)
@@ -54,17 +54,17 @@ def test_known_answers(
     key: tuple[int, int], counter: tuple[int, int], words: tuple[int, int]
 ) -> None:
     """Those that the authors of the generator publish, of the tensors' way and of the numbers'."""
-    assert hashed(key, counter) == words
-    pair = torch.tensor([key], dtype=I64).expand(threefry.FEW + 1, 2)
-    many = derived(pair, torch.tensor(counter[1], dtype=I64))
-    few = derived(pair[0], torch.tensor(counter[1], dtype=I64))
+    assert hash_counter(key, counter) == words
+    pair = torch.tensor([key], dtype=I64).expand(threefry.MAX_HOST_HASHES + 1, 2)
+    many = derive_keys(pair, torch.tensor(counter[1], dtype=I64))
+    few = derive_keys(pair[0], torch.tensor(counter[1], dtype=I64))
     assert (many == few).all()
-    assert tuple(few.tolist()) == hashed(key, (0, counter[1]))
+    assert tuple(few.tolist()) == hash_counter(key, (0, counter[1]))
 
 
 def drawn(box: Box) -> torch.Tensor:
     out = torch.empty(box.size, dtype=torch.int32)
-    fill(box, out, lambda hash_, part: torch.bitwise_xor(*hash_(words_of(KEY)), out=part))
+    fill_box(box, out, lambda hash_, part: torch.bitwise_xor(*hash_(key_words(KEY)), out=part))
     return out
 
 
@@ -79,7 +79,7 @@ def test_parts_are_parts_of_the_whole(edges: list[tuple[int, int, int]], block: 
     shape = tuple(map(sum, zip(shape, start, size, strict=True)))
     with pytest.MonkeyPatch.context() as patch:
         everything = drawn(Box(shape, (0,) * len(shape), shape))
-        patch.setattr(threefry, "BLOCK", block)
+        patch.setattr(threefry, "CPU_BLOCK", block)
         part = drawn(Box(shape, start, size))
     index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
     assert torch.equal(part, everything[index])
@@ -99,7 +99,7 @@ def test_places_of_more_than_32_bits(
     ranges = [range(a, a + n) for a, n in zip(start, size, strict=True)]
     for value, place in zip(made, itertools.product(*ranges), strict=True):
         at = sum(i * stride for i, stride in zip(place, strides, strict=True))
-        x, y = hashed(KEY.tolist(), (at >> 32, at & 0xFFFFFFFF))
+        x, y = hash_counter(KEY.tolist(), (at >> 32, at & 0xFFFFFFFF))
         assert value & 0xFFFFFFFF == x ^ y
 
 
@@ -119,12 +119,12 @@ class Largest(TorchDispatchMode):
 
 def test_memory_is_that_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the result: three words for each element of a block, and a few numbers."""
-    monkeypatch.setattr(threefry, "BLOCK", 1 << 10)
+    monkeypatch.setattr(threefry, "CPU_BLOCK", 1 << 10)
     out = torch.empty(1 << 14, dtype=torch.int32)
-    block = threefry.BLOCK * torch.get_num_threads()
+    block = threefry.CPU_BLOCK * torch.get_num_threads()
     with Largest(out) as largest:
-        fill(Box((1 << 14,), (0,), (1 << 14,)), out,
-             lambda hash_, part: torch.bitwise_xor(*hash_(words_of(KEY)), out=part))  # fmt: skip
+        fill_box(Box((1 << 14,), (0,), (1 << 14,)), out,
+             lambda hash_, part: torch.bitwise_xor(*hash_(key_words(KEY)), out=part))  # fmt: skip
     assert largest.most == 3 * 4 * block
 
 

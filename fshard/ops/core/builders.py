@@ -45,8 +45,8 @@ def align_factors(shape: Sequence[int], result: Sequence[int], factors: Dims) ->
 def normalize_dims(dims: Iterable[int] | int | None, ndim: int) -> tuple[int, ...]:
     """Return the non-negative dims of a `dim` argument; None and () mean all dims.
 
-    >>> normalize_dims(-1, 3), axes_of([0, -1], 3), axes_of(None, 2), axes_of([], 2)
-    ((2,), (0, 2), (0, 1), (0, 1))
+    >>> normalize_dims(-1, 3), normalize_dims([0, -1], 3), normalize_dims(None, 2)
+    ((2,), (0, 2), (0, 1))
     """
     if dims is None:
         return tuple(range(ndim))
@@ -62,7 +62,7 @@ def wrap_dim(dim: int, ndim: int) -> int:
 def valid_dim(dim: int, ndim: int) -> int | None:
     """Return a non-negative dim, or None if it is out of range for `ndim` dims.
 
-    >>> valid_dim(-1, 3), place(3, 3)
+    >>> valid_dim(-1, 3), valid_dim(3, 3)
     (2, None)
     """
     return dim % ndim if -ndim <= dim < ndim else None

@@ -38,7 +38,7 @@ class _Number(tuple[Any, ...]):
 def freeze(value: Any) -> Any:
     """Return the cache key of an argument: hashable, and specific to the types of numbers.
 
-    >>> freeze(1) == frozen(True), frozen([1]) == frozen((1,)), frozen(0.0) == frozen(-0.0)
+    >>> freeze(1) == freeze(True), freeze([1]) == freeze((1,)), freeze(0.0) == freeze(-0.0)
     (False, False, False)
     """
     kind = type(value)

@@ -90,7 +90,7 @@ def register_rule(*ops: Any) -> Callable[[Any], Any]:
     'bd,d->bd'
     >>> mesh = fs.Mesh(i=2)
     >>> x, w = fs.parse("f32[8@i,4]", mesh), fs.parse("f32[4]", mesh)
-    >>> print(fs.propagate(scaled, x, w).out_specs)
+    >>> print(fs.propagate(scaled, x, w).out_specs[0])
     f32[8@i,4]
     """
 

@@ -1,10 +1,10 @@
-"""Draws by a key as operations of PyTorch: `fshard::uniform` and the like, of any part of a whole.
+"""Random draws as operations of PyTorch: `fshard::uniform` and others, of any box of a tensor.
 
-An operation draws the elements of a tensor of `shape` from `start` on, `size` of every dim; so a
-rank draws its own part, and graphs show one line. `like` is a tensor whose layout and device a
-draw follows, and of which nothing is read. Several keys, stacked, give as many tensors, stacked.
+An operation draws the box of `size` elements at `start` of a tensor of `shape`; so a rank draws
+its shard alone, and a graph has one node. `like` is a tensor whose layout and device the draw
+follows; its values are not read. Stacked keys draw as many stacked tensors.
 
-From bits to numbers it goes as in `jax.random`, whose numbers come out.
+Random bits become numbers as in `jax.random`, with the same values.
 """
 
 from __future__ import annotations
@@ -15,185 +15,195 @@ from typing import Any
 
 import torch
 
-from fshard.ops.prng.threefry import Box, Hash, Words, derived, fill, word, words_of
+from fshard.ops.prng.threefry import (
+    Box,
+    HashBlock,
+    KeyWords,
+    derive_keys,
+    fill_box,
+    key_words,
+    word_tensor,
+)
 
-__all__ = ["BITS", "DRAWN", "FLOATS", "INTEGERS", "OPS"]
+__all__ = ["DRAW_OPS", "DRAW_SCHEMAS", "FLOAT_BITS", "INTEGER_DTYPES", "SIGNED_DTYPES"]
 
-FLOATS: dict[torch.dtype, tuple[int, int]] = {
+FLOAT_BITS: dict[torch.dtype, tuple[int, int]] = {
     torch.float16: (16, 10), torch.bfloat16: (8, 7), torch.float32: (32, 23),
     torch.float64: (64, 52),
 }  # fmt: skip
-"""Of every dtype the bits that are drawn, and those of its mantissa, which they become."""
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-BITS: dict[torch.dtype, torch.dtype] = {
+"""Bits drawn for each dtype, and bits of its mantissa, which are filled with them."""
+INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+SIGNED_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 } | {dtype: dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)}  # fmt: skip
-"""Dtypes of bits, and the signed one of the same width."""
+"""Dtypes of `fs.random.bits`, each with the signed dtype of the same width."""
 MANTISSAS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
-PLACE = "Tensor? like, Tensor key, SymInt[] shape, SymInt[] start, SymInt[] size"
-MADE = "ScalarType dtype, Device? device=None"
-DRAWN = {
-    "bits": f"({PLACE}, *, {MADE}) -> Tensor",
-    "uniform": f"({PLACE}, float low, float high, *, {MADE}) -> Tensor",
-    "normal": f"({PLACE}, *, {MADE}) -> Tensor",
-    "randint": f"({PLACE}, int low, int last, *, {MADE}) -> Tensor",
-    "bernoulli": f"({PLACE}, float p, *, {MADE}) -> Tensor",
-    "permutation": f"({PLACE}, *, {MADE}) -> Tensor",
+BOX_ARGS = "Tensor? like, Tensor key, SymInt[] shape, SymInt[] start, SymInt[] size"
+FACTORY_ARGS = "ScalarType dtype, Device? device=None"
+DRAW_SCHEMAS = {
+    "bits": f"({BOX_ARGS}, *, {FACTORY_ARGS}) -> Tensor",
+    "uniform": f"({BOX_ARGS}, float low, float high, *, {FACTORY_ARGS}) -> Tensor",
+    "normal": f"({BOX_ARGS}, *, {FACTORY_ARGS}) -> Tensor",
+    "randint": f"({BOX_ARGS}, int low, int last, *, {FACTORY_ARGS}) -> Tensor",
+    "bernoulli": f"({BOX_ARGS}, float p, *, {FACTORY_ARGS}) -> Tensor",
+    "permutation": f"({BOX_ARGS}, *, {FACTORY_ARGS}) -> Tensor",
 }
-"""The operations that draw, with their arguments."""
+"""Schemas of the draw operations by name."""
 
 _LIBRARY = torch.library.Library("fshard", "FRAGMENT")
-OPS = torch.ops.fshard
+DRAW_OPS = torch.ops.fshard
 
-Write = Callable[[Hash, torch.Tensor], None]
-"""Writes a block of a result from the words of its places."""
-
-
-# -- from words to numbers ------------------------------------------------------------------
+WriteBlock = Callable[[HashBlock, torch.Tensor], None]
+"""Writes a block of a result from the hashed words of its elements."""
 
 
-def _bits(words: Words, dtype: torch.dtype) -> Write:
-    """A word, or as much of it as there is room for; two of them in 64 bits."""
+# -- words to numbers -----------------------------------------------------------------------
 
-    def write(hash_: Hash, out: torch.Tensor) -> None:
+
+def _write_bits(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
+    """Write the low bits of both words xored; all bits of both words for 64-bit dtypes."""
+    words, signed = key_words(key), SIGNED_DTYPES[dtype]
+
+    def write(hash_: HashBlock, out: torch.Tensor) -> None:
         x, y = hash_(words)
-        out.copy_(_wide(x, y) if dtype.itemsize == 8 else x.bitwise_xor_(y))
+        out.view(signed).copy_(_int64(x, y) if dtype.itemsize == 8 else x.bitwise_xor_(y))
 
     return write
 
 
-def _wide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Two words as one of 64 bits."""
+def _int64(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return two 32-bit words as one int64."""
     return (x.long() << 32).bitwise_or_(y.long() & 0xFFFFFFFF)
 
 
-def _unit(words: Words, dtype: torch.dtype) -> Write:
-    """Numbers from 0 to 1, without 1: bits become the mantissa of a number from 1 to 2."""
-    width, mantissa = FLOATS[dtype]
+def _write_unit(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
+    """Write uniform numbers in [0, 1): bits become the mantissa of numbers in [1, 2), minus 1."""
+    words = key_words(key)
+    width, mantissa = FLOAT_BITS[dtype]
     one = (1 << (dtype.itemsize * 8 - 2)) - (1 << mantissa)
 
-    def write(hash_: Hash, out: torch.Tensor) -> None:
+    def write(hash_: HashBlock, out: torch.Tensor) -> None:
         x, y = hash_(words)
         if width == 64:
-            made = (_wide(x, y) >> 12).bitwise_and_((1 << 52) - 1).bitwise_or_(one)
+            pattern = (_int64(x, y) >> 12).bitwise_and_((1 << 52) - 1).bitwise_or_(one)
         else:
-            x.bitwise_xor_(y).bitwise_right_shift_(word(width - mantissa))
-            x.bitwise_and_(word((1 << mantissa) - 1)).bitwise_or_(word(one))
-            made = x.to(MANTISSAS[dtype])
-        torch.sub(made.view(dtype), 1.0, out=out)
+            x.bitwise_xor_(y).bitwise_right_shift_(word_tensor(width - mantissa))
+            x.bitwise_and_(word_tensor((1 << mantissa) - 1)).bitwise_or_(word_tensor(one))
+            pattern = x.to(MANTISSAS[dtype])
+        torch.sub(pattern.view(dtype), 1.0, out=out)
 
     return write
 
 
-def _between(words: Words, dtype: torch.dtype, low: float, high: float) -> Write:
-    """Numbers from `low` to `high`."""
-    unit = _unit(words, dtype)
+def _write_uniform(key: torch.Tensor, dtype: torch.dtype, low: float, high: float) -> WriteBlock:
+    """Write uniform numbers in [low, high)."""
+    unit = _write_unit(key, dtype)
     if (low, high) == (0.0, 1.0):
         return unit
-    least, most = (torch.tensor(x, dtype=dtype, device="cpu") for x in (low, high))
-    span, first = (most - least).item(), least.item()
-    exact = math.frexp(span)[0] == 0.5  # the product is, of a power of two
+    rounded_low, rounded_high = (torch.tensor(x, dtype=dtype, device="cpu") for x in (low, high))
+    span, start = (rounded_high - rounded_low).item(), rounded_low.item()
+    exact = math.frexp(span)[0] == 0.5  # products with a power of two are exact
 
-    def write(hash_: Hash, out: torch.Tensor) -> None:
+    def write(hash_: HashBlock, out: torch.Tensor) -> None:
         unit(hash_, out)
-        # XLA rounds a product and a sum once. In float64 there is nothing wider to do so in.
+        # XLA rounds a product and a sum once; float64 has no wider dtype to do the same.
         wide = out.double() if dtype == torch.float32 and not exact else out
-        out.copy_(wide.mul_(span).add_(first).clamp_(min=first))
+        out.copy_(wide.mul_(span).add_(start).clamp_(min=start))
 
     return write
 
 
-def _normal(words: Words, dtype: torch.dtype) -> Write:
-    """The inverse of the distribution function, of numbers from -1 to 1 without either."""
+def _write_normal(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
+    """Write normal numbers: sqrt(2) * erfinv(u) for u uniform in (-1, 1)."""
     ends = torch.tensor([-1.0, 0.0, math.sqrt(2)], dtype=dtype, device="cpu")
-    between = _between(words, dtype, torch.nextafter(ends[0], ends[1]).item(), 1.0)
+    uniform = _write_uniform(key, dtype, torch.nextafter(ends[0], ends[1]).item(), 1.0)
     scale = ends[2].item()
 
-    def write(hash_: Hash, out: torch.Tensor) -> None:
-        between(hash_, out)
+    def write(hash_: HashBlock, out: torch.Tensor) -> None:
+        uniform(hash_, out)
         torch.erfinv(out, out=out)
         out.mul_(scale)
 
     return write
 
 
-def _true(words: Words, p: float) -> Write:
-    """Whether a number from 0 to 1 is less than `p`, in float32; ones and zeros in other dtypes."""
-    unit = _unit(words, torch.float32)
-    least = torch.tensor(p, dtype=torch.float32, device="cpu").item()
+def _write_bernoulli(key: torch.Tensor, dtype: torch.dtype, p: float) -> WriteBlock:
+    """Write whether a float32 number, uniform in [0, 1), is less than `p`."""
+    unit = _write_unit(key, torch.float32)
+    threshold = torch.tensor(p, dtype=torch.float32, device="cpu").item()
 
-    def write(hash_: Hash, out: torch.Tensor) -> None:
-        drawn = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        unit(hash_, drawn)
-        torch.lt(drawn, least, out=out)
+    def write(hash_: HashBlock, out: torch.Tensor) -> None:
+        numbers = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        unit(hash_, numbers)
+        torch.lt(numbers, threshold, out=out)
 
     return write
 
 
-def _integer(keys: Sequence[Words], dtype: torch.dtype, low: int, last: int) -> Write:
-    """The remainder of twice as many bits as are asked for, at least of 64.
+def _write_integers(key: torch.Tensor, dtype: torch.dtype, low: int, last: int) -> WriteBlock:
+    """Write integers in [low, last]: the remainder of 64 or 128 random bits by the span.
 
-    All is computed modulo the width, as JAX does.
+    The arithmetic is modulo 2**32 or 2**64, as in JAX.
     """
+    keys = derive_keys(key, torch.arange(2, device=key.device))
+    upper_words, lower_words = map(key_words, keys)
     width = 64 if dtype.itemsize == 8 else 32
     span = last - low + 1
-    whole = span == 1 << width
+    full_range = span == 1 << width
     half = (1 << width // 2) % span
     upper = (half * half & (1 << width) - 1) % span
-    rest = _remainder if width == 64 else torch.fmod  # words of 32 bits are above zero in int64
+    remainder = _unsigned_remainder if width == 64 else torch.fmod  # 32 bits fit int64
 
-    def drawn(hash_: Hash, words: Words) -> torch.Tensor:
+    def bits(hash_: HashBlock, words: KeyWords) -> torch.Tensor:
         x, y = hash_(words)
-        return _wide(x, y) if width == 64 else x.bitwise_xor_(y).long() & 0xFFFFFFFF
+        return _int64(x, y) if width == 64 else x.bitwise_xor_(y).long() & 0xFFFFFFFF
 
-    def write(hash_: Hash, out: torch.Tensor) -> None:
-        if whole:
-            made = drawn(hash_, keys[1])
+    def write(hash_: HashBlock, out: torch.Tensor) -> None:
+        if full_range:
+            values = bits(hash_, lower_words)
         else:
-            made = rest(drawn(hash_, keys[0]), span).mul_(_signed(upper))
-            made += rest(drawn(hash_, keys[1]), span)
-            made = rest(made if width == 64 else made & 0xFFFFFFFF, span)
-        out.copy_(made.add_(low))
+            values = remainder(bits(hash_, upper_words), span).mul_(_as_int64(upper))
+            values += remainder(bits(hash_, lower_words), span)
+            values = remainder(values if width == 64 else values & 0xFFFFFFFF, span)
+        out.copy_(values.add_(low))
 
     return write
 
 
-def _signed(value: int) -> int:
-    """What an int64 holds of a number of 64 bits."""
+def _as_int64(value: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit integer."""
     return value - (value >> 63 << 64)
 
 
-def _remainder(x: torch.Tensor, by: int) -> torch.Tensor:
-    """The remainders of int64 that stand for numbers of 64 bits without sign."""
-    if by >= 1 << 63:
-        over = torch.bitwise_xor(x, -1 << 63) >= by - (1 << 63)
-        return x - torch.where(over, _signed(by), 0)
-    # A quotient of half of it, twice, is at most one too small.
-    rest = x - ((x >> 1 & (1 << 63) - 1) // by * 2) * by
-    over = (rest < 0) | (rest >= by)
-    return rest.sub_(over * by)
+def _unsigned_remainder(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return the remainders of int64 values whose bits are unsigned 64-bit integers."""
+    if divisor >= 1 << 63:
+        over = torch.bitwise_xor(x, -1 << 63) >= divisor - (1 << 63)
+        return x - torch.where(over, _as_int64(divisor), 0)
+    # Twice the quotient of half of x is at most one less than the quotient.
+    remainder = x - ((x >> 1 & (1 << 63) - 1) // divisor * 2) * divisor
+    over = (remainder < 0) | (remainder >= divisor)
+    return remainder.sub_(over * divisor)
 
 
-# -- tensors of parts -----------------------------------------------------------------------
+# -- operations -----------------------------------------------------------------------------
 
 
-def _drawn(
-    key: torch.Tensor, box: Box, dtype: torch.dtype, device: torch.device,
-    write: Callable[[torch.Tensor], Write],
+def _empty_draw(
+    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
+    size: Sequence[int], *_: Any, dtype: torch.dtype, device: torch.device | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The part of a draw under one key, or under each of several; `write` is of one key."""
-    out = torch.empty((*key.shape[:-1], *box.size), dtype=dtype, device=device)
-    for one, part in _by_key(key, out):
-        fill(box, part, write(one))
-    return out
+    """Return an uninitialized result of a draw; it is also the fake kernel."""
+    device = device or (key.device if like is None else like.device)
+    return torch.empty((*key.shape[:-1], *size), dtype=dtype, device=device)
 
 
 def _by_key(key: torch.Tensor, out: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Every key with its part of a result; none where there is nothing to draw.
+    """Return pairs of a key and its part of the result; none if the result is empty.
 
-    A key on the host stays there: its words are numbers to a kernel elsewhere.
+    A key on the host stays there: its words become scalar arguments of kernels.
     """
     if not out.numel():
         return ()
@@ -202,159 +212,115 @@ def _by_key(key: torch.Tensor, out: torch.Tensor) -> Iterable[tuple[torch.Tensor
                strict=True)  # fmt: skip
 
 
-def _place(
-    like: torch.Tensor | None, key: torch.Tensor, device: torch.device | None
-) -> torch.device:
-    return device or (key.device if like is None else like.device)
+def _draw_op(write: Callable[..., WriteBlock]) -> Callable[..., torch.Tensor]:
+    """Return the kernel of a draw; `write(key, dtype, *params)` makes the function of blocks."""
 
+    def kernel(
+        like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
+        size: Sequence[int], *params: Any, **factory: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        box = Box(tuple(shape), tuple(start), tuple(size))
+        out = _empty_draw(like, key, shape, start, size, **factory)
+        for single_key, part in _by_key(key, out):
+            fill_box(box, part, write(single_key, factory["dtype"], *params))
+        return out
 
-def _bits_op(
-    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None,
-) -> torch.Tensor:  # fmt: skip
-    box, signed = Box(tuple(shape), tuple(start), tuple(size)), BITS[dtype]
-    on = _place(like, key, device)
-    return _drawn(key, box, signed, on, lambda one: _bits(words_of(one), signed)).view(dtype)
-
-
-def _uniform_op(
-    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], low: float, high: float, *, dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> torch.Tensor:  # fmt: skip
-    box, on = Box(tuple(shape), tuple(start), tuple(size)), _place(like, key, device)
-    return _drawn(key, box, dtype, on, lambda one: _between(words_of(one), dtype, low, high))
-
-
-def _normal_op(
-    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None,
-) -> torch.Tensor:  # fmt: skip
-    box, on = Box(tuple(shape), tuple(start), tuple(size)), _place(like, key, device)
-    return _drawn(key, box, dtype, on, lambda one: _normal(words_of(one), dtype))
-
-
-def _randint_op(
-    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], low: int, last: int, *, dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> torch.Tensor:  # fmt: skip
-    box, on = Box(tuple(shape), tuple(start), tuple(size)), _place(like, key, device)
-
-    def write(one: torch.Tensor) -> Write:
-        keys = derived(one, torch.arange(2, device=one.device))
-        return _integer([words_of(each) for each in keys], dtype, low, last)
-
-    return _drawn(key, box, dtype, on, write)
-
-
-def _bernoulli_op(
-    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], p: float, *, dtype: torch.dtype, device: torch.device | None = None,
-) -> torch.Tensor:  # fmt: skip
-    box, on = Box(tuple(shape), tuple(start), tuple(size)), _place(like, key, device)
-    return _drawn(key, box, dtype, on, lambda one: _true(words_of(one), p))
+    return kernel
 
 
 def _permutation_op(
     like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None,
+    size: Sequence[int], **factory: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Numbers sorted by bits, so often that ties hardly matter; a part is one of the whole."""
-    on, (n,) = _place(like, key, device), shape
-    turns = math.ceil(3 * math.log(max(n, 1)) / math.log((1 << 32) - 1))
-    out = torch.empty((*key.shape[:-1], *size), dtype=dtype, device=on)
-    for one, part in _by_key(key, out):
-        found = torch.arange(n, dtype=dtype, device=on)
-        for _ in range(turns):
-            one, sub = derived(one, torch.arange(2, device=one.device))  # noqa: PLW2901
-            drawn = _bits_op(found, sub, (n,), (0,), (n,), dtype=torch.int32).long() & 0xFFFFFFFF
-            found = found[drawn.sort(stable=True).indices]
-        part.copy_(found[start[0] : start[0] + size[0]])
+    """Sort integers by random bits, often enough that ties hardly matter; return the box."""
+    (n,), out = shape, _empty_draw(like, key, shape, start, size, **factory)
+    rounds = math.ceil(3 * math.log(max(n, 1)) / math.log((1 << 32) - 1))
+    draw_bits = _draw_op(_write_bits)
+    for single_key, part in _by_key(key, out):
+        order, k = torch.arange(n, dtype=out.dtype, device=out.device), single_key
+        for _ in range(rounds):
+            k, sub = derive_keys(k, torch.arange(2, device=k.device))
+            bits = draw_bits(order, sub, (n,), (0,), (n,), dtype=torch.int32).long() & 0xFFFFFFFF
+            order = order[bits.sort(stable=True).indices]
+        part.copy_(order[start[0] : start[0] + size[0]])
     return out
 
 
 def _split_op(key: torch.Tensor, count: int) -> torch.Tensor:
-    return derived(key.unsqueeze(-2), torch.arange(count, device=key.device))
+    return derive_keys(key.unsqueeze(-2), torch.arange(count, device=key.device))
 
 
 def _fold_in_op(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
-    return derived(key, torch.as_tensor(data, device=key.device))
+    return derive_keys(key, torch.as_tensor(data, device=key.device))
 
 
 # -- registration ---------------------------------------------------------------------------
 
 
-def _drawn_shape(
-    like: torch.Tensor | None, key: torch.Tensor, shape: Sequence[int], start: Sequence[int],
-    size: Sequence[int], *_: Any, dtype: torch.dtype, device: torch.device | None = None,
-) -> torch.Tensor:  # fmt: skip
-    return torch.empty((*key.shape[:-1], *size), dtype=dtype, device=_place(like, key, device))
-
-
-def _split_shape(key: torch.Tensor, count: int) -> torch.Tensor:
+def _split_fake(key: torch.Tensor, count: int) -> torch.Tensor:
     return key.new_empty(*key.shape[:-1], count, 2)
 
 
-def _fold_in_shape(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
+def _fold_in_fake(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     shape = data.shape if isinstance(data, torch.Tensor) else ()
     return key.new_empty(*torch.broadcast_shapes(key.shape[:-1], shape), 2)
 
 
 def _batched_draw(op: Any) -> Callable[..., Any]:
-    """Under `torch.vmap` several keys draw as many tensors; one key draws one, for all."""
+    """Return the `torch.vmap` rule of a draw: batched keys draw a batch, one key draws once."""
 
     def batched(
         info: Any, in_dims: Any, like: torch.Tensor | None, key: torch.Tensor, *rest: Any,
-        **made: Any,
+        **factory: Any,
     ) -> Any:  # fmt: skip
         like_dim, key_dim = in_dims[:2]
         if key_dim is None:
             like = like if like is None or like_dim is None else like.select(like_dim, 0)
-            return op(like, key, *rest, **made), None
-        if like is not None:  # of all keys, or the same for all, it has a dim for every one of
+            return op(like, key, *rest, **factory), None
+        if like is not None:  # an unbatched `like` is broadcast over the keys
             like = like.unsqueeze(0) if like_dim is None else like.movedim(like_dim, 0)
-        return op(like, key.movedim(key_dim, 0), *rest, **made), 0
+        return op(like, key.movedim(key_dim, 0), *rest, **factory), 0
 
     return batched
 
 
 def _batched_split(info: Any, in_dims: Any, key: torch.Tensor, count: int) -> Any:
-    return OPS.split(key.movedim(in_dims[0], 0), count), 0
+    return DRAW_OPS.split(key.movedim(in_dims[0], 0), count), 0
 
 
 def _batched_fold_in(info: Any, in_dims: Any, key: torch.Tensor, data: Any) -> Any:
-    # Both have as many dims before the key's two words as the result.
-    dim, at = in_dims
-    key = key.unsqueeze(0) if dim is None else key.movedim(dim, 0)
+    # Align the batch dims of both, which precede the two words of the keys.
+    key_dim, data_dim = in_dims
+    key = key.unsqueeze(0) if key_dim is None else key.movedim(key_dim, 0)
     if not isinstance(data, torch.Tensor):
-        return OPS.fold_in(key, data), 0
-    data = data.unsqueeze(0) if at is None else data.movedim(at, 0)
+        return DRAW_OPS.fold_in(key, data), 0
+    data = data.unsqueeze(0) if data_dim is None else data.movedim(data_dim, 0)
     more = key.dim() - 1 - data.dim()
     key = key.reshape(key.shape[0], *(1,) * max(-more, 0), *key.shape[1:])
     data = data.reshape(data.shape[0], *(1,) * max(more, 0), *data.shape[1:])
-    return OPS.fold_in(key, data), 0
+    return DRAW_OPS.fold_in(key, data), 0
 
 
-def _register(name: str, schema: str, run: Any, shape: Any, batched: Any) -> None:
+def _register(name: str, schema: str, kernel: Any, fake: Any, batched: Any) -> None:
     base, _, _ = name.partition(".")
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    # Keys have no gradient, and of what is only followed nothing is computed.
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    # Draws have no gradient: keys are integers, and values of `like` are not read.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"fshard::{name}", shape, lib=_LIBRARY)
-    packet = getattr(OPS, base)
-    made = batched(packet) if batched is _batched_draw else batched
-    torch.library.register_vmap(f"fshard::{name}", made, lib=_LIBRARY)
+    torch.library.register_fake(f"fshard::{name}", fake, lib=_LIBRARY)
+    packet = getattr(DRAW_OPS, base)
+    vmap_rule = batched(packet) if batched is _batched_draw else batched
+    torch.library.register_vmap(f"fshard::{name}", vmap_rule, lib=_LIBRARY)
 
 
-_RUN = {
-    "bits": _bits_op, "uniform": _uniform_op, "normal": _normal_op, "randint": _randint_op,
-    "bernoulli": _bernoulli_op, "permutation": _permutation_op,
+_KERNELS = {
+    "bits": _draw_op(_write_bits), "uniform": _draw_op(_write_uniform),
+    "normal": _draw_op(_write_normal), "randint": _draw_op(_write_integers),
+    "bernoulli": _draw_op(_write_bernoulli), "permutation": _permutation_op,
 }  # fmt: skip
-for _name, _schema in DRAWN.items():
-    _register(_name, _schema, _RUN[_name], _drawn_shape, _batched_draw)
-_register("split", "(Tensor key, SymInt count) -> Tensor", _split_op, _split_shape, _batched_split)
+for _name, _schema in DRAW_SCHEMAS.items():
+    _register(_name, _schema, _KERNELS[_name], _empty_draw, _batched_draw)
+_register("split", "(Tensor key, SymInt count) -> Tensor", _split_op, _split_fake, _batched_split)
 for _name, _data in (("fold_in", "SymInt"), ("fold_in.Tensor", "Tensor")):
     _register(_name, f"(Tensor key, {_data} data) -> Tensor",
-              _fold_in_op, _fold_in_shape, _batched_fold_in)  # fmt: skip
+              _fold_in_op, _fold_in_fake, _batched_fold_in)  # fmt: skip

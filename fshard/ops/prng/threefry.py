@@ -1,11 +1,10 @@
-"""Threefry-2x32: words that follow from a key and a counter, each alone and in any order.
+"""Threefry-2x32: a hash of a key and a counter into two random 32-bit words.
 
-Of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with 20
-rounds. The counter of an element is its place in the whole tensor, row by row, as JAX counts with
-`jax_threefry_partitionable`: so a part of a tensor is drawn without the rest, and a layout changes
-no number.
+After Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
+20 rounds. The counter of an element is its row-major index in the global tensor, as in JAX with
+`jax_threefry_partitionable`. Any shard can thus be drawn alone, and the layout changes no value.
 
-Tensors of words are int32, whose sums wrap around as those of uint32 do.
+Words are stored as int32, whose sums wrap around as those of uint32 do.
 """
 
 from __future__ import annotations
@@ -17,28 +16,31 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["Box", "Hash", "derived", "fill", "hashed", "word", "words_of"]
+__all__ = [
+    "Box", "HashBlock", "KeyWords", "derive_keys", "fill_box", "hash_counter", "key_words",
+    "word_tensor",
+]  # fmt: skip
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
 MASK = 0xFFFFFFFF
-FEW = 16
-"""So many pairs of words are faster in Python's numbers, without a kernel."""
-BLOCK = 1 << 15
-"""Elements that a thread draws at once, with what it needs for them: they fit its cache."""
-BLOCK_ELSEWHERE = 1 << 22
-"""Elements that are drawn at once where a kernel costs a launch."""
+MAX_HOST_HASHES = 16
+"""Up to this number of hashes Python integers are faster than tensor kernels."""
+CPU_BLOCK = 1 << 15
+"""Elements per thread and block on CPUs: a block and its scratch memory fit the cache."""
+DEVICE_BLOCK = 1 << 22
+"""Elements per block on other devices."""
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+KeyWords = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
-Hash = Callable[[Words], Pair]
-"""Of the counters of a block the two words under a key, in memory that the next call takes."""
+HashBlock = Callable[[KeyWords], Pair]
+"""Returns the two words of each counter of a block; the next call reuses their memory."""
 
 
-def hashed(key: Sequence[int], counter: Sequence[int]) -> tuple[int, int]:
-    """The two words of one counter, in Python's numbers.
+def hash_counter(key: Sequence[int], counter: Sequence[int]) -> tuple[int, int]:
+    """Return the two words of one counter, computed with Python integers.
 
-    >>> [hex(word) for word in hashed((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3))]
+    >>> [hex(word) for word in hash_counter((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3))]
     ['0xc4923a9c', '0x483df7a0']
     """
     words = key[0], key[1], key[0] ^ key[1] ^ PARITY
@@ -53,56 +55,56 @@ def hashed(key: Sequence[int], counter: Sequence[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def word(value: int) -> torch.Tensor:
-    """A number as a word, in an int32 tensor of no dims: as an operand that costs no conversion."""
+def word_tensor(value: int) -> torch.Tensor:
+    """Return an integer, modulo 2**32, as an int32 tensor without dims; cached."""
     value &= MASK
     return torch.tensor(value - (value >> 31 << 32), dtype=torch.int32, device="cpu")
 
 
-def words_of(key: torch.Tensor) -> Words:
-    """The words that a key mixes in: its own two, and their parity. Of several keys those of all.
+def key_words(key: torch.Tensor) -> KeyWords:
+    """Return the two words of a key, or of each of several keys, and their parity word.
 
-    On the device of the key, which is not asked for its numbers.
+    They stay on the key's device; nothing is copied to the host.
     """
     x, y = key.to(torch.int32).unbind(-1)
-    return x, y, x ^ y ^ word(PARITY)
+    return x, y, x ^ y ^ word_tensor(PARITY)
 
 
-def mix(x: torch.Tensor, y: torch.Tensor, spare: torch.Tensor, words: Words) -> None:
-    """The rounds, in place, of counters that the key's first words were added to.
+def mix_in_place(x: torch.Tensor, y: torch.Tensor, scratch: torch.Tensor, words: KeyWords) -> None:
+    """Apply the 20 rounds in place to counters plus the first two key words.
 
-    A rotation is two shifts; the one to the right copies the sign, which is masked off, the one
-    to the left is a product in the sum.
+    A rotation is a right shift, with the copied sign bits masked off, and a left shift, written
+    as a product within the sum.
     """
     for turn in range(5):
         for by in ROTATIONS[turn % 2]:
             x.add_(y)
-            torch.bitwise_right_shift(y, word(32 - by), out=spare)
-            spare.bitwise_and_(word((1 << by) - 1)).add_(y, alpha=1 << by)
-            torch.bitwise_xor(spare, x, out=y)
+            torch.bitwise_right_shift(y, word_tensor(32 - by), out=scratch)
+            scratch.bitwise_and_(word_tensor((1 << by) - 1)).add_(y, alpha=1 << by)
+            torch.bitwise_xor(scratch, x, out=y)
         x.add_(words[(turn + 1) % 3])
-        y.add_(words[(turn + 2) % 3] + word(turn + 1))
+        y.add_(words[(turn + 2) % 3] + word_tensor(turn + 1))
 
 
-def derived(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """Keys that follow from keys and counters below 2**32, which broadcast: `(..., 2)`, int64."""
+def derive_keys(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Return the keys `(..., 2)`, int64, of keys `(..., 2)` and counters below 2**32, broadcast."""
     first, second, low = torch.broadcast_tensors(key[..., 0], key[..., 1], counter)
-    if low.numel() <= FEW and low.device.type == "cpu":
-        listed = zip(*(each.flatten().tolist() for each in (first, second, low)), strict=True)
-        made = [hashed((a, b), (0, c & MASK)) for a, b, c in listed]
-        return torch.tensor(made, dtype=torch.int64, device="cpu").reshape(*low.shape, 2)
-    words = words_of(torch.stack((first, second), -1))
+    if low.numel() <= MAX_HOST_HASHES and low.device.type == "cpu":
+        rows = zip(*(x.flatten().tolist() for x in (first, second, low)), strict=True)
+        keys = [hash_counter((a, b), (0, c & MASK)) for a, b, c in rows]
+        return torch.tensor(keys, dtype=torch.int64, device="cpu").reshape(*low.shape, 2)
+    words = key_words(torch.stack((first, second), -1))
     x, y = words[0].clone(), words[1] + low.to(torch.int32)
-    mix(x, y, torch.empty_like(x), words)
+    mix_in_place(x, y, torch.empty_like(x), words)
     return torch.stack((x, y), -1).long() & MASK
 
 
-# -- parts of a whole -----------------------------------------------------------------------
+# -- boxes of a tensor ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor of `shape`: `size` elements of every dim from `start` on."""
+    """Box of a tensor of `shape`: `size` elements of each dim, beginning at `start`."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -110,95 +112,97 @@ class Box:
 
     @property
     def run(self) -> int:
-        """So many elements lie one after the other in the whole, as in the part."""
+        """Number of consecutive elements of the box that are also consecutive in the tensor."""
         length = 1
-        for whole, part in zip(reversed(self.shape), reversed(self.size), strict=True):
-            length *= part
-            if part != whole:
+        for full, size in zip(reversed(self.shape), reversed(self.size), strict=True):
+            length *= size
+            if size != full:
                 break
         return length
 
-    def begins(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Places in the whole where the runs from `first` to `last` begin, int64."""
+    def run_starts(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+        """Return the row-major indices, int64, at which the runs `first` to `last` begin."""
         runs = torch.arange(first, last, device=device)
-        places = torch.zeros_like(runs)
+        indices = torch.zeros_like(runs)
         inner, stride, run = 1, 1, self.run
-        for whole, start, part in zip(
+        for full, start, size in zip(
             reversed(self.shape), reversed(self.start), reversed(self.size), strict=True
         ):
             if inner < run:
-                places += start * stride
-                inner *= part
+                indices += start * stride
+                inner *= size
             else:
-                places += (runs % part + start) * stride
-                runs = runs // part
-            stride *= whole
-        return places
+                indices += (runs % size + start) * stride
+                runs = runs // size
+            stride *= full
+        return indices
 
 
-def fill(box: Box, out: torch.Tensor, write: Callable[[Hash, torch.Tensor], None]) -> None:
-    """Write a part of a tensor block by block: `write` gets the blocks' words, and their places.
+def fill_box(box: Box, out: torch.Tensor, write: Callable[[HashBlock, torch.Tensor], None]) -> None:
+    """Call `write` with the hash function and the elements of each block of `out`.
 
-    `out` is contiguous, and of as many elements as the part.
+    `out` is contiguous and has as many elements as the box.
     """
     flat, device = out.view(-1), out.device
     count = flat.numel()
-    most = BLOCK * torch.get_num_threads() if device.type == "cpu" else BLOCK_ELSEWHERE
-    block = min(count, most)
-    places = torch.arange(block, dtype=torch.int32, device=device)
+    max_block = CPU_BLOCK * torch.get_num_threads() if device.type == "cpu" else DEVICE_BLOCK
+    block = min(count, max_block)
+    offsets = torch.arange(block, dtype=torch.int32, device=device)
     memory = torch.empty(3, block, dtype=torch.int32, device=device)
-    for first, last, counters in _blocks(box, count, block, places):
+    for first, last, write_counters in _blocks(box, count, block, offsets):
 
-        def hash_(words: Words, n: int = last - first, counters: _Counters = counters) -> Pair:
-            x, y, spare = memory[:, :n]
-            counters(words, x, y)
-            mix(x, y, spare, words)
+        def hash_block(
+            words: KeyWords, n: int = last - first, write_counters: _WriteCounters = write_counters
+        ) -> Pair:
+            x, y, scratch = memory[:, :n]
+            write_counters(words, x, y)
+            mix_in_place(x, y, scratch, words)
             return x, y
 
-        write(hash_, flat[first:last])
+        write(hash_block, flat[first:last])
 
 
-_Counters = Callable[[Words, torch.Tensor, torch.Tensor], None]
-"""Writes the counters of a block, with the words of a key added to them."""
+_WriteCounters = Callable[[KeyWords, torch.Tensor, torch.Tensor], None]
+"""Writes the counters of a block plus the first two words of a key."""
 
 
 def _blocks(
-    box: Box, count: int, block: int, places: torch.Tensor
-) -> Iterator[tuple[int, int, _Counters]]:
-    """The blocks of a part: where they begin and end in it, and their counters."""
+    box: Box, count: int, block: int, offsets: torch.Tensor
+) -> Iterator[tuple[int, int, _WriteCounters]]:
+    """Yield each block's first and last element in the box, and the function of its counters."""
     run = box.run if count else 1
     if run > block // 2:
         for first in range(0, count, run):
-            whole = int(box.begins(first // run, first // run + 1, torch.device("cpu")))
-            at = 0
-            while at < run:
-                # The upper word is the same in all of a block.
-                n = min(block, run - at, (1 << 32) - (whole + at & MASK))
-                yield first + at, first + at + n, _line(whole + at, places[:n])
-                at += n
+            start = int(box.run_starts(first // run, first // run + 1, torch.device("cpu")))
+            done = 0
+            while done < run:
+                # All counters of a block share their upper word.
+                n = min(block, run - done, (1 << 32) - (start + done & MASK))
+                yield first + done, first + done + n, _run_counters(start + done, offsets[:n])
+                done += n
         return
     rows = max(block // run, 1)
     for row in range(0, count // run, rows):
         last = min(row + rows, count // run)
-        yield row * run, last * run, _rows(box, row, last, places[:run])
+        yield row * run, last * run, _row_counters(box, row, last, offsets[:run])
 
 
-def _line(begin: int, places: torch.Tensor) -> _Counters:
-    def write(words: Words, x: torch.Tensor, y: torch.Tensor) -> None:
-        x.copy_(words[0] + word(begin >> 32))
-        torch.add(places, words[1] + word(begin), out=y)
+def _run_counters(start: int, offsets: torch.Tensor) -> _WriteCounters:
+    def write(words: KeyWords, x: torch.Tensor, y: torch.Tensor) -> None:
+        x.copy_(words[0] + word_tensor(start >> 32))
+        torch.add(offsets, words[1] + word_tensor(start), out=y)
 
     return write
 
 
-def _rows(box: Box, first: int, last: int, places: torch.Tensor) -> _Counters:
-    def write(words: Words, x: torch.Tensor, y: torch.Tensor) -> None:
-        begins = box.begins(first, last, places.device).unsqueeze(-1)
-        shape = begins.shape[0], places.shape[0]
+def _row_counters(box: Box, first: int, last: int, offsets: torch.Tensor) -> _WriteCounters:
+    def write(words: KeyWords, x: torch.Tensor, y: torch.Tensor) -> None:
+        starts = box.run_starts(first, last, offsets.device).unsqueeze(-1)
+        shape = starts.shape[0], offsets.shape[0]
         x.copy_(words[0])
-        torch.add(begins.to(torch.int32), places, out=y.view(shape))
+        torch.add(starts.to(torch.int32), offsets, out=y.view(shape))
         if math.prod(box.shape) > 1 << 32:
-            x.view(shape).add_((begins + places >> 32).to(torch.int32))
+            x.view(shape).add_((starts + offsets >> 32).to(torch.int32))
         y.add_(words[1])
 
     return write

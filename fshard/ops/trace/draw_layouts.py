@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fshard.ops.prng.draw_ops import DRAWN, OPS
+from fshard.ops.prng.draw_ops import DRAW_OPS, DRAW_SCHEMAS
 
 __all__ = ["assign_draw_layouts"]
 
 MAX_HOPS = 8
 """Number of operations that a search follows from a draw."""
-_DRAWS = {getattr(OPS, name).default for name in DRAWN if name != "permutation"}
+_DRAWS = {getattr(DRAW_OPS, name).default for name in DRAW_SCHEMAS if name != "permutation"}
 
 
 def assign_draw_layouts(graph: fx.GraphModule) -> None:

@@ -33,7 +33,7 @@ from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import base_name, instances_in
-from fshard.ops.prng.draw_ops import DRAWN
+from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
 from fshard.spmd.tracking.torch_effects import STATE, writes_state
 
 __all__ = ["ClosureGuard", "check_writes", "functional", "has_no_gradient", "writes"]
@@ -42,7 +42,7 @@ __all__ = ["ClosureGuard", "check_writes", "functional", "has_no_gradient", "wri
 def has_no_gradient(op: Any) -> bool:
     """Return True if the results of an operation have no gradient, whatever its operands are."""
     name = base_name(op)
-    return name in ("detach", "detach_") or (name in DRAWN and op.namespace == "fshard")
+    return name in ("detach", "detach_") or (name in DRAW_SCHEMAS and op.namespace == "fshard")
 
 
 _NONE: frozenset[int] = frozenset()

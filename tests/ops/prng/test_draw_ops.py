@@ -1,4 +1,4 @@
-"""Rules of draws by key: every dim is cut on every axis, and each part is of the same whole."""
+"""Rules and schemas of the draw operations: shards on any axis are shards of one global draw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.ops.prng.draw_ops import DRAWN
+from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
 from tests.helpers.ops.samples import Sample, rand, text, wrong
 
 ops = torch.ops.fshard
@@ -45,7 +45,7 @@ SAMPLES: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_parts_of_draws(name: str) -> None:
+def test_shards_of_draws_match_the_global_draw(name: str) -> None:
     assert wrong(SAMPLES[name], two_axes=name in ("uniform like", "normal by keys")) == []
 
 
@@ -60,26 +60,25 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_texts(name: str) -> None:
+def test_str_of_rules(name: str) -> None:
     assert text(*SAMPLES[name]()).replace("()", "1") == RULES[name]
 
 
-def test_a_draw_lies_as_what_it_is_like() -> None:
-    """Of what is unreduced it is the same on every rank."""
-    shown = text(*SAMPLES["normal"]()).replace("()", "1")
-    assert shown == (
+def test_draw_follows_the_layout_of_like() -> None:
+    """A draw like an unreduced tensor is invariant."""
+    assert text(*SAMPLES["normal"]()).replace("()", "1") == (
         "d0 d1,1->d0 d1  {unreduced 0 sum -> invariant; unreduced 0 avg -> invariant; "
         "unreduced 0 max -> invariant; unreduced 0 min -> invariant; "
         "unreduced 0 product -> invariant}"
     )
 
 
-def test_operations_are_sound() -> None:
-    """What they say of themselves to PyTorch is so: schemas, shapes of fake tensors."""
+def test_operations_pass_opcheck() -> None:
+    """Check schemas, and shapes of fake tensors."""
     checks = ("test_schema", "test_faketensor")
-    for name in DRAWN:
+    for name in DRAW_SCHEMAS:
         op = getattr(ops, name).default
-        sample = next(each for key, each in SAMPLES.items() if key.startswith(name))
+        sample = next(make for key, make in SAMPLES.items() if key.startswith(name))
         _, *args, named = sample()
         torch.library.opcheck(op, tuple(args), named, test_utils=checks)
     torch.library.opcheck(ops.split.default, (KEYS, 3), test_utils=checks)
