@@ -31,8 +31,7 @@ def wire_dtype_problems(dtype: torch.dtype, wires: WireDtypes) -> list[Problem]:
     return [
         Problem(
             f"{option}={wire!r} of a tensor of {dtype}",
-            "the dtype that is sent must be of the same kind: floating for floating, integer "
-            "for integer",
+            "the dtype sent must be of the same kind: floating for floating, integer for integer",
             f"leave {option} out, or cast the tensor first",
         )
         for option, wire in options

@@ -232,7 +232,7 @@ def test_what_is_no_node_of_a_graph_says_so() -> None:
             "collectives)"
         ) in a_program
         assert "a pending result is waited for once" in twice
-        assert "what starts is a collective: all_gather, " in no_collective
+        assert "the first argument must be a collective: all_gather, " in no_collective
 
 
 def test_simulated_ranks_have_no_graph() -> None:

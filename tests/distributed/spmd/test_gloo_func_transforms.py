@@ -131,13 +131,13 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "a list of places": (
         lambda v: fs.pshuffle(v, "i", [0, 0], mesh=MESH),
-        text("fs.pshuffle", "perm=[0, 0]", "perm has every place 0..1 along i once",
-             "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out"),
+        text("fs.pshuffle", "perm=[0, 0]", "perm must have every index 0..1 along i once",
+             "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
     "lists of groups": (
         lambda v: fs.psum(v, "i", axis_index_groups=[[0], [0]], mesh=MESH),
         text("fs.psum", "axis_index_groups=[[0], [0]] along i",
-             "the groups are lists of one size and have every index 0..1 once",
+             "the groups must be lists of one size and have every index 0..1 once",
              "axis_index_groups=[[0], [1]], say"),
     ),
 }  # fmt: skip

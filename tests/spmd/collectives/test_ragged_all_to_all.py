@@ -127,14 +127,14 @@ def test_meta_tensors() -> None:
 
 
 X = torch.zeros(3)
-ROWS = "both are rows of one shape and dtype"
-SENT = "the operands of all ranks are rows of one shape and dtype"
-ONCE = "rows 0..2 of that output are written at most once"
-HOLDS = "the dtype that is sent must be of the same kind: floating for floating, integer for integer"
+ROWS = "both must have rows of one shape and dtype"
+SENT = "the operands of all ranks must have rows of one shape and dtype"
+ONCE = "rows 0..2 of that output must be written at most once"
+HOLDS = "the dtype sent must be of the same kind: floating for floating, integer for integer"
 
 
 def count(name: str) -> str:
-    return f"{name} has a number of at least 0 for each of the 2 ranks along the axes"
+    return f"{name} must have a number >= 0 for each of the 2 ranks along the axes"
 
 
 class Refused(NamedTuple):
@@ -174,9 +174,9 @@ REFUSED = [
         "sizes without numbers on one rank",
         lambda i: (X, X, [0, 1], torch.ones(2, device="cpu" if i else "meta").long(), [i, i],
                    [1, 1]),
-        [("on rank 0 along the axes send_sizes without numbers, on meta",
-          "offsets and sizes decide who sends what",
-          "give them as lists, or as tensors with numbers")],
+        [("on rank 0 along the axes send_sizes without values, on meta",
+          "offsets and sizes must have values: they decide who sends what",
+          "give them as lists, or as tensors with values")],
     ),
     Refused(
         "another dtype", lambda i: (X, X.long(), [0, 1], [1, 1], [i, i], [1, 1]),
@@ -215,7 +215,7 @@ REFUSED = [
     Refused(
         "more rows awaited than are sent", lambda i: (X, X, [0, 1], [1, 1], [i, i], [1, 2 - i]),
         [("recv_sizes[1]=2 on rank 0 along the axes, to which rank 1 sends 1 rows",
-          "recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j",
+          "recv_sizes[j] on rank i along the axes must be send_sizes[i] on rank j",
           "recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)")],
     ),
     Refused(

@@ -245,7 +245,7 @@ def test_tensors_without_numbers() -> None:
 def refusal(word: str, wire: object, dtype: torch.dtype) -> str:
     return (
         f"{word}={wire!r} of a tensor of {dtype}\n"
-        "  rule:  the dtype that is sent must be of the same kind: floating for floating, integer for integer\n"
+        "  rule:  the dtype sent must be of the same kind: floating for floating, integer for integer\n"
         f"  fix:   leave {word} out, or cast the tensor first"
     )
 
@@ -278,5 +278,5 @@ def test_refusals(each: Sender) -> None:
 
 def test_programs_refuse_the_same() -> None:
     src = Spec(LINE, P("i"), shape=(4,), dtype=torch.int64)
-    with pytest.raises(ShardingError, match=r"sent in torch.bfloat16\n  rule:  the dtype that is sent must"):
+    with pytest.raises(ShardingError, match=r"sent in torch.bfloat16\n  rule:  the dtype sent must"):
         fs.redistribute(src, src.replace(partition=P()), forward_dtype=BF16)

@@ -64,48 +64,48 @@ IN_A_BODY: dict[str, Refused] = {
     ),
     "places that are no pairs": (
         lambda v: fs.ppermute(v, "y", [0, 1, 2]),  # type: ignore[list-item]
-        text("fs.ppermute", "perm=[0, 1, 2]", "perm has pairs of places, (source, destination)",
+        text("fs.ppermute", "perm=[0, 1, 2]", "perm must have pairs of indices, (source, destination)",
              "perm=[(0, 1)], say"),
     ),
     "three places": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (0, 1, 2)]),  # type: ignore[list-item]
         text("fs.ppermute", "perm=[(0, 1), (0, 1, 2)]",
-             "perm has pairs of places, (source, destination)", "perm=[(0, 1)], say"),
+             "perm must have pairs of indices, (source, destination)", "perm=[(0, 1)], say"),
     ),
     "one source for two": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (0, 2)]),
         text("fs.ppermute", "source 0 in (0, 1), (0, 2) of perm",
-             "every source occurs at most once",
+             "every source must occur at most once",
              "fs.pbroadcast(x, 'y', 0), or an fs.ppermute for each destination"),
     ),
     "two sources for one": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (-1, 1)]),
         text("fs.ppermute", "destination 1 in (0, 1), (2, 1) of perm",
-             "every destination occurs at most once",
+             "every destination must occur at most once",
              "fs.ppermute(x, 'y', [(0, 1)]) + fs.ppermute(x, 'y', [(2, 1)])"),
     ),
     "a pair twice": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (0, 1)]),
         text("fs.ppermute", "(0, 1) 2 times in perm",
-             "every source and every destination occurs at most once", "(0, 1) once"),
+             "every source and every destination must occur at most once", "(0, 1) once"),
     ),
     "a shuffle that is no permutation": (
         lambda v: fs.pshuffle(v, "y", [0, 1, 1]),
-        text("fs.pshuffle", "perm=[0, 1, 1]", "perm has every place 0..2 along y once",
-             "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out"),
+        text("fs.pshuffle", "perm=[0, 1, 1]", "perm must have every index 0..2 along y once",
+             "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
     "a shuffle of too few": (
         lambda v: fs.pshuffle(v, "y", [0, 1]),
-        text("fs.pshuffle", "perm=[0, 1]", "perm has every place 0..2 along y once",
-             "fs.ppermute(x, axis, [(src, dst), ...]) leaves places out"),
+        text("fs.pshuffle", "perm=[0, 1]", "perm must have every index 0..2 along y once",
+             "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
     "a source that is no rank": (
         lambda v: fs.pbroadcast(v, "y", 3),
-        text("fs.pbroadcast", "source=3", "places along y are -3..2", "source=0, say"),
+        text("fs.pbroadcast", "source=3", "indices along y must be in -3..2", "source=0, say"),
     ),
     "a source that is no place": (
         lambda v: fs.pbroadcast(v, "y", "x"),  # type: ignore[arg-type]
-        text("fs.pbroadcast", "source='x'", "places along y are -3..2", "source=0, say"),
+        text("fs.pbroadcast", "source='x'", "indices along y must be in -3..2", "source=0, say"),
     ),
     "a dim to gather along": (
         lambda v: fs.all_gather(v, "x", axis=2, tiled=True),
@@ -129,12 +129,12 @@ IN_A_BODY: dict[str, Refused] = {
     ),
     "JAX's word for invariant": (
         lambda v: fs.all_gather(v, "x", to="invarying"),
-        text("fs.all_gather", "to='invarying'", "to is varying, invariant or reduced",
+        text("fs.all_gather", "to='invarying'", "to must be varying, invariant or reduced",
              "did you mean 'invariant'?"),
     ),
     "a gather to addends": (
         lambda v: fs.all_gather(v, "x", to="unreduced"),
-        text("fs.all_gather", "to='unreduced'", "to is varying, invariant or reduced",
+        text("fs.all_gather", "to='unreduced'", "to must be varying, invariant or reduced",
              "did you mean 'reduced'?"),
     ),
     "a state misspelt": (
@@ -179,13 +179,13 @@ IN_A_BODY: dict[str, Refused] = {
     "a dim to scatter that does not divide": (
         lambda v: fs.psum_scatter(v, "x", tiled=True),
         text("fs.psum_scatter", "scatter_dimension=0 of size 3",
-             "the 2 ranks along the axes divide the dim; 3 % 2 = 1", "pad it to 4"),
+             "the 2 ranks along the axes must divide the dim; 3 % 2 = 1", "pad it to 4"),
     ),
     "a dim to scatter of another size": (
         lambda v: fs.psum_scatter(v, "x"),
         text("fs.psum_scatter", "scatter_dimension=0 of size 3",
-             "without tiled=True the dim has one entry for each of the 2 ranks",
-             "tiled=True cuts a longer dim"),
+             "without tiled=True the dim must have one entry for each of the 2 ranks",
+             "tiled=True splits a longer dim"),
     ),
     "no dim to scatter": (
         lambda v: fs.psum_scatter(v, "x", scatter_dimension=-3),
@@ -195,13 +195,13 @@ IN_A_BODY: dict[str, Refused] = {
     "a dim to split that does not divide": (
         lambda v: fs.all_to_all(v, ("y", "x"), 0, 1, tiled=True),
         text("fs.all_to_all", "split_axis=0 of size 3",
-             "the 6 ranks along the axes divide the dim; 3 % 6 = 3", "pad it to 6"),
+             "the 6 ranks along the axes must divide the dim; 3 % 6 = 3", "pad it to 6"),
     ),
     "a dim to split of another size": (
         lambda v: fs.all_to_all(v, "y", 1, 0),
         text("fs.all_to_all", "split_axis=1 of size 2",
-             "without tiled=True the dim has one entry for each of the 3 ranks",
-             "tiled=True cuts a longer dim"),
+             "without tiled=True the dim must have one entry for each of the 3 ranks",
+             "tiled=True splits a longer dim"),
     ),
     "no dim to concatenate": (
         lambda v: fs.all_to_all(v, "y", 0, 2),
@@ -211,25 +211,25 @@ IN_A_BODY: dict[str, Refused] = {
     "groups of two sizes": (
         lambda v: fs.psum(v, "y", axis_index_groups=[[0, 1], [2]]),
         text("fs.psum", "axis_index_groups=[[0, 1], [2]] along y",
-             "the groups are lists of one size and have every index 0..2 once",
+             "the groups must be lists of one size and have every index 0..2 once",
              "axis_index_groups=[[0], [1], [2]], say"),
     ),
     "groups that are none": (
         lambda v: fs.psum(v, "y", axis_index_groups=[0, 1, 2]),  # type: ignore[list-item]
         text("fs.psum", "axis_index_groups=[0, 1, 2] along y",
-             "the groups are lists of one size and have every index 0..2 once",
+             "the groups must be lists of one size and have every index 0..2 once",
              "axis_index_groups=[[0], [1], [2]], say"),
     ),
     "an index in no group": (
         lambda v: fs.all_gather(v, "y", axis_index_groups=[[0], [2]]),
         text("fs.all_gather", "axis_index_groups=[[0], [2]] along y",
-             "the groups are lists of one size and have every index 0..2 once",
+             "the groups must be lists of one size and have every index 0..2 once",
              "axis_index_groups=[[0], [1], [2]], say"),
     ),
     "an index in two groups": (
         lambda v: fs.psum_scatter(v, ("x", "y"), axis_index_groups=[[0, 1, 2], [3, 4, 4]]),
         text("fs.psum_scatter", "axis_index_groups=[[0, 1, 2], [3, 4, 4]] along x, y",
-             "the groups are lists of one size and have every index 0..5 once",
+             "the groups must be lists of one size and have every index 0..5 once",
              "axis_index_groups=[[0, 1, 2], [3, 4, 5]], say"),
     ),
     "a leaf that cannot be sent": (
@@ -261,9 +261,9 @@ def test_all_pairs_that_are_no_places() -> None:
     assert str(caught.value) == "fs.ppermute\n" + "\n\n".join(
         text("", *each).removeprefix("\n")
         for each in (
-            ("(0, 7) in perm", "places along y are -3..2", "(0, 1), say"),
-            ("(9, 1) in perm", "places along y are -3..2", "(0, 1), say"),
-            ("destination 2 in (1, 2), (2, 2) of perm", "every destination occurs at most once",
+            ("(0, 7) in perm", "indices along y must be in -3..2", "(0, 1), say"),
+            ("(9, 1) in perm", "indices along y must be in -3..2", "(0, 1), say"),
+            ("destination 2 in (1, 2), (2, 2) of perm", "every destination must occur at most once",
              "fs.ppermute(x, 'y', [(1, 2)]) + fs.ppermute(x, 'y', [(2, 2)])"),
         )
     )  # fmt: skip
