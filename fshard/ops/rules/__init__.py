@@ -11,5 +11,5 @@ operands may be unreduced; see `fshard.ops.core.rule`. Each module lists its ope
 - `nn`: attention, convolution, pooling, normalization, embedding, losses, recurrent layers;
 - `backward`: gradient operations that PyTorch names by themselves.
 
-`einsum_letters` and `shard_call` are shared by all of them.
+`letters` and `shard_call` are shared by all of them.
 """

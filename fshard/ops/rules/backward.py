@@ -15,16 +15,8 @@ from fshard.ops.core.builders import linear_modes, normalize_dims, wrap_dim
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import (
-    drop_broadcast,
-    letters,
-    text_dims,
-    trailing_dims,
-    unsharded_dims,
-)
+from fshard.ops.rules.letters import drop_broadcast, letters, no_factors, text_dims, trailing_dims
 from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -42,7 +34,7 @@ def elementwise(call: OpCall) -> Rule | None:
     dims: Dims = tuple(() if i in unsharded else (names[i],) for i in range(len(shape)))
 
     def same(meta: Meta) -> Dims:
-        return dims if meta.shape == shape else unsharded_dims(meta)
+        return dims if meta.shape == shape else no_factors(meta)
 
     results = tuple(None if meta is None else same(meta) for meta in call.results)
     empty = any(meta is not None and meta.shape != shape for meta in call.results)
@@ -110,8 +102,8 @@ def gather_backward(call: OpCall) -> Rule:
 @register_rule(aten.masked_select_backward, aten.masked_scatter_backward)
 def masked_backward(call: OpCall) -> Rule:
     """Rule of gradients of masked selections, whose elements are in one row: all unsharded."""
-    results = tuple(unsharded_dims(meta) for meta in call.results if meta is not None)
-    return Rule(tuple(map(unsharded_dims, call.operands)), results, modes=linear_modes(0))
+    results = tuple(no_factors(meta) for meta in call.results if meta is not None)
+    return Rule(tuple(map(no_factors, call.operands)), results, modes=linear_modes(0))
 
 
 @register_rule(aten.trace_backward)

@@ -25,7 +25,7 @@ from fshard.ops.strategy.local_call import (
 )
 
 __all__ = [
-    "ExpandArgument", "SetArgument", "SetLocalShape", "ShardCall", "has_empty_shard",
+    "ExpandArgument", "SetArgument", "SetLocalShape", "ShardCall", "call_with", "has_empty_shard",
     "zeros_with_grad",
 ]  # fmt: skip
 
@@ -75,6 +75,13 @@ class ShardCall(LocalRewrite):
             return zero_results(args, kwargs, ctx, dict.fromkeys(self.once, self.once_dim))
         op, args, kwargs = self._rewritten(op, args, kwargs, ctx)
         return op(*args, **kwargs)
+
+
+def call_with(op: Any, args: Args, kwargs: Kwargs, **values: Any) -> Any:
+    """Call `op` with the arguments named in `values` replaced."""
+    for name, value in values.items():
+        _, args, kwargs = with_argument(op, args, kwargs, name, value)
+    return op(*args, **kwargs)
 
 
 def _is_added_before(ctx: RankContext, index: int) -> bool:

@@ -12,10 +12,8 @@ from fshard.ops.core.builders import all_modes, is_inexact, linear_modes, normal
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import letters, text_dims
+from fshard.ops.rules.letters import letters, text_dims
 from fshard.ops.rules.shard_call import ShardCall
-
-__all__: list[str] = []
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -16,16 +16,8 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.einsum_letters import (
-    drop_broadcast,
-    letters,
-    text_dims,
-    trailing_dims,
-    unsharded_dims,
-)
+from fshard.ops.rules.letters import drop_broadcast, letters, no_factors, text_dims, trailing_dims
 from fshard.ops.rules.shard_call import ShardCall
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -49,11 +41,15 @@ def batched(call: OpCall, cores: Mapping[str, int] = MappingProxyType({})) -> Ru
     `cores` gives the number of unsharded last dims of arguments that are not matrices, by name.
     """
     core_ndims = [cores.get(name, 2) for name in names_of(call)]
-    batch_ndims = [max(meta.ndim - core_ndim, 0) for meta,
-                   core_ndim in zip(call.operands, core_ndims, strict=True)]  # fmt: skip
+    batch_ndims = [
+        max(meta.ndim - core_ndim, 0)
+        for meta, core_ndim in zip(call.operands, core_ndims, strict=True)
+    ]
     batch = letters(max(*batch_ndims, 0))
-    dims = [trailing_dims(batch, count) + ((),) * (meta.ndim - count) for count,
-            meta in zip(batch_ndims, call.operands, strict=True)]  # fmt: skip
+    dims = [
+        trailing_dims(batch, count) + ((),) * (meta.ndim - count)
+        for count, meta in zip(batch_ndims, call.operands, strict=True)
+    ]
     results = tuple(None if meta is None else _batch_result(meta, batch) for meta in call.results)
     # A result that was not requested is empty; a sum of empty results is empty.
     empty = any(meta is not None and meta.shape == (0,) for meta in call.results)
@@ -64,7 +60,7 @@ def batched(call: OpCall, cores: Mapping[str, int] = MappingProxyType({})) -> Ru
 def _batch_result(meta: Meta, batch: str) -> Dims:
     """Return batch factors before a result's last dims; none for an empty result, not requested."""
     if meta.shape == (0,) or meta.ndim < len(batch):
-        return unsharded_dims(meta)
+        return no_factors(meta)
     return text_dims(batch) + ((),) * (meta.ndim - len(batch))
 
 
@@ -90,11 +86,10 @@ def factorization(call: OpCall) -> Rule:
 @register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve)
 def unbatched(call: OpCall) -> Rule:
     """Rule of operations that make one matrix from a whole tensor: unsharded."""
-    results = tuple(None if meta is None else unsharded_dims(meta) for meta in call.results)
+    results = tuple(None if meta is None else no_factors(meta) for meta in call.results)
     solves = base_name(call.op) == "linalg_tensorsolve"
-    return Rule(
-        tuple(map(unsharded_dims, call.operands)), results, modes=linear_modes(1) if solves else ()
-    )
+    return Rule(tuple(map(no_factors, call.operands)), results,
+                modes=linear_modes(1) if solves else ())  # fmt: skip
 
 
 @register_rule(aten._linalg_check_errors)

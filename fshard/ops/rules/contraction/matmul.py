@@ -16,17 +16,15 @@ from fshard.ops.core.builders import wrap_dim
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import (
+from fshard.ops.rules.letters import (
     contraction_rule,
     drop_broadcast,
     letters,
+    no_factors,
     text_dims,
     trailing_dims,
-    unsharded_dims,
 )
 from fshard.ops.rules.shard_call import ExpandArgument, SetArgument, ShardCall
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -176,8 +174,10 @@ def einsum(call: OpCall) -> Rule:
     """Rule of the equation; letters repeated within one operand stay unsharded."""
     operand_text, arrow, result_text = call.get("equation").replace(" ", "").partition("->")
     texts = operand_text.split(",")
-    max_ellipsis = max(meta.ndim - len(text.replace("...", "")) for text,
-                       meta in zip(texts, call.operands, strict=True))  # fmt: skip
+    max_ellipsis = max(
+        meta.ndim - len(text.replace("...", ""))
+        for text, meta in zip(texts, call.operands, strict=True)
+    )
     used = [x for x in dict.fromkeys(operand_text + result_text) if x.isalpha()]
     free = letters(max_ellipsis, used)
     if not arrow:
@@ -281,5 +281,5 @@ def grouped(call: OpCall) -> Rule | None:
     }[a.ndim, b.ndim]
     hidden = "" if (a.ndim, b.ndim) == (3, 3) else "gx"
     dims = [*(_hidden(text, hidden) for text in operands),
-            *(unsharded_dims(meta) for meta in call.operands[2:])]  # fmt: skip
+            *(no_factors(meta) for meta in call.operands[2:])]  # fmt: skip
     return contraction_rule(call, dims, _hidden(result, hidden), linear_in=(0, 1))

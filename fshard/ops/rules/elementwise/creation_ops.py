@@ -16,8 +16,6 @@ from fshard.ops.core.rule import Rule
 from fshard.ops.rules.view.view_factors import letter_dims
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 
-__all__: list[str] = []
-
 
 @register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
                "prims::full_like")  # fmt: skip

@@ -19,8 +19,6 @@ from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.elementwise.pointwise_modes import CASTS, SAME, modes_of
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__: list[str] = []
-
 
 def pointwise(call: OpCall) -> Rule:
     """Return one factor per result dim, on each operand that does not broadcast along it."""

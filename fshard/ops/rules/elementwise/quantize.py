@@ -5,10 +5,8 @@ from __future__ import annotations
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import letters
+from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import ShardCall
-
-__all__: list[str] = []
 
 FAKE_QUANTIZE = """
     fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine_cachemask

@@ -30,6 +30,7 @@ from fshard.ops.rules.index.local_indices import (
     unravel_index,
     zero_fill_kind,
 )
+from fshard.ops.rules.shard_call import call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__ = ["broadcast_shape", "index_dims", "unsharded_rule"]
@@ -67,11 +68,9 @@ class LocalLookup:
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, self.index)
         if shard.is_empty:
             return x.new_zeros(ctx.shape())
-        local_index, inside = locate(
-            from_start(index, shard.size) if self.negative else index, shard
-        )
-        _, new_args, new_kwargs = with_argument(op, args, kwargs, self.index, local_index)
-        out = op(*new_args, **new_kwargs)
+        local_index, inside = locate(from_start(index, shard.size) if self.negative else index,
+                                     shard)  # fmt: skip
+        out = call_with(op, args, kwargs, **{self.index: local_index})
         return out.masked_fill(~inside.reshape((*inside.shape, *(1,) * self.after)), 0)
 
 
@@ -151,9 +150,8 @@ def _taken(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     if name == "index":
         index = from_start(index, math.prod(shape))
     local_index, inside = zip(*map(locate, unravel_index(index, shape), shards), strict=True)
-    _, new_args, new_kwargs = with_argument(
-        op, args, kwargs, name, ravel_index(local_index, x.shape)
-    )
+    _, new_args, new_kwargs = with_argument(op, args, kwargs, name,
+                                            ravel_index(local_index, x.shape))  # fmt: skip
     inside_all = functools.reduce(torch.logical_and, inside)
     return op(*new_args, **new_kwargs).masked_fill(~inside_all.reshape(ctx.shape()), 0)
 
@@ -210,10 +208,8 @@ def _indexed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         indices[dim], inside = locate(from_start(indices[dim], shard.size), shard)
         inside_all = inside & inside_all
     after = index_dims(x.ndim, indices)[-1]
-    _, new_args, new_kwargs = with_argument(op, args, kwargs, "indices", indices)
-    return op(*new_args, **new_kwargs).masked_fill(
-        ~inside_all.reshape((*inside_all.shape, *(1,) * after)), 0
-    )
+    out = call_with(op, args, kwargs, indices=indices)
+    return out.masked_fill(~inside_all.reshape((*inside_all.shape, *(1,) * after)), 0)
 
 
 def _index(call: OpCall) -> Rule:

@@ -38,9 +38,8 @@ from fshard.ops.rules.index.local_indices import (
     without_spare_row,
     zeros_after_first,
 )
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
-
-__all__: list[str] = []
+from fshard.ops.rules.shard_call import call_with
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +64,16 @@ class LocalWrite:
             x = zeros_after_first(x, ctx, 1, (self.counting,))
         shard = dim_shard(ctx, 0, self.dim)
         if not shard.is_whole:
-            index = spare_row_index(
-                from_start(index, shard.size) if self.negative else index, shard
-            )
+            index = spare_row_index(from_start(index, shard.size) if self.negative else index,
+                                    shard)  # fmt: skip
             x = with_spare_row(x, self.dim)
-        _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", x)
-        _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, "index", index)
+        changed = {"self": x, "index": index}
         if self.values and not shard.is_whole:
             source = argument(op, args, kwargs, self.values)
             ones_dims = (1,) * (source.ndim - self.dim - 1) if index.ndim < source.ndim else ()
             inside = index.reshape((*index.shape, *ones_dims)) != 0
-            ones = torch.where(inside, source, 1)
-            _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, self.values, ones)
-        out = op(*new_args, **new_kwargs)
+            changed[self.values] = torch.where(inside, source, 1)
+        out = call_with(op, args, kwargs, **changed)
         return out if shard.is_whole else without_spare_row(out, self.dim)
 
 
@@ -178,9 +174,8 @@ def _index_write(call: OpCall) -> Rule:
         operands += (source_dims if name != "index_fill" else (),)
     if values is not None and name != "index_fill" and call.operands[values].ndim != x.ndim:
         return replace(unsharded_rule(call), modes=modes)
-    local = LocalWrite(
-        dim, negative=name == "index_fill", values="source" if kind == "prod" else ""
-    )
+    local = LocalWrite(dim, negative=name == "index_fill",
+                       values="source" if kind == "prod" else "")  # fmt: skip
     return _written(operands, dims, parts if index.ndim else "", modes, local, 0)
 
 
@@ -199,9 +194,7 @@ def _local_index_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> A
         shard = dim_shard(ctx, 0, dim)
         indices[dim] = spare_row_index(from_start(indices[dim], shard.size), shard)
         x = with_spare_row(x, dim)
-    _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", x)
-    _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, "indices", indices)
-    out = op(*new_args, **new_kwargs)
+    out = call_with(op, args, kwargs, self=x, indices=indices)
     for dim in sharded:
         out = without_spare_row(out, dim)
     return out
@@ -218,21 +211,23 @@ def _index_put(call: OpCall) -> Rule:
     if any(meta.dtype in (torch.bool, torch.uint8) for meta in metas):
         return _masked_put(call, modes)
     dims, result, per_index, _ = index_dims(x.ndim, indices)
-    sizes = _sizes(
-        result, (dims, x.shape), *zip(per_index, (meta.shape for meta in metas), strict=True)
-    )
+    sizes = _sizes(result, (dims, x.shape),
+                   *zip(per_index, (meta.shape for meta in metas), strict=True))  # fmt: skip
     read_dims = align_factors(values.shape, sizes, result)
     summed = {f for dims in per_index for dim in dims for f in dim}
     reductions = tuple((f, "sum") for f in sorted(summed)) if sums else ()
-    return Rule(
-        (dims, *per_index, read_dims), (dims,), reductions, modes=modes, local=_local_index_put
-    )
+    return Rule((dims, *per_index, read_dims), (dims,), reductions, modes=modes,
+                local=_local_index_put)  # fmt: skip
 
 
 def _sizes(dims: Dims, *tensors: tuple[Dims, Sequence[int]]) -> tuple[int, ...]:
     """Return the shape of a tensor with these factors, from tensors that have them."""
-    sizes = {dim: size for tensor_dims, shape in tensors for dim,
-             size in zip(tensor_dims, shape, strict=True) if dim}  # fmt: skip
+    sizes = {
+        dim: size
+        for tensor_dims, shape in tensors
+        for dim, size in zip(tensor_dims, shape, strict=True)
+        if dim
+    }
     return tuple(sizes.get(dim, 1) for dim in dims)
 
 
@@ -250,9 +245,8 @@ def _masked_put(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
         dims = (*dims[:dim], *((),) * mask.ndim, *dims[dim + mask.ndim :])
     covered = dims[dim : dim + mask.ndim]
     result = (*dims[:dim], (), *dims[dim + mask.ndim :])
-    read_dims = align_factors(
-        values.shape, (*x.shape[:dim], -1, *x.shape[dim + mask.ndim :]), result
-    )
+    read_dims = align_factors(values.shape, (*x.shape[:dim], -1, *x.shape[dim + mask.ndim :]),
+                              result)  # fmt: skip
     return Rule((dims, covered, read_dims), (dims,), modes=modes)
 
 
@@ -273,11 +267,9 @@ def _local_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         outside = local_index[0].clamp(max=0) * (x.numel() + 2)
         index = torch.where(inside_all, ravel_index(local_index, x.shape) + 1, outside)
         flat = with_spare_row(x.reshape(-1), 0)
-        _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", flat)
-        _, new_args, new_kwargs = with_argument(op, new_args, new_kwargs, "index", index)
-        return without_spare_row(op(*new_args, **new_kwargs), 0).reshape(x.shape)
-    _, new_args, new_kwargs = with_argument(op, args, kwargs, "self", x)
-    return op(*new_args, **new_kwargs)
+        out = call_with(op, args, kwargs, self=flat, index=index)
+        return without_spare_row(out, 0).reshape(x.shape)
+    return call_with(op, args, kwargs, self=x)
 
 
 def _put(call: OpCall) -> Rule:

@@ -20,8 +20,8 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import drop_broadcast, letters, text_dims, unsharded_dims
 from fshard.ops.rules.elementwise.random_ops import KEYED
+from fshard.ops.rules.letters import drop_broadcast, letters, no_factors, text_dims
 from fshard.ops.rules.reduce.reduction_decompositions import wide
 from fshard.ops.rules.shard_call import ShardCall
 from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
@@ -144,7 +144,7 @@ def fused_attention(call: OpCall) -> Rule:
     results = [
         None if meta is None
         else rows + ((),) * (meta.ndim - len(rows)) if meta.ndim >= len(rows) > 1
-        else unsharded_dims(meta)
+        else no_factors(meta)
         for meta in call.results
     ]  # fmt: skip
     return Rule(drop_broadcast(operands, call.operands), tuple(results),
@@ -192,15 +192,15 @@ def attention_backward(call: OpCall) -> Rule:
             continue
         name, meta = parameter.name.rstrip("_"), call.operands[place]
         if name in ("attn_bias", "attn_mask"):
-            mask = heads.aligned(meta, (q, ""), sizes) if meta.ndim > 1 else unsharded_dims(meta)
+            mask = heads.aligned(meta, (q, ""), sizes) if meta.ndim > 1 else no_factors(meta)
             operands.append(mask)
         elif name == "logsumexp":
             operands.append(rows + ((),) * (meta.ndim - len(rows)))
         else:
-            operands.append(by_name.get(name, unsharded_dims(meta)))
+            operands.append(by_name.get(name, no_factors(meta)))
     gradients = (queries, keys, keys, mask)[: len(call.results)]
     results = tuple(
-        None if meta is None else dims if len(dims) == meta.ndim else unsharded_dims(meta)
+        None if meta is None else dims if len(dims) == meta.ndim else no_factors(meta)
         for dims, meta in zip(gradients, call.results, strict=True)
     )
     return Rule(tuple(operands), results, _missing_factors(rows, results, "sum"),

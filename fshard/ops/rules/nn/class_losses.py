@@ -25,9 +25,8 @@ from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.index.gather import unsharded_rule
 from fshard.ops.rules.index.local_indices import dim_shard, locate
 from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, LocalMeanLoss
+from fshard.ops.rules.shard_call import call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -69,9 +68,7 @@ def _local_nll(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         changed["reduction"] = SUM
     if weight is not None and weight.shape[0] == shard.size:
         changed["weight"] = weight.narrow(0, shard.begin, shard.end - shard.begin)
-    for name, value in changed.items():
-        _, args, kwargs = with_argument(op, args, kwargs, name, value)
-    out = op(*args, **kwargs)
+    out = call_with(op, args, kwargs, **changed)
     if reduction != MEAN:
         return out
     count = _weights_of(target, weight, ignored, x.dtype).sum()
@@ -140,14 +137,11 @@ def _local_nll_backward(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -
     labels, inside = locate(target, shard)
     ignored = argument(op, args, kwargs, "ignore_index")
     labels = labels.masked_fill((target == ignored) | ~(inside | (target < 0)), IGNORED)
-    _, args, kwargs = with_argument(op, args, kwargs, "target", labels)
-    _, args, kwargs = with_argument(op, args, kwargs, "ignore_index", IGNORED)
-    return op(*args, **kwargs)
+    return call_with(op, args, kwargs, target=labels, ignore_index=IGNORED)
 
 
-register_rule("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward")(
-    _nll
-)
+register_rule("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward",
+              "nll_loss2d_forward")(_nll)  # fmt: skip
 register_rule("nll_loss_backward", "nll_loss2d_backward")(_nll_backward)
 
 
@@ -218,9 +212,8 @@ def _decomposed_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Decompose into a maximum, a sum of exponentials and a lookup; a mean also into a division."""
     if reduction == MEAN:
-        total: Tensor = aten.cross_entropy_loss(
-            x, target, weight, SUM, ignore_index, label_smoothing
-        )
+        total: Tensor = aten.cross_entropy_loss(x, target, weight, SUM, ignore_index,
+                                                label_smoothing)  # fmt: skip
         if target.dtype.is_floating_point:
             return total / (x.numel() // max(x.shape[_class_dim(x.ndim)], 1))
         return total / _weights_of(target, weight, ignore_index, x.dtype).sum()

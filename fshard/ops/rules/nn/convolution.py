@@ -16,7 +16,7 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import addend_modes, letters
+from fshard.ops.rules.letters import addend_modes, letters
 from fshard.ops.rules.shard_call import ShardCall, has_empty_shard, zeros_with_grad
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
@@ -194,8 +194,10 @@ def convolution_backward(call: OpCall) -> Rule:
     dims = _dims(call, x, weight, groups)
     channel = x.ndim - weight.ndim + 1
     gradient_dims = (dims.x, dims.weight, dims.bias)
-    results = tuple(None if meta is None else factors for factors,
-                    meta in zip(gradient_dims, call.results, strict=True))  # fmt: skip
+    results = tuple(
+        None if meta is None else factors
+        for factors, meta in zip(gradient_dims, call.results, strict=True)
+    )
     seen = dict.fromkeys(
         f for factors in (dims.result, dims.x, dims.weight) for dim in factors for f in dim
     )

@@ -27,9 +27,8 @@ from fshard.ops.rules.index.local_indices import (
     spare_row_index,
     with_spare_row,
 )
+from fshard.ops.rules.shard_call import call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
-
-__all__: list[str] = []
 
 MAX = 2
 
@@ -38,15 +37,13 @@ def _local_embedding(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> A
     """Look up rows of a sharded weight; the padding row counts only on the rank that holds it."""
     shard, padding = dim_shard(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
     holds_padding = shard.begin <= padding < shard.end
-    _, args, kwargs = with_argument(
-        op, args, kwargs, "padding_idx", padding - shard.begin if holds_padding else -1
-    )
+    _, args, kwargs = with_argument(op, args, kwargs, "padding_idx",
+                                    padding - shard.begin if holds_padding else -1)  # fmt: skip
     index = argument(op, args, kwargs, "indices")
     local_index, inside = locate(index, shard)
     if shard.is_empty:
         return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
-    _, args, kwargs = with_argument(op, args, kwargs, "indices", local_index)
-    out = op(*args, **kwargs)
+    out = call_with(op, args, kwargs, indices=local_index)
     return out if shard.is_whole else out.masked_fill(~inside.unsqueeze(-1), 0)
 
 
@@ -92,9 +89,7 @@ def _local_embedding_backward(op: Any, args: Args, kwargs: Kwargs, ctx: RankCont
     is_counted = inside & (index != padding)
     changed = {"indices": torch.where(is_counted, index - (start - 1), 0), "num_weights": rows + 1,
                "padding_idx": 0}  # fmt: skip
-    for name, value in changed.items():
-        _, args, kwargs = with_argument(op, args, kwargs, name, value)
-    return op(*args, **kwargs)[1:]
+    return call_with(op, args, kwargs, **changed)[1:]
 
 
 def _dense_backward(call: OpCall) -> Rule | None:
@@ -125,9 +120,7 @@ def _local_bag(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     if padding is not None:
         changed["indices"] = changed["indices"].masked_fill(index == padding, 0)
         changed["padding_idx"] = 0
-    for name, value in changed.items():
-        _, args, kwargs = with_argument(op, args, kwargs, name, value)
-    return op(*args, **kwargs)
+    return call_with(op, args, kwargs, **changed)
 
 
 def _padding(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> int | None:
@@ -181,9 +174,8 @@ class _LocalOneHot:
         if begin + count < self.classes:
             inside = inside & (x < begin + count)
         local_class = torch.where(inside, x - (begin - 1), x.clamp(max=0))
-        _, args, kwargs = with_argument(op, args, kwargs, "self", local_class)
-        _, args, kwargs = with_argument(op, args, kwargs, "num_classes", count + 1)
-        return op(*args, **kwargs).narrow(-1, 1, count)
+        local_code = call_with(op, args, kwargs, self=local_class, num_classes=count + 1)
+        return local_code.narrow(-1, 1, count)
 
 
 def _one_hot(call: OpCall) -> Rule:

@@ -20,6 +20,7 @@ from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, unsharded_rule
+from fshard.ops.rules.shard_call import call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 __all__ = ["MEAN", "NONE", "SUM", "LocalMeanLoss"]
@@ -48,8 +49,7 @@ class LocalMeanLoss:
             return op(*args, **kwargs)
         if not local_count:
             # The mean of an empty shard is NaN; its sum is zero.
-            _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
-            return op(*args, **kwargs)
+            return call_with(op, args, kwargs, reduction=SUM)
         out = op(*args, **kwargs)
         share = local_count / self.count
         return (out[0] * share, *out[1:]) if isinstance(out, tuple) else out * share
@@ -161,9 +161,8 @@ def _cosine_embedding(
     cosine = product / lengths.sqrt()
     zeros = torch.zeros_like(cosine)
     similar = torch.where(target == 1, 1 - cosine, zeros)
-    return reduced(
-        similar + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction
-    )
+    return reduced(similar + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros),
+                   reduction)  # fmt: skip
 
 
 @register_decomposition(torch.ops.aten.triplet_margin_loss.default)
@@ -180,9 +179,8 @@ def _triplet_margin(
     negative_distance = distance(anchor, negative)
     if swap:
         negative_distance = torch.minimum(negative_distance, distance(positive, negative))
-    return reduced(
-        (margin + distance(anchor, positive) - negative_distance).clamp_min(0), reduction
-    )
+    return reduced((margin + distance(anchor, positive) - negative_distance).clamp_min(0),
+                   reduction)  # fmt: skip
 
 
 # -- connectionist temporal classification ----------------------------------------------------

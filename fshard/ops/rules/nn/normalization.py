@@ -22,8 +22,6 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, typed, zeros
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__: list[str] = []
-
 
 def _names(dims: Dims) -> frozenset[str]:
     return frozenset(f for dim in dims for f in dim)
@@ -99,6 +97,7 @@ class LocalGroupNorm:
     channels: int
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Normalize one rank's groups."""
         x: torch.Tensor = args[0]
         if not x.numel():
             return zeros(x, ctx)
@@ -122,8 +121,10 @@ def group_norm(call: OpCall) -> Rule:
     results = (factors, (("g", "c"),), (("g", "c"),)) if backward else (
         (factors, (("n",), ("g",)), (("n",), ("g",))))  # fmt: skip
     shapes = {x.ndim: factors, 1: (("g", "c"),)}
-    operands = tuple((("n",), ("g",)) if backward and i in (2, 3) else shapes[meta.ndim] for i,
-                     meta in enumerate(call.operands))  # fmt: skip
+    operands = tuple(
+        (("n",), ("g",)) if backward and i in (2, 3) else shapes[meta.ndim]
+        for i, meta in enumerate(call.operands)
+    )
     result_dims = tuple(m and d for m, d in zip(call.results, results, strict=False))
     return Rule(operands, result_dims, (("n", "sum"),) if backward else (),
                 _names(factors[2:]) | {"c"},
@@ -144,6 +145,7 @@ class LocalBatchNorm:
     given: bool
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Normalize one rank's shard."""
         if args[0].numel():
             names = [value.name for value in schema_arguments(op)]
             new_args = [_apart(name, value) for name, value in zip(names, args, strict=False)]

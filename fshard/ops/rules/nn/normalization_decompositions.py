@@ -18,8 +18,6 @@ from fshard.ops.core.registry import register_decomposition
 from fshard.ops.rules.reduce.reduction_decompositions import wide
 from fshard.ops.rules.reduce.vector_norms import vector_norm
 
-__all__: list[str] = []
-
 Maybe = Tensor | None
 
 

@@ -16,7 +16,7 @@ from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_m
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
-from fshard.ops.rules.einsum_letters import letters, text_dims
+from fshard.ops.rules.letters import letters, text_dims
 from fshard.ops.rules.nn.convolution import windows_tile
 from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
 from fshard.ops.strategy.local_call import (
@@ -27,8 +27,6 @@ from fshard.ops.strategy.local_call import (
     RankContext,
     with_argument,
 )
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 

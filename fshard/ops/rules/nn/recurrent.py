@@ -12,10 +12,8 @@ from fshard._util.errors import fail
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.einsum_letters import unsharded_dims
+from fshard.ops.rules.letters import no_factors
 from fshard.ops.rules.shard_call import ShardCall
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -34,7 +32,7 @@ def layers(call: OpCall) -> Rule:
     states = 2 if schema_of(call.op).name == "aten::lstm" else 1
     rows: Dims = (("n",), (), ()) if call.get("batch_first") else ((), ("n",), ())
     state: Dims = ((), ("n",), ())
-    weights = [unsharded_dims(meta) for meta in call.operands[1 + states :]]
+    weights = [no_factors(meta) for meta in call.operands[1 + states :]]
     return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=ShardCall())
 
 
@@ -43,5 +41,5 @@ def cell(call: OpCall) -> Rule:
     """Rule of one step."""
     states = 3 if schema_of(call.op).name == "aten::lstm_cell" else 2
     rows: Dims = (("n",), ())
-    weights = [unsharded_dims(meta) for meta in call.operands[states:]]
+    weights = [no_factors(meta) for meta in call.operands[states:]]
     return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=ShardCall())

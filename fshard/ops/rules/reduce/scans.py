@@ -58,8 +58,10 @@ def along_dim(call: OpCall) -> Rule:
 
 def _dims(meta: Meta, x: Meta, dim: int) -> Dims:
     """Return the factors of `x`, without that of `dim` if it has another size."""
-    return tuple(() if i == dim and meta.shape[i] != x.shape[i] else factors for i,
-                 factors in enumerate(dim_factors(meta.ndim)))  # fmt: skip
+    return tuple(
+        () if i == dim and meta.shape[i] != x.shape[i] else factors
+        for i, factors in enumerate(dim_factors(meta.ndim))
+    )
 
 
 def _unsharded(ndim: int, dims: tuple[int, ...]) -> frozenset[str]:

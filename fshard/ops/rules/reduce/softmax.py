@@ -19,8 +19,6 @@ from fshard.ops.rules.reduce.reduction_decompositions import dims_in, wide
 from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads
 from fshard.ops.rules.reduce.scans import _unsharded
 
-__all__: list[str] = []
-
 
 def masked_softmax(call: OpCall) -> Rule:
     """Rule of `_masked_softmax`.
@@ -35,9 +33,8 @@ def masked_softmax(call: OpCall) -> Rule:
         # The kernel requires as many rows as columns.
         dims = (x.ndim - 2, x.ndim - 1)
         masked = factors[-2:] if kind == 0 else (factors[0], factors[-1])
-    return Rule(
-        (factors, masked), (factors,), unsharded=_unsharded(x.ndim, dims), local=ZerosIfEmpty()
-    )
+    return Rule((factors, masked), (factors,), unsharded=_unsharded(x.ndim, dims),
+                local=ZerosIfEmpty())  # fmt: skip
 
 
 register_rule(*functional_overloads("_masked_softmax"))(masked_softmax)

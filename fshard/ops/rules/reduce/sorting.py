@@ -22,9 +22,6 @@ from fshard.ops.rules.index.gather import unsharded_rule
 from fshard.ops.rules.index.local_indices import factors_with, zeros_after_first
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__: list[str] = []
-
-
 # -- sorts ------------------------------------------------------------------------------------
 
 
@@ -70,9 +67,8 @@ def _topk_of_blocks(
     indices = indices + starts.reshape(
         [blocks if dim == block_dim else 1 for dim in range(blocks_of_x.ndim)]
     )
-    values, chosen = torch.topk(
-        values.flatten(block_dim, block_dim + 1), k, block_dim, largest, sorted
-    )
+    values, chosen = torch.topk(values.flatten(block_dim, block_dim + 1), k, block_dim, largest,
+                                sorted)  # fmt: skip
     return values, indices.flatten(block_dim, block_dim + 1).gather(block_dim, chosen)
 
 

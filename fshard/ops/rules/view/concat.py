@@ -18,8 +18,6 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__: list[str] = []
-
 DimMap = Sequence[int]
 """The result's dim of each dim of an operand."""
 

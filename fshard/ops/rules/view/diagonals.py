@@ -18,16 +18,9 @@ from fshard.ops.core.builders import all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.rules.shard_call import call_with
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
-from fshard.ops.strategy.local_call import (
-    Args,
-    Kwargs,
-    RankContext,
-    with_argument,
-    with_local_shape,
-)
-
-__all__: list[str] = []
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +34,7 @@ class _LocalDiagonal:
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         shift = ctx.offset(0, self.rows) - ctx.offset(0, self.columns)
         number = argument(op, args, kwargs, self.name)
-        _, new_args, new_kwargs = with_argument(op, args, kwargs, self.name, number + shift)
-        return op(*new_args, **new_kwargs)
+        return call_with(op, args, kwargs, **{self.name: number + shift})
 
 
 @register_rule("tril", "triu")
@@ -50,9 +42,8 @@ def triangle(call: OpCall) -> Rule:
     """Rule of `tril` and `triu`: every dim may be sharded; zeros are neutral in every reduction."""
     ndim = call.operands[0].ndim
     dims = letter_dims(ndim)
-    return Rule(
-        (dims,), (dims,), modes=all_modes(0), local=_LocalDiagonal("diagonal", ndim - 2, ndim - 1)
-    )
+    return Rule((dims,), (dims,), modes=all_modes(0),
+                local=_LocalDiagonal("diagonal", ndim - 2, ndim - 1))  # fmt: skip
 
 
 def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
@@ -145,7 +136,6 @@ def diagonal_scatter(call: OpCall) -> Rule:
     )
     line = (*(factors for dim, factors in enumerate(matrix_dims) if dim not in (rows, columns)), ())
     if len(call.operands) == 1:
-        return Rule(
-            (line,), (matrix_dims,), modes=all_modes(0), local=with_local_shape("input_sizes")
-        )
+        return Rule((line,), (matrix_dims,), modes=all_modes(0),
+                    local=with_local_shape("input_sizes"))  # fmt: skip
     return Rule((matrix_dims, line), (matrix_dims,), modes=all_modes(0, 1))

@@ -17,8 +17,6 @@ from fshard.ops.rules.view.reshape import ReshapeCall, shape_operand_modes
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 
-__all__: list[str] = []
-
 
 @register_rule("expand", "expand_copy", "expand_as", "broadcast_to")
 def expand(call: OpCall) -> Rule:
@@ -40,8 +38,10 @@ def broadcast_in_dim(call: OpCall) -> Rule:
     x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
     result_dims = call.get("broadcast_dimensions")
-    dims = tuple(names[i] if size == result.shape[i] else () for i,
-                 size in zip(result_dims, x.shape, strict=True))  # fmt: skip
+    dims = tuple(
+        names[i] if size == result.shape[i] else ()
+        for i, size in zip(result_dims, x.shape, strict=True)
+    )
     return Rule((dims,), (names,), modes=all_modes(0), local=with_local_shape("shape"))
 
 
@@ -49,8 +49,10 @@ def _local_repeat(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torc
     """Repeat each dim by the ratio of the result's local size to the operand's."""
     x, shape = args[0], ctx.shape()
     lead = len(shape) - x.ndim
-    times = [size if i < lead else size // x.shape[i - lead] if x.shape[i - lead] else 1 for i,
-             size in enumerate(shape)]  # fmt: skip
+    times = [
+        size if i < lead else size // x.shape[i - lead] if x.shape[i - lead] else 1
+        for i, size in enumerate(shape)
+    ]
     repeated: torch.Tensor = x.repeat(times)
     return repeated
 

@@ -11,9 +11,7 @@ from fshard.ops.core.builders import normalize_dims, wrap_dim
 from fshard.ops.core.call import Meta, OpCall, base_name, dry_run
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.rules.view.view_factors import rule_of_moved_dims
-
-__all__: list[str] = []
+from fshard.ops.rules.view.view_factors import moved_dims_rule
 
 TRANSPOSES = """
     permute permute_copy transpose.int transpose_copy.int t t_copy mT mH numpy_T matrix_H adjoint
@@ -27,7 +25,7 @@ def permute(call: OpCall) -> Rule:
     sizes = range(2, 2 + call.operands[0].ndim)
     marked = Meta(tuple(sizes), call.operands[0].dtype)
     shape = dry_run(call.op, (marked, *call.args[1:]), call.kwargs, "meta").shape
-    return rule_of_moved_dims(call, [size - 2 for size in shape])
+    return moved_dims_rule(call, [size - 2 for size in shape])
 
 
 @register_rule("flip", "fliplr", "flipud", "prims::rev")
@@ -37,7 +35,7 @@ def flip(call: OpCall) -> Rule:
     fixed = {"fliplr": [1], "flipud": [0]}.get(name)
     dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)
     flipped = [wrap_dim(dim, ndim) for dim in dims or ()]
-    return rule_of_moved_dims(call, range(ndim), permuted=_nontrivial(call, flipped))
+    return moved_dims_rule(call, range(ndim), permuted=_nontrivial(call, flipped))
 
 
 @register_rule("roll")
@@ -49,7 +47,7 @@ def roll(call: OpCall) -> Rule:
     if dims_arg and x.ndim:
         pairs = zip(dims, shifts if isinstance(shifts, list | tuple) else [shifts], strict=True)
         dims = [dim for dim, shift in pairs if x.shape[dim] and shift % x.shape[dim]]
-    return rule_of_moved_dims(call, range(ndim), permuted=_nontrivial(call, dims))
+    return moved_dims_rule(call, range(ndim), permuted=_nontrivial(call, dims))
 
 
 @register_rule("rot90")
@@ -61,7 +59,7 @@ def rot90(call: OpCall) -> Rule:
     if quarters % 2:
         order[first], order[second] = second, first
     moving = ((), (second,), (first, second), (first,))[quarters]
-    return rule_of_moved_dims(call, order, permuted=_nontrivial(call, moving))
+    return moved_dims_rule(call, order, permuted=_nontrivial(call, moving))
 
 
 def _nontrivial(call: OpCall, dims: Iterable[int]) -> list[int]:
@@ -72,4 +70,4 @@ def _nontrivial(call: OpCall, dims: Iterable[int]) -> list[int]:
 @register_rule("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(call: OpCall) -> Rule:
     """Rule of `channel_shuffle`: channels move along their dim."""
-    return rule_of_moved_dims(call, range(call.operands[0].ndim), permuted=[1])
+    return moved_dims_rule(call, range(call.operands[0].ndim), permuted=[1])

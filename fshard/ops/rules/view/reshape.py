@@ -20,8 +20,8 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.view.view_factors import (
     factor_names,
     letter_dims,
+    moved_dims_rule,
     reshape_factors,
-    rule_of_moved_dims,
 )
 from fshard.ops.strategy.local_call import (
     Args,
@@ -109,7 +109,7 @@ def unfold(call: OpCall) -> Rule:
                     modes=all_modes(0),
                     local=_local_unfold)  # fmt: skip
     moved = [None if i == dim else i for i in range(x.ndim)]
-    return rule_of_moved_dims(call, [*moved, None])
+    return moved_dims_rule(call, [*moved, None])
 
 
 @register_rule("unfold_backward")
@@ -118,9 +118,8 @@ def unfold_backward(call: OpCall) -> Rule:
     result = call.result
     dim, dims = wrap_dim(call.get("dim"), result.ndim), letter_dims(result.ndim)
     others = tuple(() if i == dim else factors for i, factors in enumerate(dims))
-    return Rule(
-        ((*others, ()),), (others,), modes=linear_modes(0), local=with_local_shape("input_sizes")
-    )
+    return Rule(((*others, ()),), (others,), modes=linear_modes(0),
+                local=with_local_shape("input_sizes"))  # fmt: skip
 
 
 def _local_pixel_shuffle(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fshard.ops.core.builders import all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule, Slice
-from fshard.ops.rules.view.view_factors import factor_names, letter_dims, rule_of_moved_dims
+from fshard.ops.rules.view.view_factors import factor_names, letter_dims, moved_dims_rule
 from fshard.ops.strategy.local_call import (
     Args,
     Kwargs,
@@ -25,8 +25,6 @@ from fshard.ops.strategy.local_call import (
     RankContext,
     with_local_shape,
 )
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -105,7 +103,7 @@ def unbind(call: OpCall) -> Rule:
     ndim = call.operands[0].ndim
     dim = wrap_dim(call.get("dim"), ndim)
     others = [i for i in range(ndim) if i != dim]
-    return rule_of_moved_dims(call, *[others] * len(call.results))
+    return moved_dims_rule(call, *[others] * len(call.results))
 
 
 SPLIT_DIM = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
@@ -194,9 +192,8 @@ def slice_scatter(call: OpCall) -> Rule:
     indices = slice_range(call, x.shape[dim])
     local = _LocalSliceWrite(dim, indices.start, indices.step)
     if src.shape == x.shape:
-        return Rule(
-            (dims, dims), (dims,), modes=all_modes(1), local=_replaced, unread=frozenset({0})
-        )
+        return Rule((dims, dims), (dims,), modes=all_modes(1), local=_replaced,
+                    unread=frozenset({0}))  # fmt: skip
     piece = Slice(names[-1], names[dim], indices.start, indices.stop, indices.step)
     return Rule((dims, (*dims[:dim], (piece.name,), *dims[dim + 1 :])), (dims,),
                 modes=all_modes(0, 1), local=local, slices=(piece,))  # fmt: skip

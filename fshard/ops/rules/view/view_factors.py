@@ -12,7 +12,7 @@ from fshard.ops.core.builders import all_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Dims, Rule
 
-__all__ = ["factor_names", "letter_dims", "reshape_factors", "rule_of_moved_dims"]
+__all__ = ["factor_names", "letter_dims", "moved_dims_rule", "reshape_factors"]
 
 
 def iter_names() -> Iterator[str]:
@@ -121,8 +121,10 @@ class _FactoredShape:
     @property
     def dims(self) -> Dims:
         """Factors of each dim."""
-        return tuple((*leading, *trailing) for leading,
-                     trailing in zip(self.leading, self.trailing, strict=True))  # fmt: skip
+        return tuple(
+            (*leading, *trailing)
+            for leading, trailing in zip(self.leading, self.trailing, strict=True)
+        )
 
 
 def _equal(a: int, b: int) -> int:
@@ -150,7 +152,7 @@ def _share(
         after.take(step, factor, size)
 
 
-def rule_of_moved_dims(
+def moved_dims_rule(
     call: OpCall, *results: Sequence[int | None], permuted: Iterable[int] = (), shapes: int = 0,
     local: Any = None,
 ) -> Rule:  # fmt: skip

@@ -12,8 +12,8 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.shard_call import ShardCall
 
 __all__ = [
-    "addend_modes", "contraction_rule", "drop_broadcast", "letters", "text_dims", "trailing_dims",
-    "unsharded_dims",
+    "addend_modes", "contraction_rule", "drop_broadcast", "letters", "no_factors", "text_dims",
+    "trailing_dims",
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def trailing_dims(text: str, ndim: int) -> Dims:
     return text_dims(text[len(text) - ndim :])
 
 
-def unsharded_dims(meta: Meta) -> Dims:
+def no_factors(meta: Meta) -> Dims:
     """Return dims without factors: the tensor must be unsharded."""
     return ((),) * meta.ndim
 
