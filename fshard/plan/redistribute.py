@@ -16,7 +16,7 @@ from fshard.plan.batch.batch import BUCKET_BYTES, Batch, bucket_problems
 from fshard.plan.batch.plan_batch import plan_batch
 from fshard.plan.cross_mesh import plan_between
 from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
-from fshard.program.cast_rules import holds
+from fshard.program.cast_rules import represents
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program, as_types, endpoint_problems, wire_problems
 from fshard.program.steps import (
@@ -176,7 +176,7 @@ def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
             state_problems(p.unreduced_kinds, p.reduced_kinds, dtype)
             for dtype in (src.dtype, dst.dtype)
         )
-        if allowed and (not p.unreduced_kinds or holds(dst.dtype, src.dtype)):
+        if allowed and (not p.unreduced_kinds or represents(dst.dtype, src.dtype)):
             return end._with(dtype=src.dtype), end._with(dtype=dst.dtype)
     invariant = dst._with(partition=PartitionSpec._of(dst.partition.dims))
     return invariant._with(dtype=src.dtype), invariant

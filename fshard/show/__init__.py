@@ -1,4 +1,11 @@
-"""Pictures, tables and logs; importing it registers what values ask for to show themselves."""
+"""Text, pictures and tables of values; importing it sets the hooks of their `explain` methods.
+
+- `layout_picture`: `fs.visualize`, with `picture_grid`, `picture_html` and `shard_owners`
+- `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
+- `comm_log`: `fs.comm_log`, the collectives that ran
+- `table`: rows of text in plain text, rich and HTML
+- `notebook`: `_repr_mimebundle_` of specs, programs and batches
+"""
 
 from fshard.show import notebook as notebook
 from fshard.show import partition_table as partition_table

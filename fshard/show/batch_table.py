@@ -1,4 +1,4 @@
-"""`batch.explain(topology)`: what each leaf of a tree does, and what goes out in one launch."""
+"""`batch.explain()`: what each leaf of a tree does, and which collectives are one launch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ __all__ = ["BatchExplanation", "explain_batch"]
 
 LEAVES = (
     Column("leaf", wrap=True), Column("from", wrap=True), Column("to", wrap=True),
-    Column("sent", right=True), Column("alone", right=True),
+    Column("sent", right=True), Column("time alone", right=True),
 )  # fmt: skip
 LAUNCHES = (
-    Column("launch"), Column("among whom", wrap=True), Column("leaves", right=True),
+    Column("launch"), Column("group", wrap=True), Column("leaves", right=True),
     Column("sent", right=True),
 )  # fmt: skip
 SUMMARY = (
-    Column("in all"), Column("this batch", right=True), Column("one by one", right=True),
+    Column("total"), Column("this batch", right=True), Column("leaf by leaf", right=True),
     Column("ratio", right=True),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BatchExplanation:
-    """A batch's leaves and launches on a topology; prints in text, rich and HTML.
+    """Tables of a batch's leaves and launches on a topology; prints as text, in rich and as HTML.
 
-    Leaves that do the same are one row. Bytes are those of the busiest rank, of each leaf, of
-    each launch and of all; times an alpha-beta model's.
+    Leaves that do the same are one row. Bytes are the busiest rank's, of each leaf, of each launch
+    and in total; times are estimates of an alpha-beta model.
+
+    Attributes:
+        batch: The batch.
+        topology: The machine that it is costed on.
     """
 
     batch: Batch
@@ -40,7 +44,7 @@ class BatchExplanation:
 
     @property
     def leaves(self) -> Table:
-        """One row per program: where, the specs at its ends, bytes sent, time if it ran alone."""
+        """One row per program: path, source, target, bytes sent, and time if it ran alone."""
         rows = []
         for name, prog in self.batch.distinct_programs():
             cost = prog.cost(self.topology)
@@ -56,22 +60,22 @@ class BatchExplanation:
 
     @property
     def launches(self) -> Table:
-        """One row per launch: the operation, among whom, leaves, bytes sent."""
+        """One row per launch: operation, group of ranks, number of leaves, bytes sent."""
         rows = []
         several = len(self.batch.meshes) > 1
-        for each in self.batch.launches:
-            where, count = each.scope(with_mesh=several), str(len(each.steps))
-            rows.append((each.name, where, count, bytes_text(self.batch.bytes_sent_in(each))))
-        return Table("", LAUNCHES, tuple(rows), notes=() if rows else ("nothing is sent",))
+        for launch in self.batch.launches:
+            group, count = launch.scope(with_mesh=several), str(len(launch.steps))
+            rows.append((launch.name, group, count, bytes_text(self.batch.bytes_sent_in(launch))))
+        return Table("", LAUNCHES, tuple(rows), notes=() if rows else ("no communication",))
 
     @property
     def summary(self) -> Table:
-        """The totals, beside those of the leaves one by one."""
+        """Launches, time, bytes and memory of the batch, and of its leaves one by one."""
         cost, progs = self.batch.cost(self.topology), [leaf for leaf in self.batch.leaves if leaf]
-        alone = [prog.cost(self.topology) for prog in progs]
+        separate = [prog.cost(self.topology) for prog in progs]
         least = lower_bound_together((p.src, p.dst, p.forward_dtype) for p in progs).bytes_received
-        counts = cost.launches, sum(each.launches for each in alone)
-        times = cost.time, sum(each.time for each in alone)
+        counts = cost.launches, sum(c.launches for c in separate)
+        times = cost.time, sum(c.time for c in separate)
         rows = (
             ("launches", f"{counts[0]:,}", f"{counts[1]:,}", ratio_text(*counts)),
             ("time", time_text(times[0]), time_text(times[1]), ratio_text(*times)),
@@ -85,7 +89,7 @@ class BatchExplanation:
         return self.leaves, self.launches, self.summary
 
     def text(self, width: int = WIDTH) -> str:
-        """Plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns."""
         return "\n\n".join(table.text(width) for table in self._tables())
 
     def __str__(self) -> str:
@@ -100,7 +104,7 @@ class BatchExplanation:
         return Group(leaves, "", launches, "", summary)
 
     def html(self) -> str:
-        """Three self-contained HTML tables."""
+        """Return three self-contained HTML tables."""
         return '<div style="height:10px"></div>'.join(table.html() for table in self._tables())
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -109,33 +113,29 @@ class BatchExplanation:
 
 @explain_batch_hook.set
 def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
-    """The hook of `Batch.explain`.
+    """Return the explanation of a batch: the implementation of `Batch.explain`.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> from fshard.program.program import Program
-    >>> from fshard.program.steps import AllGather
-    >>> from fshard.program.cost.topology import Link
-    >>> from fshard.layout.spec import Spec
-    >>> src = [Spec(Mesh(x=4), P("x"), shape=(n,)) for n in (8, 8, 4)]
-    >>> wires = Topology.of({"x": Link(latency=0.0, bandwidth=24e6)})
-    >>> print(explain_batch(Batch([Program(spec, (AllGather("x", 0),)) for spec in src]), wires))
+    >>> import fshard as fs
+    >>> src = [fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(n,)) for n in (8, 8, 4)]
+    >>> wires = fs.Topology.of({"x": fs.Link(latency=0.0, bandwidth=24e6)})
+    >>> batch = fs.redistribute(src, [spec.replace(partition=fs.P()) for spec in src])
+    >>> print(batch.explain(wires))
     a tree of 3 programs on Mesh(x=4), topology custom
-    leaf            from      to      sent    alone
+    leaf            from      to      sent  time alone
+    ──────────────────────────────────────────────────
+    [0] and 1 more  f32[8@x]  f32[8]  24 B     7.45 µs
+    [2]             f32[4@x]  f32[4]  12 B     6.95 µs
+    <BLANKLINE>
+    launch      group   leaves  sent
+    ────────────────────────────────
+    all_gather  over x       3  60 B
+    <BLANKLINE>
+    total           this batch  leaf by leaf  ratio
     ───────────────────────────────────────────────
-    [0] and 1 more  f32[8@x]  f32[8]  24 B  7.45 µs
-    [2]             f32[4@x]  f32[4]  12 B  6.95 µs
-    <BLANKLINE>
-    launch      among whom  leaves  sent
-    ────────────────────────────────────
-    all_gather  over x           3  60 B
-    <BLANKLINE>
-    in all          this batch  one by one  ratio
-    ─────────────────────────────────────────────
-    launches                 1           3  0.33x
-    time               8.95 µs     21.8 µs  0.41x
+    launches                 1             3  0.33x
+    time               8.95 µs       21.8 µs  0.41x
     bytes received        60 B
-    lower bound           60 B              1.00x
+    lower bound           60 B                1.00x
     peak memory           80 B
     """
     return BatchExplanation(batch, topology)

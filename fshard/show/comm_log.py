@@ -1,4 +1,4 @@
-"""`comm_log`: what really ran, counted per operation and axes, forward and backward apart."""
+"""`comm_log`: collectives that ran, counted per operation and axes, forward and backward apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fshard.show.table import Column, Table
 __all__ = ["CommLog", "Phase", "comm_log"]
 
 Key = tuple[str, str | tuple[str, ...]]
-"""An operation and its axis, or its axes where there are several: `("all_reduce", "tp")`."""
+"""An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
 
 COLUMNS = (
     Column("operation"), Column("axes", wrap=True), Column("forward", right=True),
@@ -22,13 +22,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-APART = "each number is of its own busiest rank, so they need not add up"
+TOTAL_NOTE = "each figure is the busiest rank's, so rows need not add up to the total"
 
 
 class Phase:
-    """Launches and bytes of one phase, per operation and axes, as the busiest rank ran them.
+    """Launches and bytes of one phase, per operation and axes, of the busiest rank.
 
-    What did not run counts 0.
+    Operations that did not run count 0.
     """
 
     __slots__ = ("_ranks",)
@@ -43,7 +43,7 @@ class Phase:
 
     @property
     def counts(self) -> Counter[Key]:
-        """How often each operation ran: a program that all ranks run counts once."""
+        """Number of launches of each operation: a program that all ranks run counts once."""
         return self._busiest(0)
 
     @property
@@ -55,11 +55,9 @@ class Phase:
         most: Counter[Key] = Counter()
         for rank in sorted(self._ranks):
             most |= self._ranks[rank][which]
-        # A counter's union leaves out zeros; a launch that sends nothing still is a launch.
-        return Counter({key: most[key] for key in self._keys()})
-
-    def _keys(self) -> list[Key]:
-        return list(dict.fromkeys(key for each in self._ranks.values() for key in each[0]))
+        # The union of counters drops zeros, but a launch that sends nothing is a launch.
+        keys = dict.fromkeys(key for launches, _ in self._ranks.values() for key in launches)
+        return Counter({key: most[key] for key in keys})
 
     @property
     def total_bytes(self) -> int:
@@ -68,9 +66,13 @@ class Phase:
 
 
 class CommLog:
-    """The collectives that ran in a `with fs.comm_log()` block; stays readable after it.
+    """Collectives that ran in a `with fs.comm_log()` block; it stays readable after the block.
 
-    `counts` and `bytes` are of both phases; `forward` and `backward` have the same of one.
+    It prints as a table, in rich and in a notebook.
+
+    Attributes:
+        forward: Counts and bytes of forward passes, with the same properties.
+        backward: Those of backward passes.
     """
 
     __slots__ = ("_all", "backward", "forward")
@@ -81,43 +83,43 @@ class CommLog:
     def _record(self, event: Event) -> None:
         axes = event.axes[0] if len(event.axes) == 1 else event.axes
         phase = self.backward if event.phase == "backward" else self.forward
-        for each in (phase, self._all):
-            each._record((event.op, axes), event)
+        for log in (phase, self._all):
+            log._record((event.op, axes), event)
 
     @property
     def counts(self) -> Counter[Key]:
-        """How often each operation ran: `log.counts["all_reduce", "tp"]`."""
+        """Number of launches of each operation: `log.counts["all_reduce", "tp"]`."""
         return self._all.counts
 
     @property
     def bytes(self) -> Counter[Key]:
-        """Bytes that the busiest rank sent in each operation."""
+        """Bytes that the busiest rank sent in each operation, as for `counts`."""
         return self._all.bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the busiest rank sent in all."""
+        """Bytes that the busiest rank sent in all operations."""
         return self._all.total_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, strings and numbers alone, ready for JSON."""
-        found: dict[str, Any] = {"total_bytes": self.total_bytes}
+        """Return the log as lists, strings and ints only, ready for JSON."""
+        result: dict[str, Any] = {"total_bytes": self.total_bytes}
         for name, phase in (("forward", self.forward), ("backward", self.backward)):
             counts, sent = phase.counts, phase.bytes
-            found[name] = [
+            result[name] = [
                 {"op": op, "axes": list(_axes(axes)), "count": counts[op, axes],
                  "bytes": sent[op, axes]}
                 for op, axes in counts
             ]  # fmt: skip
-        return found
+        return result
 
     @property
     def table(self) -> Table:
-        """One row per operation and axes; the last one is of all, also by its busiest rank."""
+        """One row per operation and axes, and the total of the busiest rank."""
         phases = (self.forward, self.backward)
         rows = []
         for key in self.counts:
-            cells = [key[0], ", ".join(_axes(key[1])) or "(two meshes)"]
+            cells = [key[0], ", ".join(_axes(key[1])) or "(between meshes)"]
             for phase in phases:
                 launches = phase.counts[key]
                 cells += [f"{launches:,}", bytes_text(phase.bytes[key])] if launches else ["", ""]
@@ -129,11 +131,11 @@ class CommLog:
         title = (f"{plural(self.counts.total(), 'collective')}, "
                  f"{bytes_text(self.total_bytes)} sent by the busiest rank")  # fmt: skip
         most = [sum(phase.bytes.values()) for phase in phases]
-        notes = () if sum(most) == self.total_bytes else (APART,)
+        notes = () if sum(most) == self.total_bytes else (TOTAL_NOTE,)
         return Table(title, COLUMNS, tuple(rows), (tuple(total),), notes)
 
     def text(self, width: int = WIDTH) -> str:
-        """Plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns."""
         return self.table.text(width) if self.counts else "no collective ran"
 
     def __str__(self) -> str:
@@ -145,7 +147,7 @@ class CommLog:
         return self.table if self.counts else "no collective ran"
 
     def html(self) -> str:
-        """A self-contained HTML table."""
+        """Return a self-contained HTML table."""
         return self.table.html() if self.counts else "<div>no collective ran</div>"
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -158,18 +160,19 @@ def _axes(axes: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @contextmanager
 def comm_log() -> Iterator[CommLog]:
-    """Count the collectives that run in the block, on every simulated rank or on this one.
+    """Count the collectives that run in a `with` block, on every simulated rank or on this one.
 
-    Blocks may nest: both logs see everything that runs in the inner one.
+    Blocks may nest: the outer log counts everything that runs in the inner block too. Collectives
+    of backward passes are counted apart.
+
+    Returns:
+        A context manager that gives the `CommLog`.
 
     >>> import torch
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> from fshard.run.global_tensors import reshard, shard
-    >>> from fshard.layout.spec import Spec
-    >>> x = shard(torch.arange(4.0), Spec(Mesh(tp=2), P("tp"), shape=(4,)))
-    >>> with comm_log() as log:
-    ...     _ = reshard(x, P())
+    >>> import fshard as fs
+    >>> x = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(tp=2), fs.P("tp"), shape=(4,)))
+    >>> with fs.comm_log() as log:
+    ...     _ = fs.reshard(x, fs.P())
     >>> log.counts["all_gather", "tp"], log.bytes["all_gather", "tp"]
     (1, 8)
     >>> print(log)

@@ -1,8 +1,8 @@
-"""`visualize`: a layout as a picture, in plain text, in a terminal and in a notebook."""
+"""`visualize`: a picture of a layout in plain text, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,9 @@ from fshard.show.shard_owners import (
     coords_text,
     equations,
     holders_text,
+    index_coords,
     index_text,
     members,
-    place_coords,
     shard_coords,
     states_in_words,
 )  # fmt: skip
@@ -35,16 +35,18 @@ __all__ = ["Picture", "visualize"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture:
-    """A drawn layout: `str` is plain text of 80 columns, rich colours it, a notebook shows HTML.
+    """Picture of a layout; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
 
-    `ranks` are those whose locals the picture was made from: none for a spec.
+    Attributes:
+        spec: The layout.
+        ranks: Ranks whose locals it was drawn from; empty for a spec.
     """
 
     spec: Spec
     ranks: tuple[int, ...] = ()
 
     def text(self, width: int = WIDTH) -> str:
-        """Plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns."""
         return "\n".join("".join(text for text, _ in line).rstrip() for line in self._lines(width))
 
     def __str__(self) -> str:
@@ -53,14 +55,14 @@ class Picture:
     __repr__ = __str__
 
     def html(self) -> str:
-        """Self-contained HTML with inline styles, readable on light and dark pages."""
+        """Return self-contained HTML with inline styles, readable on light and dark pages."""
         if not _is_drawn(self.spec):
             return _shard_table(self.spec, self.notes).html()
         return picture_html(self.spec, _title(self.spec), self.notes)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the cells do not show, in words: states, local shapes, empty shards."""
+        """Sentences below the picture: states, local shapes, empty shards."""
         spec = self.spec
         if 0 in spec.shape:
             return ("the tensor has no elements: no rank holds anything",)
@@ -89,33 +91,39 @@ class Picture:
             yield _shard_table(self.spec, self.notes)
             return
         width = max(40, min(WIDTH, options.max_width))
-        out = Text(no_wrap=True, overflow="ignore")
-        heads = len(wrap(_title(self.spec), width))
-        for at, line in enumerate(self._lines(width)):
+        output = Text(no_wrap=True, overflow="ignore")
+        title_lines = len(wrap(_title(self.spec), width))
+        for i, line in enumerate(self._lines(width)):
             for text, shard in line:
-                back = f"#111111 on {colour(shard)}" if shard is not None else ""
-                out.append(text, "bold" if at < heads else back)
-            out.append("\n")
-        out.right_crop(1)
-        yield out
+                style = f"#111111 on {colour(shard)}" if shard is not None else ""
+                output.append(text, "bold" if i < title_lines else style)
+            output.append("\n")
+        output.right_crop(1)
+        yield output
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self.html()}
 
 
 def visualize(value: Spec | tuple[Any, Spec], /) -> Picture:
-    """A picture of how a spec, or a pair, lies on its mesh.
+    """Draw the layout of a spec or of a pair on its mesh.
 
-    Layouts of up to 2 dims are drawn in proportion, one cell per distinct shard with the ranks
-    that hold it: a comma between replicas, a plus between the addends of an unreduced tensor.
-    More dims are listed in a table (pictures of them are to come), and of many shards only the
-    first and the last are shown. A pair adds how its locals make up the global tensor.
+    Layouts of up to 2 dims are drawn in proportion, one cell per distinct shard with the ranks that
+    hold it: a comma between replicas, a plus between unreduced values. Layouts of more dims are
+    listed in a table. Of many shards only the first and the last are shown.
 
-    Raises `ShardingError` for a local that does not fit its spec, and for other values.
+    Args:
+        value: A `Spec`, or a (local, spec) pair, which also shows how its locals make up the global
+            tensor.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> print(visualize(Spec(Mesh(dp=2, tp=2), P("tp"), shape=(4,))))
+    Returns:
+        A `Picture`, which prints as text, in `rich` and as HTML in a notebook.
+
+    Raises:
+        ShardingError: If a local does not fit its spec, or `value` is neither a spec nor a pair.
+
+    >>> import fshard as fs
+    >>> print(fs.visualize(fs.Spec(fs.Mesh(dp=2, tp=2), fs.P("tp"), shape=(4,))))
     f32[4@tp] on Mesh(dp=2, tp=2)
                      tp=0                     tp=1
     dim 0            0:2                      2:4
@@ -128,7 +136,7 @@ def visualize(value: Spec | tuple[Any, Spec], /) -> Picture:
     if isinstance(value, Spec):
         return Picture(value)
     if not is_pair(value):
-        fail("fs.visualize", f"a {type(value).__name__}", "what has a layout is a Spec or a "
+        fail("fs.visualize", f"a {type(value).__name__}", "the value must be a Spec or a "
              "(local, spec) pair", "fs.visualize(spec) or fs.visualize((local, spec))")  # fmt: skip
     local, spec = value
     if not isinstance(local, torch.Tensor):
@@ -153,72 +161,61 @@ def _array(spec: Spec, shape: tuple[int, ...]) -> str:
 
 
 def _local_notes(spec: Spec) -> list[str]:
-    """The shapes of the locals; where they differ, the shard sizes and who has nothing."""
+    """Return sentences about the shapes of the locals, uneven shard sizes and empty shards."""
     most = max_local_nbytes(spec)
-    whole = bytes_text(spec.nbytes)
+    total = bytes_text(spec.nbytes)
     if spec.is_even:
         array = _array(spec, spec.local_shape(spec.mesh.ranks[0]))
-        return [f"each rank holds {array}, {bytes_text(most)} of {whole}"]
-    notes = [f"uneven: the largest local has {bytes_text(most)} of {whole}"]
+        return [f"each rank holds {array}, {bytes_text(most)} of {total}"]
+    notes = [f"uneven: the largest local has {bytes_text(most)} of {total}"]
     for dim, sizes in enumerate(spec.sizes):
         if sizes is None:
             continue
         notes.append(f"dim {dim} has shards of {listing(sizes, len(sizes), sizes[-1], 16)}")
-        empty = [place for place, size in enumerate(sizes) if size == 0]
+        empty = [position for position, size in enumerate(sizes) if size == 0]
         if empty:
             axes = spec.partition.dims[dim]
-            notes.append(f"empty: {_empty_places(spec, axes, empty)}")
+            notes.append(f"empty: {_empty_shards(spec, axes, empty)}")
     return notes
 
 
-def _empty_places(spec: Spec, axes: tuple[str, ...], empty: list[int]) -> str:
-    texts = [coords_text(place_coords(spec.mesh, axes, place)) for place in (*empty[:8], empty[-1])]
-    *places, last = [text if len(axes) == 1 else f"({text})" for text in texts]
-    return f"{listing(places, len(empty), last)}, where ranks hold nothing"
+def _empty_shards(spec: Spec, axes: tuple[str, ...], empty: list[int]) -> str:
+    texts = [coords_text(index_coords(spec.mesh, axes, i)) for i in (*empty[:8], empty[-1])]
+    *coords, last = [text if len(axes) == 1 else f"({text})" for text in texts]
+    return f"{listing(coords, len(empty), last)}, where ranks hold nothing"
 
 
 def _one_local(spec: Spec, rank: int) -> str:
-    place = coords_text(spec.mesh.coords(rank))
-    verb = "is an addend of" if spec.partition.unreduced_kinds else "="
-    if any(kind not in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds):
-        verb = "is a candidate for"
-    return (f"this is rank {rank} ({place}): local {_array(spec, spec.local_shape(rank))} {verb} "
-            f"global[{index_text(spec, rank)}]")  # fmt: skip
+    coords = coords_text(spec.mesh.coords(rank))
+    relation = "is an unreduced value of" if spec.partition.unreduced_kinds else "="
+    return (f"this is rank {rank} ({coords}): local {_array(spec, spec.local_shape(rank))} "
+            f"{relation} global[{index_text(spec, rank)}]")  # fmt: skip
 
 
 def _relation(spec: Spec) -> list[str]:
-    """How the locals of a simulation make up the global tensor, for a few shards."""
-    places = list(_places(spec, 8))
-    lines = [equations(spec, each) for each in places]
-    if spec.num_shards > len(places):
-        lines.append(f"… and {spec.num_shards - len(places):,} more shards")
+    """Return how the locals of a simulation make up the global tensor, for a few shards."""
+    shards = list(_first_shards(spec, 8))
+    lines = [equations(spec, shard) for shard in shards]
+    if spec.num_shards > len(shards):
+        lines.append(f"… and {spec.num_shards - len(shards):,} more shards")
     return lines
 
 
-def _places(spec: Spec, most: int) -> Iterator[tuple[int, ...]]:
-    """The first shards that hold anything, row-major."""
-    cut = [spec.shard_sizes(dim) for dim in range(spec.ndim)]
-    total = math.prod(len(sizes) for sizes in cut)
-    for at in range(total):
-        rest, place = at, []
-        for sizes in reversed(cut):
-            rest, here = divmod(rest, len(sizes))
-            place.append(here)
-        places = tuple(reversed(place))
-        if all(sizes[at] for sizes, at in zip(cut, places, strict=True)):
-            yield places
-            most -= 1
-        if most == 0:
-            return
+def _first_shards(spec: Spec, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the indices, dim by dim, of the first `count` shards that are not empty, row-major."""
+    sizes = [spec.shard_sizes(dim) for dim in range(spec.ndim)]
+    shards = itertools.product(*(range(len(dim_sizes)) for dim_sizes in sizes))
+    filled = (index for index in shards if all(s[i] for s, i in zip(sizes, index, strict=True)))
+    return itertools.islice(filled, count)
 
 
 def _shard_table(spec: Spec, notes: tuple[str, ...]) -> Table:
-    """The shards of a layout of any number of dims, in a table."""
+    """Return a table of the shards, for layouts of any number of dims."""
     rows = []
-    for places in _places(spec, 16):
-        fixed = shard_coords(spec, places)
+    for shard in _first_shards(spec, 16):
+        fixed = shard_coords(spec, shard)
         rank = next(members(spec.mesh, fixed))
-        rows.append((holders_text(spec, places), coords_text(fixed),
+        rows.append((holders_text(spec, shard), coords_text(fixed),
                      f"[{index_text(spec, rank)}]"))  # fmt: skip
     if spec.num_shards > len(rows) and rows:
         rows.append((f"… {spec.num_shards - len(rows):,} more", "", ""))

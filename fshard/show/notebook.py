@@ -1,4 +1,4 @@
-"""What a notebook shows of values: the hook that `_repr_mimebundle_` asks."""
+"""`_repr_mimebundle_` of specs, programs and batches: what a notebook shows of them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import html
 
 from fshard.layout.spec import Spec, mimebundle_hook
 from fshard.plan.batch.batch import Batch
-from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
-from fshard.show.batch_table import explain_batch
+from fshard.show import batch_table as batch_table
+from fshard.show import program_table as program_table
 from fshard.show.layout_picture import visualize
-from fshard.show.program_table import explain
 
 __all__ = ["mimebundle"]
 
 
 @mimebundle_hook.set
 def mimebundle(value: Spec | Program | Batch) -> dict[str, str]:
-    """Plain `str` and HTML: tables of a program or a batch, a spec's picture where it is small.
+    """Return plain `str` and HTML: tables of a program or batch, a picture of a small spec.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> sorted(mimebundle(Spec(Mesh(x=2), P("x"), shape=(4,))))
+    >>> import fshard as fs
+    >>> sorted(mimebundle(fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))))
     ['text/html', 'text/plain']
     """
-    if isinstance(value, Program):
-        page = explain(value, Topology.node()).html()
-    elif isinstance(value, Batch):
-        page = explain_batch(value, Topology.node()).html()
+    if isinstance(value, Program | Batch):
+        page = value.explain().html()
     elif value.ndim <= 2 and value.num_shards <= 64:
         page = visualize(value).html()
     else:

@@ -1,4 +1,4 @@
-"""`partitioned.explain(topology)`: every operation's layout, and what is sent each way for it."""
+"""`partitioned.explain()`: the layout of every operation, and the communication it needs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
-from fshard.partition.ir import Line, Move, Operation, Whole, Write, specs_text
-from fshard.partition.partitioned_call import Partitioned, explain_partitioned_hook
+from fshard.partition.ir import Factory, Line, Operation, Redistribution, Write, specs_text
+from fshard.partition.partitioned_call import PartitionedCall, explain_partitioned_hook
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.show.table import Column, Row, Table
@@ -21,13 +21,13 @@ COLUMNS = (
 
 
 @explain_partitioned_hook.set
-def explain_partitioned(made: Partitioned, topology: Topology) -> Table:
-    """The hook of `Partitioned.explain`: arguments, then operations, each with its spec.
+def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
+    """Return a table of arguments and operations with specs: implements `Partitioned.explain`.
 
-    Under an argument stands what brings it to where it is used, above an operation what brings
-    its operands there: `→` for a step of the forward pass, `←` for one of the gradient's way
-    back, with the bytes that the busiest rank sends. What sends nothing has no row. Arguments
-    that lie and are moved alike are one row.
+    Rows under an argument, and above an operation, are the steps that redistribute it or its
+    operands: `→` in the forward pass, `←` in the gradient's, with the bytes that the busiest rank
+    sends. Steps that send nothing have no row. Arguments with one layout and the same
+    redistributions are one row.
 
     >>> import torch
     >>> from fshard import Mesh, P, partition
@@ -47,19 +47,19 @@ def explain_partitioned(made: Partitioned, topology: Topology) -> Table:
     sent                               0 B     128 B
     time                              0 µs   6.75 µs
     """
-    rows = [*_arguments(made)]
-    for line in made.lines:
-        rows += _line(line, made._inputs)
-    rows += [("result", str(spec), "", "") for spec in made.out_specs if spec is not None]
-    ways = [made.cost(topology), made.cost(topology, backward=True)]
+    rows = [*_arguments(call)]
+    for line in call.lines:
+        rows += _line(line, call._inputs)
+    rows += [("result", str(spec), "", "") for spec in call.out_specs if spec is not None]
+    costs = [call.cost(topology), call.cost(topology, backward=True)]
     footer = [
-        ("launches", "", *(f"{each.launches:,}" for each in ways)),
-        ("sent", "", *(bytes_text(each.bytes_sent) for each in ways)),
-        ("time", "", *(time_text(each.time) for each in ways)),
+        ("launches", "", *(f"{cost.launches:,}" for cost in costs)),
+        ("sent", "", *(bytes_text(cost.bytes_sent) for cost in costs)),
+        ("time", "", *(time_text(cost.time) for cost in costs)),
     ]
-    count = sum(isinstance(line, Operation | Whole) for line in made.lines)
-    title = f"{plural(count, 'operation')} on {made.mesh}, topology {topology.title}"
-    shown = len(COLUMNS) if made.grad else -1
+    count = sum(isinstance(line, Operation | Factory) for line in call.lines)
+    title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
+    shown = len(COLUMNS) if call.grad else -1
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
                  tuple(row[:shown] for row in footer))  # fmt: skip
 
@@ -68,32 +68,36 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
     match line:
         case Operation():
             yield line.name, specs_text(line.strategy.out_specs), "", ""
-        case Whole():
-            yield line.name, "the same on every rank", "", ""
+        case Factory():
+            yield line.name, "replicated", "", ""
         case Write():
             yield f"writes {line.name}", "", "", ""
-        case Move() if line.source.at not in inputs:
-            yield from _moved(line, 1)
+        case Redistribution() if line.source.value not in inputs:
+            yield from _move_rows(line, 1)
 
 
-def _arguments(made: Partitioned) -> Iterator[Row]:
-    """Arguments with what moves them, those that do the same in one."""
-    alike: dict[tuple[Spec, tuple[tuple[Program, bool], ...]], list[str]] = {}
-    first: dict[object, list[Move]] = {}
-    for at, spec, name in zip(made._inputs, made.in_specs, made.names, strict=True):
-        moves = [line for line in made.lines if isinstance(line, Move) and line.source.at == at]
-        key = spec, tuple((each.program, each.grad) for each in moves)
-        alike.setdefault(key, []).append(name)
-        first.setdefault(key, moves)
-    for key, names in alike.items():
+def _arguments(call: PartitionedCall) -> Iterator[Row]:
+    """Yield rows of the arguments and their redistributions, one for arguments that agree."""
+    names_of: dict[tuple[Spec, tuple[tuple[Program, bool], ...]], list[str]] = {}
+    moves_of: dict[object, list[Redistribution]] = {}
+    for index, spec, name in zip(call._inputs, call.in_specs, call.names, strict=True):
+        moves = [
+            line
+            for line in call.lines
+            if isinstance(line, Redistribution) and line.source.value == index
+        ]
+        key = spec, tuple((move.program, move.grad) for move in moves)
+        names_of.setdefault(key, []).append(name)
+        moves_of.setdefault(key, moves)
+    for key, names in names_of.items():
         more = ", ..." if names[1:] else ""
         yield names[0] + more, _times(len(names)) + str(key[0]), "", ""
-        for each in first[key]:
-            yield from _moved(each, len(names))
+        for move in moves_of[key]:
+            yield from _move_rows(move, len(names))
 
 
-def _moved(move: Move, times: int) -> Iterator[Row]:
-    """The steps of a program and of its transpose that send."""
+def _move_rows(move: Redistribution, times: int) -> Iterator[Row]:
+    """Yield rows of the steps of a program and of its transpose that send."""
     yield from _steps("→", move.program, times)
     if move.grad and move.program.is_linear:
         for sign, spec, sent, _ in _steps("←", move.program.T, times):
@@ -101,9 +105,10 @@ def _moved(move: Move, times: int) -> Iterator[Row]:
 
 
 def _steps(sign: str, prog: Program, times: int) -> Iterator[Row]:
+    """Yield one row for each step of a program that sends."""
     for step, spec, sent in zip(prog.steps, prog.specs[1:], prog.step_bytes, strict=True):
         if sent:
-            # What it comes to is in the spec after it.
+            # The state after the step is in its spec.
             text = str(step).partition(" to ")[0]
             yield (f"{sign} {_times(times)}{text}", _times(times) + str(spec),
                    bytes_text(sent * times), "")  # fmt: skip

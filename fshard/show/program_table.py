@@ -1,4 +1,4 @@
-"""`prog.explain(topology)`: what each step of a program does and costs, beside the bounds."""
+"""`prog.explain()`: what each step of a program does and costs, beside the lower bounds."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ SUMMARY = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """A program's steps and its totals on a topology; prints in text, rich and HTML.
+    """Tables of a program's steps and totals on a topology; prints as text, in rich and as HTML.
 
-    Bytes are those of the busiest rank, times an alpha-beta model's, memory the larger of a
-    step's input and output. The lower bound is what any program between the two specs receives and
-    holds.
+    Bytes are the busiest rank's, times are estimates of an alpha-beta model, memory is the larger
+    of a step's input and output. The lower bounds hold for every program between the two specs.
+
+    Attributes:
+        prog: The program.
+        topology: The machine that it is costed on.
     """
 
     prog: Program
@@ -37,20 +40,20 @@ class Explanation:
 
     @property
     def steps(self) -> Table:
-        """One row per step: the spec after it, bytes sent, time, memory."""
+        """One row per step: the spec after it, bytes sent, time and memory."""
         prog = self.prog
-        rows = [("(start)", str(prog.src), "", "", bytes_text(_held(prog)))]
-        for at, step in enumerate(prog.steps):
-            alone = Program(prog.specs[at], (step,), forward_dtype=prog.forward_dtype)
-            cost = alone.cost(self.topology)
-            rows.append((str(step), str(prog.specs[at + 1]), bytes_text(cost.bytes_sent),
+        rows = [("(start)", str(prog.src), "", "", bytes_text(_source_memory(prog)))]
+        for i, step in enumerate(prog.steps):
+            single = Program(prog.specs[i], (step,), forward_dtype=prog.forward_dtype)
+            cost = single.cost(self.topology)
+            rows.append((str(step), str(prog.specs[i + 1]), bytes_text(cost.bytes_sent),
                          time_text(cost.time), bytes_text(cost.peak_memory)))  # fmt: skip
         title = f"{prog.ends}, topology {self.topology.title}"
         return Table(title, STEPS, tuple(rows), notes=() if prog.steps else ("nothing to do",))
 
     @property
     def summary(self) -> Table:
-        """The totals, and the lower bound beside them."""
+        """Totals of the busiest rank beside the lower bounds."""
         cost = self.prog.cost(self.topology)
         prog = self.prog
         bound = lower_bound(prog.src, prog.dst, forward_dtype=prog.forward_dtype)
@@ -66,7 +69,7 @@ class Explanation:
         return Table("", SUMMARY, rows)
 
     def text(self, width: int = WIDTH) -> str:
-        """Plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns."""
         return f"{self.steps.text(width)}\n\n{self.summary.text(width)}"
 
     def __str__(self) -> str:
@@ -80,7 +83,7 @@ class Explanation:
         return Group(self.steps, "", self.summary)
 
     def html(self) -> str:
-        """Two self-contained HTML tables."""
+        """Return two self-contained HTML tables."""
         return f'{self.steps.html()}<div style="height:10px"></div>{self.summary.html()}'
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -89,16 +92,12 @@ class Explanation:
 
 @explain_program_hook.set
 def explain(prog: Program, topology: Topology) -> Explanation:
-    """The hook of `Program.explain`.
+    """Return the explanation of a program: the implementation of `Program.explain`.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> from fshard.plan.redistribute import redistribute
-    >>> from fshard.program.cost.topology import Link
-    >>> from fshard.layout.spec import Spec
-    >>> src = Spec(Mesh(x=4), P("x"), shape=(8,))
-    >>> wires = Topology.of({"x": Link(latency=0.0, bandwidth=24e6)})
-    >>> print(explain(redistribute(src, src.replace(partition=P())), wires))
+    >>> import fshard as fs
+    >>> src = fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(8,))
+    >>> wires = fs.Topology.of({"x": fs.Link(latency=0.0, bandwidth=24e6)})
+    >>> print(fs.redistribute(src, src.replace(partition=fs.P())).explain(wires))
     f32[8@x] -> f32[8] on Mesh(x=4), topology custom
     step                  spec after  sent     time  memory
     ───────────────────────────────────────────────────────
@@ -116,5 +115,5 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     return Explanation(prog, topology)
 
 
-def _held(prog: Program) -> int:
+def _source_memory(prog: Program) -> int:
     return Program(prog.src, ()).cost().peak_memory

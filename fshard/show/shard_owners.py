@@ -1,4 +1,4 @@
-"""Which ranks hold a shard, in symbols and in words; never slower for a large mesh."""
+"""Ranks that hold each shard, as symbols and as sentences, in time independent of the mesh size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fshard.layout.spec import Spec
 
 __all__ = ["coords_text", "equations", "holders_text", "index_text", "states_in_words"]
 
-MOST_HOLDERS = 16
+MAX_HOLDERS = 16
 
 NOUNS = {"sum": "sum", "avg": "average", "max": "maximum", "min": "minimum", "product": "product"}
 
 
 def members(mesh: Mesh, fixed: Mapping[str, int]) -> Iterator[int]:
-    """The ranks at the `fixed` coordinates, the other axes walked row-major."""
+    """Yield the ranks at the `fixed` coordinates, the other axes walked row-major."""
     grids = [
         (fixed[axis],) if axis in fixed else range(size)
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
@@ -29,8 +29,8 @@ def members(mesh: Mesh, fixed: Mapping[str, int]) -> Iterator[int]:
 
 def _position(mesh: Mesh, point: Sequence[int]) -> int:
     position = 0
-    for at, size in zip(point, mesh.sizes, strict=True):
-        position = position * size + at
+    for coordinate, size in zip(point, mesh.sizes, strict=True):
+        position = position * size + coordinate
     return position
 
 
@@ -39,16 +39,16 @@ def _last(mesh: Mesh, fixed: Mapping[str, int]) -> int:
     return mesh.devices[_position(mesh, point)]
 
 
-def place_coords(mesh: Mesh, axes: Sequence[str], place: int) -> dict[str, int]:
-    """The coordinates of a shard's place along `axes`, major to minor."""
-    found: dict[str, int] = {}
+def index_coords(mesh: Mesh, axes: Sequence[str], index: int) -> dict[str, int]:
+    """Return the coordinates along `axes`, major to minor, of a shard of a dim."""
+    coords: dict[str, int] = {}
     for axis in reversed(axes):
-        place, found[axis] = divmod(place, mesh.shape[axis])
-    return {axis: found[axis] for axis in axes}
+        index, coords[axis] = divmod(index, mesh.shape[axis])
+    return {axis: coords[axis] for axis in axes}
 
 
 def coords_text(coords: Mapping[str, int]) -> str:
-    """Coordinates as the keyword arguments of `mesh.rank`.
+    """Return coordinates as the keyword arguments of `mesh.rank`.
 
     >>> coords_text({"dp": 1, "tp": 3})
     'dp=1,tp=3'
@@ -57,31 +57,31 @@ def coords_text(coords: Mapping[str, int]) -> str:
 
 
 def coords_texts(coords: Mapping[str, int]) -> tuple[str, ...]:
-    """Coordinates axis by axis."""
-    return tuple(f"{axis}={at}" for axis, at in coords.items())
+    """Return the coordinates, one text an axis."""
+    return tuple(f"{axis}={coordinate}" for axis, coordinate in coords.items())
 
 
-def shard_coords(spec: Spec, places: Sequence[int]) -> dict[str, int]:
-    """The coordinates that one shard fixes: those of the axes that cut its dims."""
+def shard_coords(spec: Spec, shard: Sequence[int]) -> dict[str, int]:
+    """Return the coordinates that a shard fixes: of the axes that shard its dims."""
     coords: dict[str, int] = {}
-    for axes, place in zip(spec.partition.dims, places, strict=True):
-        coords |= place_coords(spec.mesh, axes, place)
+    for axes, index in zip(spec.partition.dims, shard, strict=True):
+        coords |= index_coords(spec.mesh, axes, index)
     return coords
 
 
-def holders_text(spec: Spec, places: Sequence[int], brief: bool = False) -> str:
-    """Who holds one shard: a comma between replicas, a plus between addends.
+def holders_text(spec: Spec, shard: Sequence[int], brief: bool = False) -> str:
+    """Return the ranks that hold one shard: a comma between replicas, a plus between partial sums.
 
-    `brief` leaves out the blanks, and names only the first and the last of many.
+    `brief` leaves out blanks, and names only the first and the last of many.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=2), P(None, unreduced={"tp"}), shape=(4,))
     >>> holders_text(spec, (0,)), holders_text(spec, (0,), brief=True)
     ('0 + 1, 2 + 3', '0+1,2+3')
     """
-    mesh, fixed = spec.mesh, shard_coords(spec, places)
+    mesh, fixed = spec.mesh, shard_coords(spec, shard)
     count = mesh.size // math.prod(mesh.shape[axis] for axis in fixed)
-    if count > MOST_HOLDERS or (brief and count > 4):
+    if count > MAX_HOLDERS or (brief and count > 4):
         first = next(members(mesh, fixed))
         return f"{first}…{_last(mesh, fixed)}" if brief else (
             f"{first} … {_last(mesh, fixed)} ({count:,})")  # fmt: skip
@@ -89,30 +89,30 @@ def holders_text(spec: Spec, places: Sequence[int], brief: bool = False) -> str:
     return text.replace(" ", "") if brief else text
 
 
-def equations(spec: Spec, places: Sequence[int]) -> str:
-    """One shard of the global tensor in terms of a simulation's locals.
+def equations(spec: Spec, shard: Sequence[int]) -> str:
+    """Return one shard of the global tensor in terms of a simulation's locals.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=2), P("dp", unreduced={"tp"}), shape=(4,))
     >>> equations(spec, (1,))
     'global[2:4] = local[2] + local[3]'
     """
-    mesh, fixed = spec.mesh, shard_coords(spec, places)
+    mesh, fixed = spec.mesh, shard_coords(spec, shard)
     index = index_text(spec, next(members(mesh, fixed)))
     count = mesh.size // math.prod(mesh.shape[axis] for axis in fixed)
-    if count > MOST_HOLDERS:
+    if count > MAX_HOLDERS:
         return f"global[{index}]: on {plural(count, 'rank')}"
     texts = _replicas(spec, fixed, lambda rank: f"local[{mesh.ranks.index(rank)}]")
     return " = ".join([f"global[{index}]", *texts])
 
 
 def index_text(spec: Spec, rank: int) -> str:
-    """The slices of a rank's part of the global tensor, as Python writes them."""
-    return ", ".join(f"{each.start}:{each.stop}" for each in spec.index(rank)) or "..."
+    """Return the slices of a rank's part of the global tensor, in Python syntax."""
+    return ", ".join(f"{s.start}:{s.stop}" for s in spec.index(rank)) or "..."
 
 
 def _replicas(spec: Spec, fixed: Mapping[str, int], name: Callable[[int], str]) -> list[str]:
-    """The value of one shard, once for each set of ranks that hold it all."""
+    """Return the expression of one shard, once for each set of ranks that hold all of it."""
     mesh, kinds = spec.mesh, spec.partition.unreduced_kinds
     free = [axis for axis in mesh.axes if axis not in fixed and axis not in dict(kinds)]
     return [
@@ -127,11 +127,11 @@ def _expression(
     kinds: Sequence[tuple[str, str]],
     name: Callable[[int], str],
 ) -> str:
-    """How the value comes from the ranks that hold its parts; axes reduce in their order."""
+    """Return the value as an expression of the ranks that hold its parts; axes reduce in order."""
     if not kinds:
         return name(next(members(mesh, fixed)))
     kind = kinds[-1][1]
-    same = list(itertools.takewhile(lambda each: each[1] == kind, reversed(kinds)))[::-1]
+    same = list(itertools.takewhile(lambda item: item[1] == kind, reversed(kinds)))[::-1]
     axes = [axis for axis, _ in same]
     parts = [
         _expression(mesh, {**fixed, **dict(zip(axes, point, strict=True))},
@@ -144,7 +144,7 @@ def _expression(
 
 
 def states_in_words(spec: Spec) -> list[str]:
-    """One sentence for each state that the cells of a picture do not show by their place.
+    """Return one sentence for each state that the cells of a picture do not show.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=4), P("tp", unreduced={"dp"}), shape=(8,))
@@ -154,19 +154,19 @@ def states_in_words(spec: Spec) -> list[str]:
     p = spec.partition
     sentences = []
     for kind in dict.fromkeys(kind for _, kind in p.unreduced_kinds):
-        axes = [axis for axis, each in p.unreduced_kinds if each == kind]
+        axes = [axis for axis, other in p.unreduced_kinds if other == kind]
         ranks, count = _first_group(spec.mesh, axes)
         noun = NOUNS[kind]
         over = f"unreduced over {', '.join(axes)}"
         if count == 1:
-            sentences.append(f"{over}, of one device: the value is that of its only addend")
+            sentences.append(f"{over}, of one device: there is nothing to reduce")
         elif count == spec.mesh.size:
             sentences.append(f"{over}: the value is the {noun} of ranks {ranks}")
         else:
             sentences.append(f"{over}: each value is the {noun} of {plural(count, 'rank')}, "
                              f"such as {ranks}")  # fmt: skip
     for kind in dict.fromkeys(kind for _, kind in p.reduced_kinds):
-        axes = [axis for axis, each in p.reduced_kinds if each == kind]
+        axes = [axis for axis, other in p.reduced_kinds if other == kind]
         what = "the same value" if kind == "sum" else "equal shares of the value"
         sentences.append(f"reduced over {', '.join(axes)}: {_some_ranks(spec.mesh, axes)} hold "
                          f"{what}, each for its own work; the gradient is unreduced")  # fmt: skip
@@ -184,7 +184,7 @@ def _some_ranks(mesh: Mesh, axes: Sequence[str]) -> str:
 
 
 def _first_group(mesh: Mesh, axes: Sequence[str]) -> tuple[str, int]:
-    """The ranks that differ from the first one along `axes` only, as text, and their number."""
+    """Return the ranks that differ from the first only along `axes`, as text, and their number."""
     fixed = {axis: 0 for axis in mesh.axes if axis not in axes}
     count = math.prod(mesh.shape[axis] for axis in axes)
     return listing(members(mesh, fixed), count, _last(mesh, fixed)), count

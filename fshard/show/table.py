@@ -20,7 +20,7 @@ _RULE = "rgba(128,128,128,.55)"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The head of a column: its name, `right` for numbers, `wrap` where its text may break."""
+    """Heading of a column; `right` aligns numbers, `wrap` allows line breaks."""
 
     name: str
     right: bool = False
@@ -29,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Table:
-    """A title, columns, rows, footer rows under a rule, and notes.
+    """Title, columns, rows, footer rows under a rule, and notes.
 
     `str` is plain text of at most 80 columns, rich draws it in colour, a notebook as HTML.
 
@@ -47,7 +47,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def text(self, width: int = WIDTH) -> str:
-        """Plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns."""
         widths = self._widths(width)
         lines = wrap(self.title, width) if self.title else []
         rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
@@ -68,29 +68,29 @@ class Table:
     __repr__ = __str__
 
     def _widths(self, width: int) -> list[int]:
-        """Natural widths; where they are too wide, the widest column that may break shrinks.
+        """Return the width of each column; if they are too wide, the widest with `wrap` shrinks.
 
-        Words are cut only where all columns that may break are as narrow as their longest.
+        Words are split only if all columns with `wrap` are as narrow as their longest words.
         """
         names = tuple(column.name for column in self.columns)
         cells = list(zip(names, *self.rows, *self.footer, strict=True))
         widths = [max(map(len, column)) for column in cells]
         words = [max(len(part.rstrip()) for cell in column for part in parts(cell))
                  for column in cells]  # fmt: skip
-        free = [place for place, column in enumerate(self.columns) if column.wrap]
+        free = [i for i, column in enumerate(self.columns) if column.wrap]
         for least in (words, [0] * len(words)):
             over = sum(widths) + 2 * (len(widths) - 1) - width
-            while over > 0 and (wide := [at for at in free if widths[at] > max(8, least[at])]):
-                widths[max(wide, key=lambda at: widths[at])] -= 1
+            while over > 0 and (wide := [i for i in free if widths[i] > max(8, least[i])]):
+                widths[max(wide, key=lambda i: widths[i])] -= 1
                 over -= 1
         return widths
 
     def _lines(self, row: Row, widths: Sequence[int]) -> list[str]:
         cells = [wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
         lines = []
-        for at in range(max(map(len, cells))):
+        for i in range(max(map(len, cells))):
             parts = [
-                f"{cell[at] if at < len(cell) else '':{'>' if column.right else '<'}{width}}"
+                f"{cell[i] if i < len(cell) else '':{'>' if column.right else '<'}{width}}"
                 for cell, column, width in zip(cells, self.columns, widths, strict=True)
             ]
             lines.append("  ".join(parts).rstrip())
@@ -117,7 +117,7 @@ class Table:
         return Group(*head, table, *(Text(note, style="dim") for note in self.notes))
 
     def html(self) -> str:
-        """A self-contained, inline-styled HTML table, readable on light and dark pages."""
+        """Return a self-contained, inline-styled HTML table, readable on light and dark pages."""
         head = "".join(
             self._cell("th", column.name, column,
                        f"border-bottom:1.5px solid {_RULE};font-weight:600")
@@ -125,8 +125,8 @@ class Table:
         )  # fmt: skip
         body = [self._html_row(row, "") for row in self.rows]
         line = f"border-top:1.5px solid {_RULE};"
-        body += [self._html_row(row, (line if at == 0 else "") + "font-weight:600")
-                 for at, row in enumerate(self.footer)]  # fmt: skip
+        body += [self._html_row(row, (line if i == 0 else "") + "font-weight:600")
+                 for i, row in enumerate(self.footer)]  # fmt: skip
         title = f'<div style="{_MONO};margin:2px 0 6px">{html.escape(self.title)}</div>'
         notes = "".join(
             f'<div style="{_MONO};opacity:.75;margin-top:4px">{html.escape(note)}</div>'

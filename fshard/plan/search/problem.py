@@ -27,7 +27,7 @@ from fshard.program.cost.traffic import (
     traffic,
 )
 from fshard.program.exchange_boxes import axis_positions, converted
-from fshard.program.infer import cut_sizes, join_sizes, permute_signature
+from fshard.program.infer import join_sizes, permute_signature, split_sizes
 from fshard.program.steps import AllToAll, Exchange, Step
 
 __all__ = ["LAUNCH_COST", "SearchProblem"]
@@ -240,7 +240,7 @@ class SearchProblem:
                     sizes is not None or self.src.shape[dim] % (shards * n) == 0
                 ):
                     return sizes
-        chunks = cut_sizes(self.src.shape[dim], shards, coarse, n, chunk=True)
+        chunks = split_sizes(self.src.shape[dim], shards, coarse, n, chunk=True)
         assert not isinstance(chunks, str)
         return chunks if chunks is None or len(set(chunks)) > 1 else None
 
