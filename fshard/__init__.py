@@ -2,23 +2,25 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fshard import interop as _interop  # noqa: F401 - registers what Spec.placements asks for
+from fshard import interop as _interop  # noqa: F401 - sets the hooks of Spec.placements
 from fshard import random
 from fshard._util.errors import ShardingError
+from fshard._util.public import publish as _publish
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.ops.core.registry import register_decomposition, register_rule
-from fshard.ops.core.rule import rule
+from fshard.ops.core.rule import Mode, Rule, rule
 from fshard.ops.propagate.propagate import propagate
+from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import constrain
-from fshard.partition.apply import apply
-from fshard.partition.auto import auto
-from fshard.partition.partition import partition
+from fshard.partition.apply import apply, on_pairs
+from fshard.partition.auto import Auto, auto
+from fshard.partition.partition import Partition, partition
 from fshard.plan.batch.batch import Batch
 from fshard.plan.redistribute import redistribute
-from fshard.program import simplify as _simplify  # noqa: F401 - registers Program.simplify
+from fshard.program import simplify as _simplify  # noqa: F401 - sets the hook of Program.simplify
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.lower_bound import Bound, lower_bound
@@ -37,15 +39,16 @@ from fshard.program.steps import (
     Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
+    Step,
 )
-from fshard.run import execute_batch as _execute_batch  # noqa: F401 - registers what a Batch's call asks for
+from fshard.run import execute_batch as _execute_batch  # noqa: F401 - sets the hook of Batch.__call__
 from fshard.run.calibrate import calibrate
 from fshard.run.execute import Pending
 from fshard.run.global_tensors import from_local, reshard, scatter, shard, unshard
 from fshard.run.transports.simulator import simulate
 from fshard.run.transports.torch_distributed import init
-from fshard.show.comm_log import comm_log
-from fshard.show.layout_picture import visualize
+from fshard.show.comm_log import CommLog, comm_log
+from fshard.show.layout_picture import Picture, visualize
 from fshard.spmd.collectives.gather_scatter import all_gather, all_to_all, psum_scatter, pswapaxes
 from fshard.spmd.collectives.pcast import axis_index, axis_size, pcast
 from fshard.spmd.collectives.permutations import pbroadcast, ppermute, pshuffle
@@ -55,6 +58,7 @@ from fshard.spmd.collectives.start import start
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.spmd.smap import smap
 from fshard.spmd.tracking.tracker import typeof
+from fshard.spmd.types import LocalType
 
 P = PartitionSpec
 
@@ -63,27 +67,36 @@ __all__ = [
     "AllReduce",
     "AllSlice",
     "AllToAll",
+    "Auto",
     "Batch",
     "Bound",
     "Cast",
     "CollectivePermute",
+    "CommLog",
     "Cost",
     "Exchange",
     "InvariantToReduced",
     "Link",
+    "LocalType",
     "Mesh",
+    "Mode",
     "P",
+    "Partition",
     "PartitionSpec",
     "Pending",
+    "Picture",
     "Program",
     "ReduceScatter",
     "ReducedToInvariant",
     "Remesh",
     "ReplicatedToUnreduced",
+    "Rule",
     "Sharded",
     "ShardedToUnreduced",
     "ShardingError",
     "Spec",
+    "Step",
+    "Strategy",
     "Topology",
     "all_gather",
     "all_to_all",
@@ -100,6 +113,7 @@ __all__ = [
     "lower_bound",
     "pargmax",
     "pargmin",
+    "on_pairs",
     "parse",
     "partition",
     "pbroadcast",
@@ -136,3 +150,10 @@ try:
     __version__ = version("fshard")
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
+
+_publish(globals(), __all__)
+_publish(vars(random), random.__all__)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__version__"])

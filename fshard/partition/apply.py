@@ -1,4 +1,7 @@
-"""`apply`: one operation on pairs; functions that are several run as `partition` lays them out."""
+"""`fs.on_pairs` and `fs.apply`: one operation on pairs.
+
+A function of several operations, or an operation without a rule, runs as `fs.partition` runs it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from fshard._torch.dynamo import skip_frames_below
+from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh
@@ -26,211 +30,318 @@ from fshard.ops.core.call import (
     name_of,
 )
 from fshard.ops.core.registry import decomposition_of, read_arguments
-from fshard.ops.propagate.propagate import is_composite, local_strategy_for, strategy_for
+from fshard.ops.propagate.propagate import (
+    is_composite,
+    local_strategy_for,
+    parameters_of,
+    strategy_for,
+)
 from fshard.ops.strategy.local_call import rank_on_mesh, run_local
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import refuse_autocast
-from fshard.partition.call_signature import wants_grad
+from fshard.partition.call_signature import requires_grad
 from fshard.partition.partition import Partition
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
+from fshard.program.program import as_topology
 from fshard.run.autograd.replicate import spread
 from fshard.run.execute import check_tuple
 
-__all__ = ["apply"]
+__all__ = ["apply", "on_pairs"]
 
 MODES = ("explicit", "auto")
+OUTSIDE_OF_GRAPHS = "it plans with the sizes of its pairs: call it outside of compiled graphs"
 
 
-@skip_frames_below("fs.apply plans with the sizes of its pairs: it is called outside of graphs")
-def apply(
-    op: Any, *args: Any, mode: str = "explicit", cost: Topology | None = None, **kwargs: Any
-) -> Any:
-    """Run one operation on pairs: pairs in, pairs out; differentiable.
+def on_pairs(
+    op: Any, /, *, mode: str = "explicit", topology: Topology | None = None
+) -> Callable[..., Any]:
+    """Transform an operation on tensors into one on pairs `(local, spec)`.
 
-    `op`, `args` and `kwargs` are as of `fs.propagate`, with pairs in the places of tensors; a
-    plain tensor is one that every rank holds whole. Results are unreduced where the operation
-    leaves them so. `mode="explicit"` runs what needs no communication, and raises
-    `ShardingError` with the choices and their cost where all ways need some, as JAX's explicit
-    sharding does; `mode="auto"` runs the programs of the best way. In-place and `out=` variants
-    write nothing: they return what their functional form does.
+    All arguments of the returned function belong to `op`, also those named `mode` or `topology`.
+
+    Args:
+        op: a function of `torch`, a `torch.ops` overload or packet, or any function of tensors; a
+            function of several operations runs as by `fs.partition`.
+        mode: `"explicit"` runs only what needs no communication; `"auto"` runs the programs that
+            the fastest strategy needs.
+        topology: the topology that strategies are costed on; None is one node.
+
+    Returns:
+        A function of the arguments of `op` with a pair in the place of every sharded tensor; a
+        plain tensor counts as replicated. At least one argument must be a pair. It returns
+        `fs.Sharded` in the place of every tensor, unreduced where the operation leaves partial
+        sums. In-place and `out=` variants write nothing and return their results. It is
+        differentiable: the gradient of an argument has the dual layout of the argument.
+
+    Raises:
+        ShardingError: if `mode` is neither; and from the returned function, if no argument is a
+            pair, if there is no rule, and in explicit mode if every strategy needs communication
+            (the error lists them with their costs).
+
+    The explicit mode is that of JAX's explicit sharding.
+
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(x=2)
+    >>> x = fs.shard(torch.arange(4.0), fs.Spec(mesh, fs.P("x"), shape=(4,)))
+    >>> total = fs.on_pairs(torch.sum)(x)
+    >>> total.spec, fs.unshard(total)
+    (f32[]{unreduced: x}, tensor(6.))
+    >>> image = fs.shard(torch.ones(2, 3), fs.Spec(mesh, fs.P("x"), shape=(2, 3)))
+    >>> fs.on_pairs(torch.nn.functional.pad, mode="auto")(image, (1, 1), mode="reflect").spec
+    f32[2@x,5]
+    """
+    if mode not in MODES:
+        fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
+    as_topology("fs.on_pairs", topology)
+
+    @skip_frames_below(OUTSIDE_OF_GRAPHS)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _apply(op, args, kwargs, mode, topology)
+
+    return run
+
+
+@skip_frames_below(OUTSIDE_OF_GRAPHS)
+def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run one operation on pairs: `fs.on_pairs(op, mode=..., topology=...)(*args, **kwargs)`.
+
+    Args:
+        op: the operation, as of `fs.on_pairs`.
+        *args: the arguments of the operation, with pairs in the places of sharded tensors.
+        **kwargs: its keyword arguments. `mode=` and `topology=` are the options of `fs.on_pairs`
+            unless the operation has a parameter of that name: `mode="reflect"` of
+            `torch.nn.functional.pad` belongs to the operation, and `fs.on_pairs(F.pad,
+            mode="auto")` takes the option.
+
+    Returns:
+        The results of the operation, with `fs.Sharded` in the place of tensors.
+
+    Raises:
+        ShardingError: as `fs.on_pairs`.
 
     >>> import fshard as fs
     >>> mesh = fs.Mesh(dp=2, tp=2)
     >>> x = fs.shard(torch.arange(8.0).reshape(4, 2), fs.Spec(mesh, fs.P("dp", "tp"), shape=(4, 2)))
     >>> w = fs.shard(torch.ones(2, 3), fs.Spec(mesh, fs.P("tp"), shape=(2, 3)))
-    >>> y = apply(torch.matmul, x, w)
+    >>> y = fs.apply(torch.matmul, x, w)
     >>> y.spec, fs.unshard(y)[:, 0]
     (f32[4@dp,3]{unreduced: tp}, tensor([ 1.,  5.,  9., 13.]))
     """
-    if mode not in MODES:
-        fail("fs.apply", f"mode={mode!r}", "mode is 'explicit' or 'auto'", "mode='auto'")
+    options = {"mode": "explicit", "topology": None}
+    if not options.keys().isdisjoint(kwargs):
+        own = parameters_of(op)
+        if "mode" in own and kwargs.get("mode") in MODES and _is_torch(op):
+            _own_mode(op, kwargs["mode"])
+        options |= {
+            name: kwargs.pop(name) for name in options if name in kwargs and name not in own
+        }
+        mode, topology = options["mode"], options["topology"]
+        if mode not in MODES:
+            fail("fs.apply", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
+        as_topology("fs.apply", topology)
+    return _apply(op, args, kwargs, **options)
+
+
+def _is_torch(op: Any) -> bool:
+    return str(getattr(op, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _own_mode(op: Any, mode: str) -> NoReturn:
+    """Raise `ShardingError` for an option that would be taken for a parameter of the operation."""
+    fail(f"fs.apply({name_of(op)})", f"mode={mode!r}",
+         f"mode is a parameter of {name_of(op)} itself; the option of that name must be given to "
+         "fs.on_pairs", f"fs.on_pairs({name_of(op)}, mode={mode!r})(...)")  # fmt: skip
+
+
+def _auto(op: Any) -> str:
+    """Return the expression that requests the auto mode of an operation."""
+    if "mode" in parameters_of(op):
+        return f'fs.on_pairs({name_of(op)}, mode="auto")'
+    return 'mode="auto"'
+
+
+def _apply(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: str, topology: Topology | None
+) -> Any:
+    """Run an operation on pairs."""
     refuse_autocast(f"fs.apply({name_of(op)})")
-    args, kwargs, mesh, everywhere = _laid(op, args, read_arguments(op, kwargs))
+    args, kwargs, mesh, simulated = _as_pairs(op, args, read_arguments(op, kwargs))
     pairs = instances_in((*args, *kwargs.values()), Sharded)
-    grad = torch.is_grad_enabled() and any(map(wants_grad, pairs))
+    grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
     specs, named = map_call(args, kwargs, Sharded, lambda pair: pair.spec)
     if is_composite(op, specs, named):
-        return _by_others(op, specs, named, pairs, mode, cost)
-    strategy = strategy_for(op, specs, named, cost, grad)
+        return _apply_partitioned(op, op, specs, named, pairs, mode, topology)
+    strategy = strategy_for(op, specs, named, topology, grad)
     if not strategy.is_local and mode == "explicit":
-        strategy = local_strategy_for(op, specs, named, cost, grad) or _all_send(strategy)
+        local = local_strategy_for(op, specs, named, topology, grad)
+        strategy = local or _refuse_communication(op, strategy)
     elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
-        return _by_others(strategy.call.op, specs, named, pairs, mode, cost)
+        return _apply_partitioned(op, strategy.call.op, specs, named, pairs, mode, topology)
     locals_ = [
         local if prog.src == prog.dst else prog(local)
         for (local, _), prog in zip(pairs, strategy.programs, strict=True)
     ]
-    return _run(strategy, mesh, everywhere, locals_, args, kwargs)
+    return _run(strategy, mesh, simulated, locals_, args, kwargs)
 
 
-def _laid(
+def _as_pairs(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Mesh, bool]:
-    """The arguments with `Sharded` for every tensor, the mesh, and whether locals are all ranks'.
+    """Return the arguments with `Sharded` for every tensor, the mesh, and True if simulated.
 
-    A tensor that is in no pair is whole on every rank.
+    A plain tensor becomes a replicated pair. In a simulation a local has the tensors of all ranks.
     """
-    as_sharded = lambda each: Sharded(*each) if is_pair(each) else each  # noqa: E731
-    given, named = map_leaves(as_sharded, list(args)), map_leaves(as_sharded, kwargs)
-    pairs = instances_in((*given, *named.values()), Sharded)
+    as_sharded = lambda leaf: Sharded(*leaf) if is_pair(leaf) else leaf  # noqa: E731
+    placed, named = map_leaves(as_sharded, list(args)), map_leaves(as_sharded, kwargs)
+    pairs = instances_in((*placed, *named.values()), Sharded)
     if not pairs:
         fail(f"fs.apply({name_of(op)})", "no pairs",
-             "at least one argument is a pair (local, spec)",
+             "at least one argument must be a pair (local, spec)",
              "fs.shard(tensor, spec) makes one")  # fmt: skip
-    simulated = [not isinstance(local, torch.Tensor) for local, _ in pairs]
-    if len(set(simulated)) > 1:
+    kinds = {isinstance(local, torch.Tensor) for local, _ in pairs}
+    if len(kinds) > 1:
         fail(f"fs.apply({name_of(op)})", "locals of one rank and of all ranks",
-             "all pairs hold one rank's local, or all hold the tuple of all shards",
+             "all pairs must hold one rank's local, or all the tuple of all shards",
              "make them the same way")  # fmt: skip
-    mesh, everywhere = pairs[0].spec.mesh, simulated[0]
+    mesh, simulated = pairs[0].spec.mesh, False in kinds
 
-    def lay(each: Sharded | torch.Tensor) -> Sharded:
-        if isinstance(each, torch.Tensor):
-            spec = Spec(mesh, PartitionSpec(), shape=each.shape, dtype=each.dtype)
-            return Sharded(spread(each, mesh.size) if everywhere else each, spec)
-        local, spec = each
-        return Sharded(check_tuple(local, spec.mesh, "fs.apply") if everywhere else local, spec)
+    def as_checked(arg: Sharded | torch.Tensor) -> Sharded:
+        if isinstance(arg, torch.Tensor):
+            spec = Spec(mesh, PartitionSpec(), shape=arg.shape, dtype=arg.dtype)
+            return Sharded(spread(arg, mesh.size) if simulated else arg, spec)
+        local, spec = arg
+        return Sharded(check_tuple(local, spec.mesh, "fs.apply") if simulated else local, spec)
 
-    return *map_call(given, named, (Sharded, torch.Tensor), lay), mesh, everywhere
+    return (*map_call(placed, named, (Sharded, torch.Tensor), as_checked), mesh, simulated)
 
 
-def _by_others(
-    op: Any, specs: Sequence[Any], named: Mapping[str, Any], pairs: Sequence[tuple[Any, Spec]],
-    mode: str, cost: Topology | None,
+# -- functions of several operations ----------------------------------------------------------
+
+
+def _apply_partitioned(
+    op: Any, run: Any, specs: Sequence[Any], named: Mapping[str, Any],
+    pairs: Sequence[tuple[Any, Spec]], mode: str, topology: Topology | None,
 ) -> Any:  # fmt: skip
-    """What is several operations, or can be done by others, as `fs.partition` does it."""
-    part = _partition(op, freeze(tuple(specs)), freeze(dict(named)), cost)
-    made = part.trace(*pairs)
-    progs = [prog for prog in made.programs if not prog.is_local]
-    if mode == "explicit" and progs:
-        ways = [(f"{prog.src} -> {prog.dst}", prog.cost(cost)) for prog in progs]
-        fail(f"fs.apply({name_of(op)})", ", ".join(str(spec) for _, spec in pairs),
-             f"it is made of operations that need communication:\n{_table(ways)}",
-             'mode="auto" runs it; fs.partition(...).explain() shows each of them')  # fmt: skip
+    """Run an operation as `fs.partition` runs the function `run` of its decomposition."""
+    part = _partition(run, freeze(tuple(specs)), freeze(dict(named)), topology)
+    if mode == "explicit":
+        progs = [prog for prog in part.trace(*pairs).programs if not prog.is_local]
+        if progs:
+            choices = [(f"{prog.src} -> {prog.dst}", prog.cost(topology)) for prog in progs]
+            fail(f"fs.apply({name_of(op)})", ", ".join(str(spec) for _, spec in pairs),
+                 f"its operations need communication:\n{_table(choices)}",
+                 f"{_auto(op)} runs it; fs.partition(...).explain() shows each of "
+                 "them")  # fmt: skip
     return part(*pairs)
 
 
-MOST_CALLS = 1024
-"""Of every operation so many kinds of calls are remembered."""
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Partition]] = weakref.WeakKeyDictionary()
+_PARTITIONS: weakref.WeakKeyDictionary[Any, dict[Any, Partition]] = weakref.WeakKeyDictionary()
 
 
-def _partition(op: Any, args: Any, kwargs: Any, cost: Topology | None) -> Partition:
-    """An operation as a function of its tensors alone, remembered as long as the operation lives.
+def _partition(op: Any, args: Any, kwargs: Any, topology: Topology | None) -> Partition:
+    """Return an operation as a partitioned function of its tensors, cached while `op` lives.
 
-    A method lives as long as what it is one of; what holds no weak references is not remembered.
+    A method is cached while its instance lives; an object without weak references is not cached.
     """
     owner, function = (op.__self__, op.__func__) if isinstance(op, MethodType) else (op, None)
-    key = function, args, kwargs, cost
+    key = function, args, kwargs, topology
     try:
-        known = _KNOWN.setdefault(owner, {})
-        found = known.get(key)
+        cache = _PARTITIONS.setdefault(owner, BoundedDict())
+        cached = cache.get(key)
     except TypeError:
-        return _alone(lambda: op, args, kwargs, cost)
-    if found is None:
-        if len(known) >= MOST_CALLS:
-            known.clear()
-        # Who calls it has the operation at hand; what is remembered must not keep it alive.
-        there = weakref.WeakMethod(op) if function is not None else weakref.ref(op)
-        found = known[key] = _alone(there, args, kwargs, cost)
-    return found
+        return _uncached_partition(lambda: op, args, kwargs, topology)
+    if cached is None:
+        # The cache must not keep the operation alive; its caller does.
+        reference = weakref.WeakMethod(op) if function is not None else weakref.ref(op)
+        cached = cache[key] = _uncached_partition(reference, args, kwargs, topology)
+    return cached
 
 
-def _alone(there: Callable[[], Any], args: Any, kwargs: Any, cost: Topology | None) -> Partition:
-    given, named = unfreeze_call(args, kwargs)
-    mesh = instances_in((*given, *named.values()), Spec)[0].mesh
+def _uncached_partition(
+    reference: Callable[[], Any], args: Any, kwargs: Any, topology: Topology | None
+) -> Partition:
+    placed, named = unfreeze_call(args, kwargs)
+    mesh = instances_in((*placed, *named.values()), Spec)[0].mesh
 
     def run(*tensors: torch.Tensor) -> Any:
-        placed, filled = fill_call(given, named, Spec, tensors)
-        return there()(*placed, **filled)
+        filled, keywords = fill_call(placed, named, Spec, tensors)
+        return reference()(*filled, **keywords)
 
-    where = f"fs.apply({name_of(there())})"
-    return Partition(run, mesh, None, None, None, cost, drop_writes=True, where=where)
+    where = f"fs.apply({name_of(reference())})"
+    return Partition(run, mesh, None, None, None, topology, drop_writes=True, where=where)
 
 
-def _all_send(best: Strategy) -> NoReturn:
-    ways = []
-    for each in (best, *best.alternatives):
-        ins = ", ".join(map(_told, each.in_specs))
-        outs = ", ".join(map(str, each.out_specs)) or "a number"
-        ways.append((f"{ins} -> {outs}", each.cost))
+# -- one operation ----------------------------------------------------------------------------
+
+
+def _refuse_communication(op: Any, best: Strategy) -> NoReturn:
+    """Raise `ShardingError` with the strategies of a call, all of which need communication."""
+    choices = []
+    for strategy in (best, *best.alternatives):
+        ins = ", ".join(map(_without_reduced, strategy.in_specs))
+        outs = ", ".join(map(str, strategy.out_specs)) or "a number"
+        choices.append((f"{ins} -> {outs}", strategy.cost))
     fail(f"fs.apply({name_of(best.op)})", ", ".join(map(str, best.sources)),
-         f"all ways need communication (by time, later reducing included):\n{_table(ways)}",
-         'mode="auto" runs the first; fs.reshard(pair, spec) before for another')  # fmt: skip
+         f"all strategies need communication (by time, later reducing included):\n"
+         f"{_table(choices)}",
+         f"{_auto(op)} runs the first; fs.reshard(pair, spec) before for another")  # fmt: skip
 
 
-def _told(spec: Spec) -> str:
-    """A spec without the axes that it is reduced on: from invariant that takes nothing."""
+def _without_reduced(spec: Spec) -> str:
+    """Return a spec as text without its reduced axes: to make an invariant one reduced is free."""
     p = spec.partition
     return str(spec.replace(partition=PartitionSpec._of(p.dims, p.unreduced_kinds, ())))
 
 
-def _table(ways: Sequence[tuple[str, Cost]]) -> str:
-    """Layouts, and what must be sent for them."""
-    rows = [(each, f"{bytes_text(cost.bytes_received)} received, {time_text(cost.time)}")
-            for each, cost in ways]  # fmt: skip
+def _table(choices: Sequence[tuple[str, Cost]]) -> str:
+    """Return lines of text with layouts and the cost of their communication."""
+    rows = [
+        (layouts, f"{bytes_text(cost.bytes_received)} received, {time_text(cost.time)}")
+        for layouts, cost in choices
+    ]
     return "\n".join(f"  {line}" for line in columns(rows) or below(rows))
 
 
 def _run(
     strategy: Strategy,
     mesh: Mesh,
-    everywhere: bool,
+    simulated: bool,
     locals_: Sequence[Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
+    """Run an operation by its strategy on locals that have its layouts."""
     if strategy.tree is READS_VALUE:
-        # Its operands are the same on every rank, and so is the number.
-        read = [each[0] for each in locals_] if everywhere else locals_
-        placed, named = fill_call(args, kwargs, Sharded, read)
+        # The operands are replicated, and so is the number that is read from them.
+        tensors = [local[0] for local in locals_] if simulated else locals_
+        placed, named = fill_call(args, kwargs, Sharded, tensors)
         return strategy.call.op(*placed, **named)
 
-    def on(rank: int, mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        return run_local(strategy, rank, *fill_call(args, kwargs, Sharded, mine))
+    def on_rank(rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        return run_local(strategy, rank, *fill_call(args, kwargs, Sharded, tensors))
 
-    if everywhere:
-        shards = [on(rank, mine) for rank, mine in
+    if simulated:
+        shards = [on_rank(rank, tensors) for rank, tensors in
                   zip(mesh.ranks, zip(*locals_, strict=True), strict=True)]  # fmt: skip
-        found: list[Any] = [
-            None if spec is None else tuple(each[at] for each in shards)
-            for at, spec in enumerate(strategy.out_specs)
+        results: list[Any] = [
+            None if spec is None else tuple(shard[index] for shard in shards)
+            for index, spec in enumerate(strategy.out_specs)
         ]
     else:
-        found = list(on(rank_on_mesh(mesh, "fs.apply"), locals_))
+        results = list(on_rank(rank_on_mesh(mesh, "fs.apply"), locals_))
     pairs = [
         None if spec is None else Sharded(local, spec)
-        for local, spec in zip(found, strategy.out_specs, strict=True)
+        for local, spec in zip(results, strategy.out_specs, strict=True)
     ]
-    return _as_returned(strategy.tree, pairs)
+    return _in_result_tree(strategy.tree, pairs)
 
 
-def _as_returned(tree: Any, pairs: Sequence[Any]) -> Any:
-    """The results in the tree in which the operation returns them."""
+def _in_result_tree(tree: Any, pairs: Sequence[Any]) -> Any:
+    """Return the results in the tree in which the operation returns them."""
     if isinstance(tree, StaticResult):
         return tree.value
     if isinstance(tree, int):
         return pairs[tree]
-    made = [_as_returned(each, pairs) for each in tree]
-    return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    items = [_in_result_tree(item, pairs) for item in tree]
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -1,9 +1,9 @@
-"""From a graph of operations to lines with layouts: what `partition` decides, in one pass.
+"""From a graph of operations to lines with layouts, in one pass.
 
-Operations come in order, each with the layouts that its operands have by then. A value keeps every
-layout that it was brought to, so nothing is moved there twice, and an operation chooses among them.
-Where an operation would have to move operands and can be done by others, both ways are laid out and
-the one that moves for less time is kept.
+Operations are laid out in order, each from the layouts that its operands have by then. A tensor
+keeps every layout that it was redistributed to, so no redistribution runs twice, and an operation
+chooses among them. Where an operation would send and can be decomposed, both are laid out, and the
+one that takes less time is kept.
 """
 
 from __future__ import annotations
@@ -28,330 +28,370 @@ from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.functionalize import has_no_gradient
-from fshard.ops.trace.trace import constraint_of, decompose
-from fshard.partition.ir import Constant, GradMode, Line, Move, Operation, Pick, Ref, Whole
+from fshard.ops.trace.trace import decompose, parse_constraint
+from fshard.partition.ir import (
+    Constant,
+    Factory,
+    GradMode,
+    Line,
+    Operation,
+    Pick,
+    Redistribution,
+    Ref,
+)
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 
-__all__ = ["Assigned", "Known", "assign", "brought"]
+__all__ = ["Assignment", "TensorVersions", "assign_layouts", "redistributed"]
 
-MOST_CHOICES = 16
-"""So many combinations of the operands' layouts are tried for one operation."""
+MAX_COMBINATIONS = 16
+"""Combinations of the operands' layouts that are tried for one operation."""
 
 
 @dataclass(slots=True)
-class Known:
-    """A tensor while lines are made: its layouts, each with the number of the value in it.
+class TensorVersions:
+    """Tensor of a graph with its layouts, each with the number of the value that has it.
 
-    `quiet` are layouts that it was brought to where no gradient is tracked, for use there alone.
+    `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
+    made under `no_grad`, reused only there.
     """
 
     spec: Spec
     grad: bool
     versions: dict[Spec, int]
-    quiet: dict[Spec, int] = field(default_factory=dict)
+    no_grad_versions: dict[Spec, int] = field(default_factory=dict)
 
-    def known(self, grad: bool) -> dict[Spec, int]:
-        """The layouts to choose from where gradients are tracked, or are not."""
-        return self.versions if grad or not self.quiet else {**self.quiet, **self.versions}
+    def available(self, grad: bool) -> dict[Spec, int]:
+        """Return the versions that can be used in the grad mode `grad`."""
+        if grad or not self.no_grad_versions:
+            return self.versions
+        return {**self.no_grad_versions, **self.versions}
 
 
 @dataclass(slots=True)
-class Assigned:
-    """The lines of a function, the values that come in and go out, and the seconds of moving."""
+class Assignment:
+    """Lines of a graph, the numbers of its inputs, and the seconds of its redistributions.
+
+    `count` is the number of values so far.
+    """
 
     lines: list[Line] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     time: float = 0.0
     count: int = 0
 
-    def copy(self) -> Assigned:
-        """The same so far, to try a way and leave it."""
-        return Assigned(list(self.lines), self.inputs, self.time, self.count)
+    def copy(self) -> Assignment:
+        """Return a copy to which lines can be added on trial."""
+        return Assignment(list(self.lines), self.inputs, self.time, self.count)
+
+    def new_value(self) -> int:
+        """Return the number of a new value."""
+        self.count += 1
+        return self.count - 1
 
 
-def assign(
+def assign_layouts(
     graph: fx.GraphModule,
     inputs: Sequence[tuple[Spec, bool]],
     topology: Topology,
     *,
     grad: bool,
     device: torch.device,
-    wishes: Mapping[fx.Node, PartitionSpec],
-    bold: bool,
-) -> tuple[Assigned, list[Any]]:
-    """The lines of a graph whose placeholders lie as `inputs`; and what it returns.
+    hints: Mapping[fx.Node, PartitionSpec],
+    shard_replicated: bool,
+) -> tuple[Assignment, list[Any]]:
+    """Lay out a graph.
 
-    An input is a spec and whether its gradient is asked for; what is returned are `Known`s and
-    other values. `device` is where tensors are that an operation's decomposition makes. `wishes`
-    are how values had better lie; only if `bold` they cut what all ranks
-    have whole. Raises `ShardingError` for an operation that no rule and no other way is for.
+    Args:
+        graph: the graph of the function.
+        inputs: for every placeholder its spec, and True if its gradient is requested.
+        topology: the topology to cost layouts on.
+        grad: the grad mode at the beginning.
+        device: the device of tensors that decompositions create.
+        hints: preferred layouts of nodes; with `shard_replicated` they may shard a tensor that is
+            replicated so far.
+        shard_replicated: see `hints`.
+
+    Returns:
+        The lines, and the results: `TensorVersions` and other values.
+
+    Raises:
+        ShardingError: for an operation without a rule and without a decomposition.
     """
-    made = Assigned()
-    known: list[Any] = []
-    for spec, wanted in inputs:
-        known.append(Known(spec, grad and wanted, {spec: made.count}))
-        made.inputs.append(made.count)
-        made.count += 1
+    assignment = Assignment()
+    tensors: list[Any] = []
+    for spec, requires_grad in inputs:
+        value = assignment.new_value()
+        tensors.append(TensorVersions(spec, grad and requires_grad, {spec: value}))
+        assignment.inputs.append(value)
     mesh = inputs[0][0].mesh
-    walk = _Walk(made, mesh, topology, grad, device, wishes, bold)
-    returned = walk.run(graph, known)
-    return walk.made, returned
+    assigner = _Assigner(assignment, mesh, topology, grad, device, hints, shard_replicated)
+    results = assigner.run(graph, tensors)
+    return assigner.assignment, results
 
 
-class _Walk:
-    """The pass over a graph; `made` is what it has made so far."""
+class _Assigner:
+    """Pass over a graph that adds lines to `assignment`."""
 
     def __init__(
-        self, made: Assigned, mesh: Mesh, topology: Topology, grad: bool, device: torch.device,
-        wishes: Mapping[fx.Node, PartitionSpec], bold: bool,
+        self, assignment: Assignment, mesh: Mesh, topology: Topology, grad: bool,
+        device: torch.device, hints: Mapping[fx.Node, PartitionSpec], shard_replicated: bool,
     ) -> None:  # fmt: skip
-        self.made, self.mesh, self.topology, self.grad = made, mesh, topology, grad
-        self.device, self.wishes, self.bold = device, wishes, bold
-        self.within: list[Any] = []
+        self.assignment, self.mesh, self.topology, self.grad = (assignment, mesh, topology, grad)
+        self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
+        self.decomposing: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Lay out a graph on these inputs, and return its results."""
         env: dict[fx.Node, Any] = {}
-        given = iter(inputs)
-        returned: list[Any] = []
+        remaining = iter(inputs)
+        results: list[Any] = []
         for node in graph.graph.nodes:
             match node.op:
                 case "placeholder":
-                    env[node] = next(given)
+                    env[node] = next(remaining)
                 case "get_attr":
                     env[node] = self.constant(getattr(graph, node.target))
                 case "call_function":
                     env[node] = self.call(node, env)
                 case "output":
-                    listed = node.args[0]
-                    listed = listed if isinstance(listed, list | tuple) else [listed]
-                    returned = [env[x] if isinstance(x, fx.Node) else x for x in listed]
-        return returned
+                    outputs = node.args[0]
+                    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+                    results = [env[x] if isinstance(x, fx.Node) else x for x in outputs]
+        return results
 
-    def new(self) -> int:
-        self.made.count += 1
-        return self.made.count - 1
+    def constant(self, tensor: torch.Tensor) -> TensorVersions:
+        value = self.assignment.new_value()
+        self.assignment.lines.append(Constant(value, tensor))
+        return self.replicated(tensor, value)
 
-    def constant(self, tensor: torch.Tensor) -> Known:
-        out = self.new()
-        self.made.lines.append(Constant(out, tensor))
-        return self.whole(tensor, out)
-
-    def whole(self, tensor: torch.Tensor, out: int) -> Known:
+    def replicated(self, tensor: torch.Tensor, value: int) -> TensorVersions:
         spec = Spec(self.mesh, PartitionSpec(), shape=tuple(tensor.shape), dtype=tensor.dtype)
-        # What a function closes over may be a parameter; what it makes is fake, and none.
-        return Known(spec, self.grad and tensor.requires_grad, {spec: out})
+        # A tensor from a closure may be a parameter; a fake result of a factory is not.
+        return TensorVersions(spec, self.grad and tensor.requires_grad, {spec: value})
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         op = node.target
-        value = lambda each: env[each] if isinstance(each, fx.Node) else each  # noqa: E731
-        args, kwargs = map_call(node.args, node.kwargs, fx.Node, value)
-        name = getattr(op, "__name__", "")
-        if name == "getitem":
+        args, kwargs = map_call(node.args, node.kwargs, fx.Node, env.__getitem__)
+        if getattr(op, "__name__", "") == "getitem":
             return args[0][args[1]]
         if op is SET_GRAD_ENABLED:
-            self.grad_mode(args[0])
+            self.set_grad_mode(args[0])
             return None
         return self.operation(op, args, kwargs, node)
 
-    def grad_mode(self, enabled: bool) -> None:
+    def set_grad_mode(self, enabled: bool) -> None:
         self.grad = enabled
-        self.made.lines.append(GradMode(enabled))
+        self.assignment.lines.append(GradMode(enabled))
 
     def operation(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
     ) -> Any:
-        """One operation: by its rule, or by others; what it returns."""
-        known = instances_in((*args, *kwargs.values()), Known)
-        if not known:
-            return self.from_nothing(op, args, kwargs, node)
+        """Add the lines of one operation, by its rule or decomposed, and return its results."""
+        operands = instances_in((*args, *kwargs.values()), TensorVersions)
+        if not operands:
+            return self.factory(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
             return self.constrained(*args)
-        # Within its own decomposition an operation is itself, of what is held constant, say;
-        # with other arguments, as the sum that a mean is made of, it may be done by others too.
-        how = None if _call_of(op, args, kwargs) in self.within else decomposition_of(op)
+        # Within its own decomposition the same call runs by its rule, as on detached operands; a
+        # call with other arguments, as the sum within a mean, may be decomposed again.
+        nested = _call_key(op, args, kwargs) in self.decomposing
+        decomposition = None if nested else decomposition_of(op)
         if row_of(op) is None:
-            if how is None and torch_decomposition(op) is None:
+            if decomposition is None and torch_decomposition(op) is None:
                 self.refuse(op, args, kwargs)
-            return self.by_others(op, how, args, kwargs)
-        chosen = self.choose(op, args, kwargs, known, self.wish(node, known))
-        if how is None or not chosen.sends:
-            return self.emit(chosen, op, args, kwargs, known, node)
-        return self.cheaper(chosen, how, op, args, kwargs, known, node)
+            return self.decomposed(op, decomposition, args, kwargs)
+        strategy = self.best_strategy(op, args, kwargs, operands, self.hint(node, operands))
+        if decomposition is None or not strategy.sends:
+            return self.by_rule(strategy, op, args, kwargs, operands, node)
+        return self.faster(strategy, decomposition, op, args, kwargs, operands, node)
 
     def refuse(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
-        """Raise what `fs.propagate` says of an operation without a rule."""
-        specs, named = map_call(args, kwargs, Known, lambda k: k.spec)
+        """Raise the error of `fs.propagate` for an operation without a rule."""
+        specs, named = map_call(args, kwargs, TensorVersions, lambda tensor: tensor.spec)
         strategy_for(op, specs, named, self.topology, self.grad)
         raise AssertionError(f"{op} has no row")
 
-    def from_nothing(
+    def factory(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
     ) -> Any:
-        """A tensor that every rank makes for itself, the same everywhere."""
+        """Add an operation without operands, which every rank computes replicated."""
         if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
-            fail(f"fs.partition: {op}", f"{node.name} draws numbers",
-                 "a rank's generator is not the whole tensor's",
+            fail(f"fs.partition: {op}", f"{node.name} draws random values",
+                 "the generator of a rank must not draw parts of a global tensor",
                  "with fs.random.keyed(key): around it draws by a key; or draw before, and give "
                  "the function the tensor")  # fmt: skip
-        out, made = self.new(), node.meta.get("val")
-        self.made.lines.append(Whole(out, op, tuple(args), dict(kwargs), node.name))
-        if not isinstance(made, torch.Tensor):
-            fail(f"fs.partition: {op}", f"{node.name} returns {type(made).__name__}",
-                 "an operation without operands returns one tensor",
-                 "make it before, and give the function the tensors")  # fmt: skip
-        return self.whole(made, out)
+        value, result = self.assignment.new_value(), node.meta.get("val")
+        line = Factory(value, op, tuple(args), dict(kwargs), node.name)
+        self.assignment.lines.append(line)
+        if not isinstance(result, torch.Tensor):
+            fail(f"fs.partition: {op}", f"{node.name} returns {type(result).__name__}",
+                 "an operation without operands must return one tensor",
+                 "call it before, and give the function the tensors")  # fmt: skip
+        return self.replicated(result, value)
 
-    def constrained(self, x: Known, written: str, place: str) -> Known:
-        """The value as `fs.constrain` asks for it, which is its layout from there on."""
-        asked = constraint_of(written)
+    def constrained(self, tensor: TensorVersions, written: str, place: str) -> TensorVersions:
+        """Return the tensor in the layout that `fs.constrain` requests, its only one from here."""
+        partition = parse_constraint(written)
         try:
-            spec = x.spec.replace(partition=asked, uneven="chunk")
+            spec = tensor.spec.replace(partition=partition, uneven="chunk")
         except ShardingError as error:
             raise_if(f"fs.constrain{place}", [
-                Problem(f"{asked} for {x.spec}: {each.given}", each.rule, each.fix)
-                for each in error.problems
+                Problem(f"{partition} for {tensor.spec}: {p.given}", p.rule, p.fix)
+                for p in error.problems
             ])  # fmt: skip
             raise
-        return Known(spec, x.grad, {spec: self.moved(x, spec)})
+        return TensorVersions(spec, tensor.grad, {spec: self.redistributed(tensor, spec)})
 
     # -- by the rule -----------------------------------------------------------------------
 
-    def wish(self, node: fx.Node, known: Sequence[Known]) -> PartitionSpec | None:
-        """How the result of an operation had better lie, as far as that is followed."""
-        wish = self.wishes.get(node)
-        if wish is None or self.bold:
-            return wish
-        partitions = [k.spec.partition for k in known]
-        there = {axis for p in partitions for dim in p.dims for axis in dim}
-        there |= {axis for p in partitions for axis in p.unreduced}
-        return PartitionSpec(*(tuple(a for a in dim if a in there) or None for dim in wish.dims))
+    def hint(self, node: fx.Node, operands: Sequence[TensorVersions]) -> PartitionSpec | None:
+        """Return the preferred layout of a node; without `shard_replicated` only on busy axes."""
+        hint = self.hints.get(node)
+        if hint is None or self.shard_replicated:
+            return hint
+        partitions = [tensor.spec.partition for tensor in operands]
+        busy = {axis for p in partitions for dim in p.dims for axis in dim}
+        busy |= {axis for p in partitions for axis in p.unreduced}
+        return PartitionSpec(*(tuple(a for a in dim if a in busy) or None for dim in hint.dims))
 
-    def choose(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Known],
-        wish: PartitionSpec | None,
+    def best_strategy(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        operands: Sequence[TensorVersions], hint: PartitionSpec | None,
     ) -> Strategy:  # fmt: skip
-        """The best strategy over the layouts that the operands have by now."""
-        grad = self.grad and any(k.grad for k in known)
-        listed = [list(k.known(self.grad)) for k in known]
-        best: Strategy | None = None
-        for specs in itertools.islice(itertools.product(*listed), MOST_CHOICES):
-            filled = fill_call(args, kwargs, Known, specs)
-            found = strategy_for(op, *filled, self.topology, grad, wish)
-            if best is None or found.time < best.time:
-                best = found
-        assert best is not None
-        return best
+        """Return the fastest strategy over the layouts that the operands have by now."""
+        grad = self.grad and any(tensor.grad for tensor in operands)
+        layouts = [list(tensor.available(self.grad)) for tensor in operands]
+        combinations = itertools.islice(itertools.product(*layouts), MAX_COMBINATIONS)
+        strategies = (
+            strategy_for(op, *fill_call(args, kwargs, TensorVersions, specs), self.topology, grad,
+                         hint)
+            for specs in combinations
+        )  # fmt: skip
+        return min(strategies, key=lambda strategy: strategy.time)
 
-    def emit(
-        self, chosen: Strategy, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
-        known: Sequence[Known], node: fx.Node,
+    def by_rule(
+        self, strategy: Strategy, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        operands: Sequence[TensorVersions], node: fx.Node,
     ) -> Any:  # fmt: skip
-        """The lines of an operation: programs for its operands, itself, its results apart."""
-        refs = [Ref(self.moved(k, s)) for k, s in zip(known, chosen.in_specs, strict=True)]
-        filled = fill_call(args, kwargs, Known, refs)
-        out, single = self.new(), type(chosen.tree) is int
-        self.made.lines.append(Operation(out, chosen, *filled, single, node.name))
-        grad = self.grad and any(k.grad for k in known) and not has_no_gradient(op)
-        results: list[Known | None] = []
-        for at, spec in enumerate(chosen.out_specs):
+        """Add an operation: programs for its operands, the operation, a `Pick` per result."""
+        refs = [Ref(self.redistributed(tensor, spec))
+                for tensor, spec in zip(operands, strategy.in_specs, strict=True)]  # fmt: skip
+        filled = fill_call(args, kwargs, TensorVersions, refs)
+        lines, out = self.assignment.lines, self.assignment.new_value()
+        single = type(strategy.tree) is int
+        lines.append(Operation(out, strategy, *filled, single, node.name))
+        grad = self.grad and any(tensor.grad for tensor in operands) and not has_no_gradient(op)
+        results: list[TensorVersions | None] = []
+        for index, spec in enumerate(strategy.out_specs):
             if spec is None:
                 results.append(None)
                 continue
             value = out
             if not single:
-                value = self.new()
-                self.made.lines.append(Pick(value, Ref(out), at))
+                value = self.assignment.new_value()
+                lines.append(Pick(value, Ref(out), index))
             inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
-            results.append(Known(spec, grad and inexact, {spec: value}))
-        return _as_tree(chosen.tree, results)
+            results.append(TensorVersions(spec, grad and inexact, {spec: value}))
+        return _in_tree(strategy.tree, results)
 
-    def moved(self, x: Known, spec: Spec) -> int:
-        """The value of `x` laid as `spec`; a program brings it there if it was not before."""
-        return brought(self.made, x, spec, self.topology, grad=self.grad)
+    def redistributed(self, tensor: TensorVersions, spec: Spec) -> int:
+        """Return the number of the tensor's value in the layout `spec`."""
+        return redistributed(self.assignment, tensor, spec, self.topology, grad=self.grad)
 
-    # -- by others -------------------------------------------------------------------------
+    # -- decomposed ------------------------------------------------------------------------
 
-    def by_others(self, op: Any, how: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The lines of an operation that is done by others."""
-        metas, named = map_call(args, kwargs, Known, lambda k: Meta.of(k.spec))
-        graph = decompose(op, how, metas, named, self.device)
+    def decomposed(
+        self, op: Any, decomposition: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Add the lines of an operation's decomposition, and return its results."""
+        metas, named = map_call(args, kwargs, TensorVersions, lambda tensor: Meta.of(tensor.spec))
+        graph = decompose(op, decomposition, metas, named, self.device)
         if graph is None:
             self.refuse(op, args, kwargs)
         grad = self.grad
-        self.within.append(_call_of(op, args, kwargs))
-        made = self.run(graph, instances_in((*args, *kwargs.values()), Known))
-        self.within.pop()
+        self.decomposing.append(_call_key(op, args, kwargs))
+        results = self.run(graph, instances_in((*args, *kwargs.values()), TensorVersions))
+        self.decomposing.pop()
         if self.grad != grad:
-            self.grad_mode(grad)
+            self.set_grad_mode(grad)
         returns = schema_of(op).returns
         many = len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
-        return made if many else made[0]
+        return results if many else results[0]
 
-    def cheaper(
-        self, chosen: Strategy, how: Any, op: Any, args: Sequence[Any],
-        kwargs: Mapping[str, Any], known: Sequence[Known], node: fx.Node,
+    def faster(
+        self, strategy: Strategy, decomposition: Any, op: Any, args: Sequence[Any],
+        kwargs: Mapping[str, Any], operands: Sequence[TensorVersions], node: fx.Node,
     ) -> Any:  # fmt: skip
-        """The operation by its rule or by others, whichever moves for less time."""
-        before = _State.of(self, known)
-        direct = self.emit(chosen, op, args, kwargs, known, node)
-        after = _State.of(self, known)
+        """Add the operation by its rule or decomposed, whichever redistributes in less time."""
+        before = _Snapshot.of(self, operands)
+        results = self.by_rule(strategy, op, args, kwargs, operands, node)
+        after = _Snapshot.of(self, operands)
         before.restore(self)
-        others = self.by_others(op, how, args, kwargs)
-        if after.made.time > self.made.time:
-            return others
+        decomposed = self.decomposed(op, decomposition, args, kwargs)
+        if after.assignment.time > self.assignment.time:
+            return decomposed
         after.restore(self)
-        return direct
+        return results
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """Where a walk stands: what it has made, and the layouts that some tensors have."""
+class _Snapshot:
+    """State of a pass: its lines, its grad mode, and the versions of some tensors."""
 
-    made: Assigned
+    assignment: Assignment
     grad: bool
-    layouts: tuple[tuple[Known, dict[Spec, int], dict[Spec, int]], ...]
+    versions: tuple[tuple[TensorVersions, dict[Spec, int], dict[Spec, int]], ...]
 
     @staticmethod
-    def of(walk: _Walk, known: Sequence[Known]) -> _State:
-        """That of a walk, of which only these tensors can get other layouts until it is back."""
-        layouts = tuple((k, dict(k.versions), dict(k.quiet)) for k in known)
-        return _State(walk.made.copy(), walk.grad, layouts)
+    def of(assigner: _Assigner, operands: Sequence[TensorVersions]) -> _Snapshot:
+        """Return the state of a pass; until it is restored only `operands` get new versions."""
+        versions = tuple((x, dict(x.versions), dict(x.no_grad_versions)) for x in operands)
+        return _Snapshot(assigner.assignment.copy(), assigner.grad, versions)
 
-    def restore(self, walk: _Walk) -> None:
-        """Set the walk back to where it stood; once, for it goes on with what is in here."""
-        walk.made, walk.grad = self.made, self.grad
-        for k, versions, quiet in self.layouts:
-            k.versions, k.quiet = versions, quiet
+    def restore(self, assigner: _Assigner) -> None:
+        """Reset a pass to this state; once, since the pass continues with the objects in it."""
+        assigner.assignment, assigner.grad = self.assignment, self.grad
+        for tensor, versions, no_grad_versions in self.versions:
+            tensor.versions, tensor.no_grad_versions = versions, no_grad_versions
 
 
-def brought(made: Assigned, x: Known, spec: Spec, topology: Topology, *, grad: bool) -> int:
-    """The value of `x` laid as `spec`; a program brings it there from the nearest that it has."""
-    there = x.known(grad)
-    if spec in there:
-        return there[spec]
+def redistributed(
+    assignment: Assignment, tensor: TensorVersions, spec: Spec, topology: Topology, *, grad: bool
+) -> int:
+    """Return the number of the tensor's value in the layout `spec`.
+
+    If it has none, add the fastest program from one of its layouts. `grad` is the grad mode.
+    """
+    available = tensor.available(grad)
+    if spec in available:
+        return available[spec]
 
     def seconds(prog: Program) -> float:
-        """A program's time, with that of the gradient's way back if it has one."""
+        """Return a program's time, with that of its transpose if the tensor has a gradient."""
         time = prog.cost(topology).time
-        return time + prog.T.cost(topology).time if x.grad and prog.is_linear else time
+        has_backward = tensor.grad and prog.is_linear
+        return time + prog.T.cost(topology).time if has_backward else time
 
-    progs = [(_way(have, spec, topology), at) for have, at in there.items()]
-    prog, at = min(progs, key=lambda each: seconds(each[0]))
-    out, made.count = made.count, made.count + 1
-    made.lines.append(Move(out, Ref(at), prog, grad and x.grad))
-    made.time += seconds(prog)
-    (x.quiet if x.grad and not grad else x.versions)[spec] = out
+    progs = [(_program(src, spec, topology), value) for src, value in available.items()]
+    prog, value = min(progs, key=lambda item: seconds(item[0]))
+    out = assignment.new_value()
+    assignment.lines.append(Redistribution(out, Ref(value), prog, grad and tensor.grad))
+    assignment.time += seconds(prog)
+    (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
     return out
 
 
-def _way(src: Spec, dst: Spec, topology: Topology) -> Program:
-    """The program between two layouts; candidates that are to be addends are reduced before."""
-    p, to = src.partition, dict(dst.partition.unreduced_kinds)
+def _program(src: Spec, dst: Spec, topology: Topology) -> Program:
+    """Return the program between two layouts.
+
+    Axes unreduced by a maximum, say, that are to be unreduced by a sum are reduced first.
+    """
+    p, target = src.partition, dict(dst.partition.unreduced_kinds)
     kept = tuple(
         (axis, kind) for axis, kind in p.unreduced_kinds
-        if to.get(axis, kind) == kind or {kind, to[axis]} <= set(LINEAR)
+        if target.get(axis, kind) == kind or {kind, target[axis]} <= set(LINEAR)
     )  # fmt: skip
     if kept == p.unreduced_kinds:
         return redistribute(src, dst, topology=topology)
@@ -359,15 +399,16 @@ def _way(src: Spec, dst: Spec, topology: Topology) -> Program:
     return redistribute(src, via, topology=topology) >> redistribute(via, dst, topology=topology)
 
 
-def _call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A call without its tensors."""
-    placed, named = map_call(args, kwargs, Known, lambda _: None)
+def _call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a call without its tensors, as a key."""
+    placed, named = map_call(args, kwargs, TensorVersions, lambda _: None)
     return op, freeze(placed), freeze(named)
 
 
-def _as_tree(tree: Any, results: Sequence[Any]) -> Any:
+def _in_tree(tree: Any, results: Sequence[Any]) -> Any:
+    """Return a tree of results in the place of a tree of their indices."""
     if type(tree) is int:
         return results[tree]
     if isinstance(tree, list | tuple):
-        return [_as_tree(each, results) for each in tree]
+        return [_in_tree(item, results) for item in tree]
     return tree.value if isinstance(tree, StaticResult) else tree

@@ -1,4 +1,4 @@
-"""Calls of a partitioned function: what tells them apart beside the specs of their tensors."""
+"""Key of a call of a partitioned function, and its arguments by position."""
 
 from __future__ import annotations
 
@@ -14,55 +14,58 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.ops.core.call import instances_in
 
-__all__ = ["How", "by_place", "tensors_of", "wants_grad"]
+__all__ = ["CallSignature", "requires_grad", "tensor_leaves", "to_positional"]
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """What tells calls apart beside specs: whose gradients are asked for, and where tensors are.
+class CallSignature:
+    """Cache key of a call beside its specs.
 
-    `enabled` says whether gradients are tracked, `device` is where what is computed is, `state`
-    what else the function sees: the default dtype, and which modules are in training.
+    Attributes:
+        requires_grad: for every tensor, if its gradient is requested.
+        devices: the device of every tensor.
+        grad_enabled: the grad mode.
+        state: the default dtype, and the training flags of the modules.
     """
 
-    wanted: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
     devices: tuple[torch.device, ...]
-    enabled: bool
+    grad_enabled: bool
     state: Any
 
     @staticmethod
-    def of(leaves: Sequence[Any], specs: Sequence[Spec | None], state: Any, *, runs: bool) -> How:
-        """That of a call, of its tensors and pairs; of one that is only laid out they may be meta.
-
-        Then they stand for tensors with numbers, wherever those are.
-        """
-        enabled, tensors = torch.is_grad_enabled(), tensors_of(leaves, specs)
-        wanted = tuple(enabled and wants_grad(leaf) for leaf in tensors)
+    def of(
+        leaves: Sequence[Any], specs: Sequence[Spec | None], state: Any, *, runs: bool
+    ) -> CallSignature:
+        """Return the signature of a call; unless it `runs`, meta tensors count as CPU tensors."""
+        enabled, tensors = torch.is_grad_enabled(), tensor_leaves(leaves, specs)
+        flags = tuple(enabled and requires_grad(leaf) for leaf in tensors)
         devices = [_device(leaf) for leaf in tensors]
-        places = tuple(each if runs or each.type != "meta" else CPU for each in devices)
-        return How(wanted, places, enabled, state)
+        if not runs:
+            devices = [CPU if device.type == "meta" else device for device in devices]
+        return CallSignature(flags, tuple(devices), enabled, state)
 
     @property
     def device(self) -> torch.device:
-        """Where what is computed is: with the first tensor that is not on the host, else there."""
-        return next((each for each in self.devices if each != CPU), CPU)
+        """Device of the computation: that of the first tensor not on the CPU, else the CPU."""
+        return next((device for device in self.devices if device != CPU), CPU)
 
 
 def _device(leaf: Any) -> torch.device:
-    """Where a tensor or a pair's local is; of specs nobody knows, and it does not matter."""
-    found = instances_in(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
-    return found[0].device if found else CPU
+    """Return the device of a tensor or of a pair's local; a spec counts as a CPU tensor."""
+    tensors = instances_in(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
+    return tensors[0].device if tensors else CPU
 
 
-def tensors_of(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
-    """The leaves that are tensors or pairs."""
+def tensor_leaves(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
+    """Return the leaves that have a spec: tensors, pairs and specs."""
     return [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is not None]
 
 
-def wants_grad(leaf: Any) -> bool:
-    """Whether a leaf's gradient is asked for; of specs, which cannot say, if it may be."""
+def requires_grad(leaf: Any) -> bool:
+    """Return True if the gradient of a leaf is requested; of a spec, if its dtype allows one."""
     if isinstance(leaf, Spec):
         return leaf.dtype.is_floating_point
     local = leaf[0] if is_pair(leaf) else leaf
@@ -71,33 +74,34 @@ def wants_grad(leaf: Any) -> bool:
     return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
 
 
-def by_place(
+def to_positional(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
 ) -> tuple[Any, ...]:
-    """The arguments of a call with those that are given by name in their places.
+    """Return the arguments of a call by position, with defaults for those left out in between.
 
-    Defaults fill what is left out before them. Raises Python's own TypeError for a call that does
-    not fit, and `ShardingError` for arguments that have no place.
+    Raises:
+        TypeError: Python's own, for a call that does not fit the signature.
+        ShardingError: for keyword-only arguments.
 
-    >>> by_place(lambda x, scale=1.0, mask=None: x, (0,), {"mask": 2}, "here")
+    >>> to_positional(lambda x, scale=1.0, mask=None: x, (0,), {"mask": 2}, "here")
     (0, 1.0, 2)
     """
     bound = inspect.signature(fn).bind(*args, **kwargs)
-    given = {*bound.arguments}
+    passed = {*bound.arguments}
     bound.apply_defaults()
-    kept: list[Any] = []
+    positional: list[Any] = []
     count = 0
     for name, parameter in bound.signature.parameters.items():
         value = bound.arguments[name]
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
-            if name in given:
-                fail(where, f"{name} given by name", "a spec is that of an argument by its place",
-                     "functools.partial(fn, ...) for what is no tensor, or a place for "
-                     "it")  # fmt: skip
+            if name in passed:
+                fail(where, f"{name} given by name", "a spec must belong to a positional argument",
+                     "functools.partial(fn, ...) for an argument without tensors, or a positional "
+                     "parameter")  # fmt: skip
         elif parameter.kind is parameter.VAR_POSITIONAL:
-            kept += value
+            positional += value
         else:
-            kept.append(value)
-        if name in given:
-            count = len(kept)
-    return tuple(kept[:count])
+            positional.append(value)
+        if name in passed:
+            count = len(positional)
+    return tuple(positional[:count])

@@ -1,16 +1,16 @@
-"""`partition`: a whole function on layouts, as a local program with explicit collectives."""
+"""`fs.partition`: a whole function on layouts, as a local program with explicit collectives."""
 
 from __future__ import annotations
 
 import inspect
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from fshard._torch.dynamo import skip_frames_below
+from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
 from fshard.layout.mesh import Mesh
@@ -18,40 +18,74 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import (
     TreeDef,
+    append_cache_key,
     broadcast_prefix,
     flatten,
-    is_pair,
-    append_cache_key,
     paths,
-    tensors_in,
     unflatten,
 )
 from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta, name_of
 from fshard.ops.trace.trace import TracedFunction, refuse_autocast, trace
-from fshard.partition.assign_layouts import Assigned, Known, assign, brought
-from fshard.partition.call_signature import How, by_place, tensors_of, wants_grad
-from fshard.partition.ir import Copy, Ref, Write, same_memory, with_gradients_of
-from fshard.partition.layout_hints import wishes
-from fshard.partition.partitioned_call import Other, Partitioned
+from fshard.partition.arg_specs import hides_tensors, leaf_spec, located, opaque_leaf
+from fshard.partition.assign_layouts import (
+    Assignment,
+    TensorVersions,
+    assign_layouts,
+    redistributed,
+)
+from fshard.partition.call_signature import CallSignature, tensor_leaves, to_positional
+from fshard.partition.ir import Copy, Ref, Write, aliases_of, keep_gradients_of
+from fshard.partition.layout_hints import layout_hints
+from fshard.partition.partitioned_call import NonTensor, PartitionedCall
 from fshard.partition.step_time import lines_time
-from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import as_topology
 from fshard.run.global_tensors import shard, unshard
 
 __all__ = ["Partition", "partition"]
 
-MOST_CALLS = 1024
-"""Of calls so many kinds are remembered."""
-CALLED = (
+META = torch.device("meta")
+OUTSIDE_OF_GRAPHS = (
     "a partitioned function is laid out for the sizes of its arguments: it is called outside of "
     "graphs; part.trace(*args).graph(rank) is one that can be compiled"
 )
+V = TypeVar("V")
+
+
+def _cached(cache: dict[Any, V], key: Any, compute: Callable[[], V]) -> V:
+    """Return `cache[key]`, computed once; nothing is cached for a key that cannot be hashed."""
+    try:
+        cached = cache.get(key)
+    except TypeError:
+        return compute()
+    if cached is None:
+        cached = cache[key] = compute()
+    return cached
 
 
 class Partition:
-    """A function on layouts, made by `fs.partition`: called with pairs, or with whole tensors."""
+    """Function on layouts, as `fs.partition` returns it.
+
+    Called with pairs `(local, spec)` it returns pairs, called with global tensors global tensors.
+    It is traced and laid out once for every kind of arguments: trees, shapes, dtypes, layouts,
+    `requires_grad`, and values that are not tensors.
+
+    Attributes:
+        fn: the function.
+        mesh: the mesh that it runs on.
+        in_specs: the layouts of the arguments.
+        out_specs: the layouts of the results, None where they are left as they come out.
+        params: the layouts of the first argument, if given apart.
+        topology: the topology that layouts are costed on.
+
+    >>> import fshard as fs
+    >>> double = fs.partition(lambda x: 2 * x, mesh=fs.Mesh(x=2), in_specs=(fs.P("x"),))
+    >>> double(torch.arange(4.0))
+    tensor([0., 2., 4., 6.])
+    >>> double(fs.shard(torch.arange(4.0), fs.Spec(double.mesh, fs.P("x"), shape=(4,)))).spec
+    f32[4@x]
+    """
 
     def __init__(
         self,
@@ -60,368 +94,312 @@ class Partition:
         in_specs: Any,
         out_specs: Any,
         params: Any,
-        cost: Topology | None,
+        topology: Topology | None,
         traces: dict[Any, tuple[TracedFunction, TreeDef]] | None = None,
         *,
         drop_writes: bool = False,
         where: str = "",
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.fn, self.mesh, self.in_specs, self.out_specs = fn, mesh, in_specs, out_specs
+        self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.drop_writes = params, drop_writes
         self.module = module
         self.where = where or f"fs.partition({name_of(fn)})"
-        self.topology = as_topology("fs.partition", cost)
-        self._made: dict[Any, Partitioned] = {}
-        self._calls: dict[Any, tuple[Partitioned, Sequence[Spec | None]]] = {}
-        self._traces = {} if traces is None else traces
+        self.topology = as_topology("fs.partition", topology)
+        self._calls: dict[Any, tuple[PartitionedCall, Sequence[Spec | None]]] = BoundedDict()
+        self._traces = BoundedDict() if traces is None else traces
 
-    @skip_frames_below(CALLED)
+    @skip_frames_below(OUTSIDE_OF_GRAPHS)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: pairs in, pairs out; whole tensors in, whole tensors out."""
+        """Run the function: pairs in, pairs out; global tensors in, global tensors out."""
         if kwargs:
-            args = by_place(self.fn, args, kwargs, self.where)
-        leaves, given, made, specs = self._called(args)
-        pairs = any(each is not leaf for each, leaf in zip(given, leaves, strict=True))
-        # Of a leaf that is no pair the whole is given.
-        locals_ = [
-            each if each is not leaf else shard(each, spec).local
-            for each, leaf, spec in zip(given, leaves, specs, strict=True) if spec is not None
-        ]  # fmt: skip
-        if made.written:
-            made.check_apart(tensors_of(leaves, specs), self.where)
-        results: list[Any] = [
-            local if spec is None else Sharded(local, spec)
-            for local, spec in zip(made.run(locals_), made.out_specs, strict=True)
-        ]
-        if made.written:
-            made.write_wholes(tensors_of(leaves, specs), locals_)
-        if not pairs:
-            results = [unshard(each) if isinstance(each, Sharded) else each for each in results]
-        return unflatten(made._tree, results)
-
-    def _state(self) -> Any:
-        """What a function's graph depends on beside its arguments, as far as that can be known."""
-        modules = () if self.module is None else self.module.modules()
-        return torch.get_default_dtype(), tuple([each.training for each in modules])
-
-    def _called(
-        self, args: tuple[Any, ...]
-    ) -> tuple[list[Any], list[Any], Partitioned, Sequence[Spec | None]]:
-        """The leaves of a call, their locals, what it is partitioned to, and their specs.
-
-        It is looked up by kind.
-        """
-        refuse_autocast(self.where)
-        leaves: list[Any] = []
-        key: list[Any] = [torch.is_grad_enabled(), self._state()]
-        # A list: two arguments of which the second is a spec would be a pair.
-        append_cache_key(list(args), leaves, key)
-        given: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                given.append(leaf)
-            elif isinstance(leaf, tuple):  # a leaf, and so a pair
-                local = leaf[0]
-                given.append(local)
-                one = isinstance(local, torch.Tensor)
-                key.append(local.requires_grad if one else wants_grad(leaf))
+            args = to_positional(self.fn, args, kwargs, self.where)
+        leaves, (call, specs) = self._lookup(args, runs=True)
+        has_pairs, locals_ = False, []
+        for leaf, spec in zip(leaves, specs, strict=True):
+            if spec is None:
+                continue
+            if isinstance(leaf, tuple):  # a leaf, and so a pair
+                has_pairs = True
+                locals_.append(leaf[0])
             else:
-                given.append(leaf)
-                key.append(freeze(leaf))
-        kind = tuple(key)
-        try:
-            found = self._calls.get(kind)
-        except TypeError:  # of what cannot be a key nothing is remembered
-            return leaves, given, *self._new(args, leaves)
-        if found is None:
-            if len(self._calls) >= MOST_CALLS:
-                self._calls.clear()
-            found = self._calls[kind] = self._new(args, leaves)
-        return leaves, given, *found
+                locals_.append(shard(leaf, spec).local)
+        if call.written:
+            call.check_disjoint(tensor_leaves(leaves, specs), self.where)
+        results = call.run(locals_)
+        if call.written:
+            call.write_global_tensors(tensor_leaves(leaves, specs), locals_)
+        for index, spec in enumerate(call.out_specs):
+            if spec is not None:
+                pair = Sharded(results[index], spec)
+                results[index] = pair if has_pairs else unshard(pair)
+        return unflatten(call._tree, results)
 
-    def _new(
-        self, args: tuple[Any, ...], leaves: Sequence[Any]
-    ) -> tuple[Partitioned, Sequence[Spec | None]]:
-        """What a call of a kind not seen before is partitioned to, and its leaves' specs."""
-        specs = self._specs(args, leaves)
-        return self._of(leaves, flatten(list(args))[1], specs, runs=True), specs
+    @skip_frames_below(OUTSIDE_OF_GRAPHS)
+    def trace(self, *args: Any, **kwargs: Any) -> PartitionedCall:
+        """Return the local program for arguments of one kind, without running it.
 
-    @skip_frames_below(CALLED)
-    def trace(self, *args: Any, **kwargs: Any) -> Partitioned:
-        """The partitioned call for arguments of one kind, of which specs alone may be given."""
-        args = by_place(self.fn, args, kwargs, self.where) if kwargs else args
-        leaves, tree = flatten(list(args))
-        return self._of(leaves, tree, self._specs(args, leaves), runs=False)
+        Args:
+            *args: arguments of the function: pairs, tensors (also on the meta device), or specs
+                in their places.
+            **kwargs: arguments by name.
+
+        Returns:
+            The `PartitionedCall`, with `lines`, `in_specs`, `out_specs`, `programs`, `cost()`,
+            `graph(rank)` and `explain()`.
+        """
+        args = to_positional(self.fn, args, kwargs, self.where) if kwargs else args
+        return self._lookup(args, runs=False)[1][0]
 
     def __repr__(self) -> str:
-        kinds = plural(len(self._made), "signature")
-        return f"fs.partition({name_of(self.fn)}) on {self.mesh}, laid out for {kinds}"
+        count = plural(len(self._calls), "signature")
+        return f"fs.partition({name_of(self.fn)}) on {self.mesh}, laid out for {count}"
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call does: a table of operations, their layouts, and what is sent each way."""
+        """Return a table of a call's operations, their layouts, and the bytes sent each way.
+
+        Args:
+            *args: arguments as of `trace`; without any, the last new kind of call is explained.
+            **kwargs: arguments by name.
+        """
         if args or kwargs:
             return self.trace(*args, **kwargs).explain()
-        if not self._made:
-            fail("explain()", "no arguments, and no call before",
-                 "layouts follow from the arguments' shapes",
-                 "explain(*args), with pairs, tensors or specs")  # fmt: skip
-        return next(reversed(self._made.values())).explain()
+        return self._last_call(
+            "explain()", "explain(*args), with pairs, tensors or specs"
+        ).explain()
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The FX graph of the last call, as the first rank runs it."""
-        if not self._made:
-            fail("graph", "no call before", "layouts follow from the arguments' shapes",
-                 "call it, or trace(*args).graph()")  # fmt: skip
-        return next(reversed(self._made.values())).graph(self.mesh.ranks[0])
+        """The FX graph of the last new kind of call, as the first rank runs it."""
+        return self._last_call("graph", "call it, or trace(*args).graph()").graph(
+            self.mesh.ranks[0]
+        )
+
+    def _last_call(self, where: str, fix: str) -> PartitionedCall:
+        if not self._calls:
+            fail(where, "no arguments, and no call before",
+                 "layouts follow from the arguments' shapes", fix)  # fmt: skip
+        return next(reversed(self._calls.values()))[0]
+
+    def _state(self) -> Any:
+        """Return the state that the graph depends on beside the arguments, as far as visible."""
+        if self.module is None:
+            return torch.get_default_dtype(), ()
+        modules = self.module.modules()
+        return torch.get_default_dtype(), tuple([module.training for module in modules])
+
+    def _lookup(
+        self, args: tuple[Any, ...], *, runs: bool
+    ) -> tuple[list[Any], tuple[PartitionedCall, Sequence[Spec | None]]]:
+        """Return the leaves of a call's arguments; and its partitioned call and their specs."""
+        refuse_autocast(self.where)
+        leaves: list[Any] = []
+        key: list[Any] = [torch.is_grad_enabled(), self._state()]
+        # A list: a tuple of two arguments of which the second is a spec would be a pair.
+        append_cache_key(list(args), leaves, key)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                continue
+            if not isinstance(leaf, tuple):
+                key.append(freeze(leaf))
+            elif isinstance(leaf[0], torch.Tensor):
+                key.append(leaf[0].requires_grad)
+        # A meta tensor stands for one with values if nothing runs.
+        key.append(runs or META not in key)
+        compute = lambda: self._new_call(args, leaves, runs=runs)  # noqa: E731
+        return leaves, _cached(self._calls, tuple(key), compute)
 
     # -- specs -----------------------------------------------------------------------------
 
     def _specs(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Spec | None]:
-        """The spec of every leaf that is a tensor; raises `ShardingError` for pairs of others."""
+        """Return the spec of every leaf, None for one that is not a tensor.
+
+        Raises:
+            ShardingError: for pairs with other layouts than `in_specs`.
+        """
         where, rest = self.where, args
-        asked: list[Any] = []
+        requested: list[Any] = []
         if self.params is not None:
-            asked += broadcast_prefix(self.params, args[0], "params", where) if args else []
+            requested += broadcast_prefix(self.params, args[0], "params", where) if args else []
             rest = args[1:]
         prefix = (None,) * len(rest) if self.in_specs is None else self.in_specs
         if isinstance(prefix, PartitionSpec | Spec):
             prefix = (prefix,) * len(rest)
-        # Lists: two arguments of which the second is a spec would be a pair.
-        asked += broadcast_prefix(list(prefix), list(rest), "in_specs", where)
+        # Lists: a tuple of two arguments of which the second is a spec would be a pair.
+        requested += broadcast_prefix(list(prefix), list(rest), "in_specs", where)
         names = paths(list(args), "args")
         problems: list[Problem] = []
-        found = [
-            self._spec(leaf, each, name, problems)
-            for leaf, each, name in zip(leaves, asked, names, strict=True)
+        specs = [
+            leaf_spec(leaf, request, name, self.mesh, problems)
+            for leaf, request, name in zip(leaves, requested, names, strict=True)
         ]
         raise_if(where, problems)
-        return found
+        return specs
 
-    def _spec(self, leaf: Any, asked: Any, name: str, problems: list[Problem]) -> Spec | None:
-        given = leaf[1] if is_pair(leaf) else leaf
-        if not isinstance(given, torch.Tensor | Spec):
-            problems += [_no_tree(given, name)] if _holds(given) else []
-            return None
-        if isinstance(given, Spec) and given.mesh != self.mesh:
-            problems.append(Problem(f"{name}: {given} on {given.mesh}",
-                                    f"the function runs on {self.mesh}",
-                                    "fs.reshard(pair, spec) with a spec on that mesh"))  # fmt: skip
-            return None
-        if isinstance(given, Spec) and asked is None:
-            return given
-        p = PartitionSpec() if asked is None else asked
-        try:
-            spec = p if isinstance(p, Spec) else Spec(
-                self.mesh, p, shape=tuple(given.shape), dtype=given.dtype,
-                sizes=_own_sizes(given, p))  # fmt: skip
-        except ShardingError as error:
-            problems += _at(f"{name}: {p}", error, "in_specs")
-            return None
-        if isinstance(given, Spec) and given != spec:
-            prog = redistribute(given, spec)
-            problems.append(Problem(f"{name}: {given}", f"the function asks for {spec}",
-                                    "fs.reshard(pair, spec), which is\n"
-                                    + textwrap.indent(str(prog), "    ")))  # fmt: skip
-        return spec
+    # -- tracing and layout ------------------------------------------------------------------
 
-    # -- making ----------------------------------------------------------------------------
-
-    def _of(
-        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], *, runs: bool
-    ) -> Partitioned:
-        how = How.of(leaves, specs, self._state(), runs=runs)
-        key = tree, tuple(specs), _others(leaves, specs), how
-        try:
-            made = self._made.get(key)
-        except TypeError:  # of what cannot be a key nothing is remembered
-            return self._make(leaves, tree, specs, how)
-        if made is None:
-            if len(self._made) >= MOST_CALLS:
-                self._made.clear()
-            made = self._made[key] = self._make(leaves, tree, specs, how)
-        return made
-
-    def _make(
-        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None], how: How
-    ) -> Partitioned:
-        inputs = [*zip((s for s in specs if s is not None), how.wanted, strict=True)]
+    def _new_call(
+        self, args: tuple[Any, ...], leaves: Sequence[Any], *, runs: bool
+    ) -> tuple[PartitionedCall, Sequence[Spec | None]]:
+        """Trace and lay out a call, and return it with the specs of its leaves."""
+        specs = self._specs(args, leaves)
+        tree = flatten(list(args))[1]
+        signature = CallSignature.of(leaves, specs, self._state(), runs=runs)
+        inputs = [*zip((s for s in specs if s is not None), signature.requires_grad, strict=True)]
         if not inputs:
-            fail(self.where, "no tensors", "at least one argument is a tensor",
+            fail(self.where, "no tensors", "at least one argument must be a tensor",
                  "give it pairs or tensors")  # fmt: skip
-        metas = tuple(None if s is None else Meta.of(s) for s in specs)
-        traced, shape = self._traced(leaves, tree, metas, _others(leaves, specs), how)
-        listed = zip(paths(unflatten(tree, list(leaves)), "args"), specs, strict=True)
+        traced, result_tree = self._traced(leaves, tree, specs, signature)
+        listed = zip(paths(list(args), "args"), specs, strict=True)
         names = tuple(name for name, spec in listed if spec is not None)
-        wrote = () if self.drop_writes else traced.written
+        written = () if self.drop_writes else traced.written
         if not self.drop_writes:
-            traced.check(how.wanted, names, self.where)
-        asked = self._asked(shape)
-        count = len(asked)
-        asked += [inputs[at][0] if at in wrote else None for at in traced.written]
-        made, outputs, out_specs, grad = self._laid(traced.graph, inputs, how, asked, count)
-        _copy_results(made, outputs, count, {made.inputs[at] for at in wrote})
-        for at, value in zip(traced.written, outputs[count:], strict=True):
-            if at in wrote:
-                made.lines.append(Write(Ref(made.inputs[at]), Ref(value), names[at]))
-        return Partitioned(
-            self.mesh, tuple(made.lines), tuple(s for s, _ in inputs), tuple(out_specs[:count]),
-            tuple(made.inputs), tuple(outputs[:count]), wrote, shape, self.topology,
-            grad, traced.graph, names,
+            traced.check(signature.requires_grad, names, self.where)
+        requested = self._requested(result_tree)
+        count = len(requested)
+        requested += [inputs[index][0] if index in written else None for index in traced.written]
+        assignment, outputs, out_specs, grad = self._fastest_assignment(
+            traced.graph, inputs, signature, requested, count)  # fmt: skip
+        targets = {assignment.inputs[index] for index in written}
+        _copy_aliased_results(assignment, outputs, count, targets)
+        for index, value in zip(traced.written, outputs[count:], strict=True):
+            if index in written:
+                target = Ref(assignment.inputs[index])
+                assignment.lines.append(Write(target, Ref(value), names[index]))
+        call = PartitionedCall(
+            self.mesh, tuple(assignment.lines), tuple(s for s, _ in inputs),
+            tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]), written,
+            result_tree, self.topology, grad, traced.graph, names,
         )  # fmt: skip
+        return call, specs
 
-    def _laid(
-        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], how: How,
-        asked: Sequence[Any], count: int,
-    ) -> tuple[Assigned, list[Any], list[Spec | None], bool]:  # fmt: skip
-        """The lines of a graph: those of the least time, where there are wishes to follow or not.
+    def _fastest_assignment(
+        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]],
+        signature: CallSignature, requested: Sequence[Any], count: int,
+    ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
+        """Lay out a graph with and without hints that shard replicated values; take the faster.
 
-        The values and specs of its results, and whether one of the first `count` has a gradient;
-        the others are written.
+        To shard a value that all ranks compute replicated saves work, and may cost a gather where
+        another operation requires it replicated.
 
-        A wish that what every rank computes whole be cut saves work, and may cost a gather where
-        something else needs it whole.
+        Args:
+            graph: the graph.
+            inputs: for every placeholder its spec, and True if its gradient is requested.
+            signature: the signature of the call.
+            requested: the layout of every result, None where there is no request.
+            count: number of results; the outputs after them are final values of arguments.
+
+        Returns:
+            The lines, the numbers of the results, their specs, and True if one has a gradient.
         """
-        wished = [p.partition if isinstance(p, Spec) else p for p in asked]
-        found = wishes(graph, self.mesh, wished)
-        ways = []
-        for bold in (True, False) if found else (False,):
-            made, results = assign(
+        partitions = [p.partition if isinstance(p, Spec) else p for p in requested]
+        hints = layout_hints(graph, self.mesh, partitions)
+        choices = []
+        for shard_replicated in (True, False) if hints else (False,):
+            assignment, results = assign_layouts(
                 graph,
                 inputs,
                 self.topology,
-                grad=how.enabled,
-                device=how.device,
-                wishes=found,
-                bold=bold,
+                grad=signature.grad_enabled,
+                device=signature.device,
+                hints=hints,
+                shard_replicated=shard_replicated,
             )
-            outputs, specs, grads = self._finish(made, results, asked)
-            flows = [at for at, flow in zip(outputs, grads[:count], strict=False) if flow]
-            made.lines = with_gradients_of(made.lines, flows)
-            ways.append((made, outputs, specs, bool(flows)))
-        return min(ways, key=lambda way: lines_time(
-            way[0].lines, self.mesh, self.topology, grad=way[3]))  # fmt: skip
+            outputs, specs, grads = self._redistribute_results(assignment, results, requested)
+            sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
+            assignment.lines = keep_gradients_of(assignment.lines, sources)
+            choices.append((assignment, outputs, specs, bool(sources)))
+        return min(choices, key=lambda choice: lines_time(
+            choice[0].lines, self.mesh, self.topology, grad=choice[3]))  # fmt: skip
 
     def _traced(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], others: Any,
-        how: How,
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
+        signature: CallSignature,
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
-        """`_trace`, once for arguments of one kind; `others` are those that are no tensors."""
-        key = tree, tuple(metas), others, how
-        try:
-            found = self._traces.get(key)
-        except TypeError:
-            return self._trace(leaves, tree, metas, how)
-        if found is None:
-            if len(self._traces) >= MOST_CALLS:
-                self._traces.clear()
-            found = self._traces[key] = self._trace(leaves, tree, metas, how)
-        return found
+        """Return the function on global tensors as a graph, and the tree of its results.
+
+        It is traced once for arguments that differ in layouts alone. The values that are not
+        tensors are in the key: 1, 1.0 and True trace to different graphs.
+        """
+        metas = [None if spec is None else Meta.of(spec) for spec in specs]
+        others = [freeze(leaf) for leaf, meta in zip(leaves, metas, strict=True) if meta is None]
+        key = tree, tuple(metas), tuple(others), signature
+        return _cached(self._traces, key, lambda: self._trace(leaves, tree, metas, signature))
 
     def _trace(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None], how: How
-    ) -> tuple[TracedFunction, TreeDef]:
-        """The function on whole tensors as a graph, and the structure of its results."""
-        outer: list[TreeDef] = []
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
+        signature: CallSignature,
+    ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
+        result_trees: list[TreeDef] = []
 
         def flat(*tensors: torch.Tensor) -> list[Any]:
-            left = iter(tensors)
-            given = [concrete_number(leaf) if meta is None else next(left)
-                     for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
-            results, shape = flatten(self.fn(*unflatten(tree, given)))
-            problems = [_no_tree(each, name) for each, name in zip(
-                results, paths(unflatten(shape, results), "result"), strict=True)
-                if _holds(each)]  # fmt: skip
-            raise_if(self.where, problems)
-            outer.append(shape)
+            remaining = iter(tensors)
+            args = [concrete_number(leaf) if meta is None else next(remaining)
+                    for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
+            results, result_tree = flatten(self.fn(*unflatten(tree, args)))
+            names = paths(unflatten(result_tree, results), "result")
+            raise_if(self.where, [opaque_leaf(result, name)
+                                  for result, name in zip(results, names, strict=True)
+                                  if hides_tensors(result)])  # fmt: skip
+            result_trees.append(result_tree)
             return results
 
-        given = [meta for meta in metas if meta is not None]
-        made = trace(flat, given, self.where, requires_grad=how.wanted, devices=how.devices)
-        return made, outer[-1]
+        tensors = [meta for meta in metas if meta is not None]
+        traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
+                       devices=signature.devices)  # fmt: skip
+        return traced, result_trees[-1]
 
-    def _asked(self, tree: TreeDef) -> list[Any]:
-        """What `out_specs` ask of every result; None where nothing."""
+    def _requested(self, tree: TreeDef) -> list[Any]:
+        """Return the item of `out_specs` for every result, None where there is none."""
         if self.out_specs is None:
             return [None] * tree.num_leaves
-        shape = unflatten(tree, [0] * tree.num_leaves)
-        return broadcast_prefix(self.out_specs, shape, "out_specs", self.where)
+        results = unflatten(tree, [0] * tree.num_leaves)
+        return broadcast_prefix(self.out_specs, results, "out_specs", self.where)
 
-    def _finish(
-        self, made: Assigned, results: Sequence[Any], asked: Sequence[Any]
+    def _redistribute_results(
+        self, assignment: Assignment, results: Sequence[Any], requested: Sequence[Any]
     ) -> tuple[list[Any], list[Spec | None], list[bool]]:
-        """The values that come out, brought to `out_specs` where they are given.
+        """Redistribute the results to their requested layouts.
 
-        And whether they have gradients.
+        Returns:
+            Their numbers, their specs, and for each True if it has a gradient; a `NonTensor`, None
+            and False for a result that is not a tensor.
         """
         outputs: list[Any] = []
         grads: list[bool] = []
         specs: list[Spec | None] = []
         problems: list[Problem] = []
-        for at, (value, p) in enumerate(zip(results, asked, strict=True)):
-            if not isinstance(value, Known):
-                outputs.append(Other(value))
+        for index, (result, p) in enumerate(zip(results, requested, strict=True)):
+            if not isinstance(result, TensorVersions):
+                outputs.append(NonTensor(result))
                 specs.append(None)
                 grads.append(False)
                 continue
-            spec = value.spec
+            spec = result.spec
             try:
                 if p is not None:
                     spec = p if isinstance(p, Spec) else spec.replace(partition=p)
             except ShardingError as error:
-                problems += _at(f"result {at}: {p}", error, "out_specs")
+                problems += located(f"result {index}: {p}", error, "out_specs")
                 continue
-            outputs.append(brought(made, value, spec, self.topology, grad=True))
+            outputs.append(redistributed(assignment, result, spec, self.topology, grad=True))
             specs.append(spec)
-            grads.append(value.grad)
+            grads.append(result.grad)
         raise_if(f"{self.where}: out_specs", problems)
         return outputs, specs, grads
 
 
-def _copy_results(made: Assigned, outputs: list[Any], count: int, written: set[int]) -> None:
-    """Copy the first `count` results that may lie in the memory of arguments that are written."""
-    inside = set(written)
-    for line in made.lines:
-        inside.update(each for each, source in same_memory(line) if source in inside)
-    for at, value in enumerate(outputs[:count]):
-        if type(value) is int and value in inside:
-            outputs[at], made.count = made.count, made.count + 1
-            made.lines.append(Copy(outputs[at], Ref(value)))
-
-
-def _holds(value: Any) -> bool:
-    """Whether what is no tensor has some among its attributes; a module may be closed over."""
-    if isinstance(value, torch.Tensor | torch.nn.Module):
-        return False
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return any(True for _ in tensors_in([value, getattr(value, "__dict__", None), slots]))
-
-
-def _no_tree(value: Any, name: str) -> Problem:
-    return Problem(f"{name} is a {type(value).__name__}, with tensors in it",
-                   "tensors are seen as they are, in tuples, named tuples, lists and dicts",
-                   "a dict of them: vars(...) of a dataclass")  # fmt: skip
-
-
-def _at(place: str, error: ShardingError, among: str) -> list[Problem]:
-    """The problems of an error, each with the place where it is, and ways out there."""
-    way = "uneven=", f"a Spec in {among} with uneven="
-    return [Problem(f"{place}, {each.given}", each.rule, each.fix.replace(*way))
-            for each in error.problems]  # fmt: skip
-
-
-def _others(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> tuple[Any, ...]:
-    """The leaves that are no tensors, as a key: 1, 1.0 and True trace to other graphs."""
-    return tuple(freeze(leaf) for leaf, spec in zip(leaves, specs, strict=True) if spec is None)
-
-
-def _own_sizes(given: Any, p: PartitionSpec) -> Mapping[int, Sequence[int] | None] | None:
-    """The sizes that a pair's spec has of dims that are cut by the same axes."""
-    if not isinstance(given, Spec):
-        return None
-    dims = p.dims + ((),) * (given.ndim - len(p.dims))
-    return {d: given.sizes[d] for d in range(given.ndim) if dims[d] == given.partition.dims[d]}
+def _copy_aliased_results(
+    assignment: Assignment, outputs: list[Any], count: int, written: set[int]
+) -> None:
+    """Copy those of the first `count` results that may share memory with a written argument."""
+    aliases = set(written)
+    for line in assignment.lines:
+        aliases.update(out for out, operand in aliases_of(line) if operand in aliases)
+    for index, value in enumerate(outputs[:count]):
+        if type(value) is int and value in aliases:
+            outputs[index] = assignment.new_value()
+            assignment.lines.append(Copy(outputs[index], Ref(value)))
 
 
 def partition(
@@ -431,30 +409,43 @@ def partition(
     in_specs: Any = None,
     out_specs: Any = None,
     params: Any = None,
-    cost: Topology | None = None,
+    topology: Topology | None = None,
 ) -> Partition:
-    """A single-device function as a local program with its collectives, on pairs or tensors.
+    """Transform a function of one device into a local program with explicit collectives.
 
-    `in_specs` are trees of `P` (or `Spec`) that are prefixes of the arguments, by their places if
-    they are given by name; None is whole and invariant, or as the pair lies. `params`, if given,
-    are those of the first argument, and `in_specs` of the rest; a module is then called with its
-    parameters as the first argument. `out_specs` are those of the results; None leaves them as they
-    come out, unreduced too. The function is traced once for each signature, Python's numbers
-    included (give those that change in tensors of no dims), on tensors without numbers, so what it
-    reads beside its arguments is as it was then (`train()` and `eval()` of a module are seen).
-    `cost` is the topology that layouts are weighed on. What the function writes in place it writes
-    here too: arguments that it writes, running statistics say, are written where they lie, without
-    gradient.
+    The function is traced once for each kind of arguments, on tensors of the global shapes without
+    values. Python numbers among the arguments are part of the kind (pass one that changes as a
+    0-dim tensor), and anything the function reads beside its arguments is fixed by the trace;
+    `train()` and `eval()` of a module are noticed. Writes in place are supported: arguments that
+    the function writes, such as running statistics, are written in their locals, without gradient.
 
-    Raises `ShardingError` for what no rule is for, for writes to what the function closes over or
-    that autograd would not see, and for pairs that lie otherwise than asked. After GSPMD (arXiv
-    2105.04663) and JAX's `jit`, but the result is a value: `.explain()` has a line for every
-    operation, `.graph` is code.
+    Args:
+        fn: the function, or a module, which is then called with its parameters as the first
+            argument: `part(dict(module.named_parameters()), x)`.
+        mesh: the mesh to run on.
+        in_specs: layouts of the arguments by position: a tree of `P` or `Spec` that is a prefix of
+            them. None replicates a plain tensor and keeps the layout of a pair.
+        out_specs: layouts of the results, a tree prefix of them; None leaves them as they come out,
+            possibly unreduced.
+        params: layouts of the first argument alone; `in_specs` are then those of the others.
+        topology: the topology that layouts are costed on; None is one node.
+
+    Returns:
+        A `Partition`: called with pairs it returns pairs, with global tensors global tensors. It is
+        differentiable; the gradient of an argument has the dual layout of the argument.
+
+    Raises:
+        ShardingError: from the call, if an operation has no rule, if the function reads values or
+            writes tensors it closes over, if autograd would not see a write, or if a pair has
+            another layout than `in_specs`.
+
+    After GSPMD (arXiv 2105.04663) and `jax.jit`; the result is a value: `explain()` has a line for
+    every operation, `graph` is code.
 
     >>> import fshard as fs
     >>> mesh = fs.Mesh(dp=2, tp=2)
-    >>> f = partition(lambda w, x: (x @ w).relu(), mesh=mesh,
-    ...               in_specs=(fs.P(None, "tp"), fs.P("dp")))
+    >>> f = fs.partition(lambda w, x: (x @ w).relu(), mesh=mesh,
+    ...                  in_specs=(fs.P(None, "tp"), fs.P("dp")))
     >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4)))
     2 operations on Mesh(dp=2, tp=2), topology node
               spec            forward
@@ -471,7 +462,7 @@ def partition(
     """
     if not callable(fn) or not isinstance(mesh, Mesh):
         fail("fs.partition", f"{type(fn).__name__} and {type(mesh).__name__}",
-             "it takes a function and a mesh",
+             "the arguments must be a function and a mesh",
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
     run, module = fn, None
     if isinstance(fn, torch.nn.Module):
@@ -480,12 +471,12 @@ def partition(
         def run(params: Any, *args: Any) -> Any:
             if not isinstance(params, dict):
                 fail(f"fs.partition({type(module).__name__})",
-                     "a first argument that is no dict",
-                     "a module is called with its parameters, and then with its arguments",
+                     f"a first argument of type {type(params).__name__}",
+                     "a module must be called with a dict of its parameters first",
                      "part(dict(module.named_parameters()), *args)")  # fmt: skip
             return torch.func.functional_call(module, params, args)
 
         run.__name__ = type(module).__name__
-        # As the module's own forward, where its parameters are in the place of the module.
+        # The signature of the module's forward, with its parameters in the place of `self`.
         run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
-    return Partition(run, mesh, in_specs, out_specs, params, cost, module=module)
+    return Partition(run, mesh, in_specs, out_specs, params, topology, module=module)

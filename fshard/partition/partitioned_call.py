@@ -1,4 +1,4 @@
-"""One call that `fs.partition` laid out: its lines, what they cost, and how they run."""
+"""`PartitionedCall`: one call that `fs.partition` laid out, its cost, and how it runs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,43 @@ from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import TreeDef, is_pair
 from fshard.ops.core.call import instances_in
 from fshard.ops.strategy.local_call import rank_on_mesh
-from fshard.partition.ir import Line, Move, directly, local_graph, run_everywhere, write
+from fshard.partition.ir import Line, Redistribution
+from fshard.partition.run_lines import (
+    PreparedLine,
+    compile_graph,
+    prepare_lines,
+    rank_graph,
+    run_on_all_ranks,
+    write_value,
+)
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
-from fshard.program.program import as_topology
+from fshard.program.program import Program, as_topology
 from fshard.run.global_tensors import unshard
 
-__all__ = ["Other", "Partitioned"]
+__all__ = ["NonTensor", "PartitionedCall", "explain_partitioned_hook"]
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
-    """A result that is no tensor."""
+class NonTensor:
+    """Result that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Partitioned:
-    """One partitioned call: lines of local operations and programs, for arguments of one kind.
+class PartitionedCall:
+    """Local program of a function for one kind of arguments, as `Partition.trace` returns it.
 
-    `in_specs` and `out_specs` are those of the leaves of arguments and results, None where a
-    result is no tensor; `written` are the places of the leaves that are written; `grad` says
-    whether results have gradients, `source` is the traced graph before layouts, `names` are the
-    paths of the arguments' leaves.
+    Attributes:
+        mesh: the mesh that it runs on.
+        lines: local operations and programs, in order.
+        in_specs: the specs of the arguments' tensors.
+        out_specs: the specs of the results' leaves, None for a result that is not a tensor.
+        written: indices of the arguments' tensors that the function writes.
+        grad: True if some result has a gradient.
+        source: the traced graph, before layouts.
+        names: the paths of the arguments' tensors.
     """
 
     mesh: Mesh
@@ -55,42 +68,43 @@ class Partitioned:
     source: fx.GraphModule
     names: tuple[str, ...]
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
-    _direct: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    _prepared: dict[str, tuple[PreparedLine, ...]] = field(default_factory=dict)
 
     @property
-    def programs(self) -> tuple[Any, ...]:
-        """Every program that runs, in order."""
-        return tuple(line.program for line in self.lines if isinstance(line, Move))
+    def programs(self) -> tuple[Program, ...]:
+        """All programs of the call, in order."""
+        return tuple(line.program for line in self.lines if isinstance(line, Redistribution))
 
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
-        """The cost of all programs, one after the other; with `backward` that of their transposes.
+        """Return the cost of all programs, one after the other, without computation.
 
-        Local operations are not in it.
+        Args:
+            topology: the topology to cost them on; None is the one they were planned on.
+            backward: return the cost of the backward pass instead, that of their transposes.
         """
-        on = topology or self._topology
-        moves = [line for line in self.lines if isinstance(line, Move)]
+        moves = [line for line in self.lines if isinstance(line, Redistribution)]
         progs = [
             line.program.T if backward else line.program for line in moves
             if not backward or (line.grad and line.program.is_linear)
         ]  # fmt: skip
-        return Cost.in_turn(prog.cost(on) for prog in progs)
+        return Cost.in_turn(prog.cost(topology or self._topology) for prog in progs)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
-        """The FX graph of local operations and programs that a rank runs."""
+        """Return the FX graph of local operations and programs that a rank runs."""
         if rank not in self._graphs:
-            outputs = [each if type(each) is int else None for each in self._outputs]
-            self._graphs[rank] = local_graph(self.lines, rank, self._inputs, outputs)
+            outputs = [value if type(value) is int else None for value in self._outputs]
+            self._graphs[rank] = rank_graph(self.lines, rank, self._inputs, outputs)
         return self._graphs[rank]
 
-    def _directly(self, rank: int) -> Callable[..., tuple[Any, ...]]:
-        """What that graph does."""
-        found = self._direct.get(rank)
-        if found is None:
-            found = self._direct[rank] = directly(self.graph(rank))
-        return found
-
     def explain(self, topology: Topology | None = None) -> Any:
-        """A table of every operation's layout and of what is sent each way; prints anywhere."""
+        """Return a table of every operation's layout, and of the bytes sent forward and backward.
+
+        It prints as text, in color in a terminal, and as HTML in a notebook.
+
+        Args:
+            topology: the topology to cost programs on; None is the one they were planned on.
+        """
         on = self._topology if topology is None else as_topology("explain", topology)
         return explain_partitioned_hook.call(self, on)
 
@@ -104,48 +118,64 @@ class Partitioned:
         return bundle
 
     def run(self, locals_: Sequence[Any]) -> list[Any]:
-        """The function on the locals of its leaves: one rank's tensors, or tuples of all ranks'."""
+        """Run the function on the locals of its tensors.
+
+        Args:
+            locals_: for every tensor of the arguments its local on this rank, or the tuple of the
+                locals of all ranks.
+
+        Returns:
+            The leaves of the results, locals in the same form.
+        """
         if self.grad or not torch.is_grad_enabled():
             return self._run(locals_)
-        # No result has a gradient, as of a training step: nothing need be kept for one.
+        # No result has a gradient, as of a training step: nothing is saved for a backward pass.
         with torch.no_grad():
             return self._run(locals_)
 
     def _run(self, locals_: Sequence[Any]) -> list[Any]:
-        for each in locals_:
-            if not isinstance(each, torch.Tensor):
+        outputs = self._outputs
+        for local in locals_:
+            if not isinstance(local, torch.Tensor):
                 break
         else:
-            made = self._directly(rank_on_mesh(self.mesh, "a partitioned function"))(*locals_)
-            return [y if type(at) is int else at.value
-                    for at, y in zip(self._outputs, made, strict=True)]  # fmt: skip
-        wanted = [each for each in self._outputs if type(each) is int]
-        given = dict(zip(self._inputs, locals_, strict=True))
-        found = run_everywhere(self.lines, self.mesh, given, wanted)
-        return [found[each] if type(each) is int else each.value for each in self._outputs]
+            rank = rank_on_mesh(self.mesh, "a partitioned function")
+            function = self._functions.get(rank)
+            if function is None:
+                function = self._functions[rank] = compile_graph(self.graph(rank))
+            results = function(*locals_)
+            return [result if type(out) is int else out.value
+                    for out, result in zip(outputs, results, strict=True)]  # fmt: skip
+        prepared = self._prepared.get("lines")
+        if prepared is None:
+            numbers = {out for out in outputs if type(out) is int}
+            prepared = self._prepared["lines"] = prepare_lines(self.lines, self.mesh, numbers)
+        env = dict(zip(self._inputs, locals_, strict=True))
+        run_on_all_ranks(prepared, self.mesh, env)
+        return [env[out] if type(out) is int else out.value for out in outputs]
 
-    def check_apart(self, given: Sequence[Any], where: str) -> None:
-        """Raise `ShardingError` where a tensor that is written lies in another's memory."""
-        owner: dict[int, int] = {}
-        first = sorted(range(len(given)), key=lambda at: at not in self.written)
-        for at in first:
-            for each in instances_in(given[at], torch.Tensor):
-                place = each.untyped_storage().data_ptr()
-                mine = owner.setdefault(place, at) if place else at
-                if mine != at and mine in self.written:
-                    fail(where, f"{self.names[at]} in the memory of "
-                         f"{self.names[mine]}, which is written",
+    def check_disjoint(self, tensors: Sequence[Any], where: str) -> None:
+        """Raise `ShardingError` if a tensor that is written shares memory with another one."""
+        owners: dict[int, int] = {}
+        for index in sorted(range(len(tensors)), key=lambda index: index not in self.written):
+            for local in instances_in(tensors[index], torch.Tensor):
+                address = local.untyped_storage().data_ptr()
+                owner = owners.setdefault(address, index) if address else index
+                if owner != index and owner in self.written:
+                    fail(where, f"{self.names[index]} in the memory of "
+                         f"{self.names[owner]}, which is written",
                          "the function was traced for tensors that share no memory",
                          "give it a clone() of one of them")  # fmt: skip
 
-    def write_wholes(self, given: Sequence[Any], locals_: Sequence[Any]) -> None:
-        """Make whole tensors that were given what the function wrote to their parts."""
-        for at in self.written:
-            if not is_pair(given[at]):
-                write(given[at], unshard(Sharded(locals_[at], self.in_specs[at])))
+    def write_global_tensors(self, tensors: Sequence[Any], locals_: Sequence[Any]) -> None:
+        """Copy what the function wrote to the locals of plain tensors back into the tensors."""
+        for index in self.written:
+            if not is_pair(tensors[index]):
+                pair = Sharded(locals_[index], self.in_specs[index])
+                write_value(tensors[index], unshard(pair))
 
 
 @Hook
-def explain_partitioned_hook(call: Partitioned, topology: Topology) -> Any:
-    """`Partitioned.explain`; set by `show/partition_table.py`."""
+def explain_partitioned_hook(call: PartitionedCall, topology: Topology) -> Any:
+    """`PartitionedCall.explain`; set by `show/partition_table.py`."""
     raise NotImplementedError

@@ -129,7 +129,7 @@ def compared(program: Program, mesh: Mesh, on: Topology) -> tuple[float, float, 
     """The best time of all choices and of what `fs.auto` chose, and the seconds that each took."""
     args = arguments(program)
     start = time.perf_counter()
-    found = fs.auto(program.function, mesh, args, cost=on)
+    found = fs.auto(program.function, mesh, args, topology=on)
     middle = time.perf_counter()
     search = _Search(program.function, mesh, args, on, None, {})
     best = min(every_choice(search), key=search.rank)

@@ -84,7 +84,7 @@ def test_what_it_chooses_runs_and_explains_itself() -> None:
     assert str(found) == found.explain()
     # No other is what was chosen, written otherwise.
     chosen = [line.partition("  ")[::2] for line in lines[:3]]
-    others = [(name, str(p)) for name, p, _, _ in found.others]
+    others = [(name, str(p)) for name, p, _, _ in found.alternatives]
     assert others
     assert not set(chosen) & set(others)
 
@@ -108,7 +108,7 @@ def test_of_few_choices_the_best_is_taken(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gated", "wide chain", "shared", "norm"])
 def test_labels_and_descent_alone_come_near_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fshard.partition.auto.FEW", 0)
+    monkeypatch.setattr("fshard.partition.auto.MAX_EXHAUSTIVE", 0)
     program = bench_auto.PROGRAMS[name]
     least, spent, *_ = bench_auto.compared(program, Mesh(x=2, y=2), fs.Topology.cluster(2))
     assert spent <= 1.15 * least

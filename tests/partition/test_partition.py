@@ -13,8 +13,8 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, PartitionSpec
-from fshard.partition.ir import Move, Operation
-from fshard.partition.partitioned_call import Partitioned
+from fshard.partition.ir import Redistribution, Operation
+from fshard.partition.partitioned_call import PartitionedCall
 from tests.helpers.ops import blocks
 
 MESH = Mesh(dp=2, tp=2)
@@ -51,12 +51,12 @@ BLOCKS: dict[str, Case] = {
 }  # fmt: skip
 
 
-def sent(made: Partitioned) -> tuple[Counter[tuple[str, tuple[str, ...]]], ...]:
+def sent(made: PartitionedCall) -> tuple[Counter[tuple[str, tuple[str, ...]]], ...]:
     """The collectives of a call, forward and backward: kind and axes of each."""
     forward: Counter[tuple[str, tuple[str, ...]]] = Counter()
     backward: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for line in made.lines:
-        if isinstance(line, Move):
+        if isinstance(line, Redistribution):
             ways = [(forward, line.program), *([(backward, line.program.T)] if line.grad else [])]
             for found, prog in ways:
                 for step, wire in zip(prog.steps, prog.step_bytes, strict=True):
@@ -108,7 +108,7 @@ def test_fsdp_collectives(name: str) -> None:
     fn, params, _, shape = BLOCKS[name]
     p, mesh = params(), Mesh(dp=2)
     specs = {k: P("dp") for k in p}
-    part = fs.partition(fn, mesh=mesh, params=specs, in_specs=(P("dp"),), cost=BYTES)
+    part = fs.partition(fn, mesh=mesh, params=specs, in_specs=(P("dp"),), topology=BYTES)
     x = sample(64, *shape[1:])
     check_equal(part, fn, p, x)
     forward, backward = sent(part.trace(p, x))

@@ -18,6 +18,7 @@ from fshard._torch.operators import (
     schema_of,
     torch_decomposition,
 )
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError, fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -50,7 +51,7 @@ T = TypeVar("T")
 def _cached_by_arguments(function: Callable[..., T]) -> Callable[..., T]:
     """Cache a function of an operation, its arguments and options, if all of them can be hashed."""
 
-    @lru_cache(maxsize=16384)
+    @lru_cache(maxsize=CACHE_SIZE)
     def cached(version: int, op: Any, args: Any, kwargs: Any, options: Any) -> T:
         return function(op, *unfreeze_call(args, kwargs), *options)
 
@@ -267,7 +268,7 @@ def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
     return _packet_named(op.__name__) if is_torch else None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
     for candidate in (name, name.strip("_"), f"linalg_{name}"):
         packet = getattr(torch.ops.aten, candidate, None)
@@ -284,14 +285,23 @@ def parameters_of(op: Any) -> frozenset[str]:
     """
     packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
     if packet is not None:
-        return frozenset().union(*(parameters_of(getattr(packet, o)) for o in packet.overloads()))
+        return _packet_parameters(packet)
     if isinstance(op, OpOverload):
         return frozenset(parameter.name for parameter in schema_of(op).arguments)
+    function = op.forward if isinstance(op, torch.nn.Module) else op
+    code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)
+    if code is not None:
+        return frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     try:
-        function = op.forward if isinstance(op, torch.nn.Module) else op
         return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin without a signature
         return frozenset()
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _packet_parameters(packet: OpOverloadPacket[..., Any]) -> frozenset[str]:
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return frozenset(p.name for overload in overloads for p in schema_of(overload).arguments)
 
 
 def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from fshard._util.cache import CACHE_SIZE
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
@@ -39,7 +40,7 @@ class ChangeCost(NamedTuple):
 FREE = ChangeCost(0.0, False, 0.0)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=CACHE_SIZE)
 def change_cost(
     topology: Topology, link: Link, n: int, src: AxisState, dst: AxisState, local: int, item: int
 ) -> ChangeCost:
@@ -64,7 +65,9 @@ def change_cost(
     if (src.name, dst.name) == ("invariant", "reduced"):
         back = time(all_reduce_traffic(n, local, item))
     elif src.name == "sharded" and dst.name in ("reduced", "sharded"):
-        back = time(all_gather_traffic(n, local) if dst.name == "reduced" else all_to_all_traffic(n, local))
+        back = time(
+            all_gather_traffic(n, local) if dst.name == "reduced" else all_to_all_traffic(n, local)
+        )
     match src.name, dst.name:
         case "sharded", "sharded":
             return ChangeCost(time(all_to_all_traffic(n, local)), True, back)

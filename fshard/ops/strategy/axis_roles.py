@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
@@ -45,7 +46,7 @@ ANY = AxisState("any")
 NO_FACTOR = -1
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=CACHE_SIZE)
 def _unreduced(kind: str) -> AxisState:
     return AxisState("unreduced", 0, 0, kind)
 
@@ -76,7 +77,7 @@ def roles_of(rule: Rule, call: OpCall, *, grad: bool) -> tuple[Role, ...]:
     return _roles(rule, call.operands, call.results, grad)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=CACHE_SIZE)
 def _roles(
     rule: Rule, operands: tuple[Meta, ...], results: tuple[Meta | None, ...], grad: bool
 ) -> tuple[Role, ...]:
@@ -169,7 +170,7 @@ def _dtypes_allow(role: Role, operands: Sequence[Meta], results: Sequence[Meta |
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=CACHE_SIZE)
 def _can_be_unreduced(kind: str, dtype: torch.dtype) -> bool:
     """Return True if a tensor of the dtype can be unreduced by the reduction `kind`."""
     return not state_problems((("x", kind),), (), dtype)

@@ -31,6 +31,7 @@ from fshard._torch.fake_tensors import (
 from fshard._torch.functorch import transform_level
 from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.operators import torch_decomposition
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
@@ -263,7 +264,7 @@ def decompose(
     return _decomposed(op, run, decomposition is not None, *key)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def _decomposed(
     op: Any,
     run: Callable[..., Any],

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.ops.core.registry import decomposition_of, functional_of
-from fshard.ops.propagate.foreach import elements_of, is_list
+from fshard.ops.propagate.foreach import element_calls, is_foreach
 from fshard.ops.propagate.propagate import propagate
 from fshard.partition.apply import apply
 
@@ -102,7 +102,7 @@ def test_nothing_is_sent_for_elements_that_lie_alike() -> None:
 
 def test_elements_are_calls_of_their_own() -> None:
     x, y = tensors(0), tensors(1)
-    found = elements_of(A._foreach_addcmul.ScalarList, (x, y, y, [1, 2, 3]), {})
+    found = element_calls(A._foreach_addcmul.ScalarList, (x, y, y, [1, 2, 3]), {})
     assert [each.kwargs for each in found] == [{"value": 1}, {"value": 2}, {"value": 3}]
     assert [each.places for each in found] == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
 
@@ -174,7 +174,7 @@ def test_sequences_of_at_least_so_many_dims() -> None:
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
 def test_scalars_in_a_tensor_are_done_by_others(name: str) -> None:
     op = getattr(A, f"_foreach_{name}").Tensor
-    assert not is_list(op)
+    assert not is_foreach(op)
     by_others = decomposition_of(op)
     assert by_others is not None
     x, a, b, scalars = tensors(0), tensors(1), tensors(2), torch.tensor([1.0, 2.0, 3.0]).double()

@@ -245,7 +245,7 @@ def test_training_steps_use_fsdps_collectives(name: str, twice: int) -> None:
     step = step_of(fn)
     specs = {key: P("dp") for key in p}
     part = fs.partition(step, mesh=mesh, params=specs, in_specs=(P("dp"),),
-                        out_specs=(specs, P()), cost=BYTES)  # fmt: skip
+                        out_specs=(specs, P()), topology=BYTES)  # fmt: skip
     x = sample(64, *shape[1:]).detach()
     torch.testing.assert_close(part(p, x), step(p, x), rtol=1e-10, atol=1e-11)
     forward, _ = sent(part.trace(p, x))

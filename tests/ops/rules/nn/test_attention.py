@@ -148,7 +148,7 @@ def test_half_precision_loses_no_more_than_on_one_device(cut: int) -> None:
     spec = fs.Spec(mesh, fs.P(*[None] * cut, "x"), shape=(2, 4, 12, 8), dtype=torch.bfloat16)
     slow = Topology(inner=Link(latency=1e-7, bandwidth=1e8), launch=1e-7)
     attend = F.scaled_dot_product_attention
-    part = fs.partition(attend, mesh=mesh, in_specs=(spec,) * 3, cost=slow)
+    part = fs.partition(attend, mesh=mesh, in_specs=(spec,) * 3, topology=slow)
     right = gradients(attend, torch.float64)
     one, mine = gradients(attend, torch.bfloat16), gradients(part, torch.bfloat16)
     for each, other, exact in zip(one, mine, right, strict=True):

@@ -282,7 +282,7 @@ BYTES = fs.Topology("bytes", inner=fs.Link(1e-9, 1e9), launch=1e-9, message=0.0)
 
 def run(function: Any, specs: Sequence[fs.PartitionSpec], *given: torch.Tensor) -> list[str]:
     """The steps that send, in order, of a function that must be right with its gradients."""
-    made = fs.partition(function, mesh=GRID, in_specs=tuple(specs), cost=BYTES)
+    made = fs.partition(function, mesh=GRID, in_specs=tuple(specs), topology=BYTES)
     value, right = made(*given), function(*given)
     wanted = [x for x in given if x.requires_grad]
     assert torch.allclose(value, right)

@@ -15,8 +15,8 @@ import fshard as fs
 from fshard import Mesh, P, PartitionSpec
 from fshard.ops.core.registry import decomposition_of, functional_of
 from fshard.ops.strategy.local_call import flat
-from fshard.partition.ir import Move
-from fshard.partition.partitioned_call import Partitioned
+from fshard.partition.ir import Redistribution
+from fshard.partition.partitioned_call import PartitionedCall
 from fshard.program.cost.topology import Link, Topology
 from tests.helpers.ops.op_checks import difference
 from tests.ops.rules.nn import test_norms
@@ -112,11 +112,11 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def sent(made: Partitioned) -> Counter[str]:
+def sent(made: PartitionedCall) -> Counter[str]:
     """The collectives of a call, by kind."""
     return Counter(
         type(step).__name__
-        for line in made.lines if isinstance(line, Move)
+        for line in made.lines if isinstance(line, Redistribution)
         for step, wire in zip(line.program.steps, line.program.step_bytes, strict=True) if wire
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_a_dim_stays_cut_and_only_numbers_are_summed(name: str) -> None:
         fs.Spec(mesh, p, shape=x.shape, dtype=x.dtype, uneven="chunk")
         for p, x in zip(layouts, args, strict=True)
     )
-    part = fs.partition(fn, mesh=mesh, in_specs=specs, cost=SLOW)
+    part = fs.partition(fn, mesh=mesh, in_specs=specs, topology=SLOW)
     collectives = sent(part.trace(*args))
     assert set(collectives) == {"AllReduce"}
     assert collectives.total() <= most

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.partition.ir import Move
+from fshard.partition.ir import Redistribution
 from fshard.program.cost.topology import Link, Topology
 from tests.helpers.ops.op_checks import call_with, check_call
 
@@ -181,8 +181,8 @@ def test_only_what_is_at_the_ends_of_parts_is_sent(name: str) -> None:
     x = make()
     x.requires_grad_(x.is_floating_point())
     spec = fs.Spec(FOUR, fs.P(None, "x"), shape=x.shape, dtype=x.dtype)
-    part = fs.partition(fn, mesh=FOUR, in_specs=(spec,), cost=SLOW)
-    programs = [line.program for line in part.trace(x).lines if isinstance(line, Move)]
+    part = fs.partition(fn, mesh=FOUR, in_specs=(spec,), topology=SLOW)
+    programs = [line.program for line in part.trace(x).lines if isinstance(line, Redistribution)]
     sent = [prog.cost(SLOW).bytes_received for prog in programs]
     assert sum(map(bool, sent)) <= moves
     # Places are of eight bytes whatever they are of; a sum takes twice what a gather does.
@@ -202,6 +202,6 @@ def test_only_what_is_at_the_ends_of_parts_is_sent(name: str) -> None:
 def test_what_has_no_blocks_is_brought_together() -> None:
     x = rand(3, 7)
     spec = fs.Spec(FOUR, fs.P(None, "x"), shape=x.shape, dtype=x.dtype, uneven="chunk")
-    part = fs.partition(lambda x: x.cumsum(1), mesh=FOUR, in_specs=(spec,), cost=SLOW)
+    part = fs.partition(lambda x: x.cumsum(1), mesh=FOUR, in_specs=(spec,), topology=SLOW)
     torch.testing.assert_close(part(x), x.cumsum(1))
     assert len(part.trace(x).programs) == 1
