@@ -207,7 +207,8 @@ def test_all_results_that_fail_are_named() -> None:
 KNOWN = "the options are in_specs=, out_specs=, mesh=, axis_names=, redistribute_inputs=, check="
 OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"mesh": {"x": 2}}, "mesh={'x': 2}", "mesh must be a fs.Mesh", "mesh=fs.Mesh(x=2)"),
-    ({"mesh": Mesh()}, "mesh=Mesh()", "there must be at least one axis to map", "mesh=fs.Mesh(x=1)"),
+    ({"mesh": Mesh()}, "mesh=Mesh()", "there must be at least one axis to map",
+     "mesh=fs.Mesh(x=1)"),
     ({"axis_names": "x"}, "axis_names='x'",
      "axis_names must be a set, frozenset or tuple of axis names", "axis_names={'x'}"),
     ({"axis_names": ["x"]}, "axis_names=['x']",

@@ -131,12 +131,12 @@ def collective(
                 return result  # type: ignore[no-any-return]
         return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
 
-    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation="Tree")
+    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation=Tree)
     parameters = [
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
         for p in inspect.signature(make_plan).parameters.values()
     ]
-    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation="Tree")  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation=Tree)  # type: ignore[attr-defined]
     COLLECTIVE_PLANS[run] = make_plan
     return run
 
@@ -364,7 +364,7 @@ def check_dim(dim: int, ndim: int, where: str, option: str, owner: str = "a tens
         fail(
             where,
             f"{option}={dim!r} of {owner} of {ndim} dims",
-            f"a dim is in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+            f"a dim must be in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
             "name a dim it has" if ndim else "x[None] has one",
         )
     return dim % ndim

@@ -21,8 +21,8 @@ from fshard.run.capture import Launchers
 from fshard.spmd.collectives import collective_plan
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_global
-from tests.spmd.collectives.test_collectives import CASES, axes_of, by_oracle, on_rank
-from tests.spmd.collectives.test_collectives import arguments as collective_arguments
+from tests.helpers.spmd.collective_cases import CASES, axes_of, by_oracle, on_rank
+from tests.helpers.spmd.collective_cases import arguments as collective_arguments
 
 MESHES = [Mesh(i=2), Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))]
 F64 = torch.float64

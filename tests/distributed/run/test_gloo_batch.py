@@ -11,8 +11,8 @@ from fshard import Batch, Mesh, P, Program, Spec
 from fshard.layout.tree import flatten, unflatten
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_locals
+from tests.helpers.spmd.collective_cases import here
 from tests.plan.test_batch import ends, fsdp, only, owners
-from tests.spmd.collectives.test_collectives import here
 
 F64 = torch.float64
 MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))

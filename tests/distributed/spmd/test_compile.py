@@ -19,8 +19,8 @@ from fshard import Mesh, P, Sharded, Spec
 from fshard.spmd.collectives.collective_plan import COLLECTIVE_PLANS
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_global
-from tests.spmd.collectives.test_collectives import CASES, by_oracle
-from tests.spmd.collectives.test_collectives import arguments as collective_arguments
+from tests.helpers.spmd.collective_cases import CASES, by_oracle
+from tests.helpers.spmd.collective_cases import arguments as collective_arguments
 
 MESH = Mesh(i=2)
 F64 = torch.float64

@@ -9,9 +9,9 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError
 from tests.helpers.gloo.harness import outcomes, run_ranks
-from tests.spmd.collectives.test_collective_trees import MESH, ON_TREES, values_and_gradients
-from tests.spmd.collectives.test_collectives import here
-from tests.spmd.collectives.test_ragged_all_to_all import ragged_by_hand, ragged_on_rank
+from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_trees import MESH, ON_TREES, values_and_gradients
+from tests.helpers.spmd.ragged_cases import ragged_by_hand, ragged_on_rank
 
 
 def trees() -> list[Any]:

@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import fshard as fs
 from fshard import Mesh, P, ShardingError
 from tests.helpers.gloo.harness import run_ranks
-from tests.spmd.jax.test_jax_errors import text
+from tests.helpers.spec_grid import message
 
 MESH = Mesh(i=2)
 X = torch.tensor([[0.5, -1.0], [2.0, 3.0]], dtype=torch.float64)
@@ -121,22 +121,22 @@ def test_transforms_over_a_mapped_function(check: bool) -> None:
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a set": (
         lambda v: fs.psum(v, {"i"}, mesh=MESH),  # type: ignore[arg-type]
-        text("fs.psum", "the set {'i'} as axes",
+        message("fs.psum", "the set {'i'} as axes",
              "axes must be a name or a tuple or list of names, major to minor", "'i', say"),
     ),
     "a frozen set": (
         lambda v: fs.all_gather(v, axis_name=frozenset({"i"}), mesh=MESH),  # type: ignore[arg-type]
-        text("fs.all_gather", "the set {'i'} as axes",
+        message("fs.all_gather", "the set {'i'} as axes",
              "axes must be a name or a tuple or list of names, major to minor", "'i', say"),
     ),
     "a list of places": (
         lambda v: fs.pshuffle(v, "i", [0, 0], mesh=MESH),
-        text("fs.pshuffle", "perm=[0, 0]", "perm must have every index 0..1 along i once",
+        message("fs.pshuffle", "perm=[0, 0]", "perm must have every index 0..1 along i once",
              "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
     "lists of groups": (
         lambda v: fs.psum(v, "i", axis_index_groups=[[0], [0]], mesh=MESH),
-        text("fs.psum", "axis_index_groups=[[0], [0]] along i",
+        message("fs.psum", "axis_index_groups=[[0], [0]] along i",
              "the groups must be lists of one size and have every index 0..1 once",
              "axis_index_groups=[[0], [1]], say"),
     ),

@@ -9,10 +9,10 @@ import pytest
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.jax.jax_bodies import numbers
+from tests.helpers.jax.jax_bodies import assert_same, expected, numbers
 from tests.helpers.jax.jax_cases import CASES
-from tests.spmd.jax.test_jax_behaviours import EXPECTED, assert_same
 
+EXPECTED = expected()
 MESHES = list(dict.fromkeys(case.mesh for case in CASES.values()))
 
 

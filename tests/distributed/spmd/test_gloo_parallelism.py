@@ -9,11 +9,11 @@ import pytest
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
-from tests.spmd.collectives import test_wire_dtypes as wires
-from tests.spmd.test_parallelism import (
+from tests.helpers.spmd import wire_dtype_cases as wires
+from tests.helpers.spmd.parallel_models import CHECKS
+from tests.helpers.spmd.parallelism_cases import (
     ACCUMULATED,
     CASES,
-    CHECKS,
     Check,
     Found,
     accumulate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fshard as fs
 from tests.helpers.gloo.harness import run_ranks
-from tests.spmd.collectives.test_ragged_all_to_all import REFUSED, refusals, text
+from tests.helpers.spmd.ragged_cases import REFUSED, refusals, text
 
 MESH = fs.Mesh(i=2)
 

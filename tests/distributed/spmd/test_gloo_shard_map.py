@@ -13,8 +13,8 @@ import fshard as fs
 from fshard import Mesh, P, Sharded, ShardingError, Spec
 from tests.helpers.gloo.harness import outcomes, run_ranks
 from tests.helpers.spec_grid import random_global
-from tests.spmd.collectives.test_collectives import CASES, axes_of, by_oracle, on_rank
-from tests.spmd.collectives.test_collectives import arguments as collective_arguments
+from tests.helpers.spmd.collective_cases import CASES, axes_of, by_oracle, on_rank
+from tests.helpers.spmd.collective_cases import arguments as collective_arguments
 
 MESHES = [
     Mesh(i=2),

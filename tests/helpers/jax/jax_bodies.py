@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import Mesh
 
-__all__ = ["Case", "Torch", "expected", "numbers", "ramp"]
+__all__ = ["Case", "Torch", "assert_same", "expected", "numbers", "ramp"]
 
 F64 = torch.float64
 EXPECTED = Path(__file__).with_name("jax_expected.json")
@@ -197,3 +197,15 @@ def gradients_of(loss: Any, args: Sequence[torch.Tensor], again: bool) -> list[t
         return [torch.zeros_like(x) for x in args]
     found = torch.autograd.grad(loss, args, create_graph=again, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(args, found, strict=True)]
+
+
+def assert_same(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
+    """Results, gradients and second derivatives are those wanted."""
+    assert found.keys() == want.keys()
+    for key, leaves in want.items():
+        for got, each in zip(found[key], leaves, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(got, dtype=torch.float64),
+                torch.tensor(each, dtype=torch.float64),
+                msg=lambda text, key=key: f"{key} of {name}: {text}",
+            )

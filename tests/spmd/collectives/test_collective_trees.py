@@ -12,51 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
-from tests.helpers.spec_grid import random_global
-from tests.spmd.collectives.test_collectives import here
-
-F64 = torch.float64
-MESH = Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3))
-SHAPES = ((6, 6), (6, 1, 6), (6, 0), (6,))
-
-ON_TREES: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "psum": (fs.psum, "all_reduce", ""),
-    "pmean": (fs.pmean, "all_reduce", ""),
-    "pmax": (fs.pmax, "all_reduce", "all_reduce"),
-    "pmin": (fs.pmin, "all_reduce", "all_reduce"),
-    "pprod": (fs.pprod, "all_gather", ""),
-    "pcast": (lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), "", "all_reduce"),
-    "all_gather": (fs.all_gather, "all_gather", "reduce_scatter"),
-    "all_gather(1)": (
-        lambda x, ax, **o: fs.all_gather(x, ax, axis=-1, tiled=True, **o),
-        "all_gather", "reduce_scatter",
-    ),
-    "psum_scatter": (
-        lambda x, ax, **o: fs.psum_scatter(x, ax, tiled=True, **o), "reduce_scatter", "all_gather",
-    ),
-    "all_to_all": (
-        lambda x, ax, **o: fs.all_to_all(x, ax, 0, -1, tiled=True, **o), "all_to_all", "all_to_all",
-    ),
-    "ppermute": (lambda x, ax, **o: fs.ppermute(x, ax, [(0, 1)], **o), "ppermute", "ppermute"),
-    "pbroadcast": (lambda x, ax, **o: fs.pbroadcast(x, ax, 1, **o), "broadcast", "reduce"),
-}  # fmt: skip
-
-
-def leaves(rank: int) -> list[torch.Tensor]:
-    return [
-        random_global(shape, F64, 10 * rank + at).requires_grad_()
-        for at, shape in enumerate(SHAPES)
-    ]
-
-
-def values_and_gradients(run: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
-    """Results, gradients and gradients of the gradients' squares, of this rank."""
-    xs = leaves(here(MESH))
-    ys = run(xs)
-    total = sum(((y + 1) ** 2).sum() for y in ys)
-    grads = torch.autograd.grad(total, xs, create_graph=True)
-    second = torch.autograd.grad(sum((g**2).sum() for g in grads), xs, allow_unused=True)
-    return [[None if t is None else t.detach() for t in each] for each in (ys, list(grads), second)]
+from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_trees import F64, MESH, ON_TREES, leaves, values_and_gradients
 
 
 @pytest.mark.parametrize("name", list(ON_TREES))
@@ -269,7 +226,8 @@ def test_simulated_ranks_wait_for_what_they_start() -> None:
     assert str(caught.value) == (
         "fs.psum\n"
         f"  given: 1 pending result never waited for: fs.psum at {__file__}:{line}\n"
-        "  rule:  a collective that a simulated rank starts must be waited for, once, before it returns\n"
+        "  rule:  a collective that a simulated rank starts must be waited for, once, before it "
+        "returns\n"
         "  fix:   pending.wait()"
     )
     with pytest.raises(KeyError, match="another error"):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 import fshard as fs
 from fshard import Mesh, P
-from tests.helpers.jax.jax_bodies import expected, numbers
+from tests.helpers.jax.jax_bodies import assert_same, expected, numbers
 from tests.helpers.jax.jax_cases import CASES
 from tests.helpers.jax.jax_programs import Program, case_of, one_by_one, programs
 
@@ -20,18 +20,6 @@ CHECKS = [
     for name, case in CASES.items()
     for check in ((False, True, "strict", "values") if case.casts else (True, "values"))
 ]
-
-
-def assert_same(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
-    """Results, gradients and second derivatives are those wanted."""
-    assert found.keys() == want.keys()
-    for key, leaves in want.items():
-        for got, each in zip(found[key], leaves, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(got, dtype=torch.float64),
-                torch.tensor(each, dtype=torch.float64),
-                msg=lambda text, key=key: f"{key} of {name}: {text}",
-            )
 
 
 @pytest.mark.parametrize(("name", "check"), CHECKS, ids=[f"{n}-{c}" for n, c in CHECKS])

@@ -10,13 +10,10 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
+from tests.helpers.spec_grid import message
 
 MESH = Mesh(x=2, y=3)
 X = torch.zeros(6, 6)  # local: (3, 2)
-
-
-def text(where: str, given: str, rule: str, fix: str) -> str:
-    return f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
 
 
 CASTS = (
@@ -28,224 +25,228 @@ Refused = tuple[Callable[[torch.Tensor], Any], str]
 IN_A_BODY: dict[str, Refused] = {
     "unknown axis": (
         lambda v: fs.psum(v, "q"),
-        text("fs.psum", "axis 'q' on Mesh(x=2, y=3)", "an axis must be one of x, y",
+        message("fs.psum", "axis 'q' on Mesh(x=2, y=3)", "an axis must be one of x, y",
              "use one of x, y"),
     ),
     "misspelt axis": (
         lambda v: fs.all_gather(v, ("x", "yy")),
-        text("fs.all_gather", "axis 'yy' on Mesh(x=2, y=3)", "an axis must be one of x, y",
+        message("fs.all_gather", "axis 'yy' on Mesh(x=2, y=3)", "an axis must be one of x, y",
              "did you mean 'y'?"),
     ),
     "axis twice": (
         lambda v: fs.psum(v, ("x", "x")),
-        text("fs.psum", "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once",
+        message("fs.psum", "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once",
              "name 'x' once"),
     ),
     "an axis that is no name": (
         lambda v: fs.psum(v, 3),  # type: ignore[arg-type]
-        text("fs.psum", "3 as axes", "axes must be a name or a tuple or list of names",
+        message("fs.psum", "3 as axes", "axes must be a name or a tuple or list of names",
              "'x' or ('x', 'y'), with names of the mesh's axes"),
     ),
     "axes of which one is no name": (
         lambda v: fs.all_gather(v, ("x", 3)),  # type: ignore[arg-type]
-        text("fs.all_gather", "('x', 3) as axes", "axes must be a name or a tuple or list of names",
+        message("fs.all_gather", "('x', 3) as axes",
+             "axes must be a name or a tuple or list of names",
              "'x' or ('x', 'y'), with names of the mesh's axes"),
     ),
     "axes that are a set": (
         lambda v: fs.all_gather(v, {"y", "x"}),  # type: ignore[arg-type]
-        text("fs.all_gather", "the set {'x', 'y'} as axes",
+        message("fs.all_gather", "the set {'x', 'y'} as axes",
              "axes must be a name or a tuple or list of names, major to minor",
              "('x', 'y'), say"),
     ),
     "an index along a set": (
         lambda v: v * fs.axis_index(frozenset({"x"})),  # type: ignore[arg-type]
-        text("fs.axis_index", "the set {'x'} as axes",
+        message("fs.axis_index", "the set {'x'} as axes",
              "axes must be a name or a tuple or list of names, major to minor", "'x', say"),
     ),
     "places that are no pairs": (
         lambda v: fs.ppermute(v, "y", [0, 1, 2]),  # type: ignore[list-item]
-        text("fs.ppermute", "perm=[0, 1, 2]", "perm must have pairs of indices, (source, destination)",
+        message("fs.ppermute", "perm=[0, 1, 2]",
+             "perm must have pairs of indices, (source, destination)",
              "perm=[(0, 1)], say"),
     ),
     "three places": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (0, 1, 2)]),  # type: ignore[list-item]
-        text("fs.ppermute", "perm=[(0, 1), (0, 1, 2)]",
+        message("fs.ppermute", "perm=[(0, 1), (0, 1, 2)]",
              "perm must have pairs of indices, (source, destination)", "perm=[(0, 1)], say"),
     ),
     "one source for two": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (0, 2)]),
-        text("fs.ppermute", "source 0 in (0, 1), (0, 2) of perm",
+        message("fs.ppermute", "source 0 in (0, 1), (0, 2) of perm",
              "every source must occur at most once",
              "fs.pbroadcast(x, 'y', 0), or an fs.ppermute for each destination"),
     ),
     "two sources for one": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (-1, 1)]),
-        text("fs.ppermute", "destination 1 in (0, 1), (2, 1) of perm",
+        message("fs.ppermute", "destination 1 in (0, 1), (2, 1) of perm",
              "every destination must occur at most once",
              "fs.ppermute(x, 'y', [(0, 1)]) + fs.ppermute(x, 'y', [(2, 1)])"),
     ),
     "a pair twice": (
         lambda v: fs.ppermute(v, "y", [(0, 1), (0, 1)]),
-        text("fs.ppermute", "(0, 1) 2 times in perm",
+        message("fs.ppermute", "(0, 1) 2 times in perm",
              "every source and every destination must occur at most once", "(0, 1) once"),
     ),
     "a shuffle that is no permutation": (
         lambda v: fs.pshuffle(v, "y", [0, 1, 1]),
-        text("fs.pshuffle", "perm=[0, 1, 1]", "perm must have every index 0..2 along y once",
+        message("fs.pshuffle", "perm=[0, 1, 1]", "perm must have every index 0..2 along y once",
              "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
     "a shuffle of too few": (
         lambda v: fs.pshuffle(v, "y", [0, 1]),
-        text("fs.pshuffle", "perm=[0, 1]", "perm must have every index 0..2 along y once",
+        message("fs.pshuffle", "perm=[0, 1]", "perm must have every index 0..2 along y once",
              "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
     "a source that is no rank": (
         lambda v: fs.pbroadcast(v, "y", 3),
-        text("fs.pbroadcast", "source=3", "indices along y must be in -3..2", "source=0, say"),
+        message("fs.pbroadcast", "source=3", "indices along y must be in -3..2", "source=0, say"),
     ),
     "a source that is no place": (
         lambda v: fs.pbroadcast(v, "y", "x"),  # type: ignore[arg-type]
-        text("fs.pbroadcast", "source='x'", "indices along y must be in -3..2", "source=0, say"),
+        message("fs.pbroadcast", "source='x'", "indices along y must be in -3..2", "source=0, say"),
     ),
     "a dim to gather along": (
         lambda v: fs.all_gather(v, "x", axis=2, tiled=True),
-        text("fs.all_gather", "axis=2 of a tensor of 2 dims", "a dim must be in -2..1",
+        message("fs.all_gather", "axis=2 of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "a dim to gather along that is none": (
         lambda v: fs.all_gather(v, "x", axis="y", tiled=True),  # type: ignore[arg-type]
-        text("fs.all_gather", "axis='y' of a tensor of 2 dims", "a dim must be in -2..1",
+        message("fs.all_gather", "axis='y' of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "a dim to stack along": (
         lambda v: fs.all_gather(v, "x", axis=3),
-        text("fs.all_gather", "axis=3 of a result of 3 dims", "a dim must be in -3..2",
+        message("fs.all_gather", "axis=3 of a result of 3 dims", "a dim must be in -3..2",
              "name a dim it has"),
     ),
     "a scalar to gather along": (
         lambda v: fs.all_gather(v.sum(), "x", tiled=True),
-        text("fs.all_gather", "axis=0 of a tensor of 0 dims", "a 0-dim tensor has no dims",
+        message("fs.all_gather", "axis=0 of a tensor of 0 dims", "a 0-dim tensor has no dims",
              "x[None] has one"),
     ),
     "JAX's word for invariant": (
         lambda v: fs.all_gather(v, "x", to="invarying"),
-        text("fs.all_gather", "to='invarying'", "to must be varying, invariant or reduced",
+        message("fs.all_gather", "to='invarying'", "to must be varying, invariant or reduced",
              "did you mean 'invariant'?"),
     ),
     "a gather to addends": (
         lambda v: fs.all_gather(v, "x", to="unreduced"),
-        text("fs.all_gather", "to='unreduced'", "to must be varying, invariant or reduced",
+        message("fs.all_gather", "to='unreduced'", "to must be varying, invariant or reduced",
              "did you mean 'reduced'?"),
     ),
     "a state misspelt": (
         lambda v: fs.pcast(v, "x", to="varing"),
-        text("fs.pcast", "to='varing'", CASTS, "did you mean 'varying'?"),
+        message("fs.pcast", "to='varing'", CASTS, "did you mean 'varying'?"),
     ),
     "a source misspelt": (
         lambda v: fs.pcast(v, "x", to="reduced", src="invarying"),
-        text("fs.pcast", "a cast from 'invarying' to 'reduced'", CASTS,
+        message("fs.pcast", "a cast from 'invarying' to 'reduced'", CASTS,
              "did you mean 'invariant'?"),
     ),
     "a cast to one value": (
         lambda v: fs.pcast(v, ("x", "y"), to="invariant"),
-        text("fs.pcast", "to='invariant'", CASTS,
+        message("fs.pcast", "to='invariant'", CASTS,
              "fs.psum(x, ('x', 'y')) goes from varying or unreduced to invariant"),
     ),
     "a cast to what it is": (
         lambda v: fs.pcast(v, "x", to="varying", src="varying"),
-        text("fs.pcast", "a cast from 'varying' to 'varying'", CASTS, "leave the cast out"),
+        message("fs.pcast", "a cast from 'varying' to 'varying'", CASTS, "leave the cast out"),
     ),
     "a cast of one value to addends": (
         lambda v: fs.pcast(v, "x", to="unreduced", src="invariant"),
-        text("fs.pcast", "a cast from 'invariant' to 'unreduced'", CASTS,
+        message("fs.pcast", "a cast from 'invariant' to 'unreduced'", CASTS,
              "torch.where(fs.axis_index('x') == 0, x, 0), which varies: the value once, and zeros; "
              "then the cast"),
     ),
     "a sum of booleans that is cut": (
         lambda v: fs.psum_scatter(v > 0, "x", scatter_dimension=1, tiled=True),
-        text("fs.psum_scatter", "a tensor of torch.bool", "booleans have no sum",
+        message("fs.psum_scatter", "a tensor of torch.bool", "booleans have no sum",
              "x.to(torch.int64), to count them"),
     ),
     "a maximum of complex numbers": (
         lambda v: fs.pmax(torch.complex(v, v), "x"),
-        text("fs.pmax", "a tensor of torch.complex64", "complex numbers have no order",
+        message("fs.pmax", "a tensor of torch.complex64", "complex numbers have no order",
              "x.abs(), or x.real and x.imag one by one"),
     ),
     "the place of a complex minimum": (
         lambda v: fs.pargmin(torch.complex(v, v), "x"),
-        text("fs.pargmin", "a tensor of torch.complex64", "complex numbers have no order",
+        message("fs.pargmin", "a tensor of torch.complex64", "complex numbers have no order",
              "x.abs(), or x.real and x.imag one by one"),
     ),
     "a dim to scatter that does not divide": (
         lambda v: fs.psum_scatter(v, "x", tiled=True),
-        text("fs.psum_scatter", "scatter_dimension=0 of size 3",
+        message("fs.psum_scatter", "scatter_dimension=0 of size 3",
              "the 2 ranks along the axes must divide the dim; 3 % 2 = 1", "pad it to 4"),
     ),
     "a dim to scatter of another size": (
         lambda v: fs.psum_scatter(v, "x"),
-        text("fs.psum_scatter", "scatter_dimension=0 of size 3",
+        message("fs.psum_scatter", "scatter_dimension=0 of size 3",
              "without tiled=True the dim must have one entry for each of the 2 ranks",
              "tiled=True splits a longer dim"),
     ),
     "no dim to scatter": (
         lambda v: fs.psum_scatter(v, "x", scatter_dimension=-3),
-        text("fs.psum_scatter", "scatter_dimension=-3 of a tensor of 2 dims", "a dim must be in -2..1",
+        message("fs.psum_scatter", "scatter_dimension=-3 of a tensor of 2 dims",
+             "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "a dim to split that does not divide": (
         lambda v: fs.all_to_all(v, ("y", "x"), 0, 1, tiled=True),
-        text("fs.all_to_all", "split_axis=0 of size 3",
+        message("fs.all_to_all", "split_axis=0 of size 3",
              "the 6 ranks along the axes must divide the dim; 3 % 6 = 3", "pad it to 6"),
     ),
     "a dim to split of another size": (
         lambda v: fs.all_to_all(v, "y", 1, 0),
-        text("fs.all_to_all", "split_axis=1 of size 2",
+        message("fs.all_to_all", "split_axis=1 of size 2",
              "without tiled=True the dim must have one entry for each of the 3 ranks",
              "tiled=True splits a longer dim"),
     ),
     "no dim to concatenate": (
         lambda v: fs.all_to_all(v, "y", 0, 2),
-        text("fs.all_to_all", "concat_axis=2 of a tensor of 2 dims", "a dim must be in -2..1",
+        message("fs.all_to_all", "concat_axis=2 of a tensor of 2 dims", "a dim must be in -2..1",
              "name a dim it has"),
     ),
     "groups of two sizes": (
         lambda v: fs.psum(v, "y", axis_index_groups=[[0, 1], [2]]),
-        text("fs.psum", "axis_index_groups=[[0, 1], [2]] along y",
+        message("fs.psum", "axis_index_groups=[[0, 1], [2]] along y",
              "the groups must be lists of one size and have every index 0..2 once",
              "axis_index_groups=[[0], [1], [2]], say"),
     ),
     "groups that are none": (
         lambda v: fs.psum(v, "y", axis_index_groups=[0, 1, 2]),  # type: ignore[list-item]
-        text("fs.psum", "axis_index_groups=[0, 1, 2] along y",
+        message("fs.psum", "axis_index_groups=[0, 1, 2] along y",
              "the groups must be lists of one size and have every index 0..2 once",
              "axis_index_groups=[[0], [1], [2]], say"),
     ),
     "an index in no group": (
         lambda v: fs.all_gather(v, "y", axis_index_groups=[[0], [2]]),
-        text("fs.all_gather", "axis_index_groups=[[0], [2]] along y",
+        message("fs.all_gather", "axis_index_groups=[[0], [2]] along y",
              "the groups must be lists of one size and have every index 0..2 once",
              "axis_index_groups=[[0], [1], [2]], say"),
     ),
     "an index in two groups": (
         lambda v: fs.psum_scatter(v, ("x", "y"), axis_index_groups=[[0, 1, 2], [3, 4, 4]]),
-        text("fs.psum_scatter", "axis_index_groups=[[0, 1, 2], [3, 4, 4]] along x, y",
+        message("fs.psum_scatter", "axis_index_groups=[[0, 1, 2], [3, 4, 4]] along x, y",
              "the groups must be lists of one size and have every index 0..5 once",
              "axis_index_groups=[[0, 1, 2], [3, 4, 5]], say"),
     ),
     "a leaf that cannot be sent": (
         lambda v: fs.all_gather([v, 3], "x"),
-        text("fs.all_gather", "a leaf of type int", "the leaves of the tree must be tensors, or None",
+        message("fs.all_gather", "a leaf of type int",
+             "the leaves of the tree must be tensors, or None",
              "torch.as_tensor(x)"),
     ),
     "a leaf that cannot be summed": (
         lambda v: fs.psum([v, "abc"], "x"),
-        text("fs.psum", "a leaf of type str",
+        message("fs.psum", "a leaf of type str",
              "the leaves of the tree must be tensors, numbers, or None",
              "torch.as_tensor(x) of an array; leave other objects out of the tree"),
     ),
     "a leaf that has no maximum": (
         lambda v: fs.pmax("abc", "x"),
-        text("fs.pmax", "a leaf of type str",
+        message("fs.pmax", "a leaf of type str",
              "the leaves of the tree must be tensors, numbers, or None",
              "torch.as_tensor(x) of an array; leave other objects out of the tree"),
     ),
@@ -259,7 +260,7 @@ def test_all_pairs_that_are_no_places() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=P("x", "y"), out_specs=P("x", "y"))(X)
     assert str(caught.value) == "fs.ppermute\n" + "\n\n".join(
-        text("", *each).removeprefix("\n")
+        message("", *each).removeprefix("\n")
         for each in (
             ("(0, 7) in perm", "indices along y must be in -3..2", "(0, 1), say"),
             ("(9, 1) in perm", "indices along y must be in -3..2", "(0, 1), say"),
@@ -297,7 +298,7 @@ def test_an_axis_is_bound_in_a_mapped_function_only(name: str) -> None:
     call, axes = UNBOUND[name]
     with pytest.raises(ShardingError) as caught:
         call()
-    assert str(caught.value) == text(
+    assert str(caught.value) == message(
         name, f"an unbound axis name: {axes}", "axis names are bound inside shard_map",
         f"call {name} in a function under fs.shard_map, or give mesh=",
     )  # fmt: skip

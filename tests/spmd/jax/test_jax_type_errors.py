@@ -10,13 +10,20 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
-from tests.spmd.jax.test_jax_errors import CASTS, MESH, X, text
+from tests.helpers.spec_grid import message
+
+MESH = Mesh(x=2, y=3)
+X = torch.zeros(6, 6)  # local: (3, 2)
+CASTS = (
+    "casts are invariant to reduced, invariant to varying, reduced to varying, varying to unreduced"
+)
+
 
 
 def unproven(path: str, kind: str, spec: str, along: str, part: str = "") -> str:
     """What is said of a result that varies along axes which its spec leaves out."""
     names = along.replace("'", "").strip("()")
-    return text(
+    return message(
         "shard_map(body)", f"{path}: {kind} with the out spec {spec}",
         f"an out spec that leaves {names} out promises one value along it; this is varying",
         f"fs.psum(result, {along}), fs.all_gather(result, {along}, to='invariant') or the like; or "
@@ -91,10 +98,11 @@ def test_axes_in_two_states(name: str) -> None:
 
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x", "y"), check=True)(X)
-    assert str(caught.value) == text(
+    assert str(caught.value) == message(
         f"shard_map(body): {name} at {__file__}:{call.__code__.co_firstlineno}",
         "an operand f32[3,6]{varying: x}",
-        "along its axes the operand must be in one state; here it is varying along x, invariant along y",
+        "along its axes the operand must be in one state; here it is varying along x, invariant "
+        "along y",
         "leave out y, or fs.pcast(x, 'y', to='varying') first, if the equal values are to count "
         "once per rank",
     )  # fmt: skip
@@ -124,7 +132,7 @@ def test_addends_pass_linear_operations_only(name: str) -> None:
     out = P(unreduced={"x"})
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=True)(X)
-    assert str(caught.value) == text(
+    assert str(caught.value) == message(
         f"shard_map(body): {op} at {__file__}:{call.__code__.co_firstlineno}", given,
         f"operands unreduced along x must enter linear operations: {why}",
         "fs.psum(operand, 'x') before",
@@ -138,11 +146,11 @@ def test_an_addend_goes_with_addends() -> None:
     out = P(unreduced={"x"})
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=True)(X)
-    assert str(caught.value) == text(
+    assert str(caught.value) == message(
         f"shard_map(body): add at {__file__}:{body.__code__.co_firstlineno + 1}",
         "f32[3,6]{unreduced: x} and f32[3,6]{varying: x}",
-        "the operands of a linear operation must all be unreduced along x by one reduction, or none: "
-        "another is added once on every rank",
+        "the operands of a linear operation must all be unreduced along x by one reduction, or "
+        "none: another is added once on every rank",
         "fs.psum(operand, 'x') before",
     )  # fmt: skip
 
@@ -175,8 +183,9 @@ STATES: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], tuple[str, str, str
     ),
     "a cast along axes in two states": (
         P("x"), P("x", "y"), lambda v: fs.pcast(v, ("x", "y"), to="varying"),
-        ("fs.pcast", "an operand f32[3,6]{varying: x}", ("along its axes the operand must be in one "
-         "state; here it is varying along x, invariant along y"), "fs.pcast(x, 'y', to='varying')"),
+        ("fs.pcast", "an operand f32[3,6]{varying: x}", ("along its axes the operand must be in "
+         "one state; here it is varying along x, invariant along y"),
+         "fs.pcast(x, 'y', to='varying')"),
     ),
     "another source": (
         P(), P("x"), lambda v: fs.pcast(v, "x", to="varying", src="reduced"),
@@ -192,8 +201,8 @@ STATES: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], tuple[str, str, str
     "a sum along addends and others": (
         P("x", "y"), P(), lambda v: fs.psum(addends(v), ("x", "y")),
         ("fs.psum", "an operand f32[3,2]{varying: y; unreduced: x}",
-         ("along its axes the operand must vary, or be unreduced by sum along all of them; here it is "
-         "unreduced along x, varying along y"), "fs.psum(x, 'x') first, then over y"),
+         ("along its axes the operand must vary, or be unreduced by sum along all of them; here it "
+         "is unreduced along x, varying along y"), "fs.psum(x, 'x') first, then over y"),
     ),
     "a maximum of addends": (
         P("x", "y"), P(), lambda v: fs.pmax(addends(v), "y"),
@@ -218,7 +227,7 @@ def test_states_that_do_not_fit(name: str) -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
     line = call.__code__.co_firstlineno
-    assert str(caught.value) == text(f"shard_map(body): {op} at {__file__}:{line}", *lines)
+    assert str(caught.value) == message(f"shard_map(body): {op} at {__file__}:{line}", *lines)
 
 
 RETURNED: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], str, str, str]] = {
@@ -264,7 +273,7 @@ def test_results_in_another_state(name: str) -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
     given = f"result: {kind} with the out spec {out_specs!r}"
-    assert str(caught.value) == text("shard_map(body)", given, f"the out spec says {rule}", fix)
+    assert str(caught.value) == message("shard_map(body)", given, f"the out spec says {rule}", fix)
 
 
 # -- what JAX lets pass -----------------------------------------------------------------------
@@ -287,7 +296,7 @@ def test_a_predicate_that_varies_is_reported_where_ranks_differ(check: Any) -> N
     with pytest.raises(ShardingError) as caught:
         mapped(x, a, b)
     line = body.__code__.co_firstlineno + 1
-    assert str(caught.value) == text(
+    assert str(caught.value) == message(
         "shard_map(body)", "result: element (0,) is 10.0 on rank 0 and 20.0 on rank 1",
         "what a spec leaves i out of is one value along it",
         "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have parted where "
@@ -338,7 +347,7 @@ def test_shapes_that_vary_are_reported(check: Any) -> None:
         assert str(caught.value) == want.replace("this is varying", rule)
         return
     assert mapped(1 + x.abs(), a).tolist() == [2.0], "all ranks find as many"
-    assert str(caught.value) == text(
+    assert str(caught.value) == message(
         "shard_map(body)", "result: element (0,) is 1.0 on rank 0 and 2.0 on rank 2",
         "what a spec leaves i out of is one value along it",
         "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have parted where "

@@ -1,0 +1,115 @@
+"""Collectives with wire dtypes, compared on one rank with plain ones of cast tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard import Mesh
+from tests.helpers.spmd.collective_cases import here, in_groups, ring, turned
+
+MESHES = [Mesh({"i": 2}, devices=(1, 0)), Mesh(x=2, y=1), Mesh(i=1)]
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A collective of one tensor with n rows along some axes; which of its directions send."""
+
+    name: str
+    run: Callable[..., torch.Tensor]
+    there: bool = True
+    back: bool = True
+
+
+def ragged(x: torch.Tensor, axes: Any, mesh: Mesh, **o: Any) -> torch.Tensor:
+    """A row to every rank."""
+    n = fs.axis_size(axes, mesh=mesh)
+    index = int(fs.axis_index(axes, mesh=mesh))
+    return fs.ragged_all_to_all(
+        x, torch.zeros_like(x), list(range(n)), [1] * n, [index] * n, [1] * n,
+        axis_name=axes, mesh=mesh, **o,
+    )  # fmt: skip
+
+
+def senders() -> Iterator[Sender]:
+    size = fs.axis_size
+    yield Sender("psum", fs.psum, back=False)
+    yield Sender("pmean", fs.pmean, back=False)
+    yield Sender("pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), there=False)
+    for to in ("varying", "reduced", "invariant"):
+        run = lambda x, ax, s=to, **o: fs.all_gather(x, ax, axis=1, to=s, **o)  # noqa: E731
+        yield Sender(f"all_gather to {to}", run, back=to != "invariant")
+    yield Sender("psum_scatter", lambda x, ax, **o: fs.psum_scatter(x, ax, tiled=True, **o))
+    yield Sender("all_to_all", lambda x, ax, **o: fs.all_to_all(x, ax, 0, 1, **o))
+    yield Sender("pswapaxes", lambda x, ax, **o: fs.pswapaxes(x, ax, 0, **o))
+    yield Sender(
+        "ppermute", lambda x, ax, mesh, **o: fs.ppermute(
+            x, ax, ring(size(ax, mesh=mesh)), mesh=mesh, **o
+        ),
+    )  # fmt: skip
+    yield Sender(
+        "pshuffle", lambda x, ax, mesh, **o: fs.pshuffle(
+            x, ax, turned(size(ax, mesh=mesh), 1), mesh=mesh, **o
+        ),
+    )  # fmt: skip
+    yield Sender("pbroadcast", lambda x, ax, **o: fs.pbroadcast(x, ax, -1, **o))
+    yield Sender("ragged_all_to_all", ragged)
+    yield Sender(
+        "all_gather in groups", lambda x, ax, mesh, **o: fs.all_gather(
+            x, ax, axis_index_groups=in_groups(size(ax, mesh=mesh)), mesh=mesh, **o
+        ),
+    )  # fmt: skip
+
+
+SENDERS = list(senders())
+WIRES = [(F32, BF16, None), (F32, None, BF16), (F32, BF16, F64), (BF16, F32, BF16), (F64, F32, F32)]
+
+
+def randn(shape: torch.Size, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=source, dtype=F64).to(dtype)
+
+
+def gradient(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Result, cotangent drawn in the dtype of `x`, and gradient."""
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    ct = randn(y.shape, x.dtype, seed)
+    return y.detach(), ct, torch.autograd.grad(y, leaf, ct)[0]
+
+
+def on_rank(mesh: Mesh) -> list[str]:
+    """What is wrong on this rank with any collective and any dtypes; also in trees and ahead."""
+    axes = mesh.axes
+    seed = here(mesh)
+    wrong = []
+    for each in SENDERS:
+        for dtype, there, back in WIRES:
+            x = randn(torch.Size((mesh.size, 3)), dtype, seed)
+
+            def run(x: torch.Tensor, each: Sender = each, **o: Any) -> torch.Tensor:
+                return each.run(x, axes, mesh=mesh, **o)
+
+            wired = partial(run, forward_dtype=there, backward_dtype=back)
+            y, ct, grad = gradient(wired, x, 100 + seed)
+            want = run(x.to((there if each.there else None) or dtype)).to(dtype)
+            wire = (back if each.back else None) or dtype
+            leaf = x.to(wire).requires_grad_()
+            (want_grad,) = torch.autograd.grad(run(leaf), leaf, ct.to(wire))
+            name = f"{each.name} of {dtype}, {there} and {back}"
+            wrong += [f"{name}: {y} is not {want}"] * (not torch.equal(y, want))
+            want_grad = want_grad.to(dtype)
+            wrong += [f"{name}: grad {grad}, not {want_grad}"] * (not torch.equal(grad, want_grad))
+            wrong += [name] * (y.dtype != dtype or grad.dtype != dtype)
+    return wrong
+
+
+LINE = MESHES[0]
