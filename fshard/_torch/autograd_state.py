@@ -39,6 +39,7 @@ view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Number of in-place writes to the memory of a tensor."""
 backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def unviewed(x: torch.Tensor) -> torch.Tensor:
@@ -46,5 +47,8 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
 
     Its memory must not be written through other views with gradients.
     """
-    result: torch.Tensor = torch.ops.aten._unsafe_view(x, x.shape) if is_view(x) else x
+    if not is_view(x):
+        return x
+    unsafe_view = UNSAFE_VIEW if torch.compiler.is_compiling() else UNSAFE_VIEW._op
+    result: torch.Tensor = unsafe_view(x, x.shape)
     return result

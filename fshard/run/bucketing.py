@@ -249,7 +249,7 @@ def _split_result(
     parts: Sequence[torch.Tensor]
     match wires[0].op if wires else "":
         case "all_gather":
-            parts = moved.split(lengths, 1)
+            parts = moved.view(len(group), -1).split(lengths, 1)
         case "all_reduce":
             parts = moved.split(lengths)
         case "reduce_scatter":

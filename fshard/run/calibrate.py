@@ -15,8 +15,8 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
-from fshard.run.transports.base import Group, is_simulated, label_of, labelled, own_transport
-from fshard.run.transports.torch_distributed import World
+from fshard.run.transports.base import Group, is_simulated, label_of, labelled, own_transport, stacked
+from fshard.run.transports.torch_distributed import ProcessWorld
 
 __all__ = ["calibrate"]
 
@@ -73,7 +73,8 @@ def calibrate(
             written = world.rank != first or _written(_topology(axes, measured), save)
             numbers = numbers.new_tensor([float(written), *measured])
         everyone = tuple(range(dist.get_world_size()))
-        written, *measured = world.all_gather(numbers, everyone)()[first].tolist()
+        gathered = stacked(world.all_gather(numbers, everyone)(), numbers.shape)
+        written, *measured = gathered[first].tolist()
     if not written:
         fail(
             "fs.calibrate",
@@ -84,13 +85,13 @@ def calibrate(
     return _topology(axes, measured)
 
 
-def _world(mesh: Mesh, seconds: float, save: object) -> World:
+def _world(mesh: Mesh, seconds: float, save: object) -> ProcessWorld:
     """This process as a rank; raises where it is none, or where the arguments are wrong."""
     if not isinstance(mesh, Mesh):
         fail("fs.calibrate", f"a mesh of {mesh!r}", "what is measured are the links of a Mesh",
              "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
     world = own_transport()
-    if is_simulated() or not isinstance(world, World):
+    if is_simulated() or not isinstance(world, ProcessWorld):
         _no_ranks(mesh)
     problems = []
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
@@ -147,7 +148,7 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
 # -- measuring -----------------------------------------------------------------------------
 
 
-def _measure(world: World, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
+def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
     """Of a launch, memory, a message, and each axis's latency and bandwidth: on all ranks alike."""
     ranks = tuple(mesh.ranks)
     nbytes = COPIED[world.device.type]
@@ -164,7 +165,7 @@ def _measure(world: World, mesh: Mesh, axes: Sequence[str], seconds: float) -> l
     return [float(f"{number:.4g}") for number in numbers]
 
 
-def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[Sample]:
+def _samples(world: ProcessWorld, ranks: Group, group: Group, seconds: float) -> list[Sample]:
     """Gathers and exchanges of growing sizes in all groups at once, as long as there is time."""
     n, left = len(group), seconds
     samples: list[Sample] = []
@@ -190,7 +191,7 @@ def _samples(world: World, ranks: Group, group: Group, seconds: float) -> list[S
     return samples
 
 
-def _shift_and_swap(world: World, ranks: Group) -> tuple[Sample, Sample]:
+def _shift_and_swap(world: ProcessWorld, ranks: Group) -> tuple[Sample, Sample]:
     """One message of each rank, to the next one, and one to every other."""
     n, here = len(ranks), ranks.index(world.rank)
     x = torch.zeros(n, dtype=torch.uint8, device=world.device)
@@ -232,7 +233,7 @@ def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:
     return Link(latency, 1 / pace)
 
 
-def _launch(world: World, ranks: Group) -> float:
+def _launch(world: ProcessWorld, ranks: Group) -> float:
     """Seconds until a collective is under way, the wait for it aside."""
     x = torch.zeros(1, device=world.device)
     times = []
@@ -244,7 +245,7 @@ def _launch(world: World, ranks: Group) -> float:
     return _slowest(world, ranks, statistics.median(times))
 
 
-def _timed(world: World, ranks: Group, run: Callable[[], object]) -> float:
+def _timed(world: ProcessWorld, ranks: Group, run: Callable[[], object]) -> float:
     """Seconds of a call: the median of some, on the slowest of `ranks`."""
     times = []
     calls = CALLS[world.device.type]
@@ -258,6 +259,6 @@ def _timed(world: World, ranks: Group, run: Callable[[], object]) -> float:
     return _slowest(world, ranks, statistics.median(times[1:]))
 
 
-def _slowest(world: World, ranks: Group, seconds: float) -> float:
+def _slowest(world: ProcessWorld, ranks: Group, seconds: float) -> float:
     mine = torch.tensor([seconds], dtype=torch.float64, device=world.device)
     return float(world.all_reduce(mine, "max", ranks)().item())

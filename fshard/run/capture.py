@@ -1,19 +1,16 @@
-"""What a function of one tensor does on this rank, recorded once and replayed.
+"""Recordings of collectives on one rank: the operations of PyTorch that one call ran, replayed.
 
-Between a call and the operations of PyTorch that it comes to lie plans, specs and groups, which
-are the same for all tensors of one shape. A recording runs the function on a tensor without
-numbers, takes down the operations below autograd, and leaves out the views that cancel. So the
-general path stays the one definition of what is done, and the replay costs what the operations
-cost. After the tracing of JAX and of `torch.fx`.
+Between the call of a collective and these operations are plans, specs and groups, equal for all
+tensors of one shape. A recording runs the collective on a meta tensor, lists the operations below
+autograd, leaves out views that cancel, and compiles the rest to one Python function. The general
+path remains the only definition of a collective; a replay saves about half of its time, most with
+gradients. After the tracing of JAX and `torch.fx`.
 """
 
 from __future__ import annotations
 
-import marshal
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,21 +21,19 @@ from fshard._torch.memory import storage_address
 from fshard._torch.modes import TorchDispatchMode, disable_dispatch_modes
 from fshard._torch.operators import builtin_of, schema_of
 from fshard._torch.process_groups import resolve_group
+from fshard._util.cache import BoundedDict
 from fshard._util.errors import ShardingError
-from fshard.layout.mesh import Mesh
 from fshard.layout.tree import tensors_in
 from fshard.run.transports.base import LABEL, Label, backward_phase, direct_transport, unobserved
 from fshard.run.transports.divergence_report import lost
+from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import recording
 
-__all__ = ["MOST", "Function", "Launcher", "Launchers", "plain_key", "record", "replay"]
+__all__ = ["Recording", "Recordings", "record", "replay"]
 
-Function = Callable[[torch.Tensor], torch.Tensor]
 ATEN = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
-# Operations that are linear in their one tensor, whatever their other arguments are.
-LINEAR = {
+LINEAR_OPS = {
     ATEN.view.default, ATEN._unsafe_view.default, ATEN.unsqueeze.default, ATEN.squeeze.dim,
     ATEN.permute.default, ATEN.transpose.int, ATEN.slice.Tensor, ATEN.select.int,
     ATEN.split.Tensor, ATEN.split_with_sizes.default, ATEN.unbind.int, ATEN.cat.default,
@@ -47,20 +42,18 @@ LINEAR = {
     ATEN.zeros_like.default, ATEN.new_zeros.default, ATEN.new_empty.default,
     ATEN.slice_backward.default, ATEN.select_backward.default, ATEN.index_select.default,
 }  # fmt: skip
+"""Operations that are linear in their tensor for all other arguments."""
 
-
-# The same with less to parse.
-METHODS = {ATEN.div.Tensor: torch.div, ATEN.mul.Tensor: torch.mul, ATEN.clone.default: torch.clone}
-WORDS = {
+TRANSPORT_NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""The transport's names of PyTorch's collectives, where they differ."""
+"""Names of the transport's methods, for PyTorch's collectives of other names."""
 
 
-class _Call(NamedTuple):
-    """One operation that ran, and under which label."""
+class RecordedOp(NamedTuple):
+    """One operation that ran, and the label that was set."""
 
     func: Any
     args: tuple[Any, ...]
@@ -68,355 +61,283 @@ class _Call(NamedTuple):
     out: Any
     label: Label | None
 
+    @property
+    def is_collective(self) -> bool:
+        return str(self.func.namespace) == "_c10d_functional"
+
+    @property
+    def is_linear(self) -> bool:
+        if self.is_collective:
+            return not {"max", "min", "product"} & {arg for arg in self.args if isinstance(arg, str)}
+        if self.func is ATEN.add.Tensor:
+            return isinstance(self.args[1], torch.Tensor)
+        if self.func in (ATEN.mul.Tensor, ATEN.div.Tensor):
+            return not isinstance(self.args[1], torch.Tensor)
+        return self.func in LINEAR_OPS
+
 
 class _Recorder(TorchDispatchMode):
-    """Takes down every operation that runs in the block."""
+    """List of the operations that run in a block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[_Call] = []
+        self.ops: list[RecordedOp] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls.append(_Call(func, args, kwargs or {}, out, LABEL.get()))
+        self.ops.append(RecordedOp(func, args, kwargs or {}, out, LABEL.get()))
         return out
 
 
-def _is_collective(func: Any) -> bool:
-    return str(func.namespace) == "_c10d_functional"
+class _Compiler:
+    """Translation of recorded operations from the input `x` to the result `y` to Python."""
 
-
-def _is_linear(func: Any, args: tuple[Any, ...]) -> bool:
-    if _is_collective(func):
-        return not {"max", "min", "product"} & {arg for arg in args if isinstance(arg, str)}
-    if func is ATEN.add.Tensor:
-        return isinstance(args[1], torch.Tensor)
-    if func in (ATEN.mul.Tensor, ATEN.div.Tensor):
-        return not isinstance(args[1], torch.Tensor)
-    return func in LINEAR
-
-
-class _Name(str):
-    """A value by its name."""
-
-    __slots__ = ()
-
-
-class _Listing:
-    """The operations of one recording as the lines of a Python function."""
-
-    def __init__(self, x: torch.Tensor, calls: Sequence[_Call], y: torch.Tensor) -> None:
-        self.x, self.y = x, y
-        self.calls = calls
-        self.names = {id(x): "x"}
-        self.values: dict[str, Any] = {}
+    def __init__(self, x: torch.Tensor, ops: Sequence[RecordedOp], y: torch.Tensor) -> None:
+        self.x, self.y, self.ops = x, y, ops
+        self.names = {id(x): "x"}  # variables, by tensor
+        self.views: dict[int, str] = {}  # variables of views that are needed, by tensor
+        self.values: dict[str, Any] = {}  # constants, by variable
         self.lines: list[str] = []
-        # The shape in which an exchange gives what was recorded as flat.
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        # Names in the shape that was recorded, where that is another.
-        self.views: dict[int, str] = {}
-        # What each tensor is a view of, if it is one.
-        self.bases: dict[int, torch.Tensor] = {id(x): x}
-        self.made: dict[int, int] = {}
-        for at, (_, args, _, out, _) in enumerate(calls):
-            first = next(tensors_in(args), None)
-            for each in tensors_in(out):
-                if id(each) in self.bases:
-                    continue
-                shares = first is not None and storage_address(first) == storage_address(each)
-                self.bases[id(each)] = self.bases.get(id(first), each) if shares else each
-                self.made[id(each)] = at
+        self.bases: dict[int, torch.Tensor] = {id(x): x}  # the tensor that each shares memory with
+        self.producers: dict[int, int] = {}  # the index of the operation behind each tensor
+        for index, op in enumerate(ops):
+            first = next(tensors_in(op.args), None)
+            for out in tensors_in(op.out):
+                if id(out) not in self.bases:
+                    aliases = first is not None and storage_address(first) == storage_address(out)
+                    self.bases[id(out)] = self.bases.get(id(first), out) if aliases else out
+                    self.producers[id(out)] = index
 
     def base(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor that `value` is another shape of, itself where it is no plain view."""
+        """Return the tensor that `value` is a reshaped view of, or `value`."""
         base = self.bases.get(id(value), value)
-        same = (
+        reshaped = (
             base.dtype == value.dtype
             and base.numel() == value.numel()
             and base.storage_offset() == value.storage_offset()
             and base.is_contiguous()
             and value.is_contiguous()
         )
-        return base if same else value
+        return base if reshaped else value
 
-    def needed(self) -> set[int]:
-        """The places of the calls that matter: all collectives, and what leads to the result."""
-        places: set[int] = set()
-        todo = [at for at, (func, *_) in enumerate(self.calls) if _is_collective(func)]
+    def needed(self) -> list[RecordedOp]:
+        """Return all collectives and the operations that lead to them and to the result."""
+        indices: set[int] = set()
+        pending = [index for index, op in enumerate(self.ops) if op.is_collective]
         base = self.base(self.y)
-        todo += [self.made[id(base)]] if id(base) in self.made else []
-        while todo:
-            at = todo.pop()
-            if at in places:
-                continue
-            places.add(at)
-            call = self.calls[at]
-            for each in tensors_in([*call.args, *call.kwargs.values()]):
-                base = self.base(each)
-                if id(base) in self.made:
-                    todo.append(self.made[id(base)])
-        return places
+        pending += [self.producers[id(base)]] if id(base) in self.producers else []
+        while pending:
+            index = pending.pop()
+            if index not in indices:
+                indices.add(index)
+                op = self.ops[index]
+                inputs = map(self.base, tensors_in([*op.args, *op.kwargs.values()]))
+                pending += [self.producers[id(x)] for x in inputs if id(x) in self.producers]
+        return [self.ops[index] for index in sorted(indices)]
 
-    def lost(self, calls: Sequence[_Call]) -> bool:
-        """Whether a call takes numbers that were left behind: those of a tensor from nowhere."""
-        given = [each for call in calls for each in (*call.args, *call.kwargs.values())]
-        return any(each.is_meta and id(each) not in self.bases for each in tensors_in(given))
+    def reads_unknown(self, op: RecordedOp) -> bool:
+        """Return True if an operation reads a meta tensor that no recorded operation made."""
+        inputs = tensors_in([*op.args, *op.kwargs.values()])
+        return any(x.is_meta and id(x) not in self.bases for x in inputs)
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.values)}"
         self.values[name] = value
         return name
 
-    def text(self, value: Any) -> str:
-        """An argument as an expression."""
+    def new_name(self) -> str:
+        return f"v{len(self.names) + len(self.views)}"
+
+    def expression(self, value: Any) -> str:
+        """Return an argument as an expression."""
         if isinstance(value, torch.Tensor):
-            return self.reshaped(value)
+            return self.tensor(value)
         if isinstance(value, list | tuple) and next(tensors_in(value), None) is not None:
-            return f"[{', '.join(map(self.text, value))}]"
-        if isinstance(value, _Name):
-            return str(value)
+            return f"[{', '.join(map(self.expression, value))}]"
         return repr(value) if isinstance(value, int | str) else self.constant(value)
 
-    def reshaped(self, value: torch.Tensor) -> str:
+    def tensor(self, value: torch.Tensor) -> str:
+        """Return the variable of a tensor, adding a line for a view of its base."""
         base = self.base(value)
         if id(base) not in self.names:
             self.names[id(base)] = self.constant(base)
         name = self.names[id(base)]
-        if self.shapes.get(id(base), base.shape) == value.shape:
+        if base.shape == value.shape:
             return name
         if id(value) not in self.views:
-            self.views[id(value)] = made = f"v{len(self.names) + len(self.views)}"
-            shape = str(tuple(value.shape))
+            view, shape = self.new_name(), str(tuple(value.shape))
             if value is self.y and base is not self.x:
-                # The memory is nobody else's: autograd need not know it for a view.
+                # The base is private: autograd must not take the result for a view.
                 reshape = self.constant(builtin_of(ATEN._unsafe_view.default))
-                self.lines.append(f"{made} = {reshape}({name}, {shape})")
+                self.lines.append(f"{view} = {reshape}({name}, {shape})")
             else:
-                self.lines.append(f"{made} = {name}.view({shape})")
+                self.lines.append(f"{view} = {name}.view({shape})")
+            self.views[id(value)] = view
         return self.views[id(value)]
 
-    def explanation(self, call: _Call) -> Callable[[RuntimeError], ShardingError]:
-        """What is said of a collective that does not end."""
-        op = call.func.overloadpacket.__name__
-        name: Any = call.args[-1]
-        group = tuple(dist.get_process_group_ranks(resolve_group(name)))
-        return lambda error: lost(error, call.label, WORDS.get(op, op), group)
+    def explanation(self, op: RecordedOp) -> Callable[[RuntimeError], ShardingError]:
+        """Return a function that explains the error of a collective that does not end."""
+        name = op.func.overloadpacket.__name__
+        group = tuple(dist.get_process_group_ranks(resolve_group(op.args[-1])))
+        return lambda error: lost(error, op.label, TRANSPORT_NAMES.get(name, name), group)
 
-    def arguments(self, func: Any, args: tuple[Any, ...], out: Any) -> Sequence[Any]:
-        """The arguments of a call; a flat exchange is one of rows, where there are whole rows."""
-        if func is WAIT and id(args[0]) in self.shapes:
-            self.shapes[id(out)] = self.shapes[id(args[0])]
-            return [_Name(self.names[id(args[0])])]
-        if func is EXCHANGE:
-            flat, *sizes, name = args
-            x = self.base(flat)
-            row = math.prod(x.shape[1:])
-            if x.ndim > 1 and row and not any(n % row for each in sizes for n in each):
-                self.shapes[id(out)] = (sum(sizes[0]) // row, *x.shape[1:])
-                return [x, *([n // row for n in each] for each in sizes), name]
-        return args
-
-    def function(self) -> Function:
-        """The recording as a function."""
-        places = self.needed()
-        for at in sorted(places):
-            func, args, kwargs, out, _ = self.calls[at]
-            given = [self.text(each) for each in self.arguments(func, args, out)]
-            given += [f"{key}={self.text(each)}" for key, each in kwargs.items() if key != "device"]
-            if "device" in kwargs:
-                given.append("device=x.device")
-            name = f"v{len(self.names) + len(self.views)}"
-            line = f"{name} = {self.constant(METHODS.get(func) or builtin_of(func))}({', '.join(given)})"
-            if func is WAIT:
-                explain = self.constant(self.explanation(self.calls[self.made[id(args[0])]]))
+    def function(self, ops: Sequence[RecordedOp]) -> TensorFunction:
+        """Return the needed operations as one Python function."""
+        for op in ops:
+            args = [self.expression(arg) for arg in op.args]
+            args += [f"{k}={self.expression(v)}" for k, v in op.kwargs.items() if k != "device"]
+            args += ["device=x.device"] * ("device" in op.kwargs)
+            name = self.new_name()
+            line = f"{name} = {self.constant(builtin_of(op.func))}({', '.join(args)})"
+            if op.func is WAIT:
+                launch = self.ops[self.producers[id(op.args[0])]]
+                explain = self.constant(self.explanation(launch))
                 self.lines += [f"try: {line}", "except RuntimeError as error:",
                                f"    raise {explain}(error) from error"]  # fmt: skip
             else:
                 self.lines.append(line)
-            if isinstance(out, torch.Tensor):
-                self.names.setdefault(id(out), name)
-                continue
-            for place, each in enumerate(out):
-                self.names[id(each)] = f"{name}[{place}]"
-        self.lines.append(f"return {self.reshaped(self.y)}")
+            if isinstance(op.out, torch.Tensor):
+                self.names.setdefault(id(op.out), name)
+            else:
+                self.names |= {id(out): f"{name}[{i}]" for i, out in enumerate(op.out)}
+        self.lines.append(f"return {self.tensor(self.y)}")
         arguments = ", ".join(["x", *(f"{name}={name}" for name in self.values)])
-        source = "\n    ".join([f"def replayed({arguments}):", *self.lines])
-        # As `dataclasses` does: a loop over the calls would cost as much as they do.
-        exec(source, self.values)
-        found: Function = self.values["replayed"]
-        return found
+        # As `dataclasses` does: a loop over the operations would take as long as they do.
+        exec("\n    ".join([f"def replayed({arguments}):", *self.lines]), self.values)
+        function: TensorFunction = self.values["replayed"]
+        return function
 
 
 @dataclass(slots=True, eq=False)
-class Launcher:
-    """A recorded function of tensors of one shape and layout: `run`; and its transpose."""
+class Recording:
+    """Recorded function of tensors of one shape, strides and dtype.
 
-    function: Function
-    transpose: Function
-    run: Function
+    Attributes:
+        function: the function that was recorded.
+        transpose: its transpose, if it is linear.
+        run: the recorded operations.
+        is_linear: whether all operations are.
+        is_identity: whether there are none.
+        out: a meta tensor like the result.
+    """
+
+    function: TensorFunction
+    transpose: TensorFunction
+    run: TensorFunction
     is_linear: bool
     is_identity: bool
     out: torch.Tensor
-    _flipped: Launcher | None = None
+    _transposed: Recording | None = None
 
     @property
-    def T(self) -> Launcher:  # noqa: N802 - the mathematical name
-        """The transpose, recorded when it is first asked for; of a linear function."""
-        if self._flipped is None:
+    def T(self) -> Recording:  # noqa: N802 - the mathematical name
+        """The recording of the transpose, made on first use."""
+        if self._transposed is None:
             with disable_dispatch_modes():
-                self._flipped = record(self.transpose, self.function, self.out)
-            assert self._flipped is not None
-        return self._flipped
+                self._transposed = record(self.transpose, self.function, self.out)
+            assert self._transposed is not None
+        return self._transposed
 
 
-MOST = 4096
-"""How many plans or recordings are kept."""
-_NEVER, _ONCE = object(), object()
+_MISSING, _CALLED_ONCE = object(), object()
 
 
-class Launchers:
-    """Recordings by what they depend on, made when it comes for the second time; `MOST` at most.
+class Recordings:
+    """Cache of recordings; one is made when its key comes for the second time.
 
-    Recording costs more than a call: what comes once is not recorded.
+    Recording costs more than a call, so that a call that comes once is not recorded.
+
+    Attributes:
+        get: the cached value of a key, a `Recording` or not; a builtin, unlike `get_or_record`.
     """
 
-    __slots__ = ("_known", "get")
+    __slots__ = ("_cache", "get")
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
-        # What is kept for a key, a `Launcher` or not: a builtin costs a fifth of calling `of`.
-        self.get = self._known.get
+        self._cache: BoundedDict[Hashable, Any] = BoundedDict()
+        self.get = self._cache.get
 
-    def of(
-        self, key: Hashable, make: Callable[..., Launcher | None], *args: Any
-    ) -> Launcher | None:
-        """The recording for `key`, which is `make(*args)`; None where there is none."""
-        found = self._known.get(key, _NEVER)  # once: other threads clear it
-        if found is _NEVER:
-            if len(self._known) >= MOST:
-                self._known.clear()
-            self._known[key] = _ONCE
+    def get_or_record(
+        self, key: Hashable, make: Callable[..., Recording | None], *args: Any
+    ) -> Recording | None:
+        """Return the recording of `key`, made by `make(*args)`; None if there is none (yet)."""
+        cached = self._cache.get(key, _MISSING)  # once, since other threads may clear the cache
+        if cached is _MISSING:
+            self._cache[key] = _CALLED_ONCE
             return None
-        if found is _ONCE:
-            # What is recorded only pretends to run: the caller's modes are told of the replay.
+        if cached is _CALLED_ONCE:
+            # The caller's modes see the replay, and must not see the recording as well.
             with disable_dispatch_modes():
-                found = self._known[key] = make(*args)
-        return found  # type: ignore[no-any-return]
+                cached = self._cache[key] = make(*args)
+        return cached  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
+        """Remove all recordings."""
+        self._cache.clear()
 
     def __len__(self) -> int:
-        """How many functions are recorded."""
-        return sum(type(each) is Launcher for each in self._known.values())
+        """Return the number of recordings."""
+        return sum(type(value) is Recording for value in self._cache.values())
 
 
-_LISTS = frozenset((list, tuple))
-_PLAIN = frozenset((int, bool, str, type(None), torch.dtype, Mesh))
-_WRITTEN = object()
-"""What stands before a list that is written down, as bytes."""
+def record(
+    function: TensorFunction, transpose: TensorFunction, like: torch.Tensor
+) -> Recording | None:
+    """Record a function of tensors like the meta tensor `like`.
 
+    Args:
+        function: the function.
+        transpose: its transpose, if it is linear.
+        like: a meta tensor with the shape, strides and dtype of the argument.
 
-def plain_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """What is equal for equal arguments of equal types; None where one is no plain value.
-
-    What can change is no key by its identity, a tensor is not. Numbers that are equal need not
-    mean the same, 0 and 0.0 do not.
-    """
-    try:
-        return _token(_WRITTEN, marshal.dumps(args, 0), **kwargs)
-    except (TypeError, ValueError):  # a mesh or a dtype by its place, a list by its name
-        pass
-    try:
-        return (_token(*_written((*args, *kwargs.values()))), *kwargs)
-    except (TypeError, ValueError):
-        return None
-
-
-def _written(values: tuple[Any, ...]) -> list[Any]:
-    """Values with the lists and tuples among them written down; raises where it cannot be."""
-    written: list[Any] = []
-    for each in values:
-        if type(each) in _LISTS:
-            written += _WRITTEN, marshal.dumps(each, 0)
-        else:
-            written.append(each)
-    return written
-
-
-@lru_cache(maxsize=MOST, typed=True)
-def _token(*args: Any, **kwargs: Any) -> object:
-    """One object for equal values of equal types; `TypeError` for what is no plain value.
-
-    The cache compares the types of what it is given, not of what is in a tuple.
-    """
-    values = iter((*args, *kwargs.values()))
-    for each in values:
-        if each is _WRITTEN:  # an array is written as bytes, and as bytes it is read
-            plain = _is_plain(marshal.loads(next(values)))
-        elif type(each) is tuple:
-            plain = {str}.issuperset(map(type, each))
-        else:
-            plain = type(each) in _PLAIN
-        if not plain:
-            raise TypeError
-    return object()
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) in _LISTS else type(value) in _PLAIN
-
-
-def record(function: Function, transpose: Function, like: torch.Tensor) -> Launcher | None:
-    """Record what `function` does to tensors like `like`, which has no numbers.
-
-    `transpose` is its transpose, if it is linear. None for a function that writes in place, or
-    that makes tensors of numbers.
+    Returns:
+        The recording; None for a function that writes in place or reads values of new tensors.
     """
     recorder = _Recorder()
     with torch.no_grad(), unobserved(), recording(), recorder:
         y = function(like)
-    calls = recorder.calls
-    listing = _Listing(like, calls, y)
-    kept = [calls[at] for at in listing.needed()]
-    if any(schema_of(call.func).is_mutable for call in calls) or listing.lost(kept):
+    compiler = _Compiler(like, recorder.ops, y)
+    needed = compiler.needed()
+    if any(schema_of(op.func).is_mutable for op in recorder.ops):
         return None
-    return Launcher(
+    if any(map(compiler.reads_unknown, needed)):
+        return None
+    return Recording(
         function,
         transpose,
-        listing.function(),
-        is_linear=all(_is_linear(call.func, call.args) for call in kept),
-        is_identity=not kept and y.shape == like.shape,
+        compiler.function(needed),
+        is_linear=all(op.is_linear for op in needed),
+        is_identity=not needed and y.shape == like.shape,
         out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
     )
 
 
-def replay(launcher: Launcher, x: torch.Tensor) -> torch.Tensor:
-    """The function of a linear launcher, differentiably."""
-    out: torch.Tensor = _Replay.apply(launcher, x)  # type: ignore[no-untyped-call]
+def replay(recording: Recording, x: torch.Tensor) -> torch.Tensor:
+    """Replay a linear recording with its gradient."""
+    out: torch.Tensor = _Replay.apply(recording, x)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Replay(torch.autograd.Function):
-    """Forward replays a function, backward its transpose."""
+    """Forward replays a recording, backward its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, launcher: Launcher, x: torch.Tensor) -> torch.Tensor:
-        ctx.launcher = launcher
-        y = launcher.run(x)
+    def forward(ctx: Any, recording: Recording, x: torch.Tensor) -> torch.Tensor:
+        ctx.recording = recording
+        y = recording.run(x)
         return y.view_as(y) if y is x else y
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[None, torch.Tensor]:
-        launcher = ctx.launcher.T
-        if direct_transport() is None or type(g) is not torch.Tensor or is_legacy_batched(g):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        transposed = ctx.recording.T
+        plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
+        if direct_transport() is None or not plain:
             with backward_phase():
-                return None, launcher.function(g)
-        if not launcher.is_identity:
-            g = g.contiguous()
-        if torch.is_grad_enabled() and g.requires_grad:
-            return None, replay(launcher, g)
-        return None, launcher.run(g)
+                return None, transposed.function(grad)
+        if not transposed.is_identity:
+            grad = grad.contiguous()
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return None, replay(transposed, grad)
+        return None, transposed.run(grad)

@@ -158,12 +158,13 @@ def _same_sizes(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
 def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
     """Return the wire of an all-gather of equal shards; the received stack is dim 0 of the result."""
     n, shape = len(member.group), src.local_shape(member.rank)
+    rows = (n * shape[0], *shape[1:])
 
     def unpack(moved: Parts, _: torch.Tensor) -> torch.Tensor:
         if not isinstance(moved, torch.Tensor):
             y = torch.cat([part.view(shape) for part in moved], dim)
         elif dim == 0:
-            y = moved.view(n, *shape).flatten(0, 1)
+            y = moved if moved.shape == rows else moved.view(rows)
         else:
             y = torch.cat(moved.view(n, *shape).unbind(0), dim)
         return y if divisor == 1 else over(y, divisor)

@@ -19,7 +19,12 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.program.program import Program, run_program_hook
-from fshard.run.autograd.linear_function import ProgramGroup, apply_linear, apply_programs
+from fshard.run.autograd.linear_function import (
+    ProgramGroup,
+    apply_launched,
+    apply_programs,
+    are_linear,
+)
 from fshard.run.interpreter import launch, ranks_of
 from fshard.run.transports.base import (
     LABEL,
@@ -192,7 +197,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     token = LABEL.set(LABEL.get() or label)
     try:
         if (
-            (needs_grad and not prog.is_linear)
+            (needs_grad and not are_linear((prog,)))
             or not valid
             or is_transformed()
             or is_legacy_batched(local)
@@ -202,8 +207,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
         elif needs_grad:
             with torch.no_grad():
                 launched = launch(prog, transport, local)
-            op = ProgramGroup((prog,))
-            finish = lambda: apply_linear(op, (local,), False, lambda: (launched(),))[0]  # noqa: E731
+            finish = lambda: apply_launched(ProgramGroup((prog,)), launched, local)  # noqa: E731
         else:
             finish = launch(prog, transport, local)
         return Pending(under(label, finish)) if async_op else finish()

@@ -394,7 +394,7 @@ def _everyone(local: Any, mesh: Mesh, communicate: bool) -> tuple[Facts, torch.d
         return {transport.rank: (tuple(local.shape), local.dtype)}, local.dtype
     header = _header(local, local.device)
     with labelled(Label("fs.from_local", mesh)):
-        rows = stacked(transport.all_gather(header, tuple(mesh.ranks))())
+        rows = stacked(transport.all_gather(header, tuple(mesh.ranks))(), header.shape)
     read = [_read_header(row) for row in rows.cpu()]
     return {r: (s or (), d) for r, (s, d, _) in zip(mesh.ranks, read, strict=True)}, local.dtype
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard import Mesh
-from fshard.run.capture import plain_key
+from fshard.spmd.collectives.argument_key import plain_key
 
 NUMBERS = st.sampled_from([0, 1, 7, -1, ord("s"), 2**31, 2**40, False, True, None, "", "s", "x"])
 OTHERS = st.sampled_from([0.0, 1.0, b"", b"\x01", (1.0,), {1}, array.array("b", [1])])

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from fshard._torch.autograd_state import is_view, view_base
+from fshard._torch.autograd_state import is_view, unviewed, view_base
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
@@ -50,8 +50,8 @@ from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.run.transports.simulator import run_ranks, run_together
 
 __all__ = [
-    "FinishAll", "LinearOp", "ProgramGroup", "ShardsOp", "Tensors", "apply_linear", "apply_programs",
-    "is_differentiated", "start_linear",
+    "FinishAll", "LinearOp", "ProgramGroup", "ShardsOp", "Tensors", "apply_launched", "apply_linear", "apply_programs",
+    "are_linear",     "is_differentiated", "start_linear",
 ]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
@@ -203,12 +203,41 @@ def _as_output(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if y is x:
         return y.view_as(y)
     if is_view(y) and view_base(y) is not x and view_base(y) is not view_base(x):
-        y = torch.ops.aten._unsafe_view(y, y.shape)
+        y = unviewed(y)
     return y
 
 
+class _ApplyLaunched(torch.autograd.Function):
+    """Forward waits for a launched linear operation on one local, backward runs its transpose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: LinearOp, launched: Callable[[], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.op, ctx.label, ctx.shape = op, backward_label(), x.shape
+        return _as_output(x, launched())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with backward_phase(ctx.label):
+            (cotangent,) = apply_linear(ctx.op.T, (grad,), on_shards=False)
+        shape = ctx.shape
+        return None, None, cotangent if cotangent.shape == shape else grad.new_zeros(shape)
+
+
+def apply_launched(
+    op: LinearOp, launched: Callable[[], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """Add the gradient of a linear operation to its launch on this rank's local `x`.
+
+    For code that no transform of `torch.func` runs; `apply_linear` does the same in general.
+    """
+    output: torch.Tensor = _ApplyLaunched.apply(op, launched, x)  # type: ignore[no-untyped-call]
+    return output
+
+
 class _Apply(torch.autograd.Function):
-    """Forward runs a linear operation, backward its transpose."""
+    """Forward runs a linear operation, backward its transpose; for `torch.func` too."""
 
     @staticmethod
     def forward(
@@ -302,7 +331,8 @@ def _apply_batched(op: LinearOp, xs: Tensors, on_shards: bool, level: int) -> Te
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _are_linear(progs: tuple[Program, ...]) -> bool:
+def are_linear(progs: tuple[Program, ...]) -> bool:
+    """Return True if all programs are linear."""
     return all(prog.is_linear for prog in progs)
 
 
@@ -310,7 +340,7 @@ def apply_programs(
     op: ProgramGroup, xs: Tensors, on_shards: bool, launched: FinishAll | None = None
 ) -> Tensors:
     """Run programs differentiably, also those with maxima or minima; see `apply_linear`."""
-    if _are_linear(op.progs) or not is_differentiated(*xs):
+    if are_linear(op.progs) or not is_differentiated(*xs):
         return apply_linear(op, xs, on_shards, launched)
     n = op.mesh.size if on_shards else 1
     values = [xs[i : i + n] for i in range(0, len(xs), n)]

@@ -1,8 +1,8 @@
-"""What moves bytes between ranks, which rank this is, and who is told about it.
+"""Transports, which send tensors between ranks; the current rank, labels and observers.
 
-A transport offers four collectives over an ordered group of ranks. Each starts at once and
-returns a `Finish`, the call that waits for the result. Everything else, typed steps and
-gradients, is written once on top of them.
+A transport has four collectives over an ordered group of ranks. Each starts at once and returns a
+`Finish`, the call that waits for the result. Steps and gradients are written on top of them once,
+for all transports.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.process_groups import default_group
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 
@@ -35,11 +36,11 @@ T = TypeVar("T")
 Group = tuple[int, ...]
 Finish = Callable[[], torch.Tensor]
 Parts = torch.Tensor | list[torch.Tensor]
-"""Tensors of one shape in their order: the rows of one tensor, or apart where they lie so."""
+"""One tensor per rank, all of one shape: a list, or one tensor with their elements in any shape."""
 
 
 class Transport(Protocol):
-    """One rank's view of whoever moves bytes; groups are ranks, this one among them, in order."""
+    """Collectives of one rank; a group is an ordered tuple of ranks, this one among them."""
 
     @property
     def rank(self) -> int:
@@ -47,74 +48,68 @@ class Transport(Protocol):
         ...
 
     def moves(self, device: torch.device) -> bool:
-        """Whether it can move tensors that are on `device`."""
+        """Return True if it can send tensors that are on `device`."""
         ...
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
-        """Everyone's `x`, all of one shape, in the group's order: whoever joins them copies them.
-
-        Stacked along a new dim 0 where they have come so.
-        """
+        """Gather every rank's `x`, all of one shape, in the group's order."""
         ...
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        """The elementwise `sum`, `avg`, `max`, `min` or `product` of everyone's `x`."""
+        """Reduce every rank's `x` elementwise by `sum`, `avg`, `max`, `min` or `product`."""
         ...
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        """Of everyone's `x[i]`, i this rank's place in the group, the reduction."""
+        """Reduce every rank's `x[i]`, where i is this rank's index in the group."""
         ...
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
-        """A flat `x` in pieces of `send` elements, one to each rank; theirs, concatenated."""
+        """Send `send[i]` elements of a flat `x` to rank i; concatenate the `receive[i]` from it."""
         ...
 
 
-def stacked(parts: Parts) -> torch.Tensor:
-    """Parts along a new dim 0, as they are where they lie so."""
-    return parts if isinstance(parts, torch.Tensor) else torch.stack(parts)
+def stacked(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """Return parts of `shape` stacked along a new dim 0."""
+    return parts.view(-1, *shape) if isinstance(parts, torch.Tensor) else torch.stack(parts)
 
 
 _RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)
 _WORLD: list[Transport] = []
-_MAIN: list[weakref.ref[object]] = []  # the process group of all ranks that it was made with
+_MAIN: list[weakref.ref[object]] = []  # its process group of all ranks
 
 CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=None)
-"""This process's own transport with a check before every collective, where one is on, else None.
-
-`CHECKED.get() is None` is all that a path around the transport has to ask.
-"""
+"""This process's transport with a check before every collective, or None where none is on."""
 
 
 def set_world(transport: Transport | None) -> None:
-    """Make `transport` this process's own: what `fs.init` does under `torchrun`."""
+    """Set this process's own transport, as `fs.init` does."""
     _WORLD[:] = [] if transport is None else [transport]
     _MAIN[:] = [] if transport is None else [weakref.ref(default_group())]
 
 
 def current_transport() -> Transport | None:
-    """The simulated rank whose code is running, else this process's own, else None."""
+    """Return the transport of the running simulated rank, else this process's own, else None."""
     return _RANK.get() or CHECKED.get() or (_WORLD[0] if _WORLD else None)
 
 
 def own_transport() -> Transport | None:
-    """This process's own, whatever code is running; else None."""
+    """Return this process's own transport, also in a simulated rank, or None."""
     return _WORLD[0] if _WORLD else None
 
 
 def direct_transport() -> Transport | None:
-    """This process's own, if nobody checks or observes what goes over it; else None.
+    """Return this process's own transport if its collectives are neither checked nor observed.
 
-    What was recorded of the operations below it can then be replayed without asking it. None as
-    well where its process groups were replaced: then it has to be asked, and raises.
+    Recorded collectives can then be replayed without it. None also if its process groups were
+    replaced, which raises in the transport.
     """
-    if _OBSERVERS and _TOLD.get():
+    if _OBSERVERS and _OBSERVED.get():
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None
-    main = default_group()  # dist.group.WORLD costs ten times as much
+    main = default_group()
     if main is None or _MAIN[0]() is not main:
         return None
     return _WORLD[0]
@@ -122,7 +117,7 @@ def direct_transport() -> Transport | None:
 
 @lru_cache(maxsize=1)
 def warn_alone() -> None:
-    """Say, once, that processes of `torchrun` simulate all ranks each, where they are none."""
+    """Warn once if processes of `torchrun` simulate all ranks because `fs.init` is missing."""
     world = os.environ.get("WORLD_SIZE", "1")
     if world.isdigit() and int(world) > 1 and own_transport() is None:
         text = (
@@ -143,13 +138,13 @@ def as_rank(transport: Transport) -> Iterator[None]:
 
 
 def is_simulated() -> bool:
-    """Whether the code that is running is that of a simulated rank."""
+    """Return True in the code of a simulated rank."""
     return _RANK.get() is not None
 
 
 @contextmanager
 def as_checked(transport: Transport | None) -> Iterator[None]:
-    """Run a block with this process's collectives going over a transport that checks them."""
+    """Run a block with a transport that checks this process's collectives."""
     token = CHECKED.set(transport)
     try:
         yield
@@ -158,7 +153,7 @@ def as_checked(transport: Transport | None) -> Iterator[None]:
 
 
 def current_rank(mesh: Mesh, where: str) -> Transport:
-    """The transport of rank-local code; raises `ShardingError` where there is no rank."""
+    """Return the transport of rank-local code; raise `ShardingError` outside of ranks."""
     transport = current_transport()
     if transport is None:
         _no_rank(mesh, where)
@@ -166,21 +161,21 @@ def current_rank(mesh: Mesh, where: str) -> Transport:
 
 
 def _no_rank(mesh: Mesh, where: str) -> NoReturn:
-    fail(where, f"one tensor for {mesh}, in a process that is no rank of it",
-         "a local is one tensor inside shard_map, fs.simulate or after fs.init under torchrun, "
-         f"and a tuple of {mesh.size} shards outside",
+    fail(where, f"one tensor for {mesh}, in a process that is not a rank of it",
+         "a local must be one tensor inside shard_map, fs.simulate or after fs.init under "
+         f"torchrun, and a tuple of {mesh.size} shards outside",
          "call it inside fs.shard_map, or after fs.init(mesh); a program also takes the tuple of "
          "all shards, as fs.shard makes it")  # fmt: skip
 
 
 def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
-    """Raise `ShardingError` for a mesh with ranks that are not there: nobody would do its work."""
-    there: Collection[int] = getattr(transport, "all_ranks", mesh.ranks)
-    if not set(mesh.ranks) <= set(there):
+    """Raise `ShardingError` for a mesh with ranks that do not run."""
+    running: Collection[int] = getattr(transport, "all_ranks", mesh.ranks)
+    if not set(mesh.ranks) <= set(running):
         label = LABEL.get()
-        listed = ", ".join(map(str, sorted(there)[:8])) + (", ..." if len(there) > 8 else "")
+        listed = ", ".join(map(str, sorted(running)[:8])) + (", ..." if len(running) > 8 else "")
         fail(where if label is None else label.name, f"{mesh}, on rank {transport.rank}",
-             f"the ranks of a mesh are among those that run, which are {listed}",
+             f"the ranks of a mesh must be among those that run, {listed}",
              "fs.simulate(mesh, fn) with a mesh of all ranks, or under torchrun as many processes; "
              "or a mesh of these ranks")  # fmt: skip
 
@@ -190,9 +185,13 @@ def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the user called, and along axes of which mesh.
+    """Name of the user's call and the mesh whose axes it names, for errors.
 
-    `line` is that of the call and `checked` what checks it, where the launch comes later.
+    Attributes:
+        name: such as "fs.psum".
+        mesh: the mesh.
+        line: `file:line` of the call, if the launch comes later.
+        checked: the transport that checks it, if the launch comes later.
     """
 
     name: str
@@ -201,18 +200,18 @@ class Label:
     checked: Transport | None = field(default=None, compare=False)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def label_of(name: str, mesh: Mesh) -> Label:
-    """The label of what is launched at once: one object, which costs less than making another."""
+    """Return the label of a call that launches at once, cached because creating one costs more."""
     return Label(name, mesh)
 
 
 LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)
-"""What is being launched: transports that explain who stands where read it."""
+"""Label of the running launch, read by transports for their errors."""
 
 
-class labelled:  # noqa: N801 - read as a word in `with`; a generator would cost twice as much
-    """Launch what is launched in the block under a name, or under the one it has already."""
+class labelled:  # noqa: N801 - a context manager; as a generator it would cost twice as much
+    """Set the label of launches in the block, unless one is set already."""
 
     __slots__ = ("label", "token")
 
@@ -227,7 +226,7 @@ class labelled:  # noqa: N801 - read as a word in `with`; a generator would cost
 
 
 def under(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
-    """`finish`, and what it launches, under a label."""
+    """Return `finish` with `label` set while it runs."""
 
     def run() -> T:
         with labelled(label):
@@ -241,7 +240,7 @@ def under(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective as one rank ran it: `nbytes` are those it sent."""
+    """One collective of one rank, with the bytes it sent; `phase` is "forward" or "backward"."""
 
     op: str
     axes: tuple[str, ...]
@@ -251,13 +250,13 @@ class Event:
 
 
 _OBSERVERS: list[Callable[[Event], None]] = []
-_TOLD: ContextVar[bool] = ContextVar("fshard_told", default=True)
+_OBSERVED: ContextVar[bool] = ContextVar("fshard_observed", default=True)
 _PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
 
 
 @contextmanager
 def observe(observer: Callable[[Event], None]) -> Iterator[None]:
-    """Tell `observer` of every collective that runs in the block."""
+    """Call `observer` for every collective in the block."""
     _OBSERVERS.append(observer)
     try:
         yield
@@ -267,33 +266,40 @@ def observe(observer: Callable[[Event], None]) -> Iterator[None]:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Tell nobody of what only pretends to run in the block."""
-    token = _TOLD.set(False)
+    """Call no observers in the block, whose collectives send nothing."""
+    token = _OBSERVED.set(False)
     try:
         yield
     finally:
-        _TOLD.reset(token)
+        _OBSERVED.reset(token)
 
 
-@contextmanager
-def backward_phase(label: Label | None = None) -> Iterator[None]:
-    """Mark what runs in the block as backward, of what `label` says: it is checked as that was."""
-    tokens = _PHASE.set("backward"), LABEL.set(label)
-    checked = CHECKED.set(label.checked) if label is not None and label.checked else None
-    try:
-        yield
-    finally:
-        _PHASE.reset(tokens[0])
-        LABEL.reset(tokens[1])
-        if checked is not None:
-            CHECKED.reset(checked)
+class backward_phase:  # noqa: N801 - a context manager; as a generator it would cost twice as much
+    """Mark collectives in the block as backward of the call in `label`, and check them as it was."""
+
+    __slots__ = ("label", "tokens")
+
+    def __init__(self, label: Label | None = None) -> None:
+        self.label = label
+
+    def __enter__(self) -> None:
+        label, checked = self.label, CHECKED.get()
+        if label is not None and label.checked:
+            checked = label.checked
+        self.tokens = _PHASE.set("backward"), LABEL.set(label), CHECKED.set(checked)
+
+    def __exit__(self, *_: object) -> None:
+        phase, label, checked = self.tokens
+        _PHASE.reset(phase)
+        LABEL.reset(label)
+        CHECKED.reset(checked)
 
 
 def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:
-    """Tell all observers of one collective; free where there are none."""
-    if _OBSERVERS and _TOLD.get():
-        # What a checkpoint computes again is no transpose, but runs in the backward pass too.
-        again = graph_task_id() != -1
-        event = Event(op, axes, nbytes, rank, "backward" if again else _PHASE.get())
+    """Call all observers for one collective."""
+    if _OBSERVERS and _OBSERVED.get():
+        # A checkpoint recomputes forward collectives in the backward pass: they count there too.
+        in_backward = graph_task_id() != -1
+        event = Event(op, axes, nbytes, rank, "backward" if in_backward else _PHASE.get())
         for observer in tuple(_OBSERVERS):
             observer(event)

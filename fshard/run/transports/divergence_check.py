@@ -38,7 +38,7 @@ from fshard.run.transports.divergence_report import (
     user_line,
     words,
 )
-from fshard.run.transports.torch_distributed import World
+from fshard.run.transports.torch_distributed import ProcessWorld
 
 __all__ = ["checked_collectives"]
 
@@ -93,13 +93,13 @@ class _State:
 class _Checked:
     """This process's transport on one mesh, with the check before every collective."""
 
-    def __init__(self, world: World, mesh: Mesh) -> None:
-        self.world, self.mesh, self.rank, self.device = world, mesh, world.place, world.device
+    def __init__(self, world: ProcessWorld, mesh: Mesh) -> None:
+        self.world, self.mesh, self.rank, self.device = world, mesh, world.process_rank, world.device
         self.state = _State()
         self.inside = False
         self.remark: Callable[[], str] = str
         self.store: Any = PrefixStore(
-            f"fshard {mesh.ranks} {world.life}", default_store()
+            f"fshard {mesh.ranks} {world.start_count}", default_store()
         )
         self.known: set[Group] = set()
 
@@ -380,7 +380,7 @@ def checked_collectives(mesh: Mesh) -> Iterator[None]:
     and in a block that is in another the outer one does it: then nothing happens.
     """
     transport = current_transport()
-    if not isinstance(transport, World) or transport.rank not in mesh:
+    if not isinstance(transport, ProcessWorld) or transport.rank not in mesh:
         yield
         return
     ranks = tuple(mesh.ranks)

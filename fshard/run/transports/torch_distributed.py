@@ -1,14 +1,13 @@
-"""The transport over `torch.distributed`: gloo and NCCL, through the functional collectives.
+"""Transport over `torch.distributed` (gloo, NCCL), by its functional collectives; and `fs.init`.
 
-Only plain tensors and `torch.ops._c10d_functional`: no `AsyncCollectiveTensor`. Process
-groups are made on demand for whatever ranks a step names; only their members take part.
+Only plain tensors and `torch.ops._c10d_functional` are used, not `AsyncCollectiveTensor`. Process
+groups are created on demand by the ranks of a step, and by no others.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextvars
-import functools
 import importlib
 import os
 import sys
@@ -24,7 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fshard._torch.process_groups import create_group, default_store, leak_groups, pending_works
+from fshard._torch.process_groups import (
+    create_group,
+    default_group,
+    default_store,
+    leak_groups,
+    pending_works,
+)
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import (
@@ -40,53 +45,60 @@ from fshard.run.transports.base import (
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
 
-__all__ = ["wait_in_background", "init"]
+__all__ = ["ProcessWorld", "init", "wait_in_background"]
 
 OPS: Any = torch.ops._c10d_functional
-GRACE = 1.0  # seconds in which what nobody waits for may still end, before this process does
+EXIT_SECONDS = 1.0
+"""Time for abandoned collectives to end before the process does."""
 
-# Gloo's all-to-all goes straight from memory to memory, in one round. Its reduce-scatter is an
-# all-reduce of a copy, its gathers and all-reduces are rings whose rounds cost more than bytes
-# where these are few: then, in bytes at all ranks, they go by all-to-all too. Two ranks need no
-# more than what the other one has.
-GATHERED = 4 * 2**20
-REDUCED = 2**19
+# Gloo's all-to-all has one round and copies straight from memory to memory. Its reduce-scatter is
+# an all-reduce of a copy, its gathers and all-reduces are rings, whose rounds cost more than bytes
+# for few bytes. Below these numbers of bytes of all ranks together they run as all-to-alls.
+GATHER_BYTES = 4 * 2**20
+REDUCE_BYTES = 2**19
 
 AVERAGING = {"nccl", "fake"}
-"""Backends that average floats themselves; elsewhere a sum is divided."""
+"""Backends that average floats themselves; for others a sum is divided."""
 
 
 @dataclass(slots=True, eq=False)
-class World:
-    """This process as a rank of `torch.distributed`, as long as it has the group `main`.
+class ProcessWorld:
+    """Transport of this process, a rank of `torch.distributed`, while the group `main` exists.
 
-    `life` counts the starts of process groups on one store: the same number on every rank, since
-    every rank calls `fs.init` after each. A store outlives process groups, and so do its keys.
-    `main` is held weakly: process groups join their threads when the last reference goes, and one
-    that lets go of a tensor after Python has begun to end ends the process with an abort.
+    Attributes:
+        process_rank: this process's rank.
+        device: the device of its tensors by default.
+        timeout: of new process groups.
+        main: the group of all ranks, held weakly: the destructor of a group joins its threads, and
+            one that frees a tensor after Python has begun to exit aborts the process.
+        start_count: the number of `fs.init` calls on new process groups of one store, equal on all
+            ranks. A store and its keys outlive process groups.
+        names: the names of the process groups, by their ranks.
+        backends: the backend of each device type.
     """
 
-    place: int
+    process_rank: int
     device: torch.device
     timeout: timedelta | None
     main: weakref.ref[Any]
-    life: int
+    start_count: int
     names: dict[Group, str] = field(default_factory=dict)
-    backends: dict[str, str] = field(default_factory=dict)  # by type of device
+    backends: dict[str, str] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """This process's rank; raises `ShardingError` where its process groups were replaced."""
+        """This process's rank; raises `ShardingError` if its process groups were replaced."""
         if not self.is_current:
             fail("fshard", "other process groups than those of fs.init",
-                 "ranks are those of the process groups that were there at fs.init",
+                 "the process groups must be those that existed at fs.init",
                  "call fs.init(mesh) again after dist.init_process_group")  # fmt: skip
-        return self.place
+        return self.process_rank
 
     @property
     def is_current(self) -> bool:
+        """Whether the group of all ranks is the one at `fs.init`."""
         main = self.main()
-        return main is not None and main is dist.group.WORLD
+        return main is not None and main is default_group()
 
     @property
     def all_ranks(self) -> range:
@@ -99,34 +111,40 @@ class World:
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
-            return self._swapped(x, x, group, "all_gather")
-        if gloo and n * x.nbytes <= GATHERED:
-            each = [x.numel()] * n
-            moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_gather")
-            return lambda: moved().view(n, *x.shape)
-        flat, restore = _as_bytes(_as_long(x, 0) if x.dtype in NATIVE else x.reshape(-1))
+            return self._swap(x, x, group, "all_gather")
+        if gloo and n * x.nbytes <= GATHER_BYTES:
+            sizes = [x.numel()] * n
+            moved = self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_gather")
+            return moved
+        flat, restore = _as_bytes(_merge_leading(x, 0) if x.dtype in NATIVE else x.reshape(-1))
         name, order = self._group(group, "all_gather")
         label = LABEL.get()
-        out = OPS.all_gather_into_tensor(flat, len(group), name)
-        shape = (len(group), *x.shape)
-        wait = functools.partial(_wait, out, label, "all_gather", group)
-        return lambda: _unpermute(restore(wait()).view(shape), order)
+        out = OPS.all_gather_into_tensor(flat, n, name)
+
+        def finish() -> Parts:
+            gathered = restore(_wait(out, label, "all_gather", group))
+            if order is None:
+                return gathered
+            rows = gathered.view(n, *x.shape)
+            return [rows[i] for i in order]
+
+        return finish
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if op == "avg" and not self._averages(x.dtype):
-            addends, narrow = as_number(x, op)
-            total = self.all_reduce(addends, "sum", group)
+            value, narrow = as_number(x, op)
+            total = self.all_reduce(value, "sum", group)
             return lambda: narrow(over(total(), len(group)))
         if x.dtype.is_complex and op == "product":
             gathered = self.all_gather(x, group)
-            return lambda: stacked(gathered()).prod(0)
+            return lambda: stacked(gathered(), x.shape).prod(0)
         n, gloo = len(group), self._is_gloo()
-        if gloo and n == 2 and x.nbytes <= GATHERED:
-            both = self._swapped(x, x, group, "all_reduce")
+        if gloo and n == 2 and x.nbytes <= GATHER_BYTES:
+            both = self._swap(x, x, group, "all_reduce")
             return lambda: reduced(both(), op)
-        if gloo and n > 2 and n * x.nbytes <= REDUCED:
-            each = [x.numel()] * n
-            moved = self._all_to_all(x.reshape(-1).repeat(n), each, each, group, "all_reduce")
+        if gloo and n > 2 and n * x.nbytes <= REDUCE_BYTES:
+            sizes = [x.numel()] * n
+            moved = self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_reduce")
             return lambda: REDUCE[op](moved().view(n, *x.shape))
         wire, restore = as_number(x, op)
         label = LABEL.get()
@@ -135,28 +153,28 @@ class World:
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
         if op == "avg" and not self._averages(x.dtype):
-            addends, narrow = as_number(x, op)
-            total = self.reduce_scatter(addends, "sum", group)
+            value, narrow = as_number(x, op)
+            total = self.reduce_scatter(value, "sum", group)
             return lambda: narrow(over(total(), len(group)))
         if x.dtype.is_complex and op == "product":
-            total, here = self.all_reduce(x, op, group), group.index(self.place)
-            return lambda: total()[here]
+            total, index = self.all_reduce(x, op, group), group.index(self.process_rank)
+            return lambda: total()[index]
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
-            here = group.index(self.place)
-            both = self._swapped(x[here], x[1 - here], group, "reduce_scatter")
+            index = group.index(self.process_rank)
+            both = self._swap(x[index], x[1 - index], group, "reduce_scatter")
             return lambda: reduced(both(), op)
         if gloo:
-            each = [x[0].numel()] * n
-            moved = self._all_to_all(x.reshape(-1), each, each, group, "reduce_scatter")
+            sizes = [x[0].numel()] * n
+            moved = self._all_to_all(x.reshape(-1), sizes, sizes, group, "reduce_scatter")
             return lambda: REDUCE[op](moved().view(x.shape))
         name, order = self._group(group, "reduce_scatter")
         wire, restore = as_number(x, op)
         if order is not None:
-            wire = torch.stack([wire[order.index(place)] for place in range(len(order))])
-        flat = _as_long(wire, 1).contiguous()
+            wire = torch.stack([wire[i] for i in _inverse(order)])
+        flat = _merge_leading(wire, 1).contiguous()
         label = LABEL.get()
-        out = OPS.reduce_scatter_tensor(flat, op, len(group), name)
+        out = OPS.reduce_scatter_tensor(flat, op, n, name)
         shape = x.shape[1:]
         return lambda: restore(_wait(out, label, "reduce_scatter", group)).reshape(shape)
 
@@ -168,58 +186,57 @@ class World:
     def _all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group, op: str
     ) -> Finish:
-        """An all-to-all as a collective, or as the way that another one, `op`, goes."""
+        """Launch an all-to-all, which may stand for another collective `op` in errors."""
         name, order = self._group(group, op)
         if order is not None:
-            # The process group is in rank order: put the pieces so, and the results back.
-            place = [order.index(at) for at in range(len(order))]
+            # The process group is in rank order: pieces are put in that order, results back.
+            places = _inverse(order)
             pieces = x.split(list(send))
-            x = torch.cat([pieces[at] for at in place])
-            send = [send[at] for at in place]
-            theirs = [receive[at] for at in place]
-        else:
-            theirs = list(receive)
+            x = torch.cat([pieces[i] for i in places])
+            send, receive = [send[i] for i in places], [receive[i] for i in places]
         wire, restore = _as_bytes(x.contiguous())
         item = wire.numel() // x.numel() if x.numel() else _wire_item(x.dtype)
-        sizes = [n * item for n in theirs], [n * item for n in send]
+        receive_sizes = list(receive)
         label = LABEL.get()
-        out = OPS.all_to_all_single(wire, *sizes, name)
+        out = OPS.all_to_all_single(
+            wire, [n * item for n in receive_sizes], [n * item for n in send], name
+        )
 
         def finish() -> torch.Tensor:
-            got = restore(_wait(out, label, op, group))
+            received = restore(_wait(out, label, op, group))
             if order is None:
-                return got
-            pieces = got.split(theirs)
-            return torch.cat([pieces[at] for at in order])
+                return received
+            pieces = received.split(receive_sizes)
+            return torch.cat([pieces[i] for i in order])
 
         return finish
 
-    def _swapped(
-        self, kept: torch.Tensor, sent: torch.Tensor, group: Group, op: str
+    def _swap(
+        self, own: torch.Tensor, sent: torch.Tensor, group: Group, op: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """Of a group of two what this rank keeps and what the other one has sent, in its order."""
+        """Send `sent` to the other rank of a group of two; return `own` and theirs, in its order."""
         low, high = sorted(group)
-        sizes = [0, sent.numel()] if self.place == low else [sent.numel(), 0]
+        sizes = [0, sent.numel()] if self.process_rank == low else [sent.numel(), 0]
         moved = self._all_to_all(sent.reshape(-1), sizes, sizes, (low, high), op)
-        if group[0] == self.place:
-            return lambda: [kept, moved().view(kept.shape)]
-        return lambda: [moved().view(kept.shape), kept]
+        if group[0] == self.process_rank:
+            return lambda: [own, moved().view(own.shape)]
+        return lambda: [moved().view(own.shape), own]
 
     def _is_gloo(self) -> bool:
-        """Whether all goes over gloo: the same for what is recorded, which has no device yet."""
+        """Return True if all backends are gloo; meta tensors that are recorded have no device."""
         if torch.compiler.is_compiling():
-            return False  # graphs have the collectives that PyTorch's passes over graphs know
+            return False  # PyTorch's passes over graphs match its own collectives
         return {*self.backends.values()} == {"gloo"}
 
     def _averages(self, dtype: torch.dtype) -> bool:
-        """Whether all backends average numbers of a dtype: the same for what has no device yet."""
-        natively = dtype in NATIVE and dtype.is_floating_point
-        return natively and AVERAGING.issuperset(self.backends.values())
+        """Return True if all backends average values of a dtype."""
+        is_native = dtype in NATIVE and dtype.is_floating_point
+        return is_native and AVERAGING.issuperset(self.backends.values())
 
     def _group(self, ranks: Group, op: str) -> tuple[str, list[int] | None]:
-        """The process group of `ranks`, and their places in it where they are not in order.
+        """Return the name of a process group, and the ranks' places in it if they are not sorted.
 
-        They make it when they first come to it, for `op`: one that does not come is missed here.
+        The ranks create it on first use, for `op`: one that does not come is reported here.
         """
         ordered = tuple(sorted(ranks))
         name = self.names.get(ordered)
@@ -227,8 +244,9 @@ class World:
             if ordered == tuple(range(dist.get_world_size())):
                 name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             else:
+                prefix = f"fshard_{self.start_count}"
                 try:
-                    name = create_group(ordered, self.place, f"fshard_{self.life}", self.timeout)
+                    name = create_group(ordered, self.process_rank, prefix, self.timeout)
                 except RuntimeError as error:
                     raise lost(error, LABEL.get(), op, ranks) from error
             self.names[ordered] = name
@@ -236,16 +254,20 @@ class World:
 
 
 def _backends() -> dict[str, str]:
-    """The backend of each type of device."""
-    return dict(each.split(":") for each in dist.get_backend_config().split(","))
+    """Return the backend of each device type."""
+    return dict(item.split(":") for item in dist.get_backend_config().split(","))
 
 
-def _as_long(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x` with the dims up to the first from `dim` on that is not of size 1 as one dim.
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
 
-    Most often callers have `x` in that shape, and want the result in the one that follows.
+
+def _merge_leading(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Merge the dims up to the first one from `dim` on whose size is not 1.
+
+    Callers mostly have `x` in that shape already, and need the result in the one that follows.
     """
-    last = next((at for at, size in enumerate(x.shape) if at >= dim and size != 1), x.ndim - 1)
+    last = next((i for i, size in enumerate(x.shape) if i >= dim and size != 1), x.ndim - 1)
     return x.flatten(0, last) if x.ndim else x.reshape(1)
 
 
@@ -256,16 +278,12 @@ def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torc
         raise lost(error, label, op, group) from error
 
 
-def _unpermute(rows: torch.Tensor, order: list[int] | None) -> Parts:
-    return rows if order is None else [rows[place] for place in order]
-
-
 def _wire_item(dtype: torch.dtype) -> int:
     return 1 if dtype in NATIVE else dtype.itemsize
 
 
 def _as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """A flat tensor as something every backend moves, and the way back."""
+    """Return a tensor of a dtype that every backend sends, and the function back."""
     flat = flat.resolve_conj().resolve_neg().contiguous()
     if flat.dtype in NATIVE:
         return flat, lambda out: out
@@ -278,95 +296,107 @@ def init(
 ) -> None:
     """Make this process a rank under `torchrun`: from here on, locals are single tensors.
 
-    Every process calls it, and again after it has ended and started the process groups anew.
-    Starts `torch.distributed` where it is not started (NCCL where there is CUDA, else gloo).
-    `timeout` is in seconds and stays where a later call gives none; process groups that are made
-    already, that of all ranks among them, keep the one that they were made with. A rank outside
-    of `mesh` gets empty results and takes part in nothing. Raises `ShardingError` where the
-    environment of `torchrun` is missing or the mesh names ranks that do not exist.
+    Every process must call it, and again if it has replaced the process groups. It starts
+    `torch.distributed` if that is not done; a process outside of `mesh` gets empty results and
+    takes part in nothing.
+
+    Args:
+        mesh: a mesh whose ranks exist; others may be used later.
+        backend: "nccl" or "gloo"; by default NCCL with CUDA, else gloo.
+        timeout: seconds that a collective waits for other ranks. None keeps that of an earlier
+            call. Process groups that exist already keep their own.
+
+    Raises:
+        ShardingError: the environment of `torchrun` is missing, or the mesh has ranks that do not
+            exist.
+
+    ::
+
+        # torchrun --nproc-per-node 2 script.py
+        import fshard as fs
+        fs.init(fs.Mesh(x=2), timeout=60)
     """
     if not dist.is_initialized():
-        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in os.environ]
+        required = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in required if name not in os.environ]
         if missing:
             fail("fs.init", f"no {', '.join(missing)} in the environment",
-                 "fs.init runs in the processes that torchrun starts",
+                 "fs.init must run in a process that torchrun starts",
                  f"torchrun --nproc-per-node {mesh.size} script.py; without fs.init the mesh is "
                  "simulated in this process")  # fmt: skip
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if max(mesh.ranks, default=0) >= world:
         fix = f"torchrun --nproc-per-node {max(mesh.ranks) + 1}, or a mesh of at most {world}"
         fail("fs.init", f"{mesh} with ranks up to {max(mesh.ranks)}",
-             f"the world has {world} processes, ranks 0..{world - 1}", fix)  # fmt: skip
+             f"ranks must be among the {world} processes of the world, 0..{world - 1}",
+             fix)  # fmt: skip
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
     if not dist.is_initialized():
         use_cuda = torch.cuda.is_available() if backend is None else "nccl" in backend
         if use_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        # Its functions have the group of all ranks as a default: once imported after the start, as
-        # `torch.optim` and dispatch modes do, they would keep it to the end of Python.
+        # Its functions have the group of all ranks as a default: imported after the start, as
+        # `torch.optim` and dispatch modes do, they would keep it alive until Python exits.
         importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or ("nccl" if use_cuda else "gloo")
         dist.init_process_group(chosen, timeout=limit)
-        atexit.register(_finish)  # what is started here is ended here
+        atexit.register(_end_process_groups)  # only those that were started here
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    known = own_transport()
-    if isinstance(known, World) and known.is_current:
-        known.timeout = limit or known.timeout
+    current = own_transport()
+    if isinstance(current, ProcessWorld) and current.is_current:
+        current.timeout = limit or current.timeout
     else:
-        rank = dist.get_rank()
-        made = World(
-            rank, device, limit, weakref.ref(dist.group.WORLD), _life(rank), backends=_backends()
+        rank, main = dist.get_rank(), weakref.ref(default_group())
+        set_world(
+            ProcessWorld(rank, device, limit, main, _count_start(rank), backends=_backends())
         )
-        set_world(made)
 
 
-def _life(rank: int) -> int:
-    """How often this rank has begun with the store that there is."""
+def _count_start(rank: int) -> int:
+    """Return the number of times this rank has started with the current store."""
     store = default_store()
     try:
         return int(store.add(f"fshard starts of {rank}", 1))
-    except RuntimeError:  # the store of the fake backend, which keeps nothing
+    except RuntimeError:  # the store of the fake backend keeps nothing
         return 0
 
 
-# -- the end ----------------------------------------------------------------------------
+# -- abandoned collectives and the end of the process ------------------------------------
 
-_UNWANTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ABANDONED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def wait_in_background(finish: Callable[[], Any]) -> None:
-    """Let a thread wait for what was launched and nobody wants: the other ranks may never come.
+    """Wait for an abandoned collective in a thread, since the other ranks may never come.
 
-    PyTorch holds what was launched until somebody waits. No thread starts while Python ends.
+    PyTorch keeps the buffers of a collective until it is waited for.
     """
-    if not sys.is_finalizing():
+    if not sys.is_finalizing():  # no thread starts while Python exits
         run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(_end, finish), daemon=True)
-        _UNWANTED.add(thread)
+        thread = threading.Thread(target=run, args=(_drain, finish), daemon=True)
+        _ABANDONED.add(thread)
         thread.start()
 
 
-def _end(finish: Callable[[], Any]) -> None:
-    """Wait for what nobody wants; nor does anybody want to know why it failed."""
+def _drain(finish: Callable[[], Any]) -> None:
+    """Wait for an abandoned collective and ignore its errors."""
     with suppress(Exception), torch.no_grad():
         finish()
 
 
-def _finish() -> None:
-    """End the process groups, unless the script has done so.
+def _end_process_groups() -> None:
+    """Destroy the process groups, unless the script has done so.
 
-    That waits for all that was launched. Where it may never end the process groups are left as
-    they are, for good: the other ranks have to learn that this process is gone.
+    That would wait for all launched collectives. If some may never end, the groups are leaked
+    instead, so that the other ranks notice the end of this process.
     """
     if not dist.is_initialized():
         return
-    until = time.monotonic() + GRACE
-    for thread in tuple(_UNWANTED):
-        thread.join(max(0.0, until - time.monotonic()))
-    launched = pending_works()
-    if launched or any(thread.is_alive() for thread in _UNWANTED):
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in tuple(_ABANDONED):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if pending_works() or any(thread.is_alive() for thread in _ABANDONED):
         leak_groups()
     else:
         dist.destroy_process_group()

@@ -31,7 +31,7 @@ from fshard.run.autograd.linear_function import (
     apply_programs,
     start_linear,
 )
-from fshard.run.capture import Function, Launcher, Launchers, plain_key, record, replay
+from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.transports.base import (
     Label,
     Transport,
@@ -42,8 +42,10 @@ from fshard.run.transports.base import (
     unobserved,
 )
 from fshard.run.transports.divergence_report import call_line
+from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import ShapeTransport, recording
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
+from fshard.spmd.collectives.argument_key import plain_key
 from fshard.spmd.collectives.compile_node import tree_node
 from fshard.spmd.types import TypeSignature
 
@@ -124,10 +126,10 @@ def collective(
         key = _plan_key(make_plan, args, kwargs, bound)
         value: Any = x
         if key is not None and type(value) in TENSOR_TYPES:
-            launcher = _launcher(key, make_plan, value, args, kwargs, bound)
-            if launcher is not None:
+            recorded = _recording(key, make_plan, value, args, kwargs, bound)
+            if recorded is not None:
                 needs_grad = value.requires_grad and torch.is_grad_enabled()
-                result: Any = replay(launcher, value) if needs_grad else launcher.run(value)
+                result: Any = replay(recorded, value) if needs_grad else recorded.run(value)
                 return result  # type: ignore[no-any-return]
         return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
 
@@ -257,17 +259,17 @@ def _combine(ops: tuple[Program | LinearOp, ...]) -> LinearOp:
 
 # -- capture ----------------------------------------------------------------------------------
 
-_LAUNCHERS = Launchers()
+_RECORDINGS = Recordings()
 
 
-def _launcher(
+def _recording(
     plan_key: Hashable,
     make_plan: Callable[..., CollectivePlan],
     x: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     bound: BoundAxes | None,
-) -> Launcher | None:
+) -> Recording | None:
     """Return the captured collective for tensors like `x` on this rank, or None.
 
     Collectives are captured only under `torchrun`, over this process's own transport.
@@ -280,10 +282,10 @@ def _launcher(
         plan_key, transport, x.shape, x.stride(), x.dtype, x.device, needs_grad,
         torch.get_default_dtype(),
     )  # fmt: skip
-    launcher = _LAUNCHERS.get(key)
-    if type(launcher) is Launcher:
-        return launcher
-    return _LAUNCHERS.of(key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad)
+    recorded = _RECORDINGS.get(key)
+    if type(recorded) is Recording:
+        return recorded
+    return _RECORDINGS.get_or_record(key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad)
 
 
 def _capture(
@@ -294,7 +296,7 @@ def _capture(
     x: torch.Tensor,
     transport: Transport,
     needs_grad: bool,
-) -> Launcher | None:
+) -> Recording | None:
     plan = _cached_plan(key, make_plan, args, kwargs)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     like.requires_grad_(needs_grad)
@@ -302,12 +304,12 @@ def _capture(
         transfer = plan.leaf(like)
     if not isinstance(transfer, Transfer) or transport.rank not in _combine((transfer.op,)).mesh:
         return None
-    forward: Function = lambda x: launch_collective(plan, x)()  # noqa: E731
-    launcher = record(forward, _transposed(plan, like, transport), like.detach())
-    return None if launcher is None or (needs_grad and not launcher.is_linear) else launcher
+    forward: TensorFunction = lambda x: launch_collective(plan, x)()  # noqa: E731
+    recorded = record(forward, _transposed(plan, like, transport), like.detach())
+    return None if recorded is None or (needs_grad and not recorded.is_linear) else recorded
 
 
-def _transposed(plan: CollectivePlan, like: torch.Tensor, transport: Transport) -> Function:
+def _transposed(plan: CollectivePlan, like: torch.Tensor, transport: Transport) -> TensorFunction:
     """Return the transpose of a linear collective on tensors like `like`.
 
     It composes the vjp of reading the result, the transposed operation, and the vjp of packing.

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
-from fshard.run.capture import Launchers
+from fshard.run.capture import Recordings
 from fshard.spmd.collectives import collective_plan
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_global
@@ -32,7 +32,7 @@ Work = list[tuple[int, tuple[str, ...], list[torch.Tensor], list[torch.Tensor]]]
 def run_often(mesh: Mesh, work: Work) -> list[Any]:
     """Every case four times: the first two are not replayed; then of other strides, twice."""
     fs.init(mesh)
-    collective_plan._LAUNCHERS.clear()
+    collective_plan._RECORDINGS.clear()
     place = list(mesh.ranks).index(dist.get_rank())
     found = []
     for at, axes, xs, cts in work:
@@ -40,7 +40,7 @@ def run_often(mesh: Mesh, work: Work) -> list[Any]:
         other = x.mT.contiguous().mT if x.ndim > 1 else x
         given = [(x, ct)] * 3 + [(other, ct.mT.contiguous().mT if ct.ndim > 1 else ct)] * 3
         found.append([on_rank(CASES[at], mesh, axes, *each) for each in given])
-    assert len(collective_plan._LAUNCHERS) > len(work)
+    assert len(collective_plan._RECORDINGS) > len(work)
     return found
 
 
@@ -101,12 +101,12 @@ def run_changing() -> list[int]:
     """A shape that comes once is not recorded, and what is recorded is bounded."""
     mesh = Mesh(i=2)
     fs.init(mesh)
-    collective_plan._LAUNCHERS.clear()
+    collective_plan._RECORDINGS.clear()
     counts = []
     for _ in range(2):
         for n in range(1, 4):
             fs.psum(random_global((n,), F64), "i", mesh=mesh)
-        counts.append(len(collective_plan._LAUNCHERS))
+        counts.append(len(collective_plan._RECORDINGS))
     return counts
 
 
@@ -178,7 +178,7 @@ def test_numbers_that_are_equal() -> None:
 
 
 def test_a_recording_that_another_thread_forgets() -> None:
-    launchers = Launchers()
+    recordings = Recordings()
 
     class Key:
         """Compared with another one, it acts as a thread that clears at that moment."""
@@ -187,11 +187,11 @@ def test_a_recording_that_another_thread_forgets() -> None:
             return 1
 
         def __eq__(self, other: object) -> bool:
-            launchers.clear()
+            recordings.clear()
             return True
 
     for _ in range(4):
-        assert launchers.of(Key(), lambda: None) is None
+        assert recordings.get_or_record(Key(), lambda: None) is None
 
 
 # -- what else looks at operations ------------------------------------------------------------
@@ -289,7 +289,7 @@ def run_batched(work: Work) -> list[Any]:
     """Gradients of several cotangents in one pass, and one by one."""
     mesh = Mesh(i=2)
     fs.init(mesh)
-    collective_plan._LAUNCHERS.clear()
+    collective_plan._RECORDINGS.clear()
     place, found = dist.get_rank(), []
     for at, axes, xs, cts in work:
         batch = torch.stack([cts[place] * n for n in (1, -2, 3)])
