@@ -1,17 +1,21 @@
-"""Random numbers by key: `fs.random`. The same on one device, and on every layout and mesh.
+"""Random numbers from keys, as in `jax.random`: the same values on every layout and mesh.
 
-A key is a small tensor, made of a seed; a draw is a function of the key and of where an element
-is in the whole tensor, and of nothing else: no generator is asked or changed. What is to be drawn
-independently takes another key: `split`, or `fold_in` of a number. The design and the generator,
-Threefry-2x32, are those of `jax.random`, and so are the numbers.
+A key is a small tensor made from a seed. A draw is a function of the key and of each element's
+index in the global tensor; no generator is used or changed. Independent draws need different keys,
+from `split` or `fold_in`. The design, the generator (Threefry-2x32) and the values are those of
+`jax.random`.
 
-Code that draws by itself, as `torch.nn.Dropout` does, draws by a key in `with keyed(key):`.
+PyTorch's own random functions, in `torch.nn.Dropout` say, draw with a key in `with keyed(key):`.
+
+- `sampling`: keys and draws.
+- `keyed`: the context manager.
+- `torch_replacements`: the functions that it replaces.
 
 >>> import fshard as fs
 >>> mesh = fs.Mesh(dp=2, tp=2)
->>> weights, noise = split(key(0))
->>> w = normal(weights, fs.Spec(mesh, fs.P(None, "tp"), shape=(4, 6)))
->>> torch.equal(fs.unshard(w), normal(weights, (4, 6)))
+>>> weight_key, noise_key = fs.random.split(fs.random.key(0))
+>>> w = fs.random.normal(weight_key, fs.Spec(mesh, fs.P(None, "tp"), shape=(4, 6)))
+>>> torch.equal(fs.unshard(w), fs.random.normal(weight_key, (4, 6)))
 True
 """
 

@@ -1,4 +1,8 @@
-"""`keyed`: code that draws by itself, as modules do, draws by a key."""
+"""`fs.random.keyed`: PyTorch's own random functions draw with a key.
+
+A function mode replaces each random function by one of `torch_replacements`. Functions that are
+written in Python run without their check for function modes, and their callees are replaced.
+"""
 
 from __future__ import annotations
 
@@ -17,171 +21,179 @@ from fshard._torch.checkpointing import CHECKPOINT_FUNCTION, RECOMPUTE, replace_
 from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
 from fshard.ops.trace.trace import trace_depth
-from fshard.random.sampling import _key_problems, fold_in
-from fshard.random.torch_replacements import INSTEAD
+from fshard.random.sampling import fold_in, key_problems
+from fshard.random.torch_replacements import REPLACEMENTS
 from fshard.run.transports.base import current_transport
 from fshard.spmd.axis_env import current_axes
-from fshard.spmd.tracking.torch_effects import Word, draws, kind_of
+from fshard.spmd.tracking.torch_effects import Action, draws, effect_of
 
 __all__ = ["keyed"]
 
 
-GIVEN = ("fractional_max_pool2d", "fractional_max_pool3d")
-"""Kernels that draw nothing: what is drawn for them is given."""
-RECURRENT = "dropout=0.0, and F.dropout between the layers, each called alone"
+DRAW_NOTHING = ("fractional_max_pool2d", "fractional_max_pool3d")
+"""Kernels that take their random samples as an argument."""
+RECURRENT_FIX = "dropout=0.0, and F.dropout between the layers, each called alone"
 
 
-class _Keyed(TorchFunctionMode):
-    """Replaces what draws from a generator; the n-th draw has the key with n folded in."""
+class KeyedMode(TorchFunctionMode):
+    """Function mode that replaces random functions; draw n has the key `fold_in(key, n)`."""
 
     def __init__(self, key: torch.Tensor, count: int = 0) -> None:
         super().__init__()
         self.key, self.count = key, count
-        self.traces, self.place = trace_depth(), (current_axes(), current_transport())
+        self.depth, self.scope = trace_depth(), (current_axes(), current_transport())
 
     def next(self) -> torch.Tensor:
-        """The key of the next draw."""
-        if trace_depth() > self.traces:
-            fail("fs.random.keyed", "a block around a function that is traced",
-                 "what is traced is run again with other keys: the key is an argument of it",
+        """Return the key of the next draw; raise if the block encloses a traced or mapped call."""
+        if trace_depth() > self.depth:
+            fail("fs.random.keyed", "a block around a traced function",
+                 "the block must be in the traced function, which runs again with other keys",
                  "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
-        bound, transport = self.place
-        if current_axes() is not bound or current_transport() is not transport:
-            fail("fs.random.keyed", "a block around a function that ranks run",
-                 "a block counts the draws of one rank, as often as that runs",
-                 "with fs.random.keyed(key): in the function, which the key is an argument "
-                 "of")  # fmt: skip
-        made = fold_in(self.key, self.count)
+        axes, transport = self.scope
+        if current_axes() is not axes or current_transport() is not transport:
+            fail("fs.random.keyed", "a block around a mapped function",
+                 "the block must be in the mapped function: it counts the draws of one rank",
+                 "with fs.random.keyed(key): in the function, with the key as an argument"
+                 )  # fmt: skip
+        next_key = fold_in(self.key, self.count)
         self.count += 1
-        return made
+        return next_key
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = kind_of(func)
+        effect = effect_of(func)
         if (
-            kind.word is not Word.RANDOM
-            or kwargs.get("generator") is not None  # which somebody has chosen
-            or not draws(func, kind.name, args, kwargs)
+            effect.action is not Action.RANDOM
+            or kwargs.get("generator") is not None
+            or not draws(func, effect.name, args, kwargs)
         ):
             return func(*args, **kwargs)
         if inspect.isfunction(func):
-            with self:  # it is made of others
-                return _past(func)(*args, **kwargs)
-        if kind.name in GIVEN:
+            with self:  # replace the functions that it calls
+                return _without_mode_check(func)(*args, **kwargs)
+        if effect.name in DRAW_NOTHING:
             return func(*args, **kwargs)
-        instead = INSTEAD.get(kind.name)
-        if instead is None:
-            fail("fs.random.keyed", f"{kind.name}()",
-                 "it draws in a way that is not written with a key",
-                 RECURRENT if kind.name in ("lstm", "gru", "rnn_tanh", "rnn_relu") else
-                 "draw before, or with a generator=; fs.random has draws to write it with"
+        replacement = REPLACEMENTS.get(effect.name)
+        if replacement is None:
+            fail("fs.random.keyed", f"{effect.name}()",
+                 "a random function in the block must have a form that draws with a key",
+                 RECURRENT_FIX if effect.name in ("lstm", "gru", "rnn_tanh", "rnn_relu") else
+                 "draw before the block, or pass generator=; or write it with draws of fs.random"
                  )  # fmt: skip
-        return _like_factories(lambda *a, **k: instead(self.next, *a, **k), args, kwargs)
+        return _as_factory(lambda *a, **k: replacement(self.next, *a, **k), args, kwargs)
 
 
-def _like_factories(
+def _as_factory(
     run: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """A draw with the arguments that all functions of PyTorch which make tensors have."""
-    plain = ("layout", "pin_memory", "memory_format", "names", "generator")
-    rest = {key: each for key, each in kwargs.items() if key not in plain}
+    """Run a draw, and apply the keyword arguments that PyTorch's factories share."""
+    ignored = ("layout", "pin_memory", "memory_format", "names", "generator")
+    rest = {name: arg for name, arg in kwargs.items() if name not in ignored}
     args = (*(rest.pop(name) for name in ("input", "self", "tensor") if name in rest), *args)
-    out, wants_grad = rest.pop("out", None), rest.pop("requires_grad", False)
-    made = run(*args, **rest)
+    out, requires_grad = rest.pop("out", None), rest.pop("requires_grad", False)
+    drawn = run(*args, **rest)
     if out is not None:
-        return out.resize_(made.shape).copy_(made)  # type: ignore[no-any-return]
-    return made.requires_grad_() if wants_grad else made
+        return out.resize_(drawn.shape).copy_(drawn)  # type: ignore[no-any-return]
+    return drawn.requires_grad_() if requires_grad else drawn
 
 
-# -- functions that are made of others ------------------------------------------------------
+# -- functions written in Python ------------------------------------------------------------
 
 
 def _never(*_: object) -> bool:
     return False
 
 
-ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_UNASKED = dict.fromkeys(ASKING, _never)
+MODE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_NO_CHECKS = dict.fromkeys(MODE_CHECKS, _never)
 
 
-class _Torch:
-    """`torch`, where nobody takes a call."""
+class _TorchWithoutModes:
+    """Stand-in of the module `torch` whose checks for function modes return False."""
 
-    overrides = SimpleNamespace(**_UNASKED)
+    overrides = SimpleNamespace(**_NO_CHECKS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
 @cache
-def _past(func: FunctionType) -> Callable[..., Any]:
-    """A function of PyTorch's, past its question who takes the call; those that it calls ask.
-
-    It is what told of the call, and would tell of it again for ever.
-    """
-    names = {**func.__globals__, **_UNASKED, "torch": _Torch()}
-    cells = [each.cell_contents for each in func.__closure__ or ()]
-    # What it chooses from is the same call under other names, and asks too.
-    closure = tuple(CellType(_past(x) if inspect.isfunction(x) else x) for x in cells)
-    past = FunctionType(func.__code__, names, func.__name__, func.__defaults__, closure)
-    past.__kwdefaults__ = func.__kwdefaults__
-    return past
-
-
-# -- what is computed again -----------------------------------------------------------------
-
-_RUNNING: list[_Keyed] = []
-_REPLACING = threading.Lock()
+def _without_mode_check(func: FunctionType) -> Callable[..., Any]:
+    """Copy a function without its `has_torch_function` check, to avoid infinite recursion."""
+    names = {**func.__globals__, **_NO_CHECKS, "torch": _TorchWithoutModes()}
+    contents = [cell.cell_contents for cell in func.__closure__ or ()]
+    # A boolean dispatch closes over two forms of the same function, each with a check.
+    closure = tuple(
+        CellType(_without_mode_check(x) if inspect.isfunction(x) else x) for x in contents
+    )
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, closure)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
-def _here() -> _Keyed | None:
-    """The innermost block of this thread."""
+# -- activation checkpointing ---------------------------------------------------------------
+
+_ACTIVE: list[KeyedMode] = []
+_PATCH_LOCK = threading.Lock()
+
+
+def _current_mode() -> KeyedMode | None:
+    """Return the mode of the innermost block of this thread."""
     stack = function_modes()
-    return next((mode for mode in reversed(stack) if isinstance(mode, _Keyed)), None)
+    return next((mode for mode in reversed(stack) if isinstance(mode, KeyedMode)), None)
 
 
-def _recomputed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `torch.utils.checkpoint` runs again in backward draws what it drew."""
-    mode = _here()
+def _checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint `fn` so that its recomputation in backward draws the same values."""
+    mode = _current_mode()
     if mode is None:
         return RECOMPUTE(fn, *args, **kwargs)
     key, count = mode.key, mode.count
 
-    def again(*xs: Any, **named: Any) -> Any:
-        with _Keyed(key, count):
-            return fn(*xs, **named)
+    def rerun(*xs: Any, **kwargs: Any) -> Any:
+        with KeyedMode(key, count):
+            return fn(*xs, **kwargs)
 
-    return RECOMPUTE(again, *args, **kwargs)
+    return RECOMPUTE(rerun, *args, **kwargs)
 
 
-class _Reentrant:
-    """In the place of the checkpoint that runs without a graph."""
+class _ReentrantCheckpoint:
+    """Replacement of the reentrant checkpoint, which it refuses within a block."""
 
     @staticmethod
     def apply(*args: Any) -> Any:
-        if _here() is not None:
+        if _current_mode() is not None:
             fail("fs.random.keyed", "torch.utils.checkpoint with use_reentrant=True",
-                 "what is computed again draws the same numbers, and here nobody could tell it to",
+                 "the recomputation must draw the same values, which this form cannot repeat",
                  "use_reentrant=False")  # fmt: skip
         return CHECKPOINT_FUNCTION.apply(*args)
 
 
 @contextmanager
 def keyed(key: torch.Tensor, /) -> Iterator[None]:
-    """Draw by a key in the block: dropout, `torch.rand` and all that draws from a generator.
+    """Make PyTorch's random functions in the block draw with a key: dropout, `torch.rand`, ...
 
-    The n-th draw has the key `fold_in(key, n)`, and no generator is asked or changed: a function
-    with such a block in it depends on its arguments alone, and gives the same numbers on one
-    device, in `fs.partition`, and of the same tensors in a `fs.shard_map`. There ranks that are to
-    draw apart fold their `fs.axis_index` in. What `torch.utils.checkpoint` computes again
-    (`use_reentrant=False`) draws the same. Under `torch.vmap` one key draws once for all. Attention
-    with `dropout_p` is computed in products and sums. Calls with `generator=` draw from that.
+    Draw n has the key `fold_in(key, n)`; no generator is used or changed. A function with such a
+    block is therefore a function of its arguments, with the same result on one device and in
+    `fs.partition`. In a `fs.shard_map` all ranks draw the same; fold `fs.axis_index` into the key
+    for other draws on each rank. `torch.utils.checkpoint` with `use_reentrant=False` repeats its
+    draws in the recomputation. Under `torch.vmap` one key draws once for the batch. Attention with
+    `dropout_p` is computed by matrix products. A call with `generator=` uses that generator.
 
-    Raises `ShardingError` for what is no key, in the block for functions that draw in ways that are
-    not written with a key (`torch.poisson`, `nn.LSTM(dropout=...)`), and for a block that is around
-    a mapped or traced function, not in it.
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ShardingError: If `key` is not a key; within the block, for random functions without a
+            form that draws with a key (`torch.poisson`, `nn.LSTM(dropout=...)`), and for draws in
+            a mapped or traced function that the block encloses.
+
+    Gradients are those of PyTorch's functions, with the drawn values held constant.
 
     >>> import fshard as fs
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
@@ -193,17 +205,17 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
     >>> torch.allclose(spread(*args), run(*args), atol=1e-6)
     True
     """
-    raise_if("fs.random.keyed", _key_problems(key))
-    mode = _Keyed(key)
-    with _REPLACING:
-        if not _RUNNING:
-            replace_checkpoint(_recomputed, _Reentrant)
-        _RUNNING.append(mode)
+    raise_if("fs.random.keyed", key_problems(key))
+    mode = KeyedMode(key)
+    with _PATCH_LOCK:
+        if not _ACTIVE:
+            replace_checkpoint(_checkpoint, _ReentrantCheckpoint)
+        _ACTIVE.append(mode)
     try:
         with mode:
             yield
     finally:
-        with _REPLACING:
-            _RUNNING.remove(mode)
-            if not _RUNNING:
+        with _PATCH_LOCK:
+            _ACTIVE.remove(mode)
+            if not _ACTIVE:
                 replace_checkpoint(RECOMPUTE, CHECKPOINT_FUNCTION)

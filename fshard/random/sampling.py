@@ -1,4 +1,8 @@
-"""Numbers drawn by a key: `fs.random`'s functions, on layouts and on one device."""
+"""Keys and draws of `fs.random`, for layouts and for one device.
+
+Each element is a function of the key and of the element's index in the global tensor. A rank
+therefore draws its shard without communication, and the layout changes no value.
+"""
 
 from __future__ import annotations
 
@@ -23,72 +27,102 @@ from fshard.run.global_tensors import _laying_out
 from fshard.run.transports.base import current_transport
 
 __all__ = [
-    "Target", "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "kept_scale", "key",
+    "Target", "bernoulli", "bits", "dropout_mask", "dropout_scale", "exponential", "fold_in", "key",
     "normal", "permutation", "randint", "split", "uniform",
 ]  # fmt: skip
 
 Target = Spec | torch.Tensor | Sequence[int] | int
-"""What is drawn: a layout, a tensor of one's own shape, dtype and layout, or a shape."""
-Draw = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
-"""Draws a part of a tensor: from where on, and of which size."""
+"""Argument of a draw: a spec, a tensor to match in shape, dtype and layout, or a shape."""
 
 
 # -- keys -----------------------------------------------------------------------------------
 
 
 def key(seed: int, /, *, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A key from a seed of 64 bits: an int64 tensor of two words of 32 bits.
+    """Make a key from a seed.
 
-    The words of `jax.random.key(seed)`, with `jax_enable_x64` for seeds that need more than 32
-    bits. It is best left on the host, where the keys that follow take no kernel; a draw has a
-    `device` of its own. Raises `ShardingError` for a seed of more bits.
+    Args:
+        seed: An integer of up to 64 bits.
+        device: Device of the key. Keys on the host are the fastest: derived keys need no kernel,
+            and a draw has a `device` of its own.
 
-    >>> key(42)
+    Returns:
+        An int64 tensor of shape `(2,)` with two words of 32 bits: those of
+        `jax.random.key(seed)`, under `jax_enable_x64` for seeds of more than 32 bits.
+
+    Raises:
+        ShardingError: If the seed is not an integer of 64 bits.
+
+    Keys are those of Threefry-2x32 (Salmon et al., SC 2011) as `jax.random` uses it.
+
+    >>> import fshard as fs
+    >>> fs.random.key(42)
     tensor([ 0, 42])
     """
     if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
-        fail("fs.random.key", f"{seed!r}", "a seed is a whole number of 64 bits",
+        fail("fs.random.key", f"{seed!r}", "a seed must be an integer of 64 bits",
              "fs.random.key(0), say; fs.random.fold_in(key, number) takes a tensor")  # fmt: skip
     return torch.tensor([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], device=device)
 
 
 def split(key: torch.Tensor, num: int = 2, /) -> torch.Tensor:
-    """`num` keys that follow from one, each a row: `(num, 2)`. `jax.random.split`.
+    """Derive `num` independent keys from one, as `jax.random.split` does.
 
-    >>> first, second = split(key(42))
+    Args:
+        key: A key, int64 of shape `(2,)`.
+        num: Number of keys.
+
+    Returns:
+        Keys, int64 of shape `(num, 2)`; the same as those of JAX.
+
+    Raises:
+        ShardingError: If `key` is not a key or `num` is negative.
+
+    >>> import fshard as fs
+    >>> first, second = fs.random.split(fs.random.key(42))
     >>> first
     tensor([1832780943,  270669613])
     """
-    problems = _key_problems(key)
+    problems = key_problems(key)
     if type(num) is not int or num < 0:
-        problems.append(Problem(f"num={num!r}", "it is a number of keys", "num=2, say"))
+        problems.append(Problem(f"num={num!r}", "num must be an integer >= 0", "num=2, say"))
     raise_if("fs.random.split", problems)
     return DRAW_OPS.split(key, num)  # type: ignore[no-any-return]
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor, /) -> torch.Tensor:
-    """The key that follows from a key and a number of 32 bits. `jax.random.fold_in`.
+    """Derive a key from a key and an integer of 32 bits, as `jax.random.fold_in` does.
 
-    A tensor of whole numbers makes as many keys, the words in the last dim. In a `shard_map`
-    `fold_in(key, fs.axis_index("dp"))` is another key on every rank along `dp`.
+    In a `shard_map`, `fold_in(key, fs.axis_index("dp"))` differs between the ranks along `dp`.
 
-    >>> fold_in(key(42), 7)
+    Args:
+        key: A key, int64 of shape `(2,)`.
+        data: An integer from 0 to 4294967295, or a tensor of integers.
+
+    Returns:
+        A key, int64 of shape `(2,)`; for a tensor `data`, keys of shape `(*data.shape, 2)`.
+
+    Raises:
+        ShardingError: If `key` is not a key, or `data` is out of range or not of integers.
+
+    >>> import fshard as fs
+    >>> fs.random.fold_in(fs.random.key(42), 7)
     tensor([2547012911, 1371500959])
     """
-    problems = _key_problems(key)
+    problems = key_problems(key)
     if isinstance(data, torch.Tensor):
         if data.dtype.is_floating_point or data.dtype.is_complex or data.dtype == torch.bool:
-            problems.append(Problem(f"data of {data.dtype}", "it is of whole numbers",
+            problems.append(Problem(f"data of {data.dtype}", "data must be of integers",
                                     "data.long()"))  # fmt: skip
     elif type(data) is not int or not 0 <= data < 1 << 32:
-        problems.append(Problem(f"data={data!r}", "it is a whole number from 0 to 4294967295",
+        problems.append(Problem(f"data={data!r}", "data must be an integer from 0 to 4294967295",
                                 "fold in its 32 lower bits, and then the others"))  # fmt: skip
     raise_if("fs.random.fold_in", problems)
     return DRAW_OPS.fold_in(key, data)  # type: ignore[no-any-return]
 
 
-def _key_problems(key: object) -> list[Problem]:
-    rule = "a key is an int64 tensor of two words of 32 bits"
+def key_problems(key: object) -> list[Problem]:
+    rule = "a key must be an int64 tensor of two words of 32 bits"
     if not isinstance(key, torch.Tensor):
         return [Problem(f"a key that is {type(key).__name__}", rule, "fs.random.key(0)")]
     if key.dtype != torch.int64:
@@ -100,7 +134,7 @@ def _key_problems(key: object) -> list[Problem]:
     return []
 
 
-# -- numbers --------------------------------------------------------------------------------
+# -- draws ----------------------------------------------------------------------------------
 
 
 def uniform(
@@ -113,38 +147,53 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Numbers from `minval` to `maxval`, which is not one of them: of a spec a pair, else a tensor.
+    """Draw uniform numbers in `[minval, maxval)`.
 
-    Every element follows from the key and its place in the whole tensor: a rank draws its part
-    alone, and `fs.unshard(uniform(key, spec))` is `uniform(key, spec.shape)` to the bit, on every
-    layout. Along unreduced axes coordinate 0 holds the numbers, as with `fs.shard`. In the place
-    of the spec a shape draws on one device; a tensor gives its shape, dtype, device, and in
-    `fs.partition` its layout. `dtype` is one of float16, bfloat16, float32 and float64, PyTorch's
-    default if nothing says otherwise; `device` is by default PyTorch's, or that of a key which is
-    not on the host.
+    Each element depends on the key and on its index in the global tensor alone: a rank draws its
+    shard without communication, and `fs.unshard(uniform(key, spec))` equals
+    `uniform(key, spec.shape)` bit for bit on every layout. Along an unreduced axis, coordinate 0
+    holds the values, as with `fs.shard`. Draws have no gradient.
 
-    The numbers are `jax.random.uniform`'s; float64 to rounding where the limits are given.
-    Raises `ShardingError` for what is no key and for other dtypes.
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        minval: Lower limit, included.
+        maxval: Upper limit, excluded.
+        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
+            `torch.get_default_dtype()`.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
+
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
+
+    Raises:
+        ShardingError: If `key` is not a key, a limit is not a finite number, the dtype is another
+            one, or it is not that of the spec.
+
+    The values are those of `jax.random.uniform` (Threefry-2x32, Salmon et al., SC 2011); float64
+    with limits differs by rounding.
 
     >>> import fshard as fs
     >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
-    >>> uniform(key(42), spec).local
+    >>> fs.random.uniform(fs.random.key(42), spec).local
     (tensor([0.4887, 0.6798]), tensor([0.6163, 0.5610]))
-    >>> uniform(key(42), (4,))
+    >>> fs.random.uniform(fs.random.key(42), (4,))
     tensor([0.4887, 0.6798, 0.6163, 0.5610])
     """
-    where, to = "fs.random.uniform", _To(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
-    problems, limits = to.problems(key), {"minval": minval, "maxval": maxval}
-    many = {name: getattr(each, "shape", ()) for name, each in limits.items()}
-    if any(many.values()):
-        given = ", ".join(f"{name} of shape {tuple(size)}" for name, size in many.items() if size)
+    where, target = "fs.random.uniform", _float_target(spec, dtype, device)
+    problems, limits = target.problems(key), {"minval": minval, "maxval": maxval}
+    shapes = {name: getattr(limit, "shape", ()) for name, limit in limits.items()}
+    if any(shapes.values()):
+        tensors = ", ".join(f"{name} of shape {tuple(s)}" for name, s in shapes.items() if s)
         fix = "minval + (maxval - minval) * fs.random.uniform(key, spec)"
-        problems.append(Problem(given, "limits are numbers, the same for all elements", fix))
+        problems.append(Problem(tensors, "limits must be numbers, the same for all elements", fix))
     elif not math.isfinite(maxval - minval):
-        problems.append(Problem(f"minval={minval}, maxval={maxval}", "they are finite numbers",
+        problems.append(Problem(f"minval={minval}, maxval={maxval}", "limits must be finite",
                                 "minval=0.0, maxval=1.0"))  # fmt: skip
     raise_if(where, problems)
-    return to.drawn(where, key, DRAW_OPS.uniform, float(minval), float(maxval))
+    return target.draw(where, key, DRAW_OPS.uniform, float(minval), float(maxval))
 
 
 def normal(
@@ -155,17 +204,33 @@ def normal(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Numbers of the normal distribution, mean 0 and variance 1; arguments as of `uniform`.
+    """Draw normal numbers of mean 0 and variance 1; see `uniform` on layouts.
 
-    `jax.random.normal`'s to some units in the last place: they are of the same uniform numbers,
-    by PyTorch's inverse of the error function.
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
+            `torch.get_default_dtype()`.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
 
-    >>> normal(key(42), (3,))
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
+
+    Raises:
+        ShardingError: If `key` is not a key, or the dtype is another one.
+
+    The values are those of `jax.random.normal` up to some units in the last place: both apply the
+    inverse error function, here PyTorch's, to the same uniform numbers.
+
+    >>> import fshard as fs
+    >>> fs.random.normal(fs.random.key(42), (3,))
     tensor([-0.0283,  0.4671,  0.2957])
     """
-    where, to = "fs.random.normal", _To(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
-    raise_if(where, to.problems(key))
-    return to.drawn(where, key, DRAW_OPS.normal)
+    where, target = "fs.random.normal", _float_target(spec, dtype, device)
+    raise_if(where, target.problems(key))
+    return target.draw(where, key, DRAW_OPS.normal)
 
 
 def exponential(
@@ -176,17 +241,32 @@ def exponential(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Numbers of the exponential distribution of rate 1; arguments as of `uniform`.
+    """Draw numbers of the exponential distribution of rate 1; see `uniform` on layouts.
 
-    `jax.random.exponential`'s to rounding.
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
+            `torch.get_default_dtype()`.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
 
-    >>> exponential(key(42), (3,))
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
+
+    Raises:
+        ShardingError: If `key` is not a key, or the dtype is another one.
+
+    The values are those of `jax.random.exponential` up to rounding.
+
+    >>> import fshard as fs
+    >>> fs.random.exponential(fs.random.key(42), (3,))
     tensor([0.6708, 1.1388, 0.9578])
     """
-    where, to = "fs.random.exponential", _To(spec, dtype, device, FLOAT_BITS,
-                                             torch.get_default_dtype())  # fmt: skip
-    raise_if(where, to.problems(key))
-    return to.drawn(where, key, DRAW_OPS.uniform, 0.0, 1.0, then=lambda u: -torch.log1p(-u))
+    where, target = "fs.random.exponential", _float_target(spec, dtype, device)
+    raise_if(where, target.problems(key))
+    return target.draw(where, key, DRAW_OPS.uniform, 0.0, 1.0, then=lambda u: -torch.log1p(-u))
 
 
 def randint(
@@ -199,30 +279,47 @@ def randint(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Whole numbers from `low` to `high`, which is not one of them; else as `uniform`.
+    """Draw integers in `[low, high)`; see `uniform` on layouts.
 
-    `jax.random.randint`'s numbers: remainders, of bits enough that small spans are as good as
-    even. `dtype` is of integers, int64 if nothing says otherwise. Raises `ShardingError` for an
-    empty range, and one that the dtype does not hold.
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        low: Lower limit, included.
+        high: Upper limit, excluded.
+        dtype: int8, int16, int32, int64 or uint8; by default that of the spec or tensor, or int64.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
 
-    >>> randint(key(42), (6,), 0, 10)
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
+
+    Raises:
+        ShardingError: If `key` is not a key, the range is empty, or the dtype cannot hold it.
+
+    The values are those of `jax.random.randint`: remainders of twice as many bits as the dtype
+    has, nearly unbiased for small spans.
+
+    >>> import fshard as fs
+    >>> fs.random.randint(fs.random.key(42), (6,), 0, 10)
     tensor([5, 8, 3, 1, 5, 6])
     """
-    where, to = "fs.random.randint", _To(spec, dtype, device, INTEGER_DTYPES, torch.int64)
-    problems, limits = to.problems(key), as_ints((low, high))
+    where = "fs.random.randint"
+    target = DrawTarget(spec, dtype, device, INTEGER_DTYPES, torch.int64)
+    problems, limits = target.problems(key), as_ints((low, high))
     if limits is None:
-        problems.append(Problem(f"from {low} to {high}", "limits are whole numbers",
+        problems.append(Problem(f"from {low} to {high}", "limits must be integers",
                                 "randint(key, spec, 0, 2), say"))  # fmt: skip
     elif not problems:
         low, high = limits
-        held = torch.iinfo(to.dtype)
-        if not held.min <= low < high <= held.max + 1:
+        info = torch.iinfo(target.dtype)
+        if not info.min <= low < high <= info.max + 1:
             problems.append(Problem(
-                f"from {low} to {high} in {to.dtype}",
-                f"the range is not empty, and within {held.min} to {held.max + 1}",
+                f"from {low} to {high} in {target.dtype}",
+                f"the range must not be empty, and within {info.min} to {info.max + 1}",
                 "randint(key, spec, 0, 2), say"))  # fmt: skip
     raise_if(where, problems)
-    return to.drawn(where, key, DRAW_OPS.randint, low, high - 1)
+    return target.draw(where, key, DRAW_OPS.randint, low, high - 1)
 
 
 def bernoulli(
@@ -233,18 +330,36 @@ def bernoulli(
     *,
     device: torch.device | str | None = None,
 ) -> Any:
-    """True with probability `p`, as booleans; else as `uniform`. `jax.random.bernoulli`.
+    """Draw booleans that are True with probability `p`; see `uniform` on layouts.
 
-    Where `p` is a tensor, `uniform(key, p.float()) < p`: numbers of half precision are too few.
+    For a tensor of probabilities write `fs.random.uniform(key, p.float()) < p`; half precision
+    has too few numbers.
 
-    >>> bernoulli(key(42), (3,), 0.5)
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        p: Probability of True, from 0 to 1.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
+
+    Returns:
+        Booleans: an `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
+
+    Raises:
+        ShardingError: If `key` is not a key, or `p` is not a number from 0 to 1.
+
+    The values are those of `jax.random.bernoulli`.
+
+    >>> import fshard as fs
+    >>> fs.random.bernoulli(fs.random.key(42), (3,), 0.5)
     tensor([ True, False, False])
     """
     where = "fs.random.bernoulli"
-    kept = torch.bool if isinstance(spec, torch.Tensor) else None
-    to = _To(spec, kept, device, (torch.bool,), torch.bool)
-    raise_if(where, to.problems(key) + _rate_problems(p))
-    return to.drawn(where, key, DRAW_OPS.bernoulli, float(p))
+    dtype = torch.bool if isinstance(spec, torch.Tensor) else None
+    target = DrawTarget(spec, dtype, device, (torch.bool,), torch.bool)
+    raise_if(where, target.problems(key) + _rate_problems(p))
+    return target.draw(where, key, DRAW_OPS.bernoulli, float(p))
 
 
 def dropout_mask(
@@ -256,22 +371,42 @@ def dropout_mask(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """What drops with probability `p`: zeros, and `1 / (1 - p)` in what is kept; else as `uniform`.
+    """Draw a dropout mask: 0 with probability `p`, else `1 / (1 - p)`; see `uniform` on layouts.
 
-    `x * dropout_mask(key, x, p)` is a dropout that drops the same on every layout, as Flax's does
-    with this key. A module that drops by itself does so by a key in `fs.random.keyed`.
+    `x * dropout_mask(key, x, p)` drops the same elements on every layout. Within
+    `fs.random.keyed` modules such as `torch.nn.Dropout` do the same.
 
-    >>> dropout_mask(key(42), (4,), 0.5)
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        p: Probability of a zero, from 0 to 1.
+        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
+            `torch.get_default_dtype()`.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
+
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor. `x * mask` has the gradient
+        `grad * mask`.
+
+    Raises:
+        ShardingError: If `key` is not a key, or `p` is not a number from 0 to 1.
+
+    The dropped elements are those of Flax's dropout with the same key.
+
+    >>> import fshard as fs
+    >>> fs.random.dropout_mask(fs.random.key(42), (4,), 0.5)
     tensor([2., 0., 0., 0.])
     """
-    where, to = "fs.random.dropout_mask", _To(spec, dtype, device, FLOAT_BITS,
-                                              torch.get_default_dtype())  # fmt: skip
-    raise_if(where, to.problems(key) + _rate_problems(p))
-    return to.drawn(where, key, DRAW_OPS.bernoulli, 1.0 - p, then=lambda kept: kept * kept_scale(p))
+    where, target = "fs.random.dropout_mask", _float_target(spec, dtype, device)
+    raise_if(where, target.problems(key) + _rate_problems(p))
+    scale = dropout_scale(p)
+    return target.draw(where, key, DRAW_OPS.bernoulli, 1.0 - p, then=lambda mask: mask * scale)
 
 
-def kept_scale(p: float) -> float:
-    """What elements that a dropout keeps are multiplied by, so that the mean stays."""
+def dropout_scale(p: float) -> float:
+    """Return the factor of the elements that a dropout keeps, which preserves the mean."""
     return 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
@@ -283,16 +418,31 @@ def bits(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Random bits, all of an integer's; `dtype` is uint32 if nothing says otherwise.
+    """Draw integers of uniformly random bits; see `uniform` on layouts.
 
-    `jax.random.bits`, and the same bits in the signed dtypes. Else as `uniform`.
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
+            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        dtype: A signed or unsigned integer dtype; by default that of the spec or tensor, or uint32.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
 
-    >>> bits(key(42), (2,), dtype=torch.int32)
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
+
+    Raises:
+        ShardingError: If `key` is not a key, or the dtype is another one.
+
+    The values are those of `jax.random.bits`; signed dtypes have the same bits.
+
+    >>> import fshard as fs
+    >>> fs.random.bits(fs.random.key(42), (2,), dtype=torch.int32)
     tensor([ 2098992034, -1375260455], dtype=torch.int32)
     """
-    where, to = "fs.random.bits", _To(spec, dtype, device, SIGNED_DTYPES, torch.uint32)
-    raise_if(where, to.problems(key))
-    return to.drawn(where, key, DRAW_OPS.bits)
+    where, target = "fs.random.bits", DrawTarget(spec, dtype, device, SIGNED_DTYPES, torch.uint32)
+    raise_if(where, target.problems(key))
+    return target.draw(where, key, DRAW_OPS.bits)
 
 
 def permutation(
@@ -303,124 +453,151 @@ def permutation(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """The numbers below `n` in another order: of a number `n`, or of a spec of one dim.
+    """Draw a permutation of the integers below `n`.
 
-    `jax.random.permutation`'s: sorted by random bits. A sort needs all of them, so every rank
-    makes the whole, and keeps its part.
+    Every rank sorts all `n` integers by random bits and keeps its shard.
 
-    >>> permutation(key(42), 5)
+    Args:
+        key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
+        spec: An `fs.Spec` of one dim of size `n`, or `n`.
+        dtype: int32 or int64; by default that of the spec, or int64.
+        device: Device of the result; by default PyTorch's default device, or the key's device if
+            the key is not on the host.
+
+    Returns:
+        An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor of shape `(n,)`.
+
+    Raises:
+        ShardingError: If `key` is not a key, the spec has other than one dim, or the dtype is
+            another one.
+
+    The values are those of `jax.random.permutation`.
+
+    >>> import fshard as fs
+    >>> fs.random.permutation(fs.random.key(42), 5)
     tensor([4, 2, 3, 0, 1])
     """
-    to = _To(spec, dtype, device, (torch.int32, torch.int64), torch.int64)
-    problems = to.problems(key)
-    if len(to.shape) != 1:
-        problems.append(Problem(f"a shape of {len(to.shape)} dims", "numbers stand in one dim",
-                                "permutation(key, n), and take rows by it"))  # fmt: skip
+    target = DrawTarget(spec, dtype, device, (torch.int32, torch.int64), torch.int64)
+    problems = target.problems(key)
+    if len(target.shape) != 1:
+        problems.append(Problem(f"a shape of {len(target.shape)} dims",
+                                "a permutation must have one dim",
+                                "permutation(key, n), and index rows with it"))  # fmt: skip
     raise_if("fs.random.permutation", problems)
-    return to.drawn("fs.random.permutation", key, DRAW_OPS.permutation)
+    return target.draw("fs.random.permutation", key, DRAW_OPS.permutation)
 
 
 def _rate_problems(p: object) -> list[Problem]:
     if isinstance(p, int | float) and 0 <= p <= 1:
         return []
-    rule = "p is a number from 0 to 1"
+    rule = "p must be a number from 0 to 1"
     if isinstance(p, torch.Tensor):
-        fix = "fs.random.uniform(key, p.float()) < p where it is a tensor"
+        fix = "fs.random.uniform(key, p.float()) < p for a tensor of probabilities"
         return [Problem(f"p of shape {tuple(p.shape)}", rule, fix)]
     return [Problem(f"p={p!r}", rule, "p=0.5, say")]
 
 
-# -- where they lie -------------------------------------------------------------------------
+# -- targets --------------------------------------------------------------------------------
 
 
-class _To:
-    """What is drawn: its shape and dtype, where it lies, and what it is like."""
+class DrawTarget:
+    """Shape, dtype, device and layout of a draw."""
 
     def __init__(
         self, target: Target, dtype: torch.dtype | None, device: torch.device | str | None,
         dtypes: Iterable[torch.dtype], default: torch.dtype,
     ) -> None:  # fmt: skip
-        self.target, self.asked, self.dtypes = target, dtype, tuple(dtypes)
+        self.target, self.requested_dtype, self.dtypes = target, dtype, tuple(dtypes)
         self.device = None if device is None else torch.device(device)
         if isinstance(target, Spec | torch.Tensor):
             self.shape: tuple[int, ...] = tuple(target.shape)
             self.dtype = dtype or target.dtype
         else:
-            listed = (target,) if isinstance(target, int) else target
-            shape = as_ints(listed)
+            shape = as_ints((target,) if isinstance(target, int) else target)
             self.shape, self.dtype = (-1,) if shape is None else shape, dtype or default
 
     def problems(self, key: object) -> list[Problem]:
-        """What is wrong with the arguments that all draws have."""
-        found, names = _key_problems(key), [str(each) for each in self.dtypes]
-        if isinstance(self.target, Spec) and self.asked not in (None, self.target.dtype):
-            found.append(Problem(f"dtype={self.asked} for {self.target}", "a spec has a dtype",
-                                 f"spec.replace(dtype={self.asked})"))  # fmt: skip
+        """Return the problems of the arguments that all draws share."""
+        problems, names = key_problems(key), [str(dtype) for dtype in self.dtypes]
+        dtype = self.requested_dtype
+        if isinstance(self.target, Spec) and dtype not in (None, self.target.dtype):
+            problems.append(Problem(f"dtype={dtype} for {self.target}",
+                                    "dtype must be that of the spec",
+                                    f"spec.replace(dtype={dtype})"))  # fmt: skip
         if self.dtype not in self.dtypes:
-            found.append(Problem(f"{self.dtype}", f"it draws {', '.join(names)}",
-                                 f"dtype={names[-1]}, or a spec of it"))  # fmt: skip
+            problems.append(Problem(f"{self.dtype}", f"the dtype must be one of {', '.join(names)}",
+                                    f"dtype={names[-1]}, or a spec of it"))  # fmt: skip
         if any(size < 0 for size in self.shape):
-            found.append(Problem(f"{self.target!r}", "it draws a spec, a tensor's like, or a shape",
-                                 "fs.Spec(mesh, P(...), shape=...), or (8, 16)"))  # fmt: skip
-        return found
+            rule = "the target of a draw must be a spec, a tensor or a shape"
+            problems.append(Problem(f"{self.target!r}", rule,
+                                    "fs.Spec(mesh, P(...), shape=...), or (8, 16)"))  # fmt: skip
+        return problems
 
-    def drawn(
-        self, where: str, key: torch.Tensor, op: Any, *arguments: Any,
-        then: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
+    def draw(
+        self, where: str, key: torch.Tensor, op: Any, *params: Any,
+        then: Callable[[torch.Tensor], torch.Tensor] = lambda drawn: drawn,
     ) -> Any:  # fmt: skip
-        """The draw, changed by `then`: a pair of a spec, a tensor of anything else."""
+        """Return `then` of the draw of `op`: a pair for a spec, else a tensor."""
         shape, like = (
             list(self.shape),
             self.target if isinstance(self.target, torch.Tensor) else None,
         )
-        place = self.device
-        if place is None and like is None and key.device.type == "cpu":
-            # What a mode says is the default is not seen in an operation; of none it is the key's.
+        device = self.device
+        if device is None and like is None and key.device.type == "cpu":
+            # Operations ignore the default device of a mode, and would take the key's device.
             default = torch.empty(0).device
-            place = default if default.type != "cpu" else None
-        made = {"dtype": self.dtype, "device": place}
+            device = default if default.type != "cpu" else None
+        factory = {"dtype": self.dtype, "device": device}
         if isinstance(self.target, Spec):
             spec = self.target
 
-            def part(key: torch.Tensor, rank: int) -> torch.Tensor:
+            def draw_shard(key: torch.Tensor, rank: int) -> torch.Tensor:
                 start, size = list(spec.offsets(rank)), list(spec.local_shape(rank))
-                return then(op(None, key, shape, start, size, *arguments, **made))
+                return then(op(None, key, shape, start, size, *params, **factory))
 
-            return _pair(where, key, spec, part)
-        return then(op(like, key, shape, [0] * len(shape), shape, *arguments, **made))
+            return _draw_pair(where, key, spec, draw_shard)
+        return then(op(like, key, shape, [0] * len(shape), shape, *params, **factory))
 
 
-def _pair(
-    where: str, key: torch.Tensor, spec: Spec, part: Callable[[torch.Tensor, int], torch.Tensor]
-) -> Sharded:
-    """The parts of the ranks that this process is, as one pair."""
+def _float_target(
+    spec: Target, dtype: torch.dtype | None, device: torch.device | str | None
+) -> DrawTarget:
+    return DrawTarget(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
+
+
+def _draw_pair(
+    where: str, key: torch.Tensor, spec: Spec,
+    draw_shard: Callable[[torch.Tensor, int], torch.Tensor],
+) -> Sharded:  # fmt: skip
+    """Return the pair of the shards of this process's ranks."""
     if trace_depth():
-        fail(where, f"{spec} in a function that is traced",
-             "it is traced on whole tensors; fs.partition finds how they lie",
-             "a tensor that the draw is to lie as, or a shape; fs.constrain(x, P(...)) asks for "
-             "a layout")  # fmt: skip
+        fail(where, f"{spec} in a traced function",
+             "a traced function must draw global tensors, whose layouts fs.partition chooses",
+             "a shape, or a tensor whose layout to follow; fs.constrain(x, P(...)) requests a "
+             "layout")  # fmt: skip
     if current_transport() is None:
-        drawn: dict[Any, torch.Tensor] = {}
+        by_box: dict[Any, torch.Tensor] = {}
         shards = []
         for rank in spec.mesh.ranks:
-            at = spec.offsets(rank), spec.local_shape(rank)
-            shards.append(drawn[at].clone() if at in drawn else part(key, rank))
-            drawn.setdefault(at, shards[-1])
-        return Sharded(_as_states(spec)(tuple(shards)), spec)
+            box = spec.offsets(rank), spec.local_shape(rank)
+            shards.append(by_box[box].clone() if box in by_box else draw_shard(key, rank))
+            by_box.setdefault(box, shards[-1])
+        return Sharded(_to_states(spec)(tuple(shards)), spec)
     rank = rank_on_mesh(spec.mesh, where)
-    lone = Spec(spec.mesh, PartitionSpec(), shape=(2,), dtype=torch.int64)
+    key_spec = Spec(spec.mesh, PartitionSpec(), shape=(2,), dtype=torch.int64)
 
     def run(key: torch.Tensor) -> Sharded:
-        return Sharded(_as_states(spec)(part(key, rank)), spec)
+        return Sharded(_to_states(spec)(draw_shard(key, rank)), spec)
 
-    result: Sharded = run_typed_hook.call(where, key, lone, spec, run)
+    result: Sharded = run_typed_hook.call(where, key, key_spec, spec, run)
     return result
 
 
 @lru_cache(maxsize=4096)
-def _as_states(spec: Spec) -> Program:
-    """The local steps from parts that are there on all ranks to addends and what is reduced."""
+def _to_states(spec: Spec) -> Program:
+    """Return the local program from drawn shards to the states of a spec."""
     steps: list[Step] = [step for step in _laying_out(spec).steps if not isinstance(step, AllSlice)]
     p = spec.partition
-    cut = Spec._of(spec.mesh, PartitionSpec._of(p.dims, (), ()), spec.shape, spec.dtype, spec.sizes)
-    return Program(cut, steps, spec)
+    sharded = PartitionSpec._of(p.dims, (), ())
+    drawn = Spec._of(spec.mesh, sharded, spec.shape, spec.dtype, spec.sizes)
+    return Program(drawn, steps, spec)

@@ -38,16 +38,16 @@ from fshard.spmd.boundary import (
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
-from fshard.spmd.tracking.out_spec_check import Other, other_problem
+from fshard.spmd.tracking.out_spec_check import NonTensor, non_tensor_problem
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.tracking.typed_body import (
     check_inner,
-    enter_types,
-    give_types,
-    leave_types,
+    check_result_types,
     new_tracker,
-    paused,
-    typed,
+    pause_types,
+    set_argument_types,
+    set_result_types,
+    track_body,
 )
 
 __all__ = ["map_function"]
@@ -160,7 +160,7 @@ class MappedFunction:
         if outer is not None:
             key += (outer.mesh, outer.axes)
         values: list[Any] = []
-        with paused(tracker):
+        with pause_types(tracker):
             append_cache_key(args, values, key)
             if kwargs:
                 append_cache_key(kwargs, values, key)
@@ -265,7 +265,7 @@ class MappedCall:
 
     def run_one(self, transport: Transport) -> Any:
         """Run as the one rank that this process, or this simulated rank, is."""
-        with paused(self.outer):
+        with pause_types(self.outer):
             locals_ = self.locals_()
         try:
             outs = run_body(self.scope, self.body, transport.rank, locals_)
@@ -286,14 +286,14 @@ class MappedCall:
         tracker = self.outer or new_tracker(function.check, self.scope, function.where)
         if tracker is None:
             return self.record_result(rank, function.fn(*args, **kwargs))[1]
-        enter_types(tracker, self.scope, self.arguments, self.values, locals_)
-        with typed(tracker, inner=self.outer is not None):
+        set_argument_types(tracker, self.scope, self.arguments, self.values, locals_)
+        with track_body(tracker, inner=self.outer is not None):
             result = function.fn(*args, **kwargs)
             with tracker.pause():
                 tree, ys = self.record_result(rank, result)
             path_specs = function.specs_of(tree)
             promised = [path_specs[index] for index in tree.tensor_indices]
-            return leave_types(tracker, self.scope, promised, ys, self.non_tensors(rank))
+            return check_result_types(tracker, self.scope, promised, ys, self.non_tensors(rank))
 
     def inputs(self, locals_: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         """Return one rank's leaves of the arguments: locals, or values without a spec."""
@@ -319,7 +319,7 @@ class MappedCall:
         self.returned[rank] = tree, leaves
         return tree, ys
 
-    def non_tensors(self, rank: int) -> list[Other]:
+    def non_tensors(self, rank: int) -> list[NonTensor]:
         """Return path and value of the leaves of one rank's result that are not tensors."""
         tree, leaves = self.returned[rank]
         if len(leaves) == len(tree.tensor_indices):
@@ -347,7 +347,7 @@ class MappedCall:
             path_specs = self.function.specs_of(first)
             for (path, _), a, b in zip(path_specs, leaves, others, strict=True):
                 if a is not b and not _is_equal(a, b):
-                    raise_if(where, [other_problem(path, (ranks[0], repr(a)), (rank, repr(b)))])
+                    raise_if(where, [non_tensor_problem(path, (ranks[0], repr(a)), (rank, repr(b)))])
 
     def assemble(
         self,
@@ -366,10 +366,10 @@ class MappedCall:
             specs = self.function.result_specs[key] = self.specs(tree, leaves, columns, transport)
         tensors: list[Any] = list(map(Sharded, columns, specs))
         if not self.plan.pairs:
-            with paused(self.outer):
+            with pause_types(self.outer):
                 tensors = list(map(unshard, tensors))
         if self.outer is not None:
-            give_types(self.outer, self.scope, columns, tensors)
+            set_result_types(self.outer, self.scope, columns, tensors)
         for index, value in zip(tree.tensor_indices, tensors, strict=True):
             leaves[index] = value
         return unflatten(tree.treedef, leaves)
@@ -386,7 +386,7 @@ class MappedCall:
         others = [(*path_specs[i], leaf) for i, leaf in enumerate(leaves) if leaf is not TENSOR]
         check_non_tensors(where, others)
         rows = [(*path_specs[i], x) for i, x in zip(tree.tensor_indices, columns, strict=True)]
-        with paused(self.outer):
+        with pause_types(self.outer):
             return tuple(result_specs(where, rows, self.arguments, self.scope, transport))
 
 

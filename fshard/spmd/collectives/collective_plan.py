@@ -189,7 +189,7 @@ def launch_collective(plan: CollectivePlan, x: Tree, *, ahead: bool = False) -> 
     possible: a maximum or minimum with a gradient.
     """
     tracker = current_tracker()
-    return _launch(plan, x, ahead) if tracker is None else tracker.begin(plan, x, ahead, _launch)
+    return _launch(plan, x, ahead) if tracker is None else tracker.start_collective(plan, x, ahead, _launch)
 
 
 def _launch(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:

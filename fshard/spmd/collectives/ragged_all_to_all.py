@@ -22,7 +22,7 @@ from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.compile_node import as_node
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.collectives.wire_dtypes import WireDtypes, send_in, wire_dtype_problems
-from fshard.spmd.tracking.insert_casts import computed
+from fshard.spmd.tracking.insert_casts import run_with_casts
 from fshard.spmd.types import States
 
 __all__ = ["ragged_all_to_all"]
@@ -139,7 +139,7 @@ def ragged_all_to_all(
         return exchange(operand, output)
     varying = States.varying(as_axes(axis_name))
     tensors = [leaf for leaf in flatten(tuple(counts))[0] if isinstance(leaf, torch.Tensor)]
-    return computed(tracker, NAME, (operand, output), tensors, varying, exchange)
+    return run_with_casts(tracker, NAME, (operand, output), tensors, varying, exchange)
 
 
 def _exchange(

@@ -21,8 +21,8 @@ from fshard._torch.operators import ScriptMethod, TensorBase
 from fshard.layout.tree import tensors_in
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.closure_inputs import graph_leaves
-from fshard.spmd.tracking.insert_casts import agree, replaced
-from fshard.spmd.tracking.torch_effects import Kind, Word
+from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
+from fshard.spmd.tracking.torch_effects import Action, OpEffect
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import (
     INVARIANT,
@@ -34,10 +34,12 @@ from fshard.spmd.types import (
     state_word,
 )
 
-__all__ = ["backward", "gradients", "telling"]
+__all__ = ["patched_entry_points", "run_autograd_grad", "run_backward"]
 
 
-def gradients(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_autograd_grad(
+    tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """`torch.autograd.grad`: gradients are in the dual states of what they are gradients of."""
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
@@ -99,7 +101,9 @@ def _refuse_seed(
                  f"the cotangent of what is {was} along {axis} is {word}", fix)  # fmt: skip
 
 
-def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_backward(
+    tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """`backward()`: its leaves are tensors that the body has made."""
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
@@ -107,14 +111,14 @@ def backward(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[s
     given_outputs = names.get("self", names.get("tensors"))
     outputs = list(tensors_in(given_outputs))
     seeds = names.get("gradient", names.get("grad_tensors"))
-    _check_seeds(tracker, "backward", given_outputs, seeds)
+    _check_seeds(tracker, "run_backward", given_outputs, seeds)
     inputs = names.get("inputs")
     leaves = list(graph_leaves(outputs) if inputs is None else tensors_in(inputs))
     if inputs is None:
         for leaf in leaves:
             if tracker.is_outside(leaf):
                 tracker.fail(
-                    "backward",
+                    "run_backward",
                     f"a loss that depends on a tensor of shape {tuple(leaf.shape)} from outside of "
                     "the body",
                     "backward() adds to the .grad of leaves that the body has made; those from "
@@ -140,7 +144,7 @@ def _add_up(tracker: Tracker, x: torch.Tensor, was: States) -> None:
     joined = join_states((was, made), TypeRule.LINEAR)
     if isinstance(joined, TypeConflict):
         given = f"a gradient{made} of a tensor whose .grad is {tracker.typeof(x.grad)}"
-        tracker.fail("backward", given, joined.rule, "x.grad = None before")
+        tracker.fail("run_backward", given, joined.rule, "x.grad = None before")
     tracker.record(x.grad, joined.result)
 
 
@@ -155,7 +159,7 @@ _REPLACING = threading.Lock()
 
 
 @contextmanager
-def telling(tracker: Tracker) -> Iterator[None]:
+def patched_entry_points(tracker: Tracker) -> Iterator[None]:
     """Tell `tracker` in the block of what PyTorch tells no function mode of.
 
     While any such block runs, in any thread, what `_INSTEAD` lists is replaced by what asks the
@@ -188,9 +192,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         tracker.fail("torch.utils.checkpoint", "use_reentrant=True",
                      "what is computed again in backward is part of the graph that is typed",
                      "use_reentrant=False")  # fmt: skip
-    kind = Kind(f"{cls.__name__}.apply", Word.OP, TypeRule.OTHER)
-    states, new = agree(tracker, kind, args, kwargs)
-    result = _APPLY(cls, *replaced(args, new), **replaced(kwargs, new))
+    effect = OpEffect(f"{cls.__name__}.apply", Action.OP, TypeRule.OTHER)
+    states, new = join_operands(tracker, effect, args, kwargs)
+    result = _APPLY(cls, *replace_tensors(args, new), **replace_tensors(kwargs, new))
     for each in tensors_in(result):
         # What no call was seen to write, a kernel that is no function of PyTorch has written.
         if id(each) not in tracker.table or id(each) in tracker.blank:
@@ -216,7 +220,7 @@ def _set(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     for each in tensors_in((args, kwargs)):
         tracker.states(each)
     result = _SET(x, *args, **kwargs)
-    tracker.moved(x)
+    tracker.forget(x)
     tracker.states(x)
     return result
 
@@ -227,7 +231,7 @@ def _backward_of_all(*args: Any, **kwargs: Any) -> None:
     if tracker is None:
         _BACKWARD(*args, **kwargs)
     else:
-        backward(tracker, _BACKWARD, args, kwargs)
+        run_backward(tracker, _BACKWARD, args, kwargs)
 
 
 def _parameter(cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
@@ -272,7 +276,7 @@ def _before(owner: Any, name: str, instead: Any) -> tuple[Any, str, Any, Any]:
 
 _INSTEAD = (
     _before(Function, "apply", classmethod(_apply)),
-    _before(torch.autograd, "backward", _backward_of_all),
+    _before(torch.autograd, "run_backward", _backward_of_all),
     _before(torch.nn.Parameter, "__new__", staticmethod(_parameter)),
     _before(torch.Tensor, "as_subclass", _as_subclass),
     _before(torch.Tensor, "set_", _set),

@@ -27,7 +27,14 @@ from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
 from fshard.spmd.types import VARYING, State, States, format_axes, state_word, states_of
 
-__all__ = ["TAKEN", "Other", "Promise", "check_promises", "check_values", "other_problem"]
+__all__ = [
+    "ARGUMENTS",
+    "NonTensor",
+    "Promise",
+    "check_promises",
+    "check_values",
+    "non_tensor_problem",
+]
 
 
 class Promise(NamedTuple):
@@ -40,10 +47,10 @@ class Promise(NamedTuple):
     """Of a mapped function; else the argument of a function that knows how it lies."""
 
 
-Other = tuple[str, Any]
+NonTensor = tuple[str, Any]
 """The path of a result that is no tensor, and the result."""
 
-RETURNED, TAKEN = "what it returned", "its arguments"
+RETURNED, ARGUMENTS = "what it returned", "its arguments"
 """What is compared."""
 
 SHOWN = 48
@@ -54,7 +61,7 @@ def check_promises(
     tracker: Tracker,
     axes: Sequence[str],
     promises: Sequence[Promise],
-    others: Sequence[Other] = (),
+    others: Sequence[NonTensor] = (),
 ) -> list[torch.Tensor]:
     """The tensors as promised along `axes`, cast where that is left to be done.
 
@@ -74,9 +81,9 @@ def check_promises(
             tracker.check_cast(x, states, target, op)
             kept.append(_first(tracker.mesh, axes, tracker.cast(x, states, target), states, wanted))
     tracker.raise_all(problems)
-    if tracker.values or tracker.told.items:
+    if tracker.values or tracker.read_states.items:
         with tracker.pause():
-            told = tracker.told_at
+            told = tracker.read_sites
             check_values(tracker.mesh, axes, promises, tracker.name, told, others)
     return kept
 
@@ -87,7 +94,7 @@ def _broken(tracker: Tracker, axes: Sequence[str], promise: Promise) -> list[Pro
     unlike: dict[tuple[str, str], list[str]] = {}
     for axis in axes:
         have, want = states.at(axis), wanted.at(axis)
-        told = axis in tracker.told.axes("varying") and not tracker.strict
+        told = axis in tracker.read_states.axes("varying") and not tracker.strict
         if not _shown(have, want) and not (told and (have, want) == (VARYING, None)):
             unlike.setdefault((state_word(have), state_word(want)), []).append(axis)
     return [_unlike(tracker, promise, *words, along) for words, along in unlike.items()]
@@ -124,8 +131,8 @@ def _unlike(
         return Problem(given, rule, fixes.get((have, want), f"the {spec} with its own reduction"))
     article = "an" if promise.is_result else "a"
     rule = f"{article} {spec} that leaves {names} out promises one value along it; this is {have}"
-    if tracker.told_at and have == "varying":
-        rule += f", and may depend on what the host was told: {', '.join(tracker.told_at)}"
+    if tracker.read_sites and have == "varying":
+        rule += f", and may depend on what the host was told: {', '.join(tracker.read_sites)}"
     part = f"P({named})" if promise.x.ndim else f"{it}[None] with P({named})"
     fixes_to_one = {
         "varying": f"fs.psum({it}, {named}), fs.all_gather({it}, {named}, to='invariant') or "
@@ -163,7 +170,7 @@ def check_values(
     promises: Sequence[Promise],
     where: str,
     told: Sequence[str] = (),
-    others: Sequence[Other] = (),
+    others: Sequence[NonTensor] = (),
     what: str = RETURNED,
 ) -> None:
     """Raise `ShardingError`, the same on every rank, where values promised equal differ.
@@ -204,7 +211,7 @@ def check_values(
 def _unlike_others(
     mesh: Mesh,
     axes: Sequence[str],
-    others: Sequence[Other],
+    others: Sequence[NonTensor],
     device: torch.device,
     told: Sequence[str],
 ) -> Problem | None:
@@ -221,11 +228,13 @@ def _unlike_others(
             for rank, row in zip(group, rows, strict=True):
                 if row[at] != rows[0][at]:
                     a, b = (bytes(each[at][1:]).decode(errors="replace") for each in (rows[0], row))
-                    return other_problem(path, (group[0], a.rstrip()), (rank, b.rstrip()), told)
+                    return non_tensor_problem(
+                        path, (group[0], a.rstrip()), (rank, b.rstrip()), told
+                    )
     return None
 
 
-def other_problem(
+def non_tensor_problem(
     path: str, one: tuple[int, str], another: tuple[int, str], told: Sequence[str] = ()
 ) -> Problem:
     """Two ranks, and what they returned that is no tensor."""

@@ -35,18 +35,18 @@ from fshard.spmd.types import TypeRule
 __all__ = [
     "OVERWRITES",
     "STATE",
-    "Kind",
-    "Word",
-    "adds_a_number",
+    "Action",
+    "OpEffect",
+    "adds_number",
     "draws",
-    "kind_of",
+    "effect_of",
+    "reads_values",
     "stays_linear",
-    "tells",
     "writes_state",
 ]
 
 
-class Word(enum.Enum):
+class Action(enum.Enum):
     """What is done with the types of operands and results."""
 
     OP = "the result is computed from the operands"
@@ -56,7 +56,7 @@ class Word(enum.Enum):
     LIKE = "as OP of the first operand: of others only the shapes count"
     FRESH = "of the first operand only the shape counts"
     RANDOM = "the process's generator decides"
-    TELLS = "as OP, and the host learns of the values"
+    READS_VALUE = "as OP, and the host learns of the values"
     INDEX = "as OP, and where it is by a mask, the host learns how many there are"
     WRITE = "the first operand is written"
     LISTS = "an OP on the elements of lists, one by one"
@@ -69,14 +69,14 @@ class Word(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OpEffect:
     """A function's name, what it does, in which operands it is linear, and what are sizes.
 
     These are the places and names of arguments.
     """
 
     name: str
-    word: Word
+    action: Action
     rule: TypeRule
     sizes: frozenset[int | str] = frozenset()
 
@@ -130,7 +130,7 @@ MAYBE_RANDOM = _words("""
     rrelu_with_noise_ rrelu_with_noise_functional
     scaled_dot_product_attention
 """)
-TELLS = _words("""
+READS_VALUE = _words("""
     __array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__
     __nonzero__ _choose_qparams_per_tensor _ctc_loss _local_scalar_dense _typed_storage _unique
     _unique2 allclose argwhere bincount equal index is_nonzero item linalg_lstsq masked_select
@@ -202,8 +202,8 @@ RULES: dict[str, TypeRule] = {
     for name in names
 }
 
-_KINDS: dict[Callable[..., Any], Kind] = {}
-_PASSING: WeakKeyDictionary[Callable[..., Any], Kind] = WeakKeyDictionary()
+_KINDS: dict[Callable[..., Any], OpEffect] = {}
+_PASSING: WeakKeyDictionary[Callable[..., Any], OpEffect] = WeakKeyDictionary()
 _LASTING = (
     BuiltinFunctionType,
     MethodDescriptorType,
@@ -215,76 +215,76 @@ _LASTING = (
 """PyTorch's own; a function written in Python may be made for one call."""
 
 
-def kind_of(func: Callable[..., Any]) -> Kind:
+def effect_of(func: Callable[..., Any]) -> OpEffect:
     """What is known of a function that a `TorchFunctionMode` is told of.
 
-    >>> kind_of(torch.Tensor.add_).word.name, kind_of(torch.matmul).rule.name
+    >>> effect_of(torch.Tensor.add_).action.name, effect_of(torch.matmul).rule.name
     ('WRITE', 'PRODUCT')
     """
-    kind = _KINDS.get(func)
-    if kind is None:
-        kinds = _KINDS if isinstance(func, _LASTING) else _PASSING
-        kind = kinds.get(func)
-        if kind is None:
-            kind = _classify(func)
-            kind = kinds[func] = replace(kind, sizes=_sizes(func, kind.name))
-    return kind
+    effect = _KINDS.get(func)
+    if effect is None:
+        cache = _KINDS if isinstance(func, _LASTING) else _PASSING
+        effect = cache.get(func)
+        if effect is None:
+            effect = _classify(func)
+            effect = cache[func] = replace(effect, sizes=_sizes(func, effect.name))
+    return effect
 
 
-def _classify(func: Callable[..., Any]) -> Kind:
+def _classify(func: Callable[..., Any]) -> OpEffect:
     name = str(getattr(func, "__name__", func)).partition(".")[0]
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(name, owner)
     if name == "grad" and inspect.isfunction(func):
-        return Kind(name, Word.GRADIENTS, TypeRule.OTHER)
+        return OpEffect(name, Action.GRADIENTS, TypeRule.OTHER)
     if name == "backward" and inspect.isfunction(func):
-        return Kind(name, Word.BACKWARD, TypeRule.OTHER)
+        return OpEffect(name, Action.BACKWARD, TypeRule.OTHER)
     written = _written(func, name)
     if isinstance(func, OpOverload | OpOverloadPacket) and not _is_aten(func):
         first = {each.name for schema in _schemas(func, name) for each in schema.arguments[:1]}
-        word = Word.FRESH if first == {"like"} else Word.STATE if written else Word.OP
-        return Kind(name, word, TypeRule.OTHER)
+        action = Action.FRESH if first == {"like"} else Action.STATE if written else Action.OP
+        return OpEffect(name, action, TypeRule.OTHER)
     if name == "__getitem__":
-        return Kind(name, Word.INDEX, RULES[name])
-    for word, names in (
-        (Word.NOTHING, NOTHING),
-        (Word.LIKE, LIKE),
-        (Word.SAME, SAME),
-        (Word.BLANK, BLANK),
-        (Word.FRESH, FRESH),
-        (Word.RANDOM, RANDOM | MAYBE_RANDOM),
-        (Word.TELLS, TELLS),
-        (Word.STATE, STATE),
+        return OpEffect(name, Action.INDEX, RULES[name])
+    for action, names in (
+        (Action.NONE, NOTHING),
+        (Action.LIKE, LIKE),
+        (Action.SAME, SAME),
+        (Action.BLANK, BLANK),
+        (Action.FRESH, FRESH),
+        (Action.RANDOM, RANDOM | MAYBE_RANDOM),
+        (Action.READS_VALUE, READS_VALUE),
+        (Action.STATE, STATE),
     ):
         if name in names:
-            return Kind(name, word, RULES.get(name, TypeRule.OTHER))
+            return OpEffect(name, action, RULES.get(name, TypeRule.OTHER))
     writes = name.endswith("_") and not name.startswith("__")
     if name.startswith("__i") and name not in ("__init__", "__invert__", "__iter__"):
         name, writes = name.removeprefix("__i").removesuffix("__"), True
     base = name.rstrip("_") if writes else name
     if writes and base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return Kind(name, Word.WRITE_LISTS, TypeRule.OTHER)
+        return OpEffect(name, Action.WRITE_LISTS, TypeRule.OTHER)
     if base.startswith("_foreach_"):
-        return Kind(name, Word.LISTS, TypeRule.OTHER)
+        return OpEffect(name, Action.LISTS, TypeRule.OTHER)
     if written and not (writes and len(written) == 1):
-        return Kind(name, Word.STATE, TypeRule.OTHER)
+        return OpEffect(name, Action.STATE, TypeRule.OTHER)
     rule = RULES.get(base, TypeRule.OTHER)
     if writes or name == "__setitem__":
-        return Kind(name, Word.WRITE, rule)
-    return Kind(name, Word.OP, rule)
+        return OpEffect(name, Action.WRITE, rule)
+    return OpEffect(name, Action.OP, rule)
 
 
-def _attribute(access: str, name: str) -> Kind:
+def _attribute(access: str, name: str) -> OpEffect:
     if access == "__get__" and name == "grad":
-        return Kind("grad", Word.GRAD, TypeRule.OTHER)
+        return OpEffect("grad", Action.GRAD, TypeRule.OTHER)
     if access == "__set__" and name == "grad":
-        return Kind("grad =", Word.SET_GRAD, TypeRule.OTHER)
+        return OpEffect("grad =", Action.SET_GRAD, TypeRule.OTHER)
     if name in ATTRIBUTES or access == "__delete__":
-        return Kind(name, Word.NOTHING, TypeRule.OTHER)
+        return OpEffect(name, Action.NONE, TypeRule.OTHER)
     if access == "__get__":
-        return Kind(name, Word.OP, TypeRule.MOVE)
-    return Kind(f"{name} =", Word.WRITE if name == "data" else Word.NOTHING, TypeRule.MOVE)
+        return OpEffect(name, Action.OP, TypeRule.MOVE)
+    return OpEffect(f"{name} =", Action.WRITE if name == "data" else Action.NONE, TypeRule.MOVE)
 
 
 # -- what depends on the arguments ---------------------------------------------------------
@@ -370,8 +370,8 @@ def draws(
     return bool(rate) and bool(given.get("training", given.get("train", True)))
 
 
-def tells(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of one of `TELLS` tells the host of values: some do for their shapes only."""
+def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of one of `READS_VALUE` tells the host of values: some do for their shapes only."""
     match name:
         case "where":
             return len(args) + len(kwargs) == 1
@@ -385,7 +385,7 @@ def tells(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def adds_a_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def adds_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a linear function adds a Python number, which it is not linear with."""
     if name.rstrip("_") not in ("add", "sub", "rsub", "subtract", "where"):
         return False

@@ -45,7 +45,7 @@ __all__ = ["Tracker", "has_gradient", "typeof"]
 Launch = Callable[[CollectivePlan, Any, bool], Callable[[], Any]]
 
 
-class _Known(weakref.ref[torch.Tensor]):
+class TypeRecord(weakref.ref[torch.Tensor]):
     """A tensor of the table: its states, the casts of it that were made, and its memory."""
 
     __slots__ = ("casts", "key", "states", "storage")
@@ -65,19 +65,19 @@ class Tracker:
         self.mesh, self.name, self.strict, self.values = mesh, name, strict, values
         self.paused = False
         # Along these axes the host knows values that vary, since these lines.
-        self.told: States = INVARIANT
-        self.told_at: list[str] = []
-        self.table: dict[int, _Known] = {}
+        self.read_states: States = INVARIANT
+        self.read_sites: list[str] = []
+        self.table: dict[int, TypeRecord] = {}
         # Where a tensor lies is asked for when one is written: most are gone by then.
-        self._unplaced: dict[int, _Known] = {}
-        self._by_storage: dict[int, dict[int, _Known]] = {}
+        self._unindexed: dict[int, TypeRecord] = {}
+        self._by_storage: dict[int, dict[int, TypeRecord]] = {}
         self.blank: set[int] = set()  # by id: tensors that nothing was seen to write
         self._outside: dict[int, torch.Tensor] = {}  # by id: arguments and closures
         self._memory: set[int] = set()  # their storages
-        table, unplaced, by_storage = self.table, self._unplaced, self._by_storage
+        table, unplaced, by_storage = self.table, self._unindexed, self._by_storage
         blank = self.blank
 
-        def forget(known: _Known) -> None:
+        def forget(known: TypeRecord) -> None:
             key = known.key
             if table.get(key) is known:
                 del table[key]
@@ -88,14 +88,14 @@ class Tracker:
                     if not sharing:
                         del by_storage[known.storage]
 
-        self._forget: Any = forget
+        self._drop: Any = forget
 
     # -- the table --
 
     def states(self, x: torch.Tensor) -> States:
         """The states of a tensor; one that is not known is from outside, and invariant."""
         known = self.table.get(id(x))
-        return known.states if known is not None else self._meet(x)
+        return known.states if known is not None else self._infer_states(x)
 
     def typeof(self, x: torch.Tensor) -> LocalType:
         """The type of a tensor."""
@@ -114,10 +114,10 @@ class Tracker:
         if isinstance(result, torch.Tensor):
             known = self.table.get(id(result))
             if known is None:
-                known = _Known(result, self._forget)
+                known = TypeRecord(result, self._drop)
                 known.key = key = id(result)
                 known.states, known.casts, known.storage = states, None, 0
-                self.table[key] = self._unplaced[key] = known
+                self.table[key] = self._unindexed[key] = known
             elif known.states is not states:
                 known.states, known.casts = states, None
             if is_transformed():
@@ -128,7 +128,7 @@ class Tracker:
             for each in result:
                 self.record(each, states)
 
-    def _meet(self, x: torch.Tensor) -> States:
+    def _infer_states(self, x: torch.Tensor) -> States:
         """The states of a tensor that no tracked call has made.
 
         Memory that is known tells its own. Else it is from outside, and the same on every rank;
@@ -140,21 +140,21 @@ class Tracker:
             states = self.states(inner)
             self.record(x, states)
             return states
-        sharing = [each.states for _, each in self._sharing(x)]
+        sharing = [each.states for _, each in self._aliases(x)]
         if sharing and not (x.requires_grad and _storage(x) in self._memory):
             joined = join_states(tuple(sharing), TypeRule.MOVE)
             axes = {axis for each in sharing for axis, _ in each.items}
             states = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(x, states)
             return states
-        states = INVARIANT if x.requires_grad else self.told
+        states = INVARIANT if x.requires_grad else self.read_states
         self.enter(x, states)
         return states
 
-    def _sharing(self, x: torch.Tensor) -> list[tuple[torch.Tensor, _Known]]:
+    def _aliases(self, x: torch.Tensor) -> list[tuple[torch.Tensor, TypeRecord]]:
         """The other tensors of the table that share memory with `x`."""
-        while self._unplaced:
-            key, known = self._unplaced.popitem()
+        while self._unindexed:
+            key, known = self._unindexed.popitem()
             each = known()
             if each is not None:
                 known.storage = _storage(each)
@@ -163,11 +163,11 @@ class Tracker:
         found = ((known(), known) for known in list(self._by_storage.get(_storage(x), {}).values()))
         return [(each, known) for each, known in found if each is not None and each is not x]
 
-    def moved(self, x: torch.Tensor) -> None:
+    def forget(self, x: torch.Tensor) -> None:
         """Forget what is known of a tensor that was given other memory: that tells its states."""
         known = self.table.get(id(x))
         if known is not None:
-            self._forget(known)
+            self._drop(known)
 
     def is_outside(self, x: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or from outside of the body."""
@@ -223,12 +223,12 @@ class Tracker:
 
     # -- collectives --
 
-    def begin(
+    def start_collective(
         self, plan: CollectivePlan, tree: Any, ahead: bool, launch: Launch
     ) -> Callable[[], Any]:
         """Launch a collective on the leaves of a tree, cast as its signature asks."""
         leaves, treedef = flatten(tree)
-        rows = [(leaf, self._taken(plan, leaf)) for leaf in leaves]
+        rows = [(leaf, self._join(plan, leaf)) for leaf in leaves]
         same = [one is not None and self._is_only_typed(plan, leaf) for leaf, one in rows]
         given = [
             None if stays else leaf if one is None else self._cast_for(plan, leaf, one)
@@ -250,7 +250,7 @@ class Tracker:
 
         return done
 
-    def _taken(self, plan: CollectivePlan, leaf: Any) -> JoinedStates | None:
+    def _join(self, plan: CollectivePlan, leaf: Any) -> JoinedStates | None:
         """What a collective makes of a leaf; None for one that is no tensor."""
         if not isinstance(leaf, torch.Tensor):
             return None
@@ -290,34 +290,34 @@ class Tracker:
 
     # -- writes and the host --
 
-    def beside(self, target: torch.Tensor) -> tuple[States, ...]:
+    def states_beside(self, target: torch.Tensor) -> tuple[States, ...]:
         """The states of other tensors to which gradients of what is written into one go back.
 
         Views of one base. A cast shares memory too, and stays of its own type.
         """
         if not torch.is_grad_enabled():
             return ()
-        sharing = self._sharing(target)
+        sharing = self._aliases(target)
         return tuple(known.states for other, known in sharing if _base(other) is _base(target))
 
-    def holds_all(self, target: torch.Tensor) -> bool:
+    def overwrites_all(self, target: torch.Tensor) -> bool:
         """Whether nothing that shares memory with a tensor is left when it is overwritten."""
-        if not self._sharing(target):
+        if not self._aliases(target):
             return True
         if target.layout is not torch.strided:  # others may hold its indices too
             return False
         return target.numel() * target.element_size() == target.untyped_storage().nbytes()
 
-    def written(self, target: torch.Tensor, states: States) -> None:
+    def record_write(self, target: torch.Tensor, states: States) -> None:
         """Write down that `target`, and all that shares its memory, now is in `states`."""
-        for other, known in self._sharing(target):
+        for other, known in self._aliases(target):
             joined = join_states((known.states, states), TypeRule.MOVE)
             axes = (axis for each in (known.states, states) for axis, _ in each.items)
             same = torch.is_grad_enabled() and _base(other) is _base(target)
             rest = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(other, states if same else rest)
         if target.layout is not torch.strided:  # it may hold other values now
-            self.moved(target)
+            self.forget(target)
         self.record(target, states)
         self.blank.discard(id(target))
 
@@ -334,26 +334,26 @@ class Tracker:
                 "eval(), or track_running_stats=False",
             )
 
-    def tell(self, states: States, op: str) -> None:
+    def record_read(self, states: States, op: str) -> None:
         """Note that the host has learnt of values in `states`: all that follows may depend on it.
 
         What is invariant or reduced is the same on every rank: so is what the host makes of it.
         """
         axes = [axis for axis, (word, _) in states.items if word != "reduced"]
-        if axes and not set(axes) <= set(self.told.axes("varying")):
-            self.told = States.varying({*self.told.axes("varying"), *axes})
-        if axes and len(self.told_at) < 3:
+        if axes and not set(axes) <= set(self.read_states.axes("varying")):
+            self.read_states = States.varying({*self.read_states.axes("varying"), *axes})
+        if axes and len(self.read_sites) < 3:
             line = f"{op}{user_line(None, None)}"
-            if line not in self.told_at:
-                self.told_at.append(line)
+            if line not in self.read_sites:
+                self.read_sites.append(line)
 
     @property
-    def remark(self) -> str:
+    def read_note(self) -> str:
         """Where the host has learnt of values that vary, if anywhere."""
-        told = ", ".join(self.told_at)
+        told = ", ".join(self.read_sites)
         return f"told the host of values that vary: {told}" if told else ""
 
-    def draw(self, op: str, kwargs: Mapping[str, Any]) -> States:
+    def draw_states(self, op: str, kwargs: Mapping[str, Any]) -> States:
         """The states of what is drawn from a generator of this process; warns once per line."""
         if kwargs.get("generator") is None:
             frame = user_frame(sys._getframe())

@@ -19,13 +19,20 @@ from fshard.run.transports.divergence_report import explain_with
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
-from fshard.spmd.tracking.function_mode import tracked
-from fshard.spmd.tracking.out_spec_check import TAKEN, Other, Promise, check_promises, check_values
+from fshard.spmd.tracking.function_mode import track_types
+from fshard.spmd.tracking.out_spec_check import (
+    ARGUMENTS,
+    NonTensor,
+    Promise,
+    check_promises,
+    check_values,
+)
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import INVARIANT, States, states_of
 
 __all__ = [
-    "check_inner", "enter_types", "give_types", "leave_types", "new_tracker", "paused", "typed",
+    "check_inner", "check_result_types", "new_tracker", "pause_types", "set_argument_types",
+    "set_result_types", "track_body",
 ]  # fmt: skip
 
 NOTHING = nullcontext()
@@ -60,13 +67,13 @@ def check_inner(check: bool | str, scope: Scope, outer: Tracker | None, where: s
         )
 
 
-def paused(tracker: Tracker | None) -> AbstractContextManager[None]:
+def pause_types(tracker: Tracker | None) -> AbstractContextManager[None]:
     """Track nothing in the block, which is no code of the body."""
     return NOTHING if tracker is None else tracker.pause()
 
 
 @contextmanager
-def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
+def track_body(tracker: Tracker, *, inner: bool) -> Iterator[None]:
     """Track the types of what the block, the body of the innermost call, computes."""
     bound = current_axes()
     assert bound is not None
@@ -75,9 +82,9 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
         if inner:  # the enclosing body is tracked already
             yield
         else:
-            explain_with(lambda: tracker.remark)
+            explain_with(lambda: tracker.read_note)
             try:
-                with tracked(tracker):
+                with track_types(tracker):
                     yield
             finally:
                 # A cast holds its graph, and that what it is a cast of: neither would be let go.
@@ -88,7 +95,7 @@ def typed(tracker: Tracker, *, inner: bool) -> Iterator[None]:
         bound.tracker = before
 
 
-def enter_types(
+def set_argument_types(
     tracker: Tracker,
     scope: Scope,
     arguments: Sequence[Argument],
@@ -112,15 +119,15 @@ def enter_types(
         promises.append(Promise(each.path, x, each.spec.partition))
     if tracker.values:
         with tracker.pause():
-            check_values(tracker.mesh, _mapped(scope), promises, tracker.name, what=TAKEN)
+            check_values(tracker.mesh, _mapped(scope), promises, tracker.name, what=ARGUMENTS)
 
 
-def leave_types(
+def check_result_types(
     tracker: Tracker,
     scope: Scope,
     slots: Sequence[PathSpec],
     ys: Sequence[torch.Tensor],
-    others: Sequence[Other],
+    others: Sequence[NonTensor],
 ) -> tuple[torch.Tensor, ...]:
     """Results as their out specs promise them, along the axes that are mapped."""
     promises = []
@@ -139,7 +146,7 @@ def _partition(given: Any, ndim: int) -> PartitionSpec | None:
     return given.partition if isinstance(given, Spec) else given
 
 
-def give_types(
+def set_result_types(
     tracker: Tracker, scope: Scope, ys: Sequence[torch.Tensor], results: Sequence[Any]
 ) -> None:
     """Write down, for the enclosing body, the types of a call's results."""
