@@ -44,7 +44,7 @@ from fshard.partition.partition import Partition
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import as_topology
-from fshard.run.autograd.replicate import spread
+from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.execute import check_tuple
 
 __all__ = ["apply", "on_pairs"]
@@ -209,7 +209,7 @@ def _as_pairs(
     def as_checked(arg: Sharded | torch.Tensor) -> Sharded:
         if isinstance(arg, torch.Tensor):
             spec = Spec(mesh, PartitionSpec(), shape=arg.shape, dtype=arg.dtype)
-            return Sharded(spread(arg, mesh.size) if simulated else arg, spec)
+            return Sharded(replicate_shards(arg, mesh.size) if simulated else arg, spec)
         local, spec = arg
         return Sharded(check_tuple(local, spec.mesh, "fs.apply") if simulated else local, spec)
 

@@ -39,7 +39,7 @@ from fshard.partition.ir import (
     Write,
     operands_of,
 )
-from fshard.run.autograd.replicate import spread
+from fshard.run.autograd.replicate import replicate_shards
 
 __all__ = ["PreparedLine", "compile_graph", "prepare_lines", "rank_graph", "run_on_all_ranks",
            "write_value"]  # fmt: skip
@@ -233,9 +233,9 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                 case Pick():
                     env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
                 case Constant():
-                    env[line.out] = spread(line.tensor, mesh.size)
+                    env[line.out] = replicate_shards(line.tensor, mesh.size)
                 case Factory():
-                    env[line.out] = spread(line.op(*line.args, **line.kwargs), mesh.size)
+                    env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
                 case GradMode():
                     torch.set_grad_enabled(line.enabled)
                 case Copy():

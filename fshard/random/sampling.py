@@ -23,7 +23,7 @@ from fshard.ops.trace.trace import trace_depth
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, Step
 from fshard.run.execute import run_typed_hook
-from fshard.run.global_tensors import _laying_out
+from fshard.run.global_tensors import shard_program
 from fshard.run.transports.base import current_transport
 
 __all__ = [
@@ -596,7 +596,7 @@ def _draw_pair(
 @lru_cache(maxsize=4096)
 def _to_states(spec: Spec) -> Program:
     """Return the local program from drawn shards to the states of a spec."""
-    steps: list[Step] = [step for step in _laying_out(spec).steps if not isinstance(step, AllSlice)]
+    steps: list[Step] = [step for step in shard_program(spec).steps if not isinstance(step, AllSlice)]
     p = spec.partition
     sharded = PartitionSpec._of(p.dims, (), ())
     drawn = Spec._of(spec.mesh, sharded, spec.shape, spec.dtype, spec.sizes)

@@ -191,7 +191,9 @@ def _launch_kind(
     def finish() -> None:
         parts = _split_result(moved(), group, wires, lengths)
         for (i, wire), part in zip(own_wires, parts, strict=True):
-            ys[i] = unviewed(wire.unpack(part, ys[i]))  # views of one buffer, without common elements
+            ys[i] = unviewed(
+                wire.unpack(part, ys[i])
+            )  # views of one buffer, without common elements
 
     return finish
 

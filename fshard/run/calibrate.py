@@ -15,7 +15,14 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
-from fshard.run.transports.base import Group, is_simulated, label_of, labelled, own_transport, stacked
+from fshard.run.transports.base import (
+    Group,
+    is_simulated,
+    label_of,
+    labelled,
+    own_transport,
+    stacked,
+)
 from fshard.run.transports.torch_distributed import ProcessWorld
 
 __all__ = ["calibrate"]

@@ -68,7 +68,9 @@ class RecordedOp(NamedTuple):
     @property
     def is_linear(self) -> bool:
         if self.is_collective:
-            return not {"max", "min", "product"} & {arg for arg in self.args if isinstance(arg, str)}
+            return not {"max", "min", "product"} & {
+                arg for arg in self.args if isinstance(arg, str)
+            }
         if self.func is ATEN.add.Tensor:
             return isinstance(self.args[1], torch.Tensor)
         if self.func in (ATEN.mul.Tensor, ATEN.div.Tensor):

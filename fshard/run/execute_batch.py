@@ -1,4 +1,4 @@
-"""`batch(tree)`: a batch is one differentiable operation on the locals of all its leaves."""
+"""Execution of `batch(tree)`: one differentiable operation on the locals of all leaves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from fshard._torch.dynamo import skip_frame
 from fshard._torch.functorch import is_transformed
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
 from fshard.layout.spec import Spec
@@ -26,7 +27,13 @@ from fshard.run.autograd.linear_function import (
     is_differentiated,
     start_linear,
 )
-from fshard.run.execute import Pending, check_local_input, check_shards, empty_local
+from fshard.run.execute import (
+    Pending,
+    check_local_input,
+    check_shards,
+    current_tracker_hook,
+    empty_local,
+)
 from fshard.run.interpreter import ranks_of
 from fshard.run.transports.base import (
     Label,
@@ -41,157 +48,160 @@ from fshard.run.transports.divergence_report import call_line
 __all__ = ["run_batch"]
 
 WHERE = "the batch"
+LeafTensors = list[Tensors]
+"""For each leaf its local, or the shards of all ranks."""
 
 
 @run_batch_hook.set
-@skip_frame(
-    "a batch's call is no node of a graph: call it outside of what torch.compile traces"
-)
+@skip_frame("a batch's call is not a node of a graph: call it outside of what torch.compile traces")
 def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
-    """Run a batch on a tree of tuples of shards (a simulation) or of this rank's locals.
+    """Run a batch on a tree of this rank's locals, or of tuples of the shards of all ranks.
 
-    For ranks outside of a leaf's meshes the same holds as for a program alone.
+    A rank outside of a leaf's meshes passes and gets what `run_program` says.
     """
-    parts = flatten_like(batch.programs, tree, ("batch.src", "locals"), WHERE)
-    names = _paths(batch)
-    there = [at for at, leaf in enumerate(batch.leaves) if leaf is not None]
-    given, at = [parts[place] for place in there], [names[place] for place in there]
-    progs = tuple(leaf for leaf in batch.leaves if leaf is not None)
+    values = flatten_like(batch.programs, tree, ("batch.src", "locals"), WHERE)
+    all_paths = _paths(batch)
+    places = [i for i, prog in enumerate(batch.leaves) if prog is not None]
+    leaves, names = [values[i] for i in places], [all_paths[i] for i in places]
+    progs = tuple(prog for prog in batch.leaves if prog is not None)
     op = ProgramGroup(progs, ranks_of(*progs), batch.bucket_bytes)
-    one = current_transport() is not None or any(isinstance(x, torch.Tensor) for x in given)
-    finish = (_start_one if one else _start_everywhere)(op, given, at, async_op)
+    is_local = current_transport() is not None or any(isinstance(x, torch.Tensor) for x in leaves)
+    finish = (_start_local if is_local else _start_on_shards)(op, leaves, names, async_op)
 
-    def whole() -> Any:
-        for place, y in zip(there, finish(), strict=True):
-            parts[place] = y
-        return unflatten(batch.structure, parts)
+    def finish_tree() -> Any:
+        for i, y in zip(places, finish(), strict=True):
+            values[i] = y
+        return unflatten(batch.structure, values)
 
-    return Pending(whole) if async_op else whole()
+    return Pending(finish_tree) if async_op else finish_tree()
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=CACHE_SIZE)
 def _paths(batch: Batch) -> list[str]:
     return paths(batch.programs, "")
 
 
-def _start_one(op: ProgramGroup, given: list[Any], names: Sequence[str], ahead: bool) -> FinishAll:
+def _start_local(
+    op: ProgramGroup, leaves: list[Any], names: Sequence[str], async_op: bool
+) -> FinishAll:
     """Start a batch on this rank's locals."""
     transport = current_rank(op.mesh, WHERE)
     checks = [
-        partial(_own_local, x, prog, transport) for x, prog in zip(given, op.progs, strict=True)
+        partial(_checked_local, x, prog, transport)
+        for x, prog in zip(leaves, op.progs, strict=True)
     ]
-    xs = tuple(map_leaves(WHERE, names, checks))
-    label = Label(WHERE, op.mesh, call_line() if ahead else "")
+    locals_ = tuple(map_leaves(WHERE, names, checks))
+    label = Label(WHERE, op.mesh, call_line() if async_op else "")
 
     def run(xs: Tensors) -> FinishAll:
         with labelled(label):
-            finish = _start(op, [(x,) for x in xs], names, everywhere=False, ahead=ahead)
+            finish = _start(op, [(x,) for x in xs], names, on_shards=False, async_op=async_op)
         return under(label, lambda: tuple(y for (y,) in finish()))
 
+    if current_tracker_hook.call() is None:
+        return run(locals_)
     ends = [(prog.src, prog.dst) for prog in op.progs]
-    return run_typed_leaves_hook.call(names, xs, ends, run)
+    return run_typed_leaves_hook.call(names, locals_, ends, run)
 
 
-def _own_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
-    """What this rank gives for one leaf, checked."""
+def _checked_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
+    """Return this rank's local of one leaf, or raise `ShardingError`."""
     x = empty_local(prog) if x is None else x
     if not isinstance(x, torch.Tensor):
         fail(WHERE, f"a local of type {type(x).__name__}",
-             "on a rank of the source's mesh a local is a tensor",
-             "give this rank's own")  # fmt: skip
+             "on a rank of the source's mesh a local must be a tensor",
+             "pass this rank's tensor")  # fmt: skip
     check_local_input(prog, x, transport, WHERE)
     return x
 
 
-def _start_everywhere(
-    op: ProgramGroup, given: list[Any], names: Sequence[str], ahead: bool
-) -> Callable[[], list[Tensors]]:
-    """Start a batch on all shards of a simulation."""
+def _start_on_shards(
+    op: ProgramGroup, leaves: list[Any], names: Sequence[str], async_op: bool
+) -> Callable[[], LeafTensors]:
+    """Start a batch on the shards of all ranks of a simulation."""
     progs, ranks = op.progs, op.mesh.ranks
     checks = [
-        partial(check_shards, x, prog.src, WHERE) for x, prog in zip(given, progs, strict=True)
+        partial(check_shards, x, prog.src, WHERE) for x, prog in zip(leaves, progs, strict=True)
     ]
     xs = []
     for shards, prog in zip(map_leaves(WHERE, names, checks), progs, strict=True):
-        held = dict(zip(prog.src.mesh.ranks, shards, strict=True))
-        xs.append(tuple(held.get(rank, shards[0].new_empty(0)) for rank in ranks))
-    finish = _start(op, xs, names, everywhere=True, ahead=ahead)
+        by_rank = dict(zip(prog.src.mesh.ranks, shards, strict=True))
+        xs.append(tuple(by_rank.get(rank, shards[0].new_empty(0)) for rank in ranks))
+    finish = _start(op, xs, names, on_shards=True, async_op=async_op)
 
-    def of_ranks() -> list[Tensors]:
+    def finish_targets() -> LeafTensors:
         return [
             tuple(y for y, rank in zip(ys, ranks, strict=True) if rank in prog.dst.mesh)
             for ys, prog in zip(finish(), progs, strict=True)
         ]
 
-    return of_ranks
+    return finish_targets
 
 
 def _start(
-    op: ProgramGroup, xs: list[Tensors], names: Sequence[str], *, everywhere: bool, ahead: bool
-) -> Callable[[], list[Tensors]]:
-    """Start programs on the locals of this rank, or of all, differentiably.
-
-    Maxima and minima that need a gradient have a rule of their own: they run after the others.
-    """
-    wanted = [is_differentiated(*shards) for shards in xs]
-    later = [need and not prog.is_linear for need, prog in zip(wanted, op.progs, strict=True)]
-    if ahead and any(later):
-        at = later.index(True)
-        prog, path = op.progs[at], f"at {names[at]}: " if names[at] else ""
+    op: ProgramGroup, xs: LeafTensors, names: Sequence[str], *, on_shards: bool, async_op: bool
+) -> Callable[[], LeafTensors]:
+    """Start programs differentiably; maxima and minima with gradients run after the others."""
+    need_grad = [is_differentiated(*shards) for shards in xs]
+    is_late = [need and not prog.is_linear for need, prog in zip(need_grad, op.progs, strict=True)]
+    if async_op and any(is_late):
+        i = is_late.index(True)
+        prog, path = op.progs[i], f"at {names[i]}: " if names[i] else ""
         fail("batch(locals, async_op=True)", f"{path}a program with a maximum or minimum, "
              f"{prog.src} -> {prog.dst}, of a local that requires grad",
-             "only linear programs run ahead with gradients",
+             "programs must be linear to run ahead with gradients",
              "run it without async_op, or detach() the local")  # fmt: skip
-    others = [not each for each in later]
-    n = op.mesh.size if everywhere else 1
-    linear = op.with_programs(compress(op.progs, others))
-    started = _start_linear(linear, list(compress(xs, others)), n, everywhere)
+    is_early = [not late for late in is_late]
+    n = op.mesh.size if on_shards else 1
+    linear = op.with_programs(compress(op.progs, is_early))
+    started = _start_linear(linear, list(compress(xs, is_early)), n, on_shards)
 
-    def finish() -> list[Tensors]:
-        first, second = iter(started()), iter(list[Tensors]())
-        if any(later):
-            extremes, theirs = op.with_programs(compress(op.progs, later)), _flat(compress(xs, later))
-            second = iter(_by_leaf(apply_programs(extremes, theirs, everywhere), n))
-        return [next(second) if each else next(first) for each in later]
+    def finish() -> LeafTensors:
+        early, late = iter(started()), iter(LeafTensors())
+        if any(is_late):
+            extremes = op.with_programs(compress(op.progs, is_late))
+            inputs = _flatten(compress(xs, is_late))
+            late = iter(_by_leaf(apply_programs(extremes, inputs, on_shards), n))
+        return [next(late) if is_leaf_late else next(early) for is_leaf_late in is_late]
 
     return finish
 
 
 def _start_linear(
-    op: ProgramGroup, xs: list[Tensors], n: int, everywhere: bool
-) -> Callable[[], list[Tensors]]:
-    """Start linear programs, and what needs no gradient: only the others are sent back."""
+    op: ProgramGroup, xs: LeafTensors, n: int, on_shards: bool
+) -> Callable[[], LeafTensors]:
+    """Start linear programs; only those of leaves that need a gradient have a backward."""
     if not xs:
         return list
-    if is_transformed():  # what was launched now would be wrappers, not what they hold
-        return lambda: _by_leaf(apply_linear(op, _flat(xs), everywhere), n)
+    if is_transformed():  # a launch would send the wrappers of `torch.func`
+        return lambda: _by_leaf(apply_linear(op, _flatten(xs), on_shards), n)
     with torch.no_grad():
         launched: FinishAll
-        if everywhere:
-            launched = partial(tuple, op.run_on_shards(_flat(xs)))
+        if on_shards:
+            launched = partial(tuple, op.run_on_shards(_flatten(xs)))
         else:
-            launched = start_linear(op, _flat(xs), WHERE)
-    wanted = [is_differentiated(*shards) for shards in xs]
+            launched = start_linear(op, _flatten(xs), WHERE)
+    need_grad = [is_differentiated(*shards) for shards in xs]
 
-    def finish() -> list[Tensors]:
+    def finish() -> LeafTensors:
         with torch.no_grad():
             ys = _by_leaf(launched(), n)
-        if any(wanted):
-            some = op.with_programs(compress(op.progs, wanted))
-            own, theirs = _flat(compress(xs, wanted)), _flat(compress(ys, wanted))
-            outs = iter(_by_leaf(apply_linear(some, own, everywhere, lambda: theirs), n))
-            ys = [next(outs) if need else y for y, need in zip(ys, wanted, strict=True)]
+        if any(need_grad):
+            group = op.with_programs(compress(op.progs, need_grad))
+            inputs, results = _flatten(compress(xs, need_grad)), _flatten(compress(ys, need_grad))
+            outputs = iter(_by_leaf(apply_linear(group, inputs, on_shards, lambda: results), n))
+            ys = [next(outputs) if need else y for y, need in zip(ys, need_grad, strict=True)]
         return ys
 
     return finish
 
 
-def _flat(xs: Iterable[Tensors]) -> Tensors:
+def _flatten(xs: Iterable[Tensors]) -> Tensors:
     return tuple(x for shards in xs for x in shards)
 
 
-def _by_leaf(ys: Tensors, n: int) -> list[Tensors]:
-    return [ys[at : at + n] for at in range(0, len(ys), n)]
+def _by_leaf(ys: Tensors, n: int) -> LeafTensors:
+    return [ys[i : i + n] for i in range(0, len(ys), n)]
 
 
 @Hook

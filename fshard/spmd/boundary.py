@@ -18,7 +18,7 @@ from fshard.layout.tree import flatten, is_pair, map_leaves, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
-from fshard.run.global_tensors import check_sharding, lay_out, shard
+from fshard.run.global_tensors import check_sharding, shards_of, shard
 from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
@@ -123,7 +123,7 @@ def plan_arguments(
             spec = _tensor_spec(value, leaf, scope)
             check_sharding(value, spec)
             if transport is None:
-                return Argument(path, spec, partial(lay_out, spec=spec))
+                return Argument(path, spec, partial(shards_of, spec=spec))
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
             fail(

@@ -20,7 +20,7 @@ from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.memory import unaliased_all
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import fail
-from fshard.run.autograd.replicate import spread
+from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
@@ -72,7 +72,7 @@ def map_ranks(
         return results
     inputs, outputs = ([x for graph in graphs for x in graph[side]] for side in (0, 1))
     closures = find_closure_inputs(fn, inputs, outputs)
-    shared = list(zip(*(spread(x, mesh.size) for x in closures), strict=True))
+    shared = list(zip(*(replicate_shards(x, mesh.size) for x in closures), strict=True))
     rows = [(*xs, *shared[index]) if shared else xs for index, xs in enumerate(values)]
     call = CompletedCall(scope, body, fn, graphs, len(values[0]), closures, settings, generators)
     flat = _RankGraphs.apply(call, *(x for row in rows for x in row))  # type: ignore[no-untyped-call]

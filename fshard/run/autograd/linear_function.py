@@ -50,8 +50,8 @@ from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.run.transports.simulator import run_ranks, run_together
 
 __all__ = [
-    "FinishAll", "LinearOp", "ProgramGroup", "ShardsOp", "Tensors", "apply_launched", "apply_linear", "apply_programs",
-    "are_linear",     "is_differentiated", "start_linear",
+    "FinishAll", "LinearOp", "ProgramGroup", "ShardsOp", "Tensors", "apply_launched",
+    "apply_linear", "apply_programs", "are_linear", "is_differentiated", "start_linear",
 ]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]

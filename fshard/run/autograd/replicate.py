@@ -1,4 +1,4 @@
-"""One tensor and the tuple of all ranks' that hold it; differentiable, and for torch.func too."""
+"""Conversion between one invariant tensor and a tuple with one of it per rank, differentiable."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from fshard._torch.functorch import apply_function
 from fshard._torch.legacy_vmap import map_batch_dims
 
-__all__ = ["common", "spread"]
+__all__ = ["replicated_value", "replicate_shards"]
 
 
 class _Spread(torch.autograd.Function):
-    """A tensor that every one of n ranks holds; its cotangent is invariant, so any rank's."""
+    """Copy a tensor to n ranks; the cotangent is invariant, so that of any rank."""
 
     generate_vmap_rule = True
 
@@ -28,20 +28,20 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return spread(tangent, ctx.n)
+        return replicate_shards(tangent, ctx.n)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, common(grads)
+        return None, replicated_value(grads)
 
 
-def spread(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
-    """`x` as n ranks hold it that is invariant, without memory of their own; differentiable."""
+def replicate_shards(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+    """Return n aliases of `x`, one per rank, differentiably."""
     return map_batch_dims(lambda xs: apply_function(_Spread, n, *xs), (x,))
 
 
 class _First(torch.autograd.Function):
-    """The value that every one of n ranks holds; its cotangent is every rank's."""
+    """Take one of n equal tensors; the cotangent goes to every rank."""
 
     generate_vmap_rule = True
 
@@ -59,9 +59,9 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return spread(grad, ctx.n)
+        return replicate_shards(grad, ctx.n)
 
 
-def common(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The value that all ranks hold; differentiable."""
+def replicated_value(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the value that all ranks hold, differentiably."""
     return map_batch_dims(lambda xs: (apply_function(_First, *xs),), xs)[0]

@@ -94,13 +94,16 @@ class _Checked:
     """This process's transport on one mesh, with the check before every collective."""
 
     def __init__(self, world: ProcessWorld, mesh: Mesh) -> None:
-        self.world, self.mesh, self.rank, self.device = world, mesh, world.process_rank, world.device
+        self.world, self.mesh, self.rank, self.device = (
+            world,
+            mesh,
+            world.process_rank,
+            world.device,
+        )
         self.state = _State()
         self.inside = False
         self.remark: Callable[[], str] = str
-        self.store: Any = PrefixStore(
-            f"fshard {mesh.ranks} {world.start_count}", default_store()
-        )
+        self.store: Any = PrefixStore(f"fshard {mesh.ranks} {world.start_count}", default_store())
         self.known: set[Group] = set()
 
     @property

@@ -1,4 +1,4 @@
-"""Reductions of every dtype: what backends and kernels do not reduce is reduced as another."""
+"""Reductions of every dtype; dtypes that backends or kernels cannot reduce are converted."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip
-"""What every backend moves and reduces as it is."""
+"""Dtypes that every backend sends and reduces."""
 
 FINITE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-"""Floating dtypes without infinities."""
+"""Floating dtypes without infinity."""
 
 LEAST = torch.iinfo(torch.int64).min
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, TensorFunction]:
-    """A tensor as something every backend reduces by `op`, and the way back.
+    """Return a tensor of a dtype that every backend reduces by `op`, and the function back.
 
-    Unsigned integers of 64 bits are added as signed ones, bit by bit the same, and ordered as
-    signed ones with the first bit turned over.
+    Unsigned 64-bit integers are added as signed ones, with the same bits, and compared as signed
+    ones with the first bit flipped.
     """
     dtype = x.dtype
     if dtype in NATIVE or dtype.is_complex:
@@ -45,7 +45,7 @@ def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, TensorFunction]:
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A cast: of complex numbers to real ones the real part, which is what its transpose keeps."""
+    """Cast `x`; complex values become their real parts, as the transpose requires."""
     if x.dtype.is_complex and not dtype.is_complex:
         return x.real.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return x.to(dtype)
@@ -53,8 +53,8 @@ def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _reducing(op: str, along: TensorFunction) -> TensorFunction:
     def reduce(x: torch.Tensor) -> torch.Tensor:
-        number, restore = as_number(x, op)
-        return restore(along(number))
+        value, restore = as_number(x, op)
+        return restore(along(value))
 
     return reduce
 
@@ -73,9 +73,9 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of tensors that lie apart, one after the other, in memory of its own.
+    """Reduce tensors in their order, into new memory; 16-bit floats are reduced in float32.
 
-    To stack them first would move as many bytes again. Small floats are reduced as float32.
+    Stacking them first would copy as many bytes again.
     """
     total, restore = as_number(xs[0], op)
     if op == "avg":
@@ -91,28 +91,28 @@ def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def over(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """A tensor of floating numbers divided by a number, itself where that is 1."""
+    """Divide a floating tensor; with a divisor of 1 return it itself."""
     if divisor == 1:
         return x
-    number, restore = as_number(x, "avg")
-    return restore(number / divisor)
+    value, restore = as_number(x, "avg")
+    return restore(value / divisor)
 
 
 def times(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """A tensor of floating numbers times a number, itself where that is 1."""
+    """Multiply a floating tensor; with a factor of 1 return it itself."""
     if factor == 1:
         return x
-    number, restore = as_number(x, "avg")
-    return restore(number * factor)
+    value, restore = as_number(x, "avg")
+    return restore(value * factor)
 
 
 def largest(dtype: torch.dtype) -> float:
-    """The upper limit of floating numbers: infinity, or what there is in its place."""
+    """Return infinity, or the largest value of a floating dtype without one."""
     return torch.finfo(dtype).max if dtype in FINITE else math.inf
 
 
 def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor of the reduction's neutral element, of `x`'s shape unless another is given."""
+    """Return a tensor of the reduction's neutral element, with the shape of `x` by default."""
     value: float | int | bool
     if kind in ("sum", "avg"):
         value = 0

@@ -358,9 +358,7 @@ def results_of(
             if error is not None:
                 raise error
             pieces = [x.split(send) for x, (send, _) in zip(inputs, splits, strict=True)]
-            return {
-                rank: torch.cat([piece[i] for piece in pieces]) for i, rank in enumerate(group)
-            }
+            return {rank: torch.cat([piece[i] for piece in pieces]) for i, rank in enumerate(group)}
 
 
 def own_result(results: dict[int, torch.Tensor], rank: int, op: str) -> torch.Tensor:

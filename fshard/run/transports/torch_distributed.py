@@ -348,9 +348,7 @@ def init(
         current.timeout = limit or current.timeout
     else:
         rank, main = dist.get_rank(), weakref.ref(default_group())
-        set_world(
-            ProcessWorld(rank, device, limit, main, _count_start(rank), backends=_backends())
-        )
+        set_world(ProcessWorld(rank, device, limit, main, _count_start(rank), backends=_backends()))
 
 
 def _count_start(rank: int) -> int:

@@ -227,7 +227,7 @@ def run_refused() -> list[str]:
 def test_what_is_no_node_of_a_graph_says_so() -> None:
     for a_program, twice, no_collective in run_ranks(2, run_refused, timeout=100):
         assert (
-            "(reason: a program's call is no node of a graph: call it outside of what "
+            "(reason: a program's call is not a node of a graph: call it outside of what "
             "torch.compile traces, or in its place fs.psum, fs.all_gather and the other "
             "collectives)"
         ) in a_program
