@@ -1,4 +1,4 @@
-"""`python -m fshard SRC DST --mesh dp=2,tp=4`: plan a change of layout and show it."""
+"""Command line `python -m fshard SRC DST --mesh dp=2,tp=4`: plan a redistribution and print it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ EXAMPLE = """\
 example:
   python -m fshard "f32[1024@dp,512@tp]" "f32[1024,512@(dp,tp)]" --mesh dp=2,tp=4
 
-A layout reads dtype[size@axis,size@(major,minor),size], then the states that are left:
-  "f32[8@dp,16]{unreduced: tp}"     every rank of tp holds an addend of the sum
+A layout is dtype[size@axis,size@(major,minor),size], then its unreduced and reduced axes:
+  "f32[8@dp,16]{unreduced: tp}"     every rank of tp has a partial sum
   "bf16[6@dp:5+1,4]"                shards of 5 and 1 rows
-  "f32[10@tp:chunk]{reduced: dp}"   shards as torch.chunk cuts them
+  "f32[10@tp:chunk]{reduced: dp}"   shards of the sizes of torch.chunk
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, or 2 for a request that is refused."""
+    """Run the command line and return the exit status: 0, or 2 for a `ShardingError`."""
     options = _parser().parse_args(arguments)
     try:
         _show(options)
@@ -46,26 +46,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fshard",
-        description="Plan the program of collectives from one layout to another, and show both\n"
-        "layouts, the program, what it costs, and the lower bound beside it.",
+        description="Plan the program of collectives from one layout to another, and print both\n"
+        "layouts, the program, its cost, and the lower bound.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("src", help="the layout to start from")
-    parser.add_argument("dst", help="the layout to reach")
+    parser.add_argument("src", help="source layout")
+    parser.add_argument("dst", help="target layout")
     parser.add_argument("--mesh", required=True, metavar="dp=2,tp=4", help="axes and their sizes")
     parser.add_argument("--topology", choices=("node", "cluster", *MACHINES), default="node",
-                        help="whose wires to plan and cost for (default: node)")  # fmt: skip
+                        help="topology of the cost model (default: node)")  # fmt: skip
     parser.add_argument("--node-size", type=int, metavar="N",
                         help="devices per node of a cluster (default: 8)")  # fmt: skip
     parser.add_argument("--objective", choices=("time", "bytes"), default="time",
-                        help="what the planner minimizes (default: time)")  # fmt: skip
+                        help="quantity to minimize (default: time)")  # fmt: skip
     parser.add_argument("--max-memory", type=int, metavar="BYTES",
-                        help="the most that a local may have on the way, on any rank")  # fmt: skip
+                        help="limit of memory on every rank")  # fmt: skip
     return parser
 
 
 def _show(options: argparse.Namespace) -> None:
+    """Print both layouts and the program from one to the other."""
     mesh = _mesh(options.mesh)
     topology = _topology(options.topology, options.node_size)
     src, dst = parse(options.src, mesh), parse(options.dst, mesh)
@@ -81,30 +82,31 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _mesh(text: str) -> Mesh:
-    """The mesh of `dp=2,tp=4`."""
+    """Return the mesh of a text such as `dp=2,tp=4`."""
     grid: dict[str, int] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        axis, _, size = (each.strip() for each in part.partition("="))
+    for part in filter(None, map(str.strip, text.split(","))):
+        axis, _, size = map(str.strip, part.partition("="))
         if axis in grid or not size.isdecimal():
-            fail("--mesh", f"{part!r} in {text!r}", "a mesh reads axis=size,axis=size, each axis "
-                 "once", "--mesh dp=2,tp=4, say")  # fmt: skip
+            fail("--mesh", f"{part!r} in {text!r}", "a mesh must read axis=size,axis=size, each "
+                 "axis once", "--mesh dp=2,tp=4, say")  # fmt: skip
         grid[axis] = int(size)
     return Mesh(grid)
 
 
 def _topology(name: str, node_size: int | None) -> Topology:
+    """Return the topology of the options `--topology` and `--node-size`."""
     if name == "node":
         if node_size is not None:
-            fail("--node-size", f"{node_size} with the topology node", "a single node joins all "
-                 "devices", "--topology cluster, or leave it out")  # fmt: skip
+            fail("--node-size", f"{node_size} with the topology node", "a single node must have "
+                 "all devices", "--topology cluster, or leave it out")  # fmt: skip
         return Topology.node()
     if name in MACHINES:
         if node_size is not None:
-            fail("--node-size", f"{node_size} with the topology {name}", "a machine's nodes are as "
-                 "large as they are built", "--topology cluster, or leave it out")  # fmt: skip
+            fail("--node-size", f"{node_size} with the topology {name}", "the size of its nodes "
+                 "must be the machine's", "--topology cluster, or leave it out")  # fmt: skip
         return MACHINES[name]()
     if node_size is not None and node_size < 1:
-        fail("--node-size", f"{node_size}", "a node has at least 1 device", "--node-size 8")
+        fail("--node-size", f"{node_size}", "a node must have at least 1 device", "--node-size 8")
     return Topology.cluster(8 if node_size is None else node_size)
 
 

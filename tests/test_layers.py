@@ -1,4 +1,4 @@
-"""The layers of the package, read from its imports; and the sizes of its files and functions."""
+"""Layers of the package, read from its imports; private PyTorch; sizes of files and functions."""
 
 from __future__ import annotations
 
@@ -29,24 +29,29 @@ LAYERS = (
 )
 ORDER = {name: height for height, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
-    "torch.distributed": {"run", "interop"},
+    "torch.distributed": {"run", "interop", "_torch.process_groups"},
     "optree": {"layout"},
     "rich": {"show", "__main__"},
 }
+PRIVATE_TORCH_ATTRIBUTES = {
+    "_backward_hooks", "_base", "_can_decompose", "_cdata", "_current_level", "_default_pg",
+    "_dynamo_marked_constant", "_grad_fn", "_is_view", "_op", "_qualified_op_name", "_schema",
+    "_torchdynamo_disable", "_torchdynamo_disable_msg", "_values", "_version",
+}  # fmt: skip
+"""Attributes of PyTorch's tensors, operators and modules that only `_torch` may use."""
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 
 def layer_of(module: str) -> str:
-    """`fshard.run.groups` -> `run`; `fshard` -> `__init__`."""
+    """Return the layer of a module: `run` for `fshard.run.groups`, `__init__` for `fshard`."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
 def imports(tree: ast.AST, package: str) -> list[tuple[int, str]]:
-    """Every imported module by its full name, with the line, imports in functions included.
+    """Return the line and full name of every imported module, imports in functions included.
 
-    `from fshard import spec` may be a module or a name of `fshard`: it counts as the module
-    if the package has one of that name.
+    A name of `from fshard import name` is a module if the package has one of that name.
     """
     found = []
     for node in ast.walk(tree):
@@ -58,21 +63,60 @@ def imports(tree: ast.AST, package: str) -> list[tuple[int, str]]:
                 parts = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parts, *filter(None, [node.module])])
             for alias in node.names:
-                whole = f"{base}.{alias.name}"
-                deeper = base.startswith("torch") or (base == "fshard" and alias.name in ORDER)
-                found.append((node.lineno, whole if deeper else base))
+                is_module = base.startswith("torch") or (base == "fshard" and alias.name in ORDER)
+                found.append((node.lineno, f"{base}.{alias.name}" if is_module else base))
     return found
 
 
 def dotted(node: ast.AST) -> str:
-    """The text of `a.b.c`, or an empty one."""
+    """Return the text of `a.b.c`, an empty one for other expressions."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def is_private_torch(name: str) -> bool:
+    """Return True for a dotted name with an underscored part of PyTorch, `torch.ops` aside."""
+    first, *rest = name.split(".")
+    underscored = any(part.startswith("_") and not part.startswith("__") for part in rest)
+    return first == "torch" and underscored and rest[0] != "ops"
+
+
+def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
+    """Return the line and text of every use of private PyTorch."""
+    found = [(line, name) for line, name in imports(tree, "") if is_private_torch(name)]
+    aliases = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
+        for alias in node.names
+    }
+    aliases |= {
+        alias.asname: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname and alias.name.startswith("torch")
+    }
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = dotted(node).partition(".")
+            name = f"{aliases.get(first, first)}.{rest}"
+            is_longest = id(node) not in inner
+            if node.attr in PRIVATE_TORCH_ATTRIBUTES or (is_longest and is_private_torch(name)):
+                found.append((node.lineno, dotted(node)))
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
+            found += [
+                (node.lineno, str(argument.value))
+                for argument in node.args[1:2]
+                if isinstance(argument, ast.Constant) and argument.value in PRIVATE_TORCH_ATTRIBUTES
+            ]
+    return found
+
+
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function's body, its docstring aside."""
+    """Return the number of lines of a function's body without its docstring."""
     first, *rest = function.body
     is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     if is_docstring and not rest:
@@ -82,24 +126,30 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def violations(source: str, module: str, package: str | None = None) -> list[str]:
-    """Everything the layers forbid in the source of `module` (of `package`, for relative ones)."""
+    """Return the violations in the source of `module`; `package` resolves relative imports."""
     tree = ast.parse(source)
-    here = layer_of(module)
+    layer = layer_of(module)
+    rooms = {layer, module.removeprefix("fshard.")}
     found = []
     for line, name in imports(tree, package or module.rpartition(".")[0]):
         if name == "fshard" or name.startswith("fshard."):
             other = layer_of(name)
             if other not in ORDER:
                 found.append(f"{module}:{line} imports {name}, which has no layer")
-            elif other != here and ORDER[other] >= ORDER[here]:
-                found.append(f"{module}:{line} imports {name}: {here} is below {other}")
+            elif other != layer and ORDER[other] >= ORDER[layer]:
+                found.append(f"{module}:{line} imports {name}: {layer} is below {other}")
         for owned, owners in ONLY_IN.items():
-            if (name == owned or name.startswith(f"{owned}.")) and here not in owners:
+            if (name == owned or name.startswith(f"{owned}.")) and not rooms & owners:
                 found.append(f"{module}:{line} imports {name}: only {sorted(owners)} may")
+    if layer != "_torch":
+        found += [
+            f"{module}:{line} uses {name}: private PyTorch belongs in _torch"
+            for line, name in private_torch(tree)
+        ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             text = dotted(node)
-            if text == "torch.distributed" and here not in ONLY_IN["torch.distributed"]:
+            if text == "torch.distributed" and not rooms & ONLY_IN["torch.distributed"]:
                 found.append(f"{module}:{node.lineno} uses {text}: only run and interop may")
         if isinstance(node, ast.ClassDef):
             bases = {dotted(base).removeprefix("torch.") for base in node.bases}
@@ -115,7 +165,7 @@ def violations(source: str, module: str, package: str | None = None) -> list[str
 
 
 def module_of(path: Path) -> tuple[str, str]:
-    """The dotted module and package of a file: a package's `__init__` is the package."""
+    """Return the dotted module and package of a file; an `__init__` is the package."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     package = ".".join(parts[:-1])
     if parts[-1] == "__init__" and len(parts) > 2:
@@ -127,13 +177,13 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_layers(path: Path) -> None:
+def test_module_follows_the_layers(path: Path) -> None:
     module, package = module_of(path)
     assert layer_of(module) in ORDER, f"{module} has no layer: give it one in LAYERS"
     assert violations(path.read_text(), module, package) == []
 
 
-def test_package_is_there() -> None:
+def test_files_are_found() -> None:
     assert {"errors.py", "mesh.py", "spec.py"} <= {path.name for path in FILES}
     assert (ROOT / "py.typed").is_file()
 
@@ -145,6 +195,8 @@ CASES = [
     ("fshard.layout.mesh", "from .. import program", "layout is below program"),
     ("fshard.layout.mesh", "from ..program.steps import Step", "layout is below program"),
     ("fshard._util.hooks", "from fshard.layout.mesh import Mesh", "_util is below layout"),
+    ("fshard._torch.memory", "from fshard.layout.mesh import Mesh", "_torch is below layout"),
+    ("fshard._torch.memory", "import torch.distributed", "imports torch.distributed"),
     ("fshard.program.infer", "from ..run import groups", "program is below run"),
     ("fshard.program.infer", "from fshard.run.groups import group", "program is below run"),
     ("fshard.program.infer", "def f():\n    from fshard.plan import x", "program is below plan"),
@@ -163,6 +215,21 @@ CASES = [
         "import torch\ntorch.distributed.barrier()",
         "uses torch.distributed",
     ),
+    ("fshard.run.groups", "import torch._C", "uses torch._C: private PyTorch"),
+    ("fshard.run.groups", "from torch._ops import OpOverload", "uses torch._ops.OpOverload"),
+    ("fshard.run.groups", "from torch.overrides import _pop_mode", "uses torch.overrides._pop"),
+    ("fshard.run.groups", "import torch\ntorch._C._storage_id(x)", "uses torch._C._storage_id"),
+    ("fshard.run.groups", "import torch.distributed as dist\ndist._world.pg", "uses dist._world"),
+    ("fshard.run.groups", "from torch.distributed import c10d\nc10d._world", "uses c10d._world"),
+    ("fshard.run.groups", "from torch.utils import checkpoint\ncheckpoint._f()", "checkpoint._f"),
+    (
+        "fshard.run.groups",
+        "from torch.autograd import forward_ad\nforward_ad._current_level",
+        "uses forward_ad._current_level",
+    ),
+    ("fshard.run.groups", "call.op._schema.arguments", "uses call.op._schema"),
+    ("fshard.run.groups", "f(x)._is_view()", "uses ._is_view"),
+    ("fshard.run.groups", "getattr(node.target, '_schema', None)", "uses _schema"),
     ("fshard.plan.astar", "import optree", "imports optree"),
     ("fshard.plan.astar", "from rich.table import Table", "imports rich.table"),
     ("fshard.show.text", "import torch\nclass A(torch.Tensor): ...", "subclasses torch.Tensor"),
@@ -174,8 +241,8 @@ CASES = [
 
 @pytest.mark.parametrize(("module", "source", "message"), CASES)
 def test_checker_finds(module: str, source: str, message: str) -> None:
-    (found,) = violations(source, module)
-    assert message in found
+    (violation,) = violations(source, module)
+    assert message in violation
 
 
 def test_checker_allows() -> None:
@@ -188,14 +255,17 @@ def test_checker_allows() -> None:
         from ..layout.spec import Spec
         import torch.distributed as dist
 
-        class Better(torch.nn.Module):
+        aten = torch.ops.aten
+        OPS = aten._unsafe_view, torch.ops._c10d_functional.wait_tensor, torch.__version__
+
+        class Layer(torch.nn.Module):
             '''Not a tensor.'''
 
         def f():
             '''A long docstring.
             DOC
             '''
-            return dist
+            return dist, self._private, Spec._of
         """
     source = textwrap.dedent(source).replace("DOC", "text\n" * 80)
     assert violations(source, "fshard.run.groups") == []

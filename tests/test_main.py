@@ -1,4 +1,4 @@
-"""`python -m fshard`: what it prints, where, and with which exit status."""
+"""`python -m fshard`: output, errors and exit status."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_prints_layouts_program_cost_and_bound(capsys: pytest.CaptureFixture[str
     assert "\x1b" not in out
 
 
-def test_as_a_command() -> None:
-    done = subprocess.run(
+def test_command_prints_errors_to_stderr() -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "fshard", "f32[8@tq]", "f32[8]", "--mesh", "dp=2,tp=4"],
         check=False,
         capture_output=True,
@@ -43,8 +43,8 @@ def test_as_a_command() -> None:
         stdin=subprocess.DEVNULL,
         timeout=60,
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == (
         "fs.Spec(P('tq'), shape=(8,))\n"
         "  given: axis 'tq' on Mesh(dp=2, tp=4)\n"
         "  rule:  an axis must be one of dp, tp\n"
@@ -52,20 +52,20 @@ def test_as_a_command() -> None:
     )
 
 
-def test_topology(capsys: pytest.CaptureFixture[str]) -> None:
+def test_topology_option_changes_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
     _, node, _ = run(capsys, SRC, DST, "--mesh", MESH)
     arguments = ("--mesh", MESH, "--topology", "cluster", "--node-size", "2")
     _, cluster, _ = run(capsys, SRC, DST, *arguments)
     assert "topology node" in node
     assert "cluster, nodes of 2" in cluster
-    prog = fs.redistribute(*(fs.parse(each, fs.Mesh(dp=2, tp=4)) for each in (SRC, DST)))
+    prog = fs.redistribute(*(fs.parse(text, fs.Mesh(dp=2, tp=4)) for text in (SRC, DST)))
     for out, topology in ((node, fs.Topology.node()), (cluster, fs.Topology.cluster(2))):
-        shown = out.strip().splitlines()[-1]
-        assert shown.split() == ["time", f"{prog.cost(topology).time * 1e6:.3g}", "µs"]
+        last_line = out.strip().splitlines()[-1]
+        assert last_line.split() == ["time", f"{prog.cost(topology).time * 1e6:.3g}", "µs"]
 
 
-def test_public_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    ends = [fs.parse(each, fs.Mesh(dp=2, tp=4)) for each in (SRC, DST)]
+def test_topologies_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    specs = [fs.parse(text, fs.Mesh(dp=2, tp=4)) for text in (SRC, DST)]
     for name, topology in [
         ("dgx-a100", fs.Topology.dgx_a100()),
         ("dgx-h100", fs.Topology.dgx_h100()),
@@ -74,13 +74,13 @@ def test_public_machines(capsys: pytest.CaptureFixture[str]) -> None:
     ]:
         status, out, _ = run(capsys, SRC, DST, "--mesh", MESH, "--topology", name)
         assert status == 0
-        assert str(fs.redistribute(*ends, topology=topology).explain()) in out
+        assert str(fs.redistribute(*specs, topology=topology).explain()) in out
         arguments = ("--topology", name, "--node-size", "4")
         status, _, err = run(capsys, SRC, DST, "--mesh", MESH, *arguments)
         assert (status, "--topology cluster, or leave it out" in err) == (2, True)
 
 
-def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_objective_and_max_memory_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, SRC, DST, "--mesh", MESH, "--objective", "bytes")[0] == 0
     assert run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262144")[0] == 0
     status, out, err = run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262143")
@@ -94,7 +94,7 @@ def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["f32[8@dp", DST, "--mesh", MESH], "a spec must read dtype[size@axis"),
         (["f32[7@dp]", "f32[7]", "--mesh", MESH], "2 shards must divide the dim; 7 % 2 = 1"),
-        (["f32[8]", "f32[9]", "--mesh", MESH], "a layout change keeps the global shape"),
+        (["f32[8]", "f32[9]", "--mesh", MESH], "source and target must have the same global shape"),
         (["f23[8]", "f32[8]", "--mesh", MESH], "did you mean 'f32'?"),
         (["f32[8]", "f32[8]", "--mesh", "dp=2,tp"], "given: 'tp' in 'dp=2,tp'"),
         (["f32[8]", "f32[8]", "--mesh", "dp=2,dp=2"], "each axis once"),
@@ -105,7 +105,7 @@ def test_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
          "a node must have at least 1 device"),
     ],
 )  # fmt: skip
-def test_refusals_go_to_stderr(
+def test_errors_go_to_stderr(
     capsys: pytest.CaptureFixture[str], arguments: Sequence[str], expected: str
 ) -> None:
     status, out, err = run(capsys, *arguments)
@@ -121,7 +121,7 @@ def test_usage_names_the_missing_option(capsys: pytest.CaptureFixture[str]) -> N
     assert "required: --mesh" in capsys.readouterr().err
 
 
-def test_colours_only_in_a_terminal(
+def test_colours_in_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -131,7 +131,7 @@ def test_colours_only_in_a_terminal(
     assert "48;2;" in out
 
 
-def test_wide_terminals_get_80_columns(
+def test_output_has_at_most_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

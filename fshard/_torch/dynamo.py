@@ -12,13 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
-    "call_while_tracing",
-    "one_node",
-    "skip_frame",
-    "skip_frames_below",
-    "tree_flatten",
+    "call_while_tracing", "one_node", "skip_frame", "skip_frames_below", "tree_flatten",
     "tree_unflatten",
-]
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 

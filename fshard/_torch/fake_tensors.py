@@ -18,17 +18,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 __all__ = [
-    "FAKE_TENSOR_LOGGER",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "from_functional",
-    "functional_mode",
-    "shares_memory",
-    "sync_functional",
-    "to_functional",
-]
+    "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
+    "FakeTensor", "FakeTensorMode", "from_functional", "functional_mode", "shares_memory",
+    "sync_functional", "to_functional",
+]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]

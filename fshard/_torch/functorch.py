@@ -11,14 +11,9 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = [
-    "add_batch_dim",
-    "apply_function",
-    "forward_ad_level",
-    "get_unwrapped",
-    "is_transformed",
-    "is_wrapped",
-    "transform_level",
-]
+    "add_batch_dim", "apply_function", "forward_ad_level", "get_unwrapped", "is_transformed",
+    "is_wrapped", "transform_level",
+]  # fmt: skip
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level

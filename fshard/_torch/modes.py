@@ -6,36 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.overrides import (
-    _get_current_function_mode_stack as function_modes,
-)
-from torch.overrides import _pop_mode as pop_function_mode
-from torch.overrides import _push_mode as push_function_mode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)
-from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+from torch import overrides
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DisableTorchFunction",
-    "TorchDispatchMode",
-    "current_dispatch_mode",
-    "disable_dispatch_modes",
-    "dispatch_modes",
-    "function_modes",
-    "pop_dispatch_mode",
-    "pop_function_mode",
-    "push_dispatch_mode",
-    "push_function_mode",
-    "without_dispatch_modes",
-]
+    "DisableTorchFunction", "TorchDispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
+    "dispatch_modes", "function_modes", "pop_dispatch_mode", "pop_function_mode",
+    "push_dispatch_mode", "push_function_mode", "without_dispatch_modes",
+]  # fmt: skip
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Context in which no function mode sees an operation."""
+
+function_modes = overrides._get_current_function_mode_stack
+"""Return the function modes of this thread, outermost first."""
+push_function_mode, pop_function_mode = overrides._push_mode, overrides._pop_mode
+
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+"""Return the dispatch modes of this thread, outermost first."""
+current_dispatch_mode = _python_dispatch._get_current_dispatch_mode
+push_dispatch_mode, pop_dispatch_mode = _python_dispatch._push_mode, _python_dispatch._pop_mode
+disable_dispatch_modes = _python_dispatch._disable_current_modes
+"""Context without dispatch modes, pre-dispatch ones of the process included."""
 
 
 @contextmanager

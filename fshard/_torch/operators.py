@@ -10,19 +10,10 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
-    "OpOverload",
-    "OpOverloadPacket",
-    "ScriptMethod",
-    "TensorBase",
-    "all_op_names",
-    "builtin_of",
-    "qualified_name",
-    "registered_schemas",
-    "resolve_overload",
-    "schema_of",
-    "schema_or_none",
+    "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
+    "qualified_name", "registered_schemas", "resolve_overload", "schema_of", "schema_or_none",
     "torch_decomposition",
-]
+]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
 ScriptMethod = torch._C.ScriptMethod

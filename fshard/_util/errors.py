@@ -1,7 +1,7 @@
 """`ShardingError` and the builders of its messages.
 
-Every message names the place (function and argument), the given value, the rule with its numbers,
-and a fix; it lists all failures at once.
+Every message names the place (function and argument), the given value, the rule with concrete
+sizes, and a fix; it lists all failures at once.
 """
 
 from __future__ import annotations

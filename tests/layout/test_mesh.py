@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
-from tests.helpers.spec_grid import held_under
+from tests.helpers.spec_grid import peak_memory_below
 from tests.helpers.strategies import meshes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -209,7 +209,7 @@ def test_pickles_of_other_hash_seeds_are_equal() -> None:
 
 
 def test_a_million_devices_need_little_memory() -> None:
-    with held_under(1 << 20):  # a table of the devices takes 8 MiB and more
+    with peak_memory_below(1 << 20):  # a table of the devices takes 8 MiB and more
         mesh = Mesh(a=1024, b=1024)
         assert mesh.devices == range(1 << 20)
         assert mesh.coords((1 << 20) - 1) == {"a": 1023, "b": 1023}

@@ -1,4 +1,4 @@
-"""Sub-axes: refinements of meshes, and that equal layouts are found on any grid."""
+"""Refinements of meshes, and equivalence of layouts on different grids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mesh_of(grid: tuple[int, ...], names: str = "xyz") -> Mesh:
 
 
 def assert_refines(fine: Refinement, which: int, coarse: Mesh) -> None:
-    """Each coarse axis is its fine ones, row-major: every rank has the same place along both."""
+    """Assert that every rank has the same index along a coarse axis and along its fine axes."""
     parts = dict(fine.parts[which])
     assert tuple(parts) == coarse.axes
     assert fine.mesh.devices == coarse.devices
@@ -38,42 +38,43 @@ def assert_refines(fine: Refinement, which: int, coarse: Mesh) -> None:
 
 
 @pytest.mark.parametrize("names", ["xyz", "abc"])
-def test_common_refinements(names: str) -> None:
-    """Of all pairs of small grids of as many devices: right, coarsest, and there when it can be."""
+def test_common_refinement_of_all_small_grids(names: str) -> None:
+    """All pairs of small grids have a refinement unless they cross, and it is the coarsest one."""
     for one, other in itertools.product(GRIDS, GRIDS):
         if math.prod(one) != math.prod(other):
             continue
         a, b = mesh_of(one), mesh_of(other, names)
-        fine, back = common_refinement(a, b), common_refinement(b, a)
-        assert (fine is None) == (back is None) == crosses(one, other)
+        fine, reverse = common_refinement(a, b), common_refinement(b, a)
+        assert (fine is None) == (reverse is None) == crosses(one, other)
         if fine is None:
             continue
         assert_refines(fine, 0, a)
         assert_refines(fine, 1, b)
         assert len(fine.parts) == 2
-        wide = [n for n in fine.mesh.sizes if n > 1]
-        assert len(wide) == len(spans(one) | spans(other)) - 1
-        for axis, kept in fine.parts[0]:
-            assert kept == (axis,) or len(kept) > 1
-            assert len(kept) == 1 or not set(kept) & {*a.axes, *b.axes}
+        sizes = [n for n in fine.mesh.sizes if n > 1]
+        assert len(sizes) == len(strides(one) | strides(other)) - 1
+        for axis, names_ in fine.parts[0]:
+            assert names_ == (axis,) or len(names_) > 1
+            assert len(names_) == 1 or not set(names_) & {*a.axes, *b.axes}
 
 
-def spans(grid: tuple[int, ...]) -> set[int]:
-    """How many neighbours in rank order differ in the axes from each one on."""
-    return {math.prod(grid[at:]) for at in range(len(grid) + 1)}
+def strides(grid: tuple[int, ...]) -> set[int]:
+    """Return the strides of the axes in devices, and the number of devices."""
+    return {math.prod(grid[dim:]) for dim in range(len(grid) + 1)}
 
 
 def crosses(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return any(a % b and b % a for a in spans(one) for b in spans(other))
+    """Return True if a stride of one grid neither divides nor is divided by one of the other."""
+    return any(a % b and b % a for a in strides(one) for b in strides(other))
 
 
-def test_other_devices_have_nothing_in_common() -> None:
+def test_no_common_refinement_on_other_devices() -> None:
     assert common_refinement(Mesh(x=4), Mesh({"x": 4}, devices=(0, 2, 1, 3))) is None
     assert common_refinement(Mesh(x=4), Mesh({"x": 4}, devices=range(1, 5))) is None
     assert common_refinement(Mesh(x=4), Mesh(x=2)) is None
 
 
-def test_names_do_not_clash() -> None:
+def test_new_axes_have_unused_names() -> None:
     fine = common_refinement(Mesh(x=4, x_0=3), Mesh(x_1=2, x_3=2, z=3))
     assert fine is not None
     assert fine.mesh.axes == ("x_2", "x_4", "x_0")
@@ -82,7 +83,7 @@ def test_names_do_not_clash() -> None:
 
 
 @given(meshes(max_size=12, max_devices=72, permuted=True))
-def test_prime_refinements(mesh: Mesh) -> None:
+def test_prime_refinement_has_prime_sizes_in_order(mesh: Mesh) -> None:
     fine = prime_refinement(mesh)
     assert_refines(fine, 0, mesh)
     for axis, names in fine.parts[0]:
@@ -96,7 +97,7 @@ def is_prime(n: int) -> bool:
     return n > 1 and all(n % k for k in range(2, n))
 
 
-def test_a_million_devices_are_refined_at_once() -> None:
+def test_a_million_devices_are_refined() -> None:
     fine = common_refinement(Mesh(x=1 << 20), Mesh(a=1 << 10, b=1 << 10))
     assert fine is not None
     assert fine.mesh == Mesh(x_0=1 << 10, x_1=1 << 10)
@@ -107,7 +108,7 @@ def test_a_million_devices_are_refined_at_once() -> None:
 
 
 @given(meshes(max_size=6), st.data())
-def test_a_refined_partition_lies_the_same(mesh: Mesh, data: st.DataObject) -> None:
+def test_refined_partitions_are_equivalent(mesh: Mesh, data: st.DataObject) -> None:
     fine = prime_refinement(mesh)
     p = data.draw(partitions(mesh.axes, 2, kinds=("sum", "avg", "max")))
     shape = tuple(math.prod(mesh.shape[axis] for axis in axes) for axes in p.dims)
@@ -121,27 +122,28 @@ def test_a_refined_partition_lies_the_same(mesh: Mesh, data: st.DataObject) -> N
 
 
 def same_on_every_rank(one: Spec, other: Spec) -> bool:
-    """By the definition: every rank has the same box, and the same fellows of each state."""
+    """Return True if every rank has the same index and the same groups of each state."""
     return one.mesh.ranks == other.mesh.ranks and all(
-        one.index(rank) == other.index(rank) and fellows(one, rank) == fellows(other, rank)
+        one.index(rank) == other.index(rank)
+        and state_groups(one, rank) == state_groups(other, rank)
         for rank in one.mesh.ranks
     )
 
 
-def fellows(spec: Spec, rank: int) -> set[tuple[str, str, frozenset[int]]]:
-    """Whom a rank is unreduced and reduced with, by reduction."""
+def state_groups(spec: Spec, rank: int) -> set[tuple[str, str, frozenset[int]]]:
+    """Return `(state, reduction, ranks)` of the groups in which a rank is unreduced or reduced."""
     p = spec.partition
-    found = set()
-    for word, kinds in (("unreduced", p.unreduced), ("reduced", p.reduced)):
+    groups = set()
+    for state, kinds in (("unreduced", p.unreduced), ("reduced", p.reduced)):
         for kind in set(kinds.values()):
             axes = [axis for axis in kinds if kinds[axis] == kind]
             if spec.mesh.axis_size(axes) > 1:
-                found.add((word, kind, frozenset(spec.mesh.group(rank, axes))))
-    return found
+                groups.add((state, kind, frozenset(spec.mesh.group(rank, axes))))
+    return groups
 
 
 @given(st.data())
-def test_equivalence_across_grids(data: st.DataObject) -> None:
+def test_equivalence_is_equality_on_every_rank(data: st.DataObject) -> None:
     one_mesh, other_mesh = (mesh_of(data.draw(st.sampled_from(OF_12)), n) for n in ("xyz", "abc"))
     shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, 12, 24]), max_size=2))
     kinds = data.draw(st.sampled_from([("sum",), ("sum", "avg"), ("max",)]))
@@ -156,16 +158,16 @@ def test_equivalence_across_grids(data: st.DataObject) -> None:
 def test_equivalence_of_all_small_layouts(shape: tuple[int, ...]) -> None:
     """Sharded, invariant and unreduced axes on three grids of four devices."""
     grids = Mesh(x=4), Mesh(x=2, y=2), Mesh(x=1, y=2, z=2)
-    every = [
+    all_specs = [
         Spec(mesh, p, shape=shape) for mesh in grids for p in all_partitions(mesh.axes, len(shape))
     ]
-    for one, other in itertools.combinations_with_replacement(every, 2):
+    for one, other in itertools.combinations_with_replacement(all_specs, 2):
         assert (
             one.is_equivalent(other) == other.is_equivalent(one) == same_on_every_rank(one, other)
         )
 
 
-def test_layouts_with_twins_are_compared_rank_by_rank() -> None:
+def test_equivalence_of_coincident_empty_shards() -> None:
     mesh = Mesh(x=2, y=2)
     one = Spec(mesh, P(("x", "y")), shape=(4,), sizes={0: (4, 0, 0, 0)})
     other = Spec(mesh, P(("y", "x")), shape=(4,), sizes={0: (4, 0, 0, 0)})

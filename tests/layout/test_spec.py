@@ -21,8 +21,8 @@ from tests.helpers.spec_grid import (
     all_partitions,
     all_specs,
     global_of,
-    held_under,
     pairing,
+    peak_memory_below,
     random_locals,
     sample_pairs,
 )
@@ -362,7 +362,7 @@ def test_equivalence_is_equality_without_axes_of_size_one() -> None:
 
 def test_a_million_devices_need_little_memory() -> None:
     mesh = Mesh(a=1024, b=1024)
-    with held_under(1 << 20):  # a table of the shards takes 8 MiB and more
+    with peak_memory_below(1 << 20):  # a table of the shards takes 8 MiB and more
         spec = Spec(mesh, P(("b", "a"), None, unreduced=()), shape=(1 << 22, 8))
         assert spec.local_shape(1025) == (4, 8)
         assert spec.index(1025)[0] == slice(4 * 1025, 4 * 1026)

@@ -1,4 +1,4 @@
-"""Pytrees: what is a leaf, in which order, and how a prefix covers a tree."""
+"""Pytrees: leaves, their order, paths, and prefixes."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_unflatten_inverts_flatten(tree: Any) -> None:
 
 
 @given(TREES)
-def test_paths_are_expressions(tree: Any) -> None:
+def test_paths_evaluate_to_the_leaves(tree: Any) -> None:
     leaves, _ = flatten(tree)
     assert [eval(path, {"tree": tree}) for path in paths(tree, "tree")] == leaves
 
 
 @given(TREES)
-def test_a_leaf_and_the_tree_itself_are_prefixes(tree: Any) -> None:
+def test_leaves_and_equal_trees_are_prefixes(tree: Any) -> None:
     leaves, _ = flatten(tree)
     assert broadcast_prefix(P("x"), tree, "in_specs", "f") == [P("x")] * len(leaves)
     assert broadcast_prefix(None, tree, "in_specs", "f") == [None] * len(leaves)
@@ -70,13 +70,13 @@ def test_a_leaf_and_the_tree_itself_are_prefixes(tree: Any) -> None:
      Sharded(TENSOR, SPEC), ((TENSOR, TENSOR), SPEC)],
     ids=str,
 )  # fmt: skip
-def test_leaves(leaf: Any) -> None:
+def test_specs_tensors_and_pairs_are_leaves(leaf: Any) -> None:
     leaves, _ = flatten({"a": leaf})
     assert len(leaves) == 1
     assert leaves[0] is leaf
 
 
-def test_pairs() -> None:
+def test_is_pair() -> None:
     assert is_pair((TENSOR, SPEC))
     assert is_pair(Sharded(TENSOR, SPEC))
     assert not is_pair([TENSOR, SPEC])
@@ -86,7 +86,7 @@ def test_pairs() -> None:
     assert not is_pair(SPEC)
 
 
-def test_dicts_are_walked_in_sorted_order() -> None:
+def test_dict_keys_are_sorted() -> None:
     leaves, treedef = flatten({"b": 1, "a": 2})
     assert leaves == [2, 1]
     assert list(unflatten(treedef, leaves)) == ["b", "a"]
@@ -120,7 +120,7 @@ def test_prefix_covers_subtrees() -> None:
         ((P(), (P(), P())), "in_specs[1] is a tuple where the value is an int", "one spec"),
     ],
 )
-def test_what_is_no_prefix(prefix: Any, given: str, fix: str) -> None:
+def test_wrong_prefix_raises(prefix: Any, given: str, fix: str) -> None:
     with pytest.raises(ShardingError) as caught:
         broadcast_prefix(prefix, ({"w": 1, "b": [2, 3]}, 4), "in_specs", "shard_map(f)")
     fix += "" if fix == "one spec" else ", or one spec for all of it"
@@ -132,10 +132,10 @@ def test_what_is_no_prefix(prefix: Any, given: str, fix: str) -> None:
     )
 
 
-def test_every_place_where_it_is_no_prefix() -> None:
+def test_wrong_prefix_lists_all_places() -> None:
     with pytest.raises(ShardingError) as caught:
         broadcast_prefix(([P()], {"a": P()}), ([1, 2], {"b": 1}), "out_specs", "shard_map(f)")
-    assert [each.given for each in caught.value.problems] == [
+    assert [problem.given for problem in caught.value.problems] == [
         "out_specs[0] has length 1, the value 2",
         "out_specs[1] has the keys ['a'], the value ['b']",
     ]

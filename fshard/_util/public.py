@@ -1,0 +1,62 @@
+"""Signatures of public functions as `help()` shows them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from types import FunctionType, UnionType
+from typing import Any, NewType
+
+__all__ = ["publish"]
+
+
+def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
+    """Make public functions and classes belong to the package that exports them.
+
+    Their `__module__` becomes the package's, and annotations become types in the place of the
+    strings that `from __future__ import annotations` leaves, which `inspect.signature` would show.
+    Public unions, `Step` for one, are shown by their name.
+
+    Args:
+        namespace: globals of the package.
+        names: names of its public functions, classes and unions; other values are ignored.
+    """
+    package = namespace["__name__"]
+    unions: dict[str, Any] = {
+        name: NewType(name, object) for name in names if isinstance(namespace[name], UnionType)
+    }
+    for union in unions.values():
+        union.__module__ = package
+    for name in names:
+        value = namespace[name]
+        if isinstance(value, type | FunctionType) and value.__module__ != package:
+            members = vars(value).values() if isinstance(value, type) else ()
+            for member in (value, *members):
+                _resolve(member, vars(sys.modules[value.__module__]), unions)
+            value.__module__ = package
+
+
+def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:
+    """Replace strings by types in the annotations of a class, or of a member's function."""
+    if isinstance(value, property):
+        value = value.fget
+    if not callable(value := getattr(value, "__func__", value)):
+        return
+
+    def type_of(annotation: Any) -> Any:
+        text = getattr(annotation, "__forward_arg__", annotation)
+        return eval(text, scope, unions) if isinstance(text, str) else annotation
+
+    signature = getattr(value, "__signature__", None)
+    if signature is not None:
+        parameters = [
+            parameter.replace(annotation=type_of(parameter.annotation))
+            for parameter in signature.parameters.values()
+        ]
+        value.__signature__ = signature.replace(
+            parameters=parameters, return_annotation=type_of(signature.return_annotation)
+        )
+    annotations = getattr(inspect.unwrap(value), "__annotations__", {})
+    for name, annotation in annotations.items():
+        annotations[name] = type_of(annotation)
