@@ -164,7 +164,7 @@ def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
         if not isinstance(moved, torch.Tensor):
             y = torch.cat([part.view(shape) for part in moved], dim)
         elif dim == 0:
-            y = moved if moved.shape == rows else moved.view(rows)
+            y = moved.reshape(rows)  # a coalesced stack is not contiguous
         else:
             y = torch.cat(moved.view(n, *shape).unbind(0), dim)
         return y if divisor == 1 else over(y, divisor)

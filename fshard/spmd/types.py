@@ -128,6 +128,7 @@ class LocalType:
         dtype: the dtype.
         states: the states along the axes where it is not invariant.
 
+    >>> import torch
     >>> import fshard as fs
     >>> @fs.shard_map(mesh=fs.Mesh(dp=2), in_specs=fs.P("dp"), out_specs=None)
     ... def type_of(x):

@@ -1,4 +1,4 @@
-"""The boundary of `shard_map`: unreduced and reduced states, pairs of other specs, statics."""
+"""Boundary of `shard_map`: unreduced and reduced states, redistributed pairs, non-tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reals(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def both_orders(f: Any, *args: torch.Tensor) -> list[Any]:
-    """Result, gradients and gradients of their squares."""
+    """Return the result, its gradients and the gradients of their squares."""
     out = f(*args)
     first = torch.autograd.grad((out**2).sum(), args, create_graph=True)
     return [out, first, torch.autograd.grad(sum((g**2).sum() for g in first), args)]
@@ -41,8 +41,8 @@ STATES = [
 
 @pytest.mark.parametrize("p", STATES, ids=repr)
 @pytest.mark.parametrize("pair", [False, True], ids=["plain", "pair"])
-def test_states_go_in_and_out(p: Any, pair: bool) -> None:
-    """A linear body keeps the state of what goes in; gradients run through the dual specs."""
+def test_unreduced_and_reduced_states_pass_the_boundary(p: Any, pair: bool) -> None:
+    """Linear bodies keep the state of arguments; gradients have the dual specs."""
     x = reals(6, 6).requires_grad_()
     mapped = fs.shard_map(lambda v: 3 * v, mesh=MESH, in_specs=p, out_specs=p, check=False)
 
@@ -56,7 +56,7 @@ def test_states_go_in_and_out(p: Any, pair: bool) -> None:
     torch.testing.assert_close(both_orders(whole, x), both_orders(lambda x: 3 * x, x))
 
 
-def test_a_plain_tensor_enters_unreduced_on_coordinate_0() -> None:
+def test_tensor_with_unreduced_spec_is_zero_off_coordinate_0() -> None:
     x = reals(4)
     seen: list[torch.Tensor] = []
 
@@ -71,8 +71,8 @@ def test_a_plain_tensor_enters_unreduced_on_coordinate_0() -> None:
 
 
 @pytest.mark.parametrize("out", [P("x"), P("x", unreduced={"y"})], ids=repr)
-def test_a_product_with_reduced_weights(out: Any) -> None:
-    """Weights that each rank uses for its own rows; partial sums over the columns of another axis.
+def test_gradients_of_reduced_weights_are_summed(out: Any) -> None:
+    """Multiply rows by weights that are reduced along x, with partial sums along y.
 
     Along x the weights are reduced, so that their gradient is a sum over x, without a cast.
     """
@@ -88,8 +88,8 @@ def test_a_product_with_reduced_weights(out: Any) -> None:
     torch.testing.assert_close(both_orders(mapped, x, w), both_orders(torch.matmul, x, w))
 
 
-def test_addends_in_sums_out() -> None:
-    """Unreduced pairs meet in the body: a sum of addends is an addend of the sum."""
+def test_unreduced_pairs_stay_unreduced_in_linear_bodies() -> None:
+    """The sum of two unreduced values is an unreduced value of the sum."""
     a, b = reals(4, seed=1).requires_grad_(), reals(4, seed=2).requires_grad_()
     p = P(unreduced={"x"})
     mapped = fs.shard_map(
@@ -112,7 +112,7 @@ LAYOUTS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(None, "y"), P("x", unreduc
 
 
 @pytest.mark.parametrize(("src", "dst"), list(itertools.permutations(LAYOUTS, 2)), ids=repr)
-def test_pairs_are_redistributed_on_request(src: Any, dst: Any) -> None:
+def test_redistribute_inputs_converts_pairs(src: Any, dst: Any) -> None:
     x = reals(6, 6).requires_grad_()
     pair = fs.shard(x, Spec(MESH, src, shape=(6, 6), dtype=F64))
     target = pair.spec.replace(partition=dst)
@@ -145,7 +145,7 @@ def test_pairs_are_redistributed_on_request(src: Any, dst: Any) -> None:
     assert torch.equal(grad, 2 * x)
 
 
-def test_redistribution_chunks_what_does_not_divide() -> None:
+def test_redistribute_inputs_chunks_uneven_dims() -> None:
     x = reals(5, 4)
     pair = fs.shard(x, Spec(MESH, P(None, "x"), shape=(5, 4), dtype=F64))
     mapped = fs.shard_map(
@@ -159,7 +159,7 @@ def test_redistribution_chunks_what_does_not_divide() -> None:
 # -- what is no tensor -----------------------------------------------------------------------
 
 
-def test_what_is_no_tensor_goes_in_and_out() -> None:
+def test_values_other_than_tensors_pass_through() -> None:
     class Config:
         scale = 3
 
@@ -183,7 +183,7 @@ def test_what_is_no_tensor_goes_in_and_out() -> None:
     assert out["array"].tolist() == [0, 1, 2]
 
 
-def test_pairs_out_have_no_spec_for_what_is_no_tensor() -> None:
+def test_pair_results_leave_other_values_bare() -> None:
     x = reals(4)
     mapped = fs.shard_map(
         lambda v: (v, "name"), mesh=MESH, in_specs=P("x"), out_specs=(P("x"), None)
@@ -193,8 +193,8 @@ def test_pairs_out_have_no_spec_for_what_is_no_tensor() -> None:
     assert name == "name"
 
 
-def test_specs_in_a_tree() -> None:
-    """Two specs, or a P and a spec, are a tree and no pair."""
+def test_tuples_of_specs_are_trees() -> None:
+    """Two specs, or a P and a spec, are not a pair."""
     x = reals(7)
     spec = Spec(MESH, P("x"), shape=(7,), dtype=F64, sizes={0: (5, 2)})
     for out_specs in ((P(), spec), (spec, spec)):
@@ -211,8 +211,8 @@ def test_specs_in_a_tree() -> None:
 # -- what is logged --------------------------------------------------------------------------
 
 
-def test_the_boundary_moves_what_the_specs_say() -> None:
-    """Arguments move nothing; results are gathered and summed."""
+def test_boundary_communicates_only_for_results() -> None:
+    """Arguments send nothing; results are gathered and summed."""
     x = reals(6, 6).requires_grad_()
     outs = (P("x"), P("x", unreduced={"y"}), P())
     mapped = fs.shard_map(
@@ -245,8 +245,8 @@ OTHERS: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize("at", range(len(OTHERS)))
 @pytest.mark.parametrize("check", [True, "values"])
-def test_what_is_no_tensor_is_compared_by_each_rank(at: int, check: Any) -> None:
-    """As in a simulation of all ranks: one rank alone compares where values are compared."""
+def test_check_values_compares_non_tensors_under_one_rank(at: int, check: Any) -> None:
+    """One rank compares values as a simulation of all ranks does."""
     make, differ = OTHERS[at]
 
     def body(x: torch.Tensor) -> Any:

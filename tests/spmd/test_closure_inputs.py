@@ -1,4 +1,4 @@
-"""What a mapped function closes over is an input with `P()`: its gradients are those of one."""
+"""Closures of a mapped function are differentiated as arguments with `P()`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reals(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def layer(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """What the bodies below compute of one rank's rows, whatever way they got at `w`."""
+    """Return the result of the bodies below for one rank's rows."""
     w = fs.pcast(w, ("x", "y"), to="varying") if isinstance(w, torch.Tensor) else w
     return torch.tanh(v @ w) * fs.axis_size("x")
 
@@ -71,7 +71,7 @@ def in_an_inner_function(w: torch.Tensor) -> Any:
 
 
 class Holder:
-    """An object with a method that is mapped, or that is called."""
+    """Object with a method to map, which is also callable."""
 
     def __init__(self, w: torch.Tensor) -> None:
         self.w = w
@@ -92,13 +92,13 @@ def in_a_callable(w: torch.Tensor) -> Any:
 
 
 def unseen(w: torch.Tensor) -> Any:
-    """In an object that nothing looks into: followed to its leaves."""
+    """Close over an opaque object: its tensor is found by its leaves."""
     holder = Holder(w)
     return rows(lambda v: layer(v, holder.w))
 
 
 def behind_an_argument(w: torch.Tensor) -> Any:
-    """The argument itself, which the rank's own copy is not."""
+    """Close over the argument itself, which differs from the rank's own copy."""
 
     def call(v: torch.Tensor) -> Any:
         return fs.shard_map(
@@ -135,8 +135,8 @@ def test_gradients_are_those_of_one_device(way: Any, history: bool) -> None:
 
 
 @pytest.mark.parametrize("way", [closed, unseen])
-def test_a_closure_and_what_it_was_computed_of(way: Any) -> None:
-    """Neither gradient counts twice."""
+def test_gradients_of_closure_and_its_source_count_once(way: Any) -> None:
+    """A closure and the tensor that it was computed from each have their gradient once."""
     x, leaf = reals(6, 4), reals(4, 3, seed=1).requires_grad_()
 
     def both(w: torch.Tensor) -> Any:
@@ -157,8 +157,8 @@ def test_a_closure_and_what_it_was_computed_of(way: Any) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_gradients_of_an_argument_with_p() -> None:
-    """Without a cast too: a closure's gradient is what that of an argument would be."""
+def test_closure_gradients_equal_those_of_unsharded_arguments() -> None:
+    """Without a cast in the body too."""
     x, w = reals(6, 4), reals(4, 3, seed=1).requires_grad_()
     by_argument = fs.shard_map(
         lambda v, w: v @ w, mesh=MESH, in_specs=(P(("x", "y")), P()), out_specs=P(("x", "y")),
@@ -169,8 +169,8 @@ def test_gradients_of_an_argument_with_p() -> None:
     torch.testing.assert_close(torch.autograd.grad(by_closure(x).sum(), w), want)
 
 
-def test_only_some_ranks_use_it() -> None:
-    """As an argument's: what is invariant has the gradient that the first rank knows."""
+def test_gradient_of_closure_used_by_some_ranks_is_rank_0s() -> None:
+    """As for an argument: an invariant value has the gradient of the first rank."""
     x, w = reals(6), torch.tensor(2.0, dtype=F64, requires_grad=True)
     for user, want in ((0, x[0]), (3, torch.zeros((), dtype=F64))):
 
@@ -195,14 +195,14 @@ def test_modules() -> None:
 
     got = torch.autograd.grad((around(x) ** 2).sum(), [x, *net.parameters()])
     torch.testing.assert_close(got, want)
-    # A module is a function too; along no mapped axis does it use its parameters differently.
+    # A module as the mapped function, without a cast of its parameters.
     mapped = fs.shard_map(net, mesh=MESH, in_specs=P(), out_specs=P())
     torch.testing.assert_close(mapped(x), net(x))
     got = torch.autograd.grad((mapped(x) ** 2).sum(), [x, *net.parameters()])
     torch.testing.assert_close(got, want)
 
 
-def test_backward_accumulates_and_retains() -> None:
+def test_backward_accumulates_and_retains_graph() -> None:
     net = nn.Linear(3, 2).double()
     mapped = fs.shard_map(net.forward, mesh=MESH, in_specs=P(), out_specs=P())
     x = reals(4, 3)
@@ -217,8 +217,8 @@ def test_backward_accumulates_and_retains() -> None:
         loss.backward()
 
 
-def test_a_history_that_others_use_too() -> None:
-    """The ranks go through an unseen history; it is still there for the caller."""
+def test_shared_history_survives_backward() -> None:
+    """Ranks run a backward pass through it; the caller can run another one."""
     leaf = reals(4, 3).requires_grad_()
     w = leaf.exp()
     out = unseen(w)(reals(6, 4))
@@ -229,7 +229,7 @@ def test_a_history_that_others_use_too() -> None:
     torch.testing.assert_close(leaf.grad, want.grad)
 
 
-def test_what_is_made_in_the_body_is_no_closure() -> None:
+def test_tensors_created_in_the_body_are_not_inputs() -> None:
     def body(v: torch.Tensor) -> torch.Tensor:
         leaf = v.detach().requires_grad_()
         (grad,) = torch.autograd.grad((leaf**2).sum(), leaf)
@@ -240,7 +240,7 @@ def test_what_is_made_in_the_body_is_no_closure() -> None:
     torch.testing.assert_close(grad, 2 * x.detach())
 
 
-def test_without_grad() -> None:
+def test_closures_without_gradients() -> None:
     w = torch.ones(3, requires_grad=True)
     mapped = fs.shard_map(lambda v: v * w, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     with torch.no_grad():
@@ -249,8 +249,8 @@ def test_without_grad() -> None:
     assert not detached(torch.ones(2, 3)).requires_grad
 
 
-def test_a_closure_that_is_a_mapped_result() -> None:
-    """One map's result in the body of the next."""
+def test_mapped_results_as_closures() -> None:
+    """The result of one mapped function is a closure of the next."""
     x, w = reals(6, 4), reals(4, 4, seed=1).requires_grad_()
     squares = fs.shard_map(lambda u: u**2, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     for way in (closed, unseen):
@@ -264,7 +264,7 @@ def test_a_closure_that_is_a_mapped_result() -> None:
 
 
 def test_nested_closures() -> None:
-    """An inner body closes over the outer one's values, and over the caller's."""
+    """An inner body closes over values of the outer one and of the caller."""
     x, w = reals(6, 4).requires_grad_(), reals(4, 3, seed=1).requires_grad_()
 
     def outer(v: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ def test_nested_closures() -> None:
 
 
 @pytest.mark.parametrize("check", [True, "values", False])
-def test_hooks_of_what_is_closed_over_see_its_whole_gradient_once(check: Any) -> None:
+def test_hooks_of_closures_see_the_summed_gradient_once(check: Any) -> None:
     seen: list[Any] = []
 
     def hooked(name: str, each: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ def test_hooks_of_what_is_closed_over_see_its_whole_gradient_once(check: Any) ->
         found = torch.autograd.grad(
             loss, (root, leaf), retain_graph=True, create_graph=create_graph
         )
-        # Of a w^2 leaf, where a are the sums of columns, [4, 6].
+        # Gradient 2 a w of the leaf w, where a = [4, 6] are the sums of columns.
         assert sorted(seen) == [("leaf", [36.0, 216.0]), ("w", [24.0, 144.0])]
         retained = w.grad
         assert retained is not None

@@ -1,4 +1,4 @@
-"""Collectives under `torch.func` in a mapped function; the oracle are loops and autograd."""
+"""Collectives under `torch.func` in mapped functions, compared with loops and autograd."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ F32 = torch.float32
 Body = Callable[[torch.Tensor], Any]
 
 
-def weighed(y: torch.Tensor) -> torch.Tensor:
-    """What is reduced, used for different work on every rank."""
+def weight_by_rank(y: torch.Tensor) -> torch.Tensor:
+    """Multiply a reduced value by a weight that differs by rank."""
     return y * (1 + fs.axis_index("i"))
 
 
@@ -36,7 +36,7 @@ def of_extremes(v: torch.Tensor) -> torch.Tensor:
 
 
 def ragged(v: torch.Tensor) -> torch.Tensor:
-    """Row j to rank j, where it is row i."""
+    """Send row j of rank i to row i of rank j."""
     at, ones = fs.axis_index("i").expand(4), [1] * 4
     return fs.ragged_all_to_all(v, 0 * v, [0, 1, 2, 3], ones, at, ones, axis_name="i")
 
@@ -56,7 +56,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pprod in groups": lambda v: fs.pprod(v, "i", axis_index_groups=GROUPS),
     "all_gather": lambda v: fs.all_gather(v, "i", axis=1),
     "all_gather to invariant": lambda v: fs.all_gather(v, "i", to="invariant", tiled=True),
-    "all_gather to reduced": lambda v: weighed(fs.all_gather(v, "i", to="reduced")),
+    "all_gather to reduced": lambda v: weight_by_rank(fs.all_gather(v, "i", to="reduced")),
     "all_gather in float32": lambda v: fs.all_gather(v, "i", axis=-1, forward_dtype=F32),
     "all_gather in groups": lambda v: fs.all_gather(v, "i", axis_index_groups=GROUPS),
     "psum_scatter": lambda v: fs.psum_scatter(v, "i", scatter_dimension=1),
@@ -69,16 +69,16 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pshuffle": lambda v: fs.pshuffle(v, "i", [2, 0, 3, 1]),
     "pbroadcast": lambda v: fs.pbroadcast(v, "i", 1),
     "ragged_all_to_all": ragged,
-    "axis_index": weighed,
-    "pcast of one value": lambda v: weighed(fs.pcast(v, "i", to="varying")),
-    "pcast to reduced": lambda v: weighed(fs.pcast(v, "i", to="reduced")),
-    "pcast of a tree": lambda v: weighed(fs.pcast([v, v.sum()], "i", to="varying")[0]),
-    "pcast to addends": lambda v: fs.psum(fs.pcast(weighed(v), "i", to="unreduced"), "i"),
+    "axis_index": weight_by_rank,
+    "pcast of one value": lambda v: weight_by_rank(fs.pcast(v, "i", to="varying")),
+    "pcast to reduced": lambda v: weight_by_rank(fs.pcast(v, "i", to="reduced")),
+    "pcast of a tree": lambda v: weight_by_rank(fs.pcast([v, v.sum()], "i", to="varying")[0]),
+    "pcast to addends": lambda v: fs.psum(fs.pcast(weight_by_rank(v), "i", to="unreduced"), "i"),
 }  # fmt: skip
 
 
-def squared(op: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A number of what an operation makes of a polynomial, every element weighed by its place."""
+def loss_of(op: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the sum of an operation's result on a polynomial, weighted by element."""
 
     def number(v: torch.Tensor) -> torch.Tensor:
         y = op(v * v / 2 + v)
@@ -100,7 +100,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def of_grad(op: Any, v: torch.Tensor) -> Pair:
-    return grad(squared(op))(v), by_autograd(squared(op), v)
+    return grad(loss_of(op))(v), by_autograd(loss_of(op), v)
 
 
 def of_vjp(op: Any, v: torch.Tensor) -> Pair:
@@ -126,13 +126,13 @@ def of_vmap(at: int, to: int) -> Callable[[Any, torch.Tensor], Pair]:
 
 
 def of_vmap_of_grad(op: Any, v: torch.Tensor) -> Pair:
-    want = [by_autograd(squared(op), each) for each in batch(v, 1).unbind(1)]
-    return vmap(grad(squared(op)), in_dims=1)(batch(v, 1)), torch.stack(want)
+    want = [by_autograd(loss_of(op), each) for each in batch(v, 1).unbind(1)]
+    return vmap(grad(loss_of(op)), in_dims=1)(batch(v, 1)), torch.stack(want)
 
 
 def of_grad_of_vmap(op: Any, v: torch.Tensor) -> Pair:
-    want = [by_autograd(squared(op), each) for each in batch(v, 0)]
-    return grad(lambda b: vmap(squared(op))(b).sum())(batch(v, 0)), torch.stack(want)
+    want = [by_autograd(loss_of(op), each) for each in batch(v, 0)]
+    return grad(lambda b: vmap(loss_of(op))(b).sum())(batch(v, 0)), torch.stack(want)
 
 
 def of_vmap_of_vmap(op: Any, v: torch.Tensor) -> Pair:
@@ -143,8 +143,8 @@ def of_vmap_of_vmap(op: Any, v: torch.Tensor) -> Pair:
 
 def of_grad_of_grad(op: Any, v: torch.Tensor) -> Pair:
     q = v.detach().requires_grad_()
-    (first,) = torch.autograd.grad(squared(op)(q), q, create_graph=True)
-    return grad(lambda v: (grad(squared(op))(v) ** 2).sum())(v), by_autograd_of(first, q)
+    (first,) = torch.autograd.grad(loss_of(op)(q), q, create_graph=True)
+    return grad(lambda v: (grad(loss_of(op))(v) ** 2).sum())(v), by_autograd_of(first, q)
 
 
 def by_autograd_of(y: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Pair]] = {
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_transforms_of_collectives(name: str, check: bool) -> None:
+def test_transforms_of_collectives_equal_loops(name: str, check: bool) -> None:
     x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     op, one = CASES[name], name.startswith("pcast") and "addends" not in name
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if "32" in name or "tiled" in name else {}
@@ -192,7 +192,7 @@ def test_transforms_of_collectives(name: str, check: bool) -> None:
             torch.testing.assert_close(got, want, msg=lambda t: f"{transform}: {t}", **close)  # noqa: B023
 
 
-def test_places_of_extremes_under_vmap() -> None:
+def test_pargmax_under_vmap() -> None:
     found = []
 
     def body(v: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ def test_places_of_extremes_under_vmap() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_a_mapped_function_in_a_transform_of_the_body(check: bool) -> None:
+def test_mapped_function_in_a_transform_of_an_outer_body(check: bool) -> None:
     mesh = Mesh(x=2, y=2)
     inner = fs.shard_map(
         lambda v: fs.psum(v**3, "y"), in_specs=P("y"), out_specs=P(), axis_names={"y"}, check=check
@@ -224,7 +224,7 @@ def test_a_mapped_function_in_a_transform_of_the_body(check: bool) -> None:
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
-def test_casts_that_are_inserted_in_a_transform(check: Any) -> None:
+def test_casts_are_inserted_in_transforms(check: Any) -> None:
     def body(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         if check == "strict":
             return grad(lambda q: (fs.pcast(q, "i", to="varying") * x[0]).sum())(a)  # type: ignore[no-any-return]
@@ -235,7 +235,7 @@ def test_casts_that_are_inserted_in_a_transform(check: Any) -> None:
     assert torch.equal(mapped(x, a), x.sum(0))
 
 
-def test_a_cotangent_keeps_its_type_where_it_comes_out_as_the_gradient() -> None:
+def test_cotangents_keep_their_types_in_vjp() -> None:
     def body(v: torch.Tensor) -> torch.Tensor:
         ct = torch.ones_like(v)
         (transposed,) = vjp(lambda v: fs.psum(v, "i"), v)[1](ct)
@@ -298,7 +298,7 @@ def test_batches_of_gradients_of_a_mapped_function(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_hessian_in_one_batch() -> None:
+def test_hessian_in_one_batch_of_gradients() -> None:
     def body(v: torch.Tensor) -> torch.Tensor:
         return fs.psum((v * fs.psum(v, "i")).sin().sum(), "i")
 
@@ -356,7 +356,7 @@ def test_transforms_over_simulated_ranks_are_refused(name: str) -> None:
     "transform",
     [lambda f, v: jvp(f, (v,), (v,))[1], lambda f, v: jacfwd(f)(v), in_dual_level],
 )
-def test_forward_mode_is_not_for_simulated_ranks(transform: Any) -> None:
+def test_forward_mode_on_simulated_ranks_is_refused(transform: Any) -> None:
     def mapped(f: Body) -> Any:
         body = lambda v: transform(f, v)  # noqa: E731
         return fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"))(torch.arange(4.0))

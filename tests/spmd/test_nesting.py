@@ -1,4 +1,4 @@
-"""A subset of the axes mapped, and maps in the bodies of maps."""
+"""Maps along some of the axes, and maps in the bodies of others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_only_named_axes_are_mapped(mesh: Mesh, names: Any) -> None:
 
 
 @pytest.mark.parametrize("names", [(), frozenset()], ids=str)
-def test_no_names_are_all(names: Any) -> None:
+def test_empty_axis_names_map_all_axes(names: Any) -> None:
     mapped = fs.shard_map(
         lambda v: fs.psum(v, ("y", "x")), mesh=MESH, axis_names=names, in_specs=P(("x", "y")),
         out_specs=P(),
@@ -55,7 +55,7 @@ def test_no_names_are_all(names: Any) -> None:
     assert torch.equal(mapped(ints(6)), ints(6).sum()[None])
 
 
-def test_an_axis_that_is_not_mapped_is_not_bound() -> None:
+def test_unmapped_axes_are_not_bound() -> None:
     mapped = fs.shard_map(
         lambda v: fs.psum(v, "y"), mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P()
     )
@@ -70,7 +70,7 @@ def test_an_axis_that_is_not_mapped_is_not_bound() -> None:
     )
 
 
-def test_pairs_lie_along_the_mapped_axes() -> None:
+def test_pairs_must_be_sharded_along_mapped_axes() -> None:
     x = ints(4, 6)
     double = fs.shard_map(
         lambda v: 2 * v, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x")
@@ -123,7 +123,7 @@ def one_device(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["mesh", "None"])
-def test_gradients_to_second_order(mesh: Mesh, given: bool) -> None:
+def test_nested_gradients_to_second_order(mesh: Mesh, given: bool) -> None:
     args = weights((4, 5), (5, 6), (6, 3))
     results = []
     for f in (one_device, two_level(mesh, mesh if given else None)):
@@ -134,8 +134,8 @@ def test_gradients_to_second_order(mesh: Mesh, given: bool) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_inner_maps_of_every_layout() -> None:
-    """What an outer rank holds whole is cut and put together along the inner axes alone."""
+def test_inner_maps_with_every_layout() -> None:
+    """Values that are unsharded on an outer rank are sharded along the inner axes alone."""
     x = ints(4, 6, 2)
     for p in (P("y"), P(None, "y"), P(None, None, "y"), P(), P(None, ("z", "y")), P("z", "y")):
         shapes: list[tuple[int, ...]] = []
@@ -161,7 +161,7 @@ def test_inner_maps_of_every_layout() -> None:
         assert set(shapes) == {spec.local_shape(0)}
 
 
-def test_inner_bodies_use_the_outer_axes_too() -> None:
+def test_inner_bodies_name_outer_axes() -> None:
     def outer(v: torch.Tensor) -> torch.Tensor:
         def inner(u: torch.Tensor) -> torch.Tensor:
             assert fs.axis_size(("x", "y")) == 6
@@ -199,8 +199,8 @@ def test_three_levels() -> None:
     torch.autograd.gradgradcheck(nested, (x,))
 
 
-def test_gradients_in_the_outer_body() -> None:
-    """`torch.autograd.grad` in the outer body goes through the inner map, to second order too."""
+def test_autograd_grad_in_the_outer_body() -> None:
+    """`torch.autograd.grad` in the outer body differentiates the inner map, to second order."""
 
     def inner(w: torch.Tensor) -> torch.Tensor:
         return fs.psum((w**3).sum(), "y")
@@ -217,8 +217,8 @@ def test_gradients_in_the_outer_body() -> None:
     torch.testing.assert_close(mapped(x), torch.stack([3 * x**2, 6 * x], 1))
 
 
-def test_checkpoints_in_bodies() -> None:
-    """What is recomputed in the backward pass still knows its axes."""
+def test_checkpoints_in_bodies_keep_axes_bound() -> None:
+    """Axes are bound again for parts that the backward pass recomputes."""
 
     def block(v: torch.Tensor) -> torch.Tensor:
         return v * fs.pcast(fs.psum(v.sin(), ("x", "y")), ("x", "y"), to="varying")
@@ -243,8 +243,8 @@ def test_checkpoints_in_bodies() -> None:
 # -- pairs in bodies ---------------------------------------------------------------------
 
 
-def test_pairs_on_the_mesh_that_is_left() -> None:
-    """Pairs of the inner map are on the axes not mapped yet, at this rank's place of the others."""
+def test_pairs_on_the_submesh_of_unmapped_axes() -> None:
+    """Pairs of the inner map are on the submesh at this rank's coordinates."""
     specs: list[Spec] = []
 
     def outer(v: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_pairs_on_the_mesh_that_is_left() -> None:
         part = MESH.submesh("y", **coords)
         made = fs.shard(v, Spec(part, P("y"), shape=v.shape, dtype=F64))
         out = double(made)
-        total = fs.psum(v, "x")  # the same along x, as a pair of the whole mesh has to be
+        total = fs.psum(v, "x")  # equal along x, as a pair of the full mesh must be
         whole = double(fs.shard(total, Spec(MESH, P("y"), shape=v.shape, dtype=F64)))
         assert isinstance(out, Sharded)
         assert out.spec == whole.spec == made.spec
@@ -271,8 +271,8 @@ def test_pairs_on_the_mesh_that_is_left() -> None:
     assert torch.equal(x.grad, torch.full((6, 2), 6.0, dtype=F64))  # type: ignore[arg-type]
 
 
-def test_local_map_in_a_body() -> None:
-    """The mesh is that of the pairs: of the axes left, or all of it."""
+def test_local_map_in_a_body_uses_the_pairs_mesh() -> None:
+    """Pairs may be on the submesh of unmapped axes, or on the full mesh."""
 
     def outer(v: torch.Tensor) -> torch.Tensor:
         part = MESH.submesh("y", x=int(fs.axis_index("x")))
@@ -291,7 +291,7 @@ def test_local_map_in_a_body() -> None:
     assert torch.equal(mapped(x), x.sum(0, keepdim=True))
 
 
-def test_a_pair_of_the_outer_axes_in_an_inner_map() -> None:
+def test_pair_sharded_along_outer_axes_is_refused() -> None:
     def outer(v: torch.Tensor) -> torch.Tensor:
         pair = fs.from_local(v, MESH, P("x"))
         return fs.shard_map(lambda u: u, in_specs=P("y"), out_specs=P("y"))(pair)  # type: ignore[no-any-return]
@@ -306,8 +306,8 @@ def test_a_pair_of_the_outer_axes_in_an_inner_map() -> None:
     )
 
 
-def test_simulations_in_bodies() -> None:
-    """A tuple of shards is a simulation of its own, wherever it is mapped."""
+def test_tuples_of_shards_in_bodies_are_simulated() -> None:
+    """A map of a tuple of shards runs a simulation, also inside a rank."""
 
     def outer(v: torch.Tensor) -> torch.Tensor:
         mesh = Mesh(a=2)
@@ -322,8 +322,8 @@ def test_simulations_in_bodies() -> None:
     assert torch.equal(mapped(x), x.view(3, 2).sum(1))
 
 
-def test_ranks_outside_of_the_mesh() -> None:
-    """They get empty results, in the shape of the out specs."""
+def test_ranks_outside_of_the_mesh_get_empty_results() -> None:
+    """Results are empty, in the tree of the out specs."""
 
     def on_rank() -> Any:
         x = ints(4, 6)
@@ -422,7 +422,7 @@ NESTED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize("at", range(len(NESTED)))
-def test_what_is_refused(at: int) -> None:
+def test_refused_nested_maps(at: int) -> None:
     call, text = NESTED[at]
     with pytest.raises(ShardingError) as caught:
         call()
@@ -435,7 +435,7 @@ CHECKS: list[Any] = [True, False, "strict", "values", "collectives"]
 
 
 def both_checked(outer: Any, inner: Any) -> Callable[..., torch.Tensor]:
-    """A map in a body, of an argument and a closure that vary along the outer axis."""
+    """Map, in a body, an argument and a closure that vary along the outer axis."""
 
     def body(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         w = fs.pcast(w, "x", to="varying")
@@ -454,8 +454,8 @@ def both_checked(outer: Any, inner: Any) -> Callable[..., torch.Tensor]:
 
 @pytest.mark.parametrize("outer", CHECKS, ids=str)
 @pytest.mark.parametrize("inner", CHECKS, ids=str)
-def test_the_check_of_the_outermost_holds(outer: Any, inner: Any) -> None:
-    """Gradients are those of one device, whatever is checked where."""
+def test_check_of_the_outermost_map_holds_in_inner_ones(outer: Any, inner: Any) -> None:
+    """Gradients are those of one device for every combination of checks."""
     a, w = weights((6,), ())
     mapped = both_checked(outer, inner)
     if inner in ("strict", "values") and inner != outer:
@@ -476,8 +476,8 @@ def test_the_check_of_the_outermost_holds(outer: Any, inner: Any) -> None:
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
-def test_a_checkpoint_of_a_checked_map_in_a_body(check: Any) -> None:
-    """Its backward pass runs it again, where no types are tracked."""
+def test_checkpoint_of_a_checked_inner_map(check: Any) -> None:
+    """The backward pass recomputes the inner map without tracking types."""
 
     def body(v: torch.Tensor) -> torch.Tensor:
         inside = fs.shard_map(
@@ -498,8 +498,8 @@ def test_a_checkpoint_of_a_checked_map_in_a_body(check: Any) -> None:
 
 
 @pytest.mark.parametrize("check", [False, True, "strict"])
-def test_a_checkpoint_around_an_inner_map(check: Any) -> None:
-    """What is computed again in backward is the inner call itself, in the names around it."""
+def test_checkpoint_around_an_inner_map(check: Any) -> None:
+    """The backward pass recomputes the inner call with the outer axes bound."""
 
     def outer(v: torch.Tensor) -> torch.Tensor:
         inner = fs.shard_map(lambda u: fs.psum(u.sin(), "y"), in_specs=P("y"), out_specs=P())

@@ -1,8 +1,8 @@
-"""The parallelisms of large models, written by hand: gradients of one device, counted traffic.
+"""Parallelisms of large models, written by hand: gradients of one device, counted traffic.
 
-Each body is what a user would write. What it is checked against is the same model on one
-device in float64, and the exact collectives of forward and backward, per mesh axis. The
-arguments are pairs: parameters stay where they lie, and nothing is gathered at the boundary.
+Each body is compared with the same model on one device in float64, and its collectives with the
+expected ones, forward and backward, per mesh axis. Arguments are pairs, so that parameters stay
+sharded and nothing is gathered at the boundary.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def test_gradients_and_traffic(case: Case, check: Check) -> None:
 
 
 @pytest.mark.parametrize("name", ["block by tensor", "data"])
-def test_casts_that_types_insert(name: str) -> None:
-    """Without a cast in the body: one for each tensor, where it first meets what varies."""
+def test_types_insert_one_cast_per_tensor(name: str) -> None:
+    """Without casts in the body, each tensor is cast once, at its first varying operand."""
     (case,) = (each for each in CASES if each.name == name)
     if name == "data":
         body = lambda p, batch: fs.pmean(block_loss(p, batch), "dp")  # noqa: E731

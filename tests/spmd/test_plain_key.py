@@ -1,4 +1,4 @@
-"""Keys of arguments: equal exactly for equal values of equal types, however deep."""
+"""Cache keys of arguments: equal exactly for equal values of equal types, at any depth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS = st.tuples(st.lists(VALUES, max_size=3), st.dictionaries(st.sampled_from(
 
 
 def typed(value: Any) -> Any:
-    """What compares as values and types do."""
+    """Return a value that compares by values and types."""
     if isinstance(value, list | tuple):
         return type(value), [typed(each) for each in value]
     if isinstance(value, dict):
@@ -34,7 +34,7 @@ def alike(call: Any, other: Any) -> bool:
 
 
 @given(CALLS, CALLS)
-def test_keys_are_equal_where_values_and_types_are(call: Any, other: Any) -> None:
+def test_keys_are_equal_for_equal_values_and_types(call: Any, other: Any) -> None:
     keys = [plain_key(tuple(args), named) for args, named in (call, other)]
     assert None not in keys
     assert (keys[0] == keys[1]) == alike(call, other)
@@ -49,7 +49,7 @@ SIMILAR: list[list[Any]] = [
 ]
 
 
-def test_what_is_similar_has_keys_of_its_own() -> None:
+def test_similar_values_have_different_keys() -> None:
     for values in SIMILAR:
         calls: list[Any] = [((each,), {}) for each in values] + [
             ((), {"a": each}) for each in values
@@ -60,7 +60,7 @@ def test_what_is_similar_has_keys_of_its_own() -> None:
 
 
 @given(OTHERS, NESTED)
-def test_what_is_no_plain_value_has_no_key(other: Any, plain: Any) -> None:
+def test_other_objects_have_no_key(other: Any, plain: Any) -> None:
     for value in (other, [other], (other, 1), [plain, [other]], (0, (other,))):
         assert plain_key((plain, value), {}) is None
         assert plain_key((plain,), {"a": value}) is None
@@ -68,7 +68,7 @@ def test_what_is_no_plain_value_has_no_key(other: Any, plain: Any) -> None:
     assert plain_key(([torch.zeros(1)],), {}) is None
 
 
-def test_a_list_that_changes_has_another_key() -> None:
+def test_changed_list_has_another_key() -> None:
     perm = [(0, 1), (1, 0)]
     before = plain_key(("x", perm), {})
     perm[0] = (0, True)

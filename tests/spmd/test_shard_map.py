@@ -1,4 +1,4 @@
-"""`shard_map` and `local_map`: specs that meet arguments, results, gradients, errors."""
+"""`shard_map` and `local_map`: specs, arguments, results and gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pair_of(x: torch.Tensor, p: fs.PartitionSpec, mesh: Mesh = MESH, **options: 
 
 
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
-def test_every_rank_sees_its_slice(mesh: Mesh) -> None:
+def test_ranks_get_their_slices(mesh: Mesh) -> None:
     x = ints(6, 6)
     for p in (P("x"), P("y", "x"), P(("x", "y")), P(("y", "x")), P(None, ("y", "x")), P()):
         seen: list[torch.Tensor] = []
@@ -46,7 +46,7 @@ def test_every_rank_sees_its_slice(mesh: Mesh) -> None:
             assert torch.equal(mine, x[spec.index(rank)])
 
 
-def test_decorator_and_call_forms() -> None:
+def test_decorator_and_call_forms_keep_the_name() -> None:
     @fs.shard_map(mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
     def scale(v: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Its docstring."""
@@ -59,7 +59,7 @@ def test_decorator_and_call_forms() -> None:
     assert torch.equal(again(ints(3)), ints(3) + 1)
 
 
-def test_keyword_arguments_defaults_and_dict_specs() -> None:
+def test_dict_specs_match_keyword_arguments_and_defaults() -> None:
     def body(v: torch.Tensor, w: torch.Tensor, *, factor: float = 2.0, bias: Any = None) -> Any:
         out = (v + w) * factor
         return out if bias is None else out + bias
@@ -81,7 +81,7 @@ def test_keyword_arguments_defaults_and_dict_specs() -> None:
         )
 
 
-def test_prefixes_over_trees() -> None:
+def test_specs_are_tree_prefixes() -> None:
     tree = {"b": (ints(4, seed=1), [ints(2, 6, seed=2)]), "a": ints(6, seed=3)}
     flat: list[Any] = [
         P("x"),
@@ -113,7 +113,7 @@ def test_mixed_specs_in_a_tree() -> None:
     assert torch.equal(dense(params, v), v @ params["w"] + params["b"])
 
 
-def test_none_passes_through() -> None:
+def test_arguments_with_spec_none_pass_through() -> None:
     marker = object()
 
     def body(v: torch.Tensor, config: Any, none: Any) -> tuple[torch.Tensor, Any, Any, int]:
@@ -133,7 +133,7 @@ def test_none_passes_through() -> None:
     assert kept(whole) == 3
 
 
-def test_numbers_with_an_empty_partition() -> None:
+def test_numbers_pass_with_empty_partition() -> None:
     mapped = fs.shard_map(lambda v, n: v * n, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
     assert torch.equal(mapped(ints(4), 3), 3 * ints(4))
 
@@ -147,8 +147,8 @@ def test_functions_without_tensors() -> None:
     assert index().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_partial_sums_leave_as_they_are() -> None:
-    """An unreduced out spec: addends that nobody sums until the value is read."""
+def test_unreduced_out_spec_keeps_partial_sums() -> None:
+    """Partial sums are summed when the global value is read."""
     add = fs.shard_map(
         lambda v: fs.pcast(v.sum(0), "x", to="unreduced"), mesh=MESH, in_specs=P("x"),
         out_specs=P(unreduced={"x"}),
@@ -173,7 +173,7 @@ def test_uneven_shards_keep_their_sizes() -> None:
         mapped(x)
 
 
-def test_pairs_in_pairs_out() -> None:
+def test_pair_arguments_give_pair_results() -> None:
     x, w = ints(4, 6), ints(6, 2, seed=1)
     mapped = fs.shard_map(
         lambda a, b: {"out": fs.psum(a @ b, "y"), "n": 1},
@@ -251,12 +251,12 @@ def test_gradients_through_pairs() -> None:
     want = torch.autograd.grad((mlp(x, w, v) ** 2).sum(), (x, w, v))
     for each, grad in zip((x, w, v), want, strict=True):
         torch.testing.assert_close(each.grad, grad)
-    # Locals that are leaves have the gradients of their parts.
+    # Locals that are leaves have the gradients of their shards.
     local = tuple(s.detach().requires_grad_() for s in pair.local)
     out = sharded_mlp(MESH)(x.detach(), (local, pair.spec), v.detach())
     (fs.unshard(out) ** 2).sum().backward()
     for rank, shard in enumerate(local):
-        # Along x the weight is invariant: every rank has the whole gradient of its part.
+        # Along x the weight is invariant: every rank has the full gradient of its shard.
         torch.testing.assert_close(shard.grad, want[1][pair.spec.index(rank)])
 
 
@@ -277,7 +277,7 @@ def test_gradcheck_of_every_linear_collective() -> None:
     torch.autograd.gradgradcheck(body, (x,))
 
 
-def test_gradients_of_maxima() -> None:
+def test_pmax_gradients_are_those_of_amax() -> None:
     x = torch.tensor([[1.0, 5.0], [4.0, 5.0]], dtype=F64, requires_grad=True)
     mapped = fs.shard_map(lambda v: fs.pmax(v, "x"), mesh=Mesh(x=2), in_specs=P("x"), out_specs=P())
     mapped(x).sum().backward()
@@ -286,8 +286,8 @@ def test_gradients_of_maxima() -> None:
 
 
 @pytest.mark.parametrize("reduce", [fs.pmax, fs.pmin])
-def test_second_derivatives_of_maxima(reduce: Any) -> None:
-    """What the ranks do with a maximum's cotangent adds up in the next derivative."""
+def test_pmax_second_derivatives(reduce: Any) -> None:
+    """The ranks' uses of a maximum's cotangent are summed in the second derivative."""
     mapped = fs.shard_map(
         lambda v: fs.pcast(reduce(v.sin(), ("y", "x")), ("y", "x"), to="varying") * v,
         mesh=Mesh(x=2, y=2), in_specs=P(("x", "y")), out_specs=P(("x", "y")),
@@ -297,7 +297,7 @@ def test_second_derivatives_of_maxima(reduce: Any) -> None:
     torch.autograd.gradgradcheck(mapped, (x,))
 
 
-def test_only_what_needs_a_gradient_has_one() -> None:
+def test_results_without_gradient_inputs_do_not_require_grad() -> None:
     x, w = torch.ones(4, requires_grad=True), torch.ones(4)
     mapped = fs.shard_map(
         lambda a, b: (a * b, b + 1, a.detach(), (a > 0)),
@@ -312,7 +312,7 @@ def test_only_what_needs_a_gradient_has_one() -> None:
         assert not any(each.requires_grad for each in mapped(x, w))
 
 
-def test_an_input_that_is_not_used() -> None:
+def test_unused_input_has_no_gradient() -> None:
     x, w = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
     mapped = fs.shard_map(lambda a, b: 2 * a, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     grads = torch.autograd.grad(mapped(x, w).sum(), (x, w), allow_unused=True)
@@ -320,8 +320,8 @@ def test_an_input_that_is_not_used() -> None:
     assert grads[1] is None or not grads[1].any()
 
 
-def test_inner_gradients() -> None:
-    """`torch.autograd.grad` in the body, where only the casts that are written count."""
+def test_autograd_grad_in_the_body() -> None:
+    """Without a check only the casts in the body sum gradients."""
     x = torch.arange(4.0, dtype=F64)
 
     def inner(total: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -340,7 +340,7 @@ def test_inner_gradients() -> None:
 # -- local_map -------------------------------------------------------------------------
 
 
-def test_local_map_takes_pairs() -> None:
+def test_local_map_maps_pairs() -> None:
     x, w = ints(4, 6), ints(6, 2, seed=1)
     mapped = fs.local_map(
         lambda a, b: fs.psum(a @ b, "y"), in_specs=(P("x", "y"), P("y")), out_specs=P("x")
@@ -357,7 +357,7 @@ def test_local_map_takes_pairs() -> None:
     assert double.__name__ == "double"
 
 
-def test_local_map_redistributes_on_request() -> None:
+def test_local_map_redistributes_inputs() -> None:
     x = ints(4, 6).requires_grad_()
     given = pair_of(x, P("y", "x"), uneven="chunk")
     strict = fs.local_map(torch.sin, in_specs=P(("y", "x")), out_specs=P(("y", "x")))
@@ -386,7 +386,7 @@ def test_local_map_needs_one_mesh() -> None:
         fs.local_map(3, in_specs=P(), out_specs=P())  # type: ignore[arg-type]
 
 
-def test_the_same_numbers_again_and_again() -> None:
+def test_repeated_runs_are_bit_equal() -> None:
     x, w, v = weights()
     outs = [sharded_mlp(MESH)(x, w, v) for _ in range(3)]
     assert all(torch.equal(outs[0], out) for out in outs)

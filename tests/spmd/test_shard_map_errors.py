@@ -1,4 +1,4 @@
-"""What `shard_map` and `local_map` refuse, in the words they refuse it."""
+"""Error texts of `shard_map` and `local_map`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ P_OR_SPEC = "a leaf of specs must be a P, a Spec or None"
 WHOLE = "P('x'), or P() for a value that is equal on every rank"
 Case = tuple[Callable[..., Any], Any, Any, tuple[Any, ...], str, str, str]
 
-# The function, its in_specs and out_specs, its arguments; what was given, the rule, the fix.
+# Function, in_specs, out_specs, arguments; given, rule and fix of the error.
 REFUSED: list[Case] = [
     # specs
     (identity, P("q"), P(), (X,), "v: axis 'q' on Mesh(x=2, y=3)", "an axis must be one of x, y",
@@ -130,7 +130,7 @@ REFUSED: list[Case] = [
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
 @pytest.mark.parametrize("case", REFUSED, ids=[each[4] for each in REFUSED])
-def test_what_is_refused(case: Case, grad: bool) -> None:
+def test_refused_specs_and_arguments(case: Case, grad: bool) -> None:
     fn, in_specs, out_specs, args, *words = case
     mapped = fs.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check=False)
     if grad:
@@ -140,7 +140,7 @@ def test_what_is_refused(case: Case, grad: bool) -> None:
     assert str(caught.value) == message(f"shard_map({fn.__name__})", *words)
 
 
-def test_trees_that_are_no_prefix() -> None:
+def test_in_specs_that_are_not_a_prefix() -> None:
     for in_specs, out_specs, args, word in (
         (({"a": P("x")},), P(), ({"b": X},), "in_specs[0]"),
         (([P("x")],), P(), ((X,),), "in_specs[0]"),
@@ -154,7 +154,7 @@ def test_trees_that_are_no_prefix() -> None:
         assert f"key path {word}" in given.replace("    ", " ") or word in given
 
 
-def test_an_axis_that_is_not_mapped() -> None:
+def test_collective_along_unmapped_axis() -> None:
     mapped = fs.shard_map(
         two, mesh=MESH, axis_names={"x"}, in_specs=(P("x", "y"), P(unreduced={"y"})),
         out_specs=(P("x"), P("y")),
@@ -171,7 +171,7 @@ def test_an_axis_that_is_not_mapped() -> None:
     ]
 
 
-def test_an_axis_named_twice() -> None:
+def test_axis_named_twice() -> None:
     for make, given in (
         (lambda: P("x", "x"), "axis 'x' 2 times in P('x', 'x')"),
         (lambda: P("x", reduced={"x"}), "axis 'x' 2 times in P('x'), reduced={'x': 'sum'}"),
@@ -186,7 +186,7 @@ def test_an_axis_named_twice() -> None:
         )
 
 
-def test_all_arguments_that_fail_are_named() -> None:
+def test_all_bad_arguments_are_listed() -> None:
     mapped = fs.shard_map(lambda tree, w: w, mesh=MESH, in_specs=(P("x"), P("y")), out_specs=P("y"))
     with pytest.raises(ShardingError) as caught:
         mapped({"a": X[:5], "b": [X, X[:3]]}, X[:4])
@@ -194,7 +194,7 @@ def test_all_arguments_that_fail_are_named() -> None:
     assert found == ["tree['a']", "tree['b'][1]", "w"]
 
 
-def test_all_results_that_fail_are_named() -> None:
+def test_all_bad_results_are_listed() -> None:
     mapped = fs.shard_map(
         lambda v: {"a": v.sum(), "b": v, "c": v}, mesh=MESH, in_specs=P("x"),
         out_specs={"a": P("x"), "b": P("x"), "c": None},
@@ -249,7 +249,7 @@ def test_wrong_options(at: int) -> None:
     assert str(caught.value) == message("fs.shard_map", *words)
 
 
-def test_what_is_no_function() -> None:
+def test_first_argument_must_be_a_function() -> None:
     for where, call in (
         ("fs.shard_map", lambda: fs.shard_map(3, mesh=MESH, in_specs=P(), out_specs=P())),  # type: ignore[arg-type]
         ("fs.local_map", lambda: fs.local_map(3, in_specs=P(), out_specs=P())),  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def test_unknown_axis_names() -> None:
     )
 
 
-def test_unbound_names() -> None:
+def test_unbound_axis_names() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(unbound, mesh=MESH, in_specs=P("x"), out_specs=P())(X)
     assert str(caught.value) == message(
@@ -292,7 +292,7 @@ def test_unbound_names() -> None:
     )
 
 
-def test_calls_that_do_not_fit_the_function() -> None:
+def test_calls_that_do_not_match_the_signature() -> None:
     mapped = fs.shard_map(two, mesh=MESH, in_specs=P(), out_specs=P())
     with pytest.raises(TypeError, match="missing a required argument: 'w'"):
         mapped(X)
@@ -303,7 +303,7 @@ def test_calls_that_do_not_fit_the_function() -> None:
 # -- pairs -----------------------------------------------------------------------------
 
 
-def test_pairs_of_another_layout() -> None:
+def test_pair_with_another_layout() -> None:
     mapped = fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     given = pair_of(X, P("y"))
     with pytest.raises(ShardingError) as caught:
@@ -321,7 +321,7 @@ def test_pairs_of_another_layout() -> None:
     assert torch.equal(fs.unshard(mapped(fs.reshard(given, P("x")))), X)
 
 
-def test_pairs_of_another_mesh() -> None:
+def test_pair_on_another_mesh() -> None:
     mapped = fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     with pytest.raises(ShardingError) as caught:
         mapped(pair_of(X, P("x"), Mesh(x=2)))
@@ -340,7 +340,7 @@ def test_pairs_of_another_mesh() -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
-def test_an_error_of_the_body_has_its_rank(grad: bool) -> None:
+def test_error_in_the_body_names_its_rank(grad: bool) -> None:
     def fails(v: torch.Tensor) -> torch.Tensor:
         if fs.axis_index("tp") == 1 and fs.axis_index("dp") == 1:
             raise ZeroDivisionError("mine")
@@ -354,7 +354,7 @@ def test_an_error_of_the_body_has_its_rank(grad: bool) -> None:
     assert frames.count("fails") == 1, "the traceback is that of the rank"
 
 
-def test_an_error_in_an_inner_body_has_its_rank_once() -> None:
+def test_error_in_an_inner_body_names_its_rank_once() -> None:
     def inner(v: torch.Tensor) -> torch.Tensor:
         if fs.axis_index("y") == 1:
             raise ZeroDivisionError("mine")
@@ -368,7 +368,7 @@ def test_an_error_in_an_inner_body_has_its_rank_once() -> None:
     assert caught.value.__notes__ == ["on rank 1 (x=0, y=1) of a simulated Mesh(x=2, y=3)"]
 
 
-def test_a_branch_that_only_some_ranks_take() -> None:
+def test_branch_that_some_ranks_take() -> None:
     def body(v: torch.Tensor) -> torch.Tensor:
         return fs.psum(v, "x") if v.sum() > 0 else v
 

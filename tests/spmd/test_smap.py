@@ -20,7 +20,7 @@ def ints(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", range(-3, 3))
-def test_smap_cuts_any_dim(dim: int) -> None:
+def test_smap_shards_any_dim(dim: int) -> None:
     x = ints(6, 6, 6)
     shapes: list[tuple[int, ...]] = []
 
@@ -35,7 +35,7 @@ def test_smap_cuts_any_dim(dim: int) -> None:
     assert set(shapes) == {tuple(2 if at == dim % 3 else 6 for at in range(3))}
 
 
-def test_smap_takes_prefixes() -> None:
+def test_smap_axes_are_tree_prefixes() -> None:
     tree = {"a": ints(6, 4), "b": [ints(3, 9, seed=1), ints(9)]}
     w = ints(5)
     for in_axes in ((0, None), ({"a": 0, "b": 0}, None), ({"a": 0, "b": [0, -1]}, None)):
@@ -54,7 +54,7 @@ def test_smap_takes_prefixes() -> None:
     assert torch.equal(by_name(x, 2, w=x), 3 * x)
 
 
-def test_smaps_nest() -> None:
+def test_smap_nests_along_several_axes() -> None:
     x, w = ((ints(*shape) / 4).requires_grad_() for shape in ((4, 5), (5, 6)))
 
     def row(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize("at", range(len(SMAP)))
-def test_what_smap_refuses(at: int) -> None:
+def test_smap_errors(at: int) -> None:
     options, x, text = SMAP[at]
     given: dict[str, Any] = {"mesh": MESH, "axis_name": "x", "in_axes": 0, "out_axes": 0}
     with pytest.raises(ShardingError, match=re.escape(text) + "$"):

@@ -1,4 +1,4 @@
-"""The algebra of types: what operations and collectives make of states, and its laws."""
+"""Laws of the algebra of types: joined states of operands, and results of collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE: tuple[State | None, ...] = (
     None, VARYING, ("reduced", "sum"), ("reduced", "avg"), ("unreduced", "sum"),
     ("unreduced", "avg"), ("unreduced", "max"),
 )  # fmt: skip
-"""Every state along one axis, and two reductions that differ."""
+"""All states along one axis, with several reductions."""
 ALONG_X = [States.of({} if each is None else {"x": each}) for each in ONE]
 ALONG_BOTH = [
     States.of({axis: each for axis, each in (("x", a), ("y", b)) if each is not None})
@@ -47,7 +47,7 @@ def test_equal_states_are_one_object_and_print_as_specs_do() -> None:
     assert str(LocalType(torch.Size([2, 3]), torch.bfloat16, states)).startswith("bf16[2,3]{")
 
 
-def test_types_tell_their_axes() -> None:
+def test_local_types_list_their_axes() -> None:
     kind = LocalType(
         torch.Size([]), torch.float32, states_of(P("b", unreduced={"x"}, reduced={"a"}))
     )
@@ -55,7 +55,7 @@ def test_types_tell_their_axes() -> None:
 
 
 @pytest.mark.parametrize("states", ALONG_BOTH, ids=str)
-def test_the_dual_of_the_dual_is_itself(states: States) -> None:
+def test_dual_is_an_involution(states: States) -> None:
     assert states.dual.dual is states
     swap = {"varying": "varying", "reduced": "unreduced", "unreduced": "reduced"}
     for axis, (word, kind) in states.items:
@@ -63,7 +63,7 @@ def test_the_dual_of_the_dual_is_itself(states: States) -> None:
 
 
 @pytest.mark.parametrize("rule", TypeRule)
-def test_one_operand_keeps_its_states_or_is_refused(rule: TypeRule) -> None:
+def test_single_operand_keeps_its_states_or_is_refused(rule: TypeRule) -> None:
     for states in ALONG_BOTH:
         joined = join_states((states,), rule)
         if isinstance(joined, JoinedStates):
@@ -74,7 +74,7 @@ def test_one_operand_keeps_its_states_or_is_refused(rule: TypeRule) -> None:
 
 
 @pytest.mark.parametrize("rule", [TypeRule.OTHER, TypeRule.MOVE, TypeRule.LINEAR, TypeRule.PRODUCT])
-def test_the_order_of_operands_does_not_matter(rule: TypeRule) -> None:
+def test_join_is_symmetric(rule: TypeRule) -> None:
     for a, b in itertools.product(ALONG_BOTH, repeat=2):
         one, other = join_states((a, b), rule), join_states((b, a), rule)
         if isinstance(one, JoinedStates):
@@ -86,8 +86,8 @@ def test_the_order_of_operands_does_not_matter(rule: TypeRule) -> None:
 
 
 @pytest.mark.parametrize("rule", TypeRule)
-def test_axes_do_not_interfere(rule: TypeRule) -> None:
-    """Along two axes an operation does what it does along each."""
+def test_join_is_separate_by_axis(rule: TypeRule) -> None:
+    """Joining along two axes equals joining along each."""
     for a, b in itertools.product(ALONG_BOTH, repeat=2):
         both = join_states((a, b), rule)
         single = {axis: join_states((_only(a, axis), _only(b, axis)), rule) for axis in ("x", "y")}
@@ -107,8 +107,8 @@ def _only(states: States, axis: str) -> States:
 
 
 @pytest.mark.parametrize("rule", TypeRule)
-def test_casting_operands_is_done_once(rule: TypeRule) -> None:
-    """Operands that are as an operation takes them are taken as they are, for the same result."""
+def test_join_of_cast_operands_is_idempotent(rule: TypeRule) -> None:
+    """Operands in the joined states are not cast again, and give the same result."""
     for operands in itertools.product(ALONG_X, repeat=2):
         joined = join_states(operands, rule)
         if isinstance(joined, JoinedStates):
@@ -117,7 +117,7 @@ def test_casting_operands_is_done_once(rule: TypeRule) -> None:
 
 
 @pytest.mark.parametrize("rule", TypeRule)
-def test_operands_are_cast_only_as_pcast_casts(rule: TypeRule) -> None:
+def test_join_casts_are_pcasts(rule: TypeRule) -> None:
     for operands in itertools.product(ALONG_X, repeat=3):
         joined = join_states(operands, rule)
         if isinstance(joined, JoinedStates):
@@ -130,8 +130,8 @@ def _word(state: State | None) -> str:
     return "invariant" if state is None else state[0]
 
 
-def test_more_operands_are_as_operands_of_results() -> None:
-    """f(a, b, c) has the type of g(f(a, b), c): types do not depend on how a sum is bracketed."""
+def test_join_is_associative() -> None:
+    """f(a, b, c) has the type of f(f(a, b), c)."""
     for a, b, c in itertools.product(ALONG_X, repeat=3):
         for rule in (TypeRule.OTHER, TypeRule.LINEAR, TypeRule.MOVE):
             whole, first = join_states((a, b, c), rule), join_states((a, b), rule)
@@ -142,9 +142,9 @@ def test_more_operands_are_as_operands_of_results() -> None:
                     assert second.result is whole.result
 
 
-def test_values_of_linear_rules_are_right() -> None:
-    """What is unreduced apply_signature just where the sum of results is the result of sums."""
-    u, v = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0])  # addends on two ranks
+def test_linear_rules_keep_the_value_of_unreduced_operands() -> None:
+    """Unreduced operands pass exactly where the sum of results is the result of sums."""
+    u, v = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0])  # partial sums on two ranks
     c = torch.tensor(11.0)
     states = {"u": States.of({"x": SUM}), "v": States.of({"x": SUM}), "c": INVARIANT}
     held = {"u": u, "v": v, "c": torch.stack([c, c])}
@@ -164,7 +164,7 @@ def test_values_of_linear_rules_are_right() -> None:
 # -- collectives -----------------------------------------------------------------------------
 
 
-def test_what_reductions_take_and_give() -> None:
+def test_signatures_of_reductions() -> None:
     total = TypeSignature(("x", "y"), None, ("sum",), all_or_none=True)
     for states in ALONG_BOTH:
         joined = apply_signature(states, total)
@@ -181,7 +181,7 @@ def test_what_reductions_take_and_give() -> None:
             assert joined.result is INVARIANT
 
 
-def test_movements_cast_axis_by_axis_and_take_nothing_unreduced_there() -> None:
+def test_movements_cast_each_axis_and_refuse_unreduced() -> None:
     move = TypeSignature(("x", "y"))
     for states in ALONG_BOTH:
         joined = apply_signature(states, move)
@@ -191,7 +191,7 @@ def test_movements_cast_axis_by_axis_and_take_nothing_unreduced_there() -> None:
             assert joined.result is States.varying(["x", "y"])
 
 
-def test_linear_collectives_alone_pass_what_is_unreduced_elsewhere() -> None:
+def test_only_linear_collectives_pass_unreduced_along_other_axes() -> None:
     states = States.of({"x": VARYING, "y": SUM})
     linear, extreme = (
         TypeSignature(("x",), None, ("sum",)),
@@ -203,7 +203,7 @@ def test_linear_collectives_alone_pass_what_is_unreduced_elsewhere() -> None:
     assert isinstance(apply_signature(states, extreme), TypeConflict)
 
 
-def test_casts_are_those_of_jax() -> None:
+def test_casts_are_jaxs() -> None:
     words: dict[str, State | None] = {
         "invariant": None, "varying": VARYING, "reduced": ("reduced", "sum"), "unreduced": SUM,
     }  # fmt: skip

@@ -105,7 +105,7 @@ def _check_rank(name: str) -> None:
     if is_simulated() or current_transport() is None:
         fail(
             f"fs.{name} under torch.compile",
-            "a simulated rank" if is_simulated() else "a process that is no rank",
+            "a simulated rank" if is_simulated() else "a process that is not a rank",
             "a graph has the collectives of one process, which must be a rank under torchrun",
             "call the function uncompiled",
         )

@@ -1,4 +1,4 @@
-"""Collectives in groups of ranks: values and gradients are those of the rows they stand for."""
+"""Collectives in groups of ranks, compared with the same operations on rows of one tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Rows]] = {
 @pytest.mark.parametrize("check", [False, True, "strict", "values"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_device(case: str, check: Any) -> None:
-    """Each rank uses the result in its own way: its cotangents are summed in the group."""
+    """Ranks use the result differently, so that its cotangents are summed in the group."""
     collective, rows = CASES[case]
     x = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3).requires_grad_()
     weights = torch.arange(1.0, 5.0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Collectives of trees in one launch, in groups, started ahead, and of tensors without numbers."""
+"""Collectives of trees, in groups, started ahead, and of meta and fake tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.spmd.collective_trees import F64, MESH, ON_TREES, leaves, val
 
 @pytest.mark.parametrize("name", list(ON_TREES))
 @pytest.mark.parametrize("axes", ["y", ("y", "x")], ids=str)
-def test_a_tree_is_bit_equal_to_its_leaves_in_one_launch(name: str, axes: Any) -> None:
+def test_tree_in_one_launch_is_bit_equal_to_its_leaves(name: str, axes: Any) -> None:
     op, forward, backward = ON_TREES[name]
     one = fs.simulate(
         MESH, values_and_gradients, lambda xs: [op({"a": x}, axes, mesh=MESH)["a"] for x in xs]
@@ -44,13 +44,13 @@ def first_gradient(op: Callable[..., Any], axes: Any) -> None:
     torch.autograd.grad(sum(y.sum() for y in op(xs, axes, mesh=MESH)), xs)
 
 
-def test_one_launch_per_dtype_and_what_needs_no_gradient_gets_none() -> None:
+def test_one_launch_per_dtype_and_no_gradient_without_need() -> None:
     def body() -> Any:
         w = torch.ones(2, requires_grad=True)
         tree = {"w": w, "b": torch.ones(3), "n": torch.tensor([1, 2]), "none": None, "five": 5}
         out = fs.psum(tree, "y", mesh=MESH)
         top = fs.pmax({"w": w, "b": tree["b"]}, "y", mesh=MESH)
-        out["b"].add_(1)  # in memory of its own
+        out["b"].add_(1)  # does not share memory
         (grad,) = torch.autograd.grad(out["w"].sum() + top["w"].sum(), w)
         return out, grad, [top["w"].requires_grad, top["b"].requires_grad]
 
@@ -65,11 +65,11 @@ def test_one_launch_per_dtype_and_what_needs_no_gradient_gets_none() -> None:
     torch.testing.assert_close(grad, torch.full((2,), 1 + 1 / 3))
 
 
-# -- products and places -----------------------------------------------------------------------
+# -- products and indices -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
-def test_the_gradient_of_a_product_with_zeros(zeros: int) -> None:
+def test_pprod_gradient_with_zeros(zeros: int) -> None:
     mesh = Mesh(i=3)
     whole = torch.tensor([[2.0, 3.0], [5.0, 7.0], [11.0, 13.0]], dtype=F64)
     whole[:zeros, 0] = 0.0
@@ -88,7 +88,7 @@ def test_the_gradient_of_a_product_with_zeros(zeros: int) -> None:
     torch.testing.assert_close(gradients(mapped), gradients(lambda x: loss(x.prod(0))))
 
 
-def test_products_of_integers_booleans_and_numbers() -> None:
+def test_pprod_of_integers_booleans_and_numbers() -> None:
     mesh = Mesh(i=3)
 
     def body() -> Any:
@@ -101,7 +101,7 @@ def test_products_of_integers_booleans_and_numbers() -> None:
     assert out["c"] == 8
 
 
-def test_the_lowest_of_equal_places_wins() -> None:
+def test_pargmax_takes_the_lowest_of_equal_indices() -> None:
     mesh = Mesh(x=2, y=2)
     rows = torch.tensor([[1.0, 5, -1, 0], [4, 5, -2, torch.nan], [4, 2, -2, 1], [0, 5, -1, 2]])
 
@@ -155,7 +155,7 @@ def test_reductions_in_groups() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ON_TREES if name not in ("pmax", "pmin")])
-def test_started_collectives_equal_the_others(name: str) -> None:
+def test_started_collectives_equal_immediate_ones(name: str) -> None:
     op = ON_TREES[name][0]
     plain = {"pcast": (fs.pcast, {"to": "varying"}), "ppermute": (fs.ppermute, {"perm": [(0, 1)]})}
     known = {"psum": fs.psum, "pmean": fs.pmean, "pprod": fs.pprod, "all_gather": fs.all_gather}
@@ -180,7 +180,7 @@ def test_started_collectives_equal_the_others(name: str) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
-def test_what_is_started_is_waited_for_once() -> None:
+def test_started_collectives_must_be_waited_for_once() -> None:
     def forget(x: torch.Tensor) -> torch.Tensor:
         fs.start(fs.psum, x, "x")
         kept = fs.start(fs.all_gather, x, "x")
@@ -210,7 +210,7 @@ def test_what_is_started_is_waited_for_once() -> None:
         call(break_off)
 
 
-def test_simulated_ranks_wait_for_what_they_start() -> None:
+def test_simulated_ranks_must_wait_for_started_collectives() -> None:
     mesh = Mesh(x=2)
 
     def forget() -> None:
@@ -234,7 +234,7 @@ def test_simulated_ranks_wait_for_what_they_start() -> None:
         fs.simulate(mesh, break_off)
 
 
-# -- without numbers ---------------------------------------------------------------------------
+# -- meta and fake tensors ---------------------------------------------------------------------------
 
 
 def everything(x: torch.Tensor, mesh: Mesh | None) -> list[torch.Tensor]:
@@ -259,7 +259,7 @@ SHAPES_OUT = [
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_abstract_tensors_have_results_without_communication(kind: str, grad: bool) -> None:
+def test_meta_and_fake_tensors_do_not_communicate(kind: str, grad: bool) -> None:
     mode = FakeTensorMode()
     if kind == "meta":
         make: Callable[..., torch.Tensor] = lambda *s: torch.zeros(s, dtype=F64, device="meta")  # noqa: E731

@@ -1,8 +1,4 @@
-"""Collectives by axis name: `jax.lax`'s values and transposes, and what they refuse.
-
-`CASES` pairs every collective with an oracle that works on the list of all ranks' tensors
-with plain PyTorch. Gradients of a rank are those of the oracle, differentiated jointly: a
-result that is invariant counts once per group, and so does an argument.
+"""Collectives by axis name: `jax.lax`'s values and transposes, errors, and the simulator.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from tests.helpers.spmd.collective_cases import (
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
-def test_values_and_transposes(each: Collective, mesh: Mesh) -> None:
+def test_values_and_transposes_equal_the_oracle(each: Collective, mesh: Mesh) -> None:
     for axes in axes_of(mesh):
         xs = arguments(each, mesh, axes, torch.float64)
         ys, cts, grads = by_oracle(each, mesh, axes, xs)
@@ -51,11 +47,11 @@ LONG = Mesh(x=4, y=2)
 
 
 def each_rank(fn: Callable[[torch.Tensor], Any], mesh: Mesh = LONG) -> list[Any]:
-    """`fn` of the numbers 0, 1, ... by rank."""
+    """Return `fn` of the rank as a tensor, for every rank."""
     return fs.simulate(mesh, lambda: fn(torch.tensor(float(here(mesh)))))
 
 
-def test_the_order_of_several_axes_is_major_to_minor() -> None:
+def test_several_axes_are_ordered_major_to_minor() -> None:
     gather = each_rank(lambda v: fs.all_gather(v, ("y", "x"), mesh=LONG).tolist())
     assert gather == [[0, 2, 4, 6, 1, 3, 5, 7]] * 8
     gather = each_rank(lambda v: fs.all_gather(v, ("x", "y"), mesh=LONG).tolist())
@@ -93,7 +89,7 @@ def test_pmean_of_integers_is_a_float() -> None:
     assert each_rank(lambda _: fs.pmean(5, "i", mesh=mesh), mesh) == [5] * 4
 
 
-def test_integers_booleans_and_complex_numbers() -> None:
+def test_movements_of_all_dtypes() -> None:
     mesh = Mesh(i=2)
     for dtype in (torch.bool, torch.int64, torch.int8, torch.complex64, torch.bfloat16):
         xs = [random_global((2, 4), torch.int64, seed).abs().to(dtype) for seed in (0, 1)]
@@ -112,7 +108,7 @@ def test_integers_booleans_and_complex_numbers() -> None:
             assert torch.equal(moved, xs[0] if rank else torch.zeros_like(xs[0]))
 
 
-def test_ties_share_the_gradient_of_a_maximum() -> None:
+def test_ties_of_pmax_share_the_gradient() -> None:
     mesh = Mesh(i=4)
 
     def body() -> torch.Tensor:
@@ -125,8 +121,8 @@ def test_ties_share_the_gradient_of_a_maximum() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_casts() -> None:
-    """I to V and I to R transpose to sums; V to U and R to V to nothing."""
+def test_pcast_transposes() -> None:
+    """Casts from invariant transpose to sums, others to identities."""
     mesh = Mesh(i=4)
 
     def grads() -> list[float]:
@@ -148,7 +144,7 @@ def test_casts() -> None:
     assert [row[2:] for row in found] == [[s, s] for s in (1.0, 2.0, 3.0, 4.0)]
 
 
-def test_axes_of_one_rank() -> None:
+def test_collectives_along_axes_of_size_1() -> None:
     mesh = Mesh(x=1, y=2)
     x = torch.arange(6.0).reshape(1, 6)
 
@@ -166,7 +162,7 @@ def test_axes_of_one_rank() -> None:
             assert torch.equal(got, each)
 
 
-# -- what they refuse ----------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------
 
 X = torch.zeros(3, 4)
 MESH = Mesh(x=2, y=3)
@@ -222,28 +218,28 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text for _, text in REFUSED])
-def test_what_is_refused(call: Callable[[], Any], text: str) -> None:
+def test_refused_arguments(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(ShardingError, match=re.escape(text)) as caught:
         fs.simulate(MESH, call)
     assert not hasattr(caught.value, "problems") or caught.value.problems
     assert str(caught.value).startswith(("fs.", "all_", "p"))
 
 
-def test_outside_of_any_rank() -> None:
+def test_collectives_outside_of_ranks_are_refused() -> None:
     for call in (lambda: fs.axis_index("x", mesh=MESH), lambda: fs.psum(X, "x", mesh=MESH)):
-        with pytest.raises(ShardingError, match=r"in a process that is no rank of it"):
+        with pytest.raises(ShardingError, match=r"in a process that is not a rank of it"):
             call()
     assert fs.axis_size(("x", "y"), mesh=MESH) == 6
 
 
-# -- ranks that part ways --------------------------------------------------------------------
+# -- divergence and the simulator --------------------------------------------------------------------
 
 
 def text_of(error: pytest.ExceptionInfo[ShardingError]) -> str:
     return "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
-def test_a_rank_that_returns_while_others_wait() -> None:
+def test_rank_that_returns_while_others_wait() -> None:
     mesh = Mesh(x=3)
 
     def body() -> Any:
@@ -263,7 +259,7 @@ def test_a_rank_that_returns_while_others_wait() -> None:
     assert "rule:  every rank of a group calls the same collectives in the same order" in text
 
 
-def test_different_collectives() -> None:
+def test_ranks_that_call_different_collectives() -> None:
     mesh = Mesh(x=2)
 
     def body() -> Any:
@@ -282,14 +278,14 @@ def test_different_collectives() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2).double(), torch.ones(2, 1)])
-def test_different_shapes_and_dtypes(other: torch.Tensor) -> None:
+def test_ranks_with_different_shapes_or_dtypes(other: torch.Tensor) -> None:
     mesh = Mesh(x=2)
     with pytest.raises(ShardingError, match="with one shape and dtype"):
         fs.simulate(mesh, lambda: fs.psum(other if here(mesh) else torch.ones(2), "x", mesh=mesh))
 
 
-def test_waiting_in_a_ring() -> None:
-    """Each rank waits along another axis first: nobody can go on, and all are named."""
+def test_ranks_waiting_in_a_cycle() -> None:
+    """Each rank waits along another axis first; the error names all of them."""
     mesh = Mesh(x=2, y=2)
 
     def body() -> Any:
@@ -304,7 +300,7 @@ def test_waiting_in_a_ring() -> None:
     assert "ranks 1 (x=0, y=1), 2 (x=1, y=0): waiting in fs.psum over y" in text
 
 
-def test_divergence_in_backward() -> None:
+def test_divergence_in_backward_names_the_forward_line() -> None:
     mesh = Mesh(x=2)
 
     def body() -> Any:
@@ -319,7 +315,7 @@ def test_divergence_in_backward() -> None:
     assert f"at {__file__}:{body.__code__.co_firstlineno + 4}" in text_of(caught)
 
 
-def test_an_exception_is_raised_once_with_its_rank() -> None:
+def test_exception_of_a_rank_is_raised_once() -> None:
     mesh = Mesh(x=2, y=2)
     reached = []
 
@@ -339,7 +335,7 @@ def test_an_exception_is_raised_once_with_its_rank() -> None:
     assert fs.simulate(mesh, lambda: fs.psum(1, ("x", "y"), mesh=mesh)) == [4] * 4
 
 
-def test_a_simulation_is_deterministic_and_in_rank_order(
+def test_simulation_is_deterministic_and_in_rank_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     mesh = Mesh({"x": 2, "y": 2}, devices=(3, 1, 2, 0))
@@ -372,7 +368,7 @@ def test_simulations_nest_and_share_nothing() -> None:
     assert fs.simulate(outer, body) == [3 + 6] * 2
 
 
-def test_arguments_of_simulate() -> None:
+def test_simulate_gives_ranks_their_part_of_pairs() -> None:
     mesh = Mesh(x=2)
     pair = fs.shard(torch.arange(4.0), fs.Spec(mesh, P("x"), shape=(4,)))
 
@@ -383,7 +379,7 @@ def test_arguments_of_simulate() -> None:
     assert out == [([0.0, 1.0], (4,), (2,), None), ([2.0, 3.0], (4,), (2,), None)]
 
 
-def test_grad_mode_reaches_the_ranks() -> None:
+def test_grad_mode_and_autocast_reach_the_ranks() -> None:
     mesh = Mesh(x=2)
     with torch.no_grad():
         assert fs.simulate(mesh, torch.is_grad_enabled) == [False] * 2

@@ -1,4 +1,4 @@
-"""`ragged_all_to_all`: JAX's values, the reverse exchange as gradient, and what it refuses."""
+"""`ragged_all_to_all`: JAX's values, gradients by the reverse exchange, and errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.helpers.spmd.ragged_cases import (
 )
 
 
-def test_values_of_jax() -> None:
-    """The example in the documentation of `jax.lax.ragged_all_to_all`."""
+def test_example_of_jax() -> None:
+    """Run the example in the documentation of `jax.lax.ragged_all_to_all`."""
     mesh = Mesh(i=2)
     given = [
         ([1, 2, 2], [0, 1], [1, 2], [0, 0], [1, 1]),
@@ -46,13 +46,13 @@ def test_values_of_jax() -> None:
     assert log.bytes["ragged_all_to_all", "i"] == 2 * 8
 
 
-def test_gradients() -> None:
+def test_gradients_to_second_order() -> None:
     found = fs.simulate(MESH, ragged_on_rank, MESH)
     for got, want in zip(found, ragged_by_hand(MESH), strict=True):
         torch.testing.assert_close(got, [t.detach() for t in want])
 
 
-def test_of_global_tensors_and_in_groups() -> None:
+def test_in_shard_map_and_in_groups() -> None:
     mesh = Mesh(y=3)
     x, out = (t[:3, 0].flatten(0, 1) for t in leaves())
     f = fs.shard_map(shuffled, mesh=mesh, in_specs=P("y"), out_specs=P("y"))
@@ -75,18 +75,18 @@ def test_meta_tensors() -> None:
     y = fs.ragged_all_to_all(x, out, *numbers, axis_name="i", mesh=Mesh(i=2))
     assert (tuple(y.shape), y.device.type) == ((7, 2), "meta")
     lost = torch.empty(2, device="meta", dtype=torch.int64)
-    with pytest.raises(ShardingError, match="send_sizes without numbers"):
+    with pytest.raises(ShardingError, match="send_sizes without values"):
         fs.ragged_all_to_all(x, out, [0, 1], lost, *numbers[2:], axis_name="i", mesh=Mesh(i=2))
 
 
-def test_all_ranks_are_told_what_is_refused() -> None:
+def test_all_ranks_raise_the_same_errors() -> None:
     mesh = Mesh(i=2)
     for found in fs.simulate(mesh, refusals, mesh):
         for each, got in zip(REFUSED, found, strict=True):
             assert got == text(each.lines), each.name
 
 
-def test_what_is_refused_is_of_no_rank_in_particular() -> None:
+def test_errors_name_no_rank_of_the_simulation() -> None:
     mesh = Mesh(i=2)
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -102,8 +102,8 @@ def test_what_is_refused_is_of_no_rank_in_particular() -> None:
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_refused_in_one_group_of_the_mesh() -> None:
-    """The ranks of the other groups go on."""
+def test_error_in_one_group_leaves_others_running() -> None:
+    """The ranks of the other group get their result."""
     mesh = Mesh(j=2, i=2)
 
     def body() -> str:

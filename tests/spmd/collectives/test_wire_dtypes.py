@@ -1,8 +1,8 @@
-"""`forward_dtype` and `backward_dtype` of collectives: what travels, and what comes out.
+"""`forward_dtype` and `backward_dtype` of collectives: values, bytes and errors.
 
-The definition is the test: a collective with a `forward_dtype` is the plain one of the cast
-tensor, cast back; its gradient is that of the plain one in `backward_dtype`, cast back. Where
-a direction sends nothing, its dtype changes nothing.
+A collective with a `forward_dtype` must equal the plain one of the cast tensor, cast back; its
+gradient must equal the one of the plain collective in `backward_dtype`, cast back. The dtype of a
+direction that sends nothing must have no effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.spmd.wire_dtype_cases import (
 )
 
 
-def test_every_collective_that_is_linear_has_them() -> None:
+def test_all_linear_collectives_have_wire_dtypes() -> None:
     plans: list[Callable[..., Any]] = [*COLLECTIVE_PLANS.values(), fs.ragged_all_to_all]
     with_both = {
         plan.__name__ for plan in plans
@@ -42,13 +42,13 @@ def test_every_collective_that_is_linear_has_them() -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_what_is_sent_is_cast_once_each_way(mesh: Mesh) -> None:
+def test_values_are_cast_once_in_each_direction(mesh: Mesh) -> None:
     assert fs.simulate(mesh, on_rank, mesh) == [[]] * mesh.size
 
 
 @pytest.mark.parametrize("each", SENDERS, ids=lambda each: each.name)
-def test_bytes(each: Sender) -> None:
-    """Half the bytes forward, twice as many backward; offsets of a ragged exchange are plain."""
+def test_bytes_scale_with_the_wire_dtype(each: Sender) -> None:
+    """Forward sends half the bytes, backward twice as many; row offsets are not cast."""
 
     def run(**o: Any) -> Any:
         def body() -> None:
@@ -87,7 +87,7 @@ def test_second_derivatives_send_forward_dtype_again() -> None:
         assert found == [True] * len(SENDERS)
 
 
-def test_trees_and_what_is_started_ahead() -> None:
+def test_wire_dtypes_of_trees_and_started_collectives() -> None:
     shapes = {"a": torch.Size((2, 3)), "b": torch.Size((4,))}
     share = {0: 1.0, 1: 4 / 3}
 
@@ -125,7 +125,7 @@ def test_trees_and_what_is_started_ahead() -> None:
             assert torch.equal(later[name], at_once[name])
 
 
-def test_integers_are_sent_as_integers_and_booleans_as_them_too() -> None:
+def test_wire_dtypes_of_integers_and_booleans() -> None:
     def body() -> list[Any]:
         big = torch.tensor([100], dtype=torch.int8)
         return [
@@ -142,7 +142,7 @@ def test_integers_are_sent_as_integers_and_booleans_as_them_too() -> None:
         assert number == 6
 
 
-def test_tensors_without_numbers() -> None:
+def test_wire_dtypes_of_meta_tensors() -> None:
     x = torch.empty(2, 4, device="meta", dtype=F32)
     for each in SENDERS:
         if each.name != "ragged_all_to_all":
@@ -160,7 +160,7 @@ def refusal(word: str, wire: object, dtype: torch.dtype) -> str:
 
 
 @pytest.mark.parametrize("each", SENDERS, ids=lambda each: each.name)
-def test_refusals(each: Sender) -> None:
+def test_refused_wire_dtypes(each: Sender) -> None:
     def run(x: torch.Tensor, **o: Any) -> None:
         fs.simulate(LINE, lambda: each.run(x, "i", mesh=LINE, **o))
 
@@ -185,7 +185,7 @@ def test_refusals(each: Sender) -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_programs_refuse_the_same() -> None:
+def test_programs_refuse_the_same_wire_dtypes() -> None:
     src = Spec(LINE, P("i"), shape=(4,), dtype=torch.int64)
     with pytest.raises(
         ShardingError, match=r"sent in torch.bfloat16\n  rule:  the dtype sent must"
