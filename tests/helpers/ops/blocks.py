@@ -1,4 +1,4 @@
-"""Four blocks as research code has them: functions of a dict of parameters and an input."""
+"""Four blocks as in research code: functions of a dict of parameters and an input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ Params = dict[str, torch.Tensor]
 DTYPE = torch.float64
 
 
-def _make(shapes: dict[str, tuple[int, ...]], seed: int) -> Params:
+def make_params(shapes: dict[str, tuple[int, ...]], seed: int) -> Params:
+    """Return random parameters that require grad."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (
@@ -34,28 +35,28 @@ def gpt(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def gpt_params(width: int = 16, seed: int = 0) -> Params:
-    """Parameters of `gpt`."""
+    """Return parameters of `gpt`."""
     shapes: dict[str, tuple[int, ...]] = {
         "w1": (4 * width, width), "b1": (4 * width,), "w2": (width, 4 * width), "b2": (width,),
         **{f"w{c}": (width, width) for c in "qkvo"}, **{f"b{c}": (width,) for c in "qkvo"},
         **dict.fromkeys(("ln1", "ln1b", "ln2", "ln2b"), (width,)),
     }  # fmt: skip
-    return _make(shapes, seed)
+    return make_params(shapes, seed)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of a `(batch, heads, length, width)` tensor, halves as pairs."""
+    """Apply rotary positions to a `(batch, heads, length, width)` tensor, halves as pairs."""
     length, width = x.shape[-2:]
-    at = torch.arange(length, dtype=x.dtype)
-    turn = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=x.dtype) / width)
-    angle = torch.outer(at, turn)
+    position = torch.arange(length, dtype=x.dtype)
+    frequency = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=x.dtype) / width)
+    angle = torch.outer(position, frequency)
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-    one, other = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-other, one), dim=-1) * sin
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Llama's norm."""
+    """RMS norm of Llama."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
@@ -71,8 +72,8 @@ def llama(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def llama_params(width: int = 32, seed: int = 1) -> Params:
-    """Parameters of `llama`."""
-    return _make({
+    """Return parameters of `llama`."""
+    return make_params({
         "wq": (width, width), "wk": (width // 2, width), "wv": (width // 2, width),
         "wo": (width, width), "wg": (2 * width, width), "wu": (2 * width, width),
         "wd": (width, 2 * width), "ln1": (width,), "ln2": (width,),
@@ -87,8 +88,8 @@ def resnet(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def resnet_params(channels: int = 8, seed: int = 2) -> Params:
-    """Parameters of `resnet`."""
-    return _make({
+    """Return parameters of `resnet`."""
+    return make_params({
         "c1": (channels, channels, 3, 3), "c2": (channels, channels, 3, 3),
         **{f"{c}{i}": (channels,) for c in "gh" for i in (1, 2)},
     }, seed)  # fmt: skip
@@ -107,8 +108,8 @@ def vit(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def vit_params(width: int = 16, seed: int = 3) -> Params:
-    """Parameters of `vit`, for images of 3x8x8."""
-    return _make({
+    """Return parameters of `vit`, for images of 3x8x8."""
+    return make_params({
         "patch": (width, 3, 4, 4), "pos": (4, width), "qkv": (3 * width, width),
         "wo": (width, width), "w1": (4 * width, width), "w2": (width, 4 * width),
         "ln1": (width,), "ln2": (width,),

@@ -1,7 +1,7 @@
-"""Random functions of tensors: a few operations each, every one checked to run on whole tensors.
+"""Random programs of a few operations, each checked to run on global tensors.
 
 A program is drawn from a `random.Random`, which Hypothesis can shrink, and runs with any `Caller`:
-PyTorch's own call, or `fs.apply`. Values stay small, and away from where gradients jump.
+PyTorch's own call, or `fs.apply`. Values stay small, and away from discontinuities of gradients.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ import torch.nn.functional as F
 import fshard as fs
 from fshard import P
 
-__all__ = ["Program", "program"]
+__all__ = ["RandomProgram", "program", "random_tensor"]
 
 Caller = Callable[..., Any]
 Run = Callable[..., Any]
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6)
-MOST = 600.0
-APART = 1e-4
-"""Values that an operation tells apart, or from nought, differ by more than this."""
+MAX_VALUE = 600.0
+MIN_GAP = 1e-4
+"""Least difference of values that an operation compares, with each other or with 0."""
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own call."""
+    """Call an operation of PyTorch."""
     return op(*args, **kwargs)
 
 
 @dataclass(slots=True)
-class Step:
-    """One operation: what it does, on which values."""
+class ProgramStep:
+    """One operation on values by their numbers."""
 
     text: str
     run: Run
-    places: tuple[int, ...]
+    operands: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class Program:
-    """Inputs, steps on the values before them, and the places of what is returned."""
+class RandomProgram:
+    """Inputs, steps on earlier values, and the numbers of the returned values."""
 
     inputs: list[torch.Tensor]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
 
     def run(self, inputs: Sequence[Any], caller: Caller = call) -> list[Any]:
-        """The outputs of the program on these inputs."""
+        """Return the outputs of the program on these inputs."""
         values = list(inputs)
         for step in self.steps:
-            values.append(step.run(caller, *(values[at] for at in step.places)))
+            values.append(step.run(caller, *(values[at] for at in step.operands)))
         return [values[at] for at in self.outputs]
 
     def __str__(self) -> str:
         count = len(self.inputs)
         lines = [f"v{at} = {str(x.dtype)[6:]}{list(x.shape)}{' grad' if x.requires_grad else ''}"
                  for at, x in enumerate(self.inputs)]  # fmt: skip
-        lines += [f"v{count + at} = {s.text}({', '.join(f'v{p}' for p in s.places)})"
+        lines += [f"v{count + at} = {s.text}({', '.join(f'v{p}' for p in s.operands)})"
                   for at, s in enumerate(self.steps)]  # fmt: skip
         return "\n".join([*lines, f"return {', '.join(f'v{at}' for at in self.outputs)}"])
 
 
-def numbers(r: Random, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers of a shape."""
+def random_tensor(r: Random, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a random tensor."""
     generator = torch.Generator().manual_seed(r.randrange(1000))
     if not dtype.is_floating_point:
         return torch.randint(0, 3, tuple(shape), generator=generator, dtype=dtype)
@@ -77,11 +77,11 @@ def numbers(r: Random, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor
 
 
 def distinct(x: torch.Tensor, dim: int) -> bool:
-    """Whether no two values along a dim are nearly equal: whichever is the larger is clear."""
+    """Return True if no two values along a dim are nearly equal, so that the larger is clear."""
     return (
         x.shape[dim] < 2
         or not x.numel()
-        or bool(x.sort(dim).values.diff(dim=dim).abs().amin() > APART)
+        or bool(x.sort(dim).values.diff(dim=dim).abs().amin() > MIN_GAP)
     )
 
 
@@ -89,66 +89,66 @@ def floats(values: Sequence[torch.Tensor]) -> list[int]:
     return [at for at, x in enumerate(values) if x.is_floating_point()]
 
 
-Made = tuple[str, Run, tuple[int, ...]]
-Maker = Callable[[Random, list[torch.Tensor]], Made | None]
+Draw = tuple[str, Run, tuple[int, ...]]
+Maker = Callable[[Random, list[torch.Tensor]], Draw | None]
 MAKERS: list[Maker] = []
 
 
 def maker(times: int = 1) -> Callable[[Maker], Maker]:
-    def keep(made: Maker) -> Maker:
-        MAKERS.extend([made] * times)
-        return made
+    def register(maker_: Maker) -> Maker:
+        MAKERS.extend([maker_] * times)
+        return maker_
 
-    return keep
+    return register
 
 
 def one(r: Random, values: list[torch.Tensor], dims: int = 0) -> int | None:
-    """A float of at least so many dims; the newest as often as all others."""
+    """Return the number of a float of at least `dims` dims; the newest as often as all others."""
     found = [at for at in floats(values) if values[at].ndim >= dims]
     return None if not found else found[-1] if r.random() < 0.5 else r.choice(found)
 
 
 @maker(2)
-def element(r: Random, values: list[torch.Tensor]) -> Made | None:
+def element(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values)
     op = r.choice([torch.exp, torch.tanh, torch.sin, F.gelu, torch.neg, torch.square, F.silu,
                    torch.sigmoid, torch.abs, F.relu])  # fmt: skip
     if at is None:
         return None
     x = values[at]
-    if op in (F.relu, torch.abs) and x.numel() and x.abs().amin() < APART:
+    if op in (F.relu, torch.abs) and x.numel() and x.abs().amin() < MIN_GAP:
         return None
     return op.__name__, lambda c, x: c(op, x), (at,)
 
 
 @maker(3)
-def pair(r: Random, values: list[torch.Tensor]) -> Made | None:
+def pair(r: Random, values: list[torch.Tensor]) -> Draw | None:
     one, other = r.randrange(len(values)), r.randrange(len(values))
     op = r.choice([torch.add, torch.sub, torch.mul])
     return op.__name__, lambda c, x, y: c(op, x, y), (one, other)
 
 
 @maker()
-def constant(r: Random, values: list[torch.Tensor]) -> Made | None:
+def constant(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values)
     if at is None:
         return None
     x = values[at]
     shape = r.choice([(), x.shape[-1:], tuple(x.shape)])
-    held = numbers(r, shape, x.dtype)
+    held = random_tensor(r, shape, x.dtype)
     op = r.choice([torch.add, torch.mul])
     return f"{op.__name__} a constant{list(shape)}", lambda c, x: c(op, x, held), (at,)
 
 
 @maker()
-def scalar(r: Random, values: list[torch.Tensor]) -> Made | None:
+def scalar(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at, by = r.randrange(len(values)), r.choice([2, 0.5, -1.0])
     op = r.choice([torch.add, torch.mul])
     return f"{op.__name__} {by}", lambda c, x: c(op, x, by), (at,)
 
 
 @maker(3)
-def product(r: Random, values: list[torch.Tensor]) -> Made | None:
+def product(r: Random, values: list[torch.Tensor]) -> Draw | None:
     found = [
         (a, b) for a in floats(values) for b in floats(values)
         if values[a].ndim and values[b].ndim and values[a].dtype == values[b].dtype
@@ -160,7 +160,7 @@ def product(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker(2)
-def linear(r: Random, values: list[torch.Tensor]) -> Made | None:
+def linear(r: Random, values: list[torch.Tensor]) -> Draw | None:
     found = [
         (a, w) for a in floats(values) for w in floats(values)
         if values[a].ndim and values[w].ndim == 2 and values[a].dtype == values[w].dtype
@@ -178,7 +178,7 @@ def linear(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker(2)
-def reduction(r: Random, values: list[torch.Tensor]) -> Made | None:
+def reduction(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values, 1)
     if at is None:
         return None
@@ -192,7 +192,7 @@ def reduction(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def whole(r: Random, values: list[torch.Tensor]) -> Made | None:
+def whole(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at, op = r.randrange(len(values)), r.choice([torch.sum, torch.sum, torch.mean])
     if op is torch.mean and not (values[at].is_floating_point() and values[at].numel()):
         return None
@@ -200,7 +200,7 @@ def whole(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker(2)
-def along(r: Random, values: list[torch.Tensor]) -> Made | None:
+def along(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values, 1)
     if at is None:
         return None
@@ -211,7 +211,7 @@ def along(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def norm(r: Random, values: list[torch.Tensor]) -> Made | None:
+def norm(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values, 1)
     if at is None or values[at].shape[-1] < 2:
         return None
@@ -228,7 +228,7 @@ def norm(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker(3)
-def view(r: Random, values: list[torch.Tensor]) -> Made | None:
+def view(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = r.randrange(len(values))
     x = values[at]
     if not x.ndim:
@@ -270,13 +270,13 @@ def view(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def transposed(r: Random, values: list[torch.Tensor]) -> Made | None:
+def transposed(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values, 2)
     return None if at is None else ("mT", lambda c, x: c(torch.transpose, x, -1, -2), (at,))
 
 
 @maker(2)
-def joined(r: Random, values: list[torch.Tensor]) -> Made | None:
+def joined(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values, 1)
     if at is None:
         return None
@@ -296,7 +296,7 @@ def joined(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker(2)
-def indexed(r: Random, values: list[torch.Tensor]) -> Made | None:
+def indexed(r: Random, values: list[torch.Tensor]) -> Draw | None:
     indices = [at for at, x in enumerate(values) if x.dtype == torch.int64
                and (not x.numel() or 0 <= x.amin() <= x.amax() <= 2)]  # fmt: skip
     at = one(r, values, 1)
@@ -318,10 +318,10 @@ def indexed(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def masked(r: Random, values: list[torch.Tensor]) -> Made | None:
+def masked(r: Random, values: list[torch.Tensor]) -> Draw | None:
     one, other, third = (r.choice(floats(values) or [0]) for _ in range(3))
     x = values[one]
-    if x.numel() and x.abs().amin() < APART:
+    if x.numel() and x.abs().amin() < MIN_GAP:
         return None
     if r.random() < 0.5:
         fill: Run = lambda c, x, y: c(torch.masked_fill, y, c(torch.gt, x, 0), -0.5)  # noqa: E731
@@ -331,7 +331,7 @@ def masked(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def cast(r: Random, values: list[torch.Tensor]) -> Made | None:
+def cast(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = r.randrange(len(values))
     if values[at].dtype == torch.bool:
         return None
@@ -339,11 +339,11 @@ def cast(r: Random, values: list[torch.Tensor]) -> Made | None:
     return f"to {dtype}", lambda c, x: c(torch.ops.aten.to.dtype, x, dtype), (at,)
 
 
-# -- what only whole functions have ---------------------------------------------------------
+# -- features of functions only -------------------------------------------------------------
 
 
 @maker()
-def held(r: Random, values: list[torch.Tensor]) -> Made | None:
+def held(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at = one(r, values)
     if at is None:
         return None
@@ -358,7 +358,7 @@ def held(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def written(r: Random, values: list[torch.Tensor]) -> Made | None:
+def written(r: Random, values: list[torch.Tensor]) -> Draw | None:
     at, other = one(r, values), r.choice(floats(values) or [0])
     op = r.choice([torch.Tensor.add_, torch.Tensor.mul_])
     if at is None:
@@ -377,8 +377,8 @@ def written(r: Random, values: list[torch.Tensor]) -> Made | None:
 
 
 @maker()
-def hinted(r: Random, values: list[torch.Tensor]) -> Made | None:
-    """A layout on the axis `x`, which every mesh has, of 1 to 3 ranks."""
+def hinted(r: Random, values: list[torch.Tensor]) -> Draw | None:
+    """Constrain a layout on the axis `x`, which every mesh has, of 1 to 3 ranks."""
     at = one(r, values, 1)
     if at is None:
         return None
@@ -395,8 +395,8 @@ def hinted(r: Random, values: list[torch.Tensor]) -> Made | None:
 # -- programs -------------------------------------------------------------------------------
 
 
-def program(r: Random, most: int = 10) -> Program:
-    """A program of up to `most` operations that runs on whole tensors."""
+def program(r: Random, most: int = 10) -> RandomProgram:
+    """Return a program of up to `most` operations."""
     a, b, c = (r.choice(SIZES) for _ in range(3))
     shapes = [(a, b), (b,), (b, c), (c, b), (a, b, c), (a, 1), (), (c,), (2, a, b), (0, b)]
     dtype = r.choice([torch.float64, torch.float64, torch.float32])
@@ -404,25 +404,25 @@ def program(r: Random, most: int = 10) -> Program:
     for _ in range(r.randint(1, 4)):
         kind = dtype if r.random() < 0.8 else r.choice([torch.float64, torch.int64, torch.int64])
         weights = [4, 2, 3, 2, 3, 1, 1, 1, 1, 0.3]
-        x = numbers(r, r.choices(shapes, weights)[0], kind)
+        x = random_tensor(r, r.choices(shapes, weights)[0], kind)
         inputs.append(x.requires_grad_(kind.is_floating_point and r.random() < 0.8))
-    made = Program(inputs)
+    drawn = RandomProgram(inputs)
     values: list[torch.Tensor] = list(inputs)
     for _ in range(r.randint(1, most) * 2):
         step = r.choice(MAKERS)(r, values)
-        if step is None or len(made.steps) >= most:
+        if step is None or len(drawn.steps) >= most:
             continue
-        text, run, places = step
+        text, run, operands = step
         try:
-            value = run(call, *(values[at] for at in places))
+            value = run(call, *(values[at] for at in operands))
         except (RuntimeError, IndexError, ValueError, TypeError):
             continue
-        if value.numel() > 4000 or (value.numel() and not value.double().abs().amax() < MOST):
+        if value.numel() > 4000 or (value.numel() and not value.double().abs().amax() < MAX_VALUE):
             continue
-        made.steps.append(Step(text, run, places))
+        drawn.steps.append(ProgramStep(text, run, operands))
         values.append(value)
     count = len(inputs)
     others = [at for at in range(len(values)) if at >= count or r.random() < 0.1]
     last = [len(values) - 1]
-    made.outputs = last + [at for at in others if r.random() < 0.2]
-    return made
+    drawn.outputs = last + [at for at in others if r.random() < 0.2]
+    return drawn

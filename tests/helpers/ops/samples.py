@@ -22,6 +22,29 @@ def rand(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torc
     return made + 0.1 * made.sgn()
 
 
+def positive(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return float64 values between 0.25 and 1.25."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.25
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return normally distributed float64 values."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+    """Return int64 values from `low` to `high - 1`."""
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def aten_op(name: str) -> Any:
+    """Return the aten overload of a name such as "sum.dim_IntList"; the default one for "sum"."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
 class Draws:
     """Numbers by a generator of one's own, the same ones every time, whatever else is run."""
 

@@ -1,4 +1,4 @@
-"""Rules of gradients of selections, scans and distances, of recurrent layers and of rounding."""
+"""Rules of gradient operations, of recurrent layers and of fake quantization."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_dropout_between_layers_is_refused() -> None:
     assert str(error.value) == (
         "fs.propagate(aten.gru.input)\n"
         "  given: dropout=0.5 while training\n"
-        "  rule:  a rank's generator does not draw what the whole tensor's does\n"
+        "  rule:  draws must be keyed: a rank's generator does not draw the values of the global "
+        "tensor\n"
         "  fix:   dropout=0.0, and between the layers, each called alone, "
         "x * fs.random.dropout_mask(key, x, p)"
     )

@@ -79,7 +79,7 @@ def _refuse(call: OpCall, replacement: str) -> NoReturn:
         f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in call.operands
     )
     fail(f"fs.propagate({call.op})", operands,
-         "draws must be keyed: this rank's generator does not draw the values of the global tensor",
+         "draws must be keyed: a rank's generator does not draw the values of the global tensor",
          replacement)  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def reshape(call: OpCall) -> Rule:
     result = call.result
     factors = reshape_factors(call.operands[0].shape, result.shape)
     shapes = (factors.after,) * (len(call.operands) - 1)
-    return Rule((factors.before, *shapes), (factors.after,), unsharded=factors.whole,
+    return Rule((factors.before, *shapes), (factors.after,), unsharded=factors.unsharded,
                 modes=shape_operand_modes(call),
                 local=ReshapeCall(aten.reshape.default), sizes=factors.sizes)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Rules of Fourier transforms, against the whole on every role; their texts."""
+"""Rules of Fourier transforms: correctness for every role, texts."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def hann() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", REAL.split())
-def test_of_real_numbers(name: str) -> None:
+def test_transforms_of_real_signals(name: str) -> None:
     assert wrong(lambda: (getattr(aten, name), rand(3, 4, 5))) == []
 
 
 @pytest.mark.parametrize("name", [*HALF.split(), "fft_fft"])
-def test_of_complex_numbers(name: str) -> None:
+def test_transforms_of_complex_signals(name: str) -> None:
     assert wrong(lambda: (getattr(aten, name), rand(3, 4, 5, dtype=COMPLEX))) == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others(name: str) -> None:
+def test_shifts_and_windows(name: str) -> None:
     assert wrong(OTHERS[name], grad=not name.startswith("prims")) == []
 
 
@@ -62,8 +62,8 @@ def test_istft(whole: tuple[int, ...]) -> None:
         assert wrong(lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 4)) == []
 
 
-def test_integers_pass_no_addends() -> None:
-    """Addends of integers wrap, and their transforms do not."""
+def test_unreduced_integers_are_not_accepted() -> None:
+    """Integer partial sums wrap, their transforms do not."""
     assert text(aten.fft_fft, rand(3, 4, dtype=torch.int32)) == "b1->b1"
 
 
@@ -78,7 +78,7 @@ def test_texts() -> None:
     assert text(*OTHERS["stft"]()).startswith("b1,1->b11  {unreduced 0 sum; unreduced 0 avg; ")
 
 
-def test_unreduced_signals_stay_so() -> None:
+def test_unreduced_signals_stay_unreduced() -> None:
     mesh = fs.Mesh(x=2, y=2)
     spec = fs.Spec(mesh, fs.P("x", unreduced={"y"}), shape=(4, 8))
     parts = tuple(rand(2, 8, dtype=torch.float32, seed=rank) for rank in range(4))

@@ -1,4 +1,4 @@
-"""Rules of linear algebra, against the whole on every role; their texts."""
+"""Rules of linear algebra: correctness for every role, texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def square() -> torch.Tensor:
-    """Three positive definite matrices."""
+    """Return three positive definite matrices."""
     a = rand(3, 3, 3)
     return a @ a.mT + 3 * torch.eye(3, dtype=a.dtype)
 
@@ -35,7 +35,7 @@ ROUGH = """
     _linalg_det _linalg_slogdet _linalg_eigh linalg_eig linalg_eigvals linalg_svd linalg_ldl_factor
     linalg_ldl_factor_ex linalg_lu_factor_ex geqrf
 """.split()  # noqa: SIM905
-"""Those that have no gradient, or one that depends on signs that nobody chose."""
+"""Samples without a gradient, or with one that depends on arbitrary signs."""
 
 OTHERS: dict[str, Sample] = {
     "qr of tall ones": lambda: (aten.linalg_qr, upright()),
@@ -84,12 +84,12 @@ def test_batches_without_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others(name: str) -> None:
+def test_unbatched_operations(name: str) -> None:
     assert wrong(OTHERS[name]) == []
 
 
 @pytest.mark.parametrize("name", UNASKED)
-def test_results_that_nobody_asked_for(name: str) -> None:
+def test_results_that_are_not_requested(name: str) -> None:
     assert wrong(UNASKED[name], grad=False) == []
 
 

@@ -1,4 +1,4 @@
-"""Rules of products, against the whole on every role; their texts."""
+"""Rules of products: correctness for every role, texts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_products(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_is_added_counts_once(name: str) -> None:
+def test_added_operands_count_once(name: str) -> None:
     assert wrong(ADDED[name], grad=name != "activated") == []
 
 
@@ -133,7 +133,7 @@ def test_texts() -> None:
     assert text(aten.cdist, rand(4, 3), rand(5, 3)) == "pk,qk->pq  {k unsharded}"
 
 
-def test_bytes_that_are_summed_wider_pass_no_addends() -> None:
+def test_unreduced_bytes_are_not_accepted_by_wider_sums() -> None:
     """Sums of bytes wrap at 256, sums of their products do not."""
     small = torch.int8
     assert text(aten._int_mm, rand(32, 16, dtype=small), rand(16, 32, dtype=small)) == (
@@ -142,7 +142,7 @@ def test_bytes_that_are_summed_wider_pass_no_addends() -> None:
 
 
 def test_groups() -> None:
-    """Of rows in groups only the columns can be cut, and what the products sum over."""
+    """Only columns and the contracted dim may be sharded if rows are in groups."""
     ends = torch.tensor([4, 8], dtype=torch.int32)
     rows = rand(8, 32, dtype=torch.bfloat16)
     modes = "unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
@@ -152,8 +152,8 @@ def test_groups() -> None:
     assert text(aten._grouped_mm, whole, batch) == f"gik,gkj->gij  {{k sum; {modes}"
 
 
-def test_the_first_dim_of_three_is_the_whole_tensors() -> None:
-    """A rank's part may have a dim of three before the one that the whole has."""
+def test_cross_uses_the_first_global_dim_of_size_three() -> None:
+    """A shard may have a dim of size 3 before the one of the global tensor."""
     x, y = rand(6, 3), rand(6, 3, seed=1)
     mesh = fs.Mesh(x=2)
     spec = fs.Spec(mesh, fs.P("x"), shape=(6, 3), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Rules of operations on single elements: dims that broadcast, and what passes addends."""
+"""Rules of pointwise operations: broadcast dims, modes of unreduced operands."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_give_what_the_whole_gives(name: str) -> None:
+def test_rules_are_right(name: str) -> None:
     op, *args = CASES[name]
     named = {"rounding_mode": "floor"} if name == "div rounded" else {}
     assert check_call(op, *args, **named) == []
@@ -135,7 +135,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_rules_say(name: str) -> None:
+def test_rule_texts(name: str) -> None:
     op, *args = CASES[name]
     named = {"rounding_mode": "floor"} if name == "div rounded" else {}
     assert str(call_with(op, args, named)[1]) == TEXTS[name]
@@ -152,8 +152,8 @@ RISING = [
 
 
 @pytest.mark.parametrize("name", RISING)
-def test_maxima_pass_also_where_a_candidate_is_no_number(name: str) -> None:
-    """The maximum of the results is the result of the maximum, for every pair of candidates."""
+def test_maxima_pass_with_nan_candidates(name: str) -> None:
+    """The maximum of the results is the result of the maximum for every pair of candidates."""
     one, other = torch.meshgrid(ENDS, ENDS, indexing="ij")
     op = getattr(A, name).default
     assert [m.kind for m in call_with(op, (one,), {})[1].modes] == ["max", "min"]
@@ -182,8 +182,8 @@ ORDERED: dict[str, tuple[Any, int, tuple[Any, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_extremes_of_results_are_results_of_extremes(name: str) -> None:
-    """For every pair of candidates beside every constant, infinite ones and NaN too."""
+def test_modes_commute_with_the_operation(name: str) -> None:
+    """The same for every pair of candidates with every constant, infinities and NaN included."""
     op, operands, more, count = ORDERED[name]
     one, other, constant = torch.meshgrid(ENDS, ENDS, ENDS, indexing="ij")
     modes = call_with(op, (one,) * operands + more, {})[1].modes
@@ -203,7 +203,7 @@ def test_extremes_of_results_are_results_of_extremes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["add_", "__and__", "absolute", "special_expit", "multiply"])
-def test_composites_and_writes_have_rules(name: str) -> None:
+def test_composites_and_in_place_variants_have_rules(name: str) -> None:
     packet = getattr(A, name)
     found = [row_of(getattr(packet, each)) for each in packet.overloads()]
     assert any(row is not None and row.module.endswith("pointwise") for row in found)

@@ -1,4 +1,4 @@
-"""Rules of reading and writing by indices, tried on every role against the whole."""
+"""Rules of reads and writes by indices: correctness for every role, texts, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ real, below = DRAWS.real, DRAWS.below
 
 
 def mask(*shape: int) -> torch.Tensor:
-    """Booleans, about half of them true."""
+    """Return booleans, about half of them true."""
     return real(*shape) > 0.5
 
 
@@ -82,8 +82,8 @@ NAMED: dict[str, dict[str, Any]] = {"nonzero_static": {"size": 5}}
 
 
 @pytest.mark.parametrize("name", [*READS, *WRITES])
-def test_every_role_gives_what_one_device_does(name: str) -> None:
-    """Values and gradients, for even, uneven and empty parts."""
+def test_rules_are_right(name: str) -> None:
+    """Values and gradients for even, uneven and empty shards."""
     op, *args = {**READS, **WRITES}[name]
     assert check_call(op, *args, **NAMED.get(name, {})) == []
 
@@ -91,7 +91,7 @@ def test_every_role_gives_what_one_device_does(name: str) -> None:
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("kind", ["sum", "prod", "mean", "amax", "amin"])
 def test_scatter_reduce(kind: str, include: bool) -> None:
-    """Every reduction, with and without what was there."""
+    """Every reduction, with and without the previous values."""
     args = (real(4, 3), 0, below(4, 6, 3), real(6, 3), kind)
     assert check_call(aten.scatter_reduce, *args, include_self=include) == []
 
@@ -100,14 +100,14 @@ def test_scatter_reduce(kind: str, include: bool) -> None:
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("kind", ["prod", "mean", "amax", "amin"])
 def test_index_reduce(kind: str, include: bool) -> None:
-    """Every reduction, with and without what was there."""
+    """Every reduction, with and without the previous values."""
     args = (real(4, 3), 0, below(4, 6), real(6, 3), kind)
     assert check_call(aten.index_reduce, *args, include_self=include) == []
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-def test_products_of_what_falls_elsewhere_are_not_counted() -> None:
-    """Gradients are numbers where the product of all other ranks' elements is too large to be."""
+def test_products_leave_out_other_shards() -> None:
+    """Gradients stay finite if the product of other ranks' elements overflows."""
     x, index = real(4, 2), torch.tensor([0, 3, 1, 3, 2, 3])
     many = torch.full((6, 2), 1e60, dtype=torch.float64)
     rows = torch.stack([index, index], 1)
@@ -115,8 +115,8 @@ def test_products_of_what_falls_elsewhere_are_not_counted() -> None:
     assert check_call(aten.index_reduce, x, 0, index, many, "prod") == []
 
 
-def test_two_axes_cut_one_lookup_and_one_write() -> None:
-    """Rows on one axis and columns on the other, or both on one dim."""
+def test_rules_on_two_axes() -> None:
+    """Rows on one axis and columns on the other, or both axes on one dim."""
     x, index = real(5, 4), below(4, 5, 3)
     assert check_call(aten.gather, x, 1, index, grad=False, two_axes=True) == []
     assert check_call(aten.scatter_add, x, 1, index, real(5, 3), grad=False, two_axes=True) == []
@@ -142,66 +142,65 @@ RULES["scatter_add"] = RULES["index_add"].replace("d0 v d2,k,d0", "d0 v d2,d0 k 
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_as_texts(name: str) -> None:
-    """What is cut, what is summed, and what passes unreduced."""
+def test_rule_texts(name: str) -> None:
+    """Sharded, summed and unreduced factors of each rule."""
     op, *args = {**READS, **WRITES}[name]
     assert str(call_with(op, args, NAMED.get(name, {}))[1]) == RULES[name]
 
 
-# -- what a user sees -------------------------------------------------------------------------
+# -- user-visible behaviour --------------------------------------------------------------------
 
 MESH = fs.Mesh(x=2)
 
 
-def cut(x: torch.Tensor, *dims: str | None) -> fs.Sharded:
-    """A tensor cut on the mesh."""
+def sharded(x: torch.Tensor, *dims: str | None) -> fs.Sharded:
+    """Return a sharded tensor."""
     return fs.shard(x, fs.Spec(MESH, fs.P(*dims), shape=x.shape, dtype=x.dtype))
 
 
-def test_a_lookup_in_a_cut_dim_sends_nothing() -> None:
+def test_lookup_in_a_sharded_dim_sends_nothing() -> None:
     """The result is an unreduced sum."""
     x, index = real(4, 3), below(4, 6, 3)
-    made = apply(aten.gather, cut(x, "x"), 0, index)
+    made = apply(aten.gather, sharded(x, "x"), 0, index)
     assert str(made.spec) == "f64[6,3]{unreduced: x}"
     assert torch.equal(fs.unshard(made), x.gather(0, index))
 
 
 @pytest.mark.parametrize("wrong", [4, 7, -1, -9])
 @pytest.mark.parametrize("op", [aten.gather, aten.index_select, aten.scatter_add])
-def test_indices_that_no_part_holds_are_refused_as_on_one_device(op: Any, wrong: int) -> None:
-    """No rank's zeros stand for an index that is wrong."""
+def test_invalid_indices_are_refused(op: Any, wrong: int) -> None:
+    """Zeros never replace an invalid index."""
     index = torch.tensor([wrong])
     values = (real(1),) if op is aten.scatter_add else ()
     x = real(4)
     with pytest.raises((RuntimeError, IndexError), match="out of"):
         op(x, 0, index, *values)
     with pytest.raises((RuntimeError, IndexError), match="out of"):
-        apply(op, cut(x, "x"), 0, index, *values)
+        apply(op, sharded(x, "x"), 0, index, *values)
 
 
 @pytest.mark.parametrize("wrong", [4, -5])
-def test_indices_that_count_from_the_end_are_checked_too(wrong: int) -> None:
-    """As on one device: -4 is the first of four, -5 none."""
+def test_invalid_negative_indices_are_refused(wrong: int) -> None:
+    """Index -4 is the first of four elements, -5 is invalid."""
     x = real(4)
     with pytest.raises(IndexError, match="out of"):
-        apply(aten.index.Tensor, cut(x, "x"), [torch.tensor([wrong])])
+        apply(aten.index.Tensor, sharded(x, "x"), [torch.tensor([wrong])])
     with pytest.raises(IndexError, match="out of"):
-        apply(aten.index_put, cut(x, "x"), [torch.tensor([wrong])], real(1))
+        apply(aten.index_put, sharded(x, "x"), [torch.tensor([wrong])], real(1))
     for op, values in ((aten.take, ()), (aten.put, (real(1),))):
         with pytest.raises((RuntimeError, IndexError), match="out of"):
-            apply(op, cut(x, "x"), torch.tensor([wrong]), *values)
+            apply(op, sharded(x, "x"), torch.tensor([wrong]), *values)
 
 
-def test_shapes_that_depend_on_numbers_are_refused() -> None:
-    """With what to do in their place."""
+def test_value_dependent_shapes_are_refused() -> None:
+    """The error names replacements."""
     spec = fs.Spec(MESH, fs.P("x"), shape=(4,), dtype=torch.float64)
     for op in (torch.nonzero, aten.unique_consecutive, aten.argwhere):
         with pytest.raises(ShardingError) as error:
             propagate(op, spec)
         assert str(error.value).partition("\n")[2] == (
             "  given: float64[4]\n"
-            "  rule:  the shape of what it returns depends on the numbers, and a layout has a "
-            "shape\n"
+            "  rule:  the shape of its result depends on values, but a layout must have a shape\n"
             "  fix:   compute with a mask and torch.where; a size argument, where it has one, "
-            "fixes the shape; fs.unshard gives the whole tensor"
+            "fixes the shape; fs.unshard gives the global tensor"
         )

@@ -1,4 +1,4 @@
-"""Rules of attention, against the whole on every role; their texts, and what they refuse."""
+"""Rules of attention: correctness for every role, texts, refusals, the decomposition."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SDPA = aten.scaled_dot_product_attention
 CPU = aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def three(heads: int = 3, wide: int = 3, lead: int = 2) -> tuple[torch.Tensor, ...]:
-    """Queries of 5 by heads, keys and values of 6 by 3, the latter of another width."""
+def query_key_value(heads: int = 3, wide: int = 3, lead: int = 2) -> tuple[torch.Tensor, ...]:
+    """Return queries of length 5 and keys and values of length 6, values of another width."""
     batch = (2,) * (lead - 1)
     return (
         rand(*batch, heads, 5, 4),
@@ -36,14 +36,14 @@ def mask(*shape: int) -> torch.Tensor:
 
 
 COMPOSITE: dict[str, Sample] = {
-    "plain": lambda: (SDPA, *three()),
-    "causal": lambda: (SDPA, *three(), {"is_causal": True}),
-    "added mask": lambda: (SDPA, *three(), rand(2, 1, 5, 6)),
-    "mask": lambda: (SDPA, *three(), mask(5, 6), {"scale": 0.3}),
-    "mask by heads": lambda: (SDPA, *three(), mask(2, 3, 1, 6)),
-    "without batch": lambda: (SDPA, *three(lead=1)),
-    "grouped": lambda: (SDPA, *three(6), {"enable_gqa": True}),
-    "grouped, masked": lambda: (SDPA, *three(6), rand(2, 6, 5, 6), {"enable_gqa": True}),
+    "plain": lambda: (SDPA, *query_key_value()),
+    "causal": lambda: (SDPA, *query_key_value(), {"is_causal": True}),
+    "added mask": lambda: (SDPA, *query_key_value(), rand(2, 1, 5, 6)),
+    "mask": lambda: (SDPA, *query_key_value(), mask(5, 6), {"scale": 0.3}),
+    "mask by heads": lambda: (SDPA, *query_key_value(), mask(2, 3, 1, 6)),
+    "without batch": lambda: (SDPA, *query_key_value(lead=1)),
+    "grouped": lambda: (SDPA, *query_key_value(6), {"enable_gqa": True}),
+    "grouped, masked": lambda: (SDPA, *query_key_value(6), rand(2, 6, 5, 6), {"enable_gqa": True}),
     "of one key's head": lambda: (SDPA, rand(2, 6, 5, 4), rand(2, 1, 6, 4), rand(2, 1, 6, 3),
                                   {"enable_gqa": True, "is_causal": True}),
 }  # fmt: skip
@@ -55,10 +55,10 @@ def test_attention(name: str) -> None:
 
 
 FUSED: dict[str, Sample] = {
-    "cpu": lambda: (CPU, *three(wide=4)),
-    "cpu causal": lambda: (CPU, *three(wide=4), 0.0, True),
-    "math": lambda: (aten._scaled_dot_product_attention_math, *three()),
-    "math grouped": lambda: (aten._scaled_dot_product_attention_math, *three(6),
+    "cpu": lambda: (CPU, *query_key_value(wide=4)),
+    "cpu causal": lambda: (CPU, *query_key_value(wide=4), 0.0, True),
+    "math": lambda: (aten._scaled_dot_product_attention_math, *query_key_value()),
+    "math grouped": lambda: (aten._scaled_dot_product_attention_math, *query_key_value(6),
                              {"enable_gqa": True}),
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_fused(name: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient(causal: bool) -> None:
-    q, k, v = three(wide=4)
+    q, k, v = query_key_value(wide=4)
     out, sums = CPU(q, k, v, 0.0, causal)
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
     assert wrong(lambda: (op, rand(2, 3, 5, 4, seed=3), q, k, v, out, sums, 0.0, causal),
@@ -79,33 +79,35 @@ def test_gradient(causal: bool) -> None:
 
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_attention_by_products(name: str) -> None:
-    """What is done by products and sums gives what the operation does, rows of no keys too."""
+    """The decomposition gives the operation's results, also for rows without keys."""
     op, args, named = taken_apart(COMPOSITE[name])
     torch.testing.assert_close(attention_by_products(*args, **named), op(*args, **named))
 
 
-def test_rows_that_may_look_at_nothing_are_zero() -> None:
+def test_rows_without_allowed_keys_are_zero() -> None:
     nothing = torch.zeros(5, 6, dtype=torch.bool)
     nothing[1] = True
-    made = attention_by_products(*three(), nothing)
-    torch.testing.assert_close(made, F.scaled_dot_product_attention(*three(), nothing))
+    made = attention_by_products(*query_key_value(), nothing)
+    torch.testing.assert_close(made, F.scaled_dot_product_attention(*query_key_value(), nothing))
     assert made[:, :, 0].eq(0).all()
 
 
 def test_texts() -> None:
-    assert text(SDPA, *three()) == ("bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}")
-    assert loops(SDPA, *three(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
-    assert loops(SDPA, *three(6), rand(2, 6, 5, 6), enable_gqa=True) == (
+    assert text(SDPA, *query_key_value()) == (
+        "bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}"
+    )
+    assert loops(SDPA, *query_key_value(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
+    assert loops(SDPA, *query_key_value(6), rand(2, 6, 5, 6), enable_gqa=True) == (
         "b(hg)q1,bh11,bh1v,b(hg)q1->b(hg)qv"
     )
 
 
 def on_cuda(name: str, *args: object) -> str:
-    """The rule of a kernel that this machine may lack, by shapes alone."""
+    """Return the rule of a CUDA kernel from shapes alone."""
     return str(rule_of(call_of(getattr(aten, name).default, args, {})))
 
 
-def test_kernels_of_other_devices() -> None:
+def test_rules_of_cuda_kernels() -> None:
     heads = Meta((2, 4, 64, 32), torch.float16)
     wide = Meta((2, 4, 64, 64), torch.float16)
     sums = Meta((2, 4, 64), torch.float32)
@@ -135,7 +137,7 @@ def test_kernels_of_other_devices() -> None:
 
 @pytest.mark.parametrize("cut", [2, 3])
 def test_half_precision_loses_no_more_than_on_one_device(cut: int) -> None:
-    """Over cut keys and over a cut width, values and gradients."""
+    """Values and gradients over sharded keys and over a sharded width."""
     heads = [3 * rand(2, 4, 12, 8, seed=at) for at in range(3)]
     weights = rand(2, 4, 12, 8, seed=3)
 
@@ -163,7 +165,8 @@ def test_dropout_is_refused() -> None:
     assert str(error.value) == (
         "fs.propagate(aten.scaled_dot_product_attention.default)\n"
         "  given: dropout_p=0.5\n"
-        "  rule:  a rank's generator does not draw what the whole tensor's does\n"
+        "  rule:  draws must be keyed: a rank's generator does not draw the values of the global "
+        "tensor\n"
         "  fix:   with fs.random.keyed(key): in a function for fs.partition draws by the key; "
         "dropout_p=0.0 drops nothing"
     )

@@ -1,4 +1,4 @@
-"""Rules of convolutions and their gradients, against the whole on every role; their texts."""
+"""Rules of convolutions and their gradients: correctness for every role, texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of embeddings, tried on every role against the whole."""
+"""Rules of embeddings: correctness for every role, texts, errors."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_role_gives_what_one_device_does(name: str) -> None:
-    """Values and gradients, for even, uneven and empty parts."""
+def test_rules_are_right(name: str) -> None:
+    """Values and gradients for even, uneven and empty shards."""
     op, *args = CASES[name]
     assert check_call(op, *args) == []
 
 
-def test_two_axes_cut_rows_and_width() -> None:
-    """Also both the rows."""
+def test_rules_on_two_axes() -> None:
+    """Rows on one axis and width on the other, or both axes on the rows."""
     assert check_call(aten.embedding, W, below(7, 3), grad=False, two_axes=True) == []
 
 
@@ -65,20 +65,20 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_as_texts(name: str) -> None:
-    """What is cut, what is summed, and what passes unreduced."""
+def test_rule_texts(name: str) -> None:
+    """Sharded, summed and unreduced factors of each rule."""
     op, *args = CASES[name]
     assert str(call_with(op, args, {})[1]) == RULES[name]
 
 
-# -- what a user sees -------------------------------------------------------------------------
+# -- user-visible behaviour --------------------------------------------------------------------
 
 MESH = fs.Mesh(tp=2)
 
 
 @pytest.mark.parametrize("rows", [8, 7])
-def test_one_weight_with_cut_rows_serves_twice(rows: int) -> None:
-    """As an embedding and as the output's weight: values, and one gradient of both uses."""
+def test_a_sharded_weight_may_be_used_twice(rows: int) -> None:
+    """Use one weight as embedding and as output weight: values, and the gradient of both uses."""
     w, index = real(rows, 4).requires_grad_(), below(rows, 5)
     spec = fs.Spec(MESH, fs.P("tp"), shape=w.shape, dtype=w.dtype, uneven="chunk")
     pair = fs.shard(w, spec)
@@ -96,8 +96,8 @@ def test_one_weight_with_cut_rows_serves_twice(rows: int) -> None:
     assert torch.allclose(found, right)
 
 
-def test_a_maximal_norm_is_refused() -> None:
-    """It is written into the weight."""
+def test_max_norm_is_refused() -> None:
+    """PyTorch writes the scaled rows into the weight."""
     spec = fs.Spec(MESH, fs.P("tp"), shape=(8, 4), dtype=torch.float64)
     index = fs.Spec(MESH, fs.P(), shape=(3,), dtype=torch.int64)
     with pytest.raises(ShardingError) as error:
@@ -105,14 +105,14 @@ def test_a_maximal_norm_is_refused() -> None:
     assert str(error.value) == (
         "fs.propagate(aten.embedding_renorm.default)\n"
         "  given: max_norm=2.5\n"
-        "  rule:  it writes into the weight, and nothing is written in place here\n"
+        "  rule:  the weight must not be written in place\n"
         "  fix:   scale its rows before the lookup: torch.renorm(weight, 2, 0, max_norm)"
     )
 
 
 @pytest.mark.parametrize("wrong", [8, -1])
-def test_rows_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
-    """No rank's zeros stand for an index that is wrong."""
+def test_invalid_indices_are_refused(wrong: int) -> None:
+    """Zeros never replace an invalid index."""
     w, index = real(8, 4), torch.tensor([wrong])
     pair = fs.shard(w, fs.Spec(MESH, fs.P("tp"), shape=w.shape, dtype=w.dtype))
     with pytest.raises(IndexError, match="out of range"):
@@ -121,15 +121,15 @@ def test_rows_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
         apply(aten.embedding, pair, index)
 
 
-def test_a_sparse_gradient_cuts_nothing() -> None:
-    """Without gradients everything may be cut."""
+def test_sparse_gradients_are_not_sharded() -> None:
+    """Without gradients every dim may be sharded."""
     _, rule, _, _ = call_with(aten.embedding, (W, below(7, 3), -1, False, True), {})
     assert rule.no_grad == frozenset(rule.factors)
     assert check_call(aten.embedding, W, below(7, 3), -1, False, True, grad=False) == []
 
 
-def test_bags_of_cut_rows_in_a_function() -> None:
-    """Nothing is written, and nothing but the bags is a result."""
+def test_bags_of_sharded_rows_in_a_partitioned_function() -> None:
+    """Nothing is written in place, and only the bags are results."""
     w, index = real(8, 4).requires_grad_(), below(8, 3, 2)
 
     def bags(w: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rules of losses, tried on every role against the whole, and their decompositions."""
+"""Rules of losses: correctness for every role, decompositions, communication."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DIFFERENTIABLE: dict[str, tuple[Any, ...]] = {
     "multi_margin, one": (aten.multi_margin_loss, X[0], below(4, 1), 1, 1.0, None),
     "multilabel_margin": (aten.multilabel_margin_loss, X, torch.tensor([[1, 2, -1, 0]] * 5)),
 }
-"""By name an operation and its arguments up to the reduction."""
+"""Operations with their arguments up to the reduction, by name."""
 VALUES: dict[str, tuple[Any, ...]] = {
     "mse, broadcast": (aten.mse_loss, real(5, 1), real(3, 1, 4)),
     "bce": (aten.binary_cross_entropy, X, Y, None),
@@ -58,23 +58,23 @@ REDUCTIONS = pytest.mark.parametrize("reduction", [NONE, MEAN, SUM], ids=["none"
 
 @REDUCTIONS
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_every_role_gives_what_one_device_does(name: str, reduction: int) -> None:
-    """Values and gradients, for even, uneven and empty parts."""
+def test_rules_are_right(name: str, reduction: int) -> None:
+    """Values and gradients for even, uneven and empty shards."""
     op, *args = DIFFERENTIABLE[name]
     assert check_call(op, *args, reduction) == []
 
 
 @REDUCTIONS
 @pytest.mark.parametrize("name", VALUES)
-def test_every_role_gives_the_values_of_one_device(name: str, reduction: int) -> None:
-    """Where PyTorch has no gradients of targets or weights, or wrong ones where it broadcasts."""
+def test_rules_are_right_without_gradients(name: str, reduction: int) -> None:
+    """Values of losses for which PyTorch has no or wrong gradients of targets or weights."""
     op, *args = VALUES[name]
     assert check_call(op, *args, reduction, grad=False) == []
 
 
 @REDUCTIONS
-def test_gradients_as_operations(reduction: int) -> None:
-    """Of one mean over all elements, whatever parts they are in."""
+def test_rules_of_gradients_are_right(reduction: int) -> None:
+    """Gradients of a mean over all elements, whatever their shards."""
     gradient = real(5, 4) if reduction == NONE else real()
     of_rows = real(5) if reduction == NONE else real()
     classes, labels = below(4, 5), torch.tensor([[1, 2, -1, 0]] * 5)
@@ -120,7 +120,7 @@ WEIGHTED = {
 @REDUCTIONS
 @pytest.mark.parametrize("name", LIKELY)
 def test_likelihoods(name: str, reduction: int) -> None:
-    """Values and gradients; an ignored class is nobody's, and no part of a mean."""
+    """Values and gradients; an ignored class is on no rank and in no mean."""
     op, *args = LIKELY[name]
     assert check_call(op, *args, reduction, 0 if name == "nll_loss_nd" else -100) == []
 
@@ -134,8 +134,8 @@ def test_weighted_likelihoods(name: str, reduction: int) -> None:
 
 
 @REDUCTIONS
-def test_gradients_of_likelihoods_as_operations(reduction: int) -> None:
-    """Samples and classes are cut."""
+def test_rules_of_likelihood_gradients_are_right(reduction: int) -> None:
+    """Samples and classes may be sharded."""
     gradient = real(5) if reduction == NONE else real()
     total = aten.nll_loss_forward(LOGITS, LABELS, WEIGHT, reduction, -100)[1]
     args = (gradient, LOGITS, LABELS, WEIGHT, reduction, -100, total)
@@ -143,14 +143,14 @@ def test_gradients_of_likelihoods_as_operations(reduction: int) -> None:
 
 
 def test_samples_and_classes_on_two_axes() -> None:
-    """The sums over both."""
+    """Both sums are unreduced."""
     x, labels = real(3, 4).log(), torch.tensor([1, -100, 3])
     assert check_call(aten.nll_loss, x, labels, None, SUM, -100, grad=False, two_axes=True) == []
 
 
 @REDUCTIONS
 def test_connectionist_classification(reduction: int) -> None:
-    """Sequences are cut, with lengths as numbers or as tensors."""
+    """Sequences may be sharded, with lengths as numbers or as tensors."""
     x, labels = real(6, 3, 5).log_softmax(-1), below(4, 3, 2) + 1
     listed, held = ([6, 6, 5], [2, 2, 1]), (torch.tensor([6, 6, 5]), torch.tensor([2, 2, 1]))
     assert check_call(aten.ctc_loss.IntList, x, labels, *listed, 0, reduction) == []
@@ -170,8 +170,8 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_of_means_as_texts(name: str) -> None:
-    """A mean of elements is a sum; one of labels is weighted by the classes that occur."""
+def test_texts_of_mean_rules(name: str) -> None:
+    """A mean of elements is a sum; a mean of labels is weighted by the classes that occur."""
     op, *args = {**DIFFERENTIABLE, **LIKELY}[name]
     assert str(call_with(op, (*args, MEAN), {})[1]) == RULES[name]
 
@@ -179,8 +179,8 @@ def test_rules_of_means_as_texts(name: str) -> None:
 # -- decompositions ---------------------------------------------------------------------------
 
 
-def same_by_parts(op: Any, args: Sequence[Any]) -> bool:
-    """Whether a decomposition gives the values and gradients of the operation."""
+def same_decomposed(op: Any, args: Sequence[Any]) -> bool:
+    """Return True if a decomposition gives the values and gradients of the operation."""
     made, right = (
         [
             leaf.detach().clone().requires_grad_() if at == 0 else leaf
@@ -199,18 +199,18 @@ def same_by_parts(op: Any, args: Sequence[Any]) -> bool:
 
 @REDUCTIONS
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_by_parts(reduction: int, smoothing: float) -> None:
+def test_decomposed_cross_entropy(reduction: int, smoothing: float) -> None:
     """Labels and probabilities, with and without weights."""
     op = aten.cross_entropy_loss.default
     pairs = [(LOGITS, LABELS), (MAPS, PIXELS), (LOGITS[0], LABELS[0]), (LOGITS[0], real(4)),
              (MAPS, real(3, 4, 2))]  # fmt: skip
     for (x, target), weight in itertools.product(pairs, (None, WEIGHT)):
-        assert same_by_parts(op, (x, target, weight, reduction, -100, smoothing))
+        assert same_decomposed(op, (x, target, weight, reduction, -100, smoothing))
 
 
 @REDUCTIONS
-def test_other_losses_by_parts(reduction: int) -> None:
-    """Likelihoods, cosines and triplets; what is ignored counts nowhere, were it infinite."""
+def test_other_decomposed_losses(reduction: int) -> None:
+    """Likelihoods, cosines and triplets; ignored samples do not count, even if infinite."""
     far = LOGITS.clone()
     far[1, 0] = -torch.inf
     cases: list[tuple[Any, ...]] = [
@@ -221,7 +221,7 @@ def test_other_losses_by_parts(reduction: int) -> None:
         (aten.triplet_margin_loss.default, X, Y, X.flip(0), 1.0, 2.0, 1e-6, True, reduction),
     ]
     for op, *args in cases:
-        assert same_by_parts(op, args), op
+        assert same_decomposed(op, args), op
     decomposed = decomposition_of(aten.nll_loss_forward.default)
     assert decomposed is not None
     made = decomposed(LOGITS, LABELS, WEIGHT, reduction, -100)
@@ -229,15 +229,15 @@ def test_other_losses_by_parts(reduction: int) -> None:
     assert all(torch.allclose(one, other) for one, other in zip(made, right, strict=True))
 
 
-# -- what a user sees -------------------------------------------------------------------------
+# -- user-visible behaviour --------------------------------------------------------------------
 
 MESH = fs.Mesh(x=3)
 
 
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 4, 1), (0, 9, 0)], ids=str)
 @pytest.mark.parametrize("name", ["mse", "bce", "smooth_l1", "bce_with_logits", "soft_margin"])
-def test_means_over_parts_of_any_size(name: str, sizes: tuple[int, ...]) -> None:
-    """Values and gradients of the mean over all rows, with empty parts among them."""
+def test_means_over_uneven_and_empty_shards(name: str, sizes: tuple[int, ...]) -> None:
+    """Values and gradients of the mean over all rows, with empty shards."""
     op = {**DIFFERENTIABLE, **VALUES}[name][0]
     x, y = real(9, 2).requires_grad_(), torch.where(real(9, 2) > 0.5, 1.0, 0.0).double()
     rest = (None,) * {"bce": 1, "bce_with_logits": 2}.get(name, 0)
@@ -250,8 +250,8 @@ def test_means_over_parts_of_any_size(name: str, sizes: tuple[int, ...]) -> None
     assert torch.allclose(found, torch.autograd.grad(right, x)[0])
 
 
-def test_a_likelihood_of_cut_classes_sends_nothing() -> None:
-    """Also its mean, whose weights every rank has."""
+def test_likelihood_of_sharded_classes_sends_nothing() -> None:
+    """Also its mean, whose weights are invariant."""
     x = real(4, 6).log().requires_grad_()
     labels, weight = torch.tensor([1, 5, -100, 2]), real(6)
     spec = fs.Spec(MESH, fs.P(None, "x"), shape=x.shape, dtype=x.dtype)
@@ -264,8 +264,8 @@ def test_a_likelihood_of_cut_classes_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [6, -1])
-def test_classes_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
-    """No rank's zeros stand for a class that is wrong."""
+def test_invalid_classes_are_refused(wrong: int) -> None:
+    """Zeros never replace an invalid class."""
     x, labels = real(1, 6), torch.tensor([wrong])
     spec = fs.Spec(MESH, fs.P(None, "x"), shape=x.shape, dtype=x.dtype)
     with pytest.raises(IndexError, match="out of bounds"):
@@ -274,14 +274,14 @@ def test_classes_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
         apply(aten.nll_loss, fs.shard(x, spec), labels, None, SUM, -100)
 
 
-# -- as parts of functions --------------------------------------------------------------------
+# -- in partitioned functions ------------------------------------------------------------------
 
 GRID = fs.Mesh(dp=2, tp=2)
 BYTES = fs.Topology("bytes", inner=fs.Link(1e-9, 1e9), launch=1e-9, message=0.0)
 
 
 def run(function: Any, specs: Sequence[fs.PartitionSpec], *given: torch.Tensor) -> list[str]:
-    """The steps that send, in order, of a function that must be right with its gradients."""
+    """Return the steps that send, in order; check values and gradients of the function."""
     made = fs.partition(function, mesh=GRID, in_specs=tuple(specs), topology=BYTES)
     value, right = made(*given), function(*given)
     wanted = [x for x in given if x.requires_grad]
@@ -298,8 +298,8 @@ def run(function: Any, specs: Sequence[fs.PartitionSpec], *given: torch.Tensor) 
 FREE = {"InvariantToReduced", "ReducedToInvariant", "AllSlice"}
 
 
-def test_a_cross_entropy_of_cut_classes_is_megatrons() -> None:
-    """Two numbers of a sample, and single numbers; samples are cut on the other axis."""
+def test_cross_entropy_of_sharded_classes_communicates_as_megatron() -> None:
+    """Two values per sample and scalars are reduced; samples are sharded on the other axis."""
     x, w = real(8, 16).requires_grad_(), real(32, 16).requires_grad_()
     labels = below(32, 8)
     labels[:3] = -100
@@ -311,13 +311,13 @@ def test_a_cross_entropy_of_cut_classes_is_megatrons() -> None:
     assert run(loss, specs, x, w, labels) == [
         "all_reduce(tp) to reduced",  # maxima
         "all_reduce(tp)",  # sums of exponentials
-        "all_reduce(tp)",  # what was looked up, a number
-        "all_reduce(dp) to reduced",  # how many samples count, a number
+        "all_reduce(tp)",  # sum of looked-up logits, a scalar
+        "all_reduce(dp) to reduced",  # number of samples that count, a scalar
     ]
 
 
-def test_a_mean_over_cut_samples_counts_those_that_count() -> None:
-    """PyTorch's own kernel, and one number."""
+def test_mean_over_sharded_samples_reduces_one_count() -> None:
+    """PyTorch's own kernel runs, and one number is reduced."""
     x, weight = real(8, 6).requires_grad_(), real(6)
     labels = below(6, 8)
     labels[:4] = -100
@@ -329,8 +329,8 @@ def test_a_mean_over_cut_samples_counts_those_that_count() -> None:
     assert sent == ["all_reduce(dp) to reduced"]
 
 
-def test_cosines_of_cut_features() -> None:
-    """Three sums of every row."""
+def test_cosines_of_sharded_features() -> None:
+    """Three sums per row are reduced."""
     x, y = real(4, 8).requires_grad_(), real(4, 8).requires_grad_()
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -342,8 +342,8 @@ def test_cosines_of_cut_features() -> None:
 
 
 @pytest.mark.parametrize("layout", [fs.P("x", "y"), fs.P("x"), fs.P(None, "y")], ids=str)
-def test_likelihoods_within_are_differentiated_twice(layout: fs.PartitionSpec) -> None:
-    """PyTorch's gradient of the gradient of a mean is a mean of all samples, not of a rank's."""
+def test_likelihood_gradients_are_differentiable(layout: fs.PartitionSpec) -> None:
+    """PyTorch's gradient of a mean's gradient is a mean over all samples, not over a rank's."""
     labels, weight = torch.tensor([0, 3, -100, 1]), torch.tensor([0.5, 1, 2, 3]).double()
 
     def penalty(x: torch.Tensor) -> torch.Tensor:
@@ -360,7 +360,7 @@ def test_likelihoods_within_are_differentiated_twice(layout: fs.PartitionSpec) -
 
 
 def test_one_table_as_embedding_and_output() -> None:
-    """Rows are cut: a sum of looked up rows, then as above."""
+    """Rows are sharded: a sum of looked-up rows, then a cross entropy of sharded classes."""
     w, tokens = real(32, 16).requires_grad_(), below(32, 8)
 
     def loss(w: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

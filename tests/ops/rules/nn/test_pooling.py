@@ -1,4 +1,4 @@
-"""Rules of pooling, resampling, padding and windows, against the whole on every role."""
+"""Rules of pooling, interpolation, padding and windows: correctness for every role, texts."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_planes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESAMPLED)
-def test_resampled(name: str) -> None:
+def test_upsampling(name: str) -> None:
     assert wrong(RESAMPLED[name]) == []
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_fractional(n: int) -> None:
+def test_fractional_pooling(n: int) -> None:
     draws = rand(2, 3, n).sigmoid()
     op = getattr(aten, f"fractional_max_pool{n}d")
     assert wrong(lambda: (op, rand(*of_dims(n)), [2] * n, [2] * n, draws), grad=False) == []

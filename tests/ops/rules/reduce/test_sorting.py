@@ -1,4 +1,4 @@
-"""Rules of sorting, searching, counting and of random draws."""
+"""Rules of sorting, searching and counting, and refusals of generators' draws."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ COUNTED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", [*ORDERED, *COUNTED])
-def test_every_role_gives_what_one_device_does(name: str) -> None:
-    """Values and gradients, for even, uneven and empty parts."""
+def test_rules_are_right(name: str) -> None:
+    """Values and gradients for even, uneven and empty shards."""
     op, *args = {**ORDERED, **COUNTED}[name]
     assert check_call(op, *args, grad=name in ORDERED) == []
 
 
-def test_named_arguments_are_heeded() -> None:
-    """Sides, sorters, inverses, weights, densities."""
+def test_keyword_arguments() -> None:
+    """Sides, sorters, inversion, weights, densities."""
     order = torch.arange(6).repeat(3, 1)
     wrong = [
         *check_call(aten.sort.stable, below(3, 5, 4), stable=True, dim=0),
@@ -94,8 +94,8 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_as_texts(name: str) -> None:
-    """What is cut, what is summed, and what passes unreduced."""
+def test_rule_texts(name: str) -> None:
+    """Sharded, summed and unreduced factors of each rule."""
     op, *args = {**ORDERED, **COUNTED}[name]
     assert str(call_with(op, args, {})[1]) == RULES[name]
 
@@ -103,22 +103,22 @@ def test_rules_as_texts(name: str) -> None:
 MESH = fs.Mesh(x=2)
 
 
-def cut(x: torch.Tensor, *dims: str | None) -> fs.Sharded:
-    """A tensor cut on the mesh."""
+def sharded(x: torch.Tensor, *dims: str | None) -> fs.Sharded:
+    """Return a sharded tensor."""
     return fs.shard(x, fs.Spec(MESH, fs.P(*dims), shape=x.shape, dtype=x.dtype))
 
 
-def test_boundaries_on_several_ranks_are_searched_where_they_are() -> None:
-    """The number of those below is a sum over the parts."""
+def test_sharded_boundaries_are_searched_in_place() -> None:
+    """Counts of smaller boundaries are summed over the shards."""
     values, bounds = real(5), real(8).sort()[0]
-    made = apply(aten.bucketize.Tensor, values, cut(bounds, "x"))
+    made = apply(aten.bucketize.Tensor, values, sharded(bounds, "x"))
     assert str(made.spec) == "i64[5]{unreduced: x}"
     assert torch.equal(fs.unshard(made), torch.bucketize(values, bounds))
 
 
 @pytest.mark.parametrize("largest", [True, False])
-def test_the_largest_of_a_cut_dim_are_taken_block_by_block(largest: bool) -> None:
-    """A rank sends its candidates, not its numbers."""
+def test_topk_of_a_sharded_dim_sends_candidates_only(largest: bool) -> None:
+    """A rank sends its candidates only."""
     x = real(3, 512).requires_grad_()
 
     def found(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,13 +137,13 @@ def test_the_largest_of_a_cut_dim_are_taken_block_by_block(largest: bool) -> Non
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
-def test_classes_that_are_none_are_refused_as_on_one_device(wrong: int) -> None:
-    """By the rank that has the first classes, or the last."""
+def test_one_hot_refuses_invalid_classes(wrong: int) -> None:
+    """Refused by the rank that has the first classes, or the last ones."""
     x = torch.tensor([0, wrong, 1, 2])
     with pytest.raises(RuntimeError, match="Class values must be"):
         aten.one_hot(x, 4)
     with pytest.raises(RuntimeError, match="Class values must be"):
-        apply(aten.one_hot, cut(x, "x"), 4)
+        apply(aten.one_hot, sharded(x, "x"), 4)
 
 
 KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the key"
@@ -169,20 +169,20 @@ INSTEAD = {
     ),
     (aten.multinomial.default, 2): f"fs.random.exponential(key, spec) draws by a key; {KEYED}",
     (aten.poisson.default,): (
-        "draw whole with a generator of the same seed on every rank, and fs.shard that"
+        "draw the global tensor with a generator of the same seed on every rank, and fs.shard it"
     ),
 }
 
 
 @pytest.mark.parametrize("call", INSTEAD, ids=lambda call: str(call[0]))
-def test_what_draws_is_refused(call: tuple[Any, ...]) -> None:
-    """With what to draw by in its place."""
+def test_draws_by_a_generator_are_refused(call: tuple[Any, ...]) -> None:
+    """The error names the keyed replacement."""
     op, *args = call
     with pytest.raises(ShardingError) as error:
         propagate(op, fs.Spec(MESH, fs.P("x"), shape=(4, 2), dtype=torch.float64), *args)
     assert str(error.value).partition("\n")[2] == (
         "  given: float64[4, 2]\n"
-        "  rule:  it draws from this rank's generator, whose numbers are not those of the whole "
+        "  rule:  draws must be keyed: a rank's generator does not draw the values of the global "
         "tensor\n"
         f"  fix:   {INSTEAD[call]}"
     )

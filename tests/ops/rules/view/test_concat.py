@@ -1,4 +1,4 @@
-"""Rules of operations that join tensors, or make some like others."""
+"""Rules of operations that join or create tensors: correctness for every role, texts."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_give_what_the_whole_gives(name: str) -> None:
+def test_rules_are_right(name: str) -> None:
     op, *args = CASES[name]
     assert check_call(op, *args) == []
 
 
 @pytest.mark.parametrize("indexing", ["ij", "xy"])
-def test_grids(indexing: str) -> None:
+def test_meshgrid(indexing: str) -> None:
     given = [tensor(4), tensor(3), tensor(2)]
     assert check_call(A.meshgrid.indexing, given, indexing=indexing) == []
 
 
 @pytest.mark.parametrize("name", ["cat", "stack", "broadcast_tensors"])
-def test_on_two_axes(name: str) -> None:
+def test_rules_on_two_axes(name: str) -> None:
     op, *args = CASES[name]
     assert check_call(op, *args, grad=False, two_axes=True) == []
 
@@ -91,12 +91,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_rules_say(name: str) -> None:
+def test_rule_texts(name: str) -> None:
     op, *args = CASES[name]
     assert str(call_with(op, args, {})[1]) == TEXTS[name]
 
 
-def test_a_tensor_of_another_shape_is_made_of_any_layout() -> None:
+def test_new_tensors_of_another_shape_accept_any_layout() -> None:
     mesh = Mesh(x=2, y=2)
     for partition in (P("x", "y"), P(("x", "y")), P(unreduced={"x": "max"}), P()):
         spec = Spec(mesh, partition, shape=(4, 6))
@@ -106,7 +106,7 @@ def test_a_tensor_of_another_shape_is_made_of_any_layout() -> None:
         assert made.out_specs == (Spec(mesh, P(), shape=(3,)),)
 
 
-def test_filling_addends_leaves_none() -> None:
+def test_filled_unreduced_tensors_are_invariant() -> None:
     mesh = Mesh(x=2)
     x = fs.Sharded((torch.ones(4), torch.ones(4)), Spec(mesh, P(unreduced={"x"}), shape=(4,)))
     made = apply(A.fill_.Scalar, x, 3.0)
@@ -114,7 +114,7 @@ def test_filling_addends_leaves_none() -> None:
     assert torch.equal(fs.unshard(made), torch.full((4,), 3.0))
 
 
-def test_numbers_are_of_whole_tensors() -> None:
+def test_numbers_require_unsharded_tensors() -> None:
     mesh = Mesh(x=2)
     addends = fs.Sharded(
         (torch.tensor(1.0), torch.tensor(2.0)), Spec(mesh, P(unreduced={"x"}), shape=())
@@ -130,7 +130,7 @@ def test_numbers_are_of_whole_tensors() -> None:
 
 
 @pytest.mark.parametrize("partition", [P("x"), P(None, "x"), P(unreduced={"x"})])
-def test_what_is_no_tensor_is_told_from_shapes(partition: P) -> None:
+def test_queries_use_global_shapes(partition: P) -> None:
     spec = Spec(Mesh(x=2), partition, shape=(4, 6))
     x = fs.Sharded(tuple(torch.ones(spec.local_shape(rank)) for rank in (0, 1)), spec)
     assert apply(A.is_same_size.default, x, x) is True

@@ -1,4 +1,4 @@
-"""Rules of views: roles on axes against the whole, what they say, and what they refuse."""
+"""Rules of views: correctness for every role, texts, refusals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fshard._util.errors import ShardingError
-from fshard.ops.rules.view.view_factors import reshaping
+from fshard.ops.rules.view.view_factors import reshape_factors
 from tests.helpers.ops.op_checks import call_with, check_call
 
 A = torch.ops.aten
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_give_what_the_whole_gives(name: str) -> None:
+def test_rules_are_right(name: str) -> None:
     op, *args = CASES[name]
     assert check_call(op, *args) == []
 
@@ -139,12 +139,12 @@ ON_TWO_AXES = (
 
 
 @pytest.mark.parametrize("name", ON_TWO_AXES)
-def test_on_two_axes(name: str) -> None:
+def test_rules_on_two_axes(name: str) -> None:
     op, *args = CASES[name]
     assert check_call(op, *args, grad=False, two_axes=True) == []
 
 
-def test_a_fixed_number_of_copies() -> None:
+def test_repeat_interleave_with_output_size() -> None:
     args = (tensor(4, 3), torch.tensor([1, 0, 2, 1]), 0)
     assert check_call(A.repeat_interleave.self_Tensor, *args, output_size=4) == []
 
@@ -180,34 +180,34 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_rules_say(name: str) -> None:
+def test_rule_texts(name: str) -> None:
     op, *args = CASES[name]
     text = TEXTS[name]
     moved = MOVED if "scatter" not in name else MOVED.replace("unreduced 0", "unreduced 0+1")
     assert str(call_with(op, args, {})[1]) == text + ("" if "{" in text else "  {") + moved + "}"
 
 
-def test_bytes_are_not_linear() -> None:
+def test_views_of_another_dtype_are_not_linear() -> None:
     assert (
         str(call_with(A.view.dtype, (tensor(4, 6), torch.int32), {})[1])
         == "ab->a(bc)  {c unsharded}"
     )
 
 
-def test_every_reshape_of_small_shapes_puts_elements_where_they_are() -> None:
-    """Indices by factors, row-major, are the same place of memory in both shapes."""
+def test_reshape_factors_keep_positions_in_memory() -> None:
+    """Row-major indices by factors have the same memory position in both shapes."""
     shapes = [(a, b, c) for a in (1, 2, 3, 4, 6) for b in (1, 2, 3, 6) for c in (1, 2, 4)]
     for before in shapes:
         for after in shapes:
             whole = torch.Size(before).numel()
             if torch.Size(after).numel() != whole:
                 continue
-            found = reshaping(before, after)
+            found = reshape_factors(before, after)
             sizes = dict(found.sizes)
             for dims, shape in ((found.before, before), (found.after, after)):
                 made = tuple(torch.Size(sizes[f] for f in dim).numel() for dim in dims)
                 assert made == shape
-            shared = {f for dim in found.before for f in dim} - found.whole
+            shared = {f for dim in found.before for f in dim} - found.unsharded
             for factor in shared:
                 assert _stride(found.before, sizes, factor) == _stride(found.after, sizes, factor)
 
@@ -217,15 +217,15 @@ def _stride(dims: Any, sizes: dict[str, int], factor: str) -> int:
     return torch.Size(sizes[f] for f in order[order.index(factor) + 1 :]).numel()
 
 
-def test_strides_of_memory_are_refused() -> None:
+def test_strides_are_refused() -> None:
     with pytest.raises(ShardingError) as raised:
         call_with(A.as_strided.default, (tensor(4, 6), [2], [1]), {})
     assert str(raised.value) == (
         "fs.propagate(aten.as_strided.default)\n"
         "  given: [4, 6]\n"
-        "  rule:  strides are of a whole tensor's memory, which no rank has: there is no rule for "
-        "them\n"
-        "  fix:   say it with dims: view, permute, expand, slice, diagonal or unfold"
+        "  rule:  strides must not be used: they address the global tensor's memory, which no rank "
+        "has\n"
+        "  fix:   use operations on dims: view, permute, expand, slice, diagonal or unfold"
     )
 
 

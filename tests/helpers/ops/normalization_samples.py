@@ -1,32 +1,27 @@
-"""Rules of normalizations, against the whole on every role; their texts."""
+"""Sample calls of normalizations."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
 
-import fshard as fs
-from tests.helpers.ops.op_checks import call_with, check_call
+from tests.helpers.ops.samples import Sample
+from tests.helpers.ops.samples import positive as rand
+
+__all__ = ["BATCHES", "GROUPS", "LAYERS", "OTHERS", "WITH_RUNNING", "running", "weights"]
 
 aten = torch.ops.aten
 
 
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.25
-
-
 def weights(channels: int, given: str) -> list[torch.Tensor | None]:
-    return [rand(channels, seed=at) if word in given else None for at, word in enumerate("wb")]
+    """Return weight and bias, None unless `given` contains "w" or "b"."""
+    return [rand(channels, seed=i) if word in given else None for i, word in enumerate("wb")]
 
 
 AFFINE = ("wb", "w", "b", "")
 
-LAYERS: dict[str, Callable[[], tuple[Any, ...]]] = {
+LAYERS: dict[str, Sample] = {
     **{f"layer_norm {g}": lambda g=g: (aten.layer_norm.default, rand(3, 2, 4), [4], *weights(4, g))
        for g in AFFINE},
     "layer_norm 2":
@@ -45,7 +40,7 @@ LAYERS: dict[str, Callable[[], tuple[Any, ...]]] = {
        for mask in itertools.product((True, False), repeat=3) if any(mask)},
 }  # fmt: skip
 
-GROUPS: dict[str, Callable[[], tuple[Any, ...]]] = {
+GROUPS: dict[str, Sample] = {
     **{f"group_norm {g}": lambda g=g: (aten.group_norm.default, rand(2, 6, 3), 3, *weights(6, g))
        for g in ("wb", "w", "")},
     "group_norm 2d": lambda: (aten.group_norm.default, rand(3, 8), 2, rand(8), rand(8)),
@@ -62,10 +57,11 @@ GROUPS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 def running(channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a running mean and variance."""
     return rand(channels, seed=3), rand(channels, seed=4)
 
 
-BATCHES: dict[str, Callable[[], tuple[Any, ...]]] = {
+BATCHES: dict[str, Sample] = {
     **{f"batch_norm {g} {shape}": lambda g=g, shape=shape: (
         aten.batch_norm.default, rand(*shape), *weights(3, g), None, None, True, 0.1, 1e-5, False)
        for g in ("wb", "") for shape in ((4, 3), (2, 3, 2), (2, 3, 1, 2))},
@@ -82,7 +78,7 @@ BATCHES: dict[str, Callable[[], tuple[Any, ...]]] = {
        for train in (True, False)},
 }  # fmt: skip
 
-WITH_RUNNING: dict[str, Callable[[], tuple[Any, ...]]] = {
+WITH_RUNNING: dict[str, Sample] = {
     **{f"batch_norm {train} {g}": lambda g=g, train=train: (
         aten.batch_norm.default, rand(4, 3, 2), *weights(3, g), *running(3), train, 0.1, 1e-5,
         False)
@@ -102,7 +98,7 @@ WITH_RUNNING: dict[str, Callable[[], tuple[Any, ...]]] = {
         *running(3), 0.1, 1e-5),
 }  # fmt: skip
 
-OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
+OTHERS: dict[str, Sample] = {
     "renorm": lambda: (aten.renorm.default, rand(3, 4, 2), 2, 1, 0.5),
     "renorm 1": lambda: (aten.renorm.default, rand(3, 4), 1, -1, 5.0),
     "cosine": lambda: (aten.cosine_similarity.default, rand(3, 4), rand(3, 4, seed=1)),
@@ -115,72 +111,3 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "norm_except_dim": lambda: (aten.norm_except_dim.default, rand(3, 4, 2), 2, 1),
     "norm_except none": lambda: (aten.norm_except_dim.default, rand(3, 4), 2, -1),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*LAYERS, *GROUPS, *BATCHES, *OTHERS])
-def test_rules_are_right(name: str) -> None:
-    op, *args = {**LAYERS, **GROUPS, **BATCHES, **OTHERS}[name]()
-    # The gradients of these have no formula for all of their operands.
-    first = op._schema.name.endswith("norm_backward")
-    assert check_call(op, *args, grad=not first) == []
-
-
-@pytest.mark.parametrize("name", WITH_RUNNING)
-def test_rules_with_running_statistics_are_right(name: str) -> None:
-    # The running statistics have no gradient.
-    op, *args = WITH_RUNNING[name]()
-    assert check_call(op, *args, grad=False) == []
-
-
-def test_rules_on_two_axes() -> None:
-    args = rand(4, 6, 4), [4], rand(4), rand(4)
-    assert check_call(aten.layer_norm.default, *args, two_axes=True) == []
-    assert (
-        check_call(aten.group_norm.default, rand(4, 6, 2), 3, *weights(6, "wb"), two_axes=True)
-        == []
-    )
-
-
-TEXTS = {
-    "layer_norm w": "d0 d1 d2,d2->d0 d1 d2  {d2 unsharded; unreduced 1 sum; unreduced 1 avg}",
-    "layer_norm b": "d0 d1 d2,d2->d0 d1 d2  {d2 unsharded; unreduced 1 avg}",
-    "native_layer_norm_backward (True, True, True)":
-        "d0 d1 d2,d0 d1 d2,d0 d1 (),d0 d1 (),d2,d2->d0 d1 d2,d2,d2"
-        "  {d0 sum; d1 sum; d2 unsharded; unreduced 0 sum; unreduced 0 avg}",
-    "group_norm ": "n (g c) d0->n (g c) d0  {c unsharded; d0 unsharded}",
-    "native_batch_norm_backward False":
-        "n c d0,n c d0,c,c,c->n c d0,c,c  {n sum; d0 sum; unreduced 0 sum; unreduced 0 avg}",
-    "native_batch_norm_backward True":
-        "n c d0,n c d0,c,c,c,c,c->n c d0,c,c"
-        "  {n unsharded; d0 unsharded; unreduced 0 sum; unreduced 0 avg}",
-    "renorm": "d0 d1 d2->d0 d1 d2  {d0 unsharded; d2 unsharded}",
-    "cosine spread": "d0 () d2,d1 d2->d0 d1  {d2 unsharded}",
-    "_weight_norm": "d0 d1,d0 ()->d0 d1  {d1 unsharded; unreduced 1 sum; unreduced 1 avg}",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_rules_read(name: str) -> None:
-    op, *args = {**LAYERS, **GROUPS, **BATCHES, **OTHERS}[name]()
-    assert str(call_with(op, args, {})[1]) == TEXTS[name]
-
-
-def test_the_rule_of_a_gradient_that_has_no_kernel_here_reads() -> None:
-    args = rand(3, 2, 4), rand(3, 2, 4), [4], rand(3, 2, 1), rand(4), [True, True]
-    assert str(call_with(aten._fused_rms_norm_backward.default, args, {})[1]) == (
-        "d0 d1 d2,d0 d1 d2,d0 d1 (),d2->d0 d1 d2,d2"
-        "  {d0 sum; d1 sum; d2 unsharded; unreduced 0 sum; unreduced 0 avg}"
-    )
-
-
-def test_running_statistics_are_not_written() -> None:
-    mesh, whole, (mean, var) = fs.Mesh(x=2), rand(4, 2), running(2)
-    x = fs.shard(whole, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
-    before = mean.clone(), var.clone()
-    made = fs.apply(aten.batch_norm.default, x, None, None, mean, var, True, 0.1, 1e-5, False)
-    told = fs.apply(aten._native_batch_norm_legit_functional.default, x, None, None, mean, var,
-                    True, 0.1, 1e-5)  # fmt: skip
-    torch.testing.assert_close((mean, var), before)
-    expected = torch.nn.functional.batch_norm(whole, mean, var, training=True)
-    torch.testing.assert_close(fs.unshard(made), expected)
-    torch.testing.assert_close((fs.unshard(told[3]), fs.unshard(told[4])), (mean, var))

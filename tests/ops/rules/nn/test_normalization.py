@@ -1,0 +1,91 @@
+"""Rules of normalizations: correctness for every role, texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.helpers.ops.normalization_samples import (
+    BATCHES,
+    GROUPS,
+    LAYERS,
+    OTHERS,
+    WITH_RUNNING,
+    running,
+    weights,
+)
+from tests.helpers.ops.op_checks import call_with, check_call
+from tests.helpers.ops.samples import positive
+
+aten = torch.ops.aten
+SAMPLES = {**LAYERS, **GROUPS, **BATCHES, **OTHERS}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_rules_are_right(name: str) -> None:
+    op, *args = SAMPLES[name]()
+    # PyTorch lacks formulas for some second derivatives.
+    first = op._schema.name.endswith("norm_backward")
+    assert check_call(op, *args, grad=not first) == []
+
+
+@pytest.mark.parametrize("name", WITH_RUNNING)
+def test_rules_with_running_statistics_are_right(name: str) -> None:
+    # The running statistics have no gradient.
+    op, *args = WITH_RUNNING[name]()
+    assert check_call(op, *args, grad=False) == []
+
+
+def test_rules_on_two_axes() -> None:
+    args = positive(4, 6, 4), [4], positive(4), positive(4)
+    assert check_call(aten.layer_norm.default, *args, two_axes=True) == []
+    assert (
+        check_call(aten.group_norm.default, positive(4, 6, 2), 3, *weights(6, "wb"), two_axes=True)
+        == []
+    )
+
+
+TEXTS = {
+    "layer_norm w": "d0 d1 d2,d2->d0 d1 d2  {d2 unsharded; unreduced 1 sum; unreduced 1 avg}",
+    "layer_norm b": "d0 d1 d2,d2->d0 d1 d2  {d2 unsharded; unreduced 1 avg}",
+    "native_layer_norm_backward (True, True, True)":
+        "d0 d1 d2,d0 d1 d2,d0 d1 (),d0 d1 (),d2,d2->d0 d1 d2,d2,d2"
+        "  {d0 sum; d1 sum; d2 unsharded; unreduced 0 sum; unreduced 0 avg}",
+    "group_norm ": "n (g c) d0->n (g c) d0  {c unsharded; d0 unsharded}",
+    "native_batch_norm_backward False":
+        "n c d0,n c d0,c,c,c->n c d0,c,c  {n sum; d0 sum; unreduced 0 sum; unreduced 0 avg}",
+    "native_batch_norm_backward True":
+        "n c d0,n c d0,c,c,c,c,c->n c d0,c,c"
+        "  {n unsharded; d0 unsharded; unreduced 0 sum; unreduced 0 avg}",
+    "renorm": "d0 d1 d2->d0 d1 d2  {d0 unsharded; d2 unsharded}",
+    "cosine spread": "d0 () d2,d1 d2->d0 d1  {d2 unsharded}",
+    "_weight_norm": "d0 d1,d0 ()->d0 d1  {d1 unsharded; unreduced 1 sum; unreduced 1 avg}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_rule_texts(name: str) -> None:
+    op, *args = SAMPLES[name]()
+    assert str(call_with(op, args, {})[1]) == TEXTS[name]
+
+
+def test_rule_text_of_a_gradient_without_a_cpu_kernel() -> None:
+    args = positive(3, 2, 4), positive(3, 2, 4), [4], positive(3, 2, 1), positive(4), [True, True]
+    assert str(call_with(aten._fused_rms_norm_backward.default, args, {})[1]) == (
+        "d0 d1 d2,d0 d1 d2,d0 d1 (),d2->d0 d1 d2,d2"
+        "  {d0 sum; d1 sum; d2 unsharded; unreduced 0 sum; unreduced 0 avg}"
+    )
+
+
+def test_running_statistics_are_not_written() -> None:
+    mesh, whole, (mean, var) = fs.Mesh(x=2), positive(4, 2), running(2)
+    x = fs.shard(whole, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
+    before = mean.clone(), var.clone()
+    made = fs.apply(aten.batch_norm.default, x, None, None, mean, var, True, 0.1, 1e-5, False)
+    told = fs.apply(aten._native_batch_norm_legit_functional.default, x, None, None, mean, var,
+                    True, 0.1, 1e-5)  # fmt: skip
+    torch.testing.assert_close((mean, var), before)
+    expected = torch.nn.functional.batch_norm(whole, mean, var, training=True)
+    torch.testing.assert_close(fs.unshard(made), expected)
+    torch.testing.assert_close((fs.unshard(told[3]), fs.unshard(told[4])), (mean, var))
