@@ -81,6 +81,7 @@ def on_pairs(
 
     The explicit mode is that of JAX's explicit sharding.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=2)
     >>> x = fs.shard(torch.arange(4.0), fs.Spec(mesh, fs.P("x"), shape=(4,)))
@@ -120,6 +121,7 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ShardingError: as `fs.on_pairs`.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(dp=2, tp=2)
     >>> x = fs.shard(torch.arange(8.0).reshape(4, 2), fs.Spec(mesh, fs.P("dp", "tp"), shape=(4, 2)))

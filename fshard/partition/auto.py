@@ -64,6 +64,7 @@ class Auto:
         alternatives: the name of an argument, another layout of it, and the time and memory with
             that layout; the fastest first.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=4)
     >>> x = fs.Spec(mesh, fs.P(), shape=(65536, 1024))

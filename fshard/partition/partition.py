@@ -79,6 +79,7 @@ class Partition:
         params: the layouts of the first argument, if given apart.
         topology: the topology that layouts are costed on.
 
+    >>> import torch
     >>> import fshard as fs
     >>> double = fs.partition(lambda x: 2 * x, mesh=fs.Mesh(x=2), in_specs=(fs.P("x"),))
     >>> double(torch.arange(4.0))
@@ -442,6 +443,7 @@ def partition(
     After GSPMD (arXiv 2105.04663) and `jax.jit`; the result is a value: `explain()` has a line for
     every operation, `graph` is code.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(dp=2, tp=2)
     >>> f = fs.partition(lambda w, x: (x @ w).relu(), mesh=mesh,
@@ -471,7 +473,7 @@ def partition(
         def run(params: Any, *args: Any) -> Any:
             if not isinstance(params, dict):
                 fail(f"fs.partition({type(module).__name__})",
-                     f"a first argument of type {type(params).__name__}",
+                     "a first argument that is not a dict",
                      "a module must be called with a dict of its parameters first",
                      "part(dict(module.named_parameters()), *args)")  # fmt: skip
             return torch.func.functional_call(module, params, args)

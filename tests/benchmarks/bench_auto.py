@@ -1,8 +1,8 @@
-"""How far `fs.auto` is from the best of all layouts, on small programs.
+"""Distance of `fs.auto` from the best of all layouts, on small programs.
 
-`python -m tests.benchmarks.bench_auto` weighs every layout of the arguments of programs of up to
-six operations, with operands that are shared and ways that part and meet again, on two axes: that
-is the optimum of the model. Beside it stand what `fs.auto` chose, and how long both took.
+`python -m tests.benchmarks.bench_auto` costs every layout of the arguments of programs of up to
+six operations, with shared operands, branches and joins, on two axes: the optimum of the model.
+Beside it are the choice of `fs.auto`, and the seconds of both.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MESHES = (Mesh(x=2, y=2), Mesh(x=4, y=2))
 
 
 @dataclass(frozen=True)
-class Program:
+class SmallProgram:
     """A function, the shapes of its arguments, and which of them have a gradient."""
 
     function: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
-    wanted: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
 
 
 def _chain(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -93,47 +93,51 @@ def _two_losses(x: Tensor, w: Tensor) -> Tensor:
 
 B, D, E = 4096, 1024, 4096
 PROGRAMS = {
-    "chain": Program(_chain, ((B, D), (D, E), (E, D)), (False, True, True)),
-    "wide chain": Program(_chain, ((512, 8192), (8192, 8192), (8192, 512)), (False, True, True)),
-    "diamond": Program(_diamond, ((B, D), (D, E), (E, D)), (False, True, True)),
-    "shared": Program(_shared, ((B, D), (D, E)), (False, True)),
-    "shared of few rows": Program(_shared, ((64, D), (D, E)), (False, True)),
-    "three times": Program(_twice, ((256, E), (E, E)), (True, True)),
-    "residual": Program(_residual, ((B, D), (D, E), (E, D)), (True, True, True)),
-    "residual of few rows": Program(_residual, ((64, D), (D, E), (E, D)), (True, True, True)),
-    "gated": Program(_gated, ((256, E), (E, E), (E, E)), (False, True, True)),
-    "softmax": Program(_softmax, ((128, E), (E, 32768)), (False, True)),
-    "gram": Program(_gram, ((B, D), (D, 256)), (False, True)),
-    "crossed": Program(_crossed, ((512, E), (E, E), (E, E)), (False, True, True)),
-    "norm": Program(_norm, ((128, E), (E, E)), (True, True)),
-    "attention": Program(_batched, ((4, 2048, 64),) * 3, (True, True, True)),
-    "attention of one batch": Program(_batched, ((1, 4096, 64),) * 3, (True, True, True)),
-    "losses": Program(_two_losses, ((512, E), (E, E)), (False, True)),
+    "chain": SmallProgram(_chain, ((B, D), (D, E), (E, D)), (False, True, True)),
+    "wide chain": SmallProgram(
+        _chain, ((512, 8192), (8192, 8192), (8192, 512)), (False, True, True)
+    ),
+    "diamond": SmallProgram(_diamond, ((B, D), (D, E), (E, D)), (False, True, True)),
+    "shared": SmallProgram(_shared, ((B, D), (D, E)), (False, True)),
+    "shared of few rows": SmallProgram(_shared, ((64, D), (D, E)), (False, True)),
+    "three times": SmallProgram(_twice, ((256, E), (E, E)), (True, True)),
+    "residual": SmallProgram(_residual, ((B, D), (D, E), (E, D)), (True, True, True)),
+    "residual of few rows": SmallProgram(_residual, ((64, D), (D, E), (E, D)), (True, True, True)),
+    "gated": SmallProgram(_gated, ((256, E), (E, E), (E, E)), (False, True, True)),
+    "softmax": SmallProgram(_softmax, ((128, E), (E, 32768)), (False, True)),
+    "gram": SmallProgram(_gram, ((B, D), (D, 256)), (False, True)),
+    "crossed": SmallProgram(_crossed, ((512, E), (E, E), (E, E)), (False, True, True)),
+    "norm": SmallProgram(_norm, ((128, E), (E, E)), (True, True)),
+    "attention": SmallProgram(_batched, ((4, 2048, 64),) * 3, (True, True, True)),
+    "attention of one batch": SmallProgram(_batched, ((1, 4096, 64),) * 3, (True, True, True)),
+    "losses": SmallProgram(_two_losses, ((512, E), (E, E)), (False, True)),
 }
 
 
-def arguments(program: Program) -> list[Any]:
-    """Tensors without numbers."""
+def arguments(program: SmallProgram) -> list[Any]:
+    """Return tensors on the meta device."""
     return [
-        torch.empty(shape, device="meta", requires_grad=wanted)
-        for shape, wanted in zip(program.shapes, program.wanted, strict=True)
+        torch.empty(shape, device="meta", requires_grad=requires_grad)
+        for shape, requires_grad in zip(program.shapes, program.requires_grad, strict=True)
     ]
 
 
 def every_choice(search: _Search) -> Iterator[tuple[Any, ...]]:
-    """All layouts of all arguments that `fs.auto` may choose."""
-    return itertools.product(*(search.layouts(at) for at in range(len(search.metas))))
+    """Return all layouts of all arguments that `fs.auto` may choose."""
+    return itertools.product(*(search.layouts(leaf) for leaf in range(len(search.metas))))
 
 
-def compared(program: Program, mesh: Mesh, on: Topology) -> tuple[float, float, float, float, Any]:
-    """The best time of all choices and of what `fs.auto` chose, and the seconds that each took."""
+def compared(
+    program: SmallProgram, mesh: Mesh, topology: Topology
+) -> tuple[float, float, float, float, Any]:
+    """Return the best time of all choices, that of `fs.auto`, and the seconds of both searches."""
     args = arguments(program)
     start = time.perf_counter()
-    found = fs.auto(program.function, mesh, args, topology=on)
+    found = fs.auto(program.function, mesh, args, topology=topology)
     middle = time.perf_counter()
-    search = _Search(program.function, mesh, args, on, None, {})
+    search = _Search(program.function, mesh, args, topology, None, {})
     best = min(every_choice(search), key=search.rank)
-    least, _ = search.weigh(best)
+    least, _ = search.cost(best)
     return least, found.time, middle - start, time.perf_counter() - middle, (best, found.in_specs)
 
 
@@ -142,18 +146,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", default=",".join(PROGRAMS), help="which, with commas between")
     parser.add_argument("--show", action="store_true", help="the layouts that are not the best")
-    given = parser.parse_args()
+    options = parser.parse_args()
     table = Table(title=f"fs.auto beside the best of all layouts (goal {GOAL})")
     for head in ("program", "mesh", "topology", "best, µs", "auto", "seconds", "of all"):
         table.add_column(head, justify="left" if head in ("program", "mesh") else "right")
     console, worst = Console(width=110), 1.0
-    for name in given.programs.split(","):
+    for name in options.programs.split(","):
         for mesh, (kind, on) in itertools.product(MESHES, TOPOLOGIES.items()):
             least, spent, quick, slow, layouts = compared(PROGRAMS[name], mesh, on)
             worst = max(worst, spent / least)
             table.add_row(name, str(mesh), kind, f"{least * 1e6:.1f}", f"{spent / least:.3f}",
                           f"{quick:.1f}", f"{slow:.1f}")  # fmt: skip
-            if given.show and spent > least * 1.001:
+            if options.show and spent > least * 1.001:
                 console.print(f"{name} on {mesh}, {kind}: best {layouts[0]}, chosen {layouts[1]}")
     console.print(table)
     console.print(f"worst: {worst:.3f}")

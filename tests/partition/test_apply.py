@@ -1,7 +1,8 @@
-"""`apply`: pairs in, pairs out; plain tensors as operands, modes, trees of results, and gloo."""
+"""`fs.apply` and `fs.on_pairs`: values, gradients, modes, keywords of operations, errors."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fshard as fs
 from fshard._util.errors import ShardingError
@@ -17,23 +19,13 @@ from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Sharded, Spec
 from fshard.ops.propagate.propagate import propagate
 from fshard.partition.apply import apply
+from tests.helpers.ops.apply_cases import MESH, draw, pair_of, rank_local_calls
 
-MESH = Mesh(x=2, y=2)
 aten = torch.ops.aten
 
 
-def lay(x: torch.Tensor, *entries: Any, mesh: Mesh = MESH, **kinds: Any) -> Sharded:
-    return fs.shard(
-        x, Spec(mesh, P(*entries, **kinds), shape=x.shape, dtype=x.dtype, uneven="chunk")
-    )
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def said(make: Callable[[], object]) -> str:
-    """The text of the error that a call raises."""
+def error_of(make: Callable[[], object]) -> str:
+    """Return the text of the error that a call raises."""
     with pytest.raises(ShardingError) as caught:
         make()
     return str(caught.value)
@@ -42,58 +34,58 @@ def said(make: Callable[[], object]) -> str:
 # -- values -------------------------------------------------------------------------------
 
 
-def test_slices_of_a_cut_dim_send_nothing() -> None:
+def test_slices_of_a_sharded_dim_are_local() -> None:
     x = draw(8, 3)
-    made = apply(aten.slice.Tensor, lay(x, ("x", "y")), 0, 3, 8)
+    made = apply(aten.slice.Tensor, pair_of(x, ("x", "y")), 0, 3, 8)
     assert str(made.spec) == "f64[5@(x,y):0+1+2+2,3]"
     assert torch.equal(fs.unshard(made), x[3:8])
-    one, other = apply(torch.split, lay(x, ("x", "y")), 5)
+    one, other = apply(torch.split, pair_of(x, ("x", "y")), 5)
     assert (str(one.spec), str(other.spec)) == ("f64[5@(x,y):2+2+1+0,3]", "f64[3@(x,y):0+0+1+2,3]")
-    padded = apply(aten.constant_pad_nd.default, lay(x, ("x", "y")), [0, 0, 1, 2])
+    padded = apply(aten.constant_pad_nd.default, pair_of(x, ("x", "y")), [0, 0, 1, 2])
     assert str(padded.spec) == "f64[11@(x,y):3+2+2+4,3]"
     assert torch.equal(fs.unshard(padded), torch.nn.functional.pad(x, (0, 0, 1, 2)))
 
 
-def test_what_is_shifted_is_sent_at_the_borders_alone() -> None:
+def test_shift_sends_border_rows_only() -> None:
     x = draw(12, 3)
-    after, before = (apply(aten.slice.Tensor, lay(x, "x"), 0, at, 11 + at) for at in (1, 0))
+    after, before = (apply(aten.slice.Tensor, pair_of(x, "x"), 0, at, 11 + at) for at in (1, 0))
     step = propagate(torch.sub, after.spec, before.spec)
     assert step.cost.bytes_received == 3 * 8
     assert torch.equal(fs.unshard(apply(torch.sub, after, before, mode="auto")), x[1:] - x[:-1])
 
 
-def test_plain_tensors_are_whole_on_every_rank() -> None:
+def test_plain_tensors_are_replicated() -> None:
     x, w = draw(4, 6), draw(6, 2, seed=1)
-    made = apply(torch.mm, lay(x, "x"), w)
+    made = apply(torch.mm, pair_of(x, "x"), w)
     assert str(made.spec) == "f64[4@x,2]"
     assert torch.equal(fs.unshard(made), torch.cat([x[:2] @ w, x[2:] @ w]))
-    torch.testing.assert_close(fs.unshard(apply(torch.sub, w, lay(w, "x"))), w - w)
+    torch.testing.assert_close(fs.unshard(apply(torch.sub, w, pair_of(w, "x"))), w - w)
 
 
-def test_arguments_by_name_and_in_lists() -> None:
+def test_arguments_by_keyword_and_in_lists() -> None:
     x, y = draw(4, 6), draw(4, 2, seed=1)
-    made = apply(aten.cat.default, [lay(x, "x"), lay(y, "x")], dim=1)
+    made = apply(aten.cat.default, [pair_of(x, "x"), pair_of(y, "x")], dim=1)
     assert torch.equal(fs.unshard(made), torch.cat([x, y], 1))
     assert str(made.spec) == "f64[4@x,8]"
-    added = apply(torch.add, lay(x, "x"), other=lay(x, "x"), alpha=2)
+    added = apply(torch.add, pair_of(x, "x"), other=pair_of(x, "x"), alpha=2)
     torch.testing.assert_close(fs.unshard(added), 3 * x)
 
 
-def test_results_come_in_the_tree_of_the_operation() -> None:
+def test_results_have_the_tree_of_the_operation() -> None:
     x = draw(4, 6)
-    made = apply(aten.max.dim, lay(x, "x"), 1)
+    made = apply(aten.max.dim, pair_of(x, "x"), 1)
     assert isinstance(made, tuple)
     assert [torch.equal(fs.unshard(each), want) for each, want in zip(made, x.max(1), strict=True)]
-    parts = apply(aten.split.Tensor, lay(x, "x"), 2, 1)
+    parts = apply(aten.split.Tensor, pair_of(x, "x"), 2, 1)
     assert isinstance(parts, list | tuple)
     assert [str(each.spec) for each in parts] == ["f64[4@x,2]"] * 3
 
 
-def test_variants_that_write_return_and_write_nothing() -> None:
-    x = lay(draw(4, 6), "x")
+def test_in_place_and_out_variants_write_nothing() -> None:
+    x = pair_of(draw(4, 6), "x")
     before = [each.clone() for each in x.local]
     added = apply(aten.add_.Tensor, x, 1.0)
-    out = lay(torch.zeros(4, 6, dtype=torch.float64), "x")
+    out = pair_of(torch.zeros(4, 6, dtype=torch.float64), "x")
     more = apply(aten.add.out, x, x, out=out)
     assert all(map(torch.equal, x.local, before))
     assert not any(each.any() for each in out.local)
@@ -101,43 +93,43 @@ def test_variants_that_write_return_and_write_nothing() -> None:
     torch.testing.assert_close(fs.unshard(more), 2 * draw(4, 6))
 
 
-def test_operands_are_not_written() -> None:
-    x = lay(draw(5, 3), None, "y")
+def test_operands_stay_unchanged() -> None:
+    x = pair_of(draw(5, 3), None, "y")
     before = [each.clone() for each in x.local]
     apply(torch.softmax, x, 1, mode="auto")
     assert all(map(torch.equal, x.local, before))
 
 
-def test_gradients_come_through_moved_operands() -> None:
+def test_gradients_of_redistributed_operands() -> None:
     x, w = draw(4, 6).requires_grad_(), draw(6, 5, seed=1).requires_grad_()
-    made = apply(torch.mm, lay(x, None, "x"), lay(w, None, "x"), mode="auto")
+    made = apply(torch.mm, pair_of(x, None, "x"), pair_of(w, None, "x"), mode="auto")
     fs.unshard(made).square().sum().backward()
     right = torch.autograd.grad((x @ w).square().sum(), (x, w))
     torch.testing.assert_close((x.grad, w.grad), right)
 
 
-def test_candidates_are_not_made_addends_nor_of_what_has_a_gradient() -> None:
+def test_unreduced_min_does_not_become_unreduced_sum() -> None:
     x, y = draw(4, 6), draw(4, 6, seed=1)
-    least = lay(x, unreduced={"x": "min"})
-    made = apply(torch.add, least, lay(y, unreduced={"x"}), mode="auto")
+    least = pair_of(x, unreduced={"x": "min"})
+    made = apply(torch.add, least, pair_of(y, unreduced={"x"}), mode="auto")
     torch.testing.assert_close(fs.unshard(made), x + y)
     y.requires_grad_()
-    made = apply(torch.cat, [least, lay(y, "x")], 1, mode="auto")
+    made = apply(torch.cat, [least, pair_of(y, "x")], 1, mode="auto")
     (grad,) = torch.autograd.grad(fs.unshard(made).sum(), y)
     torch.testing.assert_close(grad, torch.ones(4, 6, dtype=torch.float64))
 
 
-def test_the_negative_of_the_least_integer_is_no_candidate() -> None:
+def test_negative_of_unreduced_integers_is_reduced_first() -> None:
     x = torch.tensor([1, -2, 0, 3])
     for kind in ("max", "min"):
-        made = apply(torch.neg, lay(x, unreduced={"x": kind}), mode="auto")
+        made = apply(torch.neg, pair_of(x, unreduced={"x": kind}), mode="auto")
         assert torch.equal(fs.unshard(made), -x)
 
 
 def test_second_derivatives() -> None:
     x = draw(4, 3).requires_grad_()
     cube = lambda pair: apply(torch.mul, apply(torch.mul, pair, pair), pair)  # noqa: E731
-    (first,) = torch.autograd.grad(fs.unshard(cube(lay(x, "x"))).sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(fs.unshard(cube(pair_of(x, "x"))).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(second, 6 * x.detach())
 
@@ -148,20 +140,20 @@ def test_a_function_of_several_operations() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ w) + 1
 
-    made = apply(layer, lay(x, "x"), w)
+    made = apply(layer, pair_of(x, "x"), w)
     torch.testing.assert_close(fs.unshard(made), layer(x, w))
 
 
-def test_functions_that_nobody_holds_are_not_kept() -> None:
-    pair = lay(draw(4, 6), "x")
-    held = torch.ones(6, dtype=torch.float64)
+def test_cache_does_not_keep_functions_alive() -> None:
+    pair = pair_of(draw(4, 6), "x")
+    constant = torch.ones(6, dtype=torch.float64)
 
     class Scale:
         def by(self, x: torch.Tensor) -> torch.Tensor:
-            return x * held + 1
+            return x * constant + 1
 
     def of_function() -> weakref.ref[Any]:
-        add = lambda x: x + held * 2  # noqa: E731
+        add = lambda x: x + constant * 2  # noqa: E731
         torch.testing.assert_close(fs.unshard(apply(add, pair)), draw(4, 6) + 2)
         return weakref.ref(add)
 
@@ -177,7 +169,7 @@ def test_functions_that_nobody_holds_are_not_kept() -> None:
 
 
 def test_a_function_is_traced_once() -> None:
-    pair, traced = lay(draw(4, 6), "x"), []
+    pair, traced = pair_of(draw(4, 6), "x"), []
 
     class Scale:
         def by(self, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -196,9 +188,9 @@ def test_a_function_is_traced_once() -> None:
         assert len(traced) == 2
 
 
-def test_pairs_without_names_and_in_lists_are_pairs() -> None:
+def test_plain_tuples_and_lists_of_pairs() -> None:
     x = draw(4, 6)
-    local, spec = lay(x, "x")
+    local, spec = pair_of(x, "x")
     for pairs in ([(local, spec), x], [Sharded(local, spec), (local, spec)]):
         made = apply(aten.cat.default, pairs, 1)
         assert torch.equal(fs.unshard(made), torch.cat([x, x], 1))
@@ -207,19 +199,21 @@ def test_pairs_without_names_and_in_lists_are_pairs() -> None:
 # -- modes --------------------------------------------------------------------------------
 
 
-def test_explicit_mode_takes_a_dearer_way_that_sends_nothing() -> None:
-    made = apply(torch.mm, lay(draw(4, 6), None, "x"), lay(draw(6, 2, seed=1), "x"))
+def test_explicit_mode_prefers_a_local_strategy() -> None:
+    made = apply(torch.mm, pair_of(draw(4, 6), None, "x"), pair_of(draw(6, 2, seed=1), "x"))
     assert dict(made.spec.partition.unreduced_kinds) == {"x": "sum"}
 
 
-def test_explicit_mode_shows_the_choices() -> None:
-    pair = lay(draw(4, 6), "x", mesh=Mesh(x=2))
-    other = lay(draw(4, 6), None, "x", mesh=Mesh(x=2))
-    text = said(lambda: apply(torch.add, pair, other))
+def test_explicit_mode_lists_the_strategies() -> None:
+    pair = pair_of(draw(4, 6), "x", mesh=Mesh(x=2))
+    other = pair_of(draw(4, 6), None, "x", mesh=Mesh(x=2))
+    text = error_of(lambda: apply(torch.add, pair, other))
     lines = text.splitlines()
     assert lines[0] == "fs.apply(add.Tensor)"
     assert lines[1] == "  given: f64[4@x,6], f64[4,6@x]"
-    assert lines[2] == "  rule:  all ways need communication (by time, later reducing included):"
+    assert (
+        lines[2] == "  rule:  all strategies need communication (by time, later reducing included):"
+    )
     assert len([line for line in lines if " received, " in line]) >= 2
     assert lines[-1] == (
         '  fix:   mode="auto" runs the first; fs.reshard(pair, spec) before for another'
@@ -228,27 +222,27 @@ def test_explicit_mode_shows_the_choices() -> None:
     torch.testing.assert_close(fs.unshard(auto), 2 * draw(4, 6))
 
 
-def test_a_mode_that_there_is_not() -> None:
-    assert said(lambda: apply(torch.neg, lay(draw(4), "x"), mode="implicit")) == (
-        "fs.apply\n  given: mode='implicit'\n  rule:  mode is 'explicit' or 'auto'\n"
+def test_unknown_mode() -> None:
+    assert error_of(lambda: apply(torch.neg, pair_of(draw(4), "x"), mode="implicit")) == (
+        "fs.apply\n  given: mode='implicit'\n  rule:  mode must be 'explicit' or 'auto'\n"
         "  fix:   mode='auto'"
     )
 
 
 def test_no_pairs() -> None:
-    assert said(lambda: apply(torch.neg, draw(4))) == (
+    assert error_of(lambda: apply(torch.neg, draw(4))) == (
         "fs.apply(neg)\n  given: no pairs\n"
-        "  rule:  at least one argument is a pair (local, spec)\n"
+        "  rule:  at least one argument must be a pair (local, spec)\n"
         "  fix:   fs.shard(tensor, spec) makes one"
     )
 
 
-def test_locals_of_one_rank_and_of_all() -> None:
-    pair = lay(draw(4), "x")
+def test_mixed_locals_of_one_rank_and_of_all() -> None:
+    pair = pair_of(draw(4), "x")
     one = Sharded(pair.local[0], pair.spec)
-    assert said(lambda: apply(torch.add, pair, one)) == (
+    assert error_of(lambda: apply(torch.add, pair, one)) == (
         "fs.apply(add)\n  given: locals of one rank and of all ranks\n"
-        "  rule:  all pairs hold one rank's local, or all hold the tuple of all shards\n"
+        "  rule:  all pairs must hold one rank's local, or all the tuple of all shards\n"
         "  fix:   make them the same way"
     )
 
@@ -256,27 +250,15 @@ def test_locals_of_one_rank_and_of_all() -> None:
 # -- rank-local code ----------------------------------------------------------------------
 
 
-def body(size: int) -> list[Any]:
-    """Calls of `apply` on one rank's locals; what they give, whole."""
-    mesh = Mesh(x=size)
-    x, w = draw(5, 6).requires_grad_(), draw(6, 4, seed=1).requires_grad_()
-    rows = apply(torch.mm, lay(x, "x", mesh=mesh), lay(w, mesh=mesh))
-    sums = apply(torch.mm, lay(x, None, "x", mesh=mesh), lay(w, "x", mesh=mesh))
-    moved = apply(torch.add, sums, rows, mode="auto")
-    whole = fs.unshard(moved)
-    whole.square().sum().backward()
-    return [whole.detach(), x.grad, w.grad]
-
-
 def test_rank_local_code_in_a_simulation() -> None:
     x, w = draw(5, 6).requires_grad_(), draw(6, 4, seed=1).requires_grad_()
     made = 2 * (x @ w)
     right = [made.detach(), *torch.autograd.grad(made.square().sum(), (x, w))]
-    for rank in fs.simulate(Mesh(x=2), body, 2):
+    for rank in fs.simulate(Mesh(x=2), rank_local_calls, 2):
         torch.testing.assert_close(rank, right)
 
 
-def test_functions_that_take_a_number_for_a_list() -> None:
+def test_int_in_the_place_of_a_list() -> None:
     mesh = fs.Mesh(x=2)
     x = torch.arange(12.0).reshape(4, 3)
     pair = fs.shard(x, fs.Spec(mesh, fs.P("x"), shape=(4, 3)))
@@ -293,27 +275,27 @@ def test_functions_that_take_a_number_for_a_list() -> None:
         (torch.Tensor.to, (torch.float32,)), (torch.cumsum, (0,)),
     ],
 )  # fmt: skip
-def test_a_number_is_no_flag_and_no_dtype(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_int_does_not_match_a_flag_or_dtype(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
     x = draw(4, 6)
-    found, wanted = apply(op, lay(x, "x"), *args, mode="auto"), op(x, *args)
+    found, wanted = apply(op, pair_of(x, "x"), *args, mode="auto"), op(x, *args)
     if isinstance(wanted, torch.Tensor):
         found, wanted = (found,), (wanted,)
     for pair, each in zip(found, wanted, strict=True):
         torch.testing.assert_close(fs.unshard(pair), each)
 
 
-def test_a_number_in_the_place_of_a_flag_is_told() -> None:
+def test_int_in_the_place_of_a_flag_is_refused() -> None:
     spec = Spec(MESH, P("x"), shape=(4, 6))
-    assert said(lambda: propagate(torch.var, spec, 0)) == (
+    assert error_of(lambda: propagate(torch.var, spec, 0)) == (
         "fs.propagate(aten.var)\n"
-        "  given: 0, which aten.var.default takes for its unbiased\n"
-        "  rule:  of functions of torch a number is no flag and no dtype\n"
-        "  fix:   a list of one in its place, or the argument by name, dim=0 say"
+        "  given: 0 for 'unbiased' of aten.var.default\n"
+        "  rule:  this int would match a bool or dtype parameter; an int must name a dim here\n"
+        "  fix:   a list of one in its place, or a keyword: dim=0"
     )
     assert str(propagate(torch.var, spec, dim=0).out_specs[0]) == "f32[6]"
 
 
-def test_a_rank_outside_of_the_mesh_is_told() -> None:
+def test_rank_outside_of_the_mesh_is_refused() -> None:
     elsewhere = fs.Mesh({"x": 2}, devices=(4, 5))
     pair = (torch.ones(2), fs.Spec(elsewhere, fs.P("x"), shape=(4,)))
     for run in (
@@ -330,8 +312,73 @@ def test_a_rank_outside_of_the_mesh_is_told() -> None:
      (sum, ()), (torch.Tensor.to, (torch.float64,)), (torch.Tensor.reshape, (6, 4))],
     ids=lambda each: getattr(each, "__name__", ""),
 )  # fmt: skip
-def test_numbers_are_read_as_python_reads_them(op: Any, args: tuple[Any, ...]) -> None:
-    """Schemas take a number for a flag or a dtype, and know a `sum` that is not Python's."""
+def test_ints_mean_dims_and_sizes_as_in_python(op: Any, args: tuple[Any, ...]) -> None:
+    """Schemas would match an int with a bool or dtype, and have a `sum` that is not Python's."""
     x = torch.arange(24.0).reshape(4, 6)
     made = fs.apply(op, fs.shard(x, fs.Spec(Mesh(x=2), P("x"), shape=(4, 6))), *args, mode="auto")
     torch.testing.assert_close(fs.unshard(made), op(x, *args))
+
+
+# -- keywords of operations ---------------------------------------------------------------
+
+
+IMAGE = (2, 4, 6, 6)
+KEYWORDS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "pad": (F.pad, (draw(*IMAGE), (1, 1)), {"mode": "reflect"}),
+    "interpolate": (F.interpolate, (draw(*IMAGE),), {"scale_factor": 2, "mode": "bilinear"}),
+    "grid_sample": (F.grid_sample, (draw(*IMAGE), draw(2, 3, 3, 2, seed=1).tanh()),
+                    {"mode": "nearest", "align_corners": False}),
+    "embedding_bag": (F.embedding_bag, (torch.tensor([[0, 1], [2, 2]]), draw(3, 4, seed=2)),
+                      {"mode": "sum"}),
+    "quantile": (torch.quantile, (draw(4, 6), 0.3), {"dim": 1, "interpolation": "lower"}),
+    "sum": (torch.sum, (draw(4, 6), 1), {"keepdim": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keywords_of_the_operation_belong_to_it(name: str) -> None:
+    op, (x, *args), kwargs = KEYWORDS[name]
+    expected = op(x, *args, **kwargs)
+    pair = pair_of(x, "x", mesh=Mesh(x=2))
+    for run in (functools.partial(fs.apply, op), fs.on_pairs(op)):
+        torch.testing.assert_close(fs.unshard(run(pair, *args, **kwargs)), expected)
+    auto = fs.on_pairs(op, mode="auto", topology=fs.Topology.cluster(2))
+    torch.testing.assert_close(fs.unshard(auto(pair, *args, **kwargs)), expected)
+
+
+def test_options_of_apply_where_the_operation_lacks_the_keyword() -> None:
+    pair, cluster = pair_of(draw(4, 6), None, "x", mesh=Mesh(x=2)), fs.Topology.cluster(2)
+    result = fs.apply(torch.quantile, pair, 0.3, dim=1, mode="auto", topology=cluster)
+    torch.testing.assert_close(fs.unshard(result), draw(4, 6).quantile(0.3, dim=1))
+
+
+def test_any_keyword_of_a_function_belongs_to_it() -> None:
+    def scaled(x: torch.Tensor, *, mode: str = "auto", topology: float = 1.0) -> torch.Tensor:
+        return x * topology if mode == "auto" else x / topology
+
+    pair = pair_of(draw(4), "x", mesh=Mesh(x=2))
+    for kwargs in ({}, {"mode": "explicit"}, {"mode": "explicit", "topology": 2.0}):
+        result = fs.apply(scaled, pair, **kwargs)
+        torch.testing.assert_close(fs.unshard(result), scaled(draw(4), **kwargs))  # type: ignore[arg-type]
+
+
+def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> None:
+    pair = pair_of(draw(*IMAGE), None, None, "x", mesh=Mesh(x=2))
+    text = error_of(lambda: fs.apply(F.pad, pair, (1, 1), mode="auto"))
+    assert text == (
+        "fs.apply(pad)\n"
+        "  given: mode='auto'\n"
+        "  rule:  mode is a parameter of pad itself; the option of that name must be given to "
+        "fs.on_pairs\n"
+        "  fix:   fs.on_pairs(pad, mode='auto')(...)"
+    )
+    pads = (0, 0, 1, 1)
+    text = error_of(lambda: fs.apply(F.pad, pair, pads, mode="reflect"))
+    assert text.splitlines()[-1].startswith('  fix:   fs.on_pairs(pad, mode="auto") runs it')
+    result = fs.on_pairs(F.pad, mode="auto")(pair, pads, mode="reflect")
+    torch.testing.assert_close(fs.unshard(result), F.pad(draw(*IMAGE), pads, mode="reflect"))
+
+
+def test_options_of_on_pairs_are_checked_at_once() -> None:
+    assert error_of(lambda: fs.on_pairs(torch.neg, mode="implicit")).startswith("fs.on_pairs\n")
+    assert "topology" in error_of(lambda: fs.on_pairs(torch.neg, topology="node"))  # type: ignore[arg-type]

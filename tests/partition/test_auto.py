@@ -1,4 +1,4 @@
-"""Layouts chosen by what a step takes, beside the best that one writes by hand."""
+"""`fs.auto`: chosen layouts compared with hand-written ones and with the best of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fshard.partition.auto import step_memory, step_time
 from fshard.partition.variable_elimination import Labelling
 from tests.benchmarks import bench_auto
 from tests.helpers.ops import blocks
-from tests.partition.test_partition import BLOCKS, mlp
+from tests.helpers.ops.block_cases import BLOCKS, mlp
 
 MESH = Mesh(dp=2, tp=2)
 TOPOLOGY = fs.Topology.node()
@@ -31,7 +31,7 @@ SIZES: dict[str, tuple[Callable[..., blocks.Params], int, tuple[int, ...]]] = {
 def meta(
     params: blocks.Params, shape: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same without numbers; the input asks for no gradient, as that of a model does."""
+    """Return parameters on the meta device, and an input without gradient."""
     p = {k: torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=True)
          for k, v in params.items()}  # fmt: skip
     return p, torch.empty(shape, dtype=torch.float64, device="meta")
@@ -40,10 +40,10 @@ def meta(
 def by_hand(
     name: str, p: dict[str, Any]
 ) -> dict[str, tuple[dict[str, PartitionSpec], PartitionSpec]]:
-    """The layouts that one writes: data, tensor, both, and parameters cut over the data axis."""
-    asked = BLOCKS[name][2]
+    """Return hand-written layouts: data, FSDP, Megatron and tensor parallel."""
+    specs = BLOCKS[name][2]
     every = ("dp", "tp")
-    tensor = {k: asked.get(k, P()) for k in p}
+    tensor = {k: specs.get(k, P()) for k in p}
     both = {
         k: P(*(tuple(every) if axis == "tp" else None for axis in spec))
         for k, spec in tensor.items()
@@ -58,7 +58,7 @@ def by_hand(
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("tight", [False, True])
-def test_at_most_5_percent_above_the_best_by_hand(name: str, tight: bool) -> None:
+def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
     fn = BLOCKS[name][0]
     make, width, shape = SIZES[name]
     p, x = meta(make(width), shape)
@@ -73,8 +73,8 @@ def test_at_most_5_percent_above_the_best_by_hand(name: str, tight: bool) -> Non
     assert memory is None or found.memory <= memory
 
 
-def test_what_it_chooses_runs_and_explains_itself() -> None:
-    p = blocks._make({"a": (64, 256), "b": (256, 64)}, 3)
+def test_choice_runs_and_explains() -> None:
+    p = blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3)
     x = torch.randn(8, 64, dtype=torch.float64)
     found = fs.auto(mlp, Mesh(x=4), [p, x])
     torch.testing.assert_close(found(p, x), mlp(p, x))
@@ -82,15 +82,15 @@ def test_what_it_chooses_runs_and_explains_itself() -> None:
     assert lines[0].startswith("args[0]['a']  P(")
     assert " a step, " in lines[3]
     assert str(found) == found.explain()
-    # No other is what was chosen, written otherwise.
+    # No alternative repeats the choice.
     chosen = [line.partition("  ")[::2] for line in lines[:3]]
     others = [(name, str(p)) for name, p, _, _ in found.alternatives]
     assert others
     assert not set(chosen) & set(others)
 
 
-def test_fixed_arguments_stay_as_they_are_and_memory_bounds() -> None:
-    p, x = meta(blocks._make({"a": (64, 256), "b": (256, 64)}, 3), (1024, 64))
+def test_fixed_arguments_and_memory_limit() -> None:
+    p, x = meta(blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3), (1024, 64))
     found = fs.auto(mlp, Mesh(x=4), [p, x], fixed={1: P("x")})
     assert found.in_specs[1] == P("x")
     with pytest.raises(fs.ShardingError, match="the smallest takes"):
@@ -99,15 +99,17 @@ def test_fixed_arguments_stay_as_they_are_and_memory_bounds() -> None:
 
 @pytest.mark.parametrize("kind", ["node", "cluster"])
 @pytest.mark.parametrize("name", ["shared", "three times", "softmax", "norm", "losses", "gram"])
-def test_of_few_choices_the_best_is_taken(name: str, kind: str) -> None:
-    """Operands that are shared, and ways that part and meet again, on two axes."""
+def test_small_searches_find_the_best(name: str, kind: str) -> None:
+    """Programs with shared operands, branches and joins, on two axes."""
     program = bench_auto.PROGRAMS[name]
     found = bench_auto.compared(program, Mesh(x=2, y=2), bench_auto.TOPOLOGIES[kind])
     assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("name", ["gated", "wide chain", "shared", "norm"])
-def test_labels_and_descent_alone_come_near_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_and_descent_alone_come_near_the_best(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fshard.partition.auto.MAX_EXHAUSTIVE", 0)
     program = bench_auto.PROGRAMS[name]
     least, spent, *_ = bench_auto.compared(program, Mesh(x=2, y=2), fs.Topology.cluster(2))

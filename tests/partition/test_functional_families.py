@@ -1,7 +1,6 @@
-"""Functions of `torch.nn.functional` and `torch.linalg`, whole, through `partition`.
+"""Functions of `torch.nn.functional` and `torch.linalg` through `fs.partition`.
 
-Layouts that the families' rules take as they are: nothing is sent, and values and gradients are
-those of one device.
+The layouts need no communication, and values and gradients are those of one device.
 """
 
 from __future__ import annotations
@@ -72,66 +71,63 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_sent(name: str) -> None:
+def test_families_send_nothing(name: str) -> None:
     function, shapes, parts, layout = CASES[name]
     mesh = fs.Mesh(x=2, y=2)
-    xs = [rand(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
-    made = partition(function, mesh=mesh, in_specs=parts)
+    xs = [rand(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    part = partition(function, mesh=mesh, in_specs=parts)
     pairs = [
-        fs.shard(x, fs.Spec(mesh, part, shape=x.shape, dtype=x.dtype))
-        for x, part in zip(xs, parts, strict=True)
+        fs.shard(x, fs.Spec(mesh, p, shape=x.shape, dtype=x.dtype))
+        for x, p in zip(xs, parts, strict=True)
     ]
     with fs.comm_log() as log:
-        local = made(*pairs)
+        local = part(*pairs)
     assert not log.counts
     assert str(local.spec) == layout
-    given, wanted = fs.unshard(local), function(*xs)
-    torch.testing.assert_close(given, wanted)
-    weights = rand(*wanted.shape, seed=9)
+    actual, expected = fs.unshard(local), function(*xs)
+    torch.testing.assert_close(actual, expected)
+    weights = rand(*expected.shape, seed=9)
     torch.testing.assert_close(
-        torch.autograd.grad((given * weights).sum(), xs),
-        torch.autograd.grad((wanted * weights).sum(), xs),
+        torch.autograd.grad((actual * weights).sum(), xs),
+        torch.autograd.grad((expected * weights).sum(), xs),
     )
 
 
-def test_a_fused_projection_is_split_where_it_is_cut() -> None:
-    """Every rank sends what others attend with, and attends with as many heads as they."""
+def test_fused_projection_is_exchanged_by_heads() -> None:
+    """Ranks exchange parts of the projection, and each attends with an equal share of heads."""
     mesh, width, heads = fs.Mesh(tp=4), 64, 8
 
     def attend(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        by_head = [
-            each.view(*x.shape[:2], heads, -1).transpose(1, 2) for each in (x @ w).chunk(3, -1)
-        ]
-        made = F.scaled_dot_product_attention(*by_head, is_causal=True)
-        return made.transpose(1, 2).reshape(x.shape) @ out
+        by_head = [y.view(*x.shape[:2], heads, -1).transpose(1, 2) for y in (x @ w).chunk(3, -1)]
+        attended = F.scaled_dot_product_attention(*by_head, is_causal=True)
+        return attended.transpose(1, 2).reshape(x.shape) @ out
 
     shapes = (2, 32, width), (width, 3 * width), (width, width)
-    xs = [rand(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+    xs = [rand(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
     part = partition(attend, mesh=mesh, in_specs=(P(), P(None, "tp"), P("tp")))
-    made = part.trace(*xs)
+    call = part.trace(*xs)
     (attention,) = [
-        line.strategy for line in made.lines
+        line.strategy for line in call.lines
         if isinstance(line, Operation) and "attention" in line.name
     ]  # fmt: skip
     assert {str(spec) for spec in attention.in_specs} == {"f64[2,8@tp,32,8]"}
-    # A gather of all would take three quarters of the three to every rank.
-    assert made.cost().bytes_received < 3 * (2 * 32 * width * 8) * 3 // 4 / 2
+    # An all-gather would send three quarters of the projection to every rank.
+    assert call.cost().bytes_received < 3 * (2 * 32 * width * 8) * 3 // 4 / 2
     torch.testing.assert_close(part(*xs), attend(*xs))
-    mine, right = (torch.autograd.grad(fn(*xs).sin().sum(), xs) for fn in (part, attend))
-    for one, other in zip(mine, right, strict=True):
-        torch.testing.assert_close(one, other)
+    grads, expected = (torch.autograd.grad(fn(*xs).sin().sum(), xs) for fn in (part, attend))
+    torch.testing.assert_close(grads, expected)
 
 
 COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cov": lambda x, w: torch.cov(x),
-    "of all numbers": lambda x, w: x.cov(correction=0),
-    "of counts": lambda x, w: torch.cov(x, fweights=torch.arange(8)),
-    "weighted": lambda x, w: torch.cov(x, aweights=w.abs()),
+    "population": lambda x, w: x.cov(correction=0),
+    "fweights": lambda x, w: torch.cov(x, fweights=torch.arange(8)),
+    "aweights": lambda x, w: torch.cov(x, aweights=w.abs()),
     "both": lambda x, w: torch.cov(x, correction=2, fweights=torch.arange(8), aweights=w.abs()),
-    "of one": lambda x, w: torch.cov(x[0]),
-    "of integers": lambda x, w: torch.cov((10 * x).int()),
+    "one variable": lambda x, w: torch.cov(x[0]),
+    "integers": lambda x, w: torch.cov((10 * x).int()),
     "corrcoef": lambda x, w: torch.corrcoef(x),
-    "corrcoef of one": lambda x, w: x[0].corrcoef(),
+    "corrcoef of one variable": lambda x, w: x[0].corrcoef(),
     "corrcoef of complex": lambda x, w: torch.corrcoef(torch.complex(x, x.sin())).abs(),
 }
 
@@ -141,8 +137,8 @@ COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def test_covariances(name: str, layout: fs.PartitionSpec) -> None:
     function, mesh = COVARIANCES[name], fs.Mesh(x=2, y=2)
     x, w = rand(4, 8).requires_grad_(), rand(8, seed=1)
-    made = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w)
-    torch.testing.assert_close(made, function(x, w))
-    if made.requires_grad:
-        one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, function(x, w)))
-        torch.testing.assert_close(one, other)
+    actual, expected = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w), function(x, w)
+    torch.testing.assert_close(actual, expected)
+    if actual.requires_grad:
+        grads = [torch.autograd.grad(y.sin().sum(), x) for y in (actual, expected)]
+        torch.testing.assert_close(*grads)

@@ -1,4 +1,4 @@
-"""`apply` on real processes: the same values and gradients as in a simulation."""
+"""`fs.apply` on processes: the values and gradients of a simulation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
 from fshard.partition.apply import apply
 from tests.helpers.gloo.harness import run_ranks
-from tests.partition.test_apply import body
+from tests.helpers.ops.apply_cases import rank_local_calls
 
 
 def on_rank(size: int) -> list[Any]:
     fs.init(Mesh(x=size))
-    return body(size)
+    return rank_local_calls(size)
 
 
 def test_values_and_gradients() -> None:
-    simulated = fs.simulate(Mesh(x=2), body, 2)
+    simulated = fs.simulate(Mesh(x=2), rank_local_calls, 2)
     for rank, found in enumerate(run_ranks(2, on_rank, 2)):
         torch.testing.assert_close(found, simulated[rank])
 
@@ -38,7 +38,7 @@ def explicit(size: int) -> str:
     return str(caught.value)
 
 
-def test_every_rank_raises_the_same() -> None:
+def test_all_ranks_raise_the_same_error() -> None:
     texts = run_ranks(2, explicit, 2)
     assert texts[0] == texts[1]
-    assert "all ways need communication" in texts[0]
+    assert "all strategies need communication" in texts[0]

@@ -1,4 +1,4 @@
-"""Partitioned functions on real processes: the values and gradients of one device."""
+"""Partitioned functions on processes: values and gradients of one device."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import run_ranks
-from tests.ops.trace.test_inner_gradients import in_place, made
-from tests.partition.test_random_functions import Case, Found
+from tests.helpers.ops.random_functions import RandomCase, Results
+from tests.helpers.ops.training_steps import in_place_step, layer_params
 
 MESH = Mesh(x=2)
 
 
-def on_rank(seed: int) -> Found:
+def on_rank(seed: int) -> Results:
     fs.init(MESH)
-    return Case(Random(seed), [MESH]).of_rank()
+    return RandomCase(Random(seed), [MESH]).of_rank()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_functions(seed: int) -> None:
-    case = Case(Random(seed), [MESH])
-    for found in run_ranks(2, on_rank, seed):
-        case.compare(found)
+    case = RandomCase(Random(seed), [MESH])
+    for results in run_ranks(2, on_rank, seed):
+        case.compare(results)
 
 
 def train_on_rank(layout: str) -> tuple[torch.Tensor, ...]:
-    """Three training steps that write parameters where they lie; whole afterwards."""
+    """Run three training steps that write local parameters; return global ones and losses."""
     fs.init(MESH)
     specs = {"a": P(layout), "b": P(None, layout)}
-    part = fs.partition(in_place, mesh=MESH, params=specs, in_specs=(P("x"),))
+    part = fs.partition(in_place_step, mesh=MESH, params=specs, in_specs=(P("x"),))
     x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
     params = {}
-    for name, each in made().items():
+    for name, each in layer_params().items():
         local, spec = fs.shard(each, fs.Spec(MESH, specs[name], shape=each.shape, dtype=each.dtype))
         params[name] = fs.Sharded(local.clone().requires_grad_(), spec)
     pair = fs.shard(x, fs.Spec(MESH, P("x"), shape=x.shape, dtype=x.dtype))
@@ -44,17 +44,17 @@ def train_on_rank(layout: str) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("layout", ["x", ()])
-def test_training_steps_write_parameters_where_they_lie(layout: str) -> None:
-    params = {name: each.requires_grad_() for name, each in made().items()}
+def test_training_steps_write_local_parameters(layout: str) -> None:
+    params = {name: each.requires_grad_() for name, each in layer_params().items()}
     x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
-    values = [in_place(params, x) for _ in range(3)]
+    values = [in_place_step(params, x) for _ in range(3)]
     for found in run_ranks(2, train_on_rank, layout):
         for one, other in zip(found, (*params.values(), *values), strict=True):
             torch.testing.assert_close(one, other.detach())
 
 
 def with_a_closure(layout: P) -> tuple[torch.Tensor, ...]:
-    """The gradient of a tensor that the function closes over."""
+    """Return a loss and the gradient of a tensor that the function closes over."""
     torch.manual_seed(0)
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -71,8 +71,8 @@ def closure_on_rank(layout: P) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("layout", [P("x"), P(None, "x"), P()], ids=str)
-def test_what_a_function_closes_over_has_its_gradient_on_every_rank(layout: P) -> None:
-    whole = with_a_closure(P())
-    torch.testing.assert_close(with_a_closure(layout), whole)
-    for found in run_ranks(2, closure_on_rank, layout):
-        torch.testing.assert_close(found, whole)
+def test_closed_over_tensors_have_gradients_on_every_rank(layout: P) -> None:
+    expected = with_a_closure(P())
+    torch.testing.assert_close(with_a_closure(layout), expected)
+    for results in run_ranks(2, closure_on_rank, layout):
+        torch.testing.assert_close(results, expected)

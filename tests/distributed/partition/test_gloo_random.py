@@ -1,4 +1,4 @@
-"""Draws by key on real processes: each rank draws its part of what one device draws."""
+"""Draws by key on processes: each rank draws its shard of the global draw."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = (
 
 
 def draws() -> dict[str, Any]:
-    """This rank's parts, and what it computes of them."""
+    """Return the draws of this rank, and results computed from them."""
     mesh = fs.Mesh(dp=2, tp=2)
     fs.init(mesh)
     key = fs.random.key(5)
@@ -45,7 +45,7 @@ def draws() -> dict[str, Any]:
     return {name: each.detach() for name, each in found.items()}
 
 
-def test_ranks_draw_their_parts() -> None:
+def test_ranks_draw_their_shards() -> None:
     key, mesh = fs.random.key(5), fs.Mesh(dp=2, tp=2)
     ranks = run_ranks(4, draws)
     whole = fs.random.normal(key, SHAPE)

@@ -1,4 +1,4 @@
-"""Operations on lists: every element lies as it would alone; values, gradients and texts."""
+"""Operations on lists: every element has the layout it would have alone; values, gradients."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def _named(name: str) -> OpOverload[..., Any]:
     return op
 
 
-APART = {"_foreach_addcmul.Tensor", "_foreach_addcdiv.Tensor", "_foreach_powsum.Scalar"}
+NO_ELEMENT_OP = {"_foreach_addcmul.Tensor", "_foreach_addcdiv.Tensor", "_foreach_powsum.Scalar"}
 ALL = sorted(
     rest
     for name in torch._C._dispatch_get_all_op_names()
     if (rest := name.removeprefix("aten::")).startswith("_foreach_")
-    and not rest.endswith("out") and rest.replace("_.", ".") not in APART
+    and not rest.endswith("out") and rest.replace("_.", ".") not in NO_ELEMENT_OP
     and rest != "_foreach_mm"
 )  # fmt: skip
 
 
 def arguments(op: OpOverload[..., Any]) -> list[Any]:
-    """Lists of positive tensors, numbers, and lists of numbers, as the schema asks."""
+    """Return lists of positive tensors, numbers, and lists of numbers, as the schema requires."""
     made: list[Any] = []
     for each in op._schema.arguments:
         if each.kwarg_only or each.has_default_value():
@@ -68,9 +68,9 @@ def arguments(op: OpOverload[..., Any]) -> list[Any]:
     return made
 
 
-def laid(args: Sequence[Any], at: Sequence[Spec]) -> list[Any]:
+def as_pairs(args: Sequence[Any], specs_: Sequence[Spec]) -> list[Any]:
     return [
-        [fs.shard(x, spec) for x, spec in zip(each, at, strict=True)]
+        [fs.shard(x, spec) for x, spec in zip(each, specs_, strict=True)]
         if isinstance(each, list) and isinstance(each[0], torch.Tensor) else each
         for each in args
     ]  # fmt: skip
@@ -81,36 +81,36 @@ def laid(args: Sequence[Any], at: Sequence[Spec]) -> list[Any]:
 def test_every_operation_on_lists(name: str, partitions: Sequence[P]) -> None:
     op = _named(name)
     args = arguments(op)
-    found = apply(op, *laid(args, specs(partitions)), mode="auto")
+    actual = apply(op, *as_pairs(args, specs(partitions)), mode="auto")
     expected = functional_of(op)(*args)
-    assert len(found) == len(expected)
-    for pair, whole in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for pair, whole in zip(actual, expected, strict=True):
         torch.testing.assert_close(fs.unshard(pair), whole)
 
 
-def test_nothing_is_sent_for_elements_that_lie_alike() -> None:
-    given = specs(LAYOUTS[0])
-    made = propagate(A._foreach_add.List, given, given)
-    assert made.is_local
-    assert made.out_specs == tuple(given)
-    assert " ".join(str(made).split()) == (
+def test_elements_of_equal_layouts_are_local() -> None:
+    operands = specs(LAYOUTS[0])
+    strategy = propagate(A._foreach_add.List, operands, operands)
+    assert strategy.is_local
+    assert strategy.out_specs == tuple(operands)
+    assert " ".join(str(strategy).split()) == (
         "_foreach_add.List: f64[4@x,6], f64[8@y], f64[2,2], f64[4@x,6], f64[8@y], f64[2,2] "
         "-> f64[4@x,6], f64[8@y], f64[2,2] "
         "x: d0 / invariant, y: invariant / d0 (nothing is sent)"
     )
 
 
-def test_elements_are_calls_of_their_own() -> None:
+def test_element_calls() -> None:
     x, y = tensors(0), tensors(1)
-    found = element_calls(A._foreach_addcmul.ScalarList, (x, y, y, [1, 2, 3]), {})
-    assert [each.kwargs for each in found] == [{"value": 1}, {"value": 2}, {"value": 3}]
-    assert [each.places for each in found] == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
+    calls = element_calls(A._foreach_addcmul.ScalarList, (x, y, y, [1, 2, 3]), {})
+    assert [call.kwargs for call in calls] == [{"value": 1}, {"value": 2}, {"value": 3}]
+    assert [call.operands for call in calls] == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
 
 
-def test_unreduced_elements_stay_so_each_for_itself() -> None:
-    given = [Spec(MESH, P(unreduced={"x"}), shape=(8,)), Spec(MESH, P("y"), shape=(8,))]
-    made = propagate(A._foreach_mul.Scalar, given, 2.0)
-    assert made.out_specs == tuple(given)
+def test_unreduced_elements_stay_unreduced() -> None:
+    operands = [Spec(MESH, P(unreduced={"x"}), shape=(8,)), Spec(MESH, P("y"), shape=(8,))]
+    strategy = propagate(A._foreach_mul.Scalar, operands, 2.0)
+    assert strategy.out_specs == tuple(operands)
 
 
 @pytest.mark.parametrize("partitions", LAYOUTS, ids=["some", "all"])
@@ -131,7 +131,7 @@ def test_gradients_of_a_tensor_that_all_elements_use(name: str, partitions: Sequ
     torch.testing.assert_close(one, other)
 
 
-def test_products_of_matrices_each_cut_along_its_own_dims() -> None:
+def test_foreach_mm_shards_elements_along_different_dims() -> None:
     a, b = [torch.rand(4, 6), torch.rand(2, 8)], [torch.rand(6, 2), torch.rand(8, 4)]
     given = [
         [fs.shard(x, Spec(MESH, p, shape=x.shape)) for x, p in zip(each, partitions, strict=True)]
@@ -146,7 +146,7 @@ def test_products_of_matrices_each_cut_along_its_own_dims() -> None:
         torch.testing.assert_close(fs.unshard(pair), x @ y)
 
 
-def test_partition_takes_lists_apart() -> None:
+def test_partition_of_foreach_operations() -> None:
     def step(params: list[Any], grads: list[Any]) -> list[Any]:
         decayed = torch._foreach_mul(params, 0.9)
         torch._foreach_add_(decayed, grads, alpha=-0.1)
@@ -162,7 +162,7 @@ def test_partition_takes_lists_apart() -> None:
         torch.testing.assert_close(fs.unshard(pair), whole)
 
 
-def test_sequences_of_at_least_so_many_dims() -> None:
+def test_atleast_2d_of_a_sequence() -> None:
     made = propagate(A.atleast_2d.Sequence, specs(LAYOUTS[1]))
     assert [str(each) for each in made.out_specs] == [
         "f64[4@x,6@y]",
@@ -172,17 +172,17 @@ def test_sequences_of_at_least_so_many_dims() -> None:
 
 
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
-def test_scalars_in_a_tensor_are_done_by_others(name: str) -> None:
+def test_scalars_in_a_tensor_are_decomposed(name: str) -> None:
     op = getattr(A, f"_foreach_{name}").Tensor
     assert not is_foreach(op)
-    by_others = decomposition_of(op)
-    assert by_others is not None
+    decomposition = decomposition_of(op)
+    assert decomposition is not None
     x, a, b, scalars = tensors(0), tensors(1), tensors(2), torch.tensor([1.0, 2.0, 3.0]).double()
-    torch.testing.assert_close(by_others(x, a, b, scalars), op(x, a, b, scalars))
+    torch.testing.assert_close(decomposition(x, a, b, scalars), op(x, a, b, scalars))
 
 
-def test_lists_are_done_element_by_element() -> None:
-    by_others = decomposition_of(A._foreach_lerp.ScalarList)
-    assert by_others is not None
+def test_lists_are_decomposed_element_by_element() -> None:
+    decomposition = decomposition_of(A._foreach_lerp.ScalarList)
+    assert decomposition is not None
     given = (tensors(0), tensors(1), [0.1, 0.2, 0.3])
-    torch.testing.assert_close(by_others(*given), A._foreach_lerp.ScalarList(*given))
+    torch.testing.assert_close(decomposition(*given), A._foreach_lerp.ScalarList(*given))

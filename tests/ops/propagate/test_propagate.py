@@ -1,4 +1,4 @@
-"""`propagate`: which way is chosen, what stands beside it, caches, threads, and error texts."""
+"""`fs.propagate`: chosen strategies, alternatives, caches, threads, and error texts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze
 from fshard.ops.core.registry import register_rule
 from fshard.ops.propagate.propagate import propagate
-from fshard.ops.strategy.strategy import Strategy
 from fshard.plan.redistribute import redistribute
+from tests.helpers.ops.tied_calls import strategy_line, tied_calls
 from tests.helpers.spec_grid import all_partitions
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -34,14 +34,14 @@ def spec(partition: P, *shape: int, mesh: Mesh = MESH, dtype: torch.dtype = torc
     return Spec(mesh, partition, shape=shape, dtype=dtype)
 
 
-def said(make: Callable[[], object]) -> str:
-    """The text of the error that a call raises."""
+def error_of(make: Callable[[], object]) -> str:
+    """Return the text of the error that a call raises."""
     with pytest.raises(ShardingError) as caught:
         make()
     return str(caught.value)
 
 
-# -- what is chosen -----------------------------------------------------------------------
+# -- chosen strategies --------------------------------------------------------------------
 
 
 CHOICES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
@@ -51,9 +51,9 @@ CHOICES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "elements": (torch.add, (spec(P("dp", "tp"), 8, 16), spec(P("dp", "tp"), 8, 16)),
                  "f32[8@dp,16@tp]"),
     "broadcast": (torch.add, (spec(P("dp", "tp"), 8, 16), spec(P("tp"), 16)), "f32[8@dp,16@tp]"),
-    "addends": (torch.add, (spec(P(unreduced={"tp"}), 8), spec(P(unreduced={"tp"}), 8)),
+    "unreduced": (torch.add, (spec(P(unreduced={"tp"}), 8), spec(P(unreduced={"tp"}), 8)),
                 "f32[8]{unreduced: tp}"),
-    "a linear function of addends": (aten.neg.default, (spec(P("dp", unreduced={"tp"}), 8),),
+    "linear function of unreduced": (aten.neg.default, (spec(P("dp", unreduced={"tp"}), 8),),
                                      "f32[8@dp]{unreduced: tp}"),
     "batches": (torch.bmm, (spec(P(("dp", "tp")), 8, 2, 4), spec(P(("dp", "tp")), 8, 4, 2)),
                 "f32[8@(dp,tp),2,2]"),
@@ -61,49 +61,53 @@ CHOICES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_what_needs_no_communication_is_chosen(name: str) -> None:
+def test_local_strategies_are_chosen(name: str) -> None:
     op, args, result = CHOICES[name]
-    made = propagate(op, *args)
-    assert [str(each) for each in made.out_specs] == [result]
-    assert made.is_local
-    assert made.cost.launches == 0
-    assert made.sources == args
-    assert [each.partition.dims for each in made.in_specs] == [each.partition.dims for each in args]
+    strategy = propagate(op, *args)
+    assert [str(each) for each in strategy.out_specs] == [result]
+    assert strategy.is_local
+    assert strategy.cost.launches == 0
+    assert strategy.sources == args
+    assert [each.partition.dims for each in strategy.in_specs] == [
+        each.partition.dims for each in args
+    ]
 
 
-def test_what_is_nonlinear_reduces_its_operand() -> None:
-    made = propagate(aten.exp.default, spec(P(unreduced={"tp"}), 8, 8))
-    assert not made.is_local
-    assert not made.out_specs[0].partition.unreduced_kinds
-    assert made.programs[0].src == made.sources[0]
-    assert made.programs[0].dst == made.in_specs[0]
+def test_nonlinear_operation_reduces_its_operand() -> None:
+    strategy = propagate(aten.exp.default, spec(P(unreduced={"tp"}), 8, 8))
+    assert not strategy.is_local
+    assert not strategy.out_specs[0].partition.unreduced_kinds
+    assert strategy.programs[0].src == strategy.sources[0]
+    assert strategy.programs[0].dst == strategy.in_specs[0]
 
 
-def test_the_programs_lead_from_the_sources_to_what_runs() -> None:
+def test_programs_lead_from_sources_to_in_specs() -> None:
     shapes, mesh = ((8, 4), (4, 8)), Mesh(x=2, y=2)
-    ways = [all_partitions(mesh.axes, 2, ("invariant", "unreduced")) for _ in shapes]
-    for one, other in itertools.islice(itertools.product(*ways), 0, None, 7):
+    strategies = [all_partitions(mesh.axes, 2, ("invariant", "unreduced")) for _ in shapes]
+    for one, other in itertools.islice(itertools.product(*strategies), 0, None, 7):
         operands = (spec(one, 8, 4, mesh=mesh), spec(other, 4, 8, mesh=mesh))
-        made = propagate(torch.mm, *operands)
-        assert made.sources == operands
-        for prog, src, dst in zip(made.programs, made.sources, made.in_specs, strict=True):
+        strategy = propagate(torch.mm, *operands)
+        assert strategy.sources == operands
+        for prog, src, dst in zip(
+            strategy.programs, strategy.sources, strategy.in_specs, strict=True
+        ):
             assert (prog.src, prog.dst) == (src, dst)
             assert prog.steps == redistribute(src, dst).steps
-        assert made.cost.launches == sum(prog.cost().launches for prog in made.programs)
-        assert made.is_local == all(prog.is_local for prog in made.programs)
+        assert strategy.cost.launches == sum(prog.cost().launches for prog in strategy.programs)
+        assert strategy.is_local == all(prog.is_local for prog in strategy.programs)
 
 
-def test_alternatives_are_other_ways_and_no_better() -> None:
-    made = propagate(torch.mm, spec(P("dp", "tp"), 64, 64), spec(P(), 64, 64))
-    assert made.alternatives
-    ways = [made, *made.alternatives]
-    assert [each.time for each in ways] == sorted(each.time for each in ways)
-    assert len({each.roles for each in ways}) == len(ways)
+def test_alternatives_are_ordered_by_time() -> None:
+    strategy = propagate(torch.mm, spec(P("dp", "tp"), 64, 64), spec(P(), 64, 64))
+    assert strategy.alternatives
+    strategies = [strategy, *strategy.alternatives]
+    assert [each.time for each in strategies] == sorted(each.time for each in strategies)
+    assert len({each.roles for each in strategies}) == len(strategies)
 
 
-def test_a_strategy_prints() -> None:
-    made = propagate(torch.mm, spec(P("dp", "tp"), 8, 16), spec(P("tp"), 16, 8))
-    assert str(made) == (
+def test_str_of_a_strategy() -> None:
+    strategy = propagate(torch.mm, spec(P("dp", "tp"), 8, 16), spec(P("tp"), 16, 8))
+    assert str(strategy) == (
         "mm.default: f32[8@dp,16@tp], f32[16@tp,8]{reduced: dp}\n"
         "    -> f32[8@dp,8]{unreduced: tp}\n"
         "dp: i, tp: k  (nothing is sent)"
@@ -117,28 +121,28 @@ def test_a_strategy_prints() -> None:
     )
 
 
-def test_several_results_and_none() -> None:
+def test_several_results() -> None:
     two = propagate(aten.max.dim, spec(P("dp"), 8, 4), 1)
     assert [str(each) for each in two.out_specs] == ["f32[8@dp]", "i64[8@dp]"]
     parts = propagate(aten.split.Tensor, spec(P(None, "tp"), 8, 4), 4)
     assert [str(each) for each in parts.out_specs] == ["f32[4,4@tp]", "f32[4,4@tp]"]
 
 
-def test_with_gradients_only_ways_that_have_them_count() -> None:
+def test_grad_excludes_strategies_with_wrong_gradients() -> None:
     operand = spec(P(None, "tp"), 8, 8)
-    free, kept = (propagate(aten.amax.default, operand, [1], grad=each) for each in (False, True))
+    free, kept = (propagate(aten.amax.default, operand, [1], grad=grad) for grad in (False, True))
     assert dict(free.out_specs[0].partition.unreduced_kinds) == {"tp": "max"}
     assert not kept.out_specs[0].partition.unreduced_kinds
 
 
-def test_a_rule_of_ones_own() -> None:
+def test_registered_rule() -> None:
     def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(x @ w) * (x @ w)
 
     register_rule(gated)("bd,de->be")
     register_rule(gated)(_whole)
-    made = propagate(gated, spec(P("dp"), 8, 16), spec(P(None, "tp"), 16, 8))
-    assert str(made.out_specs[0]) == "f32[8@dp,8@tp]"
+    strategy = propagate(gated, spec(P("dp"), 8, 16), spec(P(None, "tp"), 16, 8))
+    assert str(strategy.out_specs[0]) == "f32[8@dp,8@tp]"
     cut = propagate(gated, spec(P(None, "tp"), 8, 16), spec(P("tp"), 16, 8))
     assert not cut.is_local
 
@@ -152,7 +156,7 @@ def _whole(call: Any) -> Any:
 # -- caches and determinism ---------------------------------------------------------------
 
 
-def test_a_call_is_found_again() -> None:
+def test_equal_calls_are_cached() -> None:
     operands = spec(P("dp"), 8, 16), spec(P(None, "tp"), 16, 8)
     assert propagate(torch.mm, *operands) is propagate(torch.mm, *operands)
 
@@ -161,7 +165,7 @@ def test_a_call_is_found_again() -> None:
     ("one", "other"),
     list(itertools.permutations([1, 1.0, True, 1 + 0j, "1", (1,), [1], None], 2)),
 )
-def test_arguments_of_other_types_are_other_keys(one: Any, other: Any) -> None:
+def test_arguments_of_different_types_freeze_differently(one: Any, other: Any) -> None:
     assert len({freeze(one), freeze(other)}) == 2
 
 
@@ -169,56 +173,44 @@ def test_arguments_of_other_types_are_other_keys(one: Any, other: Any) -> None:
     "value",
     [0, 0.0, -0.0, 1.5, float("inf"), -2, True, 1 + 2j, -0j, "x", None, [1, (2.0, [True])], ()],
 )
-def test_keys_give_their_arguments_back(value: Any) -> None:
+def test_unfreeze_inverts_freeze(value: Any) -> None:
     assert hash(freeze(value)) == hash(freeze(value))
     assert repr(unfreeze(freeze(value))) == repr(value)
 
 
-def test_nan_is_a_key_that_is_found_again() -> None:
+def test_nan_freezes_to_an_equal_key() -> None:
     assert freeze(float("nan")) == freeze(float("nan"))
     assert freeze(0.0) != freeze(-0.0)
 
 
-def _line(made: Strategy) -> str:
-    ways = [made, *made.alternatives]
-    return "; ".join(f"{each.summary} {list(map(str, each.out_specs))}" for each in ways)
-
-
 PROGRAM = """
 import torch
-from tests.ops.propagate.test_propagate import _line, calls
+from tests.helpers.ops.tied_calls import strategy_line, tied_calls
 from fshard.ops.propagate.propagate import propagate
-for op, args in calls():
-    print(_line(propagate(op, *args)))
+for op, args in tied_calls():
+    print(strategy_line(propagate(op, *args)))
 """
 
 
-def calls() -> list[tuple[Any, tuple[Any, ...]]]:
-    """Calls with ties between axes and between factors."""
-    mesh = Mesh(a=2, b=2, c=2)
-    square = [spec(p, 8, 8, mesh=mesh) for p in all_partitions(mesh.axes[:2], 2)[::5]]
-    return [(torch.mm, (x, square[-1])) for x in square] + [
-        (torch.add, (x, square[0])) for x in square
-    ]
-
-
-def test_the_same_is_chosen_whatever_the_seed_of_hashes() -> None:
-    found = {
+def test_choice_does_not_depend_on_the_hash_seed() -> None:
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, capture_output=True, check=True,
             timeout=100, env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip
-    assert len(found) == 1
-    assert found == {"".join(f"{_line(propagate(op, *args))}\n" for op, args in calls())}
+    assert len(outputs) == 1
+    assert outputs == {
+        "".join(f"{strategy_line(propagate(op, *args))}\n" for op, args in tied_calls())
+    }
 
 
-def test_threads_find_the_same() -> None:
-    given = [(op, args) for op, args in calls() for _ in range(4)]
+def test_threads_choose_the_same() -> None:
+    given = [(op, args) for op, args in tied_calls() for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda each: _line(propagate(each[0], *each[1])), given))
-    assert found == [_line(propagate(op, *args)) for op, args in given]
+        found = list(pool.map(lambda each: strategy_line(propagate(each[0], *each[1])), given))
+    assert found == [strategy_line(propagate(op, *args)) for op, args in given]
 
 
 # -- errors -------------------------------------------------------------------------------
@@ -229,7 +221,7 @@ def _no_rule(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_operation_without_specs() -> None:
-    assert said(lambda: propagate(torch.add, 1, 2)) == (
+    assert error_of(lambda: propagate(torch.add, 1, 2)) == (
         "fs.propagate(add)\n"
         "  given: no specs\n"
         "  rule:  a spec stands in the place of every tensor\n"
@@ -239,7 +231,7 @@ def test_an_operation_without_specs() -> None:
 
 def test_specs_on_two_meshes() -> None:
     other = Mesh(dp=4)
-    text = said(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=other)))
+    text = error_of(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=other)))
     assert text == (
         "fs.propagate(add)\n"
         f"  given: operands on {MESH} and {other}\n"
@@ -248,27 +240,27 @@ def test_specs_on_two_meshes() -> None:
     )
 
 
-def test_arguments_that_the_operation_refuses() -> None:
-    text = said(lambda: propagate(aten.mm.default, spec(P(), 4, 3), spec(P(), 4, 3)))
+def test_arguments_refused_by_the_operation() -> None:
+    text = error_of(lambda: propagate(aten.mm.default, spec(P(), 4, 3), spec(P(), 4, 3)))
     assert text.startswith(
         "fs.propagate(aten.mm.default)\n  given: float32[4, 3], float32[4, 3]\n"
         "  rule:  it must run on tensors of these shapes: "
     )
-    assert text.endswith("  fix:   check the arguments with the same call on whole tensors")
+    assert text.endswith("  fix:   check the arguments with the same call on unsharded tensors")
 
 
-def test_an_operation_without_a_rule_says_how_to_give_it_one() -> None:
+def test_operation_without_a_rule() -> None:
     lib = torch.library.Library("fshard_tests", "FRAGMENT")
     lib.define("ruleless(Tensor x) -> Tensor")
     lib.impl("ruleless", lambda x: x.clone(), "CompositeExplicitAutograd")
     op = torch.ops.fshard_tests.ruleless.default
-    text = said(lambda: propagate(op, spec(P("dp"), 4, 3)))
+    text = error_of(lambda: propagate(op, spec(P("dp"), 4, 3)))
     assert text == (
         "fs.propagate(fshard_tests.ruleless.default)\n"
         "  given: [4, 3]\n"
-        "  rule:  an operation on layouts needs a sharding rule: it has none\n"
+        "  rule:  an operation on layouts must have a sharding rule: it has none\n"
         "  fix:   fs.register_rule(torch.ops.fshard_tests.ruleless.default)('bd,d->bd') gives it "
-        "one, and reshard to whole tensors runs it as it is"
+        "one; on replicated tensors, fs.unshard(pair), it runs as it is"
     )
     register_rule(op)("ij->ij")
     assert str(propagate(op, spec(P("dp"), 4, 3)).out_specs[0]) == "f32[4@dp,3]"

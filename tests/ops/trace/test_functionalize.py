@@ -1,7 +1,7 @@
-"""What a function writes in place: values of their own in its graph, written to arguments at last.
+"""Writes in place become new values of the graph; arguments are written at its end.
 
-The oracle is the same function on one device, run on clones: results, gradients, and what the
-arguments are afterwards.
+The oracle is the same function on one device, run on clones: results, gradients, and the final
+values of the arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sample(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-# -- what the function made ----------------------------------------------------------------
+# -- writes into results -------------------------------------------------------------------
 
 
 def of_views(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def out_of(x: Tensor) -> Tensor:
     return out + x
 
 
-def by_a_view_that_is_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+def by_a_returned_view(x: Tensor) -> tuple[Tensor, Tensor]:
     y = x.cos()
     row = y[1]
     row += 1
@@ -135,25 +135,25 @@ def as_other_dtype(x: Tensor) -> Tensor:
 
 WRITERS = [
     of_views, of_parts, a_part, of_complex, an_element, by_mask, by_index, rotary, diagonal, a_list,
-    out_of, by_a_view_that_is_kept, recomputed, as_other_dtype,
+    out_of, by_a_returned_view, recomputed, as_other_dtype,
 ]  # fmt: skip
 LAYOUTS = [P("dp"), P(None, "tp"), P("tp", "dp"), P(("dp", "tp")), P()]
 
 
 @pytest.mark.parametrize("fn", WRITERS, ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_writes_are_values(fn: Callable[[Tensor], Any], layout: P) -> None:
+def test_writes_become_values(fn: Callable[[Tensor], Any], layout: P) -> None:
     torch.manual_seed(0)
     x = sample(4, 4).requires_grad_()
-    made, whole = fs.partition(fn, mesh=MESH, in_specs=layout)(x), fn(x)
-    torch.testing.assert_close(made, whole)
-    made, whole = (y if isinstance(y, Tensor) else torch.cat([*map(torch.ravel, y)])
-                   for y in (made, whole))  # fmt: skip
-    one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, whole))
-    torch.testing.assert_close(one, other)
+    actual, expected = fs.partition(fn, mesh=MESH, in_specs=layout)(x), fn(x)
+    torch.testing.assert_close(actual, expected)
+    actual, expected = (y if isinstance(y, Tensor) else torch.cat([*map(torch.ravel, y)])
+                   for y in (actual, expected))  # fmt: skip
+    grads, expected_grads = (torch.autograd.grad(y.sin().sum(), x) for y in (actual, expected))
+    torch.testing.assert_close(grads, expected_grads)
 
 
-# -- what the function was given ------------------------------------------------------------
+# -- writes into arguments ------------------------------------------------------------------
 
 
 def moment(p: Tensor, g: Tensor, m: Tensor) -> None:
@@ -174,23 +174,25 @@ def cache(p: Tensor, g: Tensor, m: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fn", [moment, teacher, cache], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_arguments_are_written_where_they_lie(fn: Callable[..., Any], layout: P) -> None:
-    given = [sample(4, 4) for _ in range(3)]
-    right = [x.clone() for x in given]
-    whole = fn(*right)
+def test_locals_of_arguments_are_written(fn: Callable[..., Any], layout: P) -> None:
+    inputs = [sample(4, 4) for _ in range(3)]
+    expected = [x.clone() for x in inputs]
+    result = fn(*expected)
     part = fs.partition(fn, mesh=MESH, in_specs=layout)
-    pairs = [fs.shard(x.clone(), fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)) for x in given]
-    made = part(*pairs)
+    pairs = [
+        fs.shard(x.clone(), fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)) for x in inputs
+    ]
+    pairs_result = part(*pairs)
     locals_ = [local for pair in pairs for local in pair.local]
-    for pair, x in zip(pairs, right, strict=True):
+    for pair, x in zip(pairs, expected, strict=True):
         torch.testing.assert_close(fs.unshard(pair), x)
-    again = part(*given)  # whole tensors are written as well
-    for x, y in zip(given, right, strict=True):
+    again = part(*inputs)  # plain tensors are written as well
+    for x, y in zip(inputs, expected, strict=True):
         torch.testing.assert_close(x, y)
-    if whole is not None:
-        torch.testing.assert_close(again, whole)
-        torch.testing.assert_close(fs.unshard(made), whole)
-    assert all(one is other for one, other in zip(
+    if result is not None:
+        torch.testing.assert_close(again, result)
+        torch.testing.assert_close(fs.unshard(pairs_result), result)
+    assert all(before is after for before, after in zip(
         locals_, (local for pair in pairs for local in pair.local), strict=True))  # fmt: skip
 
 
@@ -200,7 +202,7 @@ def twice(p: Tensor, g: Tensor) -> None:
         p.add_(g, alpha=-0.1)
 
 
-def test_arguments_with_gradients_are_written_more_than_once() -> None:
+def test_argument_with_gradient_is_written_twice() -> None:
     given, g = sample(4, 4).requires_grad_(), sample(4, 4)
     right = given.detach().clone()
     twice(right, g)
@@ -208,23 +210,23 @@ def test_arguments_with_gradients_are_written_more_than_once() -> None:
     torch.testing.assert_close(given.detach(), right)
 
 
-def test_running_statistics_are_those_of_the_whole_batch() -> None:
+def test_running_statistics_are_those_of_the_global_batch() -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
         torch.nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
     ).double()  # fmt: skip
-    one = copy.deepcopy(module)
+    reference = copy.deepcopy(module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     part = fs.partition(module, mesh=MESH, params=P(), in_specs=(P(("dp", "tp")),))
     for _ in range(3):
         x = sample(8, 3, 6, 6)
-        made, whole = part(state, x), one(x)
-        torch.testing.assert_close(made, whole)
-        grads = torch.autograd.grad(made.sin().sum(), list(module.parameters()))
-        right = torch.autograd.grad(whole.sin().sum(), list(one.parameters()))
-        torch.testing.assert_close(grads, right)
-    for buffer, other in zip(module.buffers(), one.buffers(), strict=True):
+        actual, expected = part(state, x), reference(x)
+        torch.testing.assert_close(actual, expected)
+        grads = torch.autograd.grad(actual.sin().sum(), list(module.parameters()))
+        expected_grads = torch.autograd.grad(expected.sin().sum(), list(reference.parameters()))
+        torch.testing.assert_close(grads, expected_grads)
+    for buffer, other in zip(module.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(buffer, other)
     made_of = part.trace(state, x)
     names = sorted(name for name, _ in module.named_buffers())
@@ -232,7 +234,7 @@ def test_running_statistics_are_those_of_the_whole_batch() -> None:
     assert written == [f"args[0]['{name}']" for name in names if name != "3.num_batches_tracked"]
 
 
-def test_statistics_that_are_written_twice_ask_for_no_gradient() -> None:
+def test_statistics_written_twice_have_no_gradient() -> None:
     def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         y = torch.nn.functional.batch_norm(x, mean, var, training=True)
         y = torch.nn.functional.batch_norm(y * x, mean, var, training=True)
@@ -240,14 +242,16 @@ def test_statistics_that_are_written_twice_ask_for_no_gradient() -> None:
 
     x = sample(4, 4).requires_grad_()
     part = fs.partition(fn, mesh=MESH, in_specs=(P("dp"), P(), P()))
-    given, right = ([torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)] for _ in range(2))
-    made, whole = part(x, *given), fn(x, *right)
-    torch.testing.assert_close((made, given), (whole, right))
-    one, other = (torch.autograd.grad(y.sin().sum(), x) for y in (made, whole))
-    torch.testing.assert_close(one, other)
+    buffers, expected_buffers = (
+        [torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)] for _ in range(2)
+    )
+    actual, expected = part(x, *buffers), fn(x, *expected_buffers)
+    torch.testing.assert_close((actual, buffers), (expected, expected_buffers))
+    grads, expected_grads = (torch.autograd.grad(y.sin().sum(), x) for y in (actual, expected))
+    torch.testing.assert_close(grads, expected_grads)
 
 
-def kept(x: Tensor) -> tuple[Tensor, ...]:
+def written_after_use(x: Tensor) -> tuple[Tensor, ...]:
     laid = fs.constrain(x, P("dp"))
     turned = fs.constrain(x, P()).t()
     x.add_(1)
@@ -255,18 +259,18 @@ def kept(x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("layout", [P("dp"), P()], ids=str)
-def test_results_are_apart_from_arguments_that_are_written(layout: P) -> None:
+def test_results_share_no_memory_with_written_arguments(layout: P) -> None:
     x = sample(4, 4)
     y = x.clone()
     spec = fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)
     pair = fs.shard(x.clone(), spec)
-    part = fs.partition(kept, mesh=MESH)
+    part = fs.partition(written_after_use, mesh=MESH)
     made = part(pair)
-    for one, other in zip((*made, pair), (*kept(y), y), strict=True):
+    for one, other in zip((*made, pair), (*written_after_use(y), y), strict=True):
         torch.testing.assert_close(fs.unshard(one), other)
 
 
-def test_lists_of_arguments_are_written_by_their_parts() -> None:
+def test_foreach_writes_lists_of_arguments() -> None:
     torch.manual_seed(0)
     shapes = [(4, 8), (8,), (8, 4)]
 
@@ -286,7 +290,7 @@ def test_lists_of_arguments_are_written_by_their_parts() -> None:
     assert all(prog.is_local for prog in part.trace(*lists).programs)
 
 
-def test_a_written_argument_says_so() -> None:
+def test_explain_lists_written_arguments() -> None:
     part = fs.partition(moment, mesh=MESH, in_specs=P("dp"))
     shapes = [torch.ones(4, 4)] * 3
     assert str(part.explain(*shapes)).splitlines()[1:-4] == [
@@ -301,14 +305,14 @@ def test_a_written_argument_says_so() -> None:
     ]
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- refused writes -------------------------------------------------------------------------
 
-HELD = torch.ones(4, dtype=torch.float64)
+CLOSED_OVER = torch.ones(4, dtype=torch.float64)
 
 
-def what_is_held(x: Tensor) -> Tensor:
-    HELD.add_(1)
-    return x + HELD
+def a_closed_over_tensor(x: Tensor) -> Tensor:
+    CLOSED_OVER.add_(1)
+    return x + CLOSED_OVER
 
 
 def without_gradient(x: Tensor) -> Tensor:
@@ -344,7 +348,7 @@ NO_GRAD = "writes a tensor that has a gradient, under no_grad or by its detach()
 @pytest.mark.parametrize(
     ("fn", "given"),
     [
-        (what_is_held, "add_ writes a tensor that the function closes over"),
+        (a_closed_over_tensor, "add_ writes a tensor that the function closes over"),
         (without_gradient, f"mul_ {NO_GRAD}"),
         (detached, f"add_ {NO_GRAD}"),
         (an_argument, "args[0] is written, and requires grad"),
@@ -353,14 +357,12 @@ NO_GRAD = "writes a tensor that has a gradient, under no_grad or by its detach()
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_writes_that_gradients_or_others_would_see_are_refused(
-    fn: Callable[..., Any], given: str
-) -> None:
+def test_untraceable_writes_are_refused(fn: Callable[..., Any], given: str) -> None:
     part = fs.partition(fn, mesh=MESH)
     with pytest.raises(fs.ShardingError) as caught:
         part(torch.ones(4, dtype=torch.float64, requires_grad=True))
     assert str(caught.value).splitlines()[1] == f"  given: {given}"
-    torch.testing.assert_close(HELD, torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close(CLOSED_OVER, torch.ones(4, dtype=torch.float64))
 
 
 def dropped_into(x: Tensor) -> Tensor:
@@ -390,10 +392,10 @@ def copied(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fn", [dropped_into, dropped_before, summed_into, copied])
 @pytest.mark.parametrize("grad", [False, True])
-def test_operands_that_operations_return_are_written_with_them(
+def test_operand_returned_by_an_operation_is_written_with_it(
     fn: Callable[[Tensor], Tensor], grad: bool
 ) -> None:
-    """Though their schemas say that what they return is new."""
+    """Schemas of these operations declare their results as new tensors."""
     x = sample(4, 6).requires_grad_(grad)
     made = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x)
     torch.testing.assert_close(made, fn(x))
@@ -402,7 +404,7 @@ def test_operands_that_operations_return_are_written_with_them(
         torch.testing.assert_close(*found)
 
 
-def test_views_that_no_schema_tells_of_are_refused_where_they_are_written() -> None:
+def test_undeclared_views_are_refused_when_written() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x * 2
         torch.einsum("ij->ji", y).add_(1)
@@ -414,11 +416,11 @@ def test_views_that_no_schema_tells_of_are_refused_where_they_are_written() -> N
         "fs.partition\n"
         "  given: add_ writes the memory of mul, in which einsum is too\n"
         "  rule:  an operation that returns a view says so in its schema\n"
-        "  fix:   a clone() of einsum, or of what is written"
+        "  fix:   a clone() of einsum, or of the tensor that is written"
     )
 
 
-def test_without_gradients_they_are_right() -> None:
+def test_writes_hidden_from_autograd_are_allowed_without_gradients() -> None:
     for fn in (without_gradient, detached, an_argument, an_argument_before_it_is_used):
         x = sample(4)
         y = x.clone()
@@ -426,7 +428,7 @@ def test_without_gradients_they_are_right() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_arguments_that_share_memory_with_one_that_is_written_are_refused() -> None:
+def test_argument_in_the_memory_of_a_written_one_is_refused() -> None:
     part = fs.partition(lambda x, y: x.add_(y).sum(), mesh=MESH)
     x = torch.ones(4)
     with pytest.raises(fs.ShardingError) as caught:

@@ -1,4 +1,4 @@
-"""Gradients and transforms that a partitioned function takes itself: whole training steps.
+"""Gradients and transforms within a partitioned function, up to training steps.
 
 The oracle is the same function on one device.
 """
@@ -16,29 +16,16 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.ops import blocks
-from tests.partition.test_partition import BLOCKS, BYTES, MESH, sample, sent
+from tests.helpers.ops.block_cases import BLOCKS, BYTES, MESH, collectives_of, sample
+from tests.helpers.ops.training_steps import in_place_step, layer_params, loss
 
 Params = blocks.Params
 
 
-def loss(p: Params, x: Tensor) -> Tensor:
-    return ((x @ p["a"]).relu() @ p["b"]).square().mean()
-
-
 def functional(p: Params, x: Tensor) -> Any:
-    """A step that returns the new parameters."""
+    """Return the parameters after a step."""
     grads, value = torch.func.grad_and_value(loss)(p, x)
     return {name: p[name] - 0.1 * grads[name] for name in p}, value
-
-
-def in_place(p: Params, x: Tensor) -> Any:
-    """A step that writes the parameters."""
-    value = loss(p, x)
-    grads = torch.autograd.grad(value, list(p.values()))
-    with torch.no_grad():
-        for each, g in zip(p.values(), grads, strict=True):
-            each.sub_(0.1 * g)
-    return value.detach()
 
 
 def by_data(p: Params, x: Tensor) -> Any:
@@ -93,7 +80,8 @@ def custom(p: Params, x: Tensor) -> Any:
 
 
 STEPS = [
-    functional, in_place, by_data, by_backward, per_sample, curvature, hessian, recomputed, custom,
+    functional, in_place_step, by_data, by_backward, per_sample, curvature, hessian, recomputed,
+    custom,
 ]  # fmt: skip
 LAYOUTS = [
     ({"a": P(None, "tp"), "b": P("tp")}, P("dp")),
@@ -102,18 +90,13 @@ LAYOUTS = [
 ]
 
 
-def made() -> Params:
-    torch.manual_seed(0)
-    return {"a": sample(4, 8).detach(), "b": sample(8, 4).detach()}
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")  # PyTorch's own, of jvp
 @pytest.mark.parametrize("fn", STEPS, ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
-def test_gradients_within_are_those_of_one_device(fn: Callable[..., Any], layout: Any) -> None:
+def test_inner_gradients_equal_one_device(fn: Callable[..., Any], layout: Any) -> None:
     params, specs = layout
-    p, q = made(), made()
-    if fn in (in_place, by_data):
+    p, q = layer_params(), layer_params()
+    if fn in (in_place_step, by_data):
         p, q = ({k: v.requires_grad_() for k, v in each.items()} for each in (p, q))
     x = sample(4, 4).detach()
     part = fs.partition(fn, mesh=MESH, params=params, in_specs=(specs,))
@@ -121,11 +104,11 @@ def test_gradients_within_are_those_of_one_device(fn: Callable[..., Any], layout
     torch.testing.assert_close(p, q)
 
 
-# -- gradients of gradients, and of what is not tracked ---------------------------------------
+# -- gradients of gradients, and untracked values ----------------------------------------------
 
 
 def penalty(p: Params, x: Tensor) -> Tensor:
-    """The gradient's norm: WGAN-GP's, or the residual of a differential equation."""
+    """Return a gradient norm, as of WGAN-GP, or the residual of a differential equation."""
     if not x.requires_grad:
         x = x.detach().requires_grad_()
     value = (x @ p["a"]).sin() @ p["b"]
@@ -134,7 +117,7 @@ def penalty(p: Params, x: Tensor) -> Tensor:
 
 
 def saved(p: Params, x: Tensor) -> Tensor:
-    """Gradients of operations that save their results for them, and what is detached indeed."""
+    """Differentiate operations that save their results, and a detached tensor."""
     x = x.detach().requires_grad_()
     value = torch.tanh(x @ p["a"]).exp() @ p["b"]
     value = value.softmax(-1) * value.detach().sigmoid()
@@ -150,7 +133,7 @@ def saved_by_checkpoint(p: Params, x: Tensor) -> Tensor:
 
 
 def untracked(p: Params, x: Tensor) -> Tensor:
-    """A gradient without a graph, and values under no_grad: constants to what comes after."""
+    """Use a gradient without a graph, and values under no_grad, as constants."""
     value = ((x @ p["a"]).sin() @ p["b"]).sum()
     (g,) = torch.autograd.grad(value, p["a"], retain_graph=True)
     with torch.no_grad():
@@ -159,7 +142,7 @@ def untracked(p: Params, x: Tensor) -> Tensor:
 
 
 def untracked_by_backward(p: Params, x: Tensor) -> Tensor:
-    """What `backward()` leaves has no graph either, and what is retained is seen."""
+    """Use a retained `.grad`, which has no graph either."""
     hidden = x @ p["a"]
     hidden.retain_grad()
     (hidden.sin() @ p["b"]).sum().backward(inputs=[hidden])
@@ -187,17 +170,19 @@ def mapped(p: Params, x: Tensor) -> Tensor:
     ids=lambda fn: fn.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
-def test_they_are_differentiated_again(fn: Callable[..., Tensor], layout: Any) -> None:
+def test_inner_gradients_are_differentiated_again(fn: Callable[..., Tensor], layout: Any) -> None:
     params, specs = layout
-    p = {name: each.requires_grad_() for name, each in made().items()}
+    p = {name: x.requires_grad_() for name, x in layer_params().items()}
     x = sample(4, 4)
     part = fs.partition(fn, mesh=MESH, params=params, in_specs=(specs,))
-    one, other = part(p, x), fn(p, x)
-    torch.testing.assert_close(one, other)
+    actual, expected = part(p, x), fn(p, x)
+    torch.testing.assert_close(actual, expected)
     leaves = [*p.values(), x]
-    grads = (torch.autograd.grad(y.sum(), leaves, materialize_grads=True) for y in (one, other))
-    for g, right in zip(*grads, strict=True):
-        torch.testing.assert_close(g, right)
+    grads = (
+        torch.autograd.grad(y.sum(), leaves, materialize_grads=True) for y in (actual, expected)
+    )
+    for g, expected_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(g, expected_grad)
 
 
 # -- training steps of whole blocks ---------------------------------------------------------
@@ -212,8 +197,8 @@ def step_of(fn: Callable[[Params, Tensor], Tensor]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_recurrent_layers_are_trained(kind: Callable[..., torch.nn.Module]) -> None:
-    """Below autograd their cells write parts of what the schema says nothing lies in."""
+def test_training_steps_of_recurrent_layers(kind: Callable[..., torch.nn.Module]) -> None:
+    """Below autograd, RNN cells write views that their schema declares as new tensors."""
     net = kind(4, 6, batch_first=True).double()
     p = {name: each.detach() for name, each in net.named_parameters()}
     step = step_of(lambda p, x: torch.func.functional_call(net, p, (x,))[0])
@@ -223,7 +208,7 @@ def test_recurrent_layers_are_trained(kind: Callable[..., torch.nn.Module]) -> N
 
 
 @pytest.mark.parametrize(("name", "pairs"), [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
-def test_training_steps_use_megatrons_collectives(name: str, pairs: int) -> None:
+def test_training_steps_have_megatron_collectives(name: str, pairs: int) -> None:
     fn, params, asked, shape = BLOCKS[name]
     p = {key: each.detach() for key, each in params().items()}
     specs = {key: asked.get(key, P()) for key in p}
@@ -232,14 +217,14 @@ def test_training_steps_use_megatrons_collectives(name: str, pairs: int) -> None
                         out_specs=(specs, P()))  # fmt: skip
     x = sample(*shape).detach()
     torch.testing.assert_close(part(p, x), step(p, x), rtol=1e-10, atol=1e-11)
-    forward, _ = sent(part.trace(p, x))
+    forward, _ = collectives_of(part.trace(p, x))
     # The first convolution's input needs no gradient; norms before a layer have parameters.
     inner = 2 * pairs - (name == "resnet")
     assert forward == {("AllReduce", ("tp",)): inner, ("AllReduce", ("dp",)): len(p) + 1}
 
 
 @pytest.mark.parametrize(("name", "twice"), [("gpt", 6), ("llama", 7), ("vit", 4), ("resnet", 2)])
-def test_training_steps_use_fsdps_collectives(name: str, twice: int) -> None:
+def test_training_steps_have_fsdp_collectives(name: str, twice: int) -> None:
     fn, params, _, shape = BLOCKS[name]
     p, mesh = {key: each.detach() for key, each in params().items()}, Mesh(dp=2)
     step = step_of(fn)
@@ -248,7 +233,7 @@ def test_training_steps_use_fsdps_collectives(name: str, twice: int) -> None:
                         out_specs=(specs, P()), topology=BYTES)  # fmt: skip
     x = sample(64, *shape[1:]).detach()
     torch.testing.assert_close(part(p, x), step(p, x), rtol=1e-10, atol=1e-11)
-    forward, _ = sent(part.trace(p, x))
+    forward, _ = collectives_of(part.trace(p, x))
     # A weight that the backward pass needs is gathered for it again, as FSDP2 does.
     assert forward == {
         ("AllGather", ("dp",)): len(p) + twice, ("ReduceScatter", ("dp",)): len(p),
@@ -256,10 +241,10 @@ def test_training_steps_use_fsdps_collectives(name: str, twice: int) -> None:
     }  # fmt: skip
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- refused functions ----------------------------------------------------------------------
 
 
-def test_custom_functions_are_refused_where_their_gradient_is_asked_for() -> None:
+def test_custom_autograd_functions_with_gradients_are_refused() -> None:
     part = fs.partition(lambda x: Straight.apply(x).sum(), mesh=MESH, in_specs=P("dp"))
     x = sample(4, 4)
     with pytest.raises(fs.ShardingError) as caught:
@@ -267,8 +252,8 @@ def test_custom_functions_are_refused_where_their_gradient_is_asked_for() -> Non
     assert str(caught.value) == (
         "fs.partition(<lambda>)\n"
         "  given: Straight.apply, with gradients\n"
-        "  rule:  a function is traced as what it computes, and the gradient is that of what was "
-        "traced: the backward of a custom function would be left out\n"
+        "  rule:  a function is traced as the operations it runs, and the gradient is that of the "
+        "trace: the backward of a custom function would be left out\n"
         "  fix:   write y + (f(x) - y).detach() for a straight-through gradient, take gradients "
         "within the function, or make it an operation: torch.library.custom_op, "
         "register_autograd and fs.register_rule"
@@ -281,41 +266,41 @@ def test_custom_functions_are_refused_where_their_gradient_is_asked_for() -> Non
     torch.testing.assert_close(torch.autograd.grad(straight(x), x)[0], torch.full_like(x, 3))
 
 
-# -- what is closed over, and what no graph says -------------------------------------------------
+# -- closed-over tensors, and calls that cannot be traced -----------------------------------------
 
-HELD = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+CLOSED_OVER = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
 
 
 def constant_gradient(x: Tensor) -> Tensor:
-    """A gradient without a graph of what is closed over is a constant."""
-    g = torch.autograd.grad((x @ HELD).sin().sum(), HELD)[0]
-    return x @ HELD + x @ g
+    """Use a gradient without a graph of a closed-over tensor as a constant."""
+    g = torch.autograd.grad((x @ CLOSED_OVER).sin().sum(), CLOSED_OVER)[0]
+    return x @ CLOSED_OVER + x @ g
 
 
 def beside_a_gradient(x: Tensor) -> Tensor:
     g = torch.func.grad(lambda x: x.sin().sum())(x)
     with torch.no_grad():
-        scale = (x @ HELD).amax()
-    return (x @ HELD) * scale + g
+        scale = (x @ CLOSED_OVER).amax()
+    return (x @ CLOSED_OVER) * scale + g
 
 
-def asks(x: Tensor) -> Tensor:
-    return x @ HELD * 2 if x.requires_grad else x @ HELD
+def reads_requires_grad(x: Tensor) -> Tensor:
+    return x @ CLOSED_OVER * 2 if x.requires_grad else x @ CLOSED_OVER
 
 
-@pytest.mark.parametrize("fn", [constant_gradient, beside_a_gradient, asks])
-@pytest.mark.parametrize("wanted", [True, False])
-def test_what_is_closed_over_has_its_gradient(fn: Callable[[Tensor], Tensor], wanted: bool) -> None:
-    x = sample(4, 4).detach().requires_grad_(wanted)
-    made, whole = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x), fn(x)
-    torch.testing.assert_close(made, whole)
-    leaves = [HELD, x] if wanted else [HELD]
-    one, other = (torch.autograd.grad(y.sin().sum(), leaves) for y in (made, whole))
-    torch.testing.assert_close(one, other)
+@pytest.mark.parametrize("fn", [constant_gradient, beside_a_gradient, reads_requires_grad])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_closed_over_tensors_have_gradients(fn: Callable[[Tensor], Tensor], tracked: bool) -> None:
+    x = sample(4, 4).detach().requires_grad_(tracked)
+    actual, expected = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x), fn(x)
+    torch.testing.assert_close(actual, expected)
+    leaves = [CLOSED_OVER, x] if tracked else [CLOSED_OVER]
+    grads, expected_grads = (torch.autograd.grad(y.sin().sum(), leaves) for y in (actual, expected))
+    torch.testing.assert_close(grads, expected_grads)
 
 
-def fills_held(x: Tensor) -> Tensor:
-    value = (x @ HELD).sum()
+def fills_closed_over(x: Tensor) -> Tensor:
+    value = (x @ CLOSED_OVER).sum()
     value.backward()
     return value.detach()
 
@@ -327,7 +312,7 @@ def fills_an_argument(x: Tensor) -> Tensor:
 
 
 def straight(x: Tensor) -> Tensor:
-    return x.detach() @ Straight.apply(HELD * 2)
+    return x.detach() @ Straight.apply(CLOSED_OVER * 2)
 
 
 def reentrant(x: Tensor) -> Tensor:
@@ -359,27 +344,27 @@ def other_data(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("fn", "given"),
     [
-        (fills_held, "backward() fills .grad of a tensor that the function closes over"),
+        (fills_closed_over, "backward() fills .grad of a tensor that the function closes over"),
         (fills_an_argument, "backward() fills .grad of argument 0"),
         (straight, "Straight.apply, with gradients"),
         (reentrant, "checkpoint(..., use_reentrant=True)"),
         (hooked, "a module with backward hooks"),
         (hooked_tensor, "x.register_hook(...), with gradients"),
-        (other_data, "x.data = y, which no graph says"),
+        (other_data, "an assignment to `x.data`, which cannot be traced"),
     ],
 )
-def test_what_no_graph_has_is_refused(fn: Callable[[Tensor], Tensor], given: str) -> None:
+def test_untraceable_calls_are_refused(fn: Callable[[Tensor], Tensor], given: str) -> None:
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
     with pytest.raises(fs.ShardingError) as caught:
         part(sample(4, 4))
     text = str(caught.value).splitlines()
     assert text[0].startswith(f"fs.partition({fn.__name__})")
     assert text[1] == f"  given: {given}"
-    assert HELD.grad is None
+    assert CLOSED_OVER.grad is None
     assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
 
 
-def test_modules_are_seen_in_training_or_not() -> None:
+def test_train_and_eval_of_a_module_are_noticed() -> None:
     module = torch.nn.BatchNorm1d(4).double()
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     part = fs.partition(module, mesh=MESH, params=P(), in_specs=(P("dp"),))
@@ -392,7 +377,7 @@ def test_modules_are_seen_in_training_or_not() -> None:
         torch.testing.assert_close(state["running_mean"], mean)
 
 
-def test_the_default_dtype_is_seen() -> None:
+def test_default_dtype_is_noticed() -> None:
     part = fs.partition(lambda x: x + torch.ones(3), mesh=MESH)
     before = torch.get_default_dtype()
     try:

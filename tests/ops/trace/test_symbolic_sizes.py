@@ -1,4 +1,4 @@
-"""Sizes that are symbols while something traces: read as numbers, told to who traces, in no key."""
+"""Symbolic sizes of a surrounding trace are read as ints, guarded, and never cached."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def spec_of(x: Tensor, partition: P = P("dp")) -> fs.Spec:  # noqa: B008 - a val
 
 
 def propagated(x: Tensor) -> Tensor:
-    found = fs.propagate(torch.matmul, spec_of(x), spec_of(x.t(), P()))
-    assert found.out_specs[0] is not None
-    return x * found.out_specs[0].local_shape(0)[0]
+    strategy = fs.propagate(torch.matmul, spec_of(x), spec_of(x.t(), P()))
+    assert strategy.out_specs[0] is not None
+    return x * strategy.out_specs[0].local_shape(0)[0]
 
 
 def reshaped(x: Tensor) -> Tensor:
     pair = fs.shard(x, spec_of(x))
-    made = fs.apply(torch.reshape, pair, [x.shape[0], 3, x.shape[1] // 3])
-    return fs.unshard(fs.apply(torch.mul, made, made)).sum(1)
+    result = fs.apply(torch.reshape, pair, [x.shape[0], 3, x.shape[1] // 3])
+    return fs.unshard(fs.apply(torch.mul, result, result)).sum(1)
 
 
 PART = fs.partition(
@@ -42,8 +42,8 @@ PART = fs.partition(
 
 
 def partitioned(x: Tensor) -> Tensor:
-    made: Tensor = PART(x, x.shape[0])
-    return made + 1
+    result: Tensor = PART(x, x.shape[0])
+    return result + 1
 
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -54,33 +54,33 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_symbolic_trace_holds_for_the_sizes_that_it_was_told_of(name: str) -> None:
-    fn, right = FUNCTIONS[name]
+def test_symbolic_trace_is_guarded_by_the_size(name: str) -> None:
+    fn, expected = FUNCTIONS[name]
     for rows in (4, 8):
         x = torch.randn(rows, 6)
         graph = make_fx(fn, tracing_mode="symbolic")(x)
-        torch.testing.assert_close(graph(x), right(x))
-        guards = {str(each.expr) for each in graph.shape_env.guards}
-        assert any(each.endswith(f", {rows})") for each in guards), guards
-        # Nothing that fshard asks PyTorch for itself is in it.
-        made = {str(node.target) for node in graph.graph.nodes}
-        assert not any(each.startswith(("aten.empty", "aten.zeros")) for each in made), made
+        torch.testing.assert_close(graph(x), expected(x))
+        guards = {str(guard.expr) for guard in graph.shape_env.guards}
+        assert any(guard.endswith(f", {rows})") for guard in guards), guards
+        # No shape computation of fshard itself is in the graph.
+        targets = {str(node.target) for node in graph.graph.nodes}
+        assert not any(x.startswith(("aten.empty", "aten.zeros")) for x in targets), targets
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dynamic", [True, None, False])
-def test_compiled_code_is_right_for_every_size(name: str, dynamic: bool | None) -> None:
-    fn, right = FUNCTIONS[name]
+def test_compiled_code_is_correct_for_every_size(name: str, dynamic: bool | None) -> None:
+    fn, expected = FUNCTIONS[name]
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        done = torch.compile(lambda x: fn(x.sin()).cos(), backend="eager", dynamic=dynamic)
+        compiled = torch.compile(lambda x: fn(x.sin()).cos(), backend="eager", dynamic=dynamic)
         for rows in (4, 6, 4, 10, 2, 6):
             x = torch.randn(rows, 6)
-            torch.testing.assert_close(done(x), right(x.sin()).cos())
+            torch.testing.assert_close(compiled(x), expected(x.sin()).cos())
 
 
-def test_export_refuses_a_dynamic_size_that_a_layout_fixes() -> None:
+def test_export_refuses_a_dynamic_size_of_a_layout() -> None:
     class Module(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return propagated(x)
@@ -94,26 +94,26 @@ def test_export_refuses_a_dynamic_size_that_a_layout_fixes() -> None:
             )
 
 
-def test_symbols_are_the_keys_of_their_numbers() -> None:
-    found: list[Any] = []
+def test_symbols_freeze_to_their_values() -> None:
+    keys: list[Any] = []
 
     def fn(x: Tensor) -> Tensor:
         n = x.shape[0]
         assert isinstance(n, torch.SymInt)
-        for each in (n, n * 0.5, n > 3, [n, (n,)]):
-            found.append(freeze(each))
-            hash(found[-1])
-        found.append(concrete_number(n))
+        for value in (n, n * 0.5, n > 3, [n, (n,)]):
+            keys.append(freeze(value))
+            hash(keys[-1])
+        keys.append(concrete_number(n))
         return x * 1
 
     make_fx(fn, tracing_mode="symbolic")(torch.ones(4, 6))
-    assert found == [freeze(4), freeze(2.0), freeze(True), freeze([4, (4,)]), 4]
-    assert type(found[-1]) is int
+    assert keys == [freeze(4), freeze(2.0), freeze(True), freeze([4, (4,)]), 4]
+    assert type(keys[-1]) is int
     fs.apply(torch.neg, fs.shard(torch.ones(4), spec_of(torch.ones(4))))
 
 
-def test_what_runs_inside_of_a_mode_is_seen_by_none() -> None:
-    """What is asked of PyTorch about shapes is asked outside of the modes of the caller."""
+def test_modes_of_the_caller_do_not_see_shape_computations() -> None:
+    """Shape computations of fshard run outside of the modes of the caller."""
     seen: list[str] = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
