@@ -11,6 +11,7 @@ PyTorch's own random functions, in `torch.nn.Dropout` say, draw with a key in `w
 - `keyed`: the context manager.
 - `torch_replacements`: the functions that it replaces.
 
+>>> import torch
 >>> import fshard as fs
 >>> mesh = fs.Mesh(dp=2, tp=2)
 >>> weight_key, noise_key = fs.random.split(fs.random.key(0))
@@ -20,8 +21,6 @@ True
 """
 
 from __future__ import annotations
-
-import torch  # noqa: F401 - the example draws with it
 
 from fshard.random.keyed import keyed
 from fshard.random.sampling import (

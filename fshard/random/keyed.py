@@ -195,6 +195,7 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
 
     Gradients are those of PyTorch's functions, with the drawn values held constant.
 
+    >>> import torch
     >>> import fshard as fs
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
     >>> def run(key, w, x):

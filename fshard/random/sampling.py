@@ -316,7 +316,7 @@ def randint(
         if not info.min <= low < high <= info.max + 1:
             problems.append(Problem(
                 f"from {low} to {high} in {target.dtype}",
-                f"the range must not be empty, and within {info.min} to {info.max + 1}",
+                f"the range must not be empty, within {info.min} to {info.max + 1}",
                 "randint(key, spec, 0, 2), say"))  # fmt: skip
     raise_if(where, problems)
     return target.draw(where, key, DRAW_OPS.randint, low, high - 1)
@@ -436,6 +436,7 @@ def bits(
 
     The values are those of `jax.random.bits`; signed dtypes have the same bits.
 
+    >>> import torch
     >>> import fshard as fs
     >>> fs.random.bits(fs.random.key(42), (2,), dtype=torch.int32)
     tensor([ 2098992034, -1375260455], dtype=torch.int32)

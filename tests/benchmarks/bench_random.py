@@ -1,8 +1,8 @@
-"""What draws by key cost, beside `torch.rand` and, where it is installed, `jax.random`.
+"""Cost of draws with a key, beside `torch.rand` and, where it is installed, `jax.random`.
 
-`python -m tests.benchmarks.bench_random` prints nanoseconds of an element, for draws of a few
-sizes, and microseconds of deriving a key. The fastest of some runs counts, the libraries' runs in
-turn; `--threads 1` compares what one core does.
+`python -m tests.benchmarks.bench_random` prints nanoseconds per element for draws of a few sizes,
+and microseconds per derived key. It reports the fastest of interleaved runs; `--threads 1`
+compares single cores.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import fshard as fs
 
 REPEATS = 9
 KEY = fs.random.key(0)
-Call = Callable[[], Any]
+Draw = Callable[[], Any]
 
 
-def ours_and_torch(n: int) -> dict[str, dict[str, Call]]:
-    """By draw the calls that make `n` numbers."""
+def fshard_and_torch(n: int) -> dict[str, dict[str, Draw]]:
+    """Return, for each draw, the calls that draw `n` values."""
     x = torch.ones(n)
 
     def keyed() -> torch.Tensor:
@@ -51,8 +51,8 @@ def ours_and_torch(n: int) -> dict[str, dict[str, Call]]:
     }
 
 
-def with_jax(calls: dict[str, dict[str, Call]], n: int) -> None:
-    """Add what `jax.random` does, compiled, where JAX is installed."""
+def add_jax(calls: dict[str, dict[str, Draw]], n: int) -> None:
+    """Add the compiled draws of `jax.random`, where JAX is installed."""
     if importlib.util.find_spec("jax") is None:
         return
     import jax
@@ -65,14 +65,14 @@ def with_jax(calls: dict[str, dict[str, Call]], n: int) -> None:
         calls[name]["jax"] = lambda run=run: run(key).block_until_ready()
 
 
-def timed(calls: dict[str, Call]) -> dict[str, float]:
-    """Seconds of the calls, the least of runs in turn."""
+def time_calls(calls: dict[str, Draw]) -> dict[str, float]:
+    """Return the seconds of each call, the minimum over interleaved runs."""
     best = dict.fromkeys(calls, float("inf"))
     for turn in range(REPEATS + 1):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            if turn:  # the first one compiles
+            if turn:  # the first run compiles
                 best[name] = min(best[name], time.perf_counter() - start)
     return best
 
@@ -85,19 +85,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for n in options.sizes:
-        calls = ours_and_torch(n)
-        with_jax(calls, n)
+        calls = fshard_and_torch(n)
+        add_jax(calls, n)
         print(f"{n:,} numbers, nanoseconds each, {options.threads} threads")
-        for name, ways in calls.items():
-            shown = (f"{way} {s / n * 1e9:8.2f}" for way, s in timed(ways).items())
-            print(f"  {name:20}{'   '.join(shown)}")
-    derived = timed({
+        for name, by_library in calls.items():
+            times = (
+                f"{library} {s / n * 1e9:8.2f}" for library, s in time_calls(by_library).items()
+            )
+            print(f"  {name:20}{'   '.join(times)}")
+    key_times = time_calls({
         "fold_in": lambda: fs.random.fold_in(KEY, 7),
         "split in 2": lambda: fs.random.split(KEY),
         "split in 1000": lambda: fs.random.split(KEY, 1000),
     })  # fmt: skip
     print("keys, microseconds")
-    for name, seconds in derived.items():
+    for name, seconds in key_times.items():
         print(f"  {name:20}{seconds * 1e6:8.1f}")
 
 

@@ -1,8 +1,7 @@
-"""Draws that `jax.random` and `fs.random` both make, and the first numbers that JAX gives.
+"""Draws that `jax.random` and `fs.random` both make, and the first values that JAX gives.
 
-A case is written once against a *world*: `Ours` is `fs.random`; the one of JAX is in
-`test_random_jax.py`, which compares all numbers where JAX is installed, and checks that
-`random_expected.json` has the first ones as the JAX at hand gives them.
+A case is a function of a backend: `FshardRandom`, or JAX in `test_jax_random.py`, which compares
+all values where JAX is installed and checks that `random_expected.json` is up to date.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ import torch
 
 import fshard as fs
 
-__all__ = ["CASES", "Case", "Ours", "expected"]
+__all__ = ["CASES", "DrawCase", "FshardRandom", "expected"]
 
 EXPECTED = Path(__file__).with_name("random_expected.json")
 SHAPE = (3, 1000)
 
 
 def expected() -> dict[str, list[Any]]:
-    """What JAX gave, by case: the first numbers."""
-    found: dict[str, list[Any]] = json.loads(EXPECTED.read_text())
-    return found
+    """Return the first values that JAX gave, by case."""
+    values: dict[str, list[Any]] = json.loads(EXPECTED.read_text())
+    return values
 
 
-class Ours:
-    """The world of a case in this library."""
+class FshardRandom:
+    """Backend of a case in this library."""
 
     key, split, fold_in, permutation = map(
         staticmethod,
@@ -39,8 +38,8 @@ class Ours:
 
     @staticmethod
     def bits(key: Any, shape: Any, dtype: str) -> torch.Tensor:
-        made: torch.Tensor = fs.random.bits(key, shape, dtype=getattr(torch, dtype))
-        return made
+        values: torch.Tensor = fs.random.bits(key, shape, dtype=getattr(torch, dtype))
+        return values
 
     @staticmethod
     def uniform(key: Any, shape: Any, dtype: str, low: float = 0.0, high: float = 1.0) -> Any:
@@ -65,44 +64,48 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A draw in a world; `ulps` is how many units in the last place the numbers may differ by."""
+class DrawCase:
+    """Draw with a backend; values may differ by `ulps` units in the last place."""
 
     draw: Callable[[Any], Any]
     ulps: int = 0
 
 
-def _cases() -> dict[str, Case]:
-    made = {
-        "a key": Case(lambda w: w.key(42)),
-        "a key of a long seed": Case(lambda w: w.key((1 << 40) + 5)),
-        "a key of a negative seed": Case(lambda w: w.key(-3)),
-        "split": Case(lambda w: w.split(w.key(42), 30)),
-        "split of what was split": Case(lambda w: w.split(w.split(w.key(1))[1])),
-        "fold_in 0": Case(lambda w: w.fold_in(w.key(42), 0)),
-        "fold_in 7": Case(lambda w: w.fold_in(w.key(42), 7)),
-        "fold_in of all ones": Case(lambda w: w.fold_in(w.key(42), 0xFFFFFFFF)),
-        "bernoulli": Case(lambda w: w.bernoulli(w.key(5), 0.3, SHAPE)),
+def _cases() -> dict[str, DrawCase]:
+    cases = {
+        "a key": DrawCase(lambda w: w.key(42)),
+        "a key of a long seed": DrawCase(lambda w: w.key((1 << 40) + 5)),
+        "a key of a negative seed": DrawCase(lambda w: w.key(-3)),
+        "split": DrawCase(lambda w: w.split(w.key(42), 30)),
+        "split of what was split": DrawCase(lambda w: w.split(w.split(w.key(1))[1])),
+        "fold_in 0": DrawCase(lambda w: w.fold_in(w.key(42), 0)),
+        "fold_in 7": DrawCase(lambda w: w.fold_in(w.key(42), 7)),
+        "fold_in of all ones": DrawCase(lambda w: w.fold_in(w.key(42), 0xFFFFFFFF)),
+        "bernoulli": DrawCase(lambda w: w.bernoulli(w.key(5), 0.3, SHAPE)),
     }
     for n in (0, 1, 2, 10, 5000):
-        made[f"permutation of {n}"] = Case(lambda w, n=n: w.permutation(w.key(4), n))
+        cases[f"permutation of {n}"] = DrawCase(lambda w, n=n: w.permutation(w.key(4), n))
     for width in (8, 16, 32, 64):
-        made[f"uint{width}"] = Case(lambda w, d=f"uint{width}": w.bits(w.key(42), SHAPE, d))
+        cases[f"uint{width}"] = DrawCase(lambda w, d=f"uint{width}": w.bits(w.key(42), SHAPE, d))
     for d, ulps in (("bfloat16", 1), ("float16", 1), ("float32", 16), ("float64", 100)):
-        made |= {
-            f"uniform {d}": Case(lambda w, d=d: w.uniform(w.key(42), SHAPE, d)),
-            f"normal {d}": Case(lambda w, d=d: w.normal(w.key(42), SHAPE, d), ulps),
-            f"exponential {d}": Case(
+        cases |= {
+            f"uniform {d}": DrawCase(lambda w, d=d: w.uniform(w.key(42), SHAPE, d)),
+            f"normal {d}": DrawCase(lambda w, d=d: w.normal(w.key(42), SHAPE, d), ulps),
+            f"exponential {d}": DrawCase(
                 lambda w, d=d: w.exponential(w.key(1), SHAPE, d), 4 + 2 * ulps
             ),
         }
     for d in ("bfloat16", "float16", "float32"):
-        made |= {
-            f"uniform {d} between": Case(lambda w, d=d: w.uniform(w.key(3), SHAPE, d, 0.1, 0.3)),
-            f"uniform {d} around 0": Case(lambda w, d=d: w.uniform(w.key(3), SHAPE, d, -2.5, 7.0)),
+        cases |= {
+            f"uniform {d} between": DrawCase(
+                lambda w, d=d: w.uniform(w.key(3), SHAPE, d, 0.1, 0.3)
+            ),
+            f"uniform {d} around 0": DrawCase(
+                lambda w, d=d: w.uniform(w.key(3), SHAPE, d, -2.5, 7.0)
+            ),
         }
-    between = Case(lambda w: w.uniform(w.key(3), SHAPE, "float64", 0.1, 0.3), 1)
-    made["uniform float64 between"] = between
+    between = DrawCase(lambda w: w.uniform(w.key(3), SHAPE, "float64", 0.1, 0.3), 1)
+    cases["uniform float64 between"] = between
     ranges = {
         "int8": [(0, 10), (-128, 128)], "uint8": [(3, 100), (0, 256)], "int16": [(3, 20000)],
         "int32": [(0, 10), (-(2**31), 2**31), (-(2**31), 2**31 - 1), (5, 100000)],
@@ -110,10 +113,10 @@ def _cases() -> dict[str, Case]:
     }  # fmt: skip
     for d, limits in ranges.items():
         for low, high in limits:
-            made[f"randint {d} {low} {high}"] = Case(
+            cases[f"randint {d} {low} {high}"] = DrawCase(
                 lambda w, a=low, b=high, d=d: w.randint(w.key(42), SHAPE, a, b, d)
             )
-    return made
+    return cases
 
 
 CASES = _cases()

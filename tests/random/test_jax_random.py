@@ -1,6 +1,6 @@
-"""`fs.random` gives the numbers of `jax.random`: stored ones, and all where JAX is installed.
+"""`fs.random` draws the values of `jax.random`: stored ones, and all where JAX is installed.
 
-`python -m tests.random.test_jax_random`, where it is, writes the stored ones.
+`python -m tests.random.test_jax_random` writes the stored ones, where JAX is installed.
 """
 
 from __future__ import annotations
@@ -11,38 +11,40 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.random_cases import CASES, EXPECTED, Ours, expected
+from tests.helpers.random_cases import CASES, EXPECTED, FshardRandom, expected
 
 FIRST = 8
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def apart(made: torch.Tensor, wanted: torch.Tensor) -> int:
-    """The most units in the last place by which numbers differ; zeros may have any sign."""
-    assert made.shape == wanted.shape
-    if not made.dtype.is_floating_point:
-        return 0 if torch.equal(made.to(wanted.dtype), wanted) else 1 << 60
-    whole = INTEGERS[made.dtype.itemsize]
-    made, wanted = made + 0.0, wanted.to(made.dtype) + 0.0
-    places = [torch.where(x.view(whole) < 0, -(x.abs().view(whole).long()), x.view(whole).long())
-              for x in (made, wanted)]  # fmt: skip
-    return int((places[0] - places[1]).abs().max()) if made.numel() else 0
+def max_ulps(values: torch.Tensor, reference: torch.Tensor) -> int:
+    """Return the largest difference in units in the last place; -0.0 equals 0.0."""
+    assert values.shape == reference.shape
+    if not values.dtype.is_floating_point:
+        return 0 if torch.equal(values.to(reference.dtype), reference) else 1 << 60
+    integer = INTEGERS[values.dtype.itemsize]
+    values, reference = values + 0.0, reference.to(values.dtype) + 0.0
+    ordinals = [
+        torch.where(x.view(integer) < 0, -x.abs().view(integer).long(), x.view(integer).long())
+        for x in (values, reference)
+    ]
+    return int((ordinals[0] - ordinals[1]).abs().max()) if values.numel() else 0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stored_numbers(name: str) -> None:
+def test_values_equal_stored_ones(name: str) -> None:
     case = CASES[name]
-    made = case.draw(Ours).flatten()[:FIRST]
-    wide = made.dtype if made.dtype.is_floating_point else None
+    values = case.draw(FshardRandom).flatten()[:FIRST]
+    dtype = values.dtype if values.dtype.is_floating_point else None
     stored = expected()[name]
-    if wide is None:
-        assert [int(x) for x in made.tolist()] == stored
+    if dtype is None:
+        assert [int(x) for x in values.tolist()] == stored
     else:
-        assert apart(made, torch.tensor(stored, dtype=wide)) <= case.ulps
+        assert max_ulps(values, torch.tensor(stored, dtype=dtype)) <= case.ulps
 
 
-def theirs(name: str) -> torch.Tensor:
-    """All numbers of a case as JAX gives them."""
+def draw_with_jax(name: str) -> torch.Tensor:
+    """Return all values of a case as JAX draws them."""
     jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
@@ -51,7 +53,7 @@ def theirs(name: str) -> torch.Tensor:
     import numpy as np
 
     class Jax:
-        """The world of a case in JAX: a key is its two words."""
+        """Backend of a case in JAX; a key is its two words."""
 
         key, split, fold_in, permutation = map(
             staticmethod,
@@ -67,20 +69,20 @@ def theirs(name: str) -> torch.Tensor:
         def bernoulli(key: Any, p: float, shape: Any) -> Any:
             return jax.random.bernoulli(key, jnp.float32(p), shape)
 
-    found = np.asarray(CASES[name].draw(Jax))
-    if found.dtype == jnp.bfloat16:
-        return torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(found.copy())
+    values = np.asarray(CASES[name].draw(Jax))
+    if values.dtype == jnp.bfloat16:
+        return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(values.copy())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_of_the_jax_at_hand(name: str) -> None:
-    wanted = theirs(name)
-    assert apart(CASES[name].draw(Ours), wanted) <= CASES[name].ulps
-    assert [x.item() for x in wanted.flatten()[:FIRST]] == expected()[name]
+def test_values_equal_those_of_installed_jax(name: str) -> None:
+    reference = draw_with_jax(name)
+    assert max_ulps(CASES[name].draw(FshardRandom), reference) <= CASES[name].ulps
+    assert [x.item() for x in reference.flatten()[:FIRST]] == expected()[name]
 
 
 if __name__ == "__main__":
-    numbers = {name: [x.item() for x in theirs(name).flatten()[:FIRST]] for name in CASES}
+    numbers = {name: [x.item() for x in draw_with_jax(name).flatten()[:FIRST]] for name in CASES}
     lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in numbers.items())
     EXPECTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

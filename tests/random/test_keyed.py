@@ -1,4 +1,4 @@
-"""`fs.random.keyed`: code that draws by itself draws by a key, everywhere the same."""
+"""`fs.random.keyed`: PyTorch's random functions draw with a key, the same on every layout."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ DRAWING: dict[str, Callable[[], Any]] = {
 
 def attend(*, need_weights: bool) -> torch.Tensor:
     module = nn.MultiheadAttention(16, 4, dropout=0.3)
-    made: torch.Tensor = module(X, X, X, need_weights=need_weights)[0]
-    return made
+    output: torch.Tensor = module(X, X, X, need_weights=need_weights)[0]
+    return output
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -128,28 +128,28 @@ def flat(value: Any) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _generators_stay() -> Iterator[None]:
-    """No draw by a key asks PyTorch's generator."""
+    """Check that no draw changes PyTorch's generator."""
     before = torch.get_rng_state()
     yield
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_what_draws_draws_by_the_key(name: str) -> None:
-    """The same again with the same key, other numbers with another, of shapes as without."""
+def test_random_functions_draw_with_the_key(name: str) -> None:
+    """Equal keys draw equal values, another key others; shapes are those of PyTorch."""
     draw = DRAWING[name]
-    found = []
+    results = []
     for key in (KEY, KEY, OTHER):
         with fs.random.keyed(key):
-            found.append([each.detach() for each in flat(draw())])
-    assert all(map(torch.equal, found[0], found[1]))
-    assert not all(map(torch.equal, found[0], found[2]))
+            results.append([each.detach() for each in flat(draw())])
+    assert all(map(torch.equal, results[0], results[1]))
+    assert not all(map(torch.equal, results[0], results[2]))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        without = flat(draw())
-    for mine, theirs in zip(found[0], without, strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        assert mine.isfinite().all()
+        unkeyed = flat(draw())
+    for result, pytorch in zip(results[0], unkeyed, strict=True):
+        assert (result.shape, result.dtype) == (pytorch.shape, pytorch.dtype)
+        assert result.isfinite().all()
 
 
 MEANS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
@@ -171,17 +171,17 @@ MEANS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = 
 
 @pytest.mark.parametrize("name", MEANS)
 def test_means_and_deviations(name: str) -> None:
-    """Of a hundred thousand numbers; the limits are six standard errors."""
+    """Check 100,000 values to six standard errors."""
     draw, mean, deviation = MEANS[name]
     with fs.random.keyed(KEY):
-        made = draw(torch.zeros(100_000, 3 if "multi" in name else 1, dtype=F64))
-    error = 6 * deviation / made.numel() ** 0.5
-    assert abs(made.mean() - mean) < error
-    assert abs(made.std() - deviation) < 6 * error
+        output = draw(torch.zeros(100_000, 3 if "multi" in name else 1, dtype=F64))
+    error = 6 * deviation / output.numel() ** 0.5
+    assert abs(output.mean() - mean) < error
+    assert abs(output.std() - deviation) < 6 * error
 
 
-def test_every_draw_has_a_key_of_its_own() -> None:
-    """The n-th has the key with n folded in, blocks in blocks have theirs."""
+def test_draw_n_folds_n_into_the_key() -> None:
+    """Draw n has the key with n folded in; nested blocks count their own draws."""
     with fs.random.keyed(KEY):
         first = torch.rand(3)
         with fs.random.keyed(OTHER):
@@ -193,23 +193,23 @@ def test_every_draw_has_a_key_of_its_own() -> None:
     assert torch.equal(inner, fs.random.uniform(fs.random.fold_in(OTHER, 0), 3))
 
 
-def test_what_draws_nothing_takes_no_key() -> None:
+def test_inactive_dropout_uses_no_key() -> None:
     with fs.random.keyed(KEY):
         F.dropout(X, 0.0)
         F.dropout(X, 0.5, training=False)
         nn.Dropout(0.5).eval()(X)
         F.scaled_dot_product_attention(X, X, X)
-        made = torch.rand(3)
-    assert torch.equal(made, fs.random.uniform(fs.random.fold_in(KEY, 0), 3))
+        output = torch.rand(3)
+    assert torch.equal(output, fs.random.uniform(fs.random.fold_in(KEY, 0), 3))
 
 
-def test_a_generator_that_is_chosen_draws() -> None:
+def test_explicit_generator_is_used() -> None:
     with fs.random.keyed(KEY):
-        made = torch.rand(3, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(made, torch.rand(3, generator=torch.Generator().manual_seed(3)))
+        output = torch.rand(3, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(output, torch.rand(3, generator=torch.Generator().manual_seed(3)))
 
 
-def test_dropout_is_a_factor() -> None:
+def test_dropout_multiplies_by_the_mask() -> None:
     x = numbers(5, 4).requires_grad_()
     mask = fs.random.dropout_mask(fs.random.fold_in(KEY, 0), x, 0.3)
     with fs.random.keyed(KEY):
@@ -218,17 +218,17 @@ def test_dropout_is_a_factor() -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], mask)
 
 
-def test_attention_drops_weights() -> None:
-    """As the product of dropped weights and values, also of grouped queries and with a mask."""
+def test_attention_dropout_matches_products() -> None:
+    """Compare with products of dropped weights, for grouped queries and a mask."""
     q, k, v = numbers(2, 4, 5, 6), numbers(2, 2, 5, 6).cos(), numbers(2, 2, 5, 6).sin()
     mask = torch.ones(5, 5).tril().bool()
     with fs.random.keyed(KEY):
-        made = F.scaled_dot_product_attention(q, k, v, mask, 0.4, enable_gqa=True)
+        output = F.scaled_dot_product_attention(q, k, v, mask, 0.4, enable_gqa=True)
     drop = fs.random.dropout_mask(fs.random.fold_in(KEY, 0), (2, 2, 2, 5, 5), 0.4)
     weights = q.unflatten(1, (2, 2)) @ k.unsqueeze(2).mT / 6**0.5
     weights = weights.masked_fill(~mask, -torch.inf).softmax(-1)
-    wanted = ((weights * drop) @ v.unsqueeze(2)).flatten(1, 2)
-    torch.testing.assert_close(made, wanted)
+    expected = ((weights * drop) @ v.unsqueeze(2)).flatten(1, 2)
+    torch.testing.assert_close(output, expected)
 
 
 # -- checkpoints ----------------------------------------------------------------------------
@@ -240,26 +240,26 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_checkpoint_draws_the_same_again(inside: bool, nested: bool) -> None:
-    """Whether the gradient is taken in the block or after it; what follows is not disturbed."""
+def test_checkpoint_repeats_draws(inside: bool, nested: bool) -> None:
+    """Differentiate in the block and after it; later draws are unaffected."""
 
-    def again(x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = checkpoint(twice, x, use_reentrant=False)
-        return made
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(twice, x, use_reentrant=False)
+        return output
 
     def outer(x: torch.Tensor) -> torch.Tensor:
-        once = again(x)
-        return again(once) if nested else twice(once)
+        once = checkpointed(x)
+        return checkpointed(once) if nested else twice(once)
 
-    found = []
+    results = []
     for run in (lambda x: checkpoint(outer, x, use_reentrant=False), lambda x: twice(twice(x))):
         x = numbers(8, 8).requires_grad_()
         with fs.random.keyed(KEY):
             y = run(torch.rand(8, 8) * x) * torch.rand(8, 8)
             grad = torch.autograd.grad(y.sum(), x)[0] if inside else None
             rest = torch.rand(3)
-        found.append((y, grad if grad is not None else torch.autograd.grad(y.sum(), x)[0], rest))
-    assert all(map(torch.equal, *found))
+        results.append((y, grad if grad is not None else torch.autograd.grad(y.sum(), x)[0], rest))
+    assert all(map(torch.equal, *results))
 
 
 def test_reentrant_checkpoints_are_refused() -> None:
@@ -267,11 +267,11 @@ def test_reentrant_checkpoints_are_refused() -> None:
         checkpoint(twice, X.clone().requires_grad_(), use_reentrant=True)
     assert str(error.value) == message(
         "fs.random.keyed", "torch.utils.checkpoint with use_reentrant=True",
-        "what is computed again draws the same numbers, and here nobody could tell it to",
+        "the recomputation must draw the same values, which this form cannot repeat",
         "use_reentrant=False")  # fmt: skip
 
 
-def test_checkpoints_are_left_as_they_were() -> None:
+def test_checkpoint_patches_are_undone() -> None:
     before = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
     with fs.random.keyed(KEY), fs.random.keyed(OTHER):
         pass
@@ -284,26 +284,26 @@ def test_checkpoints_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values", False])
-def test_draws_in_bodies(check: Any) -> None:
-    """By an invariant key ranks draw the same, typed so and without a warning; folded, apart."""
+def test_types_and_values_of_draws_in_bodies(check: Any) -> None:
+    """An invariant key draws invariant values; a key with the axis index, varying ones."""
 
     def body(key: torch.Tensor, x: torch.Tensor) -> Any:
-        own = fs.random.fold_in(key, fs.axis_index("dp"))
-        same, apart = fs.random.uniform(key, 3), fs.random.normal(own, 3)
+        rank_key = fs.random.fold_in(key, fs.axis_index("dp"))
+        same, apart = fs.random.uniform(key, 3), fs.random.normal(rank_key, 3)
         like = fs.random.normal(key, x)
-        cut = fs.random.normal(key, fs.Spec(MESH, P("dp", "tp"), shape=(4, 6))).local
-        with fs.random.keyed(own):
+        sharded = fs.random.normal(key, fs.Spec(MESH, P("dp", "tp"), shape=(4, 6))).local
+        with fs.random.keyed(rank_key):
             dropped = F.dropout(x, 0.5)
-        shown = (same, apart, like, cut, dropped)
+        shown = (same, apart, like, sharded, dropped)
         types = [str(fs.typeof(each)) for each in shown] if check else []
-        return same, apart, cut, dropped, types
+        return same, apart, sharded, dropped, types
 
     x = numbers(4, 6).requires_grad_()
     run = fs.shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), check=check,
                        out_specs=(P(), P("dp"), P("dp", "tp"), P("dp"), None))  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        same, apart, cut, dropped, types = run(KEY, x)
+        same, apart, sharded, dropped, types = run(KEY, x)
     if check:
         assert types == [
             "f32[3]", "f32[3]{varying: dp}", "f32[2,6]", "f32[2,3]{varying: dp, tp}",
@@ -312,14 +312,14 @@ def test_draws_in_bodies(check: Any) -> None:
     keys = [fs.random.fold_in(KEY, rank) for rank in range(2)]
     assert torch.equal(same, fs.random.uniform(KEY, 3))
     assert torch.equal(apart, torch.cat([fs.random.normal(key, 3) for key in keys]))
-    assert torch.equal(cut, fs.random.normal(KEY, (4, 6)))
+    assert torch.equal(sharded, fs.random.normal(KEY, (4, 6)))
     masks = [fs.random.dropout_mask(fs.random.fold_in(key, 0), (2, 6), 0.5) for key in keys]
     assert torch.equal(dropped, x * torch.cat(masks))
     assert torch.equal(torch.autograd.grad(dropped.sum(), x)[0], torch.cat(masks))
 
 
-def test_the_block_is_in_the_body() -> None:
-    """Around a body it would count the draws of all ranks, and again when backward runs it."""
+def test_block_around_a_mapped_function_is_refused() -> None:
+    """A block around a mapped function would count the draws of all ranks."""
     x = numbers(4, 6).requires_grad_()
     specs = {"mesh": MESH, "in_specs": P("dp"), "out_specs": P("dp")}
     runs: list[Callable[[], Any]] = [
@@ -336,17 +336,17 @@ def test_the_block_is_in_the_body() -> None:
             run()
         assert str(error.value) == message(
             "fs.random.keyed",
-            "a block around a function that ranks run",
-            "a block counts the draws of one rank, as often as that runs",
-            "with fs.random.keyed(key): in the function, which the key is an argument of",
+            "a block around a mapped function",
+            "the block must be in the mapped function: it counts the draws of one rank",
+            "with fs.random.keyed(key): in the function, with the key as an argument",
         )
     with fs.random.keyed(KEY):
         assert torch.equal(fs.shard_map(torch.tanh, **specs)(x), x.tanh())
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_checkpoints_in_bodies(check: bool) -> None:
-    """What backward computes again, of a checkpoint or of a body, draws the same."""
+def test_checkpoint_in_a_body_repeats_draws(check: bool) -> None:
+    """Recomputation of a checkpoint, or of a body, draws the same values."""
 
     def body(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(fs.random.fold_in(key, fs.axis_index("dp"))):
@@ -356,21 +356,23 @@ def test_checkpoints_in_bodies(check: bool) -> None:
     run = fs.shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P(), check=check)
     x = numbers(4, 6).requires_grad_()
     (first,) = torch.autograd.grad(run(KEY, x), x, create_graph=True)
-    wanted = torch.tensor(0.0)
+    expected = torch.tensor(0.0)
     for rank, part in enumerate(x.chunk(2)):
         with fs.random.keyed(fs.random.fold_in(KEY, rank)):
-            wanted = wanted + (twice(part) * torch.rand(2, 6)).sum()
-    (right,) = torch.autograd.grad(wanted, x, create_graph=True)
-    torch.testing.assert_close(first, right)
-    second, rights = (torch.autograd.grad(each.sum(), x)[0] for each in (first, right))
-    torch.testing.assert_close(second, rights)
+            expected = expected + (twice(part) * torch.rand(2, 6)).sum()
+    (reference,) = torch.autograd.grad(expected, x, create_graph=True)
+    torch.testing.assert_close(first, reference)
+    second, second_reference = (
+        torch.autograd.grad(each.sum(), x)[0] for each in (first, reference)
+    )
+    torch.testing.assert_close(second, second_reference)
 
 
-def test_a_spec_wants_a_key_that_is_the_same_on_every_rank() -> None:
+def test_draw_of_a_spec_requires_an_invariant_key() -> None:
     def body(key: torch.Tensor) -> torch.Tensor:
-        own = fs.random.fold_in(key, fs.axis_index("dp"))
-        made: torch.Tensor = fs.random.normal(own, fs.Spec(MESH, P("dp"), shape=(4,))).local
-        return made
+        rank_key = fs.random.fold_in(key, fs.axis_index("dp"))
+        output: torch.Tensor = fs.random.normal(rank_key, fs.Spec(MESH, P("dp"), shape=(4,))).local
+        return output
 
     run = fs.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P("dp"))
     with pytest.raises(ShardingError, match=r"fs\.random\.normal"):
@@ -381,7 +383,7 @@ def test_a_spec_wants_a_key_that_is_the_same_on_every_rank() -> None:
 
 
 class Block(nn.Module):
-    """A transformer's block that drops in attention, and after both halves."""
+    """Transformer block with dropout in attention and after both halves."""
 
     def __init__(self, width: int, heads: int, p: float) -> None:
         super().__init__()
@@ -403,8 +405,8 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.second(x)))))
 
 
-def test_a_block_in_training() -> None:
-    """Values and gradients of one device; nothing is sent but what is without dropout."""
+def test_transformer_block_in_training_is_partitioned() -> None:
+    """Values and gradients equal those of one device; dropout adds no communication."""
     with fs.random.keyed(KEY):
         block = Block(16, 4, 0.1).double()
     params = dict(block.named_parameters())
@@ -415,29 +417,31 @@ def test_a_block_in_training() -> None:
 
     def loss(params: Any, key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(key):
-            made: torch.Tensor = torch.func.functional_call(block, params, (x,))
-        return made.square().mean()
+            output: torch.Tensor = torch.func.functional_call(block, params, (x,))
+        return output.square().mean()
 
     part = fs.partition(loss, mesh=MESH, params=specs, in_specs=(P(), P("dp")))
     x = numbers(4, 6, 16, dtype=F64).cos()
-    found = {}
+    results = {}
     for key in (KEY, OTHER):
-        mine, right = part(params, key, x), loss(params, key, x)
-        torch.testing.assert_close(mine, right, rtol=1e-13, atol=0.0)
-        grads = [torch.autograd.grad(each, list(params.values())) for each in (mine, right)]
+        result, reference = part(params, key, x), loss(params, key, x)
+        torch.testing.assert_close(result, reference, rtol=1e-13, atol=0.0)
+        grads = [torch.autograd.grad(each, list(params.values())) for each in (result, reference)]
         torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-15)
-        found[key] = float(mine.detach())
-    assert len(set(found.values())) == 2
-    sent = [str(prog.steps) for prog in part.trace(params, KEY, x).programs if not prog.is_local]
+        results[key] = float(result.detach())
+    assert len(set(results.values())) == 2
+    programs = [
+        str(prog.steps) for prog in part.trace(params, KEY, x).programs if not prog.is_local
+    ]
     block.eval()
-    still = fs.partition(loss, mesh=MESH, params=specs, in_specs=(P(), P("dp")))
-    assert sent == [
-        str(prog.steps) for prog in still.trace(params, KEY, x).programs if not prog.is_local
+    in_eval = fs.partition(loss, mesh=MESH, params=specs, in_specs=(P(), P("dp")))
+    assert programs == [
+        str(prog.steps) for prog in in_eval.trace(params, KEY, x).programs if not prog.is_local
     ]
 
 
-def test_every_way_of_drawing_is_partitioned() -> None:
-    """Each rank draws its part of what lies as the operand does; other draws as they are asked."""
+def test_partitioned_draws_are_local() -> None:
+    """Each rank draws its shard of a tensor-like draw; other draws get the requested layout."""
 
     def draws(key: torch.Tensor, x: torch.Tensor) -> Any:
         one, *keys = fs.random.split(key, 6)
@@ -454,14 +458,14 @@ def test_every_way_of_drawing_is_partitioned() -> None:
     for p in (P("dp", "tp"), P(None, ("tp", "dp")), P("dp"), P()):
         part = fs.partition(draws, mesh=MESH, in_specs=(P(), p),
                             out_specs=(p, None, P("tp"), None, P("dp"), None))  # fmt: skip
-        made = part.trace(KEY, x)
-        assert not [prog for prog in made.programs if not prog.is_local]
-        assert made.out_specs[1] == fs.Spec(MESH, p, shape=(4, 8), uneven="chunk")
+        output = part.trace(KEY, x)
+        assert not [prog for prog in output.programs if not prog.is_local]
+        assert output.out_specs[1] == fs.Spec(MESH, p, shape=(4, 8), uneven="chunk")
         assert all(map(torch.equal, part(KEY, x), draws(KEY, x)))
 
 
-def test_unreduced_values_are_dropped_as_they_are() -> None:
-    """A dropout of addends waits for no sum: the mask is the same on every rank."""
+def test_dropout_keeps_unreduced_values_unreduced() -> None:
+    """Dropout of unreduced values needs no sum: the mask is the same on every rank."""
 
     def run(key: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(key):
@@ -475,41 +479,41 @@ def test_unreduced_values_are_dropped_as_they_are() -> None:
     assert torch.equal(part(KEY, x, w), run(KEY, x, w))
 
 
-def test_the_key_is_an_argument() -> None:
+def test_block_around_a_traced_function_is_refused() -> None:
     x = torch.ones(4, 6)
     part = fs.partition(F.dropout, mesh=MESH)
     with pytest.raises(ShardingError) as error, fs.random.keyed(KEY):
         part(x)
     assert str(error.value) == message(
-        "fs.random.keyed", "a block around a function that is traced",
-        "what is traced is run again with other keys: the key is an argument of it",
+        "fs.random.keyed", "a block around a traced function",
+        "the block must be in the traced function, which runs again with other keys",
         "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
     spec = fs.Spec(MESH, P("dp"), shape=(4, 6))
     part = fs.partition(lambda key: fs.random.uniform(key, spec), mesh=MESH)
     with pytest.raises(ShardingError) as error:
         part(KEY)
     assert str(error.value) == message(
-        "fs.random.uniform", "f32[4@dp,6] in a function that is traced",
-        "it is traced on whole tensors; fs.partition finds how they lie",
-        "a tensor that the draw is to lie as, or a shape; fs.constrain(x, P(...)) asks for a "
+        "fs.random.uniform", "f32[4@dp,6] in a traced function",
+        "a traced function must draw global tensors, whose layouts fs.partition chooses",
+        "a shape, or a tensor whose layout to follow; fs.constrain(x, P(...)) requests a "
         "layout")  # fmt: skip
 
 
-def test_a_pair_is_dropped_by_a_mask() -> None:
-    """What the refusal of a dropout says works, on pairs and in functions."""
+def test_dropout_mask_multiplies_a_pair() -> None:
+    """Check the fix that the error of a dropout on pairs suggests."""
     spec = fs.Spec(MESH, P("dp", "tp"), shape=(4, 6))
     x = fs.shard(numbers(4, 6), spec)
     mask = fs.random.dropout_mask(KEY, spec, 0.5)
-    made = fs.unshard(fs.apply(torch.mul, x, mask))
-    assert torch.equal(made, numbers(4, 6) * fs.random.dropout_mask(KEY, (4, 6), 0.5))
+    output = fs.unshard(fs.apply(torch.mul, x, mask))
+    assert torch.equal(output, numbers(4, 6) * fs.random.dropout_mask(KEY, (4, 6), 0.5))
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "poisson()": (
         lambda: torch.poisson(X),
-        "draw before, or with a generator=; fs.random has draws to write it with"),
+        "draw before the block, or pass generator=; or write it with draws of fs.random"),
     "lstm()": (
         lambda: nn.LSTM(16, 3, 2, dropout=0.5)(X),
         "dropout=0.0, and F.dropout between the layers, each called alone"),
@@ -517,24 +521,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("given", REFUSED)
-def test_what_cannot_draw_by_a_key_is_refused(given: str) -> None:
+def test_functions_without_a_keyed_form_are_refused(given: str) -> None:
     run, fix = REFUSED[given]
     with pytest.raises(ShardingError) as error, fs.random.keyed(KEY):
         run()
     assert str(error.value) == message(
-        "fs.random.keyed", given, "it draws in a way that is not written with a key", fix
+        "fs.random.keyed",
+        given,
+        "a random function in the block must have a form that draws with a key",
+        fix,
     )
 
 
-def test_no_key() -> None:
+def test_keyed_requires_a_key() -> None:
     with pytest.raises(ShardingError) as error, fs.random.keyed(3):  # type: ignore[arg-type]
         pass
     assert str(error.value) == message(
         "fs.random.keyed", "a key that is int",
-        "a key is an int64 tensor of two words of 32 bits", "fs.random.key(0)")  # fmt: skip
+        "a key must be an int64 tensor of two words of 32 bits", "fs.random.key(0)")  # fmt: skip
 
 
-def test_transforms() -> None:
+def test_grad_and_vmap_of_a_keyed_function() -> None:
     def loss(w: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(key):
             return F.dropout(w, 0.5).sum()
@@ -546,8 +553,8 @@ def test_transforms() -> None:
     assert set(alone.unique().tolist()) == {0.0, 2.0}
 
 
-def test_draws_of_a_shape_lie_as_what_they_meet() -> None:
-    """Of a tensor that is there before, through operations of one operand: nobody draws all."""
+def test_draws_follow_the_layout_of_operands() -> None:
+    """An unconstrained draw gets the layout of a same-shaped operand that precedes it."""
 
     def noisy(key: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
         with fs.random.keyed(key):
@@ -559,10 +566,10 @@ def test_draws_of_a_shape_lie_as_what_they_meet() -> None:
 
     x, y = numbers(4, 8), numbers(8, 4)
     part = fs.partition(noisy, mesh=MESH, in_specs=(P(), P("dp", "tp"), P("tp")))
-    made = part.trace(KEY, x, y)
+    output = part.trace(KEY, x, y)
     assert all(map(torch.equal, part(KEY, x, y), noisy(KEY, x, y)))
     drawn = {
-        line.name: str(line.strategy.out_specs[0]) for line in made.lines
+        line.name: str(line.strategy.out_specs[0]) for line in output.lines
         if isinstance(line, Operation) and line.name.startswith(("uniform", "normal"))
     }  # fmt: skip
     assert drawn == {

@@ -1,4 +1,4 @@
-"""Draws by key: the same numbers on every layout, in bodies, and of modules that drop."""
+"""Draws of `fs.random`: the same values on every layout, in bodies, and under transforms."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ DRAWS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
 }
 
 
-def whole(name: str, shape: Any) -> torch.Tensor:
-    """The draw on one device."""
+def unsharded_draw(name: str, shape: Any) -> torch.Tensor:
+    """Return the draw on one device."""
     dtype, draw = DRAWS[name]
-    made: torch.Tensor = draw(torch.empty(shape, dtype=dtype))
-    return made
+    result: torch.Tensor = draw(torch.empty(shape, dtype=dtype))
+    return result
 
 
 # -- the generator --------------------------------------------------------------------------
@@ -50,10 +50,10 @@ def whole(name: str, shape: Any) -> torch.Tensor:
     ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
     ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
 ])  # fmt: skip
-def test_known_answers(
+def test_threefry_matches_published_vectors(
     key: tuple[int, int], counter: tuple[int, int], words: tuple[int, int]
 ) -> None:
-    """Those that the authors of the generator publish, of the tensors' way and of the numbers'."""
+    """Compare the tensor and the integer form with the authors' published vectors."""
     assert hash_counter(key, counter) == words
     pair = torch.tensor([key], dtype=I64).expand(threefry.MAX_HOST_HASHES + 1, 2)
     many = derive_keys(pair, torch.tensor(counter[1], dtype=I64))
@@ -62,7 +62,7 @@ def test_known_answers(
     assert tuple(few.tolist()) == hash_counter(key, (0, counter[1]))
 
 
-def drawn(box: Box) -> torch.Tensor:
+def draw_box(box: Box) -> torch.Tensor:
     out = torch.empty(box.size, dtype=torch.int32)
     fill_box(box, out, lambda hash_, part: torch.bitwise_xor(*hash_(key_words(KEY)), out=part))
     return out
@@ -73,16 +73,16 @@ BOXES = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 
 
 @given(BOXES, st.sampled_from((1, 2, 3, 8, 50, 1 << 15)))
 @settings(max_examples=200, deadline=None)
-def test_parts_are_parts_of_the_whole(edges: list[tuple[int, int, int]], block: int) -> None:
-    """However long the blocks are in which they are drawn."""
+def test_boxes_match_the_full_draw(edges: list[tuple[int, int, int]], block: int) -> None:
+    """Draw boxes with blocks of any length."""
     shape, start, size = (tuple(each[at] for each in edges) for at in range(3))
     shape = tuple(map(sum, zip(shape, start, size, strict=True)))
     with pytest.MonkeyPatch.context() as patch:
-        everything = drawn(Box(shape, (0,) * len(shape), shape))
+        full = draw_box(Box(shape, (0,) * len(shape), shape))
         patch.setattr(threefry, "CPU_BLOCK", block)
-        part = drawn(Box(shape, start, size))
+        part = draw_box(Box(shape, start, size))
     index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-    assert torch.equal(part, everything[index])
+    assert torch.equal(part, full[index])
 
 
 @pytest.mark.parametrize(("shape", "start", "size"), [
@@ -91,34 +91,34 @@ def test_parts_are_parts_of_the_whole(edges: list[tuple[int, int, int]], block: 
     ((1 << 40, 3), ((1 << 39) + 1, 1), (4, 2)),
     ((1 << 20, 1 << 20), (1 << 12, 3), (2, 1 << 10)),
 ])  # fmt: skip
-def test_places_of_more_than_32_bits(
+def test_indices_beyond_32_bits(
     shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]
 ) -> None:
-    made = drawn(Box(shape, start, size)).flatten().tolist()
+    values = draw_box(Box(shape, start, size)).flatten().tolist()
     strides = torch.empty(shape, device="meta").stride()
     ranges = [range(a, a + n) for a, n in zip(start, size, strict=True)]
-    for value, place in zip(made, itertools.product(*ranges), strict=True):
-        at = sum(i * stride for i, stride in zip(place, strides, strict=True))
-        x, y = hash_counter(KEY.tolist(), (at >> 32, at & 0xFFFFFFFF))
+    for value, index in zip(values, itertools.product(*ranges), strict=True):
+        offset = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        x, y = hash_counter(KEY.tolist(), (offset >> 32, offset & 0xFFFFFFFF))
         assert value & 0xFFFFFFFF == x ^ y
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest memory that is taken beside that of a tensor."""
+    """Records the bytes of the largest allocation beside that of `out`."""
 
     def __init__(self, out: torch.Tensor) -> None:
         super().__init__()
         self.most, self.out = 0, out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not torch._C._overlaps(made, self.out):
-            self.most = max(self.most, made.untyped_storage().nbytes())
-        return made
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not torch._C._overlaps(result, self.out):
+            self.most = max(self.most, result.untyped_storage().nbytes())
+        return result
 
 
-def test_memory_is_that_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the result: three words for each element of a block, and a few numbers."""
+def test_scratch_memory_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch memory is three words per element of a block."""
     monkeypatch.setattr(threefry, "CPU_BLOCK", 1 << 10)
     out = torch.empty(1 << 14, dtype=torch.int32)
     block = threefry.CPU_BLOCK * torch.get_num_threads()
@@ -128,8 +128,8 @@ def test_memory_is_that_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest.most == 3 * 4 * block
 
 
-def test_moments() -> None:
-    """Of a million numbers; the limits are five standard errors."""
+def test_means_and_variances() -> None:
+    """Check a million values to five standard errors."""
     u, n = (draw(KEY, (1000, 1000), dtype=F64) for draw in (fs.random.uniform, fs.random.normal))
     assert abs(u.mean() - 1 / 2) < 5e-3 / 12**0.5
     assert abs(u.var() - 1 / 12) < 5e-3 / 180**0.5
@@ -152,60 +152,62 @@ SPECS = [
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_every_layout_draws_the_same(name: str) -> None:
-    """Bit for bit as one device draws and `fs.shard` cuts, addends and replicas too."""
+def test_every_layout_draws_the_same_values(name: str) -> None:
+    """Compare bit for bit with `fs.shard` of the draw on one device."""
     dtype, draw = DRAWS[name]
     for spec in SPECS:
         p = spec.partition
         if dtype == torch.bool and (p.unreduced_kinds or p.reduced_kinds):
             continue
-        made, wanted = draw(spec.replace(dtype=dtype)), whole(name, spec.shape)
-        assert made.spec == spec.replace(dtype=dtype)
-        for mine, right in zip(made.local, fs.shard(wanted, made.spec).local, strict=True):
-            assert mine.dtype == right.dtype
-            assert torch.equal(mine, right), spec
-        assert torch.equal(fs.unshard(made), wanted), spec
+        pair, expected = draw(spec.replace(dtype=dtype)), unsharded_draw(name, spec.shape)
+        assert pair.spec == spec.replace(dtype=dtype)
+        for shard, expected_shard in zip(
+            pair.local, fs.shard(expected, pair.spec).local, strict=True
+        ):
+            assert shard.dtype == expected_shard.dtype
+            assert torch.equal(shard, expected_shard), spec
+        assert torch.equal(fs.unshard(pair), expected), spec
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
-def test_unreduced_by_every_kind(kind: str) -> None:
+def test_unreduced_draws_of_every_kind(kind: str) -> None:
     spec = fs.Spec(MESH, P("dp", unreduced={"tp": kind}), shape=(4, 3))
     for draw in (fs.random.normal, fs.random.exponential):
-        wanted = fs.shard(draw(KEY, (4, 3)), spec).local
-        for mine, right in zip(draw(KEY, spec).local, wanted, strict=True):
-            assert torch.equal(mine, right)
+        expected = fs.shard(draw(KEY, (4, 3)), spec).local
+        for shard, expected_shard in zip(draw(KEY, spec).local, expected, strict=True):
+            assert torch.equal(shard, expected_shard)
 
 
-def test_shards_have_memory_of_their_own() -> None:
+def test_replicas_do_not_share_memory() -> None:
     local = fs.random.uniform(KEY, fs.Spec(MESH, P("dp"), shape=(4,))).local
     assert len({x.data_ptr() for x in local}) == MESH.size
 
 
-def test_permutations() -> None:
+def test_permutation_contains_each_integer_once() -> None:
     for n in (0, 1, 5, 1000):
-        made = fs.random.permutation(KEY, n)
-        assert torch.equal(made.sort().values, torch.arange(n))
+        result = fs.random.permutation(KEY, n)
+        assert torch.equal(result.sort().values, torch.arange(n))
         spec = fs.Spec(MESH, P(("tp", "dp")), shape=(n,), dtype=I64, uneven="chunk")
-        assert torch.equal(fs.unshard(fs.random.permutation(KEY, spec)), made)
+        assert torch.equal(fs.unshard(fs.random.permutation(KEY, spec)), result)
 
 
-def test_rank_local_code() -> None:
-    """Every rank draws its part alone; keys are the same everywhere."""
+def test_rank_local_draws_match_shards() -> None:
+    """Each rank draws its shard alone."""
     spec = fs.Spec(MESH, P("tp", "dp"), shape=(5, 4), uneven="chunk")
-    found = fs.simulate(MESH, lambda: fs.random.normal(KEY, spec).local)
-    for mine, right in zip(found, fs.random.normal(KEY, spec).local, strict=True):
-        assert torch.equal(mine, right)
+    shards = fs.simulate(MESH, lambda: fs.random.normal(KEY, spec).local)
+    for shard, expected_shard in zip(shards, fs.random.normal(KEY, spec).local, strict=True):
+        assert torch.equal(shard, expected_shard)
 
 
 # -- shapes, tensors, keys ------------------------------------------------------------------
 
 
-def test_a_tensor_gives_shape_and_dtype() -> None:
+def test_tensor_argument_sets_shape_and_dtype() -> None:
     x = torch.zeros(3, 4, dtype=F64, requires_grad=True)
-    made = fs.random.normal(KEY, x)
-    assert made.dtype == F64
-    assert not made.requires_grad
-    assert torch.equal(made, fs.random.normal(KEY, (3, 4), dtype=F64))
+    result = fs.random.normal(KEY, x)
+    assert result.dtype == F64
+    assert not result.requires_grad
+    assert torch.equal(result, fs.random.normal(KEY, (3, 4), dtype=F64))
     assert fs.random.uniform(KEY, x, dtype=F32).dtype == F32
     assert fs.random.bernoulli(KEY, x, 0.5).dtype == torch.bool
     assert fs.random.uniform(KEY, 5).shape == (5,)
@@ -213,8 +215,8 @@ def test_a_tensor_gives_shape_and_dtype() -> None:
     assert fs.random.uniform(KEY, (2,), device="meta").is_meta
 
 
-def test_default_devices() -> None:
-    """Draws are where PyTorch makes tensors; keys, and what is computed on the way, on the host."""
+def test_default_device_of_draws() -> None:
+    """Draws are on the default device; keys and intermediate values on the host."""
     x = torch.zeros(3, 4)
     with torch.device("meta"):
         key = fs.random.key(7)
@@ -227,19 +229,19 @@ def test_default_devices() -> None:
         assert fs.random.permutation(key, 5, device="cpu").device == x.device
         drawn_ = fs.random.normal(fs.random.fold_in(first, 3), x, dtype=F64)
     assert torch.equal(key, KEY)
-    wanted = fs.random.normal(fs.random.fold_in(fs.random.split(KEY)[0], 3), (3, 4), dtype=F64)
-    assert torch.equal(drawn_, wanted)
+    expected = fs.random.normal(fs.random.fold_in(fs.random.split(KEY)[0], 3), (3, 4), dtype=F64)
+    assert torch.equal(drawn_, expected)
 
 
-def test_extreme_rates() -> None:
+def test_dropout_rates_zero_and_one() -> None:
     for p, all_of in ((0.0, 1.0), (1.0, 0.0)):
         mask = fs.random.dropout_mask(KEY, (100,), p)
         assert torch.equal(mask, torch.full((100,), all_of))
     assert fs.random.bernoulli(KEY, (100,), 1.0).all()
 
 
-def test_stacked_keys() -> None:
-    """`torch.vmap` over keys draws as each alone; one key draws one tensor for all."""
+def test_vmap_over_keys() -> None:
+    """`torch.vmap` over keys equals a loop over keys; one key draws once for the batch."""
     keys = fs.random.split(KEY, 3)
     x = torch.zeros(3, 2, 4)
     for draw in (fs.random.normal, fs.random.uniform):
@@ -266,8 +268,8 @@ BOTH = [each for each in itertools.product((0, None), repeat=2) if each != (None
 
 @pytest.mark.parametrize("outer", BOTH)
 @pytest.mark.parametrize("inner", BOTH)
-def test_stacked_keys_in_stacks(outer: Any, inner: Any) -> None:
-    """Keys, tensors or both stacked by either of two `torch.vmap`s, and cut along any dim."""
+def test_nested_vmap_over_keys_and_tensors(outer: Any, inner: Any) -> None:
+    """Batch keys, tensors or both at two levels of `torch.vmap`, and shard any dim."""
     keys, like = fs.random.split(KEY, 12).reshape(6, 2, 2), torch.randn(6, 2, 4)
     key, x = (
         each[tuple(0 if dim is None else slice(None) for dim in dims)]
@@ -275,50 +277,51 @@ def test_stacked_keys_in_stacks(outer: Any, inner: Any) -> None:
     )
 
     def draw(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = torch.vmap(torch.vmap(one, inner), outer)(key, x)
-        return made
+        result: torch.Tensor = torch.vmap(torch.vmap(one, inner), outer)(key, x)
+        return result
 
     def one(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = fs.random.normal(key, x)
-        return made + x
+        result: torch.Tensor = fs.random.normal(key, x)
+        return result + x
 
-    whole = draw(key, x)
+    batched = draw(key, x)
     for i, j in itertools.product(range(6), range(2)):
-        mine = [each[tuple(at for at, level in ((i, outer), (j, inner)) if level[n] == 0)]
+        shard = [each[tuple(at for at, level in ((i, outer), (j, inner)) if level[n] == 0)]
                 for n, each in enumerate((key, x))]  # fmt: skip
-        assert torch.equal(whole[i, j], one(*mine))
+        assert torch.equal(batched[i, j], one(*shard))
     for dim in range(x.dim()):
-        cut = P(*(None,) * dim, "x")
-        spread = fs.partition(draw, mesh=fs.Mesh(x=2), in_specs=(P(), cut))
-        assert torch.equal(spread(key, x), whole)
+        sharded = P(*(None,) * dim, "x")
+        spread = fs.partition(draw, mesh=fs.Mesh(x=2), in_specs=(P(), sharded))
+        assert torch.equal(spread(key, x), batched)
 
 
-def test_many_keys_at_once() -> None:
-    """More than are derived in Python's numbers."""
+def test_derive_many_keys() -> None:
+    """Derive more keys than the host computes with Python integers."""
     keys = fs.random.split(KEY, 1000)
     assert torch.equal(keys[:5], fs.random.split(KEY, 5))
     assert keys.unique(dim=0).shape == (1000, 2)
     assert torch.equal(fs.random.fold_in(KEY, torch.arange(100))[99], fs.random.fold_in(KEY, 99))
 
 
-def test_compiled() -> None:
+def test_draws_compile_in_one_graph() -> None:
     def f(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         a, b = fs.random.split(key)
-        made: torch.Tensor = x * fs.random.dropout_mask(a, x, 0.5) + fs.random.normal(b, (4, 6))
-        return made
+        result: torch.Tensor = x * fs.random.dropout_mask(a, x, 0.5) + fs.random.normal(b, (4, 6))
+        return result
 
     x = torch.ones(4, 6)
-    made = torch.compile(f, backend="aot_eager", fullgraph=True)(KEY, x)
-    assert torch.equal(made, f(KEY, x))
+    result = torch.compile(f, backend="aot_eager", fullgraph=True)(KEY, x)
+    assert torch.equal(result, f(KEY, x))
 
 
 SPEC = fs.Spec(MESH, P("dp"), shape=(4, 6))
 ZERO = "fs.random.key(0)"
-TWO_WORDS = "a key is an int64 tensor of two words of 32 bits"
-SHAPES = "it draws a spec, a tensor's like, or a shape"
+TWO_WORDS = "a key must be an int64 tensor of two words of 32 bits"
+SHAPES = "the target of a draw must be a spec, a tensor or a shape"
+DTYPES = f"the dtype must be one of {torch.float16}, {torch.bfloat16}, {F32}, {F64}"
 WRONG: dict[str, tuple[Callable[[], Any], str, str, str, str]] = {
     "a seed": (lambda: fs.random.key("a"), "fs.random.key", "'a'",  # type: ignore[arg-type]
-               "a seed is a whole number of 64 bits",
+               "a seed must be an integer of 64 bits",
                "fs.random.key(0), say; fs.random.fold_in(key, number) takes a tensor"),
     "no key": (lambda: fs.random.uniform(3, 4), "fs.random.uniform",  # type: ignore[arg-type]
                "a key that is int", TWO_WORDS, ZERO),
@@ -328,50 +331,50 @@ WRONG: dict[str, tuple[Callable[[], Any], str, str, str, str]] = {
              "a key of shape (2, 2)", TWO_WORDS,
              "torch.vmap over the keys, or one of them: keys[0]"),
     "num": (lambda: fs.random.split(KEY, -1), "fs.random.split", "num=-1",
-            "it is a number of keys", "num=2, say"),
+            "num must be an integer >= 0", "num=2, say"),
     "data": (lambda: fs.random.fold_in(KEY, -1), "fs.random.fold_in", "data=-1",
-             "it is a whole number from 0 to 4294967295",
+             "data must be an integer from 0 to 4294967295",
              "fold in its 32 lower bits, and then the others"),
     "data of fractions": (lambda: fs.random.fold_in(KEY, torch.ones(2)), "fs.random.fold_in",
-                          "data of torch.float32", "it is of whole numbers", "data.long()"),
+                          "data of torch.float32", "data must be of integers", "data.long()"),
     "a dtype": (lambda: fs.random.uniform(KEY, 4, dtype=I64), "fs.random.uniform", "torch.int64",
-                "it draws torch.float16, torch.bfloat16, torch.float32, torch.float64",
+                DTYPES,
                 "dtype=torch.float64, or a spec of it"),
     "two dtypes": (lambda: fs.random.uniform(KEY, SPEC, dtype=F64), "fs.random.uniform",
-                   f"dtype=torch.float64 for {SPEC}", "a spec has a dtype",
+                   f"dtype=torch.float64 for {SPEC}", "dtype must be that of the spec",
                    "spec.replace(dtype=torch.float64)"),
     "a shape": (lambda: fs.random.uniform(KEY, "ab"), "fs.random.uniform", "'ab'", SHAPES,
                 "fs.Spec(mesh, P(...), shape=...), or (8, 16)"),
     "a size": (lambda: fs.random.normal(KEY, (2, -1)), "fs.random.normal", "(2, -1)", SHAPES,
                "fs.Spec(mesh, P(...), shape=...), or (8, 16)"),
     "limits": (lambda: fs.random.uniform(KEY, 4, maxval=float("inf")), "fs.random.uniform",
-               "minval=0.0, maxval=inf", "they are finite numbers", "minval=0.0, maxval=1.0"),
+               "minval=0.0, maxval=inf", "limits must be finite", "minval=0.0, maxval=1.0"),
     "limits of elements": (
         lambda: fs.random.uniform(KEY, 2, maxval=torch.ones(2)),  # type: ignore[arg-type]
         "fs.random.uniform", "maxval of shape (2,)",
-        "limits are numbers, the same for all elements",
+        "limits must be numbers, the same for all elements",
         "minval + (maxval - minval) * fs.random.uniform(key, spec)"),
     "limits of fractions": (
         lambda: fs.random.randint(KEY, 4, 0.5, 3),  # type: ignore[arg-type]
-        "fs.random.randint", "from 0.5 to 3", "limits are whole numbers",
+        "fs.random.randint", "from 0.5 to 3", "limits must be integers",
         "randint(key, spec, 0, 2), say"),
     "no range": (lambda: fs.random.randint(KEY, 4, 5, 5), "fs.random.randint",
                  "from 5 to 5 in torch.int64",
-                 "the range is not empty, and within -9223372036854775808 to 9223372036854775808",
+                 "the range must not be empty, within -9223372036854775808 to 9223372036854775808",
                  "randint(key, spec, 0, 2), say"),
     "a rate": (lambda: fs.random.dropout_mask(KEY, 4, 2.0), "fs.random.dropout_mask", "p=2.0",
-               "p is a number from 0 to 1", "p=0.5, say"),
+               "p must be a number from 0 to 1", "p=0.5, say"),
     "rates": (lambda: fs.random.bernoulli(KEY, 4, torch.ones(4)),  # type: ignore[arg-type]
-              "fs.random.bernoulli", "p of shape (4,)", "p is a number from 0 to 1",
-              "fs.random.uniform(key, p.float()) < p where it is a tensor"),
+              "fs.random.bernoulli", "p of shape (4,)", "p must be a number from 0 to 1",
+              "fs.random.uniform(key, p.float()) < p for a tensor of probabilities"),
     "a table": (lambda: fs.random.permutation(KEY, (3, 4)),  # type: ignore[arg-type]
-                "fs.random.permutation", "a shape of 2 dims", "numbers stand in one dim",
-                "permutation(key, n), and take rows by it"),
+                "fs.random.permutation", "a shape of 2 dims", "a permutation must have one dim",
+                "permutation(key, n), and index rows with it"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_errors(name: str) -> None:
+def test_invalid_arguments_are_refused(name: str) -> None:
     call, where, given_, rule, fix = WRONG[name]
     with pytest.raises(ShardingError) as error:
         call()

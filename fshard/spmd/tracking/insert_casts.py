@@ -1,4 +1,4 @@
-"""The tensors in the arguments of a call, and the casts that make them agree."""
+"""Casts of a call's operands to states that agree, as JAX's type system inserts them."""
 
 from __future__ import annotations
 
@@ -15,48 +15,53 @@ from fshard.spmd.types import INVARIANT, JoinedStates, States, TypeConflict, Typ
 __all__ = ["join_operands", "replace_tensors", "run_with_casts"]
 
 
-def replace_tensors(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Arguments with other tensors in place of some, by id."""
+def replace_tensors(value: Any, casts: Mapping[int, torch.Tensor]) -> Any:
+    """Return arguments with some tensors replaced, by id."""
     if isinstance(value, torch.Tensor):
-        return new.get(id(value), value)
+        return casts.get(id(value), value)
     if isinstance(value, list):
-        return [replace_tensors(each, new) for each in value]
+        return [replace_tensors(item, casts) for item in value]
     if type(value) is tuple:
-        return tuple(replace_tensors(each, new) for each in value)
+        return tuple(replace_tensors(item, casts) for item in value)
     if isinstance(value, Mapping):
-        return {key: replace_tensors(each, new) for key, each in value.items()}
+        return {key: replace_tensors(item, casts) for key, item in value.items()}
     return value
 
 
 def join_operands(
     tracker: Tracker, effect: OpEffect, args: Any, kwargs: Any, *, also: tuple[States, ...] = ()
 ) -> tuple[States, dict[int, torch.Tensor]]:
-    """The states of a result, and the casts of operands that it takes, by id of the operand."""
-    tensors = _listed(args, kwargs)
+    """Return the states of a call's result, and the casts of its operands by id.
+
+    `also` are further states that the result depends on. Raises `ShardingError` if the operands
+    have no common states.
+    """
+    tensors = _tensors_of(args, kwargs)
     operands = tuple(map(tracker.states, tensors))
     extra = (*also, tracker.read_states) if tracker.read_states.items else also
     joined = join_states(operands + extra, effect.rule)
-    number = False
+    adds = False
     if isinstance(joined, JoinedStates) and joined.result.unreduced:
         if adds_number(effect.name, args, kwargs):
-            joined, number = join_states((*operands, *extra, INVARIANT), effect.rule), True
+            joined = join_states((*operands, *extra, INVARIANT), effect.rule)
+            adds = True
         elif not stays_linear(effect.name, args, kwargs):
             joined = join_states(operands + extra, TypeRule.OTHER)
     if isinstance(joined, TypeConflict):
         listed = " and ".join(str(tracker.typeof(x)) for x in tensors)
-        others = " and a number" if number else ""
+        number = " and a number" if adds else ""
         rule = joined.rule
         if extra and isinstance(join_states(operands, effect.rule), JoinedStates):
-            rule += "; what follows may depend on what varies: " + "; ".join(tracker.read_sites)
-        tracker.fail(effect.name, f"{listed}{others}", rule, joined.fix)
-    new: dict[int, torch.Tensor] = {}
+            rule += "; later code may depend on varying values: " + "; ".join(tracker.read_sites)
+        tracker.fail(effect.name, f"{listed}{number}", rule, joined.fix)
+    casts: dict[int, torch.Tensor] = {}
     for x, states, target in zip(tensors, operands, joined.operands, strict=False):
         if states is not target:
             tracker.check_cast(x, states, target, effect.name)
             cast = tracker.cast(x, states, target)
             if cast is not x:
-                new[id(x)] = cast
-    return joined.result, new
+                casts[id(x)] = cast
+    return joined.result, casts
 
 
 def run_with_casts(
@@ -67,28 +72,28 @@ def run_with_casts(
     also: States,
     run: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """`run(*operands)`, cast to agree with each other, with `others` and with `also`.
+    """Return `run(*operands)`, with operands cast to agree with `others` and with `also`.
 
-    So is the result, which depends on all of them.
+    The states of the result depend on all of them.
     """
     effect = OpEffect(name, Action.OP, TypeRule.OTHER)
-    states, new = join_operands(tracker, effect, (*operands, *others), {}, also=(also,))
+    states, casts = join_operands(tracker, effect, (*operands, *others), {}, also=(also,))
     with tracker.pause():
-        made = run(*replace_tensors(tuple(operands), new))
-    tracker.record(made, states)
-    return made
+        result = run(*replace_tensors(tuple(operands), casts))
+    tracker.record(result, states)
+    return result
 
 
-def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call, in order: those that `TypeRule` tells by their place come first."""
-    found = []
+def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of a call; those that `TypeRule` identifies by position come first."""
+    tensors = []
     if kwargs:
-        first = [kwargs[each] for each in ("condition", "self", "input") if each in kwargs]
-        rest = (kwargs[each] for each in kwargs if each not in ("condition", "self", "input"))
+        first = [kwargs[key] for key in ("condition", "self", "input") if key in kwargs]
+        rest = (kwargs[key] for key in kwargs if key not in ("condition", "self", "input"))
         args = (*args, *first, *rest)
     for value in args:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple | list | slice | Mapping):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors

@@ -1,8 +1,7 @@
-"""What PyTorch's functions do to types: which write, draw, tell the host, or are linear.
+"""Effects of PyTorch's functions on types: which write, draw, read values, or are linear.
 
-A function is known by its name; one that is not listed computes a new value from all of its
-tensors and is linear in none. So an unknown function may be refused what it could take, and is
-never trusted with more.
+Functions are looked up by name. An unlisted function computes a new value from all of its tensors
+and is linear in none of them, so that an unknown function may be refused but is never trusted.
 """
 
 from __future__ import annotations
@@ -47,32 +46,32 @@ __all__ = [
 
 
 class Action(enum.Enum):
-    """What is done with the types of operands and results."""
+    """Effect of a call on the types of its operands and results."""
 
-    OP = "the result is computed from the operands"
-    NOTHING = "no tensor comes out of it"
-    SAME = "the operand itself comes out"
-    BLANK = "memory that is still to be written"
-    LIKE = "as OP of the first operand: of others only the shapes count"
-    FRESH = "of the first operand only the shape counts"
-    RANDOM = "the process's generator decides"
-    READS_VALUE = "as OP, and the host learns of the values"
-    INDEX = "as OP, and where it is by a mask, the host learns how many there are"
-    WRITE = "the first operand is written"
-    LISTS = "an OP on the elements of lists, one by one"
-    WRITE_LISTS = "a WRITE on the elements of lists, one by one"
-    STATE = "as OP, and some arguments are written: running statistics, say"
-    GRAD = "the gradient that a leaf has gathered"
-    SET_GRAD = "another gradient for a leaf"
+    OP = "computes the result from the operands"
+    NONE = "returns no tensor"
+    SAME = "returns the operand itself"
+    BLANK = "returns uninitialized memory"
+    LIKE = "OP of the first operand; reads only the shapes of others"
+    FRESH = "reads only the shape of the first operand"
+    RANDOM = "draws from the process's generator"
+    READS_VALUE = "OP, and the host reads values"
+    INDEX = "OP; the host reads the size of a selection by mask"
+    WRITE = "writes the first operand"
+    LISTS = "OP on the elements of lists, one by one"
+    WRITE_LISTS = "WRITE on the elements of lists, one by one"
+    STATE = "OP, and writes some arguments, such as running statistics"
+    GRAD = "reads .grad"
+    SET_GRAD = "sets .grad"
     GRADIENTS = "torch.autograd.grad"
     BACKWARD = "backward()"
 
 
 @dataclass(frozen=True, slots=True)
 class OpEffect:
-    """A function's name, what it does, in which operands it is linear, and what are sizes.
+    """Effect of a function: its name, its action, and the operands in which it is linear.
 
-    These are the places and names of arguments.
+    `sizes` has the positions and names of arguments that are sizes.
     """
 
     name: str
@@ -148,9 +147,9 @@ SIZES: dict[str, tuple[int | str, ...]] = {
     "tensor_split": (1, "indices_or_sections", "tensor_indices_or_sections"),
     "unflatten": (2, "sizes"),
 }
-"""Arguments whose values decide on shapes, beside whole numbers: their places and names."""
-MOST_DIMS = 64
-ONLY_VALUES = {
+"""Positions and names of arguments whose values determine shapes, beside integers."""
+MAX_DIMS = 64
+NON_SIZE_INTEGERS = {
     "narrow": "start",
     "narrow_copy": "start",
     "roll": "shifts",
@@ -159,7 +158,7 @@ ONLY_VALUES = {
     "tril": "diagonal",
     "triu": "diagonal",
 }
-"""Whole numbers that decide on values and not on shapes."""
+"""Integer arguments that determine values and not shapes."""
 STATE = _words("""
     batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     cudnn_batch_norm embedding embedding_bag instance_norm miopen_batch_norm native_batch_norm
@@ -169,7 +168,7 @@ OVERWRITES = _words("""
     kaiming_uniform_ log_normal_ normal_ ones_ orthogonal_ random_ sparse_ trunc_normal_ uniform_
     xavier_normal_ xavier_uniform_ zero_ zeros_
 """) | {"data ="}
-"""Of these the first operand is written as a whole: what it was before does not count."""
+"""Functions that overwrite all of their first operand, and do not read it."""
 MOVE = _words("""
     H T __get__ alias as_strided atleast_1d atleast_2d atleast_3d bfloat16 broadcast_to cat
     channel_shuffle chunk clone concat concatenate contiguous copy cpu cuda detach diagonal double
@@ -202,9 +201,9 @@ RULES: dict[str, TypeRule] = {
     for name in names
 }
 
-_KINDS: dict[Callable[..., Any], OpEffect] = {}
-_PASSING: WeakKeyDictionary[Callable[..., Any], OpEffect] = WeakKeyDictionary()
-_LASTING = (
+_EFFECTS: dict[Callable[..., Any], OpEffect] = {}
+_WEAK_EFFECTS: WeakKeyDictionary[Callable[..., Any], OpEffect] = WeakKeyDictionary()
+_PERMANENT_TYPES = (
     BuiltinFunctionType,
     MethodDescriptorType,
     MethodWrapperType,
@@ -212,18 +211,18 @@ _LASTING = (
     OpOverload,
     OpOverloadPacket,
 )
-"""PyTorch's own; a function written in Python may be made for one call."""
+"""Types of functions that are never freed; a Python function may exist for one call."""
 
 
 def effect_of(func: Callable[..., Any]) -> OpEffect:
-    """What is known of a function that a `TorchFunctionMode` is told of.
+    """Return the effect of a function that a `TorchFunctionMode` receives.
 
     >>> effect_of(torch.Tensor.add_).action.name, effect_of(torch.matmul).rule.name
     ('WRITE', 'PRODUCT')
     """
-    effect = _KINDS.get(func)
+    effect = _EFFECTS.get(func)
     if effect is None:
-        cache = _KINDS if isinstance(func, _LASTING) else _PASSING
+        cache = _EFFECTS if isinstance(func, _PERMANENT_TYPES) else _WEAK_EFFECTS
         effect = cache.get(func)
         if effect is None:
             effect = _classify(func)
@@ -240,9 +239,9 @@ def _classify(func: Callable[..., Any]) -> OpEffect:
         return OpEffect(name, Action.GRADIENTS, TypeRule.OTHER)
     if name == "backward" and inspect.isfunction(func):
         return OpEffect(name, Action.BACKWARD, TypeRule.OTHER)
-    written = _written(func, name)
+    written = _written_names(func, name)
     if isinstance(func, OpOverload | OpOverloadPacket) and not _is_aten(func):
-        first = {each.name for schema in _schemas(func, name) for each in schema.arguments[:1]}
+        first = {arg.name for schema in _schemas(func, name) for arg in schema.arguments[:1]}
         action = Action.FRESH if first == {"like"} else Action.STATE if written else Action.OP
         return OpEffect(name, action, TypeRule.OTHER)
     if name == "__getitem__":
@@ -287,11 +286,11 @@ def _attribute(access: str, name: str) -> OpEffect:
     return OpEffect(f"{name} =", Action.WRITE if name == "data" else Action.NONE, TypeRule.MOVE)
 
 
-# -- what depends on the arguments ---------------------------------------------------------
+# -- calls ----------------------------------------------------------------------------------
 
 
 def _schemas(func: Callable[..., Any], name: str) -> list[Any]:
-    """The signatures of an operation of PyTorch, or of one that is registered with it."""
+    """Return the schemas of the overloads of an operation."""
     if isinstance(func, OpOverload):
         return [schema_of(func)]
     full = qualified_name(func) if isinstance(func, OpOverloadPacket) else f"aten::{name}"
@@ -299,29 +298,29 @@ def _schemas(func: Callable[..., Any], name: str) -> list[Any]:
 
 
 def _sizes(func: Callable[..., Any], name: str) -> frozenset[int | str]:
-    """The places and names of arguments that are whole numbers and no tensors.
+    """Return the positions and names of integer arguments of a function.
 
-    A tensor in such a place is read by the host. Sizes may also be written one by one.
+    The host reads a tensor that is passed there. Sizes may also be separate positional arguments.
     """
-    numbers, tensors = set(SIZES.get(name, ())), set[int | str]()
+    integers, tensors = set(SIZES.get(name, ())), set[int | str]()
     if inspect.isfunction(func):
-        # What wraps a builtin would be asked for the builtin's signature, which has none.
-        own = inspect.signature(func, follow_wrapped=False)
-        for at, (key, each) in enumerate(own.parameters.items()):
-            if "int" in str(each.annotation) and "Tensor" not in str(each.annotation):
-                numbers |= {at, key}
-        return frozenset(numbers)
+        # A wrapped builtin has no signature.
+        signature = inspect.signature(func, follow_wrapped=False)
+        for i, (key, parameter) in enumerate(signature.parameters.items()):
+            if "int" in str(parameter.annotation) and "Tensor" not in str(parameter.annotation):
+                integers |= {i, key}
+        return frozenset(integers)
     for schema in _schemas(func, name):
-        in_place = sum(not each.kwarg_only for each in schema.arguments)
-        for at, each in enumerate(schema.arguments):
-            places = {each.name} if each.kwarg_only else {at, each.name}
-            if "Tensor" in str(each.type):
-                tensors |= places
-            elif "int" in str(each.type) and each.name != ONLY_VALUES.get(name):
-                numbers |= places
-                if "List" in str(each.type) and at == in_place - 1:
-                    numbers |= {*range(at, at + MOST_DIMS)}
-    return frozenset(numbers - tensors | set(SIZES.get(name, ())))
+        positional = sum(not arg.kwarg_only for arg in schema.arguments)
+        for i, arg in enumerate(schema.arguments):
+            keys = {arg.name} if arg.kwarg_only else {i, arg.name}
+            if "Tensor" in str(arg.type):
+                tensors |= keys
+            elif "int" in str(arg.type) and arg.name != NON_SIZE_INTEGERS.get(name):
+                integers |= keys
+                if "List" in str(arg.type) and i == positional - 1:
+                    integers |= {*range(i, i + MAX_DIMS)}
+    return frozenset(integers - tensors | set(SIZES.get(name, ())))
 
 
 def _is_aten(func: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> bool:
@@ -329,49 +328,49 @@ def _is_aten(func: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> bool:
     return qualified_name(packet).startswith("aten::")
 
 
-def _written(func: Callable[..., Any], name: str) -> frozenset[str]:
-    """The arguments that an operation writes, as it is registered; without `out=`."""
+def _written_names(func: Callable[..., Any], name: str) -> frozenset[str]:
+    """Return the names of the arguments that an operation writes, without `out`."""
     if inspect.isfunction(func):
         return frozenset()
     return frozenset(
-        each.name
+        arg.name
         for schema in _schemas(func, name)
-        for each in schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write and not each.is_out
+        for arg in schema.arguments
+        if arg.alias_info is not None and arg.alias_info.is_write and not arg.is_out
     )
 
 
-def _given(
+def _arguments(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults; of overloads the first counts."""
+    """Return the arguments of a call by name, with the defaults of the first overload."""
     if inspect.isfunction(func):
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
-    taken: list[Any] = next((each.arguments for each in _schemas(func, name)), [])
-    defaults = {each.name: each.default_value for each in taken if each.has_default_value()}
-    return defaults | dict(zip((each.name for each in taken), args, strict=False)) | dict(kwargs)
+    declared: list[Any] = next((schema.arguments for schema in _schemas(func, name)), [])
+    defaults = {arg.name: arg.default_value for arg in declared if arg.has_default_value()}
+    return defaults | dict(zip((arg.name for arg in declared), args, strict=False)) | dict(kwargs)
 
 
 def draws(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a call of a random function draws numbers: dropout does while training only."""
+    """Return True if a call of a random function draws: dropout does so in training only."""
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in (*args[:1], kwargs.get("tensor"))):
         return False
     if name not in MAYBE_RANDOM:
         return True
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        at = next((i for i, each in enumerate(args) if isinstance(each, float)), None)
-        return at is not None and bool(args[at]) and bool(args[at + 1])
-    given = _given(func, name, args, kwargs)
-    rate = next((given[key] for key in ("p", "dropout_p", "dropout") if key in given), 1)
-    return bool(rate) and bool(given.get("training", given.get("train", True)))
+        rate_index = next((i for i, arg in enumerate(args) if isinstance(arg, float)), None)
+        return rate_index is not None and bool(args[rate_index]) and bool(args[rate_index + 1])
+    named = _arguments(func, name, args, kwargs)
+    rate = next((named[key] for key in ("p", "dropout_p", "dropout") if key in named), 1)
+    return bool(rate) and bool(named.get("training", named.get("train", True)))
 
 
 def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of one of `READS_VALUE` tells the host of values: some do for their shapes only."""
+    """Return True if a call of one of `READS_VALUE` reads values: some do so for some arguments."""
     match name:
         case "where":
             return len(args) + len(kwargs) == 1
@@ -380,57 +379,57 @@ def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
         case "one_hot":
             return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) == -1
         case "index":
-            places = args[1] if len(args) > 1 else kwargs.get("indices", ())
-            return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in places)
+            indices = args[1] if len(args) > 1 else kwargs.get("indices", ())
+            return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
     return True
 
 
 def adds_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a linear function adds a Python number, which it is not linear with."""
+    """Return True if a call of a linear function adds a nonzero Python number."""
     if name.rstrip("_") not in ("add", "sub", "rsub", "subtract", "where"):
         return False
-    given = (*args, *(kwargs.get(each) for each in ("input", "other", "self")))
-    return any(isinstance(each, Number) and each for each in given)
+    operands = (*args, *(kwargs.get(key) for key in ("input", "other", "self")))
+    return any(isinstance(x, Number) and x for x in operands)
 
 
 def stays_linear(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a linear function is linear with these further arguments."""
+    """Return True if a call of a linear function is linear with its further arguments."""
     if name == "linear" or name.startswith("conv"):
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
         return bias is None
     if name.rstrip("_") in ("div", "divide", "true_divide"):
-        divided = args[0] if args else kwargs.get("input", kwargs.get("self"))
-        return isinstance(divided, torch.Tensor) and kwargs.get("rounding_mode") is None
+        dividend = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        return isinstance(dividend, torch.Tensor) and kwargs.get("rounding_mode") is None
     if name.startswith("embedding"):
-        return all(each is None for each in (*args[3:4], kwargs.get("max_norm")))
-    # What is read as another dtype, or cut to a whole number, is not the sum of such parts.
-    given = (*args, *kwargs.values())
+        return all(x is None for x in (*args[3:4], kwargs.get("max_norm")))
+    # Reinterpreting bits, and rounding to integers, are not linear.
+    arguments = (*args, *kwargs.values())
     if name == "type":
-        given = tuple(map(_dtype_of, given))
-    dtypes = [each for each in given if isinstance(each, torch.dtype)]
-    whole = [each for each in dtypes if not (each.is_floating_point or each.is_complex)]
-    return not (whole or (dtypes and name == "view"))
+        arguments = tuple(map(_dtype_of, arguments))
+    dtypes = [x for x in arguments if isinstance(x, torch.dtype)]
+    integral = [dtype for dtype in dtypes if not (dtype.is_floating_point or dtype.is_complex)]
+    return not (integral or (dtypes and name == "view"))
 
 
-def _dtype_of(given: Any) -> Any:
-    """The dtype that `Tensor.type` is given: itself, a class of tensors, or the name of one."""
-    if isinstance(given, str):
-        given = getattr(torch, given.rpartition(".")[2], None)
-    return getattr(given, "dtype", given)
+def _dtype_of(target: Any) -> Any:
+    """Return the dtype of an argument of `Tensor.type`: a dtype, a tensor class, or its name."""
+    if isinstance(target, str):
+        target = getattr(torch, target.rpartition(".")[2], None)
+    return getattr(target, "dtype", target)
 
 
 def writes_state(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """The arguments that a call of one of `Word.STATE` writes."""
+    """Return the arguments that a call of an `Action.STATE` function writes."""
     if name.startswith("embedding"):
-        if all(each is None for each in (*args[3:4], kwargs.get("max_norm"))):
+        if all(x is None for x in (*args[3:4], kwargs.get("max_norm"))):
             return []
         return [args[1] if len(args) > 1 else kwargs["weight"]]
-    given = _given(func, name, args, kwargs)
-    written = _written(func, name)
+    named = _arguments(func, name, args, kwargs)
+    written = _written_names(func, name)
     if name in STATE and not written:
-        if not given.get("training", given.get("use_input_stats", True)):
+        if not named.get("training", named.get("use_input_stats", True)):
             return []
         written = frozenset(("running_mean", "running_var"))
-    return [each for key, each in given.items() if key in written and each is not None]
+    return [arg for key, arg in named.items() if key in written and arg is not None]

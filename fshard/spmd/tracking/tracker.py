@@ -383,15 +383,25 @@ class Tracker:
 
 
 def typeof(x: torch.Tensor, /) -> LocalType:
-    """The type of a tensor in a running `shard_map`: shape, dtype, states along the mesh axes.
+    """Return the type of a tensor in a running `shard_map`: local shape, dtype, states of the mesh axes.
 
-    `jax.typeof`. Of even shards it is equal on every rank, and may be returned with the out spec
-    None. Raises `ShardingError` where no types are tracked.
+    After `jax.typeof`.
 
+    Args:
+        x: a tensor of the mapped function.
+
+    Returns:
+        A `LocalType`. It is equal on every rank if shards are even; a mapped function may then
+        return it with the out spec `None`.
+
+    Raises:
+        ShardingError: no types are tracked, outside of a `shard_map` or with `check=False`.
+
+    >>> import torch
     >>> import fshard as fs
     >>> @fs.shard_map(mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=None)
     ... def types(x):
-    ...     return typeof(x), typeof(fs.psum(x, "i"))
+    ...     return fs.typeof(x), fs.typeof(fs.psum(x, "i"))
     >>> types(torch.ones(4))
     (f32[2]{varying: i}, f32[2])
     """
