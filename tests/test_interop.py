@@ -169,7 +169,7 @@ def test_reductions_of_unreduced_axes(kind: str) -> None:
     assert Spec.from_placements(spec.mesh, (Partial(kind),), (3,)) == spec
 
 
-@given(specs(cuts=("even", "chunk"), states=("sharded", "invariant", "unreduced")))
+@given(specs(splits=("even", "chunk"), states=("sharded", "invariant", "unreduced")))
 def test_round_trip_is_equivalent(spec: Spec) -> None:
     try:
         placements = spec.placements

@@ -1,4 +1,4 @@
-"""The laws of casts among other steps: what they lose, and what they may trade places with."""
+"""Rules of casts: which dtypes hold the values of others, which steps commute with a cast."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from fshard.layout.spec import Spec
 from fshard.program.steps import CollectivePermute, Remesh, Step
 
-__all__ = ["holds", "passes"]
+__all__ = ["commutes", "represents"]
 
 
-def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every number of the second dtype is one of the first.
+def represents(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return True if every value of dtype `narrow` is a value of dtype `wide`.
 
-    >>> holds(torch.float32, torch.bfloat16), holds(torch.float32, torch.int32)
+    >>> represents(torch.float32, torch.bfloat16), represents(torch.float32, torch.int32)
     (True, False)
     """
     if _is_small(wide) or _is_small(narrow):  # PyTorch promotes none of these
@@ -30,16 +30,16 @@ def _inexact(dtype: torch.dtype) -> bool:
 
 
 def _is_small(dtype: torch.dtype) -> bool:
-    """Floats of 8 bits: every larger one has their numbers."""
+    """Return True for floats of 8 bits, whose values all larger floats have."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def passes(step: Step, src: Spec, dst: Spec) -> bool:
-    """Whether a cast may trade places with a step from `src` to `dst`.
+def commutes(step: Step, src: Spec, dst: Spec) -> bool:
+    """Return True if a cast commutes with a step from `src` to `dst`.
 
-    It may where numbers are only moved: a sum of rounded numbers is not the rounded sum. Nor may
-    the transpose of the step sum, since gradients pass the casts too. What neutral elements or
-    shares of an average become is known of sums and products alone.
+    The step must not add up values, for a sum of rounded values is not the rounded sum. Nor may its
+    transpose, since gradients are cast too. Neutral elements and shares of an average commute only
+    for sums and products.
     """
     if isinstance(step, CollectivePermute | Remesh):
         return True

@@ -1,4 +1,4 @@
-"""`infer(step, spec) -> spec`: the typing rules of the steps."""
+"""Typing rules of the steps: `infer(step, spec)` returns the spec that a step results in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fshard._util.errors import raise_if
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
-from fshard.program.infer_exchange import exchanged, padded, refuse, remeshed
+from fshard.program.infer_exchange import infer_exchange, infer_remesh, pad_partition, refuse
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -30,23 +30,16 @@ from fshard.program.steps import (
 )
 
 __all__ = [
-    "cut_sizes",
-    "infer",
-    "join_sizes",
-    "permute_signature",
-    "reduction_of",
-    "replicated_kind",
-    "unreduced_kind",
-    "way_back",
-]
+    "infer", "join_sizes", "permute_signature", "reduction_of",
+    "replicated_kind", "reverse_all_to_all", "split_sizes", "unreduced_kind",
+]  # fmt: skip
 
+Axes = tuple[str, ...]
 DimSizes = tuple[int, ...] | None
 
 
 def infer(step: Step, spec: Spec, /) -> Spec:
-    """The spec that `step` makes of `spec`.
-
-    Raises `ShardingError` where the step's rule does not hold for it.
+    """Return the spec that `step` results in, applied to `spec`; raise if it does not apply.
 
     >>> from fshard.layout.mesh import Mesh
     >>> spec = Spec(Mesh(x=2), PartitionSpec("x"), shape=(4,))
@@ -54,53 +47,52 @@ def infer(step: Step, spec: Spec, /) -> Spec:
     f32[4]{reduced: x}
     """
     if isinstance(step, AllToAll):
-        _check_moves(step, spec)
+        _check_all_to_all(step, spec)
     elif not isinstance(step, Cast | CollectivePermute | Exchange | Remesh):
         spec.mesh.check_axes(step.axes, f"{step} on {spec}")
     match step:
         case AllGather() | AllReduce() if step.to not in ("invariant", "reduced"):
-            refuse(step, spec, f"to must be 'invariant' or 'reduced', not {step.to!r}", "leave it out")
+            refuse(step, spec, f"to must be invariant or reduced, not {step.to!r}", "leave it out")
         case AllGather():
-            joined = _take(step, spec, step.dim)
-            return _state(step, joined, "reduced" if step.to == "reduced" else "", step.kind)
+            gathered = _remove_axes(step, spec, step.dim)
+            return _add_state(step, gathered, "reduced" if step.to == "reduced" else "", step.kind)
         case AllSlice():
             replicated_kind(step, spec, step.axes)
-            return _put(step, _drop_states(spec, step.axes), step.dim, step.sizes)
+            return _append_axes(step, _drop_states(spec, step.axes), step.dim, step.sizes)
         case AllReduce():
             unreduced_kind(step, spec, step.axes)
-            rest = _drop_states(spec, step.axes)
-            return _state(step, rest, "reduced" if step.to == "reduced" else "", step.kind)
+            reduced = _drop_states(spec, step.axes)
+            return _add_state(step, reduced, "reduced" if step.to == "reduced" else "", step.kind)
         case ReduceScatter():
             unreduced_kind(step, spec, step.axes)
-            return _put(step, _drop_states(spec, step.axes), step.dim, step.sizes)
+            return _append_axes(step, _drop_states(spec, step.axes), step.dim, step.sizes)
         case AllToAll():
-            taken = spec
             for pair in reversed(step.pairs):
-                taken = _take(pair, taken, pair.src_dim)
+                spec = _remove_axes(pair, spec, pair.src_dim)
             for pair in step.pairs:
-                taken = _put(pair, taken, pair.dst_dim, pair.sizes)
-            return taken
+                spec = _append_axes(pair, spec, pair.dst_dim, pair.sizes)
+            return spec
         case CollectivePermute():
-            return _permuted(step, spec)
+            return _infer_permute(step, spec)
         case Exchange():
-            return exchanged(step, spec)
+            return infer_exchange(step, spec)
         case Remesh():
-            return remeshed(step, spec)
+            return infer_remesh(step, spec)
         case InvariantToReduced():
             if replicated_kind(step, spec, step.axes) is not None:
                 refuse(step, spec, "the axes must be invariant", "name axes that are not reduced")
-            return _state(step, spec, "reduced", step.kind)
+            return _add_state(step, spec, "reduced", step.kind)
         case ReducedToInvariant():
             if replicated_kind(step, spec, step.axes) is None:
                 refuse(step, spec, "the axes must be reduced", "invariant axes need no step")
             return _drop_states(spec, step.axes)
         case ReplicatedToUnreduced():
             replicated_kind(step, spec, step.axes)
-            return _state(step, _drop_states(spec, step.axes), "unreduced", step.kind)
+            return _add_state(step, _drop_states(spec, step.axes), "unreduced", step.kind)
         case ShardedToUnreduced() if step.by:
-            return _stand_in(step, spec)
+            return _replace_axes(step, spec)
         case ShardedToUnreduced():
-            return _state(step, _take(step, spec, step.dim), "unreduced", step.kind)
+            return _add_state(step, _remove_axes(step, spec, step.dim), "unreduced", step.kind)
         case Cast():
             p = spec.partition
             raise_if(
@@ -112,23 +104,19 @@ def infer(step: Step, spec: Spec, /) -> Spec:
 
 
 def unreduced_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str:
-    """The one reduction by which `spec` is unreduced on all of `axes`."""
+    """Return the reduction by which `spec` is unreduced on all of `axes`; raise without one."""
     kinds = dict(spec.partition.unreduced_kinds)
-    found = {kinds.get(axis) for axis in axes}
-    if len(found) != 1 or None in found:
-        refuse(
-            step,
-            spec,
-            f"the spec must be unreduced by one reduction on all of {axes}",
-            "name axes that are unreduced, each reduction in its own step",
-        )
+    distinct = {kinds.get(axis) for axis in axes}
+    if len(distinct) != 1 or None in distinct:
+        rule = f"the spec must be unreduced by one reduction on all of {axes}"
+        refuse(step, spec, rule, "name axes that are unreduced, each reduction in its own step")
     return kinds[axes[0]]
 
 
 def reduction_of(step: AllReduce | ReduceScatter, src: Spec) -> tuple[str, int]:
-    """By what the ranks' addends are reduced, and what is divided by after that.
+    """Return the reduction of the ranks' partial sums, and the divisor of the result.
 
-    An average whose shares are kept is a sum, so that it is divided, and rounded, once.
+    An average whose shares are kept is a sum, so that it is divided, and rounded, only once.
     """
     op, n = unreduced_kind(step, src, step.axes), src.mesh.axis_size(step.axes)
     if isinstance(step, ReduceScatter) or (step.to, step.kind) != ("reduced", "avg"):
@@ -137,58 +125,56 @@ def reduction_of(step: AllReduce | ReduceScatter, src: Spec) -> tuple[str, int]:
 
 
 def replicated_kind(step: Step, spec: Spec, axes: tuple[str, ...]) -> str | None:
-    """None where `axes` are all invariant, else the kind (sum, avg) they are all reduced by."""
+    """Return the kind (sum, avg) by which all of `axes` are reduced, None if all are invariant."""
     p = spec.partition
-    busy = {axis for dim in p.dims for axis in dim} | set(dict(p.unreduced_kinds))
+    varied = {axis for dim in p.dims for axis in dim} | set(dict(p.unreduced_kinds))
     kinds = dict(p.reduced_kinds)
-    found = {kinds.get(axis) for axis in axes}
-    if len(found) != 1 or not busy.isdisjoint(axes):
-        refuse(
-            step,
-            spec,
-            f"the axes {axes} must be all invariant, or all reduced",
-            "name axes that shard nothing, invariant and reduced ones in steps of their own",
-        )
-    return found.pop()
+    distinct = {kinds.get(axis) for axis in axes}
+    if len(distinct) != 1 or not varied.isdisjoint(axes):
+        rule = f"the axes {axes} must be all invariant, or all reduced"
+        fix = "name axes that shard nothing, invariant and reduced ones in steps of their own"
+        refuse(step, spec, rule, fix)
+    return distinct.pop()
 
 
 def join_sizes(sizes: DimSizes, n: int) -> DimSizes:
-    """Shard sizes of a dim after each `n` neighbours have become one."""
+    """Return the shard sizes of a dim after merging each `n` neighbours, None if equal."""
     if sizes is None:
         return None
-    joined = tuple(sum(sizes[at : at + n]) for at in range(0, len(sizes), n))
+    joined = tuple(sum(sizes[i : i + n]) for i in range(0, len(sizes), n))
     return None if len(set(joined)) == 1 else joined
 
 
-def cut_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) -> DimSizes | str:
-    """Shard sizes of a dim after each shard is cut in `n`: equally, or as `torch.chunk` does.
+def split_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) -> DimSizes | str:
+    """Return the shard sizes of a dim after each shard is split in `n`, None if they are equal.
 
-    A text says why equal shares do not exist.
+    With `chunk` shards are split as `torch.chunk` does; without, a text is returned that gives the
+    rule for equal parts if a shard cannot be split equally.
     """
     if sizes is None:
         if size % (shards * n) == 0:
             return None
         sizes = (size // shards,) * shards
-    if all(each % n == 0 for each in sizes):
-        return tuple(each // n for each in sizes for _ in range(n))
+    if all(shard % n == 0 for shard in sizes):
+        return tuple(shard // n for shard in sizes for _ in range(n))
     if chunk:
-        return tuple(part for each in sizes for part in chunk_sizes(each, (n,)))
-    odd = next(each for each in sizes if each % n)
+        return tuple(part for shard in sizes for part in chunk_sizes(shard, (n,)))
+    odd = next(shard for shard in sizes if shard % n)
     return f"each shard size must be divisible by {n}: {odd} % {n} = {odd % n}"
 
 
-def way_back(step: AllToAll, spec: Spec) -> AllToAll:
-    """The all-to-all that undoes one of `spec`: the same axes in the same order, dims swapped."""
+def reverse_all_to_all(step: AllToAll, spec: Spec) -> AllToAll:
+    """Return the inverse of an all-to-all on `spec`: axes in the same order, dims swapped."""
     moves = []
     for pair in reversed(step.pairs):
         dims = pair.dst_dim, pair.src_dim
         moves.append(AllToAll(pair.axes, *dims, spec.sizes[pair.src_dim]))
-        spec = _take(pair, spec, pair.src_dim)
+        spec = _remove_axes(pair, spec, pair.src_dim)
     first, *rest = moves[::-1]
     return replace(first, also=tuple(rest))
 
 
-def _check_moves(step: AllToAll, spec: Spec) -> None:
+def _check_all_to_all(step: AllToAll, spec: Spec) -> None:
     axes = tuple(axis for pair in step.pairs for axis in pair.axes)
     spec.mesh.check_axes(axes, f"{step} on {spec}")
     if all(pair.src_dim == pair.dst_dim for pair in step.pairs):
@@ -197,52 +183,41 @@ def _check_moves(step: AllToAll, spec: Spec) -> None:
 
 def _check_dim(step: Step, spec: Spec, dim: int) -> None:
     if not 0 <= dim < spec.ndim:
-        refuse(
-            step,
-            spec,
-            f"dim {dim} must be one of the spec's {spec.ndim}",
-            f"a dim in 0..{spec.ndim - 1}" if spec.ndim else "a 0-dim tensor has none to shard",
-        )
+        rule = f"dim {dim} must be one of the spec's {spec.ndim}"
+        fix = f"a dim in 0..{spec.ndim - 1}" if spec.ndim else "a 0-dim tensor has none to shard"
+        refuse(step, spec, rule, fix)
 
 
-def _take(step: Step, spec: Spec, dim: int) -> Spec:
-    """`spec` without the step's axes, which are the most minor ones of `dim`."""
+def _remove_axes(step: Step, spec: Spec, dim: int) -> Spec:
+    """Return `spec` without the step's axes, which must be the most minor ones of `dim`."""
     assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
     _check_dim(step, spec, dim)
-    axes, mine = step.axes, spec.partition.dims[dim]
-    if not axes or mine[-len(axes) :] != axes:
-        refuse(
-            step,
-            spec,
-            f"the axes must be the most minor of dim {dim}, which has {mine}",
-            f"end with {mine[-1:]}" if mine else "name a dim that is sharded over them",
-        )
-    return _with_dim(
-        spec, dim, mine[: -len(axes)], join_sizes(spec.sizes[dim], spec.mesh.axis_size(axes))
-    )
+    axes, dim_axes = step.axes, spec.partition.dims[dim]
+    if not axes or dim_axes[-len(axes) :] != axes:
+        rule = f"the axes must be the most minor of dim {dim}, which has {dim_axes}"
+        fix = f"end with {dim_axes[-1:]}" if dim_axes else "name a dim that is sharded over them"
+        refuse(step, spec, rule, fix)
+    sizes = join_sizes(spec.sizes[dim], spec.mesh.axis_size(axes))
+    return _with_dim(spec, dim, dim_axes[: -len(axes)], sizes)
 
 
-def _put(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
-    """`spec` with the step's axes at the minor end of `dim`."""
+def _append_axes(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
+    """Return `spec` with the step's axes at the minor end of `dim`."""
     assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
     _check_dim(step, spec, dim)
     shards, n = spec.dim_shards(dim), spec.mesh.axis_size(step.axes)
     if sizes is not None:
-        whole = spec.shard_sizes(dim)
-        cut = [sum(sizes[at * n : (at + 1) * n]) for at in range(shards)]
-        if len(sizes) != shards * n or tuple(cut) != whole or min(sizes) < 0:
-            refuse(
-                step,
-                spec,
-                f"the {shards * n} sizes {sizes} cut shards of {whole}, not {cut}",
-                f"sizes whose groups of {n} sum to {whole}",
-            )
-        new: DimSizes | str = None if len(set(sizes)) == 1 else sizes
+        before = spec.shard_sizes(dim)
+        sums = [sum(sizes[i * n : (i + 1) * n]) for i in range(shards)]
+        if len(sizes) != shards * n or tuple(sums) != before or min(sizes) < 0:
+            rule = f"the {shards * n} sizes {sizes} must split shards of {before}, not {sums}"
+            refuse(step, spec, rule, f"sizes whose groups of {n} sum to {before}")
+        split: DimSizes | str = None if len(set(sizes)) == 1 else sizes
     else:
-        new = cut_sizes(spec.shape[dim], shards, spec.sizes[dim], n, chunk=False)
-    if isinstance(new, str):
-        refuse(step, spec, new, "give sizes=, one per shard of the result")
-    return _with_dim(spec, dim, (*spec.partition.dims[dim], *step.axes), new)
+        split = split_sizes(spec.shape[dim], shards, spec.sizes[dim], n, chunk=False)
+    if isinstance(split, str):
+        refuse(step, spec, split, "give sizes=, one per shard of the result")
+    return _with_dim(spec, dim, (*spec.partition.dims[dim], *step.axes), split)
 
 
 def _with_dim(spec: Spec, dim: int, axes: tuple[str, ...], sizes: DimSizes) -> Spec:
@@ -255,19 +230,19 @@ def _with_dim(spec: Spec, dim: int, axes: tuple[str, ...], sizes: DimSizes) -> S
 
 
 def _drop_states(spec: Spec, axes: tuple[str, ...]) -> Spec:
-    """`spec` with `axes` neither unreduced nor reduced."""
+    """Return `spec` with `axes` neither unreduced nor reduced."""
     p = spec.partition
 
     def keep(kinds: Kinds) -> Kinds:
-        return tuple(each for each in kinds if each[0] not in axes)
+        return tuple(pair for pair in kinds if pair[0] not in axes)
 
     return spec._with(
         partition=PartitionSpec._of(p.dims, keep(p.unreduced_kinds), keep(p.reduced_kinds))
     )
 
 
-def _state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
-    """`spec` with the step's axes put into a state; the empty word is invariant."""
+def _add_state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
+    """Return `spec` with the step's axes in a state; the empty word is invariant."""
     assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
     if not word:
         return spec
@@ -275,60 +250,53 @@ def _state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
     more = tuple((axis, kind) for axis in step.axes)
     unreduced = p.unreduced_kinds + more if word == "unreduced" else p.unreduced_kinds
     reduced = p.reduced_kinds + more if word == "reduced" else p.reduced_kinds
-    # Through the constructor: it knows the reductions and what the dtype allows.
+    # The constructor checks the reductions.
     checked = PartitionSpec(*p.partitions, unreduced=dict(unreduced), reduced=dict(reduced))
     raise_if(f"{step} on {spec}", state_problems(unreduced, reduced, spec.dtype))
     return spec._with(partition=checked)
 
 
-def _stand_in(step: ShardedToUnreduced, spec: Spec) -> Spec:
-    """`spec` with reduced axes in the place of those that become unreduced."""
+def _replace_axes(step: ShardedToUnreduced, spec: Spec) -> Spec:
+    """Return `spec` with reduced axes in the place of axes that become unreduced."""
     spec.mesh.check_axes((*step.axes, *step.by), f"{step} on {spec}")
     _check_dim(step, spec, step.dim)
-    mine, n = spec.partition.dims[step.dim], len(step.axes)
-    at = next((at for at in range(len(mine)) if mine[at : at + n] == step.axes), None)
-    if at is None:
-        refuse(
-            step,
-            spec,
-            f"the axes must be consecutive in dim {step.dim}, which has {mine}",
-            "name axes that shard the dim, major to minor",
-        )
+    dim_axes, n = spec.partition.dims[step.dim], len(step.axes)
+    start = next((i for i in range(len(dim_axes)) if dim_axes[i : i + n] == step.axes), None)
+    if start is None:
+        rule = f"the axes must be consecutive in dim {step.dim}, which has {dim_axes}"
+        refuse(step, spec, rule, "name axes that shard the dim, major to minor")
     if replicated_kind(step, spec, step.by) is None:
-        refuse(step, spec, f"{step.by} are reduced", "invariant_to_reduced makes them so")
+        refuse(step, spec, f"{step.by} must be reduced", "insert fs.InvariantToReduced before")
     if spec.mesh.axis_size(step.axes) != spec.mesh.axis_size(step.by):
         refuse(
             step,
             spec,
-            f"{step.by} has as many ranks as {step.axes}: "
+            f"{step.by} must have as many ranks as {step.axes}: "
             f"{spec.mesh.axis_size(step.by)} is not {spec.mesh.axis_size(step.axes)}",
             "name axes of the same sizes",
         )
-    dims = (*mine[:at], *step.by, *mine[at + n :])
-    moved = _with_dim(_drop_states(spec, step.by), step.dim, dims, spec.sizes[step.dim])
-    return _state(step, moved, "unreduced", step.kind)
+    axes = (*dim_axes[:start], *step.by, *dim_axes[start + n :])
+    replaced = _with_dim(_drop_states(spec, step.by), step.dim, axes, spec.sizes[step.dim])
+    return _add_state(step, replaced, "unreduced", step.kind)
 
 
 def permute_signature(
-    size: Mapping[str, int], dims: Sequence[tuple[str, ...]], unreduced: Kinds, reduced: Kinds
+    axis_sizes: Mapping[str, int], dims: Sequence[Axes], unreduced: Kinds, reduced: Kinds
 ) -> tuple[object, ...]:
-    """What a permutation of devices keeps: shards per dim, addends and uses per reduction."""
+    """Return what a permutation of devices keeps: shards per dim, ranks per state and reduction."""
     counts: dict[tuple[str, str], int] = {}
     for word, kinds in (("unreduced", unreduced), ("reduced", reduced)):
         for axis, kind in kinds:
-            counts[word, kind] = counts.get((word, kind), 1) * size[axis]
-    shards = tuple([math.prod([size[axis] for axis in axes]) for axes in dims])
-    return shards, tuple(sorted([each for each in counts.items() if each[1] > 1]))
+            counts[word, kind] = counts.get((word, kind), 1) * axis_sizes[axis]
+    shards = tuple([math.prod([axis_sizes[axis] for axis in axes]) for axes in dims])
+    return shards, tuple(sorted([item for item in counts.items() if item[1] > 1]))
 
 
-def _permuted(step: CollectivePermute, spec: Spec) -> Spec:
+def _infer_permute(step: CollectivePermute, spec: Spec) -> Spec:
     spec.mesh.check_axes(step.partition.axes, f"{step} on {spec}")
-    to, size = padded(step, spec, step.partition), spec.mesh.shape
-    if permute_signature(size, *spec.partition._parts) != permute_signature(size, *to._parts):
-        refuse(
-            step,
-            spec,
-            "source and target must have the same number of shards on every dim, and of partial sums",
-            "use all_to_all or all_gather where the local shape changes",
-        )
+    to = pad_partition(step, spec, step.partition)
+    before, after = (permute_signature(spec.mesh.shape, *p._parts) for p in (spec.partition, to))
+    if before != after:
+        rule = "source and target must have as many shards on every dim, and as many partial sums"
+        refuse(step, spec, rule, "use all_to_all or all_gather where the local shape changes")
     return spec._with(partition=to)

@@ -1,4 +1,4 @@
-"""The typing rules of `Exchange` and `Remesh`, which name the layout that they make."""
+"""Typing rules of `Exchange` and `Remesh`, which name the layout that they result in."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fshard.layout.partition_spec import PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec
 from fshard.program.steps import Exchange, Remesh, Step
 
-__all__ = ["exchanged", "padded", "refuse", "remeshed"]
+__all__ = ["infer_exchange", "infer_remesh", "pad_partition", "refuse"]
 
-PLAN = "fs.redistribute(src, dst) plans what has to move"
-ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before an exchange leaves it unreduced"
-COPIES = "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
+PLAN_FIX = "fs.redistribute(src, dst) plans the steps"
+UNREDUCED_RULE = (
+    "an axis must be sharded, or unreduced by the same reduction, before it is left unreduced"
+)
+REDUCED_RULE = (
+    "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
+)
 
 
 def refuse(step: Step, spec: Spec, rule: str, fix: str) -> NoReturn:
-    """Raise for a step that does not apply to `spec`."""
+    """Raise the error of a step that does not apply to `spec`."""
     fail(f"{step}", f"{spec} on {spec.mesh}", rule, fix)
 
 
-def padded(step: Step, spec: Spec, partition: PartitionSpec) -> PartitionSpec:
-    """`partition` with one entry per dim of `spec`; raises where it has more."""
+def pad_partition(step: Step, spec: Spec, partition: PartitionSpec) -> PartitionSpec:
+    """Return `partition` with one entry per dim of `spec`; raise if it has more."""
     if len(partition) > spec.ndim:
-        refuse(
-            step,
-            spec,
-            f"a partition must have at most one entry per dim: {len(partition)} is more than {spec.ndim}",
-            "leave out the entries of dims that it does not have",
-        )
+        rule = f"a partition must have at most one entry per dim: {len(partition)} > {spec.ndim}"
+        refuse(step, spec, rule, "leave out the entries of dims that it does not have")
     dims = (*partition.dims, *((),) * (spec.ndim - len(partition)))
     return PartitionSpec._of(dims, partition.unreduced_kinds, partition.reduced_kinds)
 
@@ -39,17 +39,17 @@ def padded(step: Step, spec: Spec, partition: PartitionSpec) -> PartitionSpec:
 # -- exchange -----------------------------------------------------------------------------
 
 
-def exchanged(step: Exchange, spec: Spec) -> Spec:
-    """What an exchange makes of `spec`: any layout in which shards alone become unreduced."""
+def infer_exchange(step: Exchange, spec: Spec) -> Spec:
+    """Return the spec that an exchange results in; raise if its states cannot be reached."""
     mesh = spec.mesh if step.mesh is None else step.mesh
-    partition = padded(step, spec, step.partition)
+    partition = pad_partition(step, spec, step.partition)
     if set(partition.axes) <= set(mesh.axes) and (
         problems := list(_size_problems(step, spec, mesh, partition))
     ):
         raise_if(f"{step} on {spec}", problems)
-    sizes = {dim: each for dim, each in enumerate(step.sizes or ()) if each is not None}
-    to = _laid(step, spec, mesh, partition, sizes)
-    if problems := [*_lost(spec, to), *_made(spec, to)]:
+    sizes = {dim: shards for dim, shards in enumerate(step.sizes or ()) if shards is not None}
+    to = _named_spec(step, spec, mesh, partition, sizes)
+    if problems := [*_reduced_problems(spec, to), *_unreduced_problems(spec, to)]:
         raise_if(f"{step} on {spec}", problems)
     return to
 
@@ -57,18 +57,20 @@ def exchanged(step: Exchange, spec: Spec) -> Spec:
 def _size_problems(
     step: Exchange, spec: Spec, mesh: Mesh, partition: PartitionSpec
 ) -> Iterator[Problem]:
-    """What is wrong with the sizes, or with giving none."""
+    """Yield the problems of the sizes, or of leaving them out."""
     given = step.sizes or ()
     if len(given) > spec.ndim:
         yield Problem(
             f"sizes={given}",
-            f"sizes are by dim: {len(given)} is more than {spec.ndim}",
+            f"sizes must have at most one entry per dim: {len(given)} > {spec.ndim}",
             f"sizes={given[: spec.ndim]}",
         )
         return
-    works: list[tuple[int, ...] | None] = [*given, *(None,) * (spec.ndim - len(given))]
+    suggested: list[tuple[int, ...] | None] = [*given, *(None,) * (spec.ndim - len(given))]
     rules: dict[int, str] = {}
-    for dim, (size, axes, sizes) in enumerate(zip(spec.shape, partition.dims, works, strict=True)):
+    for dim, (size, axes, sizes) in enumerate(
+        zip(spec.shape, partition.dims, suggested, strict=True)
+    ):
         shards = mesh.axis_size(axes)
         if sizes is None and size % shards:
             rules[dim] = f"without sizes they must be equal: {size} % {shards} = {size % shards}"
@@ -78,38 +80,38 @@ def _size_problems(
                 f"that sum to {sum(sizes)}"
             )
     for dim in rules:
-        works[dim] = chunk_sizes(spec.shape[dim], [mesh.shape[a] for a in partition.dims[dim]])
+        suggested[dim] = chunk_sizes(spec.shape[dim], [mesh.shape[a] for a in partition.dims[dim]])
     for dim, rule in rules.items():
-        what = f"dim {dim} of size {spec.shape[dim]} over {partition.dims[dim] or 'no axes'}"
-        yield Problem(what, f"it has {mesh.axis_size(partition.dims[dim])} shards; {rule}",
-                      f"sizes={tuple(works)}, say")  # fmt: skip
+        place = f"dim {dim} of size {spec.shape[dim]} over {partition.dims[dim] or 'no axes'}"
+        yield Problem(place, f"it has {mesh.axis_size(partition.dims[dim])} shards; {rule}",
+                      f"sizes={tuple(suggested)}, say")  # fmt: skip
 
 
-def _made(spec: Spec, to: Spec) -> Iterator[Problem]:
-    """Axes that would become unreduced, of which no shards are."""
+def _unreduced_problems(spec: Spec, to: Spec) -> Iterator[Problem]:
+    """Yield a problem for each axis that would become unreduced but is not sharded."""
     other = to.mesh != spec.mesh
     sharded = {axis for axes in spec.partition.dims for axis in axes}
     for axis, kind in to.partition.unreduced_kinds:
         if other or (axis not in sharded and spec.partition.unreduced.get(axis) != kind):
-            made = f"{axis!r}" if kind == "sum" else f"{axis!r}, {kind!r}"
+            arguments = f"{axis!r}" if kind == "sum" else f"{axis!r}, {kind!r}"
             yield Problem(
                 f"{axis!r} unreduced{_by(kind)} in {to}{_on(to, other)}",
                 "a spec on another mesh must not be unreduced: partial sums are reduced on the way"
                 if other
-                else ADDENDS,
-                f"leave {axis!r} out, then fs.ReplicatedToUnreduced({made})",
+                else UNREDUCED_RULE,
+                f"leave {axis!r} out, then fs.ReplicatedToUnreduced({arguments})",
             )
 
 
-def _lost(spec: Spec, to: Spec) -> Iterator[Problem]:
-    """Axes that would not stay reduced, and shard nothing."""
+def _reduced_problems(spec: Spec, to: Spec) -> Iterator[Problem]:
+    """Yield a problem for each axis that would not stay reduced and does not become sharded."""
     other = to.mesh != spec.mesh
     sharded = {axis for axes in to.partition.dims for axis in axes}
     for axis, kind in spec.partition.reduced_kinds:
         if other or (axis not in sharded and to.partition.reduced.get(axis) != kind):
             yield Problem(
                 f"{axis!r} reduced{_by(kind)} in {spec}{_on(spec, other)}",
-                "a spec must not be reduced where the mesh changes" if other else COPIES,
+                "a spec must not be reduced where the mesh changes" if other else REDUCED_RULE,
                 f"fs.ReducedToInvariant({axis!r}) first",
             )
 
@@ -125,43 +127,43 @@ def _on(spec: Spec, other: bool) -> str:
 # -- remesh -------------------------------------------------------------------------------
 
 
-def remeshed(step: Remesh, spec: Spec) -> Spec:
-    """`spec` on another mesh, where every rank holds and means the same."""
+def infer_remesh(step: Remesh, spec: Spec) -> Spec:
+    """Return `spec` on another mesh; raise if a rank would hold or mean something else."""
     if spec.mesh.ranks != step.mesh.ranks:
-        rule = f"both meshes must have the same devices: {step.mesh} has others"
-        refuse(step, spec, rule, "fs.Exchange goes to other devices; " + PLAN)
-    partition = padded(step, spec, step.partition)
+        rule = f"both meshes must have the same devices: {step.mesh} has other ones"
+        refuse(step, spec, rule, "fs.Exchange goes to other devices; " + PLAN_FIX)
+    partition = pad_partition(step, spec, step.partition)
     if not set(partition.axes) <= set(step.mesh.axes):
         step.mesh.check_axes(partition.axes, f"{step} on {spec}")
     for dim, axes in enumerate(partition.dims):
         before, shards = spec.dim_shards(dim), step.mesh.axis_size(axes)
         if shards != before:
-            rule = f"dim {dim} keeps its {before} shards: {axes or 'no axes'} make {shards}"
-            refuse(step, spec, rule, PLAN)
-    sizes = {dim: each for dim, each in enumerate(spec.sizes) if each is not None}
-    to = _laid(step, spec, step.mesh, partition, sizes)
+            rule = f"dim {dim} must keep its {before} shards: {axes or 'no axes'} make {shards}"
+            refuse(step, spec, rule, PLAN_FIX)
+    sizes = {dim: shards for dim, shards in enumerate(spec.sizes) if shards is not None}
+    to = _named_spec(step, spec, step.mesh, partition, sizes)
     if not to.is_equivalent(spec):
-        refuse(step, spec, _difference(spec, to), PLAN)
+        refuse(step, spec, _difference(spec, to), PLAN_FIX)
     return to
 
 
 def _difference(spec: Spec, to: Spec) -> str:
-    """Why two specs are not the same shards on the same devices, by the first rank that differs."""
+    """Return the rule that two specs break if they are not equivalent, with the first such rank."""
     for rank in spec.mesh.ranks:
-        here, there = (_box_text(each, rank) for each in (spec, to))
-        if here != there:
-            return f"every rank must keep its shard: rank {rank} has {here}, in {to} {there}"
+        before, after = _box_text(spec, rank), _box_text(to, rank)
+        if before != after:
+            return f"every rank must keep its shard: rank {rank} has {before}, in {to} {after}"
     return f"every rank must stay unreduced and reduced with the same ranks: in {to} with others"
 
 
 def _box_text(spec: Spec, rank: int) -> str:
-    return f"[{', '.join(f'{each.start}:{each.stop}' for each in spec.index(rank))}]"
+    return f"[{', '.join(f'{part.start}:{part.stop}' for part in spec.index(rank))}]"
 
 
-def _laid(
+def _named_spec(
     step: Step, spec: Spec, mesh: Mesh, partition: PartitionSpec, sizes: dict[int, tuple[int, ...]]
 ) -> Spec:
-    """The spec that the step names; what is wrong with it is the step's."""
+    """Return the spec that the step names, and attribute its problems to the step."""
     try:
         return Spec(mesh, partition, shape=spec.shape, dtype=spec.dtype, sizes=sizes)
     except ShardingError as error:

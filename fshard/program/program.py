@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import torch
@@ -12,13 +12,12 @@ import torch
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded
-from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import DTYPE_NAMES, Spec, mimebundle_hook
 from fshard.program.cost.model import Cost, step_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
-from fshard.program.infer import infer, way_back
+from fshard.program.infer import infer, reverse_all_to_all
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -31,26 +30,40 @@ from fshard.program.steps import (
 from fshard.program.transpose import is_linear, transpose
 
 __all__ = [
-    "Program", "as_topology", "as_types", "carries", "check", "endpoint_problems",
+    "Program", "as_topology", "as_types", "can_carry", "endpoint_problems",
     "exclude_problems", "wire_problems", "wire_specs", "with_topology",
 ]  # fmt: skip
 
 STEPS: tuple[type, ...] = get_args(Step)
+OPTIONS = ("forward_dtype", "backward_dtype", "topology")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Program:
-    """Steps from one spec to another; it is type-checked at birth or does not exist.
+    """Sequence of steps from one spec to another, type-checked when it is built.
 
-    `prog(local)` runs it: a tensor under `torchrun` (or in rank-local code), a tuple of all
-    shards in a simulation; the result is differentiable, its backward runs `prog.T`.
-    `forward_dtype` is what a run sends (the result comes back in the target's dtype),
-    `backward_dtype` what the transpose sends.
+    `prog(local)` runs it and is differentiable: its backward pass runs `prog.T`.
+    `fs.redistribute` plans the cheapest one; write one by hand to choose the steps.
 
-    >>> from fshard.layout.mesh import Mesh
-    >>> from fshard.layout.partition_spec import PartitionSpec as P
-    >>> src = Spec(Mesh(x=2), P("x"), shape=(4,))
-    >>> prog = Program(src, (AllGather("x", 0),))
+    Args:
+        src: The spec of the input.
+        steps: The steps, each applicable to the spec that the one before results in.
+        dst: The spec of the output, if it is to be checked.
+        forward_dtype: The dtype that a run sends; the result has the dtype of `dst`.
+        backward_dtype: The dtype that the transpose sends.
+        topology: The machine that `cost`, `explain` and `simplify` assume by default, and that
+            `fs.redistribute` planned on; None is a single node. Programs that differ in it alone
+            are equal.
+
+    Raises:
+        ShardingError: If a step does not apply, or the steps do not lead to `dst`.
+
+    Attributes:
+        specs: The specs between the steps, `len(steps) + 1` of them.
+
+    >>> import fshard as fs
+    >>> src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
+    >>> prog = fs.Program(src, (fs.AllGather("x", 0),))
     >>> print(prog)
     f32[4@x] -> f32[4] on Mesh(x=2)
       all_gather(x, dim 0)  f32[4]  8 B
@@ -90,7 +103,7 @@ class Program:
         if specs[-1].dtype != src.dtype:
             raise_if("Program", wire_problems(specs[-1], (forward_dtype, backward_dtype)))
         if dst is not None and specs[-1] != dst:
-            end, target = _told_apart(specs[-1], dst)
+            end, target = _spec_texts(specs[-1], dst)
             fail(
                 "Program",
                 f"steps that lead from {src} to {end}",
@@ -113,23 +126,35 @@ class Program:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = (self.forward_dtype, self.backward_dtype, self.topology)
-        return _rebuild, (self.src, self.steps, *options)
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return partial(Program, **options), (self.src, self.steps)
 
     # -- algebra ----------------------------------------------------------------------
 
     @property
     def T(self) -> Program:  # noqa: N802 - the mathematical name
-        """The adjoint, `dual(dst) -> dual(src)`: the backward pass of this program."""
+        """Adjoint program from `dst.dual` to `src.dual`: the backward pass of this one.
+
+        It remembers the same topology, and `forward_dtype` and `backward_dtype` trade places.
+
+        Raises:
+            ShardingError: If a step is not linear; `is_linear` is False then.
+
+        >>> import fshard as fs
+        >>> src = fs.Spec(fs.Mesh(x=2), fs.P(unreduced={"x"}), shape=(4,))
+        >>> print(fs.Program(src, (fs.ReduceScatter("x", 0),)).T)
+        f32[4@x] -> f32[4]{reduced: x} on Mesh(x=2)
+          all_gather(x, dim 0) to reduced  f32[4]{reduced: x}  8 B
+        """
         return _transpose(self, self.topology)
 
     @property
     def is_linear(self) -> bool:
-        """Whether a transpose exists: reductions are sums or averages, casts are linear.
+        """True if a transpose exists: reductions are sums or averages, and casts are linear.
 
-        No spec on the way is unreduced by another reduction, not even along an axis of size 1,
-        none is of reduced booleans, whose gradient would be their sum, and no cast makes integers
-        or booleans of other numbers.
+        False if a spec is unreduced by another reduction, even along an axis of size 1, if one is
+        of reduced booleans, whose gradient would be a sum, or if a cast converts between integers
+        or booleans and other kinds of dtype.
         """
         kinds = {kind for spec in self.specs for _, kind in spec.partition.unreduced_kinds}
         dual = not any(s.dtype == torch.bool and s.partition.reduced_kinds for s in self.specs)
@@ -137,14 +162,14 @@ class Program:
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs without communication."""
-        return not any(map(_launches, self.steps, self.specs, self.specs[1:]))
+        """True if it runs without communication."""
+        return not any(t.launches for t in map(traffic, self.steps, self.specs, self.specs[1:]))
 
     def then(self, other: Program) -> Program:
-        """Run this program, then `other`, as one program; also written `>>`.
+        """Compose this program with `other`, which runs after it; also written `>>`.
 
-        The result remembers the topology of the first program that has steps and a topology:
-        where the two differ, the topology of this one. Pass another to `cost` or `explain`.
+        If the topologies differ, the result remembers that of this program, or of `other` if this
+        one has no steps or no topology. Pass one to `cost`, `explain` or `simplify` to override.
 
         Args:
             other: A program whose `src` equals this program's `dst`, and which sends the same
@@ -154,7 +179,7 @@ class Program:
             The program from `self.src` to `other.dst`.
 
         Raises:
-            ShardingError: If the specs do not meet, or the dtypes that are sent differ.
+            ShardingError: If the specs do not meet, or if the dtypes that are sent differ.
 
         >>> import fshard as fs
         >>> a = fs.Spec(fs.Mesh(x=2, y=2), fs.P("x", "y"), shape=(4, 4))
@@ -165,18 +190,18 @@ class Program:
           all_gather(y, dim 1)  f32[4,4]    32 B
         """
         if self.dst != other.src:
-            end, start = _told_apart(self.dst, other.src)
+            end, start = _spec_texts(self.dst, other.src)
             fail(
                 "Program.then",
                 f"a program to {end}, then one from {start}",
                 "the second must begin with the spec that the first ends with",
                 f"fs.redistribute({end}, {start}) between them",
             )
-        mine, theirs = ((each.forward_dtype, each.backward_dtype) for each in (self, other))
-        if mine != theirs and self.steps and other.steps:
+        first, second = ((prog.forward_dtype, prog.backward_dtype) for prog in (self, other))
+        if first != second and self.steps and other.steps:
             fail(
                 "Program.then",
-                "; then ".join(", ".join(each._wires) or "its own dtype" for each in (self, other)),
+                "; then ".join(", ".join(p._wire_texts) or "its own dtype" for p in (self, other)),
                 "both must send the same dtypes",
                 "run one after the other",
             )
@@ -195,25 +220,33 @@ class Program:
     def simplify(
         self, topology: Topology | None = None, *, exclude: type | Iterable[type] = ()
     ) -> Program:
-        """An equal or cheaper program of the same ends and values, by local rewrites.
+        """Return an equal or cheaper program with the same source, target and value.
 
-        Inverse steps cancel, neighbours fuse, slices go ahead and gathers behind, casts to the
-        side where fewer bytes move; by the laws in `program/simplify.py`. The time on the topology
-        falls, or steps get fewer; neither it, nor the time with that of the transpose, nor the
-        peak memory rises, and `forward_dtype` and `backward_dtype` stay. The default is a
-        single node, also for a program planned on another topology: pass the same one.
-        `exclude` names step types not to bring in; those of them that the program has may stay.
-        Where floating numbers are added, their order may change, and averages may round less
-        often; addends of an unreduced target may be others of the same sum.
+        Local rewrites (`program/simplify.py`) cancel inverse steps, fuse neighbours, do slices
+        early and gathers late, and cast on the side where fewer bytes are sent. The time or the
+        number of steps decreases; the time, the time including the transpose, and the peak memory
+        never increase. `fs.redistribute(prog.src, prog.dst)` plans from scratch instead.
 
-        Rewrites start from what the program does; `fs.redistribute(prog.src, prog.dst)` plans
-        anew. After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
+        Floating-point sums may be taken in another order, averages may round less often, and the
+        partial sums of an unreduced target may be others of the same sum.
 
-        >>> from fshard.layout.mesh import Mesh
-        >>> from fshard.layout.partition_spec import PartitionSpec as P
-        >>> src = Spec(Mesh(x=2, y=2), P("y", unreduced={"x"}), shape=(4096, 4096))
-        >>> prog = Program(src, (AllReduce("x"), AllGather("y", 0), AllSlice("x", 1)))
-        >>> print(prog.simplify())
+        Args:
+            topology: The machine; by default the topology that the program was planned on, and a
+                single node if it has none. The result remembers it.
+            exclude: Step type or types not to introduce; those in the program may stay.
+
+        Returns:
+            The program, with the same `forward_dtype` and `backward_dtype`.
+
+        Raises:
+            ShardingError: If `topology` or `exclude` is of another type.
+
+        After Rink et al., arXiv 2112.01075, and the identities of Shardy's collectives.
+
+        >>> import fshard as fs
+        >>> src = fs.Spec(fs.Mesh(x=2, y=2), fs.P("y", unreduced={"x"}), shape=(4096, 4096))
+        >>> steps = (fs.AllReduce("x"), fs.AllGather("y", 0), fs.AllSlice("x", 1))
+        >>> print(fs.Program(src, steps).simplify())
         f32[4096@y,4096]{unreduced: x} -> f32[4096,4096@x] on Mesh(x=2, y=2)
           reduce_scatter(x, dim 1)  f32[4096@y,4096@x]  16,777,216 B
           all_gather(y, dim 0)      f32[4096,4096@x]    16,777,216 B
@@ -234,9 +267,11 @@ class Program:
         Returns:
             A `Cost`: seconds, bytes of the busiest rank, launches and messages.
 
+        Raises:
+            ShardingError: If `topology` is of another type.
+
         >>> import fshard as fs
         >>> src = fs.Spec(fs.Mesh(x=16), fs.P("x"), shape=(1024, 1024))
-        >>> dst = src.replace(partition=fs.P())
         >>> prog = fs.Program(src, (fs.AllGather("x", 0),), topology=fs.Topology.cluster())
         >>> print(prog.cost())
         98.3 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
@@ -248,17 +283,33 @@ class Program:
     # -- running ----------------------------------------------------------------------
 
     def __call__(self, local: Any, *, async_op: bool = False) -> Any:
-        """Run on what this process holds of a tensor of spec `src`; a local of spec `dst`.
+        """Run the program on a local of spec `src`; differentiable unless `async_op`.
 
-        The result may share memory with `local` where no step changes it. With `async_op`
-        the last collective is only launched, and `.wait()` on the `Pending` gives the result.
+        Args:
+            local: The local shard: a tensor under `torchrun` and in rank-local code, a tuple of the
+                shards of all ranks, in rank order, in a simulation. Its shapes and dtype are those
+                of `src`.
+            async_op: Launch the last collective and return without waiting for it.
+
+        Returns:
+            The local of spec `dst`, of the same type, or with `async_op` a `Pending` whose
+            `.wait()` returns it. It may share memory with `local` if no step changes it.
+
+        Raises:
+            ShardingError: If `local` does not fit `src`.
+
+        >>> import fshard as fs
+        >>> import torch
+        >>> src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
+        >>> fs.Program(src, (fs.AllGather("x", 0),))((torch.zeros(2), torch.ones(2)))
+        (tensor([0., 0., 1., 1.]), tensor([0., 0., 1., 1.]))
         """
         return run_program_hook.call(self, local, async_op=async_op)
 
     # -- text -------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        lines = folded(f"{self.ends}{''.join(', ' + each for each in self._wires)}")
+        lines = folded(", ".join((self.ends, *self._wire_texts)))
         rows = [
             (str(step), str(after), f"{sent:,} B")
             for step, after, sent in zip(self.steps, self.specs[1:], self.step_bytes, strict=True)
@@ -269,8 +320,8 @@ class Program:
     __repr__ = __str__
 
     @property
-    def _wires(self) -> tuple[str, ...]:
-        """What it sends in other dtypes, if it does."""
+    def _wire_texts(self) -> tuple[str, ...]:
+        """Texts of the dtypes that are sent, if they are not the specs' own."""
         wires = ("sends", self.forward_dtype), ("backward", self.backward_dtype)
         return tuple(
             f"{word} in {DTYPE_NAMES[dtype]}" for word, dtype in wires if dtype is not None
@@ -278,18 +329,18 @@ class Program:
 
     @property
     def ends(self) -> str:
-        """Both specs with their mesh, or their meshes: the first line of the text."""
-        start, _ = _told_apart(self.src, self.dst)
+        """Text of both specs and their mesh or meshes, the first line of `str`."""
+        start, _ = _spec_texts(self.src, self.dst)
         return f"{start} -> {self.dst} on {self.dst.mesh}"
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
         """Bytes that the busiest rank sends in each step."""
         wire = wire_specs(self)
-        return tuple(map(_sent, self.steps, wire, wire[1:]))
+        return tuple(moved.sent for moved in map(traffic, self.steps, wire, wire[1:]))
 
     def explain(self, topology: Topology | None = None) -> Any:
-        """Return a table of the steps with specs, bytes, time and peak memory.
+        """Return a table of the steps: specs, bytes, time, peak memory, and the lower bounds.
 
         Args:
             topology: The machine; by default the topology that the program was planned on, and a
@@ -297,6 +348,18 @@ class Program:
 
         Returns:
             A table that prints as text, in `rich` and as HTML in a notebook.
+
+        Raises:
+            ShardingError: If `topology` is of another type.
+
+        >>> import fshard as fs
+        >>> src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
+        >>> print(fs.Program(src, (fs.AllGather("x", 0),)).explain().steps)
+        f32[4@x] -> f32[4] on Mesh(x=2), topology node
+        step                  spec after  sent     time  memory
+        ───────────────────────────────────────────────────────
+        (start)               f32[4@x]                      8 B
+        all_gather(x, dim 0)  f32[4]       8 B  6.75 µs    16 B
         """
         on = as_topology("Program.explain", topology, self.topology)
         return explain_program_hook.call(self, on)
@@ -305,11 +368,11 @@ class Program:
         return mimebundle_hook.call(self)
 
 
-def _told_apart(one: Spec, other: object) -> tuple[str, str]:
-    """The texts of two specs, with their meshes where those differ."""
-    if not isinstance(other, Spec) or one.mesh == other.mesh:
-        return str(one), str(other)
-    return f"{one} on {one.mesh}", f"{other} on {other.mesh}"
+def _spec_texts(spec: Spec, other: object) -> tuple[str, str]:
+    """Return the texts of two specs, with their meshes if those differ."""
+    if not isinstance(other, Spec) or spec.mesh == other.mesh:
+        return str(spec), str(other)
+    return f"{spec} on {spec.mesh}", f"{other} on {other.mesh}"
 
 
 def as_topology(where: str, topology: Topology | None, default: Topology | None = None) -> Topology:
@@ -331,46 +394,46 @@ def _type_problems(src: object, steps: object) -> list[Problem]:
     if not isinstance(steps, list | tuple):
         return [Problem(f"steps {steps!r}", "steps must be a tuple of steps", fix)]
     return [
-        Problem(f"step {place}, {step!r}", "every step must be an instance of fshard's step types", fix)
-        for place, step in enumerate(steps)
+        Problem(f"step {i}, {step!r}", "every step must be an instance of fshard's step types", fix)
+        for i, step in enumerate(steps)
         if not isinstance(step, Step)
     ]
 
 
-def carries(wire: object, dtype: torch.dtype) -> bool:
-    """Whether a tensor of `dtype` may be sent in `wire`: one kind of numbers, booleans in integers.
+def can_carry(wire: object, dtype: torch.dtype) -> bool:
+    """Return True if a tensor of `dtype` may be sent in `wire`: of one kind, or bool in integers.
 
-    >>> carries(torch.bfloat16, torch.float32), carries(torch.bfloat16, torch.int64)
+    >>> can_carry(torch.bfloat16, torch.float32), can_carry(torch.bfloat16, torch.int64)
     (True, False)
     """
     if not isinstance(wire, torch.dtype):
         return False
-    return _numbers(wire) == _numbers(dtype) or (
-        dtype == torch.bool and _numbers(wire) == "integer"
+    return _dtype_kind(wire) == _dtype_kind(dtype) or (
+        dtype == torch.bool and _dtype_kind(wire) == "integer"
     )
 
 
-def _numbers(dtype: torch.dtype) -> str:
+def _dtype_kind(dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return "boolean"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Problem]:
-    """What is wrong with sending a tensor of `src` in other dtypes."""
+    """Return a problem for each of `wires` that a tensor of `src` cannot be sent in."""
     return [
         Problem(
             f"{src} sent in {wire!r}",
-            "the dtype that is sent must be of the same kind: floating for floating, integer for integer",
+            "the dtype sent must be of the same kind: floating for floating, integer for integer",
             "torch.bfloat16 for floating dtypes, or leave it out",
         )
         for wire in wires
-        if wire is not None and not carries(wire, src.dtype)
+        if wire is not None and not can_carry(wire, src.dtype)
     ]
 
 
 def as_types(exclude: object) -> tuple[Any, ...]:
-    """Canonical form of one step type or several: always a tuple, of whatever was given.
+    """Return one step type, or several, as a tuple; the elements are not checked.
 
     >>> as_types(AllGather) == as_types([AllGather])
     True
@@ -381,27 +444,27 @@ def as_types(exclude: object) -> tuple[Any, ...]:
 
 
 def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
-    """What of `exclude` is no step type."""
-    unknown = [each for each in exclude if each not in STEPS]
+    """Return a problem if elements of `exclude` are not step types."""
+    unknown = [item for item in exclude if item not in STEPS]
     if not unknown:
         return []
-    meant = [_type_meant(each) for each in unknown]
-    known = [f"fs.{name}" for name in dict.fromkeys(meant) if name is not None]
-    fix = known[0] if len(known) == 1 else f"({', '.join(known)})"
-    given = ", ".join(str(each) if isinstance(each, Step) else repr(each) for each in unknown)
+    names = [_type_name(item) for item in unknown]
+    types = [f"fs.{name}" for name in dict.fromkeys(names) if name is not None]
+    fix = types[0] if len(types) == 1 else f"({', '.join(types)})"
+    given = ", ".join(str(item) if isinstance(item, Step) else repr(item) for item in unknown)
     return [
         Problem(
             f"exclude={given}",
             "exclude must consist of step types",
-            f"exclude={'(fs.AllGather, fs.AllToAll), say' if None in meant else fix}",
+            f"exclude={'(fs.AllGather, fs.AllToAll), say' if None in names else fix}",
         )
     ]
 
 
-def _type_meant(given: object) -> str | None:
-    """The step type that a step, or a name, stands for."""
-    word = given.replace("_", "").lower() if isinstance(given, str) else type(given).__name__
-    names = (each.__name__ for each in STEPS)
+def _type_name(item: object) -> str | None:
+    """Return the name of the step type that a step, or a similar name, stands for."""
+    word = item.replace("_", "").lower() if isinstance(item, str) else type(item).__name__
+    names = (step.__name__ for step in STEPS)
     return next((name for name in names if word in (name, name.lower())), None)
 
 
@@ -411,66 +474,33 @@ def endpoint_problems(
     dst: object,
     fix: str = "spec.replace(partition=P(...)) makes the target",
 ) -> list[Problem]:
-    """What keeps two values from being the ends of a change of layout: types, shapes."""
+    """Return the problems that keep two values from being source and target of a program."""
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
-        return [
-            Problem(
-                f"{where}({type(src).__name__}, {type(dst).__name__})",
-                "both must be Specs",
-                fix,
-            )
-        ]
-    problems = []
-    if src.shape != dst.shape:
-        works = _works(lambda: dst.replace(shape=src.shape))
-        problems.append(
-            Problem(
-                f"{src} -> {dst}",
-                f"source and target must have the same global shape: {src.shape} is not {dst.shape}",
-                f"reshape first; {'dst.replace(shape=src.shape)' if works else 'src.replace(...)'}"
-                " keeps it",
-            )
-        )
-    return problems
-
-
-def _works(make: Callable[[], Spec]) -> bool:
+        given = f"{where}({type(src).__name__}, {type(dst).__name__})"
+        return [Problem(given, "both must be Specs", fix)]
+    if src.shape == dst.shape:
+        return []
     try:
-        make()
+        works = bool(dst.replace(shape=src.shape))
     except ShardingError:
-        return False
-    return True
-
-
-def check(prog: Program) -> None:
-    """Fold `infer` over a program's steps anew; raises `ShardingError` where it does not hold."""
-    Program(prog.src, prog.steps, prog.dst)
-
-
-def _rebuild(
-    src: Spec,
-    steps: tuple[Step, ...],
-    forward: torch.dtype | None,
-    backward: torch.dtype | None,
-    topology: Topology | None,
-) -> Program:
-    """Inverse of `Program.__reduce__`."""
-    return Program(src, steps, forward_dtype=forward, backward_dtype=backward, topology=topology)
+        works = False
+    rule = f"source and target must have the same global shape: {src.shape} is not {dst.shape}"
+    fix = (
+        f"reshape first; {'dst.replace(shape=src.shape)' if works else 'src.replace(...)'} keeps it"
+    )
+    return [Problem(f"{src} -> {dst}", rule, fix)]
 
 
 def with_topology(prog: Program, topology: Topology | None) -> Program:
-    """Return `prog` with another remembered topology; its steps are not checked again."""
+    """Return `prog` with another remembered topology."""
     if prog.topology == topology:
         return prog
-    copy = object.__new__(Program)
-    for name in Program.__slots__:  # type: ignore[attr-defined]
-        object.__setattr__(copy, name, getattr(prog, name))
-    object.__setattr__(copy, "topology", topology)
-    return copy
+    options = {name: getattr(prog, name) for name in OPTIONS}
+    return Program(prog.src, prog.steps, **options | {"topology": topology})
 
 
 def _canonical(step: Step, before: Spec, after: Spec) -> Step:
-    """The step with the sizes its result has, so that equal steps are equal values."""
+    """Return the step with the sizes of its result, so that equal steps are equal values."""
     match step:
         case AllSlice() | ReduceScatter():
             sizes = after.sizes[step.dim]
@@ -478,17 +508,14 @@ def _canonical(step: Step, before: Spec, after: Spec) -> Step:
         case AllToAll():
             if after.is_even and not any(pair.sizes for pair in step.pairs):
                 return step
-            return way_back(way_back(step, before), after)
+            return reverse_all_to_all(reverse_all_to_all(step, before), after)
         case Exchange():
-            return Exchange(after.partition, after.sizes, _other(after.mesh, before.mesh))
+            mesh = None if after.mesh == before.mesh else after.mesh
+            return Exchange(after.partition, after.sizes, mesh)
         case AllGather() | AllReduce() if step.to == "invariant" and step.kind != "sum":
             return replace(step, kind="sum")
         case _:
             return step
-
-
-def _other(mesh: Mesh, old: Mesh) -> Mesh | None:
-    return None if mesh == old else mesh
 
 
 @lru_cache(maxsize=4096)
@@ -508,16 +535,8 @@ def _transpose(prog: Program, topology: Topology | None) -> Program:
         raise AssertionError(f"the transpose of\n{prog}\ndoes not check") from error
 
 
-def _launches(step: Step, src: Spec, dst: Spec) -> bool:
-    return traffic(step, src, dst).launches > 0
-
-
-def _sent(step: Step, src: Spec, dst: Spec) -> int:
-    return traffic(step, src, dst).sent
-
-
 def wire_specs(prog: Program) -> tuple[Spec, ...]:
-    """A program's specs with the dtype that is sent."""
+    """Return a program's specs with the dtype that is sent."""
     if prog.forward_dtype is None:
         return prog.specs
     return tuple(spec._with(dtype=prog.forward_dtype) for spec in prog.specs)
@@ -527,14 +546,14 @@ def wire_specs(prog: Program) -> tuple[Spec, ...]:
 def _cost(prog: Program, topology: Topology) -> Cost:
     wire = wire_specs(prog)
     triples = list(zip(prog.steps, wire[:-1], wire[1:], strict=True))
-    moved = [traffic(*each) for each in triples]
+    moved = [traffic(*triple) for triple in triples]
     return Cost(
-        time=sum(step_time(topology, *each) for each in triples),
-        bytes_sent=sum(each.sent for each in moved),
-        bytes_received=sum(each.received for each in moved),
+        time=sum(step_time(topology, *triple) for triple in triples),
+        bytes_sent=sum(t.sent for t in moved),
+        bytes_received=sum(t.received for t in moved),
         peak_memory=max(map(max_local_nbytes, (prog.src, *wire, prog.dst))),
-        launches=sum(each.launches for each in moved),
-        messages=sum(each.messages for each in moved),
+        launches=sum(t.launches for t in moved),
+        messages=sum(t.messages for t in moved),
     )
 
 

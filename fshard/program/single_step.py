@@ -1,9 +1,9 @@
-"""`single_steps(src, dst)`: the steps that lead from one spec to another all by themselves."""
+"""Single steps between two specs: `single_steps(src, dst)` lists every step that suffices alone."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from fshard._util.errors import ShardingError
@@ -26,17 +26,17 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = ["one_order", "single_steps"]
+__all__ = ["common_order", "single_steps"]
 
 Axes = tuple[str, ...]
-Moved = dict[int, Axes]
+AxesByDim = dict[int, Axes]
 
 
 @lru_cache(maxsize=65536)
 def single_steps(src: Spec, dst: Spec, /) -> tuple[Step, ...]:
-    """Every single step from `src` to `dst`, the plain ones before those that do anything.
+    """Return every single step from `src` to `dst`, specific steps before permutes and exchanges.
 
-    What a step does to each axis is read off the two layouts; `infer` has the last word.
+    Candidates follow from the change of each axis between the two layouts; `infer` checks them.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -50,20 +50,16 @@ def single_steps(src: Spec, dst: Spec, /) -> tuple[Step, ...]:
     if src.shape != dst.shape:
         return ()
     if src.mesh != dst.mesh:
-        found: Iterator[Step] = iter(
-            (
-                Remesh(dst.mesh, dst.partition),
-                Exchange(dst.partition, dst.sizes, dst.mesh),
-            )
-        )
+        exchange = Exchange(dst.partition, dst.sizes, dst.mesh)
+        candidates: Iterable[Step] = (Remesh(dst.mesh, dst.partition), exchange)
     elif src.dtype != dst.dtype:
-        found = iter((Cast(dst.dtype),))
+        candidates = (Cast(dst.dtype),)
     else:
-        found = _on_one_mesh(src, dst)
-    return tuple(step for step in found if _leads(step, src, dst))
+        candidates = _on_one_mesh(src, dst)
+    return tuple(step for step in candidates if _results_in(step, src, dst))
 
 
-def _leads(step: Step, src: Spec, dst: Spec) -> bool:
+def _results_in(step: Step, src: Spec, dst: Spec) -> bool:
     try:
         return infer(step, src) == dst
     except ShardingError:
@@ -71,39 +67,37 @@ def _leads(step: Step, src: Spec, dst: Spec) -> bool:
 
 
 def _on_one_mesh(src: Spec, dst: Spec) -> Iterator[Step]:
-    lost, gained = _moved(src, dst)
+    lost, gained = _lost_and_gained(src, dst)
     if not lost and not gained:
-        yield from _changes_of_state(src, dst)
+        yield from _state_changes(src, dst)
     elif not gained:
         yield from _gathers(dst, lost)
     elif not lost:
         yield from _slices(src, dst, gained)
     else:
         yield from _all_to_alls(dst, lost, gained)
-        yield from _stand_ins(src, dst)
+        yield from _replacements(src, dst)
     size, p, q = src.mesh.shape, src.partition, dst.partition
     if permute_signature(size, *p._parts) == permute_signature(size, *q._parts):
         yield CollectivePermute(q)
     yield Exchange(q, dst.sizes)
 
 
-def _moved(src: Spec, dst: Spec) -> tuple[Moved, Moved]:
-    """By dim the axes after the common ones: those that leave and those that come."""
+def _lost_and_gained(src: Spec, dst: Spec) -> tuple[AxesByDim, AxesByDim]:
+    """Return by dim the axes it loses and those it gains, behind the common major axes."""
     lost, gained = {}, {}
     for dim, (before, after) in enumerate(zip(src.partition.dims, dst.partition.dims, strict=True)):
-        same = next(
-            (at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
-            min(len(before), len(after)),
-        )
-        if before[same:]:
-            lost[dim] = before[same:]
-        if after[same:]:
-            gained[dim] = after[same:]
+        pairs = zip(before, after, strict=False)
+        common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        if before[common:]:
+            lost[dim] = before[common:]
+        if after[common:]:
+            gained[dim] = after[common:]
     return lost, gained
 
 
-def _changes_of_state(src: Spec, dst: Spec) -> Iterator[Step]:
-    """Where no dim changes: one step for all axes whose state does."""
+def _state_changes(src: Spec, dst: Spec) -> Iterator[Step]:
+    """Yield one step for all axes whose state changes, if no dim does."""
     p, q = src.partition, dst.partition
     axes = tuple(
         axis
@@ -125,10 +119,10 @@ def _changes_of_state(src: Spec, dst: Spec) -> Iterator[Step]:
         yield ReducedToInvariant(axes)
 
 
-def _gathers(dst: Spec, lost: Moved) -> Iterator[Step]:
-    (dim, axes), *others = lost.items()
+def _gathers(dst: Spec, lost: AxesByDim) -> Iterator[Step]:
+    (dim, axes), *more = lost.items()
     q, first = dst.partition, axes[0]
-    if others:
+    if more:
         return
     if first in q.unreduced:
         yield ShardedToUnreduced(axes, dim, q.unreduced[first])
@@ -138,9 +132,9 @@ def _gathers(dst: Spec, lost: Moved) -> Iterator[Step]:
         yield AllGather(axes, dim)
 
 
-def _slices(src: Spec, dst: Spec, gained: Moved) -> Iterator[Step]:
-    (dim, axes), *others = gained.items()
-    if others:
+def _slices(src: Spec, dst: Spec, gained: AxesByDim) -> Iterator[Step]:
+    (dim, axes), *more = gained.items()
+    if more:
         return
     if axes[0] in src.partition.unreduced:
         yield ReduceScatter(axes, dim, dst.sizes[dim])
@@ -148,25 +142,24 @@ def _slices(src: Spec, dst: Spec, gained: Moved) -> Iterator[Step]:
         yield AllSlice(axes, dim, dst.sizes[dim])
 
 
-def _all_to_alls(dst: Spec, lost: Moved, gained: Moved) -> Iterator[Step]:
-    """Axes that all leave one dim for another, where one order of the moves serves both ends."""
-    leaves = {axis: dim for dim, axes in lost.items() for axis in axes}
-    comes = {axis: dim for dim, axes in gained.items() for axis in axes}
-    order = one_order([*lost.values(), *gained.values()])
-    if leaves.keys() != comes.keys() or order is None:
+def _all_to_alls(dst: Spec, lost: AxesByDim, gained: AxesByDim) -> Iterator[Step]:
+    """Yield an all-to-all if all lost axes are gained and one order of moves suits both ends."""
+    src_dims = {axis: dim for dim, axes in lost.items() for axis in axes}
+    dst_dims = {axis: dim for dim, axes in gained.items() for axis in axes}
+    order = common_order([*lost.values(), *gained.values()])
+    if src_dims.keys() != dst_dims.keys() or order is None:
         return
     moves: list[AllToAll] = []
-    for (src_dim, dst_dim), run in itertools.groupby(order, lambda a: (leaves[a], comes[a])):
-        axes = tuple(run)
-        mine = gained[dst_dim]
-        after = dst.mesh.axis_size(mine[mine.index(axes[-1]) + 1 :])
-        moves.append(AllToAll(axes, src_dim, dst_dim, join_sizes(dst.sizes[dst_dim], after)))
+    for dims, run in itertools.groupby(order, lambda axis: (src_dims[axis], dst_dims[axis])):
+        axes, new = tuple(run), gained[dims[1]]
+        minor = dst.mesh.axis_size(new[new.index(axes[-1]) + 1 :])
+        moves.append(AllToAll(axes, *dims, join_sizes(dst.sizes[dims[1]], minor)))
     first, *rest = moves
     yield AllToAll(first.axes, first.src_dim, first.dst_dim, first.sizes, also=tuple(rest))
 
 
-def one_order(chains: list[Axes]) -> Axes | None:
-    """The axes in an order that every chain keeps, or None where they contradict each other."""
+def common_order(chains: list[Axes]) -> Axes | None:
+    """Return the axes in an order that every chain keeps, None if chains contradict each other."""
     left = [chain for chain in chains if chain]
     order: list[str] = []
     while left:
@@ -179,10 +172,10 @@ def one_order(chains: list[Axes]) -> Axes | None:
     return tuple(order)
 
 
-def _stand_ins(src: Spec, dst: Spec) -> Iterator[Step]:
-    """Reduced axes that take the place of others, which become unreduced."""
+def _replacements(src: Spec, dst: Spec) -> Iterator[Step]:
+    """Yield the step by which reduced axes take the place of others, which become unreduced."""
     dims = zip(src.partition.dims, dst.partition.dims, strict=True)
-    changed = [(dim, *each) for dim, each in enumerate(dims) if each[0] != each[1]]
+    changed = [(dim, *ends) for dim, ends in enumerate(dims) if ends[0] != ends[1]]
     if len(changed) != 1:
         return
     dim, before, after = changed[0]

@@ -1,7 +1,7 @@
-"""The closed set of typed steps: over mesh axes, one or several at once, or to a whole layout.
+"""The typed steps of which programs consist: a closed set of frozen values.
 
-A step is a frozen value. What it does to a spec is `infer`, to a cotangent `transpose`, to
-bytes `traffic`, to tensors the interpreter in `run/`. Names are Shardy's.
+Names are Shardy's. `infer` returns the spec that a step results in, `transpose` its adjoint,
+`traffic` its bytes, and the interpreter in `run/` applies it to tensors.
 """
 
 from __future__ import annotations
@@ -18,28 +18,17 @@ from fshard.layout.spec import DTYPE_NAMES
 from fshard.layout.validation import as_ints
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllSlice",
-    "AllToAll",
-    "Cast",
-    "CollectivePermute",
-    "Exchange",
-    "InvariantToReduced",
-    "ReduceScatter",
-    "ReducedToInvariant",
-    "Remesh",
-    "ReplicatedToUnreduced",
-    "ShardedToUnreduced",
-    "Step",
-]
+    "AllGather", "AllReduce", "AllSlice", "AllToAll", "Cast", "Collective", "CollectivePermute",
+    "Exchange", "InvariantToReduced", "LocalStep", "ReduceScatter", "ReducedToInvariant",
+    "Remesh", "ReplicatedToUnreduced", "ShardedToUnreduced", "Step",
+]  # fmt: skip
 
 Sizes = tuple[int, ...] | None
 To = Literal["invariant", "reduced"]
 
 
-def _canonical(step: Any, *dims: str) -> None:
-    """Axes as a tuple, dims and sizes as whole numbers; refuses what is nothing of the kind."""
+def _canonicalize(step: Any, *dims: str) -> None:
+    """Store axes as a tuple, dims and sizes as integers; raise for values of other types."""
     set_, problems = object.__setattr__, []
     set_(step, "axes", as_axes(step.axes))
     for name in dims:
@@ -48,9 +37,7 @@ def _canonical(step: Any, *dims: str) -> None:
             numbers = as_ints((dim,))
             set_(step, name, numbers and numbers[0])
             if numbers is None:
-                problems.append(
-                    Problem(f"{name}={dim!r}", "dim must be an integer", f"{name}=0, say")
-                )
+                problems.append(Problem(f"{name}={dim!r}", "dim must be an integer", f"{name}=0"))
     sizes = getattr(step, "sizes", None)
     if sizes is not None:
         set_(step, "sizes", as_ints(sizes))
@@ -65,59 +52,62 @@ def _canonical(step: Any, *dims: str) -> None:
         raise_if(f"fs.{type(step).__name__}", problems)
 
 
-def _names(axes: tuple[str, ...]) -> str:
+def _axes_text(axes: tuple[str, ...]) -> str:
     return axes[0] if len(axes) == 1 else f"({','.join(axes)})"
 
 
-def _partition(step: object, partition: PartitionSpec) -> None:
-    """Without the unsharded dims at the end: a step is then one value on any number of them."""
+def _store_partition(step: object, partition: PartitionSpec) -> None:
+    """Store the partition without its trailing unsharded dims, so that equal steps are equal."""
     if not isinstance(partition, PartitionSpec):
         fail(f"fs.{type(step).__name__}", f"partition {partition!r}", "partition must be a P",
              "P('x', None), say: one entry per dim")  # fmt: skip
-    kept = len(partition) - next(
-        (at for at, axes in enumerate(reversed(partition.dims)) if axes), len(partition)
-    )
-    short = PartitionSpec._of(
-        partition.dims[:kept], partition.unreduced_kinds, partition.reduced_kinds
-    )
-    object.__setattr__(step, "partition", short)
+    count = max((dim + 1 for dim, axes in enumerate(partition.dims) if axes), default=0)
+    states = partition.unreduced_kinds, partition.reduced_kinds
+    object.__setattr__(step, "partition", PartitionSpec._of(partition.dims[:count], *states))
 
 
-def _mesh(step: object, mesh: object) -> None:
+def _check_mesh(step: object, mesh: object) -> None:
     if not isinstance(mesh, Mesh):
         fail(f"fs.{type(step).__name__}", f"mesh {mesh!r}", "mesh must be a Mesh",
              "fs.Mesh(dp=2, tp=4), say")  # fmt: skip
 
 
-def _some_sizes(step: object, sizes: object) -> None:
-    """Sizes by dim: None for equal ones, and nothing where no dim has others."""
+def _store_sizes(step: object, sizes: object) -> None:
+    """Store the shard sizes of every dim: None for even dims, and None if all dims are even."""
     if sizes is None:
         return
     if not isinstance(sizes, list | tuple) or not all(
-        each is None
-        or (isinstance(each, list | tuple) and all(isinstance(size, int) for size in each))
-        for each in sizes
+        dim is None
+        or (isinstance(dim, list | tuple) and all(isinstance(size, int) for size in dim))
+        for dim in sizes
     ):
         fail(f"fs.{type(step).__name__}", f"sizes={sizes!r}",
              "sizes must be None or a tuple of one integer per shard, for every dim",
              "sizes=((3, 5), None), say, or None where all are equal")  # fmt: skip
-    kept = [None if each is None or len(set(each)) <= 1 else tuple(each) for each in sizes]
-    while kept and kept[-1] is None:
-        kept.pop()
-    object.__setattr__(step, "sizes", tuple(kept) or None)
+    uneven = [None if dim is None or len(set(dim)) <= 1 else tuple(dim) for dim in sizes]
+    while uneven and uneven[-1] is None:
+        uneven.pop()
+    object.__setattr__(step, "sizes", tuple(uneven) or None)
 
 
-def _to(to: str, kind: str) -> str:
+def _to_text(to: str, kind: str) -> str:
     return "" if to == "invariant" else f" to reduced{'' if kind == 'sum' else '=' + kind}"
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Sharded to invariant or reduced: every rank of a group receives the others' shards.
+    """Sharded to invariant or reduced: every rank receives the shards of its group.
 
-    `axes` are the most minor ones of `dim`. Transpose: `AllSlice`, or `ReduceScatter`.
+    Transpose: `AllSlice`, or with `to="reduced"` `ReduceScatter`.
 
-    >>> print(AllGather("tp", 0))
+    Args:
+        axes: Mesh axis or axes, the most minor ones of `dim`.
+        dim: The tensor dim that is gathered.
+        to: The state that `axes` get, "invariant" or "reduced".
+        kind: The reduction of the transpose, "sum" or "avg", if `to` is "reduced".
+
+    >>> import fshard as fs
+    >>> print(fs.AllGather("tp", 0))
     all_gather(tp, dim 0)
     """
 
@@ -128,18 +118,26 @@ class AllGather:
     name: ClassVar[str] = "all_gather"
 
     def __post_init__(self) -> None:
-        _canonical(self, "dim")
+        _canonicalize(self, "dim")
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}, dim {self.dim}){_to(self.to, self.kind)}"
+        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim}){_to_text(self.to, self.kind)}"
 
 
 @dataclass(frozen=True, slots=True)
 class AllSlice:
-    """Invariant or reduced to sharded: every rank keeps its slice; no traffic.
+    """Invariant or reduced to sharded: every rank keeps its slice; nothing is sent.
 
-    `sizes` are those of all shards of `dim` afterwards, `None` where they are equal.
-    Transpose: `AllGather`, or from reduced `ShardedToUnreduced`.
+    Transpose: `AllGather`, or for reduced axes `ShardedToUnreduced`.
+
+    Args:
+        axes: Mesh axis or axes; they become the most minor ones of `dim`.
+        dim: The tensor dim that is sliced.
+        sizes: Sizes of all shards of `dim` afterwards, None if they are equal.
+
+    >>> import fshard as fs
+    >>> print(fs.AllSlice("tp", 0))
+    all_slice(tp, dim 0)
     """
 
     axes: tuple[str, ...]
@@ -148,15 +146,27 @@ class AllSlice:
     name: ClassVar[str] = "all_slice"
 
     def __post_init__(self) -> None:
-        _canonical(self, "dim")
+        _canonicalize(self, "dim")
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}, dim {self.dim})"
+        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Unreduced to invariant or reduced. Transpose: `InvariantToReduced`, or itself."""
+    """Unreduced to invariant or reduced: the ranks of each group add up their partial sums.
+
+    Transpose: `InvariantToReduced`, or with `to="reduced"` itself.
+
+    Args:
+        axes: Mesh axis or axes that the source is unreduced along, by one reduction.
+        to: The state that `axes` get, "invariant" or "reduced".
+        kind: The reduction of the transpose, "sum" or "avg", if `to` is "reduced".
+
+    >>> import fshard as fs
+    >>> print(fs.AllReduce(("dp", "tp")))
+    all_reduce((dp,tp))
+    """
 
     axes: tuple[str, ...]
     to: To = "invariant"
@@ -164,15 +174,27 @@ class AllReduce:
     name: ClassVar[str] = "all_reduce"
 
     def __post_init__(self) -> None:
-        _canonical(self)
+        _canonicalize(self)
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}){_to(self.to, self.kind)}"
+        return f"{self.name}({_axes_text(self.axes)}){_to_text(self.to, self.kind)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Unreduced to sharded: reduce, each rank keeping its slice. Transpose: `AllGather`."""
+    """Unreduced to sharded: partial sums are added up, and every rank keeps its slice.
+
+    Transpose: `AllGather` to reduced.
+
+    Args:
+        axes: Mesh axis or axes that the source is unreduced along; the most minor of `dim` then.
+        dim: The tensor dim that is sliced.
+        sizes: Sizes of all shards of `dim` afterwards, None if they are equal.
+
+    >>> import fshard as fs
+    >>> print(fs.ReduceScatter("tp", 1))
+    reduce_scatter(tp, dim 1)
+    """
 
     axes: tuple[str, ...]
     dim: int
@@ -180,22 +202,29 @@ class ReduceScatter:
     name: ClassVar[str] = "reduce_scatter"
 
     def __post_init__(self) -> None:
-        _canonical(self, "dim")
+        _canonicalize(self, "dim")
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}, dim {self.dim})"
+        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Sharded to sharded: `axes` leave the minor end of `src_dim` for that of `dst_dim`.
+    """Sharded to sharded: axes leave the minor end of one dim for the minor end of another.
 
-    `sizes` are those of all shards of `dst_dim` afterwards. `also` are further ones, done in the
-    same launch: all axes are first taken from their dims, the last listed ones first, and then
-    put where they go, the first listed ones first; some may come back to the dim that others
-    leave. Transpose: itself, dims swapped.
+    Several such moves can share one launch. First all axes are removed from their dims, in the
+    reverse order of the list; then they are added to their new dims, in its order. Some may return
+    to the dim that others leave. Transpose: the reverse moves.
 
-    >>> print(AllToAll("x", 0, 1, also=(AllToAll("y", 2, 1),)))
+    Args:
+        axes: Mesh axis or axes, the most minor ones of `src_dim`.
+        src_dim: The tensor dim that is gathered.
+        dst_dim: The tensor dim that is sliced.
+        sizes: Sizes of all shards of `dst_dim` afterwards, None if they are equal.
+        also: Further moves in the same launch, all-to-alls without `also`.
+
+    >>> import fshard as fs
+    >>> print(fs.AllToAll("x", 0, 1, also=(fs.AllToAll("y", 2, 1),)))
     all_to_all(x, dim 0 -> 1; y, dim 2 -> 1)
     """
 
@@ -207,46 +236,51 @@ class AllToAll:
     name: ClassVar[str] = "all_to_all"
 
     def __post_init__(self) -> None:
-        _canonical(self, "src_dim", "dst_dim")
+        _canonicalize(self, "src_dim", "dst_dim")
         also = tuple(self.also) if isinstance(self.also, list | tuple) else (self.also,)
-        if not all(isinstance(each, AllToAll) and not each.also for each in also):
+        if not all(isinstance(move, AllToAll) and not move.also for move in also):
             fail("fs.AllToAll", f"also={self.also!r}", "also must be AllToAll steps without `also`",
                  "also=(fs.AllToAll('y', 0, 1), fs.AllToAll('z', 0, 1)), side by side")  # fmt: skip
         object.__setattr__(self, "also", also)
 
     @property
     def pairs(self) -> tuple[AllToAll, ...]:
-        """Each by itself, in the order of the listing."""
+        """All moves as all-to-alls without `also`, this one first."""
         first = AllToAll(self.axes, self.src_dim, self.dst_dim, self.sizes) if self.also else self
         return (first, *self.also)
 
     def __str__(self) -> str:
-        moves = (f"{_names(p.axes)}, dim {p.src_dim} -> {p.dst_dim}" for p in self.pairs)
+        moves = (f"{_axes_text(p.axes)}, dim {p.src_dim} -> {p.dst_dim}" for p in self.pairs)
         return f"{self.name}({'; '.join(moves)})"
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePermute:
-    """Sharded to sharded of the same local shapes: shards move between devices whole.
+    """Sharded to sharded with the same local shapes: devices trade complete shards.
 
-    `partition` is the result's; dims at its end that are left out are not sharded. Covers
-    reordered axes, exchanged dims and shards that move from one axis to another of the same
-    size, unreduced ones too. Transpose: the inverse.
-    After AllPermute of Rink et al., arXiv 2112.01075.
+    This covers reordered axes, dims that trade their axes, and shards that go from one axis to
+    another of the same size, also of unreduced tensors. Transpose: the inverse permutation. After
+    AllPermute of Rink et al., arXiv 2112.01075.
 
-    Which rank sends to which: an axis that keeps its role (the dim it cuts and the stride, or
-    its state) keeps its coordinate, so shards move within groups along the other axes. What a
-    rank holds there, and what it needs, is the index of its shard in every dim, and for each
-    reduction its row-major index along the moving unreduced axes, in the order of their names.
-    A rank that holds what it needs keeps it; of each shard the other holders send, in mesh
-    order, to the other ranks that need it, in mesh order.
+    An axis that keeps its role (its dim and stride there, or its state) keeps its coordinate, so
+    that shards move within groups along the other axes. A shard is identified by its index in every
+    dim, and for each reduction by its row-major index along the moving unreduced axes, in the order
+    of their names. A rank that holds the shard that it needs keeps it; the other holders of each
+    shard send, in mesh order, to the other ranks that need it, in mesh order.
+
+    Args:
+        partition: The partition of the result; dims that it leaves out are not sharded.
+
+    >>> import fshard as fs
+    >>> print(fs.CollectivePermute(fs.P("y", "x")))
+    collective_permute(P('y', 'x'))
     """
 
     partition: PartitionSpec
     name: ClassVar[str] = "collective_permute"
 
     def __post_init__(self) -> None:
-        _partition(self, self.partition)
+        _store_partition(self, self.partition)
 
     def __str__(self) -> str:
         return f"{self.name}({self.partition!r})"
@@ -254,28 +288,27 @@ class CollectivePermute:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """From any layout to any other: each rank receives what it lacks, and no more.
+    """Any layout to any other: each rank receives the elements that it lacks, and no more.
 
-    One all-to-all-v, in which each piece is sent once, by one of its holders: Zhuang et al.,
-    "On optimizing the communication of model parallelism" (arXiv 2211.05322).
+    It is one all-to-all-v in which every piece is sent once, by one of its holders: Zhuang et al.,
+    "On optimizing the communication of model parallelism" (arXiv 2211.05322). Transpose: the
+    reverse exchange, on the duals.
 
-    `partition` is the result's (dims left out at its end are not sharded), `sizes` the shard
-    sizes of its dims that are not cut equally, by dim, and `mesh` its mesh where that is another
-    one: with the same devices, some of them, or none.
+    States of an axis: unreduced may be reduced, where the pieces arrive, or stay. Reduced stays
+    so or becomes sharded; invariant may become reduced. Sharded may become unreduced: each element
+    goes to the ranks with the coordinate along the axis that it comes from, and the others have the
+    neutral element. Between two meshes all partial sums are reduced on arrival, and the source must
+    not be reduced: `ReducedToInvariant` goes first.
 
-    Axes that the source alone is unreduced on are reduced where pieces arrive. Axes that it is
-    reduced on stay so or become sharded, and others may become reduced. Axes that become
-    unreduced are sharded before: each element goes to the ranks at the place along them that it
-    comes from, the others have the neutral element there. Along these, and along reduced axes
-    that become sharded, nothing moves: copies are taken from those at one's own place. To another
-    mesh all addends are reduced on arrival, and a reduced source is refused: `ReducedToInvariant`
-    goes first. Transpose: the exchange back, on the duals.
+    Args:
+        partition: The partition of the result; dims that it leaves out are not sharded.
+        sizes: For every dim the sizes of its shards, None where they are equal.
+        mesh: The mesh of the result, if it is another one; devices may differ.
 
-    >>> print(Exchange(PartitionSpec(None, "x")))
-    exchange(P(None, 'x'))
-    >>> print(Exchange(PartitionSpec(None, "x", unreduced={"y"})))
+    >>> import fshard as fs
+    >>> print(fs.Exchange(fs.P(None, "x", unreduced={"y"})))
     exchange(P(None, 'x', unreduced={'y'}))
-    >>> print(Exchange(PartitionSpec("y"), mesh=Mesh(y=3)))
+    >>> print(fs.Exchange(fs.P("y"), mesh=fs.Mesh(y=3)))
     exchange(P('y'), Mesh(y=3))
     """
 
@@ -285,10 +318,10 @@ class Exchange:
     name: ClassVar[str] = "exchange"
 
     def __post_init__(self) -> None:
-        _partition(self, self.partition)
-        _some_sizes(self, self.sizes)
+        _store_partition(self, self.partition)
+        _store_sizes(self, self.sizes)
         if self.mesh is not None:
-            _mesh(self, self.mesh)
+            _check_mesh(self, self.mesh)
 
     def __str__(self) -> str:
         to = "" if self.mesh is None else f", {self.mesh}"
@@ -297,13 +330,17 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Remesh:
-    """The same shards on the same devices, read on another mesh; no traffic, no copy.
+    """The same shards on the same devices, described on another mesh; nothing is sent or copied.
 
-    An axis becomes several or several one, or axes have other names; `partition` is the
-    result's (dims left out at its end are not sharded). Planned on a cluster, `x_0` and `x_1`
-    are the parts of an axis `x`, the first one major. Transpose: the way back.
+    An axis is split into several, several are merged into one, or axes get other names. Plans for a
+    cluster split an axis `x` into `x_0`, the major part, and `x_1`. Transpose: the reverse.
 
-    >>> print(Remesh(Mesh(a=2, b=2), PartitionSpec(("a", "b"))))
+    Args:
+        mesh: The mesh of the result, of the same devices.
+        partition: The partition of the result; dims that it leaves out are not sharded.
+
+    >>> import fshard as fs
+    >>> print(fs.Remesh(fs.Mesh(a=2, b=2), fs.P(("a", "b"))))
     remesh(Mesh(a=2, b=2))
     """
 
@@ -312,8 +349,8 @@ class Remesh:
     name: ClassVar[str] = "remesh"
 
     def __post_init__(self) -> None:
-        _mesh(self, self.mesh)
-        _partition(self, self.partition)
+        _check_mesh(self, self.mesh)
+        _store_partition(self, self.partition)
 
     def __str__(self) -> str:
         return f"{self.name}({self.mesh})"
@@ -321,9 +358,17 @@ class Remesh:
 
 @dataclass(frozen=True, slots=True)
 class InvariantToReduced:
-    """Invariant to reduced: the same values, from here on used for different work.
+    """Invariant to reduced: each rank uses the same value for different work from then on.
 
-    With `kind="avg"` each rank keeps its share, the value over n. Transpose: `AllReduce`.
+    Transpose: `AllReduce`.
+
+    Args:
+        axes: Mesh axis or axes that are invariant.
+        kind: "sum", or "avg": then each rank keeps the value divided by the number of ranks.
+
+    >>> import fshard as fs
+    >>> print(fs.InvariantToReduced("dp"))
+    invariant_to_reduced(dp)
     """
 
     axes: tuple[str, ...]
@@ -331,32 +376,50 @@ class InvariantToReduced:
     name: ClassVar[str] = "invariant_to_reduced"
 
     def __post_init__(self) -> None:
-        _canonical(self)
+        _canonicalize(self)
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
+        return (
+            f"{self.name}({_axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedToInvariant:
-    """Reduced to invariant; no traffic. Transpose: `ReplicatedToUnreduced`."""
+    """Reduced to invariant; nothing is sent. Transpose: `ReplicatedToUnreduced`.
+
+    Args:
+        axes: Mesh axis or axes that are reduced.
+
+    >>> import fshard as fs
+    >>> print(fs.ReducedToInvariant("dp"))
+    reduced_to_invariant(dp)
+    """
 
     axes: tuple[str, ...]
     name: ClassVar[str] = "reduced_to_invariant"
 
     def __post_init__(self) -> None:
-        _canonical(self)
+        _canonicalize(self)
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)})"
+        return f"{self.name}({_axes_text(self.axes)})"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedToUnreduced:
     """Invariant or reduced to unreduced: the value on coordinate 0, the neutral element elsewhere.
 
-    The neutral element is the reduction's own (0, 1, the lowest or the highest number); an
-    average needs none, every rank keeps the value. Transpose: `ReducedToInvariant`, or itself.
+    The neutral element is that of the reduction: 0, 1, the lowest or the highest value. For an
+    average all ranks keep the value. Transpose: `ReducedToInvariant`, or for reduced axes itself.
+
+    Args:
+        axes: Mesh axis or axes that are all invariant, or all reduced.
+        kind: The reduction: "sum", "avg", "max", "min" or "product".
+
+    >>> import fshard as fs
+    >>> print(fs.ReplicatedToUnreduced("dp", "max"))
+    replicated_to_unreduced(dp, max)
     """
 
     axes: tuple[str, ...]
@@ -364,19 +427,30 @@ class ReplicatedToUnreduced:
     name: ClassVar[str] = "replicated_to_unreduced"
 
     def __post_init__(self) -> None:
-        _canonical(self)
+        _canonicalize(self)
 
     def __str__(self) -> str:
-        return f"{self.name}({_names(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
+        return (
+            f"{self.name}({_axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedToUnreduced:
-    """Sharded to unreduced: the own block among neutral elements. Transpose: `AllSlice`.
+    """Sharded to unreduced: each rank embeds its shard in neutral elements; nothing is sent.
 
-    With `by`, reduced axes of as many ranks take the place of `axes`, anywhere in the dim: a
-    rank whose places along both agree keeps its block, the others hold neutral elements.
-    Transpose: itself, the two exchanged.
+    Transpose: `AllSlice` of reduced axes, or itself with `axes` and `by` exchanged.
+
+    Args:
+        axes: Mesh axis or axes, the most minor ones of `dim`; with `by`, anywhere in it.
+        dim: The tensor dim that is sharded over them.
+        kind: The reduction: "sum", "avg", "max", "min" or "product".
+        by: Reduced axes, of as many ranks, that take the place of `axes`: a rank with the same
+            index along both keeps its shard, the others hold neutral elements.
+
+    >>> import fshard as fs
+    >>> print(fs.ShardedToUnreduced("tp", 0))
+    sharded_to_unreduced(tp, dim 0)
     """
 
     axes: tuple[str, ...]
@@ -386,18 +460,27 @@ class ShardedToUnreduced:
     name: ClassVar[str] = "sharded_to_unreduced"
 
     def __post_init__(self) -> None:
-        _canonical(self, "dim")
+        _canonicalize(self, "dim")
         object.__setattr__(self, "by", as_axes(self.by))
 
     def __str__(self) -> str:
         kind = "" if self.kind == "sum" else f", {self.kind}"
-        by = f" by {_names(self.by)}" if self.by else ""
-        return f"{self.name}({_names(self.axes)}, dim {self.dim}{by}{kind})"
+        by = f" by {_axes_text(self.by)}" if self.by else ""
+        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim}{by}{kind})"
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A change of dtype, of complex numbers to real ones their real part. Transpose: back."""
+    """A change of dtype, from complex to real the real part. Transpose: the cast back.
+
+    Args:
+        dtype: The dtype of the result.
+
+    >>> import fshard as fs
+    >>> import torch
+    >>> print(fs.Cast(torch.bfloat16))
+    cast(bf16)
+    """
 
     dtype: torch.dtype
     name: ClassVar[str] = "cast"
@@ -411,14 +494,8 @@ class Cast:
         return f"{self.name}({DTYPE_NAMES.get(self.dtype, str(self.dtype))})"
 
 
-Step = (
-    AllGather
-    | AllSlice
-    | AllReduce
-    | ReduceScatter
-    | AllToAll
-    | CollectivePermute
-    | Exchange
+LocalStep = (
+    AllSlice
     | Remesh
     | InvariantToReduced
     | ReducedToInvariant
@@ -426,4 +503,10 @@ Step = (
     | ShardedToUnreduced
     | Cast
 )
-"""Any one step."""
+"""Any step that sends nothing."""
+
+Collective = AllGather | AllReduce | ReduceScatter | AllToAll | CollectivePermute | Exchange
+"""Any step that communicates along axes of several ranks."""
+
+Step = Collective | LocalStep
+"""Any step."""

@@ -1,8 +1,8 @@
-"""The reference interpreter: steps as slices and concatenations of the tuple of all shards.
+"""Reference interpreter: steps as slices and concatenations of the tuple of all shards.
 
-No threads, no transport, nothing shared with the interpreter that runs programs, and no use
-of cost, search or transpose: it is the oracle that the tests hold everything else against.
-Shards are always in the order of `mesh.ranks`.
+It has no threads and no transport, shares nothing with the interpreter that runs programs, and uses
+neither cost, search nor transpose: tests compare everything else with it. Shards are in the order
+of `mesh.ranks`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = ["global_value", "pairing", "shards_of", "simulate", "simulate_step"]
+__all__ = ["check", "global_value", "pairing", "shards_of", "simulate", "simulate_step"]
 
 Shards = tuple[torch.Tensor, ...]
 ByRank = dict[int, torch.Tensor]
@@ -48,14 +48,19 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-# -- what shards mean -----------------------------------------------------------------
+def check(prog: Program) -> None:
+    """Type-check a program again; raise `ShardingError` if a step does not apply."""
+    Program(prog.src, prog.steps, prog.dst)
+
+
+# -- shards and global values ---------------------------------------------------------
 
 
 def shards_of(global_tensor: torch.Tensor, spec: Spec) -> Shards:
-    """The canonical shards of a global tensor: its slices, neutral elements beside addends.
+    """Return the canonical shards of a global tensor: slices, and neutral elements if unreduced.
 
-    An unreduced axis has the value on coordinate 0 and the reduction's neutral element
-    elsewhere (an average has the value everywhere); one reduced by avg has the value over n.
+    An unreduced axis has the value on coordinate 0 and the reduction's neutral element elsewhere;
+    for an average it has the value everywhere. An axis reduced by avg has the value over n.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -75,10 +80,10 @@ def shards_of(global_tensor: torch.Tensor, spec: Spec) -> Shards:
 
 
 def global_value(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """The global tensor that shards mean; asserts that they fit and that replicas agree.
+    """Return the global tensor of shards, and assert that they fit and that replicas agree.
 
-    Unreduced axes are reduced in the order of their names, which only matters where one
-    tensor is unreduced by reductions that do not commute.
+    Unreduced axes are reduced in the order of their names, which only matters if one tensor is
+    unreduced by reductions that do not commute.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -86,29 +91,31 @@ def global_value(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
     >>> global_value((torch.tensor([3]), torch.tensor([4, 5])), spec)
     tensor([3, 4, 5])
     """
-    held = _by_rank(shards, spec)
+    shards_by_rank = _by_rank(shards, spec)
     for axis in _replicated(spec):
         for first, *others in spec.mesh.groups(axis):
             for rank in others:
-                assert _same(held[first], held[rank]), (
+                assert _same(shards_by_rank[first], shards_by_rank[rank]), (
                     f"ranks {first} and {rank} hold different replicas along {axis!r} of {spec}"
                 )
     for axis, kind in spec.partition.unreduced_kinds:
         for group in spec.mesh.groups(axis):
-            held |= dict.fromkeys(group, _reduce([held[rank] for rank in group], kind))
+            shards_by_rank |= dict.fromkeys(
+                group, _reduce([shards_by_rank[rank] for rank in group], kind)
+            )
     for dim, axes in enumerate(spec.partition.dims):
         for group in spec.mesh.groups(axes):
-            held |= dict.fromkeys(group, torch.cat([held[rank] for rank in group], dim) if axes
-                                  else held[group[0]])  # fmt: skip
-    return _times(held[spec.mesh.ranks[0]], _averaged(spec, spec.mesh.axes))
+            parts = [shards_by_rank[rank] for rank in group]
+            shards_by_rank |= dict.fromkeys(group, torch.cat(parts, dim) if axes else parts[0])
+    return _times(shards_by_rank[spec.mesh.ranks[0]], _averaged(spec, spec.mesh.axes))
 
 
 def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """`<x, y>` of shards of `spec` with shards of its dual: a 0-dim tensor.
+    """Return `<x, y>` of shards of `spec` with shards of its dual, as a 0-dim tensor.
 
-    The local products add up over the ranks; an invariant axis is one logical computation,
-    so that only its coordinate 0 counts. For real tensors it is the inner product of the
-    global values; no conjugate is taken.
+    The local products add up over the ranks; an invariant axis is one logical computation, so that
+    only its coordinate 0 counts. For real tensors this is the inner product of the global values;
+    no conjugate is taken.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -125,11 +132,11 @@ def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], spec: Spec) ->
     return total
 
 
-# -- what steps do --------------------------------------------------------------------
+# -- steps ----------------------------------------------------------------------------
 
 
 def simulate(prog: Program, shards: Sequence[torch.Tensor]) -> Shards:
-    """The shards of `prog.dst` that a program makes of shards of `prog.src`.
+    """Return the shards of `prog.dst` that result from shards of `prog.src`.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -139,18 +146,18 @@ def simulate(prog: Program, shards: Sequence[torch.Tensor]) -> Shards:
     (tensor([3, 4]), tensor([3, 4]))
     """
     spec, wire = prog.src, prog.forward_dtype
-    now = tuple(shards)
-    _by_rank(now, spec)
+    shards = tuple(shards)
+    _by_rank(shards, spec)
     if wire is not None:
-        spec, now = spec.replace(dtype=wire), tuple(shard.to(wire) for shard in now)
+        spec, shards = spec.replace(dtype=wire), tuple(shard.to(wire) for shard in shards)
     for step in prog.steps:
         if wire is None or not isinstance(step, Cast):
-            now, spec = simulate_step(step, spec, now), infer(step, spec)
-    return tuple(shard.to(prog.dst.dtype) for shard in now)
+            shards, spec = simulate_step(step, spec, shards), infer(step, spec)
+    return tuple(shard.to(prog.dst.dtype) for shard in shards)
 
 
 def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Shards:
-    """The shards of `infer(step, spec)` that one step makes of shards of `spec`.
+    """Return the shards of `infer(step, spec)` that one step makes from shards of `spec`.
 
     >>> from fshard.layout.mesh import Mesh
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -159,26 +166,26 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
     (tensor([3]), tensor([4]))
     """
     after = infer(step, spec)
-    held = _by_rank(shards, spec)
+    shards_by_rank = _by_rank(shards, spec)
     if isinstance(step, CollectivePermute):
-        made = _permute(spec, after, held)
+        outputs = _permute(spec, after, shards_by_rank)
     elif isinstance(step, Exchange):
-        made = _exchange(spec, after, held)
+        outputs = _exchange(spec, after, shards_by_rank)
     elif isinstance(step, Remesh):
-        made = held
+        outputs = shards_by_rank
     elif isinstance(step, AllToAll):
-        made = _all_to_all(step, spec, held)
+        outputs = _all_to_all(step, spec, shards_by_rank)
     elif isinstance(step, ShardedToUnreduced) and step.by:
-        made = _substitute(step, spec, after, held)
+        outputs = _substitute(step, spec, after, shards_by_rank)
     elif isinstance(step, Cast):
-        made = {rank: _cast(shard, step.dtype) for rank, shard in held.items()}
+        outputs = {rank: _cast(shard, step.dtype) for rank, shard in shards_by_rank.items()}
     else:
-        made = {}
+        outputs = {}
         for group in spec.mesh.groups(step.axes):
-            parts = [held[rank] for rank in group]
+            parts = [shards_by_rank[rank] for rank in group]
             shapes = [after.local_shape(rank) for rank in group]
-            made |= zip(group, _in_group(step, spec, parts, shapes), strict=True)
-    result = tuple(made[rank] for rank in after.mesh.ranks)
+            outputs |= zip(group, _in_group(step, spec, parts, shapes), strict=True)
+    result = tuple(outputs[rank] for rank in after.mesh.ranks)
     _by_rank(result, after)
     return result
 
@@ -186,127 +193,128 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
 def _in_group(
     step: Step, spec: Spec, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]
 ) -> Iterable[torch.Tensor]:
-    """What the ranks of one group hold after a step, major to minor; `shapes` are the results'."""
+    """Return the outputs of one group, major to minor; `shapes` are those of the outputs."""
     assert not isinstance(step, AllToAll | CollectivePermute | Exchange | Remesh | Cast)
     n, unreduced = len(parts), dict(spec.partition.unreduced_kinds)
     scale = _averaged(spec, step.axes)
     match step:
         case AllGather(_, dim, to, kind):
-            whole = torch.cat(parts, dim)
-            return [_share(whole, n if (to, kind) == ("reduced", "avg") else 1)] * n
+            gathered = torch.cat(parts, dim)
+            return [_share(gathered, n if (to, kind) == ("reduced", "avg") else 1)] * n
         case AllSlice(_, dim):
-            return [
-                _cut(_times(part, scale), dim, shapes)[place] for place, part in enumerate(parts)
-            ]
+            return [_split(_times(part, scale), dim, shapes)[i] for i, part in enumerate(parts)]
         case AllReduce(axes, to, kind):
             total = _reduce(parts, unreduced[axes[0]])
             return [_share(total, n if (to, kind) == ("reduced", "avg") else 1)] * n
         case ReduceScatter(axes, dim):
-            return _cut(_reduce(parts, unreduced[axes[0]]), dim, shapes)
+            return _split(_reduce(parts, unreduced[axes[0]]), dim, shapes)
         case InvariantToReduced(_, kind):
             return [_share(part, n if kind == "avg" else 1) for part in parts]
         case ReducedToInvariant():
             return [_times(part, scale) for part in parts]
         case ReplicatedToUnreduced(_, kind):
-            first, *others = [_times(part, scale) for part in parts]
-            return [first, *(part if kind == "avg" else _neutral(part, kind) for part in others)]
+            first, *rest = [_times(part, scale) for part in parts]
+            return [first, *(part if kind == "avg" else _neutral(part, kind) for part in rest)]
         case ShardedToUnreduced(_, dim, kind):
             times = n if kind == "avg" else 1
             rows = [[_neutral(part, kind) for part in parts] for _ in parts]
-            for place, row in enumerate(rows):
-                row[place] = _times(parts[place], times)
+            for i, row in enumerate(rows):
+                row[i] = _times(parts[i], times)
             return [torch.cat(row, dim) for row in rows]
         case _:
             assert_never(step)
 
 
-def _all_to_all(step: AllToAll, spec: Spec, held: ByRank) -> ByRank:
-    """First the shards become whole along the pairs' axes, the last pair's first, then cut."""
+def _all_to_all(step: AllToAll, spec: Spec, shards_by_rank: ByRank) -> ByRank:
+    """Gather the shards along the axes of all pairs, the last pair first, then slice them."""
     for gather in (AllGather(pair.axes, pair.src_dim) for pair in reversed(step.pairs)):
-        held, spec = _one(gather, spec, held), infer(gather, spec)
-    for cut in (AllSlice(pair.axes, pair.dst_dim, pair.sizes) for pair in step.pairs):
-        held, spec = _one(cut, spec, held), infer(cut, spec)
-    return held
+        shards_by_rank, spec = _apply_step(gather, spec, shards_by_rank), infer(gather, spec)
+    for slice_ in (AllSlice(pair.axes, pair.dst_dim, pair.sizes) for pair in step.pairs):
+        shards_by_rank, spec = _apply_step(slice_, spec, shards_by_rank), infer(slice_, spec)
+    return shards_by_rank
 
 
-def _one(step: AllGather | AllSlice, spec: Spec, held: ByRank) -> ByRank:
-    shards = simulate_step(step, spec, [held[rank] for rank in spec.mesh.ranks])
+def _apply_step(step: AllGather | AllSlice, spec: Spec, shards_by_rank: ByRank) -> ByRank:
+    shards = simulate_step(step, spec, [shards_by_rank[rank] for rank in spec.mesh.ranks])
     return dict(zip(spec.mesh.ranks, shards, strict=True))
 
 
-def _exchange(before: Spec, after: Spec, held: ByRank) -> ByRank:
-    """Every rank's slice of the global value, of all addends that do not stay addends.
+def _exchange(before: Spec, after: Spec, shards_by_rank: ByRank) -> ByRank:
+    """Return every rank's slice of the global value, of all partial sums that do not stay so.
 
-    Where the reductions are averages and sums, what all addends make is their sum, over the
-    number of those that are averaged. What becomes reduced by avg is a share of it. Where shards
-    become addends, a rank has the elements of the shards at its place among neutral elements.
+    If the reductions are averages and sums, the partial sums add up to their sum, divided by the
+    number of those that are averaged. A value that becomes reduced by avg is divided too. If shards
+    become unreduced, a rank has the elements of the shards at its own coordinate, and neutral
+    elements elsewhere.
     """
     old, new = before.partition, after.partition
     stay = [axis for axis in old.unreduced if axis in new.unreduced]
-    gone = {axis: kind for axis, kind in old.unreduced_kinds if axis not in stay}
-    made_of = {axis: kind for axis, kind in new.unreduced_kinds if axis not in stay}
+    summed = {axis: kind for axis, kind in old.unreduced_kinds if axis not in stay}
+    embedded = {axis: kind for axis, kind in new.unreduced_kinds if axis not in stay}
     lost = [axis for axis in old.reduced if axis not in new.reduced]
-    kind = next((kind for kind in gone.values() if kind not in ("sum", "avg")), "sum")
+    kind = next((kind for kind in summed.values() if kind not in ("sum", "avg")), "sum")
     sizes = before.mesh.shape
-    shares = math.prod(sizes[axis] for axis, each in gone.items() if each == "avg")
+    shares = math.prod(sizes[axis] for axis, by in summed.items() if by == "avg")
     shares *= math.prod(
         after.mesh.shape[axis]
-        for axis, each in new.reduced_kinds
-        if each == "avg" and axis not in old.reduced
+        for axis, by in new.reduced_kinds
+        if by == "avg" and axis not in old.reduced
     )
-    times = before.mesh.axis_size([axis for axis, each in made_of.items() if each == "avg"])
+    times = before.mesh.axis_size([axis for axis, by in embedded.items() if by == "avg"])
     times *= _averaged(before, lost)
-    wholes: dict[tuple[int, int], torch.Tensor] = {}
+    partials: dict[tuple[int, int], torch.Tensor] = {}
     origin = torch.empty(before.shape, dtype=torch.int64)
-    for rank, shard in held.items():
-        origin[before.index(rank)] = before.mesh.index(rank, tuple(made_of))
-        place = before.mesh.index(rank, stay), before.mesh.index(rank, tuple(gone))
-        whole = wholes.setdefault(place, shard.new_empty(before.shape))
-        whole[before.index(rank)] = shard
-    made = {}
+    for rank, shard in shards_by_rank.items():
+        origin[before.index(rank)] = before.mesh.index(rank, tuple(embedded))
+        key = before.mesh.index(rank, stay), before.mesh.index(rank, tuple(summed))
+        partial = partials.setdefault(key, shard.new_empty(before.shape))
+        partial[before.index(rank)] = shard
+    outputs = {}
     for rank in after.mesh.ranks:
-        here, n = after.mesh.index(rank, stay), before.mesh.axis_size(tuple(gone))
-        total = _reduce([wholes[here, each][after.index(rank)] for each in range(n)], kind)
-        made[rank] = _times(_share(total, shares), times).clone()
-        if made_of:
-            away = origin[after.index(rank)] != after.mesh.index(rank, tuple(made_of))
-            neutral = _neutral(made[rank], next(iter(made_of.values())))
-            made[rank] = torch.where(away, neutral, made[rank])
-    return made
+        index, n = after.mesh.index(rank, stay), before.mesh.axis_size(tuple(summed))
+        total = _reduce([partials[index, i][after.index(rank)] for i in range(n)], kind)
+        outputs[rank] = _times(_share(total, shares), times).clone()
+        if embedded:
+            elsewhere = origin[after.index(rank)] != after.mesh.index(rank, tuple(embedded))
+            neutral = _neutral(outputs[rank], next(iter(embedded.values())))
+            outputs[rank] = torch.where(elsewhere, neutral, outputs[rank])
+    return outputs
 
 
-def _substitute(step: ShardedToUnreduced, before: Spec, after: Spec, held: ByRank) -> ByRank:
-    """Every rank's block in an else neutral global tensor, of which it keeps its new part."""
+def _substitute(
+    step: ShardedToUnreduced, before: Spec, after: Spec, shards_by_rank: ByRank
+) -> ByRank:
+    """Embed every rank's shard in a neutral global tensor, and slice that by the new layout."""
     n = before.mesh.axis_size(step.axes) if step.kind == "avg" else 1
-    made = {}
-    for rank, block in held.items():
-        whole = _neutral(block.new_empty(before.shape), step.kind)
-        whole[before.index(rank)] = _times(block, n * _averaged(before, step.by))
-        made[rank] = whole[after.index(rank)].clone()
-    return made
+    outputs = {}
+    for rank, block in shards_by_rank.items():
+        full = _neutral(block.new_empty(before.shape), step.kind)
+        full[before.index(rank)] = _times(block, n * _averaged(before, step.by))
+        outputs[rank] = full[after.index(rank)].clone()
+    return outputs
 
 
-def _permute(before: Spec, after: Spec, held: ByRank) -> ByRank:
-    """Every rank receives the chunk it needs from a rank that holds it, each sent once.
+def _permute(before: Spec, after: Spec, shards_by_rank: ByRank) -> ByRank:
+    """Give every rank the shard it needs from a rank that holds it; each shard is sent once.
 
-    A rank that holds what it needs keeps it; the others pair up in rank-position order.
+    A rank that holds the shard it needs keeps it; the others pair up in mesh order.
     """
     ranks = list(before.mesh.devices)
     stay = [axis for axis in before.mesh.axes if _role(before, axis) == _role(after, axis)]
     have = {rank: _chunk(before, rank, stay) for rank in ranks}
     need = {rank: _chunk(after, rank, stay) for rank in ranks}
-    made = {rank: held[rank] for rank in ranks if have[rank] == need[rank]}
-    spare = [rank for rank in ranks if rank not in made]
+    outputs = {rank: shards_by_rank[rank] for rank in ranks if have[rank] == need[rank]}
+    spare = [rank for rank in ranks if rank not in outputs]
     for rank in ranks:
-        if rank not in made:
-            origin = next(each for each in spare if have[each] == need[rank])
+        if rank not in outputs:
+            origin = next(holder for holder in spare if have[holder] == need[rank])
             spare.remove(origin)
-            made[rank] = held[origin]
-    return made
+            outputs[rank] = shards_by_rank[origin]
+    return outputs
 
 
 def _role(spec: Spec, axis: str) -> object:
-    """What a step along an axis changes: the shard's index in each dim, or its state's part."""
+    """Return the role of an axis: its stride in the shard index of each dim, and its states."""
     p = spec.partition
     if spec.mesh.shape[axis] == 1:
         return None
@@ -316,29 +324,25 @@ def _role(spec: Spec, axis: str) -> object:
 
 
 def _chunk(spec: Spec, rank: int, stay: list[str]) -> object:
-    """The shard of the global tensor, and of it the addend among those that move.
-
-    Along axes that stay, a rank exchanges nothing with the others: its place there is part of
-    what it holds.
-    """
-    moving = [each for each in spec.partition.unreduced_kinds if each[0] not in stay]
-    addends = {
-        kind: spec.mesh.index(rank, [axis for axis, each in moving if each == kind])
+    """Identify the shard of a rank, its partial sum, and its index along the axes that stay."""
+    moving = [pair for pair in spec.partition.unreduced_kinds if pair[0] not in stay]
+    partials = {
+        kind: spec.mesh.index(rank, [axis for axis, by in moving if by == kind])
         for _, kind in moving
     }
     shard = [spec.mesh.index(rank, axes) for axes in spec.partition.dims]
-    return shard, addends, spec.mesh.index(rank, stay)
+    return shard, partials, spec.mesh.index(rank, stay)
 
 
 # -- parts ----------------------------------------------------------------------------
 
 
 def _by_rank(shards: Sequence[torch.Tensor], spec: Spec) -> ByRank:
-    """Shards by rank, after asserting that each has its spec's shape and dtype."""
-    held = dict(zip(spec.mesh.ranks, shards, strict=True))
-    for rank, shard in held.items():
+    """Return shards by rank, and assert that each has its spec's shape and dtype."""
+    shards_by_rank = dict(zip(spec.mesh.ranks, shards, strict=True))
+    for rank, shard in shards_by_rank.items():
         _assert_fits(shard, spec.local_shape(rank), spec.dtype, f"rank {rank} of {spec}")
-    return held
+    return shards_by_rank
 
 
 def _assert_fits(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
@@ -348,7 +352,7 @@ def _assert_fits(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, wh
 
 
 def _replicated(spec: Spec) -> list[str]:
-    """The axes along which all ranks hold the same: invariant and reduced ones."""
+    """Return the axes along which all ranks hold the same values: invariant and reduced ones."""
     p = spec.partition
     varied = {axis for axes in p.dims for axis in axes} | set(p.unreduced)
     return [axis for axis in spec.mesh.axes if axis not in varied]
@@ -359,7 +363,7 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _averaged(spec: Spec, axes: Iterable[str]) -> int:
-    """How many shares of an average make the value, along `axes`."""
+    """Return the number of shares of an average along `axes` that add up to the value."""
     reduced = spec.partition.reduced
     return math.prod(spec.mesh.shape[axis] for axis in axes if reduced.get(axis) == "avg")
 
@@ -373,7 +377,7 @@ def _share(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that every kernel takes: floats of 8 bits are moved, and not much else."""
+    """Return floats of 8 bits as float32, since few kernels support them."""
     return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
 
 
@@ -386,12 +390,14 @@ def _reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     return (total / len(parts) if kind == "avg" else total).to(parts[0].dtype)
 
 
-def _cut(x: torch.Tensor, dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+def _split(
+    x: torch.Tensor, dim: int, shapes: Sequence[tuple[int, ...]]
+) -> tuple[torch.Tensor, ...]:
     return torch.split(x, [shape[dim] for shape in shapes], dim)
 
 
 def _neutral(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """A tensor like `x` of the number that the reduction ignores."""
+    """Return a tensor like `x`, filled with the neutral element of the reduction."""
     if kind in ("sum", "avg"):
         return torch.zeros_like(x)
     if kind == "product":
@@ -400,6 +406,6 @@ def _neutral(x: torch.Tensor, kind: str) -> torch.Tensor:
         return torch.full_like(x, kind == "min")
     if x.dtype.is_floating_point:
         limit = torch.full_like(_wide(x), -math.inf if kind == "max" else math.inf)
-        return limit.to(x.dtype)  # the largest there is, where there is no infinity
+        return limit.to(x.dtype)  # the largest value of dtypes without infinity
     info = torch.iinfo(x.dtype)
     return torch.full_like(x, info.min if kind == "max" else info.max)

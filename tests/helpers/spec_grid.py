@@ -1,6 +1,6 @@
-"""What the tests share: grids of specs, integer tensors, and an oracle of plain slicing.
+"""Grids of specs, integer tensors, error texts, and an oracle that slices global tensors.
 
-Nothing here uses the library beyond its values, so that it can judge the rest.
+The oracle uses the library's values alone, so that it can judge the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ __all__ = [
     "all_specs",
     "global_of",
     "message",
+    "ordered_placements",
     "pairing",
+    "peak_memory_below",
     "random_global",
     "random_locals",
     "sample_pairs",
@@ -34,22 +36,22 @@ STATES = ("invariant", "reduced", "unreduced")
 def ordered_placements(
     axes: Sequence[str], ndim: int
 ) -> Iterator[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]]:
-    """Every way to put some of `axes` on dims, in every order: (axes of each dim, axes left)."""
+    """Yield every placement of axes on dims, in every order: (axes of each dim, axes left)."""
     if ndim == 0:
         yield (), tuple(axes)
         return
     for count in range(len(axes) + 1):
         for chosen in itertools.permutations(axes, count):
             left = tuple(axis for axis in axes if axis not in chosen)
-            for cuts in itertools.combinations_with_replacement(range(count + 1), ndim - 1):
-                edges = (0, *cuts, count)
+            for splits in itertools.combinations_with_replacement(range(count + 1), ndim - 1):
+                edges = (0, *splits, count)
                 yield tuple(chosen[a:b] for a, b in itertools.pairwise(edges)), left
 
 
 def all_partitions(
     axes: Sequence[str], ndim: int, states: Sequence[str] = STATES, kind: str = "sum"
 ) -> list[PartitionSpec]:
-    """Every partition: each axis sharded (in every order), or in one of `states`.
+    """Return every partition: each axis sharded (in every order), or in one of `states`.
 
     Over 2 dims there are 27 on 2 axes and 159 on 3; without `reduced` 18 and 92.
     """
@@ -73,7 +75,7 @@ def all_specs(
     dtype: torch.dtype = torch.int64,
     uneven: str | None = None,
 ) -> list[Spec]:
-    """The spec of every partition of `all_partitions` on `mesh`."""
+    """Return the spec of every partition of `all_partitions` on `mesh`."""
     return [
         Spec(mesh, partition, shape=shape, dtype=dtype, uneven=uneven)
         for partition in all_partitions(mesh.axes, len(shape), states, kind)
@@ -81,13 +83,13 @@ def all_specs(
 
 
 def sample_pairs(specs: Sequence[Spec], count: int, seed: int = 0) -> list[tuple[Spec, Spec]]:
-    """`count` distinct ordered pairs, the same ones every time."""
-    places = random.Random(seed).sample(range(len(specs) ** 2), min(count, len(specs) ** 2))
-    return [(specs[place // len(specs)], specs[place % len(specs)]) for place in sorted(places)]
+    """Return `count` distinct ordered pairs, the same ones every time."""
+    indices = random.Random(seed).sample(range(len(specs) ** 2), min(count, len(specs) ** 2))
+    return [(specs[i // len(specs)], specs[i % len(specs)]) for i in sorted(indices)]
 
 
 def message(where: str, given: str, rule: str, fix: str) -> str:
-    """The text of an error with one problem."""
+    """Return the text of an error with one problem."""
     return f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
 
 
@@ -97,13 +99,13 @@ def message(where: str, given: str, rule: str, fix: str) -> str:
 def random_global(
     shape: Sequence[int], dtype: torch.dtype = torch.int64, seed: int = 0
 ) -> torch.Tensor:
-    """A tensor of small integers, exact in every dtype and under every order of addition."""
+    """Return small random integers, exact in every dtype and under every order of addition."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, tuple(shape), generator=generator).to(dtype)
 
 
-def _others(spec: Spec) -> tuple[str, ...]:
-    """The axes along which every rank holds the same."""
+def _replicated_axes(spec: Spec) -> tuple[str, ...]:
+    """Return the axes along which every rank holds the same values."""
     named = {axis for dim in spec.partition.dims for axis in dim} | set(spec.partition.unreduced)
     return tuple(axis for axis in spec.mesh.axes if axis not in named)
 
@@ -116,18 +118,18 @@ def _scale(spec: Spec, kinds: Iterable[tuple[str, str]]) -> int:
 
 
 def random_locals(spec: Spec, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Locals that `spec` allows, one per rank in rank order: replicas equal, addends free.
+    """Return random locals of `spec`, one per rank in rank order, with equal replicas.
 
-    Addends are drawn for every place of the unreduced axes; `avg` multiplies them by the
-    number averaged, so that values stay integers.
+    Unreduced values are drawn for every coordinate of the unreduced axes; for `avg` they are
+    multiplied by the number of ranks, so that the average stays an integer.
     """
     unreduced = tuple(spec.partition.unreduced)
     scale = _scale(spec, spec.partition.unreduced_kinds)
     locals_ = []
     for rank in spec.mesh.ranks:
-        place = spec.mesh.index(rank, unreduced)
-        whole = random_global(spec.shape, spec.dtype, seed * 7919 + place)
-        locals_.append((whole[spec.index(rank)] * scale).to(spec.dtype).clone())
+        index = spec.mesh.index(rank, unreduced)
+        partial = random_global(spec.shape, spec.dtype, seed * 7919 + index)
+        locals_.append((partial[spec.index(rank)] * scale).to(spec.dtype).clone())
     return tuple(locals_)
 
 
@@ -141,16 +143,16 @@ _REDUCE = {
 
 
 def global_of(spec: Spec, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global value of `locals_` (rank order), by writing every shard to its place.
+    """Return the global value of `locals_` (in rank order), from every shard at its slice.
 
-    Asserts that replicas are equal. Reductions of several kinds are done in axis order.
+    Assert that replicas are equal. Reductions of several kinds are done in axis order.
     """
     mesh = spec.mesh
     local = dict(zip(mesh.ranks, locals_, strict=True))
     for rank, tensor in local.items():
         assert tuple(tensor.shape) == spec.local_shape(rank), (spec, rank, tuple(tensor.shape))
         assert tensor.dtype == spec.dtype, (spec, rank, tensor.dtype)
-    for axis in _others(spec):
+    for axis in _replicated_axes(spec):
         for group in mesh.groups(axis):
             for rank in group[1:]:
                 assert torch.equal(local[rank], local[group[0]]), (spec, axis, group)
@@ -162,17 +164,17 @@ def global_of(spec: Spec, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
             if kind == "avg":
                 total = total / len(group)
             local.update(dict.fromkeys(group, total))
-    whole = torch.zeros(spec.shape, dtype=spec.dtype)
+    value = torch.zeros(spec.shape, dtype=spec.dtype)
     for rank, tensor in local.items():
-        whole[spec.index(rank)] = tensor
-    return whole * _scale(spec, spec.partition.reduced_kinds)
+        value[spec.index(rank)] = tensor
+    return value * _scale(spec, spec.partition.reduced_kinds)
 
 
 def pairing(spec: Spec, x: Sequence[torch.Tensor], y: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The inner product of `x` of `spec` with `y` of `spec.dual`: a global number.
+    """Return the inner product of `x` of `spec` with `y` of `spec.dual`, as a 0-dim tensor.
 
     Invariant axes are one logical computation, counted once; on every other axis the ranks'
-    products add up, a reduced value against the addends of its unreduced cotangent.
+    products add up, a reduced value times the partial sums of its unreduced cotangent.
     """
     partition = spec.partition
     invariant = [axis for axis in spec.mesh.axes if axis not in partition.axes]
@@ -184,8 +186,8 @@ def pairing(spec: Spec, x: Sequence[torch.Tensor], y: Sequence[torch.Tensor]) ->
 
 
 @contextmanager
-def held_under(nbytes: int) -> Iterator[None]:
-    """Assert that Python never holds more than `nbytes` for what the block makes."""
+def peak_memory_below(nbytes: int) -> Iterator[None]:
+    """Assert that Python allocates less than `nbytes` at any time in the block."""
     tracemalloc.start()
     try:
         yield

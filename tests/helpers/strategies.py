@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the values: meshes, partitions, shapes, specs, pairs of specs."""
+"""Hypothesis strategies for values: meshes, partitions, shapes, specs, pairs of specs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def meshes(
     permuted: bool = False,
     min_axes: int = 0,
 ) -> Mesh:
-    """A mesh of small axes, size 1 included; with `permuted` its devices in any order."""
+    """Draw a mesh of small axes, of size 1 too; with `permuted` its devices are in any order."""
     count = draw(st.integers(min_axes, max_axes))
     sizes: list[int] = []
     for _ in range(count):
@@ -45,38 +45,38 @@ def partitions(
     states: Sequence[str] = ("sharded", "invariant", "reduced", "unreduced"),
     kinds: Sequence[str] = ("sum",),
 ) -> PartitionSpec:
-    """A partition of `ndim` dims over `axes`, each axis in one of `states`, in any order."""
+    """Draw a partition of `ndim` dims over `axes`, each axis in one of `states`, in any order."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     unreduced: dict[str, str] = {}
     reduced: dict[str, str] = {}
     allowed = [state for state in states if ndim or state != "sharded"]
-    # Reductions do not mix, but sum with avg and a reduced sum with all.
+    # Only sum and avg mix; a reduced sum mixes with any reduction.
     linear = [kind for kind in kinds if kind in LINEAR]
-    others = [kind for kind in kinds if kind not in LINEAR]
-    only = draw(st.sampled_from([None, *others] if linear else others))
-    of_unreduced = linear if only is None else [only]
-    of_reduced = linear if only is None and linear else ["sum"]
+    other = [kind for kind in kinds if kind not in LINEAR]
+    only = draw(st.sampled_from([None, *other] if linear else other))
+    unreduced_kinds = linear if only is None else [only]
+    reduced_kinds = linear if only is None and linear else ["sum"]
     for axis in draw(st.permutations(list(axes))):
         match draw(st.sampled_from(allowed)):
             case "sharded":
                 dims[draw(st.integers(0, ndim - 1))].append(axis)
             case "reduced":
-                reduced[axis] = draw(st.sampled_from(of_reduced))
+                reduced[axis] = draw(st.sampled_from(reduced_kinds))
             case "unreduced":
-                unreduced[axis] = draw(st.sampled_from(of_unreduced))
+                unreduced[axis] = draw(st.sampled_from(unreduced_kinds))
             case _:
                 pass
     return PartitionSpec(*map(tuple, dims), unreduced=unreduced, reduced=reduced)
 
 
 def shapes(min_dims: int = 0, max_dims: int = 3, max_size: int = 8) -> st.SearchStrategy[list[int]]:
-    """Shapes, zero sizes included."""
+    """Draw a shape, of zero sizes too."""
     return st.lists(st.integers(0, max_size), min_size=min_dims, max_size=max_dims)
 
 
 @st.composite
-def cut(draw: st.DrawFn, size: int, shards: int) -> tuple[int, ...]:
-    """`shards` non-negative sizes that sum to `size`."""
+def shard_sizes(draw: st.DrawFn, size: int, shards: int) -> tuple[int, ...]:
+    """Draw `shards` non-negative sizes that sum to `size`."""
     edges = sorted(draw(st.lists(st.integers(0, size), min_size=shards - 1, max_size=shards - 1)))
     return tuple(b - a for a, b in zip([0, *edges], [*edges, size], strict=True))
 
@@ -90,12 +90,12 @@ def specs(
     dtype: torch.dtype | None = None,
     states: Sequence[str] = ("sharded", "invariant", "reduced", "unreduced"),
     kinds: Sequence[str] = ("sum",),
-    cuts: Sequence[str] = ("even", "chunk", "sizes"),
+    splits: Sequence[str] = ("even", "chunk", "sizes"),
 ) -> Spec:
-    """A spec on `mesh` (default: any) of `shape` (default: any).
+    """Draw a spec on `mesh` (default: any) of `shape` (default: any).
 
-    `cuts` says how dims may be cut: `even` (a drawn shape is made to divide, a given one that
-    does not is chunked), `chunk`, or any `sizes`.
+    `splits` are the ways in which dims are split into shards: `even` (a drawn shape is divisible,
+    a given one that is not is chunked), `chunk`, or any `sizes`.
     """
     mesh = draw(meshes()) if mesh is None else mesh
     ndim = draw(st.integers(0, 3)) if shape is None else len(shape)
@@ -107,7 +107,7 @@ def specs(
     for dim, axes in enumerate(partition.dims):
         parts = [mesh.shape[axis] for axis in axes]
         shards = math.prod(parts)
-        how = draw(st.sampled_from(list(cuts)))
+        how = draw(st.sampled_from(list(splits)))
         if shape is not None:
             size = shape[dim]
         elif how == "even":
@@ -116,7 +116,7 @@ def specs(
             size = draw(st.integers(0, 9))
         full.append(size)
         if how == "sizes":
-            sizes[dim] = draw(cut(size, shards))
+            sizes[dim] = draw(shard_sizes(size, shards))
         elif size % shards:
             sizes[dim] = chunk_sizes(size, parts)
     return Spec(mesh, partition, shape=full, dtype=dtype, sizes=sizes)
@@ -126,7 +126,7 @@ def specs(
 def spec_pairs(
     draw: st.DrawFn, mesh: Mesh | None = None, shape: Sequence[int] | None = None, **options: object
 ) -> tuple[Spec, Spec]:
-    """Two specs of one mesh, shape and dtype; options as `specs`."""
+    """Draw two specs of one mesh, shape and dtype, with the options of `specs`."""
     mesh = draw(meshes()) if mesh is None else mesh
     shape = draw(shapes()) if shape is None else shape
     options.setdefault("dtype", torch.int64)

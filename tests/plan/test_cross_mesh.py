@@ -19,7 +19,7 @@ from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound
-from fshard.program.program import Program, check
+from fshard.program.program import Program
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -31,6 +31,7 @@ from fshard.program.steps import (
     Remesh,
 )
 from tests.helpers import reference, spec_grid, strategies
+from tests.helpers.reference import check
 
 Pair = tuple[Spec, Spec]
 
@@ -38,26 +39,26 @@ SIZES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (1, 3), (2, 2, 2)]
 
 
 def assert_right(prog: Program, src: Spec, dst: Spec) -> None:
-    """It leads from `src` to `dst` by slices of the global tensor, as run and as interpreted.
+    """Check that the program keeps the global value, run and interpreted.
 
-    Every value of a tensor goes there, and the transpose is the adjoint in integers.
+    The transpose must be the adjoint in integers.
     """
     assert (prog.src, prog.dst) == (src, dst)
     check(prog)
     x, y = spec_grid.random_locals(src, 1), spec_grid.random_locals(dst.dual, 2)
     want = spec_grid.global_of(src, x)
-    made, back = reference.simulate(prog, x), reference.simulate(prog.T, y)
-    for each in (made, prog(x)):
-        assert torch.equal(spec_grid.global_of(dst, each), want)
+    outputs, back = reference.simulate(prog, x), reference.simulate(prog.T, y)
+    for shards in (outputs, prog(x)):
+        assert torch.equal(spec_grid.global_of(dst, shards), want)
     assert prog == prog.T.T
     assert torch.equal(
         spec_grid.global_of(src.dual, prog.T(y)), spec_grid.global_of(src.dual, back)
     )
-    assert spec_grid.pairing(dst, made, y) == spec_grid.pairing(src, x, back)
+    assert spec_grid.pairing(dst, outputs, y) == spec_grid.pairing(src, x, back)
 
 
 def assert_sane(prog: Program) -> None:
-    """Nothing is sent that need not be where shards move, and something where it must."""
+    """Check that bytes, memory and launches agree with the lower bound and with each other."""
     bound, cost = lower_bound(prog.src, prog.dst), prog.cost()
     assert cost.bytes_received >= bound.bytes_received
     assert cost.peak_memory >= bound.peak_memory
@@ -71,7 +72,7 @@ def assert_sane(prog: Program) -> None:
 
 @st.composite
 def meshes(draw: st.DrawFn, names: str) -> Mesh:
-    """A mesh of some of eight devices, often in order."""
+    """Mesh of some of eight devices, often in order."""
     sizes = draw(st.sampled_from(SIZES))
     count = math.prod(sizes)
     first = draw(st.integers(0, 8 - count))
@@ -84,19 +85,19 @@ def meshes(draw: st.DrawFn, names: str) -> Mesh:
 def pairs(
     draw: st.DrawFn, cuts: Sequence[str] = ("even", "chunk", "sizes"), **options: object
 ) -> Pair:
-    """Any two layouts of one tensor on two meshes."""
+    """Two layouts of one tensor on two meshes."""
     shape = draw(strategies.shapes(max_dims=3, max_size=7))
     options.setdefault("dtype", torch.int64)
-    one, other = (
-        draw(strategies.specs(draw(meshes(names)), shape, cuts=cuts, **options))  # type: ignore[arg-type]
+    src, dst = (
+        draw(strategies.specs(draw(meshes(names)), shape, splits=cuts, **options))  # type: ignore[arg-type]
         for names in ("xyz", "abx")
     )
-    return one, other
+    return src, dst
 
 
 @given(pairs())
 @settings(max_examples=150)
-def test_any_pair(pair: Pair) -> None:
+def test_plans_between_any_two_meshes(pair: Pair) -> None:
     prog = redistribute(*pair)
     assert_right(prog, *pair)
     assert_sane(prog)
@@ -106,7 +107,7 @@ OPTIONS = [{"objective": "bytes"}, *({"topology": Topology.cluster(n)} for n in 
 
 
 @given(pairs(), st.sampled_from(OPTIONS))
-def test_any_objective_and_topology(pair: Pair, options: dict[str, Any]) -> None:
+def test_plans_of_any_objective_and_topology(pair: Pair, options: dict[str, Any]) -> None:
     prog = redistribute(*pair, **options)
     assert_right(prog, *pair)
     assert_sane(prog)
@@ -114,7 +115,7 @@ def test_any_objective_and_topology(pair: Pair, options: dict[str, Any]) -> None
 
 @given(pairs(states=("sharded", "invariant")))
 @settings(max_examples=150)
-def test_shards_that_move_meet_the_bound(pair: Pair) -> None:
+def test_sharded_pairs_meet_the_lower_bound(pair: Pair) -> None:
     prog = redistribute(*pair, objective="bytes")
     bound = lower_bound(*pair)
     assert prog.cost().bytes_received == bound.bytes_received
@@ -124,14 +125,14 @@ def test_shards_that_move_meet_the_bound(pair: Pair) -> None:
 
 
 @given(pairs(states=("sharded", "invariant", "unreduced"), kinds=("max",)))
-def test_another_reduction(pair: Pair) -> None:
-    # Candidates of a maximum are not addends: nothing is embedded among them.
+def test_unreduced_maxima_between_meshes(pair: Pair) -> None:
+    # Zeros are not neutral for a maximum, so nothing is embedded.
     src, dst = pair
     dst = dst.replace(partition=P(*dst.partition.partitions))
     prog = redistribute(src, dst)
     x = spec_grid.random_locals(src, 1)
-    for made in (reference.simulate(prog, x), prog(x)):
-        assert torch.equal(spec_grid.global_of(dst, made), spec_grid.global_of(src, x))
+    for y in (reference.simulate(prog, x), prog(x)):
+        assert torch.equal(spec_grid.global_of(dst, y), spec_grid.global_of(src, x))
 
 
 # -- the same devices ----------------------------------------------------------------------
@@ -145,7 +146,7 @@ FLAT, SQUARE, CUBE = Mesh(d=8), Mesh(x=2, y=4), Mesh(a=2, b=2, c=2)
 
 
 @pytest.mark.parametrize(
-    ("src", "there", "dst", "on", "steps"),
+    ("src", "src_mesh", "dst", "dst_mesh", "steps"),
     [
         ("f32[64@d]", FLAT, "f32[64@(x,y)]", SQUARE, [Remesh]),
         ("f32[64@(x,y)]", SQUARE, "f32[64@(a,b,c)]", CUBE, [Remesh]),
@@ -159,10 +160,10 @@ FLAT, SQUARE, CUBE = Mesh(d=8), Mesh(x=2, y=4), Mesh(a=2, b=2, c=2)
         ("f32[64@(y,x)]", SQUARE, "f32[64@d]", FLAT, [CollectivePermute, Remesh]),
     ],
 )
-def test_the_same_devices_in_one_order(
-    src: str, there: Mesh, dst: str, on: Mesh, steps: list[type]
+def test_same_devices_in_one_order_remesh(
+    src: str, src_mesh: Mesh, dst: str, dst_mesh: Mesh, steps: list[type]
 ) -> None:
-    ends = parse(src, there), parse(dst, on)
+    ends = parse(src, src_mesh), parse(dst, dst_mesh)
     prog = redistribute(*ends, objective="bytes")
     assert [step for step in kinds(prog) if step is not Remesh] == [
         step for step in steps if step is not Remesh
@@ -172,22 +173,22 @@ def test_the_same_devices_in_one_order(
     assert_right(prog, *ends)
 
 
-def test_the_same_devices_in_another_order() -> None:
-    turned = Mesh(d=8, devices=range(7, -1, -1))
-    ends = parse("f32[64@d]", FLAT), parse("f32[64@d]", turned)
+def test_same_devices_in_another_order_exchange() -> None:
+    reverse = Mesh(d=8, devices=range(7, -1, -1))
+    ends = parse("f32[64@d]", FLAT), parse("f32[64@d]", reverse)
     prog = redistribute(*ends)
     assert kinds(prog) == [Exchange]
     assert prog.cost().bytes_received == 32
     assert_right(prog, *ends)
-    alike = parse("f32[64]", FLAT), parse("f32[64]", turned)
-    assert redistribute(*alike).is_local
-    assert_right(redistribute(*alike), *alike)
+    replicated = parse("f32[64]", FLAT), parse("f32[64]", reverse)
+    assert redistribute(*replicated).is_local
+    assert_right(redistribute(*replicated), *replicated)
 
 
 # -- other devices -------------------------------------------------------------------------
 
 CASES = [
-    # A job that grows, one that shrinks, from a trainer to an engine beside it, and a stage.
+    # A growing job, a shrinking one, a trainer to a server on other devices, and a stage.
     ("f32[24@x,8]", Mesh(x=2), "f32[24@x,8]", Mesh(x=3)),
     ("f32[24@x,8]", Mesh(x=4), "f32[24,8@y]", Mesh(y=2, devices=range(2, 4))),
     ("f32[24@x,8@y]", Mesh(x=3, y=2), "f32[24,8@t]", Mesh(t=4, devices=range(6, 10))),
@@ -195,9 +196,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("src", "there", "dst", "on"), CASES)
-def test_other_devices(src: str, there: Mesh, dst: str, on: Mesh) -> None:
-    ends = parse(src, there), parse(dst, on)
+@pytest.mark.parametrize(("src", "src_mesh", "dst", "dst_mesh"), CASES)
+def test_other_devices_exchange(src: str, src_mesh: Mesh, dst: str, dst_mesh: Mesh) -> None:
+    ends = parse(src, src_mesh), parse(dst, dst_mesh)
     for pair in (ends, ends[::-1]):
         prog = redistribute(*pair)
         assert kinds(prog) == [Exchange]
@@ -205,16 +206,16 @@ def test_other_devices(src: str, there: Mesh, dst: str, on: Mesh) -> None:
         assert_right(prog, *pair)
 
 
-def test_addends_are_reduced_before_they_leave() -> None:
+def test_partial_sums_are_reduced_before_they_leave() -> None:
     src = parse("f32[4096,1024]{unreduced: x}", Mesh(x=4))
     dst = parse("f32[4096@t,1024]", Mesh(t=4, devices=range(4, 8)))
     prog = redistribute(src, dst)
     assert kinds(prog) == [ReduceScatter, Exchange]
-    assert prog.cost().bytes_received == 4 * 4096 * 1024  # three quarters, and what arrives
+    assert prog.cost().bytes_received == 4 * 4096 * 1024  # 3/4 to reduce, 1/4 on arrival
     assert Exchange in kinds(redistribute(src, dst, exclude=(ReduceScatter,)))
 
 
-def test_what_many_hold_is_spread_where_it_arrives() -> None:
+def test_replicas_are_gathered_after_they_arrive() -> None:
     src = parse("f32[4096,1024@x]", Mesh(x=2))
     dst = parse("f32[4096,1024]", Mesh(t=8, devices=range(8, 16)))
     prog = redistribute(src, dst, topology=Topology.cluster(8))
@@ -224,7 +225,7 @@ def test_what_many_hold_is_spread_where_it_arrives() -> None:
     assert_right(Program(small[0], prog.steps, small[1]), small[0], small[1])
 
 
-def test_many_devices_are_planned_for() -> None:
+def test_plans_between_hundreds_of_devices() -> None:
     src = Spec(Mesh(dp=32, tp=8), P("dp", "tp"), shape=(4096, 4096))
     dst = Spec(Mesh(tp=16, devices=range(256, 272)), P(None, "tp"), shape=(4096, 4096))
     prog = redistribute(src, dst)
@@ -244,7 +245,7 @@ def refusal(plan: Callable[[], object]) -> str:
 RULE = "no program meets the restrictions"
 
 
-def test_memory_that_does_not_suffice() -> None:
+def test_too_small_max_memory_is_refused() -> None:
     src, dst = parse("f32[24@x,8]", Mesh(x=2)), parse("f32[24,8]", Mesh(x=3, devices=range(2, 5)))
     assert refusal(lambda: redistribute(src, dst, max_memory=767)) == spec_grid.message(
         "fs.redistribute",
@@ -255,14 +256,14 @@ def test_memory_that_does_not_suffice() -> None:
     assert redistribute(src, dst, max_memory=768).cost().peak_memory == 768
 
 
-def test_without_exchanges_other_devices_are_out_of_reach() -> None:
+def test_excluding_exchange_is_refused_for_other_devices() -> None:
     src, dst = parse("f32[24@x,8]", Mesh(x=2)), parse("f32[24,8@x]", Mesh(x=2, devices=(1, 0)))
     given = f"{src} -> {dst}, exclude=Exchange"
     text = refusal(lambda: redistribute(src, dst, exclude=Exchange))
     assert text == spec_grid.message("fs.redistribute", given, RULE, "allow Exchange")
 
 
-def test_without_remeshes_the_same_devices_exchange() -> None:
+def test_excluding_remesh_makes_same_devices_exchange() -> None:
     ends = parse("f32[64@d]", FLAT), parse("f32[64@x]", SQUARE)
     prog = redistribute(*ends, exclude=Remesh)
     assert Remesh not in kinds(prog)
@@ -272,7 +273,7 @@ def test_without_remeshes_the_same_devices_exchange() -> None:
     assert "allow Remesh" in text or "allow Exchange" in text
 
 
-def test_reductions_of_one_name_on_two_meshes_may_differ() -> None:
+def test_reductions_of_one_axis_name_may_differ_between_meshes() -> None:
     src = parse("i64[12]{unreduced: x=max}", Mesh(x=2))
     dst = parse("i64[12]{unreduced: x}", Mesh(x=3, devices=range(2, 5)))
     prog = redistribute(src, dst)
@@ -281,6 +282,6 @@ def test_reductions_of_one_name_on_two_meshes_may_differ() -> None:
     assert AllReduce not in kinds(prog)
 
 
-def test_global_shapes_are_kept() -> None:
+def test_different_global_shapes_are_refused() -> None:
     src, dst = parse("f32[12@x]", Mesh(x=2)), parse("f32[6@y]", Mesh(y=3))
-    assert "keeps the global shape: (12,) is not (6,)" in refusal(lambda: redistribute(src, dst))
+    assert "the same global shape: (12,) is not (6,)" in refusal(lambda: redistribute(src, dst))

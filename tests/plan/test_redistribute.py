@@ -1,21 +1,17 @@
-"""The planner, exhaustively: every pair of layouts, against slices of the global tensor.
+"""Programs of `redistribute` for every pair of layouts, compared with slices of the global tensor.
 
-All 25,281 pairs on a mesh of three axes (minutes): `python -m pytest -m slow tests/test_plan.py`.
+All 25,281 pairs on a mesh of three axes (minutes): `python -m pytest -m slow tests/plan`.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import LINEAR
@@ -23,98 +19,32 @@ from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
 from fshard.plan.search.astar import search
-from fshard.plan.search.collective_edges import Moves
-from fshard.plan.search.problem import Problem, State
-from fshard.plan.search.reachability import WAYS, is_out_of_reach
-from fshard.program import steps as steps_module
-from fshard.program.cost.topology import Link, Topology
-from fshard.program.infer import infer
+from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound
-from fshard.program.program import Program, check
 from fshard.program.steps import (
     AllGather,
     AllReduce,
     AllSlice,
     AllToAll,
     Cast,
-    CollectivePermute,
-    Exchange,
-    InvariantToReduced,
-    ReducedToInvariant,
     ReduceScatter,
-    ReplicatedToUnreduced,
-    ShardedToUnreduced,
-    Step,
 )
 from tests.helpers import reference, spec_grid, strategies
-from tests.helpers.plan_oracle import weigh
-
-SMALL = Mesh(x=2, y=3)
-LARGE = Mesh(x=2, y=2, z=3)
-SMALL_SHAPE, LARGE_SHAPE = (6, 12), (12, 24)
-
-Shards = tuple[torch.Tensor, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def locals_of(spec: Spec, seed: int) -> Shards:
-    """Random integer shards: free addends along unreduced axes, equal replicas elsewhere."""
-    return spec_grid.random_locals(spec, seed)
-
-
-@functools.lru_cache(maxsize=1024)
-def value_of(spec: Spec, seed: int) -> torch.Tensor:
-    return spec_grid.global_of(spec, locals_of(spec, seed))
+from tests.helpers.plans import (
+    LARGE,
+    LARGE_SPECS,
+    SMALL,
+    SMALL_SPECS,
+    any_pair,
+    assert_planned,
+    assert_right,
+    locals_of,
+    step_names,
+    value_of,
+)
 
 
-def assert_simulated(prog: Program, x: Shards, want: Shards) -> None:
-    """Ranks in threads come to what slices and concatenations come to."""
-    made = prog(x)
-    if any(isinstance(step, CollectivePermute) for step in prog.steps):
-        # Which of several copies goes where is not promised; the value is.
-        made, want = ((reference.global_value(each, prog.dst),) for each in (made, want))
-    assert all(map(torch.equal, made, want))
-
-
-def assert_right(prog: Program, src: Spec, dst: Spec) -> None:
-    """The program leads from `src` to `dst`, keeps the global value, and has its adjoint."""
-    assert (prog.src, prog.dst) == (src, dst)
-    check(prog)
-    x, want = locals_of(src, 1), value_of(src, 1)
-    made = reference.simulate(prog, x)
-    assert torch.equal(reference.global_value(made, dst), want)
-    assert_simulated(prog, x, made)
-    if not dst.partition.unreduced and "avg" not in dst.partition.reduced.values():
-        for rank, shard in zip(dst.mesh.ranks, made, strict=True):
-            assert torch.equal(shard, want[dst.index(rank)])
-    adjoint = prog.T
-    check(adjoint)
-    assert (adjoint.src, adjoint.dst) == (dst.dual, src.dual)
-    assert prog == adjoint.T
-    y = locals_of(dst.dual, 2)
-    back = reference.simulate(adjoint, y)
-    assert_simulated(adjoint, y, back)
-    assert spec_grid.pairing(dst, made, y) == spec_grid.pairing(src, x, back)
-
-
-def assert_planned(src: Spec, dst: Spec) -> None:
-    """A right program that communicates exactly where the bound says, and at least that much."""
-    prog = redistribute(src, dst)
-    assert_right(prog, src, dst)
-    bound, cost = lower_bound(src, dst), prog.cost()
-    assert prog.is_local == (bound.bytes_received == 0) == (cost.launches == 0)
-    assert (cost.bytes_sent == 0) == (cost.bytes_received == 0) == prog.is_local
-    assert cost.bytes_received >= bound.bytes_received
-    assert cost.peak_memory >= bound.peak_memory
-
-
-# -- every pair ----------------------------------------------------------------------------
-
-SMALL_SPECS = spec_grid.all_specs(SMALL, SMALL_SHAPE)
-LARGE_SPECS = spec_grid.all_specs(LARGE, LARGE_SHAPE)
-
-
-def test_there_are_as_many_specs_as_counted_by_hand() -> None:
+def test_number_of_specs() -> None:
     assert len(set(SMALL_SPECS)) == 27
     assert len(set(LARGE_SPECS)) == 159
 
@@ -140,7 +70,7 @@ def test_every_pair_on_three_axes(part: int) -> None:
 
 
 @pytest.mark.parametrize("spec", LARGE_SPECS[::2], ids=str)
-def test_the_oracles_agree(spec: Spec) -> None:
+def test_reference_agrees_with_slices(spec: Spec) -> None:
     x, y = locals_of(spec, 1), locals_of(spec.dual, 2)
     want = value_of(spec, 1)
     assert torch.equal(reference.global_value(x, spec), want)
@@ -161,7 +91,7 @@ def test_uneven_rows(rows: int, devices: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [20, 28, 1])
-def test_an_all_reduce_moves_whole_elements(numel: int) -> None:
+def test_all_reduce_receives_whole_elements(numel: int) -> None:
     mesh = Mesh(x=3)
     src, dst = parse(f"f64[{numel}]{{unreduced: x}}", mesh), parse(f"f64[{numel}]", mesh)
     received = redistribute(src, dst).cost().bytes_received
@@ -203,16 +133,6 @@ def test_one_device(grid: dict[str, int]) -> None:
         assert prog.is_local
 
 
-MESHES = strategies.meshes(max_axes=2, max_devices=8, permuted=True)
-
-
-@st.composite
-def any_pair(draw: st.DrawFn) -> tuple[Spec, Spec]:
-    """Two specs of 0-4 dims of any size, cut in any way, on up to two axes."""
-    shape = draw(strategies.shapes(max_dims=4, max_size=7))
-    return draw(strategies.spec_pairs(draw(MESHES), shape))
-
-
 @given(any_pair())
 @settings(max_examples=200)
 def test_any_pair(pair: tuple[Spec, Spec]) -> None:
@@ -247,7 +167,7 @@ def test_every_pair_of_another_reduction(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("sum", "product"), ("sum", "min"), ("product", "max")])
-def test_from_one_reduction_to_another(kinds: tuple[str, str]) -> None:
+def test_pairs_with_different_reductions(kinds: tuple[str, str]) -> None:
     one, two = kinds
     partitions = [P(unreduced={"x": one}), P(unreduced={"y": two}), P("x", unreduced={"y": one}),
                   P("y", unreduced={"x": two}), P("x", unreduced={"y": two})]  # fmt: skip
@@ -277,10 +197,10 @@ def test_from_one_reduction_to_another(kinds: tuple[str, str]) -> None:
         ("f64[6]", "f32[6]", True),
     ],
 )
-def test_casts_where_fewer_bytes_are_sent(src: str, dst: str, first: bool) -> None:
+def test_cast_is_where_fewer_bytes_are_sent(src: str, dst: str, first: bool) -> None:
     prog = redistribute(parse(src, SMALL), parse(dst, SMALL))
-    places = [place for place, step in enumerate(prog.steps) if isinstance(step, Cast)]
-    assert places == [0 if first else len(prog.steps) - 1]
+    positions = [i for i, step in enumerate(prog.steps) if isinstance(step, Cast)]
+    assert positions == [0 if first else len(prog.steps) - 1]
     made = reference.simulate(prog, spec_grid.random_locals(prog.src))
     want = spec_grid.global_of(prog.src, spec_grid.random_locals(prog.src))
     assert torch.equal(reference.global_value(made, prog.dst), want.to(prog.dst.dtype))
@@ -295,14 +215,14 @@ def test_casts_where_fewer_bytes_are_sent(src: str, dst: str, first: bool) -> No
         ("f64[6]{reduced: x=avg}", "i32[6]"),
     ],
 )
-def test_casts_where_the_states_allow_it(src: str, dst: str) -> None:
+def test_cast_is_where_states_allow_both_dtypes(src: str, dst: str) -> None:
     prog = redistribute(parse(src, SMALL), parse(dst, SMALL))
     x = spec_grid.random_locals(prog.src)
     want = reference.global_value(x, prog.src).to(prog.dst.dtype)
     assert torch.equal(reference.global_value(reference.simulate(prog, x), prog.dst), want)
 
 
-def test_casts_only_what_is_reduced() -> None:
+def test_cast_follows_the_reduction_if_they_do_not_commute() -> None:
     mesh = Mesh(x=2)
     prog = redistribute(parse("f64[1]{unreduced: x}", mesh), parse("i64[1]{unreduced: x}", mesh))
     x = (torch.tensor([0.5], dtype=torch.float64),) * 2
@@ -314,18 +234,11 @@ def test_booleans_are_sent_as_booleans() -> None:
     assert prog.step_bytes[0] == 3
 
 
-def test_dtypes_to_send() -> None:
+def test_forward_and_backward_dtype() -> None:
     src, dst = parse("f32[12]{unreduced: x}", SMALL), parse("f32[12]", SMALL)
     prog = redistribute(src, dst, forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
     assert (prog.forward_dtype, prog.backward_dtype) == (torch.bfloat16, torch.float64)
     assert prog.steps == redistribute(src, dst).steps
-
-
-# -- sensible choices ----------------------------------------------------------------------
-
-
-def kinds(prog: Program) -> list[str]:
-    return [step.name for step in prog.steps]
 
 
 @pytest.mark.parametrize(
@@ -360,11 +273,11 @@ def kinds(prog: Program) -> list[str]:
         ("f32[1200@x]", "f32[1200@x]", []),
     ],
 )
-def test_choice(src: str, dst: str, names: list[str]) -> None:
-    assert kinds(redistribute(parse(src, SMALL), parse(dst, SMALL))) == names
+def test_steps_of_common_transitions(src: str, dst: str, names: list[str]) -> None:
+    assert step_names(redistribute(parse(src, SMALL), parse(dst, SMALL))) == names
 
 
-def test_never_gathers_what_it_then_slices() -> None:
+def test_no_program_gathers_and_then_slices() -> None:
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
         gathered: set[str] = set()
         for step in redistribute(src, dst).steps:
@@ -377,13 +290,13 @@ def test_never_gathers_what_it_then_slices() -> None:
 def test_reduces_before_it_gathers() -> None:
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
         steps = redistribute(src, dst).steps
-        gathers = [at for at, step in enumerate(steps) if isinstance(step, AllGather)]
-        reductions = [at for at, step in enumerate(steps) if isinstance(step, ReduceScatter)]
+        gathers = [i for i, step in enumerate(steps) if isinstance(step, AllGather)]
+        reductions = [i for i, step in enumerate(steps) if isinstance(step, ReduceScatter)]
         assert not gathers or not reductions or max(reductions) < min(gathers), (src, dst)
 
 
 def test_one_launch_reduces_every_axis() -> None:
-    # Without idle axes: those could share the work.
+    # Specs with idle axes are left out: ranks along them could share the work.
     for spec in LARGE_SPECS:
         p = spec.partition
         if p.unreduced and len(p.axes) - len(p.reduced) == 3:
@@ -395,10 +308,10 @@ def test_one_launch_reduces_every_axis() -> None:
 @pytest.mark.parametrize("mesh", [Mesh(x=4, y=4), Mesh(x=4, y=8), LARGE], ids=str)
 def test_one_launch_reduces_every_axis_of_a_node(mesh: Mesh) -> None:
     src = Spec(mesh, P(unreduced=mesh.axes), shape=(9600,))
-    assert kinds(redistribute(src, Spec(mesh, P(), shape=src.shape))) == ["all_reduce"]
+    assert step_names(redistribute(src, Spec(mesh, P(), shape=src.shape))) == ["all_reduce"]
 
 
-def test_needs_few_launches() -> None:
+def test_no_program_needs_more_than_three_launches() -> None:
     most = max(
         redistribute(src, dst).cost().launches
         for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS)
@@ -406,13 +319,13 @@ def test_needs_few_launches() -> None:
     assert most <= 3
 
 
-def test_is_deterministic() -> None:
+def test_plans_are_deterministic() -> None:
     for src, dst in spec_grid.sample_pairs(LARGE_SPECS, 100, seed=7):
         assert search(src, dst, Topology.node()) == search(src, dst, Topology.node())
         assert redistribute(src, dst) is redistribute(src, dst)
 
 
-def test_is_remembered_by_value() -> None:
+def test_plans_are_cached_by_value() -> None:
     one, two = (Spec(Mesh(x=2), P("x"), shape=(4,)) for _ in range(2))
     dst = Spec(Mesh(x=2), P(), shape=(4,))
     assert redistribute(one, dst) is redistribute(two, dst)
@@ -420,329 +333,12 @@ def test_is_remembered_by_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "topology", [Topology.node(), Topology.cluster(), "bytes"], ids=["node", "cluster", "bytes"]
+    "options", [{}, {"topology": Topology.cluster()}, {"objective": "bytes"}], ids=str
 )
-def test_large_meshes_cost_no_more(topology: Topology | str) -> None:
+def test_planning_does_not_depend_on_the_number_of_devices(options: dict[str, Any]) -> None:
     mesh = Mesh(x=1024, y=1024)
     for src, dst in spec_grid.sample_pairs(spec_grid.all_specs(mesh, (2**20, 2**20)), 150, seed=3):
-        prog = redistribute(src, dst, topology=topology)
+        prog = redistribute(src, dst, **options)
         assert prog.dst == dst
         assert prog == prog.T.T
         assert prog.cost().bytes_sent >= 0
-
-
-# -- options -------------------------------------------------------------------------------
-
-
-def test_cost_in_bytes_sends_least() -> None:
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
-        fast, least = redistribute(src, dst), redistribute(src, dst, objective="bytes")
-        assert max(least.cost().bytes_sent, least.cost().bytes_received) <= max(
-            fast.cost().bytes_sent, fast.cost().bytes_received
-        )
-        assert_right(least, src, dst)
-
-
-def test_cost_in_seconds_is_fastest() -> None:
-    slow = Topology.of({"x": Link(1e-4, 1e8)})
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
-        here, elsewhere = redistribute(src, dst, topology=slow), redistribute(src, dst)
-        assert here.cost(slow).time <= elsewhere.cost(slow).time * (1 + 1e-9)
-        assert_right(here, src, dst)
-
-
-def test_topology_decides() -> None:
-    mesh = Mesh(dp=4, tp=8)
-    src = Spec(mesh, P(unreduced={"dp", "tp"}), shape=(1024, 8192))
-    dst = Spec(mesh, P(), shape=(1024, 8192))
-    hierarchical = redistribute(src, dst, topology=Topology.cluster())
-    assert kinds(hierarchical) == ["reduce_scatter", "all_reduce", "all_gather"]
-    assert [step.axes for step in hierarchical.steps] == [("tp",), ("dp",), ("tp",)]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("exclude", [(), (Exchange,)], ids=str)
-def test_memory_is_respected(exclude: Sequence[type]) -> None:
-    replanned = 0
-    for src, dst in itertools.product(SMALL_SPECS[::2], SMALL_SPECS[1::2]):
-        peak = redistribute(src, dst, exclude=exclude).cost().peak_memory
-        try:
-            prog = redistribute(src, dst, exclude=exclude, max_memory=peak - 1)
-        except ShardingError as error:
-            assert f"max_memory={peak}, the least there is" in str(error).partition("fix:")[2]
-            continue
-        replanned += 1
-        assert prog.cost().peak_memory < peak
-        assert_right(prog, src, dst)
-    assert replanned > 5
-
-
-def test_memory_makes_it_move_instead_of_gather() -> None:
-    src, dst = parse("f32[1200@x,6]", SMALL), parse("f32[1200,6@x]", SMALL)
-    gather = redistribute(src, dst, exclude=[AllToAll, Exchange])
-    assert kinds(gather) == ["all_gather", "all_slice"]
-    frugal = redistribute(src, dst, exclude=[AllToAll, Exchange], max_memory=20_000)
-    assert frugal.cost().peak_memory <= 20_000 < gather.cost().peak_memory
-    assert_right(
-        redistribute(src._with(dtype=torch.int64), dst._with(dtype=torch.int64),
-                     exclude=[AllToAll, Exchange], max_memory=40_000),
-        src._with(dtype=torch.int64), dst._with(dtype=torch.int64))  # fmt: skip
-
-
-def test_what_a_program_holds_suffices() -> None:
-    for src, dst in itertools.product(SMALL_SPECS[::2], SMALL_SPECS[1::2]):
-        prog = redistribute(src, dst)
-        assert redistribute(src, dst, max_memory=prog.cost().peak_memory) == prog
-
-
-def test_memory_of_a_cast_is_respected() -> None:
-    src, dst = parse("bf16[6@x]", SMALL), parse("f64[6@x]", SMALL)
-    assert redistribute(src, dst).cost().peak_memory == 3 * 8
-    with pytest.raises(ShardingError, match="max_memory=24"):
-        redistribute(src, dst, max_memory=23)
-
-
-def test_one_excluded_step_needs_no_tuple() -> None:
-    ends = parse("f32[6]{unreduced: x}", SMALL), parse("f32[6]", SMALL)
-    assert redistribute(*ends, exclude=AllReduce) == redistribute(*ends, exclude=(AllReduce,))
-
-
-COLLECTIVES: list[type] = [
-    AllGather, AllReduce, ReduceScatter, AllToAll, CollectivePermute, Exchange,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("without", COLLECTIVES, ids=lambda step: step.__name__)
-def test_excluded_steps_are_not_used(without: type) -> None:
-    done = 0
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::3]):
-        try:
-            prog = redistribute(src, dst, exclude=(without,))
-        except ShardingError as error:
-            assert f"allow {without.__name__}" in str(error)
-            continue
-        done += 1
-        assert not any(isinstance(step, without) for step in prog.steps)
-        assert_right(prog, src, dst)
-    assert done > 50
-
-
-# -- errors --------------------------------------------------------------------------------
-
-
-def refusal(plan: Callable[[], object]) -> str:
-    with pytest.raises(ShardingError) as caught:
-        plan()
-    text = str(caught.value)
-    assert text.startswith("fs.redistribute")
-    assert all(word in text for word in ("given:", "rule:", "fix:"))
-    return text
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "message"),
-    [
-        ("f32[12@x]", "f32[6@x]", r"keeps the global shape: \(12,\) is not \(6,\)"),
-        ("f32[12@x]", "f32[12@x,1]", r"keeps the global shape"),
-        ("f32[4]{unreduced: x=max}", "f32[4]{unreduced: x}",
-         "unreduced max cannot become unreduced sum"),
-        ("f32[4]{unreduced: x}", "f32[4]{unreduced: x=product}", "from unreduced sum to unreduced"),
-        ("c64[4]{unreduced: x}", "f32[4]", "from complex to real drops the imaginary part"),
-        ("f32[4]{unreduced: x=max}", "f32[6]{unreduced: x=min}", "(?s)global shape.*candidates"),
-    ],
-)  # fmt: skip
-def test_impossible(src: str, dst: str, message: str) -> None:
-    text = refusal(lambda: redistribute(parse(src, SMALL), parse(dst, SMALL)))
-    assert re.search(message, text)
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [LARGE, Mesh(x=2, y=3, devices=range(5, -1, -1)), Mesh(a=2), Mesh(x=3, devices=range(4, 7))],
-    ids=str,
-)
-def test_another_mesh(mesh: Mesh) -> None:
-    src, dst = parse("f32[12@x,6]", SMALL), parse(f"f32[12,6@{mesh.axes[0]}]", mesh)
-    for prog in (redistribute(src, dst), redistribute(dst, src)):
-        check(prog)
-        x = locals_of(prog.src, 1)
-        want = tuple(value_of(prog.src, 1)[prog.dst.index(rank)] for rank in prog.dst.mesh.ranks)
-        assert all(map(torch.equal, reference.simulate(prog, x), want))
-        assert all(map(torch.equal, prog(x), want))
-
-
-def test_not_a_spec() -> None:
-    spec = parse("f32[4@x]", SMALL)
-    text = refusal(lambda: redistribute(spec, P("x")))  # type: ignore[arg-type]
-    assert "redistribute(Spec, PartitionSpec)" in text
-
-
-def test_fixes_of_shape_mesh_and_reduction_work() -> None:
-    src = parse("f32[12]{unreduced: x=max}", SMALL)
-    assert redistribute(src, parse("f32[6]", SMALL).replace(shape=src.shape)).dst.shape == (12,)
-    other = parse("f32[12@x]", Mesh(x=2, y=3, devices=range(6, 12)))
-    assert redistribute(src, other.replace(mesh=src.mesh)).dst.mesh == SMALL
-    between = redistribute(src, parse("f32[12]", SMALL))
-    assert (between >> redistribute(between.dst, parse("f32[12]{unreduced: x}", SMALL))).dst
-
-
-def test_unknown_objective() -> None:
-    spec = parse("f32[4@x]", SMALL)
-    text = refusal(lambda: redistribute(spec, spec, objective="memory"))
-    assert "objective must be 'time' or 'bytes'" in text
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"topology": 3}, {"objective": 3}, {"exclude": 3}, {"exclude": (int,)},
-     {"exclude": "AllGather"}, {"exclude": ("AllGather",)}, {"exclude": AllGather("x", 0)}],
-    ids=str,
-)  # fmt: skip
-def test_options_of_another_type(options: dict[str, object]) -> None:
-    refusal(
-        lambda: redistribute(parse("f32[4@x]", SMALL), parse("f32[4]", SMALL), **options)  # type: ignore[arg-type]
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32], ids=str)
-def test_a_dtype_that_loses_the_values_is_refused(dtype: torch.dtype) -> None:
-    src, dst = parse("f32[4]{unreduced: x=avg}", SMALL), parse("f32[4]", SMALL)
-    with pytest.raises(ShardingError):
-        redistribute(src, dst, forward_dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "memory", "exclude"),
-    [
-        ("f32[12@x,6]", "f32[12,6@x]", 10, ()),
-        ("f32[12@x,6]", "f32[12,6]", None, (AllGather, Exchange)),
-        ("f32[12@x,6]", "f32[12,6]", 10, (AllGather, Exchange)),
-        ("f32[12@x,6]", "f32[12,6]", 10, (AllReduce,)),
-        ("f32[12]{unreduced: x}", "f32[12]", None, (AllReduce, ReduceScatter, Exchange)),
-        ("f32[12]{unreduced: x}", "f32[12@x]{reduced: y}", 0, (AllReduce, InvariantToReduced)),
-        ("f32[5@x:5+0]", "f32[5@x:0+5]", 1, ()),
-        ("f32[12@x]{unreduced: y}", "f32[12@y]{reduced: x}", 20, ()),
-    ],
-)
-def test_proposed_way_out_works(
-    src: str, dst: str, memory: int | None, exclude: Sequence[type]
-) -> None:
-    ends = parse(src, SMALL), parse(dst, SMALL)
-    text = refusal(lambda: redistribute(*ends, max_memory=memory, exclude=exclude))
-    assert "no program meets the restrictions" in text
-    fix = text.partition("fix:")[2]
-    suffices = re.search(r"max_memory=(\d+)", fix)
-    allow = re.search(r"allow (\w+(?:, \w+)*)", fix)
-    allowed = [getattr(steps_module, name) for name in allow[1].split(", ")] if allow else []
-    assert suffices or allowed
-    prog = redistribute(
-        *ends,
-        max_memory=int(suffices[1]) if suffices else memory,
-        exclude=[each for each in exclude if each not in allowed],
-    )
-    assert prog.dst == ends[1]
-
-
-def test_the_least_memory_is_that_of_what_is_sent() -> None:
-    """A gathered tensor of half the width takes no more than both ends do."""
-    src, dst = parse("f64[12@x,6]", SMALL), parse("f64[12,6@x]", SMALL)
-    without = (AllToAll, CollectivePermute, Exchange)
-    for wire, least in ((None, 576), (torch.float32, 288)):
-        plan = functools.partial(redistribute, src, dst, exclude=without, forward_dtype=wire)
-        assert kinds(plan(max_memory=least)) == ["all_gather", "all_slice"]
-        for memory in (0, least - 1):
-            text = refusal(functools.partial(plan, max_memory=memory))
-            assert text.endswith(f"give max_memory={least}, the least there is")
-
-
-# -- the search itself ---------------------------------------------------------------------
-
-
-TOPOLOGIES = [Topology.node(), Topology.cluster(3), None]
-
-
-def state_of(spec: Spec) -> State:
-    p = spec.partition
-    return State(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
-
-
-def assert_edges(src: Spec, dst: Spec, topology: Topology | None, *, direct: bool = False) -> None:
-    """Every edge out of `src` is a step that types as the state says and weighs its cost."""
-    problem = Problem(src, dst, topology, None, frozenset())
-    state = state_of(src)
-    for weight, make, new in Moves(problem, direct=direct).of(state):
-        step: Step = make()
-        after = infer(step, src)
-        assert after == problem.spec(new)
-        assert weight == pytest.approx(weigh(topology, step, src, after), rel=1e-12, abs=1e-15)
-        assert not is_out_of_reach(src, after, WAYS.keys() - {type(step)})
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
-def test_edges_of_the_search(topology: Topology | None) -> None:
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
-        assert_edges(src, dst, topology)
-        assert_edges(src, dst, topology, direct=True)
-
-
-@given(any_pair(), st.sampled_from([Topology.node(), Topology.cluster(2), None]), st.booleans())
-def test_edges_of_the_search_on_uneven_shards(
-    pair: tuple[Spec, Spec], topology: Topology | None, direct: bool
-) -> None:
-    assert_edges(*pair, topology, direct=direct)
-
-
-def assert_bounds(src: Spec, dst: Spec, topology: Topology | None) -> None:
-    """What is left to do is never overestimated, from any layout on the way."""
-    problem = Problem(src, dst, topology, None, frozenset())
-    spec, steps = src, search(src, dst, topology)
-    assert steps is not None
-    left = steps[1]
-    for step in steps[0]:
-        assert problem.bound(state_of(spec)) <= left * (1 + 1e-9) + 1e-15
-        after = infer(step, spec)
-        left -= weigh(topology, step, spec, after)
-        spec = after
-    assert left == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
-def test_bounds_of_the_search(topology: Topology | None) -> None:
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
-        assert_bounds(src, dst, topology)
-
-
-@given(any_pair(), st.sampled_from([Topology.node(), Topology.cluster(2), None]))
-def test_bounds_of_the_search_on_uneven_shards(
-    pair: tuple[Spec, Spec], topology: Topology | None
-) -> None:
-    assert_bounds(*pair, topology)
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "memory", "exclude"),
-    [
-        ("f32[12@x]", "f32[12]", None, (AllGather, ShardedToUnreduced, Exchange)),
-        ("f32[12@y]", "f32[12@x]", None, (AllGather, ShardedToUnreduced, Exchange)),
-        ("f32[12]{unreduced: x}", "f32[12@x]", None, (AllReduce, ReduceScatter, Exchange)),
-        ("f32[12]{reduced: x}", "f32[12]", None, (ReducedToInvariant, ReplicatedToUnreduced,
-                                                  AllSlice, ShardedToUnreduced, Exchange)),
-        ("f32[12]", "f32[12@x]", 47, ()),
-        ("f32[12@x]", "f32[12]", 47, ()),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_not_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-    src: str,
-    dst: str,
-    memory: int | None,
-    exclude: Sequence[type],
-) -> None:
-    """Only by looking at all layouts would a search come to the end without the goal."""
-    monkeypatch.setattr(Moves, "of", lambda *_: pytest.fail("a search"))
-    ends = parse(src, SMALL), parse(dst, SMALL)
-    assert search(*ends, Topology.node(), memory, frozenset(exclude)) is None
-
-
-def test_embedding_is_used_where_it_is_free() -> None:
-    prog = redistribute(parse("f32[12@x]", SMALL), parse("f32[12]{unreduced: x}", SMALL))
-    assert prog.steps == (ShardedToUnreduced("x", 0),)

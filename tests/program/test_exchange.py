@@ -30,7 +30,7 @@ from fshard.program.exchange_boxes import (
     sends,
 )
 from fshard.program.infer import infer
-from fshard.program.program import Program, check
+from fshard.program.program import Program
 from fshard.program.steps import (
     AllReduce,
     AllToAll,
@@ -44,7 +44,7 @@ from fshard.program.steps import (
 )
 from fshard.run.autograd.linear_function import _wider
 from tests.helpers import spec_grid, strategies
-from tests.helpers.reference import simulate
+from tests.helpers.reference import check, simulate
 
 STATES = ("sharded", "invariant", "reduced", "unreduced")
 MESHES = [Mesh(x=2, y=2), Mesh(x=2, y=3), Mesh(x=3, y=2)]
@@ -264,7 +264,7 @@ def like(draw: st.DrawFn, first: Spec, last: Spec, kinds: Sequence[str]) -> Spec
     sizes = {}
     for dim, axes in enumerate(dims):
         count = last.mesh.axis_size(tuple(axes))
-        sizes[dim] = draw(strategies.cut(last.shape[dim], count))
+        sizes[dim] = draw(strategies.shard_sizes(last.shape[dim], count))
         if last.shape[dim] % count == 0 and draw(st.booleans()):
             del sizes[dim]
     return Spec(last.mesh, partition, shape=last.shape, dtype=last.dtype, sizes=sizes)
@@ -371,7 +371,7 @@ def test_tables_of_many_devices_are_of_one_rank() -> None:
     mesh = Mesh(a=256, b=16, c=16)
     src = Spec(mesh, P("a", "b"), shape=(4096, 4096))
     dst = src.replace(partition=P("b", ("a", "c")))
-    with spec_grid.held_under(1 << 22):
+    with spec_grid.peak_memory_below(1 << 22):
         got = receives(src, dst, 54321)
         out = sends(src, dst, 54321)
     assert sum(map(volume, (box for _, box in got))) == 256
@@ -444,7 +444,7 @@ def fused(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
     pairs = []
     for axis, dim in moves:
         to = draw(st.sampled_from([each for each in range(len(shape)) if each != dim]))
-        cuts = [draw(strategies.cut(size, mesh.shape[axis])) for size in now[to]]
+        cuts = [draw(strategies.shard_sizes(size, mesh.shape[axis])) for size in now[to]]
         now[to] = [part for cut in cuts for part in cut]
         pairs.append(AllToAll((axis,), dim, to, tuple(now[to])))
     assume(pairs)
@@ -564,9 +564,9 @@ def test_specs_of_two_meshes_are_told_apart() -> None:
 # -- refusals -----------------------------------------------------------------------------
 
 XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)
-ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before an exchange leaves it unreduced"
+ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before it is left unreduced"
 STAYS = "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
-PLAN = "fs.redistribute(src, dst) plans what has to move"
+PLAN = "fs.redistribute(src, dst) plans the steps"
 
 # step, source, then what the error says: where, given, rule, fix
 REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
@@ -594,17 +594,19 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       "leave 'a' out, then fs.ReplicatedToUnreduced('a')")),
     (Exchange(P(None, "a"), mesh=Mesh(a=3)), "f32[8,8]",
      ("exchange(P(None, 'a'), Mesh(a=3)) on f32[8,8]", "dim 1 of size 8 over ('a',)",
-      "it has 3 shards; without sizes they must be equal: 8 % 3 = 2", "sizes=(None, (3, 3, 2)), say")),
+      "it has 3 shards; without sizes they must be equal: 8 % 3 = 2",
+      "sizes=(None, (3, 3, 2)), say")),
     (Exchange(P("x"), ((1, 2),)), "f32[8]",
      ("exchange(P('x')) on f32[8]", "dim 0 of size 8 over ('x',)",
       "it has 2 shards; 2 sizes of at least 0 that sum to 8, not 2 that sum to 3",
       "sizes=((4, 4),), say")),
     (Exchange(P("x"), (None, (1, 7))), "f32[8]",
-     ("exchange(P('x')) on f32[8]", "sizes=(None, (1, 7))", "sizes are by dim: 2 is more than 1",
+     ("exchange(P('x')) on f32[8]", "sizes=(None, (1, 7))",
+       "sizes must have at most one entry per dim: 2 > 1",
       "sizes=(None,)")),
     (Exchange(P("x", "y")), "f32[8]",
      ("exchange(P('x', 'y'))", "f32[8] on Mesh(x=2, y=4)",
-      "a partition must have at most one entry per dim: 2 is more than 1",
+      "a partition must have at most one entry per dim: 2 > 1",
       "leave out the entries of dims that it does not have")),
     (Exchange(P("z")), "f32[8]",
      ("exchange(P('z')) on f32[8]", "axis 'z' on Mesh(x=2, y=4)", "an axis must be one of x, y",
@@ -614,24 +616,25 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       "an average of integers is not an integer", "use sum, or a floating dtype")),
     (Remesh(FINE, P("x")), "f32[8@y]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
-      "dim 0 keeps its 4 shards: ('x',) make 2", PLAN)),
+      "dim 0 must keep its 4 shards: ('x',) make 2", PLAN)),
     (Remesh(FINE, P(("y_1", "y_0"))), "f32[8@y]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
       "every rank must keep its shard: rank 1 has [2:4], in f32[8@(y_1,y_0)] [4:6]", PLAN)),
     (Remesh(Mesh(x=2), P("x")), "f32[8@x]",
      ("remesh(Mesh(x=2))", "f32[8@x] on Mesh(x=2, y=4)",
-      "both meshes must have the same devices: Mesh(x=2) has others",
+      "both meshes must have the same devices: Mesh(x=2) has other ones",
       f"fs.Exchange goes to other devices; {PLAN}")),
     (Remesh(FINE, P(unreduced={"y_0"})), "f32[8]{unreduced: y}",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8]{unreduced: y} on Mesh(x=2, y=4)",
-      "every rank must stay unreduced and reduced with the same ranks: in f32[8]{unreduced: y_0} with others",
+      "every rank must stay unreduced and reduced with the same ranks: "
+      "in f32[8]{unreduced: y_0} with others",
       PLAN)),
     (Remesh(FINE, P("z")), "f32[8]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2)) on f32[8]", "axis 'z' on Mesh(x=2, y_0=2, y_1=2)",
       "an axis must be one of x, y_0, y_1", "use one of x, y_0, y_1")),
     (Remesh(FINE, P(None, "x")), "f32[8@x]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@x] on Mesh(x=2, y=4)",
-      "a partition must have at most one entry per dim: 2 is more than 1",
+      "a partition must have at most one entry per dim: 2 > 1",
       "leave out the entries of dims that it does not have")),
     (AllToAll("x", 0, 1, also=(AllToAll("x", 1, 0),)), "f32[8@x,8@y]",
      ("all_to_all(x, dim 0 -> 1; x, dim 1 -> 0) on f32[8@x,8@y]",
@@ -694,7 +697,8 @@ def test_the_fixes_work() -> None:
          ("fs.CollectivePermute", "partition ('x',)", "partition must be a P",
           "P('x', None), say: one entry per dim")),
         (lambda: Exchange(P("x"), (3, 5)),
-         ("fs.Exchange", "sizes=(3, 5)", "sizes must be None or a tuple of one integer per shard, for every dim",
+         ("fs.Exchange", "sizes=(3, 5)",
+          "sizes must be None or a tuple of one integer per shard, for every dim",
           "sizes=((3, 5), None), say, or None where all are equal")),
         (lambda: Exchange(P("x"), mesh={"x": 2}),
          ("fs.Exchange", "mesh {'x': 2}", "mesh must be a Mesh", "fs.Mesh(dp=2, tp=4), say")),
@@ -778,7 +782,7 @@ def test_products_have_no_gradient() -> None:
     assert str(caught.value) == spec_grid.message(
         "running f32[8]{unreduced: x=product} -> f32[8@x]",
         "exchange(P('x')) on a tensor that requires grad",
-        "sums, averages, maxima and minima have a gradient, this step has none",
+        "a reduction with a gradient must be a sum, average, maximum or minimum",
         "detach() the local, or reduce by another reduction")  # fmt: skip
 
 

@@ -266,7 +266,7 @@ def test_lower_bound_of_groups_is_exact(data: st.DataObject, at: tuple[Mesh, tup
 def test_lower_bounds_of_a_million_devices(src: str, dst: str, missing: int) -> None:
     mesh = Mesh(a=1024, b=1024)
     ends = parse(f"u8{src}", mesh), parse(f"u8{dst}", mesh)
-    with spec_grid.held_under(4 << 20):  # a table of the devices takes 8 MiB and more
+    with spec_grid.peak_memory_below(4 << 20):  # a table of the devices takes 8 MiB and more
         assert lower_bound(*ends).bytes_received == missing
 
 

@@ -18,7 +18,7 @@ from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
-from fshard.program.cast_rules import holds, passes
+from fshard.program.cast_rules import commutes, represents
 from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer
 from fshard.program.program import Program
@@ -272,7 +272,7 @@ def test_refused(
     ],
 )  # fmt: skip
 def test_holds(wide: torch.dtype, narrow: torch.dtype, yes: bool) -> None:
-    assert holds(wide, narrow) is yes
+    assert represents(wide, narrow) is yes
 
 
 def test_holds_is_what_casts_keep() -> None:
@@ -287,7 +287,7 @@ def test_holds_is_what_casts_keep() -> None:
             most = torch.iinfo(narrow).max
             numbers = [most, most - 1, torch.iinfo(narrow).min, 0, 1]
         x = torch.tensor(numbers, dtype=narrow)
-        if holds(wide, narrow):
+        if represents(wide, narrow):
             assert torch.equal(x.to(wide).to(narrow), x), (wide, narrow)
 
 
@@ -352,7 +352,7 @@ def test_passes() -> None:
         p, q = prog.src.partition, prog.dst.partition
         sums = bool({*p.unreduced_kinds} - {*q.unreduced_kinds})
         spreads = bool({*q.reduced_kinds} - {*p.reduced_kinds})
-        assert passes(step, prog.src, prog.dst) is not (sums or spreads), prog
+        assert commutes(step, prog.src, prog.dst) is not (sums or spreads), prog
 
 
 # -- values and costs ----------------------------------------------------------------------
@@ -365,7 +365,7 @@ def programs(
     """Random legal steps from a random spec, then planned changes of layout."""
     mesh = draw(strategies.meshes(max_devices=8, max_size=3, min_axes=1))
     shape = draw(st.lists(st.integers(0, 4).map(lambda n: 2 * n), min_size=1, max_size=3))
-    options = {"dtype": dtype, "kinds": kinds, "cuts": ("even", "sizes")}
+    options = {"dtype": dtype, "kinds": kinds, "splits": ("even", "sizes")}
     prog = Program(draw(strategies.specs(mesh, shape, **options)), ())
     for _ in range(draw(st.integers(0, 6))):
         kind = draw(st.sampled_from(kinds))
@@ -448,14 +448,14 @@ def mixed_programs(draw: st.DrawFn) -> Program:
     """Random programs with casts: sums in float32 alone, where integers are exact."""
     mesh = Mesh(x=2, y=2)
     states = draw(st.sampled_from([("sharded", "invariant"), ("sharded", "reduced", "unreduced")]))
-    spec = draw(strategies.specs(mesh, (4, 8), dtype=F32, states=states, cuts=("even",)))
+    spec = draw(strategies.specs(mesh, (4, 8), dtype=F32, states=states, splits=("even",)))
     prog = Program(spec, ())
     for _ in range(draw(st.integers(1, 6))):
         now = prog.dst
         legal = [
             step
             for step in legal_of(now, "sum")
-            if now.dtype == F32 or passes(step, now, infer(step, now))
+            if now.dtype == F32 or commutes(step, now, infer(step, now))
         ]
         cast = Cast(BF16 if now.dtype == F32 else F32)
         prog = Program(prog.src, (*prog.steps, draw(st.sampled_from([cast, *legal]))))

@@ -17,7 +17,7 @@ from fshard._util.text import bytes_text, rate_text, time_text, wrap
 from fshard.show.picture_grid import fit, lengths
 from fshard.show.shard_owners import holders_text, states_in_words
 from fshard.show.table import Column, Table
-from tests.helpers.spec_grid import held_under, random_global
+from tests.helpers.spec_grid import peak_memory_below, random_global
 from tests.helpers.strategies import meshes, spec_pairs, specs
 
 P = fs.PartitionSpec
@@ -163,7 +163,7 @@ def test_pictures(name: str) -> None:
 
 def test_large_meshes_are_abbreviated_at_once() -> None:
     mesh = fs.Mesh(x=1024, y=1024)
-    with held_under(4 << 20):  # a table of the ranks takes 8 MiB and more
+    with peak_memory_below(4 << 20):  # a table of the ranks takes 8 MiB and more
         drawn = str(fs.visualize(fs.Spec(mesh, P("x", "y"), shape=(4096, 4096))))
         assert "1047552" in drawn
         assert len(drawn.splitlines()) < 25
@@ -274,7 +274,7 @@ def test_pair_shows_how_locals_make_up_the_global_tensor() -> None:
 
 
 @settings(max_examples=60)
-@given(specs(cuts=("even",), dtype=torch.float64, kinds=("sum", "avg")))
+@given(specs(splits=("even",), dtype=torch.float64, kinds=("sum", "avg")))
 def test_the_equations_hold(drawn: fs.Spec) -> None:
     """What the notes of a pair claim is true, evaluated as Python."""
     if drawn.partition.reduced_kinds and "avg" in dict(drawn.partition.reduced_kinds).values():

@@ -1,9 +1,9 @@
-"""An alpha-beta model of the wires between devices: latency and bandwidth per mesh axis.
+"""Machine model: latency and bandwidth of the links between devices, per mesh axis.
 
-Of what vendors promise collectives get about 80 % on NVLink and of memory, 90 % on networks, which
-have less protocol of their own. Latencies and the launch of the presets are those that NCCL
-plans with (`src/graph/tuning.cc`, ring, LL: 0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at
-the start). `fs.calibrate` measures the machine at hand instead.
+Presets assume that collectives achieve about 80 % of the promised bandwidth on NVLink and of
+memory, and 90 % on networks, which have less protocol overhead. Latencies and launch times are
+NCCL's own (`src/graph/tuning.cc`, ring, LL: 0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at
+the start). `fs.calibrate` measures a machine instead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,26 @@ __all__ = ["Link", "Topology"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One hop: `latency` in seconds, `bandwidth` in bytes per second and direction."""
+    """Link between two devices.
+
+    Args:
+        latency: Seconds, at least 0.
+        bandwidth: Bytes per second in each direction, above 0.
+
+    Raises:
+        ShardingError: If a value is out of range or not a number.
+
+    >>> import fshard as fs
+    >>> fs.Link(latency=1e-6, bandwidth=100e9)
+    Link(latency=1e-06, bandwidth=100000000000.0)
+    """
 
     latency: float
     bandwidth: float
 
     def __post_init__(self) -> None:
-        numbers = _is_number(self.latency) and _is_number(self.bandwidth)
-        if not (numbers and self.latency >= 0 and self.bandwidth > 0):
+        valid = _is_number(self.latency) and _is_number(self.bandwidth)
+        if not (valid and self.latency >= 0 and self.bandwidth > 0):
             fail(
                 "fs.Link",
                 f"{self!r}",
@@ -52,31 +64,35 @@ INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What a byte and a launch cost: an argument of planning and of `prog.cost`, never ambient.
+    """Machine that programs are planned and costed for: what a byte and a launch cost.
 
-    `inner` is the link inside a node of `node_size` devices, `outer` the one between nodes;
-    `links` gives single axes their own. `launch` is the time in seconds to start one
-    collective, `message` that to post a message of those that go out together, `memory` the
-    bandwidth of local copies in bytes per second.
+    A collective is as slow as the slowest link among its axes, for all of its bytes: over 2 nodes
+    of 8 it runs at the speed of the network. NCCL's rings cross the network on some hops only,
+    if each GPU has a network card, so that such a collective may be much faster than modelled, and
+    gain less from being split by nodes. To use both links, plans for a cluster split axes where
+    nodes end (`fs.Remesh`): `x_0` is the part of an axis `x` between nodes, `x_1` the part inside.
 
-    A collective is as slow as the slowest link among its axes, for all of its bytes: one over 2
-    nodes of 8 goes at the speed of the network, as if nothing of it stayed inside. NCCL's rings
-    cross the network on some hops only, where each GPU has a card of its own, so that such a
-    collective may be much faster than modelled, and gain less where it goes by nodes instead.
-    For that, programs on a cluster split axes where nodes end (`fs.Remesh`): the parts of an
-    axis `x` are `x_0`, the major one, between nodes, and `x_1` inside.
+    Args:
+        name: The title in printed tables.
+        inner: The link inside a node.
+        outer: The link between nodes.
+        node_size: Devices of a node; None is a single node of any size.
+        links: Pairs (mesh axis, link) of axes that have their own.
+        launch: Seconds to start a collective.
+        memory: Bandwidth of local copies, in bytes per second.
+        message: Seconds to post one of several messages that are sent together.
 
-    >>> print(Topology.dgx_h100())
+    Raises:
+        ShardingError: If a value is out of range or of another type.
+
+    >>> import fshard as fs
+    >>> print(fs.Topology.dgx_h100())
     DGX H100, nodes of 8
       inner    0.60 µs, 360 GB/s
       outer    2.70 µs, 45.0 GB/s
       launch   6.60 µs
       message  0.15 µs
       memory   2.68 TB/s
-    >>> Topology.cluster().link(Mesh(dp=4, tp=8), "tp") == NVLINK
-    True
-    >>> Topology.cluster().link(Mesh(dp=4, tp=8), ("dp", "tp")) == INFINIBAND
-    True
     """
 
     name: str = "custom"
@@ -90,51 +106,58 @@ class Topology:
 
     def __post_init__(self) -> None:
         size = self.node_size
+        rule, fix = "a connection must be a Link", "Link(latency=1e-6, bandwidth=100e9)"
         problems = [
-            Problem(
-                f"{what} {link!r}", "a connection must be a Link", "Link(latency=1e-6, bandwidth=100e9)"
-            )
-            for what, link in (("inner", self.inner), ("outer", self.outer), *self.links)
+            Problem(f"{name} {link!r}", rule, fix)
+            for name, link in (("inner", self.inner), ("outer", self.outer), *self.links)
             if not isinstance(link, Link)
         ]
         if not isinstance(self.name, str):
-            problems.append(Problem(f"name={self.name!r}", "name must be a str", "name='ours', say"))
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if size is not None and not (whole and size >= 1):
-            problems.append(
-                Problem(
-                    f"node_size={size!r}",
-                    "a node must have at least 1 device",
-                    "Topology.cluster(8), or Topology.node() for a single node",
-                )
-            )
+            problems.append(Problem(f"name={self.name!r}", "name must be a str", "name='ours'"))
+        is_int = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (is_int and size >= 1):
+            rule = "a node must have at least 1 device"
+            fix = "Topology.cluster(8), or Topology.node() for a single node"
+            problems.append(Problem(f"node_size={size!r}", rule, fix))
         problems += [
             Problem(f"{name}={value!r}", "launch and message must be at least 0 seconds", fix)
             for name, value, fix in (
-                ("launch", self.launch, "launch=6e-6, say"),
-                ("message", self.message, "message=1.5e-7, say"),
+                ("launch", self.launch, "launch=6e-6"),
+                ("message", self.message, "message=1.5e-7"),
             )
             if not (_is_number(value) and value >= 0)
         ]
         if not (_is_number(self.memory) and self.memory > 0):
             rule = "memory must be above 0 bytes per second"
-            problems.append(Problem(f"memory={self.memory!r}", rule, "memory=2e12, say"))
+            problems.append(Problem(f"memory={self.memory!r}", rule, "memory=2e12"))
         raise_if("fs.Topology", problems)
 
     @staticmethod
     def node() -> Topology:
-        """A single node, of any size: NVLink joins every pair of devices (H100, 360 GB/s achieved).
+        """Return a single node of any size, with NVLink between all devices (H100, 360 GB/s).
 
-        Launches and memory are round numbers, 6 us and 2 TB/s, for GPUs of that kind;
-        `dgx_h100` has those of one machine, 6.6 us and 2.68 TB/s.
+        Launch time and memory are round values for such GPUs, 6 us and 2 TB/s; `dgx_h100` has
+        those of one machine, 6.6 us and 2.68 TB/s.
+
+        >>> import fshard as fs
+        >>> fs.Topology.node().inner.bandwidth
+        360000000000.0
         """
         return Topology("node")
 
     @staticmethod
     def cluster(node_size: int = 8) -> Topology:
-        """Nodes of `node_size` devices: NVLink inside, InfiniBand (45 GB/s a device) between.
+        """Return nodes with NVLink inside and InfiniBand (45 GB/s per device) between them.
 
-        Links are those of `dgx_h100`, launches and memory the round numbers of `node`.
+        Links are those of `dgx_h100`, launch time and memory those of `node`.
+
+        Args:
+            node_size: Devices of a node, at least 1.
+
+        >>> import fshard as fs
+        >>> mesh = fs.Mesh(dp=4, tp=8)
+        >>> [fs.Topology.cluster().link(mesh, axis).bandwidth / 1e9 for axis in mesh.axes]
+        [45.0, 360.0]
         """
         return Topology("cluster", node_size=node_size)
 
@@ -146,7 +169,22 @@ class Topology:
         memory: float = 2e12,
         message: float = 0.15e-6,
     ) -> Topology:
-        """One's own: a `Link` per mesh axis; axes not named are NVLink."""
+        """Return a machine with a `Link` for each mesh axis.
+
+        Args:
+            links: From mesh axis to its link; the default for other axes is NVLink.
+            launch: Seconds to start a collective.
+            memory: Bandwidth of local copies, in bytes per second.
+            message: Seconds to post one of several messages that are sent together.
+
+        Raises:
+            ShardingError: If a value is out of range or of another type.
+
+        >>> import fshard as fs
+        >>> slow = fs.Link(latency=20e-6, bandwidth=1e9)
+        >>> fs.Topology.of({"dp": slow}).link(fs.Mesh(dp=2, tp=2), "dp") == slow
+        True
+        """
         if not isinstance(links, Mapping):
             fail(
                 "fs.Topology.of",
@@ -154,48 +192,64 @@ class Topology:
                 "links must be a mapping from mesh axis to Link",
                 'Topology.of({"x": Link(latency=1e-6, bandwidth=100e9)})',
             )
-        own = tuple(sorted(links.items()))
-        return Topology("custom", links=own, launch=launch, memory=memory, message=message)
+        items = tuple(sorted(links.items()))
+        return Topology("custom", links=items, launch=launch, memory=memory, message=message)
 
     # -- public machines --------------------------------------------------------------
 
     @staticmethod
     def dgx_a100() -> Topology:
-        """DGX A100s: nodes of 8 A100 SXM (80 GB), InfiniBand HDR between them.
+        """Return DGX A100s: nodes of 8 A100 SXM (80 GB), with InfiniBand HDR between them.
 
-        NVIDIA's data sheet: NVLink 3 of 600 GB/s per GPU (300 each way), a ConnectX-6 of 200 Gb/s
-        per GPU, 2,039 GB/s of HBM2e.
+        From NVIDIA's data sheet: NVLink 3 with 600 GB/s per GPU (300 each way), a ConnectX-6 with
+        200 Gb/s per GPU, 2,039 GB/s of HBM2e.
+
+        >>> import fshard as fs
+        >>> fs.Topology.dgx_a100().title
+        'DGX A100, nodes of 8'
         """
         return _machine("DGX A100", 8, nvlink=300, network=200, memory=2039)
 
     @staticmethod
     def dgx_h100() -> Topology:
-        """DGX H100s: nodes of 8 H100 SXM, InfiniBand NDR between them.
+        """Return DGX H100s: nodes of 8 H100 SXM, with InfiniBand NDR between them.
 
-        NVIDIA's data sheet: NVLink 4 of 900 GB/s per GPU (450 each way), a ConnectX-7 of 400 Gb/s
-        per GPU, 3.35 TB/s of HBM3.
+        From NVIDIA's data sheet: NVLink 4 with 900 GB/s per GPU (450 each way), a ConnectX-7 with
+        400 Gb/s per GPU, 3.35 TB/s of HBM3.
 
-        >>> Topology.dgx_h100().link(Mesh(dp=4, tp=8), "tp")
+        >>> import fshard as fs
+        >>> fs.Topology.dgx_h100().link(fs.Mesh(dp=4, tp=8), "tp")
         Link(latency=6e-07, bandwidth=360000000000.0)
         """
         return _machine("DGX H100", 8, nvlink=450, network=400, memory=3350)
 
     @staticmethod
     def gb200_nvl72() -> Topology:
-        """GB200 NVL72 racks: 72 GPUs on one NVLink fabric, InfiniBand NDR between racks.
+        """Return GB200 NVL72 racks: 72 GPUs on one NVLink fabric, InfiniBand NDR between racks.
 
-        NVIDIA's data sheet: NVLink 5 of 1.8 TB/s per GPU (900 GB/s each way), a ConnectX-7 of
-        400 Gb/s per GPU, 576 TB/s of HBM3e per rack (8 per GPU).
+        From NVIDIA's data sheet: NVLink 5 with 1.8 TB/s per GPU (900 GB/s each way), a ConnectX-7
+        with 400 Gb/s per GPU, 576 TB/s of HBM3e per rack (8 per GPU).
+
+        >>> import fshard as fs
+        >>> fs.Topology.gb200_nvl72().title
+        'GB200 NVL72, nodes of 72'
         """
         return _machine("GB200 NVL72", 72, nvlink=900, network=400, memory=8000)
 
     @staticmethod
     def cpu_host(processes: int = 8) -> Topology:
-        """Hosts of so many processes, gloo over loopback inside and 25 Gb Ethernet between.
+        """Return hosts that run gloo, over loopback inside and 25 Gb Ethernet between them.
 
-        Ethernet after IEEE 802.3by, and a process's part of memory is one channel of DDR4-3200
-        (JEDEC JESD79-4: 25.6 GB/s). Loopback and latencies are what TCP gives two processes on
-        a server, in orders of magnitude: measure with `fs.calibrate` where they matter.
+        Ethernet is after IEEE 802.3by, and a process has one channel of DDR4-3200 (JEDEC JESD79-4:
+        25.6 GB/s). Loopback and latencies are the order of magnitude that TCP achieves between two
+        processes on a server; measure with `fs.calibrate` where they matter.
+
+        Args:
+            processes: Processes on a host, at least 1.
+
+        >>> import fshard as fs
+        >>> fs.Topology.cpu_host(4).title
+        'CPU host, nodes of 4'
         """
         return Topology(
             "CPU host",
@@ -211,7 +265,7 @@ class Topology:
 
     @property
     def title(self) -> str:
-        """The name, and how many devices a node has: `DGX H100, nodes of 8`."""
+        """Name and node size, such as `DGX H100, nodes of 8`."""
         return self.name if self.node_size is None else f"{self.name}, nodes of {self.node_size}"
 
     def __str__(self) -> str:
@@ -229,19 +283,35 @@ class Topology:
     # -- links ------------------------------------------------------------------------
 
     def link(self, mesh: Mesh, axes: Axes) -> Link:
-        """The link that a collective over `axes` is as slow as.
+        """Return the link that a collective over `axes` is as slow as.
 
-        The parts of an axis that was split, `x_0`, `x_1`, have the link of `x` unless named.
+        Args:
+            mesh: The mesh, whose devices are numbered node by node.
+            axes: Mesh axis or axes. Parts of a split axis, `x_0` and `x_1`, have the link of `x`
+                unless they have one of their own.
+
+        Returns:
+            The slowest of the links, by latency and by bandwidth.
+
+        >>> import fshard as fs
+        >>> mesh = fs.Mesh(dp=4, tp=8)
+        >>> fs.Topology.cluster().link(mesh, ("dp", "tp")) == fs.Topology.cluster().outer
+        True
         """
         return _link(self, mesh, as_axes(axes))
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:
-        """The link that an exchange between the ranks of two meshes is as slow as.
+        """Return the link that an exchange between the ranks of two meshes is as slow as.
 
-        >>> cluster = Topology.cluster()
-        >>> cluster.between(Mesh(x=4), Mesh(y=4, devices=range(4, 8))) == cluster.inner
+        Args:
+            mesh: One mesh.
+            other: The other mesh; devices are numbered node by node.
+
+        >>> import fshard as fs
+        >>> cluster, mesh = fs.Topology.cluster(), fs.Mesh(x=4)
+        >>> cluster.between(mesh, fs.Mesh(y=4, devices=range(4, 8))) == cluster.inner
         True
-        >>> cluster.between(Mesh(x=8), Mesh(y=8, devices=range(8, 16))) == cluster.outer
+        >>> cluster.between(mesh, fs.Mesh(y=8, devices=range(8, 16))) == cluster.outer
         True
         """
         return _between(self, mesh, other)
@@ -249,7 +319,14 @@ class Topology:
     # -- files ------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; `load` reads it."""
+        """Write the topology as JSON, which `load` reads.
+
+        Args:
+            path: The file to write.
+
+        >>> import fshard as fs
+        >>> fs.Topology.cluster().save("/dev/null")
+        """
         text = json.dumps(
             {**asdict(self), "links": {a: asdict(k) for a, k in self.links}}, indent=2
         )
@@ -257,14 +334,19 @@ class Topology:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
-        """The topology that `save` has written.
+        """Read a topology that `save` has written.
 
-        Raises `ShardingError` where the file is not there or holds something else.
+        Args:
+            path: The file to read.
 
+        Raises:
+            ShardingError: If the file cannot be read or holds something else.
+
+        >>> import fshard as fs
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile() as file:
-        ...     Topology.cluster().save(file.name)
-        ...     Topology.load(file.name) == Topology.cluster()
+        ...     fs.Topology.cluster().save(file.name)
+        ...     fs.Topology.load(file.name) == fs.Topology.cluster()
         True
         """
         where = "fs.Topology.load"
@@ -275,20 +357,21 @@ class Topology:
             fail(where, f"{file}: {error.strerror}", "the file must be readable",
                  "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
         except (ValueError, RecursionError):
-            fail(where, file, "the file must hold JSON, as Topology.save writes it", ANEW)
+            fail(where, file, "the file must hold JSON, as Topology.save writes it", REWRITE)
         raise_if(where, problems := _key_problems(read, file))
-        own = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
-        links = tuple(_links_of(own, file, problems).items())
+        read_links = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
+        links = tuple(_read_links(read_links, file, problems).items())
         ends = dict.fromkeys(ENDS, NVLINK)
-        ends |= _links_of({name: read[name] for name in ENDS}, file, problems)
-        made = _read(f"{file} with", lambda: Topology(**{**read, **ends, "links": links}), problems)
+        ends |= _read_links({name: read[name] for name in ENDS}, file, problems)
+        values = {**read, **ends, "links": links}
+        topology = _build(f"{file} with", lambda: Topology(**values), problems)
         raise_if(where, problems)
-        assert made is not None
-        return made
+        assert topology is not None
+        return topology
 
 
 def _machine(name: str, size: int, *, nvlink: float, network: float, memory: float) -> Topology:
-    """A preset of what is promised: GB/s each way, Gb/s, and GB/s of memory."""
+    """Return a preset from promised bandwidths: NVLink in GB/s each way, Gb/s, memory in GB/s."""
     return Topology(
         name,
         inner=Link(NVLINK.latency, 0.8e9 * nvlink),
@@ -301,53 +384,53 @@ def _machine(name: str, size: int, *, nvlink: float, network: float, memory: flo
 
 T = TypeVar("T")
 ENDS = ("inner", "outer")
-ANEW = "write it anew with topology.save(path)"
+REWRITE = "write it again with topology.save(path)"
 
 
 def _path(where: str, path: object) -> str | os.PathLike[str]:
     if not isinstance(path, str | os.PathLike):
-        fail(where, f"path {path!r}", "a path is a text or a Path", "'topology.json', say")
+        fail(where, f"path {path!r}", "path must be a str or a Path", "'topology.json'")
     return path
 
 
 def _key_problems(read: Any, file: str) -> list[Problem]:
-    """What is missing in a file, and what has no business there."""
-    names = {each.name for each in fields(Topology)}
+    """Return a problem if the keys of a file are not those of a topology."""
+    names = {field.name for field in fields(Topology)}
     rule = f"the keys must be {', '.join(sorted(names))}"
     if not isinstance(read, dict):
-        return [Problem(f"{file} with no mapping", rule, ANEW)]
-    odd = ("without", names - {*read}), ("with", {*read} - names)
-    given = " and ".join(f"{word} {', '.join(sorted(keys))}" for word, keys in odd if keys)
-    return [Problem(f"{file} {given}", rule, ANEW)] if given else []
+        return [Problem(f"{file} with no mapping", rule, REWRITE)]
+    differences = ("without", names - {*read}), ("with", {*read} - names)
+    given = " and ".join(f"{word} {', '.join(sorted(keys))}" for word, keys in differences if keys)
+    return [Problem(f"{file} {given}", rule, REWRITE)] if given else []
 
 
-def _links_of(read: dict[str, Any], file: str, problems: list[Problem]) -> dict[str, Link]:
-    """Those of the links of a file that are some; adds to `problems`."""
-    keys = {each.name for each in fields(Link)}
+def _read_links(read: dict[str, Any], file: str, problems: list[Problem]) -> dict[str, Link]:
+    """Return the links of a file that are valid, and add to `problems` for the others."""
+    keys = {field.name for field in fields(Link)}
     links = {}
-    for name, each in read.items():
-        if not isinstance(each, dict) or set(each) != keys:
+    for name, value in read.items():
+        if not isinstance(value, dict) or set(value) != keys:
             rule = "a link must have a latency and a bandwidth"
-            problems.append(Problem(f"{file} with {name} {each!r}", rule, ANEW))
-        elif (link := _read(f"{file} with {name}", partial(Link, **each), problems)) is not None:
+            problems.append(Problem(f"{file} with {name} {value!r}", rule, REWRITE))
+        elif (link := _build(f"{file} with {name}", partial(Link, **value), problems)) is not None:
             links[name] = link
     return links
 
 
-def _read(what: str, make: Callable[[], T], problems: list[Problem]) -> T | None:
-    """What is made of a part of a file, if it can be; else adds to `problems` of the file."""
+def _build(given: str, make: Callable[[], T], problems: list[Problem]) -> T | None:
+    """Return `make()`, or add its problems to `problems` and return None."""
     try:
         return make()
     except ShardingError as error:
-        problems += [Problem(f"{what} {p.given}", p.rule, ANEW) for p in error.problems]
+        problems += [Problem(f"{given} {p.given}", p.rule, REWRITE) for p in error.problems]
     return None
 
 
 @lru_cache(maxsize=4096)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> Link:
-    own = dict(topology.links)
-    each = [_own(own, axis) or _default(topology, mesh, axis) for axis in axes]
-    return _slowest(each) if each else topology.inner
+    links = dict(topology.links)
+    slowest = [_own_link(links, axis) or _node_link(topology, mesh, axis) for axis in axes]
+    return _slowest(slowest) if slowest else topology.inner
 
 
 def _slowest(links: list[Link]) -> Link:
@@ -356,8 +439,8 @@ def _slowest(links: list[Link]) -> Link:
     return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
-def _own(links: Mapping[str, Link], axis: str) -> Link | None:
-    """The link of an axis, or of the one that it is a part of."""
+def _own_link(links: Mapping[str, Link], axis: str) -> Link | None:
+    """Return the link of an axis, or of the axis that it is a part of, if it has its own."""
     while axis not in links:
         axis, mark, number = axis.rpartition("_")
         if not mark or not number.isdigit():
@@ -367,19 +450,19 @@ def _own(links: Mapping[str, Link], axis: str) -> Link | None:
 
 @lru_cache(maxsize=1024)
 def _between(topology: Topology, mesh: Mesh, other: Mesh) -> Link:
-    each = [
+    links = [
         _link(topology, side, tuple(axis for axis, size in side.shape.items() if size > 1))
         for side in (mesh, other)
     ]
     if topology.node_size is not None:
-        ends = [
-            end // topology.node_size for m in (mesh, other) for end in (m.ranks[0], m.ranks[-1])
-        ]
-        each.append(topology.inner if len(set(ends)) == 1 else topology.outer)
-    return _slowest(each)
+        ends = [rank for side in (mesh, other) for rank in (side.ranks[0], side.ranks[-1])]
+        inside = len({rank // topology.node_size for rank in ends}) == 1
+        links.append(topology.inner if inside else topology.outer)
+    return _slowest(links)
 
 
-def _default(topology: Topology, mesh: Mesh, axis: str) -> Link:
+def _node_link(topology: Topology, mesh: Mesh, axis: str) -> Link:
+    """Return the inner link if every group along `axis` is inside a node, else the outer one."""
     nodes = topology.node_size
     if nodes is None or mesh.shape[axis] == 1:
         return topology.inner

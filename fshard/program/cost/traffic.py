@@ -27,17 +27,13 @@ from fshard.program.exchange_boxes import converted_axes, exchange_axes, reducti
 from fshard.program.steps import (
     AllGather,
     AllReduce,
-    AllSlice,
     AllToAll,
     Cast,
     CollectivePermute,
     Exchange,
-    InvariantToReduced,
-    ReducedToInvariant,
+    LocalStep,
     ReduceScatter,
     Remesh,
-    ReplicatedToUnreduced,
-    ShardedToUnreduced,
     Step,
 )
 
@@ -237,7 +233,7 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
     local in n-1 messages, as do gathers and scatters of uneven shards, which run as all-to-alls.
     In an exchange a rank receives what it lacks, and the holders of a shard send equal parts.
     """
-    if 0 in src.shape:
+    if 0 in src.shape or isinstance(step, LocalStep):
         return NO_TRAFFIC
     if isinstance(step, Exchange):
         return _exchange_traffic(src, dst)
@@ -257,16 +253,6 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
         case CollectivePermute():
             moved = max_local_nbytes(src)
             return Traffic(moved, moved, 1, 1)
-        case (
-            AllSlice()
-            | InvariantToReduced()
-            | ReducedToInvariant()
-            | ReplicatedToUnreduced()
-            | ShardedToUnreduced()
-            | Cast()
-            | Remesh()
-        ):
-            return NO_TRAFFIC
         case _:
             assert_never(step)
 

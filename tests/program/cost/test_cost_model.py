@@ -160,7 +160,7 @@ def test_exchanges_by_hand(src: str, dst: str, moved: tuple[int, int, int]) -> N
 def test_an_exchange_of_a_million_devices() -> None:
     mesh = Mesh(a=1024, b=1024)
     src = parse("u8[1048576@(a,b),1024]", mesh)
-    with spec_grid.held_under(4 << 20):  # a table of the devices takes 8 MiB and more
+    with spec_grid.peak_memory_below(4 << 20):  # a table of the devices takes 8 MiB and more
         for text in ("[1048576@(b,a),1024]", "[1048576@b,1024@a]", "[1048576,1024@a]"):
             dst = parse(f"u8{text}", mesh)
             received = traffic(Exchange(dst.partition), src, dst).received
@@ -182,7 +182,11 @@ def test_formulas_are_those_of_steps() -> None:
         (ReduceScatter(XY, 1), "f32[4,12]{unreduced: x, y}", all_gather_traffic(6, 32)),
         (AllReduce(XY), "f32[4,11]{unreduced: x, y}", all_reduce_traffic(6, 176, 4)),
         (AllToAll(XY, 1, 0), "f32[24@z,12@(x,y)]", all_to_all_traffic(6, 96)),
-        (AllToAll("x", 1, 0, also=(AllToAll("y", 2, 0),)), "f32[12,2@x,3@y]", all_to_all_traffic(6, 48)),
+        (
+            AllToAll("x", 1, 0, also=(AllToAll("y", 2, 0),)),
+            "f32[12,2@x,3@y]",
+            all_to_all_traffic(6, 48),
+        ),
         (CollectivePermute(P(("y", "x"))), "f32[12@(x,y)]", Traffic(8, 8, 1, 1)),
     ]:
         src = spec_of(text)

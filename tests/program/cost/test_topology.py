@@ -61,11 +61,11 @@ def test_links_of_a_huge_cluster() -> None:
         (lambda: Topology.of("x"), "a mapping from mesh axis to Link"),  # type: ignore[arg-type]
         (
             lambda: Topology.of({}, memory=0),
-            "given: memory=0\n  rule:  memory's",
+            "given: memory=0\n  rule:  memory must",
         ),
         (
             lambda: Topology.of({}, launch=-1.0),
-            "given: launch=-1.0\n  rule:  launches",
+            "given: launch=-1.0\n  rule:  launch and",
         ),
         (lambda: Topology.of({}, message="1 us"), "given: message='1 us'\n"),  # type: ignore[arg-type]
         (lambda: Link("fast", 1), "bandwidth above 0"),  # type: ignore[arg-type]
@@ -201,7 +201,8 @@ LINK = "a link must have a latency and a bandwidth"
         ({"node_size": True}, "with node_size=True", "a node must have at least 1 device"),
         ({"launch": "6e-6"}, "with launch='6e-6'", "launch and message must be at least 0 seconds"),
         ({"links": {"x": {"latency": "fast", "bandwidth": 1}}},
-         "with x Link(latency='fast', bandwidth=1)", "latency must be at least 0 and bandwidth above 0"),
+         "with x Link(latency='fast', bandwidth=1)",
+         "latency must be at least 0 and bandwidth above 0"),
     ],
 )  # fmt: skip
 def test_a_file_of_other_keys(
@@ -217,15 +218,15 @@ def test_a_file_of_other_keys(
         Topology.load(path)
     assert str(caught.value) == spec_grid.message(
         "fs.Topology.load", f"{str(path)!r} {given}", rule,
-        "write it anew with topology.save(path)")  # fmt: skip
+        "write it again with topology.save(path)")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory": 0}, "memory's bandwidth is above 0"),
+        ({"memory": 0}, "memory must be above 0"),
         ({"node_size": 0}, "a node must have at least 1 device"),
-        ({"inner": {"latency": -1, "bandwidth": 1}}, "latency is at least 0"),
+        ({"inner": {"latency": -1, "bandwidth": 1}}, "latency must be at least 0"),
         ({"inner": {"latency": 0, "bandwidth": math.inf}}, "bandwidth above 0"),
         ({"name": 3}, "name must be a str"),
     ],
@@ -243,7 +244,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
     assert str(caught.value) == spec_grid.message(
-        "fs.Topology.load", f"{str(path)!r}: No such file or directory", "the file must be readable",
+        "fs.Topology.load", f"{str(path)!r}: No such file or directory",
+        "the file must be readable",
         "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
     for text in ("", "{", "\x00\xff", "[" * 100_000):
         path.write_text(text)
@@ -252,13 +254,13 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         assert str(caught.value) == spec_grid.message(
             "fs.Topology.load", f"{str(path)!r}",
             "the file must hold JSON, as Topology.save writes it",
-            "write it anew with topology.save(path)")  # fmt: skip
+            "write it again with topology.save(path)")  # fmt: skip
     path.write_text("{}")
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
     assert str(caught.value) == spec_grid.message(
         "fs.Topology.load", f"{str(path)!r} without {KEYS.removeprefix('the keys must be ')}", KEYS,
-        "write it anew with topology.save(path)")  # fmt: skip
+        "write it again with topology.save(path)")  # fmt: skip
     path.write_text("[1]")
     with pytest.raises(ShardingError, match="with no mapping"):
         Topology.load(path)
@@ -283,5 +285,5 @@ def test_a_path_that_is_none(name: str, path: object) -> None:
     with pytest.raises(ShardingError) as caught:
         getattr(Topology.cluster(), name)(path)
     assert str(caught.value) == spec_grid.message(
-        f"fs.Topology.{name}", f"path {path!r}", "a path is a text or a Path",
-        "'topology.json', say")  # fmt: skip
+        f"fs.Topology.{name}", f"path {path!r}", "path must be a str or a Path",
+        "'topology.json'")  # fmt: skip
