@@ -1,7 +1,7 @@
-"""An oracle of planning: every step between any two layouts of a small mesh, and shortest paths.
+"""Oracle of planning: every single step between layouts of a small mesh, and shortest paths.
 
-It knows of steps only what `single_steps` says leads from one spec to another, and weighs them by
-their specs: nothing of the planner's moves, bounds and closed forms.
+It uses only the steps that `single_steps` finds between two specs, and their costs by specs: none
+of the planner's edges, bounds and closed forms.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
+import torch
+
+from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.plan.search.problem import LAUNCH_COST, LOCAL_COST, MESSAGE_COST
 from fshard.program.cost.model import step_time
@@ -23,69 +25,71 @@ from fshard.program.single_step import single_steps
 from fshard.program.steps import Exchange, Step
 from tests.helpers import spec_grid
 
-__all__ = ["Paths", "paths", "shortest", "weigh", "weigh_all"]
+__all__ = ["Paths", "paths", "shortest", "step_cost", "steps_cost"]
 
 Graph = Mapping[Spec, Mapping[Spec, tuple[float, Step]]]
 Distances = dict[Spec, float]
 Excluded = frozenset[type]
 
 
-def weigh(topology: Topology | None, step: Step, src: Spec, dst: Spec) -> float:
-    """What a step should weigh: its time, or what the busiest rank receives."""
+def step_cost(topology: Topology | None, step: Step, src: Spec, dst: Spec) -> float:
+    """Return the cost of a step as the planner defines it: seconds, or bytes received."""
     if topology is not None:
         return step_time(topology, step, src, dst)
     moved = traffic(step, src, dst)
-    return moved.received + LAUNCH_COST + MESSAGE_COST * moved.messages if moved.launches else LOCAL_COST
+    if not moved.launches:
+        return LOCAL_COST
+    return moved.received + LAUNCH_COST + MESSAGE_COST * moved.messages
 
 
-def weigh_all(topology: Topology | None, steps: Iterable[Step], src: Spec) -> float:
-    """What a program from `src` weighs."""
+def steps_cost(topology: Topology | None, steps: Iterable[Step], src: Spec) -> float:
+    """Return the cost of the steps of a program from `src`."""
     total = 0.0
     for step in steps:
         dst = infer(step, src)
-        total += weigh(topology, step, src, dst)
+        total += step_cost(topology, step, src, dst)
         src = dst
     return total
 
 
 @lru_cache(maxsize=4)
 def graph(specs: Sequence[Spec], topology: Topology | None, exclude: Excluded) -> Graph:
-    """The lightest single step from each spec to each other."""
-    found: dict[Spec, dict[Spec, tuple[float, Step]]] = {spec: {} for spec in specs}
+    """Map each spec to its successors, with the cheapest single step to each."""
+    edges: dict[Spec, dict[Spec, tuple[float, Step]]] = {spec: {} for spec in specs}
     for src, dst in itertools.permutations(specs, 2):
         for step in single_steps(src, dst):
             if type(step) in exclude:
                 continue
             if isinstance(step, Exchange) and not traffic(step, src, dst).launches:
-                continue  # slices, which steps of their own do
-            weight = weigh(topology, step, src, dst)
-            if dst not in found[src] or weight < found[src][dst][0]:
-                found[src][dst] = weight, step
-    return found
+                continue  # these are slices, which have step types of their own
+            cost = step_cost(topology, step, src, dst)
+            if dst not in edges[src] or cost < edges[src][dst][0]:
+                edges[src][dst] = cost, step
+    return edges
 
 
 def shortest(edges: Graph, src: Spec, *, plain: bool = False) -> Distances:
-    """The weight of the lightest path to every spec that one leads to (Dijkstra).
+    """Return the cost of the cheapest path to every reachable spec (Dijkstra).
 
-    By specs without addends alone where the way is to be `plain`.
+    With `plain` no spec on the path is unreduced.
     """
     least, ticket = {src: 0.0}, itertools.count()
     queue = [(0.0, next(ticket), src)]
     while queue:
-        weight, _, spec = heapq.heappop(queue)
-        if weight > least[spec]:
+        cost, _, spec = heapq.heappop(queue)
+        if cost > least[spec]:
             continue
-        for after, (more, _) in edges[spec].items():
-            reached = weight + more
+        for after, (edge_cost, _) in edges[spec].items():
+            new_cost = cost + edge_cost
             allowed = not (plain and after.partition.unreduced)
-            if allowed and reached < least.get(after, math.inf):
-                least[after] = reached
-                heapq.heappush(queue, (reached, next(ticket), after))
+            if allowed and new_cost < least.get(after, math.inf):
+                least[after] = new_cost
+                heapq.heappush(queue, (new_cost, next(ticket), after))
     return least
 
 
 class Paths:
-    """Shortest paths between all specs; no addends are made where neither end has any."""
+    """Shortest paths between all specs; unreduced specs are used only if an end is unreduced."""
 
     def __init__(self, edges: Graph) -> None:
         self.edges = edges
@@ -96,23 +100,17 @@ class Paths:
             if not spec.partition.unreduced
         }
 
-    def weight(self, src: Spec, dst: Spec) -> float:
-        """The lightest path's; infinite where there is none."""
+    def cost(self, src: Spec, dst: Spec) -> float:
+        """Return the cost of the cheapest path; infinite if there is none."""
         plain = not (src.partition.unreduced or dst.partition.unreduced)
         return (self.plain if plain else self.free)[src].get(dst, math.inf)
 
 
 @lru_cache(maxsize=2)
 def paths(
-    mesh: Any,
-    shape: tuple[int, ...],
-    topology: Topology | None,
-    exclude: Excluded = frozenset(),
-    max_memory: int | None = None,
+    mesh: Mesh, shape: tuple[int, ...], topology: Topology | None, exclude: Excluded = frozenset()
 ) -> tuple[tuple[Spec, ...], Paths]:
-    """All sharded, invariant and unreduced specs of a mesh, and what lies between all specs."""
-    import torch
-
-    specs = spec_grid.all_specs(mesh, shape, ("invariant", "unreduced"), dtype=torch.float32)
-    every = spec_grid.all_specs(mesh, shape, dtype=torch.float32)
-    return tuple(specs), Paths(graph(tuple(every), topology, exclude))
+    """Return all sharded, invariant and unreduced specs, and the paths between all specs."""
+    ends = spec_grid.all_specs(mesh, shape, ("invariant", "unreduced"), dtype=torch.float32)
+    nodes = spec_grid.all_specs(mesh, shape, dtype=torch.float32)
+    return tuple(ends), Paths(graph(tuple(nodes), topology, exclude))

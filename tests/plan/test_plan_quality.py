@@ -1,6 +1,6 @@
-"""How near plans come to the lower bound, and to what others plan.
+"""Distance of plans to the lower bound, and to DTensor's plans.
 
-All pairs of layouts on three axes (minutes): `python -m pytest -m slow tests/test_plan_quality.py`.
+All pairs of layouts on three axes (minutes): `python -m pytest -m slow tests/plan`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ THREE_AXES = [Mesh(x=2, y=2, z=2), Mesh(x=4, y=2, z=4)]
 
 
 def pairs_of(mesh: Mesh, count: int | None = None, states: Sequence[str] = ("invariant",)) -> Pairs:
-    """Ordered pairs of float32 specs, axes of a dim in every order: all or `count` of them."""
+    """Return ordered pairs of float32 specs, axes of a dim in every order: all or `count`."""
     shape = (64,) * len(mesh.axes)
     specs = spec_grid.all_specs(mesh, shape, states, dtype=torch.float32)
     if count is None:
@@ -46,7 +46,7 @@ def pairs_of(mesh: Mesh, count: int | None = None, states: Sequence[str] = ("inv
 
 
 def ratios(pairs: Pairs, exclude: Sequence[type] = ()) -> list[float]:
-    """Bytes that the busiest rank receives over the bound; what needs none receives none."""
+    """Return ratios of received bytes to the bound; check that local pairs receive none."""
     found = []
     for src, dst in pairs:
         prog = redistribute(src, dst, objective="bytes", exclude=exclude)
@@ -58,7 +58,7 @@ def ratios(pairs: Pairs, exclude: Sequence[type] = ()) -> list[float]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
+    """Return the geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
 
@@ -67,7 +67,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def assert_meets_the_bound(pairs: Pairs) -> None:
-    """One exchange receives what is missing: the worst of all pairs is at the bound."""
+    """Check that the busiest rank receives what it lacks in every pair."""
     assert all(ratio == 1 for ratio in ratios(pairs))
 
 
@@ -89,50 +89,50 @@ def test_sharded_pairs_on_three_axes_meet_the_bound(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("mesh", TWO_AXES, ids=str)
-def test_collectives_on_two_axes(mesh: Mesh) -> None:
+def test_plans_without_exchange_on_two_axes(mesh: Mesh) -> None:
     found = ratios(pairs_of(mesh), (Exchange,))
     assert mean(found) <= 1.06
     assert max(found) <= 1.86
 
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
-def test_some_pairs_of_collectives_on_three_axes(mesh: Mesh) -> None:
+def test_some_plans_without_exchange_on_three_axes(mesh: Mesh) -> None:
     assert mean(ratios(pairs_of(mesh, 250), (Exchange,))) <= 1.12
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
-def test_collectives_on_three_axes(mesh: Mesh) -> None:
+def test_plans_without_exchange_on_three_axes(mesh: Mesh) -> None:
     assert mean(ratios(pairs_of(mesh), (Exchange,))) <= 1.12
 
 
 def assert_fits(pairs: Pairs) -> None:
-    """No more memory than the larger end has is ever needed."""
+    """Check that no plan needs more memory than the larger end."""
     for src, dst in pairs:
         least = lower_bound(src, dst).peak_memory
         assert redistribute(src, dst, max_memory=least).cost().peak_memory <= least
 
 
 @pytest.mark.parametrize("mesh", TWO_AXES, ids=str)
-def test_pairs_on_two_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
+def test_plans_on_two_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
     assert_fits(pairs_of(mesh))
 
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
-def test_some_pairs_on_three_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
+def test_some_plans_on_three_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
     assert_fits(pairs_of(mesh, 300))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
-def test_pairs_on_three_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
+def test_plans_on_three_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
     assert_fits(pairs_of(mesh))
 
 
-def with_addends(mesh: Mesh, count: int | None = None) -> Pairs:
-    """Those pairs that have addends at an end."""
+def unreduced_pairs(mesh: Mesh, count: int | None = None) -> Pairs:
+    """Return the pairs with an unreduced end."""
     pairs = pairs_of(mesh, count, ("invariant", "unreduced"))
     return [pair for pair in pairs if any(spec.partition.unreduced for spec in pair)]
 
@@ -140,15 +140,15 @@ def with_addends(mesh: Mesh, count: int | None = None) -> Pairs:
 @pytest.mark.parametrize(
     ("mesh", "most", "worst"), [*zip(TWO_AXES, (1.06, 1.04, 1.02), (2, 4 / 3, 8 / 7), strict=True)]
 )
-def test_addends_on_two_axes(mesh: Mesh, most: float, worst: float) -> None:
-    found = ratios(with_addends(mesh))
+def test_unreduced_pairs_on_two_axes(mesh: Mesh, most: float, worst: float) -> None:
+    found = ratios(unreduced_pairs(mesh))
     assert mean(found) <= most
     assert max(found) <= worst
 
 
 @pytest.mark.parametrize(("mesh", "most"), [*zip(THREE_AXES, (1.12, 1.06), strict=True)])
-def test_some_addends_on_three_axes(mesh: Mesh, most: float) -> None:
-    found = ratios(with_addends(mesh, 400))
+def test_some_unreduced_pairs_on_three_axes(mesh: Mesh, most: float) -> None:
+    found = ratios(unreduced_pairs(mesh, 400))
     assert mean(found) <= most
     assert max(found) <= 2
 
@@ -156,10 +156,10 @@ def test_some_addends_on_three_axes(mesh: Mesh, most: float) -> None:
 @pytest.mark.parametrize(
     ("mesh", "worst"), [*zip(TWO_AXES, (5 / 4, 7 / 6, 15 / 14), strict=True)], ids=str
 )
-def test_addends_on_two_axes_meet_the_bound_of_what_is_sent(mesh: Mesh, worst: float) -> None:
-    """What the transpose has to receive some rank has to send, whatever program it is."""
+def test_unreduced_pairs_on_two_axes_meet_the_bound_of_sent_bytes(mesh: Mesh, worst: float) -> None:
+    """A rank must send what the transpose must receive, in every program."""
     found = []
-    for src, dst in with_addends(mesh):
+    for src, dst in unreduced_pairs(mesh):
         ends = (src, dst), (dst.dual, src.dual)
         least = max(lower_bound(*pair).bytes_received for pair in ends)
         if least:
@@ -169,11 +169,11 @@ def test_addends_on_two_axes_meet_the_bound_of_what_is_sent(mesh: Mesh, worst: f
     assert max(found) <= worst + 1e-9
 
 
-def test_addends_that_only_stay_meet_the_bound_on_two_axes() -> None:
+def test_pairs_that_stay_unreduced_meet_the_bound_on_two_axes() -> None:
     for mesh in TWO_AXES:
         stay = [
             (src, dst)
-            for src, dst in with_addends(mesh)
+            for src, dst in unreduced_pairs(mesh)
             if src.partition.unreduced == dst.partition.unreduced
         ]
         assert all(ratio == 1 for ratio in ratios(stay))
@@ -205,13 +205,13 @@ ALL = frozenset(GRID.axes)
     ],
     ids=str,
 )
-def test_transition(src: P, dst: P, most: int, objective: str) -> None:
+def test_bytes_of_common_transitions(src: P, dst: P, most: int, objective: str) -> None:
     ends = (Spec(GRID, p, shape=(1024, 1024), dtype=torch.float32) for p in (src, dst))
     assert redistribute(*ends, objective=objective).cost().bytes_received <= most * 1024
 
 
 REMATERIALIZED = [
-    # Where XLA replicates the whole tensor for want of a better way.
+    # XLA replicates the tensor first ("involuntary full rematerialization").
     (Mesh(x=4, y=2), P("y", None, "x"), P(None, ("x", "y"), None), (64, 64, 64)),
     (Mesh(x=2, y=2), P(("x", "y")), P("x", None, None, "y"), (64, 8, 8, 64)),
 ]
@@ -219,7 +219,7 @@ REMATERIALIZED = [
 
 @pytest.mark.parametrize("exclude", [(), (Exchange,)], ids=str)
 @pytest.mark.parametrize(("mesh", "src", "dst", "shape"), REMATERIALIZED, ids=str)
-def test_what_is_rematerialized_elsewhere_is_moved(
+def test_transitions_that_xla_rematerializes_are_not_gathered(
     mesh: Mesh, src: P, dst: P, shape: tuple[int, ...], exclude: Sequence[type]
 ) -> None:
     one, other = (Spec(mesh, p, shape=shape, dtype=torch.float32) for p in (src, dst))
@@ -229,30 +229,30 @@ def test_what_is_rematerialized_elsewhere_is_moved(
         assert prog.cost().peak_memory == lower_bound(*ends).peak_memory
 
 
-# -- beside DTensor ------------------------------------------------------------------------
+# -- compared with DTensor ------------------------------------------------------------------------
 
 PRESETS = [Topology.node(), Topology.cluster()]
 
 
 def assert_not_slower(pairs: Pairs) -> int:
-    """No plan of DTensor's is faster by the model, on either preset; how many it has."""
+    """Check that no plan of DTensor is faster on either topology; return how many it has."""
     found = 0
     for (src, dst), planner, flattened in itertools.product(
         pairs, dtensor_plans.PLANNERS, (False, True)
     ):
-        theirs = dtensor_plans.plan(src, dst, planner, flattened=flattened).program
-        if theirs is None:
+        other = dtensor_plans.plan(src, dst, planner, flattened=flattened).program
+        if other is None:
             continue
         found += 1
         for topology in PRESETS:
             ours = redistribute(src, dst, topology=topology)
-            time = theirs.cost(topology).time
-            assert ours.cost(topology).time <= time * (1 + 1e-9), (str(ours), str(theirs))
+            time = other.cost(topology).time
+            assert ours.cost(topology).time <= time * (1 + 1e-9), (str(ours), str(other))
     return found
 
 
-def sized(mesh: Mesh, length: int, count: int | None = None) -> Pairs:
-    """Pairs of sharded, replicated and partial specs of square matrices."""
+def square_pairs(mesh: Mesh, length: int, count: int | None = None) -> Pairs:
+    """Return pairs of sharded, replicated and partial specs of square matrices."""
     specs = spec_grid.all_specs(
         mesh, (length, length), ("invariant", "unreduced"), dtype=torch.float32
     )
@@ -263,36 +263,36 @@ def sized(mesh: Mesh, length: int, count: int | None = None) -> Pairs:
 
 @pytest.mark.parametrize("length", [16, 4096])
 def test_never_slower_than_dtensor_on_two_axes(length: int) -> None:
-    assert assert_not_slower(sized(Mesh(x=2, y=4), length)) > 800
+    assert assert_not_slower(square_pairs(Mesh(x=2, y=4), length)) > 800
 
 
-def test_sometimes_compared_with_dtensor_on_three_axes() -> None:
-    assert assert_not_slower(sized(Mesh(x=2, y=2, z=2), 1024, 120)) > 200
+def test_some_plans_are_not_slower_than_dtensor_on_three_axes() -> None:
+    assert assert_not_slower(square_pairs(Mesh(x=2, y=2, z=2), 1024, 120)) > 200
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(8))
 def test_never_slower_than_dtensor_on_three_axes(part: int) -> None:
-    assert assert_not_slower(sized(Mesh(x=2, y=2, z=2), 1024)[part::8]) > 2000
+    assert assert_not_slower(square_pairs(Mesh(x=2, y=2, z=2), 1024)[part::8]) > 2000
 
 
 # -- partial reductions and sub-axes -------------------------------------------------------
 
 
 def assert_right(prog: Program) -> None:
-    """By slices of the global tensor: as interpreted, and as run by ranks in threads."""
+    """Check a program, interpreted and run, against slices of the global tensor."""
     x = spec_grid.random_locals(prog.src, 3)
     want = spec_grid.global_of(prog.src, x)
-    for made in (reference.simulate(prog, x), prog(x)):
-        assert torch.equal(spec_grid.global_of(prog.dst, made), want)
+    for shards in (reference.simulate(prog, x), prog(x)):
+        assert torch.equal(spec_grid.global_of(prog.dst, shards), want)
     y = spec_grid.random_locals(prog.dst.dual, 4)
     back = reference.simulate(prog.T, y)
-    made = reference.simulate(prog, x)
-    assert spec_grid.pairing(prog.dst, made, y) == spec_grid.pairing(prog.src, x, back)
+    outputs = reference.simulate(prog, x)
+    assert spec_grid.pairing(prog.dst, outputs, y) == spec_grid.pairing(prog.src, x, back)
 
 
-def kinds(steps: Iterable[Step]) -> list[type]:
+def step_types(steps: Iterable[Step]) -> list[type]:
     return [type(step) for step in steps]
 
 
@@ -300,22 +300,22 @@ def test_replicas_share_a_reduction() -> None:
     mesh, shape = Mesh(x=4, y=2), (32, 48)
     src = Spec(mesh, P(unreduced={"x"}), shape=shape, dtype=torch.int64)
     dst = Spec(mesh, P(), shape=shape, dtype=torch.int64)
-    whole = 32 * 48 * 8
+    nbytes = 32 * 48 * 8
     prog = redistribute(src, dst, objective="bytes")
-    assert kinds(prog.steps) == [AllSlice, AllReduce, AllGather]
-    assert prog.cost().bytes_received == lower_bound(src, dst).bytes_received == whole * 5 // 4
+    assert step_types(prog.steps) == [AllSlice, AllReduce, AllGather]
+    assert prog.cost().bytes_received == lower_bound(src, dst).bytes_received == nbytes * 5 // 4
     alone = redistribute(src, dst, objective="bytes", exclude=(AllSlice, Exchange))
-    assert alone.cost().bytes_received == whole * 3 // 2
+    assert alone.cost().bytes_received == nbytes * 3 // 2
     assert_right(prog)
 
 
 @pytest.mark.parametrize(("ranks", "inside"), [(16, 8), (4, 2), (12, 4)])
-def test_a_reduction_across_nodes_goes_in_steps(ranks: int, inside: int) -> None:
+def test_reduction_across_nodes_is_hierarchical(ranks: int, inside: int) -> None:
     mesh, shape = Mesh(dp=ranks), (16 * ranks, 4096)
     cluster = Topology.cluster(inside)
     src = Spec(mesh, P(unreduced={"dp"}), shape=shape, dtype=torch.int64)
     prog = redistribute(src, Spec(mesh, P(), shape=shape, dtype=torch.int64), topology=cluster)
-    assert kinds(prog.steps) == [Remesh, ReduceScatter, AllReduce, AllGather, Remesh]
+    assert step_types(prog.steps) == [Remesh, ReduceScatter, AllReduce, AllGather, Remesh]
     fine = Mesh(dp_0=ranks // inside, dp_1=inside)
     assert prog.steps[0] == Remesh(fine, P(unreduced=fine.axes))
     assert [step.axes for step in prog.steps[1:4]] == [("dp_1",), ("dp_0",), ("dp_1",)]  # type: ignore[union-attr]
@@ -324,11 +324,11 @@ def test_a_reduction_across_nodes_goes_in_steps(ranks: int, inside: int) -> None
 
 
 @pytest.mark.parametrize(("ranks", "inside"), [(16, 8), (4, 2), (12, 4)])
-def test_a_reduction_across_nodes_is_right(ranks: int, inside: int) -> None:
-    # On wires so slow that a small tensor goes in steps as well.
+def test_hierarchical_reduction_is_right(ranks: int, inside: int) -> None:
+    # Wires are so slow that a small tensor is reduced hierarchically too.
     slow = Topology(outer=Link(1e-6, 1e6), node_size=inside)
     mesh, shape = Mesh(dp=ranks), (2 * ranks, 3)
     src = Spec(mesh, P(unreduced={"dp"}), shape=shape, dtype=torch.int64)
     prog = redistribute(src, Spec(mesh, P(), shape=shape, dtype=torch.int64), topology=slow)
-    assert kinds(prog.steps)[0] == kinds(prog.steps)[-1] == Remesh
+    assert step_types(prog.steps)[0] == step_types(prog.steps)[-1] == Remesh
     assert_right(prog)

@@ -1,0 +1,126 @@
+"""The search: edges, bounds and unreachable goals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fshard.layout.parsing import parse
+from fshard.layout.spec import Spec
+from fshard.plan.redistribute import redistribute
+from fshard.plan.search.astar import search
+from fshard.plan.search.collective_edges import CollectiveEdges
+from fshard.plan.search.layout_state import LayoutState
+from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.reachability import TRANSITIONS, is_unreachable
+from fshard.program.cost.topology import Topology
+from fshard.program.infer import infer
+from fshard.program.steps import (
+    AllGather,
+    AllReduce,
+    AllSlice,
+    Exchange,
+    ReducedToInvariant,
+    ReduceScatter,
+    ReplicatedToUnreduced,
+    ShardedToUnreduced,
+    Step,
+)
+from tests.helpers.plan_oracle import step_cost
+from tests.helpers.plans import (
+    SMALL,
+    SMALL_SPECS,
+    any_pair,
+)
+
+# -- the search itself ---------------------------------------------------------------------
+
+
+TOPOLOGIES = [Topology.node(), Topology.cluster(3), None]
+
+
+def assert_edges(src: Spec, dst: Spec, topology: Topology | None, *, direct: bool = False) -> None:
+    """Check that every edge out of `src` is a step of the stated result and cost."""
+    problem = SearchProblem(src, dst, topology, None, frozenset())
+    state = LayoutState.of(src)
+    for cost, make_step, new in CollectiveEdges(problem, direct=direct).of(state):
+        step: Step = make_step()
+        after = infer(step, src)
+        assert after == problem.spec(new)
+        assert cost == pytest.approx(step_cost(topology, step, src, after), rel=1e-12, abs=1e-15)
+        assert not is_unreachable(src, after, TRANSITIONS.keys() - {type(step)})
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
+def test_edges_are_valid_steps_with_their_costs(topology: Topology | None) -> None:
+    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
+        assert_edges(src, dst, topology)
+        assert_edges(src, dst, topology, direct=True)
+
+
+@given(any_pair(), st.sampled_from([Topology.node(), Topology.cluster(2), None]), st.booleans())
+def test_edges_of_uneven_shards_are_valid_steps_with_their_costs(
+    pair: tuple[Spec, Spec], topology: Topology | None, direct: bool
+) -> None:
+    assert_edges(*pair, topology, direct=direct)
+
+
+def assert_bounds(src: Spec, dst: Spec, topology: Topology | None) -> None:
+    """Check that the remaining cost is never overestimated, at every layout of the program."""
+    problem = SearchProblem(src, dst, topology, None, frozenset())
+    spec, steps = src, search(src, dst, topology)
+    assert steps is not None
+    left = steps[1]
+    for step in steps[0]:
+        assert problem.bound(LayoutState.of(spec)) <= left * (1 + 1e-9) + 1e-15
+        after = infer(step, spec)
+        left -= step_cost(topology, step, spec, after)
+        spec = after
+    assert left == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
+def test_bounds_never_exceed_the_remaining_cost(topology: Topology | None) -> None:
+    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
+        assert_bounds(src, dst, topology)
+
+
+@given(any_pair(), st.sampled_from([Topology.node(), Topology.cluster(2), None]))
+def test_bounds_of_uneven_shards_never_exceed_the_remaining_cost(
+    pair: tuple[Spec, Spec], topology: Topology | None
+) -> None:
+    assert_bounds(*pair, topology)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "memory", "exclude"),
+    [
+        ("f32[12@x]", "f32[12]", None, (AllGather, ShardedToUnreduced, Exchange)),
+        ("f32[12@y]", "f32[12@x]", None, (AllGather, ShardedToUnreduced, Exchange)),
+        ("f32[12]{unreduced: x}", "f32[12@x]", None, (AllReduce, ReduceScatter, Exchange)),
+        ("f32[12]{reduced: x}", "f32[12]", None, (ReducedToInvariant, ReplicatedToUnreduced,
+                                                  AllSlice, ShardedToUnreduced, Exchange)),
+        ("f32[12]", "f32[12@x]", 47, ()),
+        ("f32[12@x]", "f32[12]", 47, ()),
+    ],
+)  # fmt: skip
+def test_unreachable_goals_are_rejected_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+    src: str,
+    dst: str,
+    memory: int | None,
+    exclude: Sequence[type],
+) -> None:
+    """A search would visit all layouts before it ends without the goal."""
+    monkeypatch.setattr(CollectiveEdges, "of", lambda *_: pytest.fail("a search"))
+    ends = parse(src, SMALL), parse(dst, SMALL)
+    assert search(*ends, Topology.node(), memory, frozenset(exclude)) is None
+
+
+def test_sharded_to_unreduced_is_one_local_step() -> None:
+    prog = redistribute(parse("f32[12@x]", SMALL), parse("f32[12]{unreduced: x}", SMALL))
+    assert prog.steps == (ShardedToUnreduced("x", 0),)
