@@ -158,7 +158,12 @@ class Mesh:
     def check_axes(self, axes: Axes, where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple.
 
-        Raises `ShardingError`, beginning with `where`, for unknown or repeated axes.
+        Args:
+            axes: one axis name or several.
+            where: first line of the error, such as `"fs.psum"`.
+
+        Raises:
+            ShardingError: an axis is unknown or repeated.
         """
         names = as_axes(axes, where)
         if len(set(names)) == len(names) and all(name in self.axes for name in names):
@@ -177,7 +182,15 @@ class Mesh:
         raise AssertionError("unreachable")
 
     def check_rank(self, rank: int, where: str) -> int:
-        """Return `rank`; raise `ShardingError`, beginning with `where`, if the mesh lacks it."""
+        """Return `rank`.
+
+        Args:
+            rank: a rank id.
+            where: first line of the error, such as `"fs.scatter"`.
+
+        Raises:
+            ShardingError: the mesh does not have the rank.
+        """
         if rank not in self:
             fail(where, f"rank {rank!r} on {self}", f"a rank must be one of {_brief(self.ranks)}",
                  "check `rank in mesh` first")  # fmt: skip
@@ -210,7 +223,11 @@ class Mesh:
         return dict(zip(self.axes, coordinate, strict=True))
 
     def index(self, rank: int, axes: Axes) -> int:
-        """Return the linear index of a rank along `axes`, row-major in the order given.
+        """Return the linear index of a rank along some axes.
+
+        Args:
+            rank: a rank id of the mesh.
+            axes: axis names, major to minor.
 
         >>> import fshard as fs
         >>> fs.Mesh(dp=2, tp=4).index(6, ("tp", "dp"))
@@ -262,7 +279,11 @@ class Mesh:
         return _groups(self, self.check_axes(axes, "Mesh.groups"))
 
     def group(self, rank: int, axes: Axes) -> tuple[int, ...]:
-        """Return the group of `groups(axes)` that contains `rank`.
+        """Return the group of `groups(axes)` that contains a rank.
+
+        Args:
+            rank: a rank id of the mesh.
+            axes: axis names, major to minor.
 
         >>> import fshard as fs
         >>> fs.Mesh(dp=2, tp=2).group(3, "dp")

@@ -5,6 +5,7 @@ A function of several operations, or an operation without a rule, runs as `fs.pa
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -95,12 +96,7 @@ def on_pairs(
     if mode not in MODES:
         fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
     as_topology("fs.on_pairs", topology)
-
-    @skip_frames_below(OUTSIDE_OF_GRAPHS)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _apply(op, args, kwargs, mode, topology)
-
-    return run
+    return functools.partial(_apply, op, mode, topology)
 
 
 @skip_frames_below(OUTSIDE_OF_GRAPHS)
@@ -130,30 +126,15 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     >>> y.spec, fs.unshard(y)[:, 0]
     (f32[4@dp,3]{unreduced: tp}, tensor([ 1.,  5.,  9., 13.]))
     """
-    options = {"mode": "explicit", "topology": None}
-    if not options.keys().isdisjoint(kwargs):
-        own = parameters_of(op)
-        if "mode" in own and kwargs.get("mode") in MODES and _is_torch(op):
-            _own_mode(op, kwargs["mode"])
-        options |= {
-            name: kwargs.pop(name) for name in options if name in kwargs and name not in own
-        }
-        mode, topology = options["mode"], options["topology"]
-        if mode not in MODES:
-            fail("fs.apply", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
-        as_topology("fs.apply", topology)
-    return _apply(op, args, kwargs, **options)
-
-
-def _is_torch(op: Any) -> bool:
-    return str(getattr(op, "__module__", "")).partition(".")[0] == "torch"
-
-
-def _own_mode(op: Any, mode: str) -> NoReturn:
-    """Raise `ShardingError` for an option that would be taken for a parameter of the operation."""
-    fail(f"fs.apply({name_of(op)})", f"mode={mode!r}",
-         f"mode is a parameter of {name_of(op)} itself; the option of that name must be given to "
-         "fs.on_pairs", f"fs.on_pairs({name_of(op)}, mode={mode!r})(...)")  # fmt: skip
+    options = {
+        name: kwargs.pop(name)
+        for name in ("mode", "topology") if name in kwargs and name not in parameters_of(op)
+    }  # fmt: skip
+    if kwargs.get("mode") in MODES and str(getattr(op, "__module__", "")).startswith("torch"):
+        fail(f"fs.apply({name_of(op)})", f"mode={kwargs['mode']!r}",
+             f"mode is a parameter of {name_of(op)} itself; the option must be given to fs.on_pairs",
+             f"fs.on_pairs({name_of(op)}, mode={kwargs['mode']!r})(...)")  # fmt: skip
+    return on_pairs(op, **options)(*args, **kwargs)
 
 
 def _auto(op: Any) -> str:
@@ -163,15 +144,14 @@ def _auto(op: Any) -> str:
     return 'mode="auto"'
 
 
-def _apply(
-    op: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: str, topology: Topology | None
-) -> Any:
+@skip_frames_below(OUTSIDE_OF_GRAPHS)
+def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on pairs."""
     refuse_autocast(f"fs.apply({name_of(op)})")
-    args, kwargs, mesh, simulated = _as_pairs(op, args, read_arguments(op, kwargs))
-    pairs = instances_in((*args, *kwargs.values()), Sharded)
+    placed, keywords, mesh, simulated = _as_pairs(op, args, read_arguments(op, kwargs))
+    pairs = instances_in((*placed, *keywords.values()), Sharded)
     grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
-    specs, named = map_call(args, kwargs, Sharded, lambda pair: pair.spec)
+    specs, named = map_call(placed, keywords, Sharded, lambda pair: pair.spec)
     if is_composite(op, specs, named):
         return _apply_partitioned(op, op, specs, named, pairs, mode, topology)
     strategy = strategy_for(op, specs, named, topology, grad)
@@ -184,7 +164,7 @@ def _apply(
         local if prog.src == prog.dst else prog(local)
         for (local, _), prog in zip(pairs, strategy.programs, strict=True)
     ]
-    return _run(strategy, mesh, simulated, locals_, args, kwargs)
+    return _run(strategy, mesh, simulated, locals_, placed, keywords)
 
 
 def _as_pairs(
@@ -306,13 +286,9 @@ def _table(choices: Sequence[tuple[str, Cost]]) -> str:
 
 
 def _run(
-    strategy: Strategy,
-    mesh: Mesh,
-    simulated: bool,
-    locals_: Sequence[Any],
-    args: Sequence[Any],
+    strategy: Strategy, mesh: Mesh, simulated: bool, locals_: Sequence[Any], args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     """Run an operation by its strategy on locals that have its layouts."""
     if strategy.tree is READS_VALUE:
         # The operands are replicated, and so is the number that is read from them.

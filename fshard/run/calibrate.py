@@ -48,27 +48,33 @@ class Sample(NamedTuple):
 def calibrate(
     mesh: Mesh, /, *, seconds: float = 10.0, save: str | os.PathLike[str] | None = None
 ) -> Topology:
-    """Measure the links along each axis of `mesh`, a launch and local copies: a `Topology`.
+    """Measure latency and bandwidth along each mesh axis, the time of a launch, and local copies.
 
-    Every process calls it, those outside of the mesh too, and gets the same value. Along each
-    axis all groups gather and exchange tensors of growing sizes at once, as in programs, for
-    about `seconds` in all; latency and bandwidth are the least squares of the model that costs
-    programs, over the medians of the slowest rank (after Hockney 1994, and LogGP of Alexandrov
-    et al. 1995). What a message costs beside its round is told apart on meshes of at least 3
-    ranks. Axes that are not the mesh's have the slowest of its links. `save` is a file that the
-    mesh's first rank writes, for `Topology.load`.
+    Every process must call it, also one outside of the mesh. All groups of an axis gather and
+    exchange tensors of growing sizes at the same time, as in programs; latency and bandwidth are
+    the least squares of the cost model over the medians of the slowest rank (after Hockney 1994,
+    and LogGP of Alexandrov et al. 1995). The time of a message apart from its round needs a mesh of
+    at least 3 ranks. On GPUs NCCL is measured, with some 1.5 GiB of memory on each. Nothing else
+    must run on the devices or links.
 
-    On GPUs NCCL is measured, with some 1.5 GiB of memory on each. Nothing else may run on the
-    devices or the wires meanwhile: it would be measured too.
+    Args:
+        mesh: the mesh whose axes are measured; other axes get the slowest of its links.
+        seconds: approximate duration.
+        save: file for `Topology.load`, written by the first rank of the mesh; None writes none.
 
-    Raises `ShardingError` without ranks (under no `torchrun`, or before `fs.init`), for ranks
-    that do not exist, and where the file cannot be written.
+    Returns:
+        A `Topology` with one link per axis, the same on every process.
 
-        # torchrun --nproc-per-node 8 calibrate.py
-        mesh = fs.Mesh(dp=2, tp=4)
-        fs.init(mesh)
-        topology = fs.calibrate(mesh, save="wires.json")
-        prog = fs.redistribute(src, dst, topology=topology)
+    Raises:
+        ShardingError: there are no ranks (no `torchrun`, or no `fs.init`), the mesh has ranks that
+            do not exist, or the file cannot be written.
+
+    >>> import fshard as fs
+    >>> def main():  # torchrun --nproc-per-node 8 calibrate.py
+    ...     mesh = fs.Mesh(dp=2, tp=4)
+    ...     fs.init(mesh)
+    ...     topology = fs.calibrate(mesh, save="links.json")
+    ...     print(fs.redistribute(src, dst, topology=topology))
     """
     world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)

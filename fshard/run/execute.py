@@ -57,6 +57,7 @@ class Pending:
         name: the collective that `fs.start` launched, such as "fs.psum".
         line: `file:line` of the launch, if it is recorded.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=2)
     >>> prog = fs.redistribute(fs.Spec(mesh, fs.P("x"), shape=(2,)),
@@ -168,7 +169,7 @@ def empty_local(prog: Program) -> torch.Tensor | None:
 def _run_on_shards(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a program on the shards of the source's ranks; return those of the target's."""
     op = ProgramGroup((prog,))
-    if prog.src.mesh == prog.dst.mesh:
+    if prog.src.mesh == op.mesh == prog.dst.mesh:
         return apply_programs(op, tuple(shards), on_shards=True)
     ranks, by_rank = op.mesh.ranks, dict(zip(prog.src.mesh.ranks, shards, strict=True))
     empty = shards[0].new_empty(0)
@@ -264,7 +265,7 @@ def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
             "a local is the first item of a pair, whose spec is known here",
             "pair.local, pair[0]",
         )
-    if not isinstance(local, Sequence) or not all([isinstance(x, torch.Tensor) for x in local]):
+    if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
         fail(where, f"a local of type {type(local).__name__}",
              "a local must be a tensor, or in a simulation the tuple of all shards",
              "fs.shard(global_tensor, spec).local")  # fmt: skip

@@ -145,6 +145,7 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
         ShardingError: the tensor is not of the spec, or it requires grad and is to be unreduced by
             another reduction than `sum` or `avg`.
 
+    >>> import torch
     >>> import fshard as fs
     >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
     >>> fs.shard(torch.arange(4.0), spec).local
@@ -187,6 +188,7 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     Raises:
         ShardingError: `pair` is not a pair, or its local is not of its spec.
 
+    >>> import torch
     >>> import fshard as fs
     >>> spec = fs.Spec(fs.Mesh(x=2), fs.P(unreduced={"x"}), shape=(2,))
     >>> fs.unshard(((torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])), spec))
@@ -221,6 +223,7 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
         ShardingError: the arguments are not a pair and a target, the local is not of its spec, or
             no program exists.
 
+    >>> import torch
     >>> import fshard as fs
     >>> pair = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
     >>> fs.reshard(pair, fs.P()).local[1]
@@ -309,6 +312,7 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
     Raises:
         ShardingError: on every rank, if the tensor of rank `src` is not of the spec.
 
+    >>> import torch
     >>> import fshard as fs
     >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
     >>> fs.scatter(torch.arange(4.0), spec).local
@@ -408,6 +412,7 @@ def from_local(
     Raises:
         ShardingError: the same on every rank, naming the ranks whose locals do not fit.
 
+    >>> import torch
     >>> import fshard as fs
     >>> fs.from_local((torch.ones(3), torch.ones(1)), fs.Mesh(x=2), fs.P("x")).spec
     f32[4@x:3+1]

@@ -72,7 +72,15 @@ class CommLog:
 
     Attributes:
         forward: Counts and bytes of forward passes, with the same properties.
-        backward: Those of backward passes.
+        backward: Counts and bytes of backward passes, with the same properties.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
+    >>> with fs.comm_log() as log:
+    ...     y = fs.redistribute(src, src.replace(partition=fs.P()))((torch.ones(2),) * 2)
+    >>> log.counts["all_gather", "x"], log.total_bytes
+    (1, 8)
     """
 
     __slots__ = ("_all", "backward", "forward")

@@ -40,6 +40,11 @@ class Picture:
     Attributes:
         spec: The layout.
         ranks: Ranks whose locals it was drawn from; empty for a spec.
+
+    >>> import fshard as fs
+    >>> picture = fs.visualize(fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
+    >>> picture.spec
+    f32[4@x]
     """
 
     spec: Spec

@@ -83,6 +83,7 @@ def register_rule(*ops: Any) -> Callable[[Any], Any]:
 
     After Shardy's `sdy.op_sharding_rule` and PyTorch's `register_sharding`.
 
+    >>> import torch
     >>> import fshard as fs
     >>> def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     ...     return x * w
@@ -129,6 +130,7 @@ def register_decomposition(*ops: Any) -> Callable[[G], G]:
 
     After the decompositions of PyTorch (`torch._decomp`), of which it takes one for layouts.
 
+    >>> import torch
     >>> import fshard as fs
     >>> def mean_square(x: torch.Tensor) -> torch.Tensor:
     ...     return (x * x).mean()

@@ -37,6 +37,10 @@ class Mode:
     `results` has one entry for each result: the kind by which it is unreduced, or None if it is
     invariant. A product is linear in each of its operands and has two modes of one operand; a sum
     of two tensors is linear in both jointly and has one mode of two operands.
+
+    >>> import fshard as fs
+    >>> print(fs.Mode((0, 1), "sum", ("sum",)), "|", fs.Mode((0,), "max", ("max",)))
+    0+1 sum | 0 max
     """
 
     operands: tuple[int, ...]

@@ -103,6 +103,7 @@ def propagate(
 
     After GSPMD (arXiv 2105.04663) and the factors of Shardy.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(dp=2, tp=4)
     >>> x = fs.Spec(mesh, fs.P("dp", "tp"), shape=(8, 16))

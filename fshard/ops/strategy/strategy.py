@@ -43,13 +43,14 @@ class Strategy:
         sends: False if no operand needs communication.
         topology: the topology that the strategy was chosen on, None for one node.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=4)
     >>> x = fs.Spec(mesh, fs.P("x"), shape=(8, 16))
     >>> strategy = fs.propagate(torch.sum, x, 0)
     >>> print(strategy)
     sum.dim_IntList: f32[8@x,16] -> f32[16]{unreduced: x}
-    x: i  (nothing is sent)
+    x: d0  (nothing is sent)
     """
 
     op: Any

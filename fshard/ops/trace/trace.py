@@ -322,6 +322,7 @@ def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
 
     The counterpart of `jax.lax.with_sharding_constraint`.
 
+    >>> import torch
     >>> import fshard as fs
     >>> fs.constrain(torch.ones(2), fs.P("dp"))
     tensor([1., 1.])

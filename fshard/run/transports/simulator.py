@@ -215,7 +215,7 @@ class SimulatedWorld:
             self._free_tensors()
 
     def _free_tensors(self) -> None:
-        """Drop all tensors: ranks and world refer to each other until the garbage collector runs."""
+        """Drop all tensors, since ranks and world form a reference cycle."""
         self.error = None
         self.unfinished.clear()
         for rank in self.order:
@@ -413,6 +413,7 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
             without a wait for something that `fs.start` launched; it names each rank's line.
         Exception: the first error of a rank, with a note that names the rank.
 
+    >>> import torch
     >>> import fshard as fs
     >>> mesh = fs.Mesh(x=2)
     >>> prog = fs.redistribute(fs.Spec(mesh, fs.P("x"), shape=(4,)),

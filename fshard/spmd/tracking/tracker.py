@@ -1,7 +1,7 @@
-"""Types of plain tensors, tracked while a mapped function runs.
+"""States of plain tensors, tracked while a mapped function runs.
 
-Nothing is hung on the tensors: a weak table knows the states of every tensor that the body has
-made or been given. What the table does not know comes from outside of the body and is invariant.
+A table of weak references has the states of every tensor that the body received or computed;
+tensors carry no attributes. A tensor that is not in the table comes from outside and is invariant.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Launch = Callable[[CollectivePlan, Any, bool], Callable[[], Any]]
 
 
 class TypeRecord(weakref.ref[torch.Tensor]):
-    """A tensor of the table: its states, the casts of it that were made, and its memory."""
+    """Weak reference to a tensor, with its states, its storage, and its casts so far."""
 
     __slots__ = ("casts", "key", "states", "storage")
 
@@ -57,52 +57,52 @@ class TypeRecord(weakref.ref[torch.Tensor]):
 
 
 class Tracker:
-    """The types of the tensors of one rank, in one call of a mapped function."""
+    """Types of the tensors of one rank during one call of a mapped function."""
 
     def __init__(
         self, mesh: Mesh, name: str, *, strict: bool = False, values: bool = False
     ) -> None:
         self.mesh, self.name, self.strict, self.values = mesh, name, strict, values
         self.paused = False
-        # Along these axes the host knows values that vary, since these lines.
+        # The host has read values that vary along these axes, at these lines.
         self.read_states: States = INVARIANT
         self.read_sites: list[str] = []
         self.table: dict[int, TypeRecord] = {}
-        # Where a tensor lies is asked for when one is written: most are gone by then.
+        # Storages are looked up when a tensor is written: most tensors are freed before.
         self._unindexed: dict[int, TypeRecord] = {}
         self._by_storage: dict[int, dict[int, TypeRecord]] = {}
-        self.blank: set[int] = set()  # by id: tensors that nothing was seen to write
+        self.blank: set[int] = set()  # ids of tensors without a recorded write
         self._outside: dict[int, torch.Tensor] = {}  # by id: arguments and closures
         self._memory: set[int] = set()  # their storages
         table, unplaced, by_storage = self.table, self._unindexed, self._by_storage
         blank = self.blank
 
-        def forget(known: TypeRecord) -> None:
-            key = known.key
-            if table.get(key) is known:
+        def forget(record: TypeRecord) -> None:
+            key = record.key
+            if table.get(key) is record:
                 del table[key]
                 blank.discard(key)
-                if unplaced.pop(key, None) is None and known.storage:
-                    sharing = by_storage[known.storage]
+                if unplaced.pop(key, None) is None and record.storage:
+                    sharing = by_storage[record.storage]
                     del sharing[key]
                     if not sharing:
-                        del by_storage[known.storage]
+                        del by_storage[record.storage]
 
         self._drop: Any = forget
 
     # -- the table --
 
     def states(self, x: torch.Tensor) -> States:
-        """The states of a tensor; one that is not known is from outside, and invariant."""
-        known = self.table.get(id(x))
-        return known.states if known is not None else self._infer_states(x)
+        """Return the states of a tensor; an unknown one comes from outside and is invariant."""
+        record = self.table.get(id(x))
+        return record.states if record is not None else self._infer_states(x)
 
     def typeof(self, x: torch.Tensor) -> LocalType:
-        """The type of a tensor."""
+        """Return the type of a tensor."""
         return LocalType(x.shape, x.dtype, self.states(x))
 
     def enter(self, x: torch.Tensor, states: States) -> None:
-        """Take in what comes from outside: an argument, or what the body closes over."""
+        """Record a tensor from outside of the body: an argument or a closure."""
         self.record(x, states)
         self._outside[id(x)] = x
         storage = _storage(x)
@@ -110,40 +110,40 @@ class Tracker:
             self._memory.add(storage)
 
     def record(self, result: Any, states: States) -> None:
-        """Write down the states of a result: a tensor, or a tuple or list of results."""
+        """Record the states of a result: a tensor, or a tuple or list of results."""
         if isinstance(result, torch.Tensor):
-            known = self.table.get(id(result))
-            if known is None:
-                known = TypeRecord(result, self._drop)
-                known.key = key = id(result)
-                known.states, known.casts, known.storage = states, None, 0
-                self.table[key] = self._unindexed[key] = known
-            elif known.states is not states:
-                known.states, known.casts = states, None
+            record = self.table.get(id(result))
+            if record is None:
+                record = TypeRecord(result, self._drop)
+                record.key = key = id(result)
+                record.states, record.casts, record.storage = states, None, 0
+                self.table[key] = self._unindexed[key] = record
+            elif record.states is not states:
+                record.states, record.casts = states, None
             if is_transformed():
                 inner = _unwrapped(result)
                 if inner is not None:
                     self.record(inner, states)
         elif isinstance(result, tuple | list):
-            for each in result:
-                self.record(each, states)
+            for item in result:
+                self.record(item, states)
 
     def _infer_states(self, x: torch.Tensor) -> States:
-        """The states of a tensor that no tracked call has made.
+        """Infer the states of a tensor that no tracked call returned, and record them.
 
-        Memory that is known tells its own. Else it is from outside, and the same on every rank;
-        but where the host has learnt of what varies, it may have been made of that. What is
-        closed over and also cut, as an argument, needs its gradient summed: it is invariant.
+        They are those of known tensors with the same memory. Otherwise the tensor is from outside
+        and invariant; but if the host read varying values, it may have been made from them and
+        varies. A closure that is also an argument is invariant, so that its gradient is summed.
         """
         inner = _unwrapped(x)
         if inner is not None:
             states = self.states(inner)
             self.record(x, states)
             return states
-        sharing = [each.states for _, each in self._aliases(x)]
-        if sharing and not (x.requires_grad and _storage(x) in self._memory):
-            joined = join_states(tuple(sharing), TypeRule.MOVE)
-            axes = {axis for each in sharing for axis, _ in each.items}
+        alias_states = [each.states for _, each in self._aliases(x)]
+        if alias_states and not (x.requires_grad and _storage(x) in self._memory):
+            joined = join_states(tuple(alias_states), TypeRule.MOVE)
+            axes = {axis for each in alias_states for axis, _ in each.items}
             states = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(x, states)
             return states
@@ -152,73 +152,73 @@ class Tracker:
         return states
 
     def _aliases(self, x: torch.Tensor) -> list[tuple[torch.Tensor, TypeRecord]]:
-        """The other tensors of the table that share memory with `x`."""
+        """Return the other tensors of the table that share memory with `x`."""
         while self._unindexed:
-            key, known = self._unindexed.popitem()
-            each = known()
-            if each is not None:
-                known.storage = _storage(each)
-                if known.storage:
-                    self._by_storage.setdefault(known.storage, {})[key] = known
-        found = ((known(), known) for known in list(self._by_storage.get(_storage(x), {}).values()))
-        return [(each, known) for each, known in found if each is not None and each is not x]
+            key, record = self._unindexed.popitem()
+            tensor = record()
+            if tensor is not None:
+                record.storage = _storage(tensor)
+                if record.storage:
+                    self._by_storage.setdefault(record.storage, {})[key] = record
+        records = list(self._by_storage.get(_storage(x), {}).values())
+        return [(y, record) for record in records if (y := record()) is not None and y is not x]
 
     def forget(self, x: torch.Tensor) -> None:
-        """Forget what is known of a tensor that was given other memory: that tells its states."""
-        known = self.table.get(id(x))
-        if known is not None:
-            self._drop(known)
+        """Drop the record of a tensor that has new memory, which determines its states."""
+        record = self.table.get(id(x))
+        if record is not None:
+            self._drop(record)
 
     def is_outside(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is an argument, or from outside of the body."""
+        """Return True for an argument or another tensor from outside of the body."""
         self.states(x)
         return id(x) in self._outside
 
     # -- casts --
 
     def cast(self, x: torch.Tensor, states: States, target: States) -> torch.Tensor:
-        """`x` in other states; where it was invariant, its gradient becomes the sum.
+        """Return `x` cast to `target`; its gradient is summed along axes where it was invariant.
 
-        A tensor is cast once, however often it is used: its gradient is cast_to_varying once.
+        A tensor is cast once for all uses, so that its gradient is summed once.
         """
         axes = newly_cast_axes(states, target)
         if not axes or not has_gradient(x):
             return x
-        known = self.table[id(x)]
-        if known.casts is None:
-            known.casts = {}
+        record = self.table[id(x)]
+        if record.casts is None:
+            record.casts = {}
         version = version_of(x)
-        found = known.casts.get(axes)
-        if found is not None and found[0] == version:
-            return found[1]
+        cached = record.casts.get(axes)
+        if cached is not None and cached[0] == version:
+            return cached[1]
         y = cast_to_varying(self.mesh, axes, x)
-        if not is_transformed():  # what torch.func wraps ends with the transform
-            known.casts[axes] = (version, y)
+        if not is_transformed():  # wrappers of torch.func end with the transform
+            record.casts[axes] = (version, y)
         self.record(y, states.updated(axes, target.at(axes[0])))
         return y
 
     def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
-        """Raise, if strict, for a cast that is not written and would change gradients."""
+        """Raise, with `check="strict"`, for an implicit cast that changes gradients."""
         axes = newly_cast_axes(states, target) if self.strict else ()
         if not axes or not has_gradient(x):
             return
         word = state_word(target.at(axes[0]))
         self.fail(
             op,
-            f"an operand {LocalType(x.shape, x.dtype, states)} that requires grad, where the "
+            f"an operand {LocalType(x.shape, x.dtype, states)} that requires grad, while the "
             f"others are {word} along {', '.join(axes)}",
-            f"the operands agree along every axis; the gradient of this one is a sum over "
-            f"{', '.join(axes)}, which check='strict' wants to see written",
+            f"the operands must agree along every axis; check='strict' requires a written cast, "
+            f"which sums the gradient over {', '.join(axes)}",
             f"fs.pcast(operand, {format_axes(axes)}, to={word!r}), or check=True, which inserts it",
         )
 
     def fail(self, op: str, given: str, rule: str, fix: str) -> NoReturn:
-        """Raise for a call in the body, with its line."""
+        """Raise for a call in the body, with its source line."""
         self.raise_all([Problem(given, rule, fix)], f": {op}{user_line(None, None)}")
         raise AssertionError("unreachable")
 
     def raise_all(self, problems: Sequence[Problem], what: str = "") -> None:
-        """Raise for the problems, if there are any: types are the same on every rank."""
+        """Raise if there are problems; types, and so problems, are the same on every rank."""
         raise_if(f"{self.name}{what}", problems, everywhere=True)
 
     # -- collectives --
@@ -226,32 +226,34 @@ class Tracker:
     def start_collective(
         self, plan: CollectivePlan, tree: Any, ahead: bool, launch: Launch
     ) -> Callable[[], Any]:
-        """Launch a collective on the leaves of a tree, cast as its signature asks."""
+        """Launch a collective on the leaves of a tree, cast as its signature requires."""
         leaves, treedef = flatten(tree)
         rows = [(leaf, self._join(plan, leaf)) for leaf in leaves]
-        same = [one is not None and self._is_only_typed(plan, leaf) for leaf, one in rows]
-        given = [
-            None if stays else leaf if one is None else self._cast_for(plan, leaf, one)
-            for (leaf, one), stays in zip(rows, same, strict=True)
+        unchanged = [
+            joined is not None and self._is_only_typed(plan, leaf) for leaf, joined in rows
+        ]
+        operands = [
+            None if stays else leaf if joined is None else self._cast_for(plan, leaf, joined)
+            for (leaf, joined), stays in zip(rows, unchanged, strict=True)
         ]
         with self.pause():
-            finish = launch(plan, unflatten(treedef, given), ahead)
+            finish = launch(plan, unflatten(treedef, operands), ahead)
 
-        def done() -> Any:
+        def complete() -> Any:
             with self.pause():
                 results = flatten(finish())[0]
-                for at, (leaf, one) in enumerate(rows):
-                    if one is None or not isinstance(leaf, torch.Tensor):
+                for i, (leaf, joined) in enumerate(rows):
+                    if joined is None or not isinstance(leaf, torch.Tensor):
                         continue
-                    y = leaf if same[at] else results[at]
-                    results[at] = y.view_as(y) if y is leaf else y
-                    self.record(results[at], one.result)
+                    y = leaf if unchanged[i] else results[i]
+                    results[i] = y.view_as(y) if y is leaf else y
+                    self.record(results[i], joined.result)
             return unflatten(treedef, results)
 
-        return done
+        return complete
 
     def _join(self, plan: CollectivePlan, leaf: Any) -> JoinedStates | None:
-        """What a collective makes of a leaf; None for one that is no tensor."""
+        """Return the result's and the operand's states of a collective; None for a non-tensor."""
         if not isinstance(leaf, torch.Tensor):
             return None
         joined = apply_signature(self.states(leaf), plan.signature)
@@ -262,20 +264,20 @@ class Tracker:
         return joined
 
     def _check_source(self, plan: CollectivePlan, leaf: torch.Tensor) -> None:
-        """Raise for a cast that takes its operand for invariant where nothing is tracked."""
+        """Raise for a cast whose source state is assumed rather than tracked."""
         to, source, axes = plan.signature.cast_to, plan.signature.source, plan.signature.axes
         state = self.states(leaf).at(axes[0]) if axes else None
         if to == "varying" and source is None and state is not None:
             self.fail(
                 plan.name,
                 f"an operand {self.typeof(leaf)} and no src",
-                "what is not tracked is taken to be invariant, and its gradient summed: "
-                "check='strict' passes what is the same with check=False",
+                "src must be given: check=False assumes an invariant operand, sums the gradient, "
+                "and must give the same result as check='strict'",
                 f"fs.pcast(x, {axes[0]!r}, to='varying', src={state[0]!r})",
             )
 
     def _is_only_typed(self, plan: CollectivePlan, leaf: torch.Tensor) -> bool:
-        """Whether a leaf changes its type and nothing else happens, not in backward either."""
+        """Return True if a cast changes the type alone, in forward and backward."""
         signature, states = plan.signature, self.states(leaf)
         return signature.cast_to is not None and any(map(states.at, signature.axes))
 
@@ -291,17 +293,17 @@ class Tracker:
     # -- writes and the host --
 
     def states_beside(self, target: torch.Tensor) -> tuple[States, ...]:
-        """The states of other tensors to which gradients of what is written into one go back.
+        """Return the states of tensors whose gradients flow through a write into `target`.
 
-        Views of one base. A cast shares memory too, and stays of its own type.
+        These are views of the same base. A cast shares memory too, but keeps its own type.
         """
         if not torch.is_grad_enabled():
             return ()
         sharing = self._aliases(target)
-        return tuple(known.states for other, known in sharing if _base(other) is _base(target))
+        return tuple(record.states for other, record in sharing if _base(other) is _base(target))
 
     def overwrites_all(self, target: torch.Tensor) -> bool:
-        """Whether nothing that shares memory with a tensor is left when it is overwritten."""
+        """Return True if overwriting `target` overwrites all tensors that share its memory."""
         if not self._aliases(target):
             return True
         if target.layout is not torch.strided:  # others may hold its indices too
@@ -309,10 +311,10 @@ class Tracker:
         return target.numel() * target.element_size() == target.untyped_storage().nbytes()
 
     def record_write(self, target: torch.Tensor, states: States) -> None:
-        """Write down that `target`, and all that shares its memory, now is in `states`."""
-        for other, known in self._aliases(target):
-            joined = join_states((known.states, states), TypeRule.MOVE)
-            axes = (axis for each in (known.states, states) for axis, _ in each.items)
+        """Record that `target`, and all that shares its memory, now has `states`."""
+        for other, record in self._aliases(target):
+            joined = join_states((record.states, states), TypeRule.MOVE)
+            axes = (axis for each in (record.states, states) for axis, _ in each.items)
             same = torch.is_grad_enabled() and _base(other) is _base(target)
             rest = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(other, states if same else rest)
@@ -322,24 +324,23 @@ class Tracker:
         self.blank.discard(id(target))
 
     def check_write(self, target: torch.Tensor, op: str) -> None:
-        """Raise unless `target` is a tensor that the body has made."""
+        """Raise unless the body has computed `target`."""
         self.states(target)
         if _storage(target) in self._memory:
             self.fail(
                 op,
                 f"a write into a tensor of shape {tuple(target.shape)} from outside of the body",
-                "a mapped function returns what it computes: arguments and closed-over tensors "
-                "belong to all ranks",
-                "write into its clone(), and return that; of a module that keeps statistics: "
-                "eval(), or track_running_stats=False",
+                "a body must not write into its arguments and closures, which all ranks share",
+                "write into its clone(), and return that; for a module with running statistics, "
+                "eval() or track_running_stats=False",
             )
 
     def record_read(self, states: States, op: str) -> None:
-        """Note that the host has learnt of values in `states`: all that follows may depend on it.
+        """Record that the host read values in `states`, on which all later code may depend.
 
-        What is invariant or reduced is the same on every rank: so is what the host makes of it.
+        Invariant and reduced values are the same on every rank, and so is what the host computes.
         """
-        axes = [axis for axis, (word, _) in states.items if word != "reduced"]
+        axes = [axis for axis, (state_name, _) in states.items if state_name != "reduced"]
         if axes and not set(axes) <= set(self.read_states.axes("varying")):
             self.read_states = States.varying({*self.read_states.axes("varying"), *axes})
         if axes and len(self.read_sites) < 3:
@@ -349,18 +350,18 @@ class Tracker:
 
     @property
     def read_note(self) -> str:
-        """Where the host has learnt of values that vary, if anywhere."""
-        told = ", ".join(self.read_sites)
-        return f"told the host of values that vary: {told}" if told else ""
+        """Source lines at which the host read varying values, for error texts."""
+        sites = ", ".join(self.read_sites)
+        return f"the host read varying values: {sites}" if sites else ""
 
     def draw_states(self, op: str, kwargs: Mapping[str, Any]) -> States:
-        """The states of what is drawn from a generator of this process; warns once per line."""
+        """Return the states of a draw from this process's generator; warn once per line."""
         if kwargs.get("generator") is None:
             frame = user_frame(sys._getframe())
             text = (
-                f"{op} draws from this process's generator: ranks draw different numbers, and "
-                "other ones on another mesh. In the body, fs.random.keyed(key) has it draw by a "
-                "key; or draw before the call and pass the numbers in"
+                f"{op} draws from this process's generator: the values differ between ranks and "
+                "meshes. In the body, fs.random.keyed(key) makes it draw with a key; or draw "
+                "before the call and pass the values in"
             )
             if frame is None:
                 warnings.warn(text, stacklevel=2)
@@ -373,7 +374,7 @@ class Tracker:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Track nothing in the block: the engine runs a graph that is typed already."""
+        """Track nothing in the block, which runs a graph that has types already."""
         before, self.paused = self.paused, True
         try:
             with DisableTorchFunction():
@@ -383,19 +384,20 @@ class Tracker:
 
 
 def typeof(x: torch.Tensor, /) -> LocalType:
-    """Return the type of a tensor in a running `shard_map`: local shape, dtype, states of the mesh axes.
-
-    After `jax.typeof`.
+    """Return the type of a tensor in a running `shard_map`: shape, dtype, and states.
 
     Args:
-        x: a tensor of the mapped function.
+        x: A tensor of the body.
 
     Returns:
-        A `LocalType`. It is equal on every rank if shards are even; a mapped function may then
-        return it with the out spec `None`.
+        A `LocalType`; `str` gives, for instance, `f32[2,16]{varying: dp}`. For even shards it is
+        equal on every rank, and may be returned with the out spec None.
 
     Raises:
-        ShardingError: no types are tracked, outside of a `shard_map` or with `check=False`.
+        ShardingError: If no types are tracked (outside of a `shard_map`, or with `check=False`),
+            or `x` is not a tensor.
+
+    As `jax.typeof` under `check_vma=True`.
 
     >>> import torch
     >>> import fshard as fs
@@ -410,14 +412,14 @@ def typeof(x: torch.Tensor, /) -> LocalType:
         fail(
             "fs.typeof",
             "a call where no types are tracked",
-            "types are tracked in the body of a shard_map, unless with check=False",
+            "fs.typeof must be called in the body of a shard_map with check=True",
             "fs.shard_map(..., check=True)",
         )
     if not isinstance(x, torch.Tensor):
-        fail("fs.typeof", f"a {type(x).__name__}", "tensors have types along the mesh axes",
+        fail("fs.typeof", f"a {type(x).__name__}", "x must be a tensor",
              "torch.as_tensor(x)")  # fmt: skip
-    found: LocalType = tracker.typeof(x)
-    return found
+    local_type: LocalType = tracker.typeof(x)
+    return local_type
 
 
 _VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -430,9 +432,9 @@ _VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _storage(x: torch.Tensor) -> int:
-    """What is the same for tensors that share memory; 0 for one that has none.
+    """Return an id that tensors sharing memory have in common; 0 without memory.
 
-    That of a sparse tensor is the memory of its values.
+    For a sparse tensor it is the storage of its values.
     """
     try:
         return storage_id(x)
@@ -443,21 +445,21 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def _base(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view is a view of, or the tensor itself."""
+    """Return the base of a view, or the tensor itself."""
     return x if (base := view_base(x)) is None else base
 
 
 def has_gradient(x: torch.Tensor) -> bool:
-    """Whether what is computed from `x` now has a gradient with respect to it.
+    """Return True if results computed from `x` now would require grad with respect to it.
 
-    A wrapper of `torch.vmap` does not know; what it holds does.
+    For a wrapper of `torch.vmap` it is checked on the wrapped tensor.
     """
     if x.requires_grad:
         return torch.is_grad_enabled()
-    held = _unwrapped(x) if is_transformed() else None
-    return held is not None and has_gradient(held)
+    inner = _unwrapped(x) if is_transformed() else None
+    return inner is not None and has_gradient(inner)
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
-    """What a wrapper of `torch.func` holds, or None for another tensor."""
+    """Return the tensor within a wrapper of `torch.func`, or None for another tensor."""
     return get_unwrapped(x) if is_wrapped(x) else None
