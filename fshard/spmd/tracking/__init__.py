@@ -1,1 +1,12 @@
-"""Type tracking of plain tensors in the body of a `shard_map`."""
+"""Type tracking of plain tensors in the body of a `shard_map`.
+
+Each tensor has a state along every mesh axis (varying, invariant, reduced, unreduced), as in JAX.
+
+- `tracker`: the table of states of one rank's tensors; `fs.typeof`.
+- `function_mode`: infers the states of each call's result.
+- `torch_effects`: which functions write, draw, read values, or are linear.
+- `insert_casts`: casts of operands that disagree.
+- `inner_autograd`: gradients taken in the body.
+- `out_spec_check`: results against their out specs.
+- `typed_body`: types of arguments and results of a mapped function.
+"""

@@ -1,15 +1,15 @@
-"""The types of results: every PyTorch call of a mapped function, seen on its way.
+"""Function mode that infers the types of results of every PyTorch call in a mapped function.
 
-The operands of a call are looked up, the casts that JAX's type system inserts are inserted (or,
-if strict, the line where one is missing is named), and the result is written down. `spmd_types`
-(PyTorch's own checker) works in the same way, without inserting.
+It looks up the states of a call's operands, inserts the casts of JAX's type system (or, with
+`check="strict"`, reports the line that lacks one), and records the states of the result. PyTorch's
+own checker, `spmd_types`, works in the same way without inserting casts.
 
-Outside of what is tracked, and taken for invariant unless it shares memory with what is known:
-what user threads, `torch._C.DisableTorchFunction`, nested tensors, wrapper subclasses made in the
-body, dlpack capsules and kernels that are no functions of PyTorch compute (but not what these
-write into the empty results of an `autograd.Function`), numbers read off printed text or raw
-memory, and indices of a sparse tensor that are written in place. What hooks and the backward of
-custom functions compute is taken to be what a gradient is: of the dual type.
+Some results are not tracked, and are invariant unless they share memory with a known tensor: those
+of user threads, `torch._C.DisableTorchFunction`, nested tensors, wrapper subclasses created in the
+body, dlpack capsules, kernels that are not functions of PyTorch (except writes into empty results
+of an `autograd.Function`), numbers parsed from printed text or raw memory, and in-place writes of a
+sparse tensor's indices. Results of hooks and of custom backwards have the dual type of the forward
+value, as gradients have.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NUMBERS = (bool, int, float, complex)
 
 
 class TypeTrackingMode(TorchFunctionMode):
-    """Sees the calls of one rank's body, on behalf of its tracker."""
+    """Function mode of one rank's body, which reports to its tracker."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -65,85 +65,85 @@ class TypeTrackingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tracker = self.tracker
         if effect.sizes and (len(args) > 1 or kwargs or 0 in effect.sizes):
-            _tell_sizes(tracker, effect, args, kwargs)
+            _record_size_reads(tracker, effect, args, kwargs)
         if (
             effect.action is not Action.OP
             or tracker.read_states.items
             or (kwargs and _writes(kwargs))
         ):
-            return _special(tracker, func, effect, args, kwargs)
+            return _run_special(tracker, func, effect, args, kwargs)
         # The common case: all operands in one state, nothing to cast.
         states, table = None, tracker.table
         for group in (args, kwargs.values()) if kwargs else (args,):
             for value in group:
                 if isinstance(value, torch.Tensor):
-                    known = table.get(id(value))
-                    found = known.states if known is not None else tracker.states(value)
-                    if found is not states:
+                    record = table.get(id(value))
+                    operand_states = record.states if record is not None else tracker.states(value)
+                    if operand_states is not states:
                         if states is not None:
-                            return _computed(tracker, func, effect, args, kwargs)
-                        states = found
+                            return _run_op(tracker, func, effect, args, kwargs)
+                        states = operand_states
                 elif isinstance(value, tuple | list):
-                    for each in value:
-                        if isinstance(each, torch.Tensor):
-                            found = tracker.states(each)
-                            if found is not states:
+                    for item in value:
+                        if isinstance(item, torch.Tensor):
+                            operand_states = tracker.states(item)
+                            if operand_states is not states:
                                 if states is not None:
-                                    return _computed(tracker, func, effect, args, kwargs)
-                                states = found
-                        elif isinstance(each, tuple | list):
-                            return _computed(tracker, func, effect, args, kwargs)
+                                    return _run_op(tracker, func, effect, args, kwargs)
+                                states = operand_states
+                        elif isinstance(item, tuple | list):
+                            return _run_op(tracker, func, effect, args, kwargs)
         if states is None:
             states = INVARIANT
         elif states.unreduced:
-            return _computed(tracker, func, effect, args, kwargs)
+            return _run_op(tracker, func, effect, args, kwargs)
         result = func(*args, **kwargs)
         tracker.record(result, states)
         if isinstance(result, NUMBERS):
-            tracker.record_read(states, _called(effect))
+            tracker.record_read(states, _call_text(effect))
         return result
 
 
-def _called(effect: OpEffect) -> str:
+def _call_text(effect: OpEffect) -> str:
     return f"{effect.name.strip('_')}()"
 
 
-def _tell_sizes(tracker: Tracker, effect: OpEffect, args: Args, kwargs: Kwargs) -> None:
-    """Tell of the tensors that are given for sizes, which the host reads."""
-    given = [each for at, each in enumerate(args) if at in effect.sizes]
-    given += [each for key, each in kwargs.items() if key in effect.sizes]
-    for x in tensors_in(given):
-        tracker.record_read(tracker.states(x), f"a tensor for a size in {_called(effect)}")
+def _record_size_reads(tracker: Tracker, effect: OpEffect, args: Args, kwargs: Kwargs) -> None:
+    """Record reads of the tensors that are passed as sizes."""
+    size_args = [arg for i, arg in enumerate(args) if i in effect.sizes]
+    size_args += [arg for key, arg in kwargs.items() if key in effect.sizes]
+    for x in tensors_in(size_args):
+        tracker.record_read(tracker.states(x), f"a tensor for a size in {_call_text(effect)}")
 
 
 def _writes(kwargs: Kwargs) -> bool:
     return kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
-def _special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
-    """A call that does more than to compute from its operands."""
+def _run_special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call with other effects than a result computed from its operands."""
     if _writes(kwargs) and effect.action in (Action.OP, Action.READS_VALUE):
-        return _write(tracker, func, effect, args, kwargs)
+        return _run_write(tracker, func, effect, args, kwargs)
     match effect.action:
         case Action.INDEX:
             index = args[1]
             entries = index if type(index) is tuple else (index,)
             if tracker.read_states.items or not all(map(_is_plain, entries)):
-                return _computed(tracker, func, effect, args, kwargs)
+                return _run_op(tracker, func, effect, args, kwargs)
             states = tracker.states(args[0])
             result = func(*args)
             tracker.record(result, states)
             return result
         case Action.OP | Action.READS_VALUE:
-            return _computed(tracker, func, effect, args, kwargs)
+            return _run_op(tracker, func, effect, args, kwargs)
         case Action.NONE:
             return func(*args, **kwargs)
         case Action.SAME:
             tracker.states(args[0])
             return func(*args, **kwargs)
         case Action.LIKE:
-            states, new = join_operands(tracker, effect, args[:1], NO_KWARGS)
-            result = func(*replace_tensors(args, new), **kwargs)
+            states, casts = join_operands(tracker, effect, args[:1], NO_KWARGS)
+            result = func(*replace_tensors(args, casts), **kwargs)
             tracker.record(result, states)
             return result
         case Action.FRESH | Action.BLANK:
@@ -155,13 +155,13 @@ def _special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: 
                 tracker.blank.add(id(result))
             return result
         case Action.RANDOM:
-            return _drawn(tracker, func, effect, args, kwargs)
+            return _run_random(tracker, func, effect, args, kwargs)
         case Action.WRITE:
-            return _write(tracker, func, effect, args, kwargs)
+            return _run_write(tracker, func, effect, args, kwargs)
         case Action.LISTS | Action.WRITE_LISTS:
-            return _lists(tracker, func, effect, args, kwargs)
+            return _run_lists(tracker, func, effect, args, kwargs)
         case Action.STATE:
-            return _state(tracker, func, effect, args, kwargs)
+            return _run_state(tracker, func, effect, args, kwargs)
         case Action.GRAD:
             result = func(*args, **kwargs)
             if result is not None and id(result) not in tracker.table:
@@ -180,7 +180,7 @@ def _special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: 
 # -- results ------------------------------------------------------------------------------
 
 
-def _computed(
+def _run_op(
     tracker: Tracker,
     func: Any,
     effect: OpEffect,
@@ -189,40 +189,40 @@ def _computed(
     *,
     also: tuple[States, ...] = (),
 ) -> Any:
-    states, new = join_operands(tracker, effect, args, kwargs, also=also)
-    if new:
-        args, kwargs = replace_tensors(args, new), replace_tensors(kwargs, new)
+    states, casts = join_operands(tracker, effect, args, kwargs, also=also)
+    if casts:
+        args, kwargs = replace_tensors(args, casts), replace_tensors(kwargs, casts)
     if effect.action is Action.READS_VALUE and reads_values(effect.name, args, kwargs):
-        tracker.record_read(states, _called(effect))
-    elif effect.action is Action.INDEX and (found := _sizes(args[1])):
-        tracker.record_read(states, found)
+        tracker.record_read(states, _call_text(effect))
+    elif effect.action is Action.INDEX and (cause := _sizes(args[1])):
+        tracker.record_read(states, cause)
     result = func(*args, **kwargs)
     tracker.record(result, states)
     if isinstance(result, NUMBERS):
-        tracker.record_read(states, _called(effect))
+        tracker.record_read(states, _call_text(effect))
     return result
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether an entry of an index is written in numbers."""
+    """Return True if an index entry contains no tensor."""
     if type(entry) is slice:
         parts = (entry.start, entry.stop, entry.step)
-        return not any(isinstance(each, torch.Tensor) for each in parts)
+        return not any(isinstance(part, torch.Tensor) for part in parts)
     return type(entry) is int or entry is None or entry is ...
 
 
 def _sizes(index: Any) -> str:
-    """What in an index decides by its values how many elements there are, if anything."""
+    """Return a description of the part of an index whose values determine a shape, or ""."""
     entries = index if isinstance(index, tuple | list) else [index]
-    if any(isinstance(each, slice) and any(True for _ in tensors_in(each)) for each in entries):
+    if any(isinstance(entry, slice) and any(True for _ in tensors_in(entry)) for entry in entries):
         return "a slice to a tensor"
-    masks = any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(index))
+    masks = any(entry.dtype in (torch.bool, torch.uint8) for entry in tensors_in(index))
     return "indexing by a mask" if masks else ""
 
 
-def _drawn(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
+def _run_random(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
     writes = effect.name.endswith("_") or _writes(kwargs)
-    act = _write if writes else _computed
+    act = _run_write if writes else _run_op
     also = (
         (tracker.draw_states(effect.name, kwargs),)
         if draws(func, effect.name, args, kwargs)
@@ -234,7 +234,7 @@ def _drawn(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kw
 # -- writes ------------------------------------------------------------------------------
 
 
-def _write(
+def _run_write(
     tracker: Tracker,
     func: Any,
     effect: OpEffect,
@@ -243,10 +243,10 @@ def _write(
     *,
     also: tuple[States, ...] = (),
 ) -> Any:
-    """A call that writes its first operand, or what `out=` names."""
-    if not (kwargs or also or tracker.read_states.items or effect.name in OVERWRITES) and _is_level(
-        tracker, args
-    ):
+    """Run a call that writes its first operand, or `out`."""
+    if not (
+        kwargs or also or tracker.read_states.items or effect.name in OVERWRITES
+    ) and _states_agree(tracker, args):
         tracker.check_write(args[0], effect.name)
         tracker.blank.discard(id(args[0]))
         return func(*args)
@@ -258,27 +258,28 @@ def _write(
     )
     for target in targets:
         tracker.check_write(target, effect.name)
-    whole = all(tracker.overwrites_all(target) for target in targets)
-    over = out is not None or (effect.name in OVERWRITES and whole)
-    if not (over and whole):
-        also += tuple(each for target in targets for each in tracker.states_beside(target))
-        also += tuple(map(tracker.states, targets)) if over else ()
-    read_args = args[1:] if over and out is None else args
+    replaces_all = all(map(tracker.overwrites_all, targets))
+    overwrites = out is not None or (effect.name in OVERWRITES and replaces_all)
+    if not (overwrites and replaces_all):
+        also += tuple(states for target in targets for states in tracker.states_beside(target))
+        also += tuple(map(tracker.states, targets)) if overwrites else ()
+    read_args = args[1:] if overwrites and out is None else args
     read_kwargs = {
         key: value
         for key, value in kwargs.items()
-        if key != "out" and not (over and value is targets[0])
+        if key != "out" and not (overwrites and value is targets[0])
     }
     if not all(map(_has_fractions, targets)) and any(map(_has_fractions, tensors_in(read_args))):
-        effect = replace(effect, rule=TypeRule.OTHER)  # each part of a sum is cut to a whole number
-    states, new = join_operands(tracker, effect, read_args, read_kwargs, also=also)
+        effect = replace(effect, rule=TypeRule.OTHER)  # rounding partial sums is not linear
+    states, casts = join_operands(tracker, effect, read_args, read_kwargs, also=also)
     for target in targets:
-        if id(target) in new:
-            _no_cast_of_target(tracker, effect, target, states)
-    if new:
-        args, kwargs = (*args[:1], *replace_tensors(args[1:], new)), replace_tensors(kwargs, new)
+        if id(target) in casts:
+            _refuse_cast_of_target(tracker, effect, target, states)
+    if casts:
+        args = (*args[:1], *replace_tensors(args[1:], casts))
+        kwargs = replace_tensors(kwargs, casts)
     if effect.action is Action.READS_VALUE and reads_values(effect.name, args, kwargs):
-        tracker.record_read(states, _called(effect))
+        tracker.record_read(states, _call_text(effect))
     result = func(*args, **kwargs)
     if effect.name == "data =":
         tracker.forget(targets[0])
@@ -288,95 +289,96 @@ def _write(
     return result
 
 
-def _is_level(tracker: Tracker, args: Args) -> bool:
-    """Whether all operands of a write, and what shares memory with the first, are in one state."""
+def _states_agree(tracker: Tracker, args: Args) -> bool:
+    """Return True if all operands of a write, and aliases of the target, have the same states."""
     if not isinstance(args[0], torch.Tensor) or args[0].layout is not torch.strided:
         return False
     states = tracker.states(args[0])
     if states.unreduced:
         return False
-    for each in args[1:]:
-        if isinstance(each, torch.Tensor):
-            if tracker.states(each) is not states:
+    for arg in args[1:]:
+        if isinstance(arg, torch.Tensor):
+            if tracker.states(arg) is not states:
                 return False
-        elif isinstance(each, tuple | list | slice) and any(
-            tracker.states(x) is not states for x in tensors_in(each)
+        elif isinstance(arg, tuple | list | slice) and any(
+            tracker.states(x) is not states for x in tensors_in(arg)
         ):
             return False
-    return all(each is states for each in tracker.states_beside(args[0]))
+    return all(other is states for other in tracker.states_beside(args[0]))
 
 
 def _has_fractions(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _no_cast_of_target(
+def _refuse_cast_of_target(
     tracker: Tracker, effect: OpEffect, target: torch.Tensor, states: States
 ) -> None:
-    was = tracker.typeof(target)
+    target_type = tracker.typeof(target)
     tracker.fail(
         effect.name,
-        f"a write of {states} into {was}, which requires grad",
-        "its gradient is to be summed from here on, but not for what it was before",
-        f"compute a new tensor: {effect.name.rstrip('_')}(x, ...) in place of {effect.name}",
+        f"a write of {states} into {target_type}, which requires grad",
+        "a write must keep its target's states: the gradient would be summed from here on only",
+        f"compute a new tensor: {effect.name.rstrip('_')}(x, ...) instead of {effect.name}",
     )
 
 
-def _lists(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
-    """An operation on the elements of lists: the first of all, the second of all, and so on."""
-    given = (*args, *kwargs.values())
-    lists = [each for each in given if isinstance(each, list | tuple) and list(tensors_in(each))]
-    rest = [each for each in given if isinstance(each, torch.Tensor)]
-    height = max((len(each) for each in lists), default=0)
-    rows = [[each[at] for each in lists if len(each) == height] for at in range(height)]
-    agreed = _rows(tracker, effect, rows, rest, ())
-    if any(id(each) in new for each in rest for _, new in agreed):  # then all rows use a cast of it
-        agreed = _rows(tracker, effect, rows, rest, tuple(map(tracker.states, tensors_in(lists))))
+def _run_lists(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation on the elements of lists: the first of all, the second of all, and so on."""
+    values = (*args, *kwargs.values())
+    lists = [arg for arg in values if isinstance(arg, list | tuple) and list(tensors_in(arg))]
+    tensors = [arg for arg in values if isinstance(arg, torch.Tensor)]
+    height = max((len(arg) for arg in lists), default=0)
+    rows = [[arg[i] for arg in lists if len(arg) == height] for i in range(height)]
+    joined = _join_rows(tracker, effect, rows, tensors, ())
+    if any(id(arg) in casts for arg in tensors for _, casts in joined):  # all rows use its cast
+        also = tuple(map(tracker.states, tensors_in(lists)))
+        joined = _join_rows(tracker, effect, rows, tensors, also)
     if effect.action is Action.LISTS:
-        outs = func(*(_with_casts(each, agreed) for each in args),
-                    **{key: _with_casts(each, agreed) for key, each in kwargs.items()})  # fmt: skip
-        for out, (states, _) in zip(outs, agreed, strict=True):
+        outs = func(*(_with_casts(arg, joined) for arg in args),
+                    **{key: _with_casts(arg, joined) for key, arg in kwargs.items()})  # fmt: skip
+        for out, (states, _) in zip(outs, joined, strict=True):
             tracker.record(out, states)
         return outs
     # Fused optimizers write all of their lists, other functions the first.
-    written = lists if effect.name.startswith("_fused_") else lists[:1]
-    # The amp kernel also writes whether any of all elements was not finite.
-    found = rest[:1] if effect.name.startswith("_amp_foreach_") else []
-    for flag in found:
+    written_lists = lists if effect.name.startswith("_fused_") else lists[:1]
+    # The amp kernel also writes a flag: whether any element is not finite.
+    flags = tensors[:1] if effect.name.startswith("_amp_foreach_") else []
+    for flag in flags:
         tracker.check_write(flag, effect.name)
-    for each in written:
-        for target, (states, new) in zip(each, agreed, strict=False):
+    for arg in written_lists:
+        for target, (states, casts) in zip(arg, joined, strict=False):
             tracker.check_write(target, effect.name)
-            if id(target) in new:
-                _no_cast_of_target(tracker, effect, target, states)
-    args = (*args[:1], *(_with_casts(each, agreed) for each in args[1:]))
-    result = func(*args, **{key: _with_casts(each, agreed) for key, each in kwargs.items()})
-    for each in written:
-        for target, (states, _) in zip(each, agreed, strict=False):
+            if id(target) in casts:
+                _refuse_cast_of_target(tracker, effect, target, states)
+    args = (*args[:1], *(_with_casts(arg, joined) for arg in args[1:]))
+    result = func(*args, **{key: _with_casts(arg, joined) for key, arg in kwargs.items()})
+    for arg in written_lists:
+        for target, (states, _) in zip(arg, joined, strict=False):
             tracker.record_write(target, states)
-    for flag in found:
-        states, _ = join_operands(tracker, effect, written, NO_KWARGS)
+    for flag in flags:
+        states, _ = join_operands(tracker, effect, written_lists, NO_KWARGS)
         tracker.record_write(flag, states)
     return result
 
 
-Agreed = list[tuple[States, dict[int, torch.Tensor]]]
-"""Per row of lists: the states of what comes out of it, and the casts of its operands."""
+JoinedRows = list[tuple[States, dict[int, torch.Tensor]]]
+"""States of the result, and casts of the operands by id, of each row of lists."""
 
 
-def _rows(
+def _join_rows(
     tracker: Tracker,
     effect: OpEffect,
     rows: list[list[Any]],
-    rest: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     also: tuple[States, ...],
-) -> Agreed:
+) -> JoinedRows:
     writes = effect.action is Action.WRITE_LISTS
     return [
         join_operands(
             tracker,
             effect,
-            [*row, *rest],
+            [*row, *tensors],
             NO_KWARGS,
             also=(*also, *tracker.states_beside(row[0])) if writes else also,
         )
@@ -384,21 +386,21 @@ def _rows(
     ]
 
 
-def _with_casts(value: Any, agreed: Agreed) -> Any:
-    """A list with each row's own casts; what is no list with any, as they are the same."""
-    if isinstance(value, list | tuple) and len(value) == len(agreed):
-        return [replace_tensors(each, new) for each, (_, new) in zip(value, agreed, strict=True)]
-    return replace_tensors(value, {key: cast for _, new in agreed for key, cast in new.items()})
+def _with_casts(value: Any, joined: JoinedRows) -> Any:
+    """Return a list with the casts of each row, or another argument with all casts."""
+    if isinstance(value, list | tuple) and len(value) == len(joined):
+        return [replace_tensors(x, casts) for x, (_, casts) in zip(value, joined, strict=True)]
+    return replace_tensors(value, {key: x for _, casts in joined for key, x in casts.items()})
 
 
-def _state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
-    """A call that also writes an argument: batch norm in training its statistics, say."""
+def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call that also writes an argument, such as the statistics of a batch norm."""
     written = list(tensors_in(writes_state(func, effect.name, args, kwargs)))
     for target in written:
         tracker.check_write(target, effect.name)
-    beside = tuple(each for target in written for each in tracker.states_beside(target))
-    states, new = join_operands(tracker, effect, args, kwargs, also=beside)
-    result = func(*replace_tensors(args, new), **replace_tensors(kwargs, new))
+    alias_states = tuple(states for target in written for states in tracker.states_beside(target))
+    states, casts = join_operands(tracker, effect, args, kwargs, also=alias_states)
+    result = func(*replace_tensors(args, casts), **replace_tensors(kwargs, casts))
     for target in written:
         tracker.record_write(target, states)
     tracker.record(result, states)

@@ -1,7 +1,7 @@
-"""Gradients taken in the body, and custom functions: what PyTorch's engine runs untracked.
+"""Gradients taken in the body, and entry points of PyTorch that bypass function modes.
 
-A graph is typed while it is made. What the engine makes of it is in the dual types, and the
-casts in it have summed what is to be summed; so nothing is tracked while it runs.
+A graph gets its types while it is recorded, and its casts contain all sums of gradients. Gradients
+therefore have the dual types, and nothing is tracked while PyTorch's engine runs.
 """
 
 from __future__ import annotations
@@ -40,143 +40,146 @@ __all__ = ["patched_entry_points", "run_autograd_grad", "run_backward"]
 def run_autograd_grad(
     tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """`torch.autograd.grad`: gradients are in the dual states of what they are gradients of."""
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    inputs, seeds = given.arguments["inputs"], given.arguments["grad_outputs"]
-    _check_seeds(tracker, "torch.autograd.grad", given.arguments["outputs"], seeds)
+    """Run `torch.autograd.grad`; each gradient has the dual states of its input."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    inputs, seeds = bound.arguments["inputs"], bound.arguments["grad_outputs"]
+    _check_seeds(tracker, "torch.autograd.grad", bound.arguments["outputs"], seeds)
     with tracker.pause():
         result = func(*args, **kwargs)
-        # A cotangent may come out as it went in, and one tensor as the gradient of two: every
-        # gradient has a type of its own.
-        seen, own = set(map(id, _each(seeds))), []
+        # The engine may return a cotangent itself, or one tensor twice: each gradient needs a
+        # record of its own.
+        seen, gradients = set(map(id, _as_list(seeds))), []
         for g in result:
-            own.append(g.view_as(g) if g is not None and id(g) in seen else g)
+            gradients.append(g.view_as(g) if g is not None and id(g) in seen else g)
             seen.add(id(g))
-        result = tuple(own)
-    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    for x, gradient in zip(wanted, result, strict=True):
+        result = tuple(gradients)
+    input_list = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    for x, gradient in zip(input_list, result, strict=True):
         if gradient is not None:
             tracker.record(gradient, tracker.states(x).dual)
     return result
 
 
-def _each(given: Any) -> list[Any]:
-    """One tensor, or a sequence of them with None for some, as a list; None as an empty one."""
-    return [] if given is None else [given] if isinstance(given, torch.Tensor) else list(given)
+def _as_list(tensors: Any) -> list[Any]:
+    """Return a tensor, a sequence of tensors and None, or None as a list."""
+    if tensors is None or isinstance(tensors, torch.Tensor):
+        return [] if tensors is None else [tensors]
+    return list(tensors)
 
 
 def _check_seeds(tracker: Tracker, op: str, outputs: Any, seeds: Any) -> None:
-    """Raise where what backward starts from is not of the dual type of an output."""
-    for y, seed in itertools.zip_longest(_each(outputs), _each(seeds)):
+    """Raise if a cotangent does not have the dual type of its output."""
+    for y, seed in itertools.zip_longest(_as_list(outputs), _as_list(seeds)):
         if not isinstance(y, torch.Tensor):
-            continue  # an edge of a graph, or a seed too many, which PyTorch refuses
-        wanted = tracker.states(y).dual
-        have = (
-            wanted.updated(wanted.axes("unreduced"), None) if seed is None else tracker.states(seed)
+            continue  # a graph edge, or a superfluous seed, which PyTorch refuses
+        dual = tracker.states(y).dual
+        states = (
+            dual.updated(dual.axes("unreduced"), None) if seed is None else tracker.states(seed)
         )
-        for axis in sorted({axis for axis, _ in (*wanted.items, *have.items)}):
-            if not _fits(have.at(axis), wanted.at(axis)):
-                _refuse_seed(tracker, op, y, seed, axis, wanted)
+        for axis in sorted({axis for axis, _ in (*dual.items, *states.items)}):
+            if not _fits(states.at(axis), dual.at(axis)):
+                _refuse_seed(tracker, op, y, seed, axis, dual)
 
 
-def _fits(have: State | None, wanted: State | None) -> bool:
-    """Whether a cotangent may be in a state; equal values may count as varying or reduced."""
-    if have == wanted or (wanted is not None and wanted[0] == "varying" and have is None):
+def _fits(state: State | None, dual: State | None) -> bool:
+    """Return True if a cotangent may have a state; equal values may count as varying or reduced."""
+    if state == dual or (dual is not None and dual[0] == "varying" and state is None):
         return True
-    return have is None and wanted is not None and wanted[0] == "reduced"
+    return state is None and dual is not None and dual[0] == "reduced"
 
 
 def _refuse_seed(
-    tracker: Tracker, op: str, y: torch.Tensor, seed: torch.Tensor | None, axis: str, wanted: States
+    tracker: Tracker, op: str, y: torch.Tensor, seed: torch.Tensor | None, axis: str, dual: States
 ) -> NoReturn:
-    given = "ones" if seed is None else str(tracker.typeof(seed))
-    word, was = state_word(wanted.at(axis)), state_word(tracker.states(y).at(axis))
+    cotangent = "ones" if seed is None else str(tracker.typeof(seed))
+    word, state_name = state_word(dual.at(axis)), state_word(tracker.states(y).at(axis))
     fix = {
         "invariant": f"fs.psum(g, {axis!r})",
-        "unreduced": f"grad_outputs=fs.pcast(g, {axis!r}, to='unreduced') of a g that varies, or "
+        "unreduced": f"grad_outputs=fs.pcast(g, {axis!r}, to='unreduced') for a varying g, or "
         f"the gradient of fs.pcast(y, {axis!r}, to='varying')",
-    }.get(word, f"fs.psum(g, {axis!r}) or fs.pcast make it {word}")
-    tracker.fail(op, f"a cotangent {given} for {tracker.typeof(y)}",
-                 f"the cotangent of what is {was} along {axis} is {word}", fix)  # fmt: skip
+    }.get(word, f"fs.psum(g, {axis!r}), or fs.pcast to {word}")
+    tracker.fail(op, f"a cotangent {cotangent} for {tracker.typeof(y)}",
+                 f"the cotangent of a value that is {state_name} along {axis} must be {word}",
+                 fix)  # fmt: skip
 
 
 def run_backward(
     tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """`backward()`: its leaves are tensors that the body has made."""
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    names = given.arguments
-    given_outputs = names.get("self", names.get("tensors"))
-    outputs = list(tensors_in(given_outputs))
-    seeds = names.get("gradient", names.get("grad_tensors"))
-    _check_seeds(tracker, "run_backward", given_outputs, seeds)
-    inputs = names.get("inputs")
+    """Run `backward()`, whose leaves must be tensors that the body has computed."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    output_arg = arguments.get("self", arguments.get("tensors"))
+    outputs = list(tensors_in(output_arg))
+    seeds = arguments.get("gradient", arguments.get("grad_tensors"))
+    _check_seeds(tracker, "backward", output_arg, seeds)
+    inputs = arguments.get("inputs")
     leaves = list(graph_leaves(outputs) if inputs is None else tensors_in(inputs))
     if inputs is None:
         for leaf in leaves:
             if tracker.is_outside(leaf):
                 tracker.fail(
-                    "run_backward",
+                    "backward",
                     f"a loss that depends on a tensor of shape {tuple(leaf.shape)} from outside of "
                     "the body",
-                    "backward() adds to the .grad of leaves that the body has made; those from "
-                    "outside belong to all ranks",
+                    "the leaves of backward() must be computed in the body: all ranks share those "
+                    "from outside, and their .grad",
                     "torch.autograd.grad(loss, [x, ...]), or x = x.detach().requires_grad_() first",
                 )
     with tracker.pause():
-        gathered = [(x, x.grad) for x in leaves if x.is_leaf or x.retains_grad]
+        leaf_grads = [(x, x.grad) for x in leaves if x.is_leaf or x.retains_grad]
         before = [
             tracker.states(g) if g is not None and id(g) in tracker.table else None
-            for _, g in gathered
+            for _, g in leaf_grads
         ]
         func(*args, **kwargs)
-        for (x, _), was in zip(gathered, before, strict=True):
-            if was is not None:
-                _add_up(tracker, x, was)
+        for (x, _), states in zip(leaf_grads, before, strict=True):
+            if states is not None:
+                _record_accumulated(tracker, x, states)
 
 
-def _add_up(tracker: Tracker, x: torch.Tensor, was: States) -> None:
-    """Write down the states of a gradient that was added to one in the states `was`."""
+def _record_accumulated(tracker: Tracker, x: torch.Tensor, before: States) -> None:
+    """Record the states of a gradient that was added to one in the states `before`."""
     assert x.grad is not None
-    made = tracker.states(x).dual
-    joined = join_states((was, made), TypeRule.LINEAR)
+    added = tracker.states(x).dual
+    joined = join_states((before, added), TypeRule.LINEAR)
     if isinstance(joined, TypeConflict):
-        given = f"a gradient{made} of a tensor whose .grad is {tracker.typeof(x.grad)}"
-        tracker.fail("run_backward", given, joined.rule, "x.grad = None before")
+        gradient = f"a gradient{added} of a tensor whose .grad is {tracker.typeof(x.grad)}"
+        tracker.fail("backward", gradient, joined.rule, "x.grad = None before")
     tracker.record(x.grad, joined.result)
 
 
-# -- what PyTorch does not tell a mode of --------------------------------------------------
+# -- entry points that bypass function modes -----------------------------------------------
 
 _APPLY = Function.__dict__["apply"].__func__
 _BACKWARD = torch.autograd.backward
 _PARAMETER = torch.nn.Parameter.__new__
 _AS_SUBCLASS, _SET = torch.Tensor.as_subclass, torch.Tensor.set_
-_RUNNING: list[Tracker] = []
-_REPLACING = threading.Lock()
+_ACTIVE: list[Tracker] = []
+_PATCH_LOCK = threading.Lock()
 
 
 @contextmanager
 def patched_entry_points(tracker: Tracker) -> Iterator[None]:
-    """Tell `tracker` in the block of what PyTorch tells no function mode of.
+    """Patch entry points that bypass function modes, so that they report to `tracker`.
 
-    While any such block runs, in any thread, what `_INSTEAD` lists is replaced by what asks the
-    running body's tracker.
+    The patches of `_PATCHES` are in place while any such block runs in any thread, and use the
+    tracker of the running body.
     """
-    with _REPLACING:
-        if not _RUNNING:
-            for owner, name, _, instead in _INSTEAD:
-                setattr(owner, name, instead)
-        _RUNNING.append(tracker)
+    with _PATCH_LOCK:
+        if not _ACTIVE:
+            for owner, name, _, replacement in _PATCHES:
+                setattr(owner, name, replacement)
+        _ACTIVE.append(tracker)
     try:
         yield
     finally:
-        with _REPLACING:
-            _RUNNING.remove(tracker)
-            if not _RUNNING:
-                for owner, name, before, _ in _INSTEAD:
+        with _PATCH_LOCK:
+            _ACTIVE.remove(tracker)
+            if not _ACTIVE:
+                for owner, name, before, _ in _PATCHES:
                     if before is None:  # inherited
                         delattr(owner, name)
                     else:
@@ -184,26 +187,26 @@ def patched_entry_points(tracker: Tracker) -> Iterator[None]:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply`: a custom function is linear in nothing, and takes operands that agree."""
+    """Run `Function.apply`: operands must agree, and the result is linear in none of them."""
     tracker = None if cls.__module__.startswith("fshard.") else current_tracker()
     if tracker is None:
         return _APPLY(cls, *args, **kwargs)
     if cls.__name__ == "CheckpointFunction":
         tracker.fail("torch.utils.checkpoint", "use_reentrant=True",
-                     "what is computed again in backward is part of the graph that is typed",
+                     "the recomputation in backward must be part of the recorded graph",
                      "use_reentrant=False")  # fmt: skip
     effect = OpEffect(f"{cls.__name__}.apply", Action.OP, TypeRule.OTHER)
-    states, new = join_operands(tracker, effect, args, kwargs)
-    result = _APPLY(cls, *replace_tensors(args, new), **replace_tensors(kwargs, new))
-    for each in tensors_in(result):
-        # What no call was seen to write, a kernel that is no function of PyTorch has written.
-        if id(each) not in tracker.table or id(each) in tracker.blank:
-            tracker.record(each, states)
+    states, casts = join_operands(tracker, effect, args, kwargs)
+    result = _APPLY(cls, *replace_tensors(args, casts), **replace_tensors(kwargs, casts))
+    for output in tensors_in(result):
+        # A tensor without a recorded write was written by a kernel outside of PyTorch.
+        if id(output) not in tracker.table or id(output) in tracker.blank:
+            tracker.record(output, states)
     return result
 
 
 def _as_subclass(x: torch.Tensor, cls: type[torch.Tensor]) -> Any:
-    """`Tensor.as_subclass`: another tensor over the same memory."""
+    """Run `Tensor.as_subclass`, which returns another tensor over the same memory."""
     result = _AS_SUBCLASS(x, cls)
     tracker = current_tracker()
     if tracker is not None:
@@ -212,13 +215,13 @@ def _as_subclass(x: torch.Tensor, cls: type[torch.Tensor]) -> Any:
 
 
 def _set(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.set_`: the same tensor over other memory, which tells its states."""
+    """Run `Tensor.set_`, which gives the tensor other memory, whose states it takes."""
     tracker = current_tracker()
     if tracker is None or id(x) not in tracker.table:
         return _SET(x, *args, **kwargs)
     tracker.check_write(x, "set_")
-    for each in tensors_in((args, kwargs)):
-        tracker.states(each)
+    for arg in tensors_in((args, kwargs)):
+        tracker.states(arg)
     result = _SET(x, *args, **kwargs)
     tracker.forget(x)
     tracker.states(x)
@@ -235,55 +238,55 @@ def _backward_of_all(*args: Any, **kwargs: Any) -> None:
 
 
 def _parameter(cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-    """`nn.Parameter(data)`: another tensor over the same memory."""
-    made = _PARAMETER(cls, data, requires_grad)
+    """Run `nn.Parameter(data)`, which returns another tensor over the same memory."""
+    parameter = _PARAMETER(cls, data, requires_grad)
     tracker = current_tracker()
     if tracker is not None:
-        tracker.record(made, INVARIANT if data is None else tracker.states(data))
-    return made
+        tracker.record(parameter, INVARIANT if data is None else tracker.states(data))
+    return parameter
 
 
-def _part(name: str) -> property:
-    """`Tensor.real` or `Tensor.imag`: to set it is to write it."""
-    part = getattr(TensorBase, name)
+def _complex_part(name: str) -> property:
+    """Return the property `Tensor.real` or `Tensor.imag` with a setter that reports the write."""
+    descriptor = getattr(TensorBase, name)
 
-    def written(x: torch.Tensor, value: torch.Tensor) -> None:
+    def write(x: torch.Tensor, value: torch.Tensor) -> None:
         if current_tracker() is None:
-            part.__set__(x, value)
+            descriptor.__set__(x, value)
         else:
-            part.__get__(x).copy_(value)
+            descriptor.__get__(x).copy_(value)
 
-    return property(part.__get__, written)
+    return property(descriptor.__get__, write)
 
 
-def _refusing(call: Any) -> Any:
-    """The call of a function that TorchScript runs, which is told to nobody."""
+def _refuse_script(call: Any) -> Any:
+    """Return a call of a TorchScript function that refuses to run in a tracked body."""
 
     def refuse(scripted: Any, *args: Any, **kwargs: Any) -> Any:
         tracker = current_tracker()
         if tracker is None:
             return call(scripted, *args, **kwargs)
-        tracker.fail(scripted.name, "a function that TorchScript runs",
-                     "what runs in Python is typed; what a script computes is not seen",
+        tracker.fail(scripted.name, "a TorchScript function",
+                     "a body must call Python functions, whose types can be tracked",
                      "the Python function that was scripted, or check=False")  # fmt: skip
 
     return refuse
 
 
-def _before(owner: Any, name: str, instead: Any) -> tuple[Any, str, Any, Any]:
-    return owner, name, vars(owner).get(name), instead
+def _patch(owner: Any, name: str, replacement: Any) -> tuple[Any, str, Any, Any]:
+    return owner, name, vars(owner).get(name), replacement
 
 
-_INSTEAD = (
-    _before(Function, "apply", classmethod(_apply)),
-    _before(torch.autograd, "run_backward", _backward_of_all),
-    _before(torch.nn.Parameter, "__new__", staticmethod(_parameter)),
-    _before(torch.Tensor, "as_subclass", _as_subclass),
-    _before(torch.Tensor, "set_", _set),
-    *(_before(torch.Tensor, each, _part(each)) for each in ("real", "imag")),
+_PATCHES = (
+    _patch(Function, "apply", classmethod(_apply)),
+    _patch(torch.autograd, "backward", _backward_of_all),
+    _patch(torch.nn.Parameter, "__new__", staticmethod(_parameter)),
+    _patch(torch.Tensor, "as_subclass", _as_subclass),
+    _patch(torch.Tensor, "set_", _set),
+    *(_patch(torch.Tensor, each, _complex_part(each)) for each in ("real", "imag")),
     *(
-        _before(each, "__call__", _refusing(each.__call__))
+        _patch(each, "__call__", _refuse_script(each.__call__))
         for each in (torch.jit.ScriptFunction, ScriptMethod)
     ),
 )
-"""What is replaced: whose it is, its name, what it was, and what it is in a body."""
+"""Owner, name, original (None if inherited) and replacement of each patched entry point."""

@@ -1,8 +1,8 @@
-"""What out specs promise: shown by types, or where those cannot tell, compared by value.
+"""Checks of results against their out specs, by type or, where types cannot tell, by value.
 
-A spec that leaves an axis out promises one value along it. A type shows that; JAX believes what
-the type of a branch says, and returns different values where its predicate varied. Here what
-may depend on such a predicate is compared.
+A spec that omits an axis requires equal values along it, which an invariant type shows. JAX trusts
+the type of a branch and returns different values if its predicate varied; here results that may
+depend on such a predicate are compared.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = [
 
 
 class Promise(NamedTuple):
-    """A rank's tensor, and how it is promised to lie."""
+    """Tensor of a rank, and the partition that its spec requires."""
 
     path: str
     x: torch.Tensor
     p: PartitionSpec
     is_result: bool = True
-    """Of a mapped function; else the argument of a function that knows how it lies."""
+    """False for an argument whose layout a program expects."""
 
 
 NonTensor = tuple[str, Any]
-"""The path of a result that is no tensor, and the result."""
+"""Path and value of a result that is not a tensor."""
 
-RETURNED, ARGUMENTS = "what it returned", "its arguments"
-"""What is compared."""
+RESULTS, ARGUMENTS = "its results", "its arguments"
+"""Values to compare."""
 
-SHOWN = 48
-"""So many bytes of what ranks returned are compared as they are, and told of."""
+MAX_TEXT_BYTES = 48
+"""Bytes of a non-tensor's text that are compared exactly and shown in errors."""
 
 
 def check_promises(
@@ -63,101 +63,104 @@ def check_promises(
     promises: Sequence[Promise],
     others: Sequence[NonTensor] = (),
 ) -> list[torch.Tensor]:
-    """The tensors as promised along `axes`, cast where that is left to be done.
+    """Return the tensors, cast to the states that their specs require along `axes`.
 
-    Raises `ShardingError` for types that do not show it, all failures at once. Where the host
-    has learnt of what varies, and with `check="values"` everywhere, what is promised to be equal
-    is also compared; so are the others, which always are.
+    Raises `ShardingError` for types that contradict the specs, all at once. Values that must be
+    equal are compared if the host has read varying values, and always with `check="values"`;
+    results that are not tensors (`others`) are always compared.
     """
     problems: list[Problem] = []
-    kept: list[torch.Tensor] = []
-    for each in promises:
-        x, states, wanted = each.x, tracker.states(each.x), states_of(each.p)
-        found = _broken(tracker, axes, each)
-        problems += found
-        if not found:
-            target = States.of({a: s for a, s in wanted.items if a in axes})
-            op = f"returning {each.path}" if each.is_result else each.path
+    outputs: list[torch.Tensor] = []
+    for promise in promises:
+        x, states, required = promise.x, tracker.states(promise.x), states_of(promise.p)
+        promise_problems = _type_problems(tracker, axes, promise)
+        problems += promise_problems
+        if not promise_problems:
+            target = States.of({a: s for a, s in required.items if a in axes})
+            op = f"returning {promise.path}" if promise.is_result else promise.path
             tracker.check_cast(x, states, target, op)
-            kept.append(_first(tracker.mesh, axes, tracker.cast(x, states, target), states, wanted))
+            y = tracker.cast(x, states, target)
+            outputs.append(_take_first(tracker.mesh, axes, y, states, required))
     tracker.raise_all(problems)
     if tracker.values or tracker.read_states.items:
         with tracker.pause():
-            told = tracker.read_sites
-            check_values(tracker.mesh, axes, promises, tracker.name, told, others)
-    return kept
+            sites = tracker.read_sites
+            check_values(tracker.mesh, axes, promises, tracker.name, sites, others)
+    return outputs
 
 
-def _broken(tracker: Tracker, axes: Sequence[str], promise: Promise) -> list[Problem]:
-    """Why a result is not as promised, unless it is or can be cast: the axes of a kind in one."""
-    states, wanted = tracker.states(promise.x), states_of(promise.p)
-    unlike: dict[tuple[str, str], list[str]] = {}
+def _type_problems(tracker: Tracker, axes: Sequence[str], promise: Promise) -> list[Problem]:
+    """Return a problem for each pair of states that neither agree nor can be cast."""
+    states, required = tracker.states(promise.x), states_of(promise.p)
+    mismatches: dict[tuple[str, str], list[str]] = {}
     for axis in axes:
-        have, want = states.at(axis), wanted.at(axis)
-        told = axis in tracker.read_states.axes("varying") and not tracker.strict
-        if not _shown(have, want) and not (told and (have, want) == (VARYING, None)):
-            unlike.setdefault((state_word(have), state_word(want)), []).append(axis)
-    return [_unlike(tracker, promise, *words, along) for words, along in unlike.items()]
+        state, required_state = states.at(axis), required.at(axis)
+        may_depend = axis in tracker.read_states.axes("varying") and not tracker.strict
+        compared = may_depend and (state, required_state) == (VARYING, None)
+        if not compared and not _is_castable(state, required_state):
+            mismatches.setdefault((state_word(state), state_word(required_state)), []).append(axis)
+    return [_type_problem(tracker, promise, *words, along) for words, along in mismatches.items()]
 
 
-def _shown(have: State | None, want: State | None) -> bool:
-    """Whether a type shows what is promised, or a cast makes it."""
-    if have == want or (have is None and want is not None and want[0] != "unreduced"):
+def _is_castable(state: State | None, required: State | None) -> bool:
+    """Return True if a state is the required one or can be cast to it."""
+    if state == required or (state is None and required is not None and required[0] != "unreduced"):
         return True
-    return want == VARYING and have == ("reduced", "sum")
+    return required == VARYING and state == ("reduced", "sum")
 
 
-def _unlike(
-    tracker: Tracker, promise: Promise, have: str, want: str, along: Sequence[str]
+def _type_problem(
+    tracker: Tracker, promise: Promise, have: str, want: str, axes: Sequence[str]
 ) -> Problem:
-    """A result that is in one state along some axes, and promised in another."""
-    names, named = ", ".join(along), format_axes(along)
-    braces = f"{{{', '.join(map(repr, along))}}}"
+    """Return the problem of a result in one state along some axes whose spec requires another."""
+    names, along = ", ".join(axes), format_axes(axes)
+    braces = f"{{{', '.join(map(repr, axes))}}}"
     spec, it = ("out spec", "result") if promise.is_result else ("spec", "x")
     given = f"{promise.path}: {tracker.typeof(promise.x)} with the {spec} {promise.p!r}"
     if want != "invariant":
-        rule = f"the {spec} says {want} along {names}; this is {have}"
-        total = f"fs.psum({it}, {named})"
+        rule = f"the {spec} requires {want} along {names}; this is {have}"
+        total = f"fs.psum({it}, {along})"
         fixes = {
-            ("varying", "unreduced"): f"fs.pcast({it}, {named}, to='unreduced')",
-            ("varying", "reduced"): f"{total}, or fs.all_gather({it}, {named}, to='reduced')",
+            ("varying", "unreduced"): f"fs.pcast({it}, {along}, to='unreduced')",
+            ("varying", "reduced"): f"{total}, or fs.all_gather({it}, {along}, to='reduced')",
             ("unreduced", "reduced"): total,
-            ("unreduced", "varying"): f"fs.psum_scatter({it}, {named}, tiled=True), or {total}",
+            ("unreduced", "varying"): f"fs.psum_scatter({it}, {along}, tiled=True), or {total}",
             ("invariant", "unreduced"): f"leave unreduced={braces} out of the {spec}",
             ("reduced", "unreduced"): f"reduced={braces} in the {spec}",
         }
         if have == want:
             rule += " by another reduction"
         return Problem(given, rule, fixes.get((have, want), f"the {spec} with its own reduction"))
-    article = "an" if promise.is_result else "a"
-    rule = f"{article} {spec} that leaves {names} out promises one value along it; this is {have}"
+    rule = f"along {names}, which the {spec} omits, values must be equal; this is {have}"
     if tracker.read_sites and have == "varying":
-        rule += f", and may depend on what the host was told: {', '.join(tracker.read_sites)}"
-    part = f"P({named})" if promise.x.ndim else f"{it}[None] with P({named})"
+        rule += f", and may depend on values that the host read: {', '.join(tracker.read_sites)}"
+    part = f"P({along})" if promise.x.ndim else f"{it}[None] with P({along})"
     fixes_to_one = {
-        "varying": f"fs.psum({it}, {named}), fs.all_gather({it}, {named}, to='invariant') or "
-        f"the like; or {part}, each rank's part",
-        "unreduced": f"fs.psum({it}, {named}), or unreduced={braces} in the {spec}",
+        "varying": f"fs.psum({it}, {along}), fs.all_gather({it}, {along}, to='invariant') or "
+        f"similar; or {part}, the shard of each rank",
+        "unreduced": f"fs.psum({it}, {along}), or unreduced={braces} in the {spec}",
         "reduced": f"reduced={braces} in the {spec}",
     }
     return Problem(given, rule, fixes_to_one[have])
 
 
 @lru_cache(maxsize=4096)
-def _picking(mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Program:
+def _take_first_program(
+    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype
+) -> Program:
     src = Spec(mesh, PartitionSpec(reduced=set(axes)), shape=shape, dtype=dtype)
     return Program(src, (ReducedToInvariant(axes),))
 
 
-def _first(
-    mesh: Mesh, axes: Sequence[str], x: torch.Tensor, states: States, wanted: States
+def _take_first(
+    mesh: Mesh, axes: Sequence[str], x: torch.Tensor, states: States, required: States
 ) -> torch.Tensor:
-    """What varies by type and is promised equal: of equal values the first counts, in backward."""
-    picked = tuple(a for a in axes if wanted.at(a) is None and states.at(a) is not None)
+    """Return equal values with a varying type as the value of coordinate 0, in backward too."""
+    picked = tuple(a for a in axes if required.at(a) is None and states.at(a) is not None)
     if not picked or not has_gradient(x):
         return x
     with DisableTorchFunction():
-        prog = _picking(mesh, picked, x.shape, x.dtype)
+        prog = _take_first_program(mesh, picked, x.shape, x.dtype)
         return apply_linear(ProgramGroup((prog,)), (x,), everywhere=False)[0]
 
 
@@ -169,104 +172,106 @@ def check_values(
     axes: Sequence[str],
     promises: Sequence[Promise],
     where: str,
-    told: Sequence[str] = (),
+    read_sites: Sequence[str] = (),
     others: Sequence[NonTensor] = (),
-    what: str = RETURNED,
+    what: str = RESULTS,
 ) -> None:
-    """Raise `ShardingError`, the same on every rank, where values promised equal differ.
+    """Raise `ShardingError`, the same on every rank, if values that must be equal differ.
 
     Every rank of the mesh takes part. Digests are compared first, in one gather of a few bytes.
     """
-    rows = [(each, _equal_along(each.p, axes)) for each in promises]
-    rows = [(each, along) for each, along in rows if along]
+    rows = [(promise, _equal_along(promise.p, axes)) for promise in promises]
+    rows = [(promise, along) for promise, along in rows if along]
     with torch.no_grad(), labelled(Label(f"the check of {what}", mesh)):
-        # Ranks that parted may have returned other structures: that is seen first.
-        tensors, rest = [each.path for each, _ in rows], [path for path, _ in others]
-        device = getattr(current_transport(), "device", torch.device("cpu"))  # what it moves
-        mine = torch.tensor([crc32(repr((tensors, rest)).encode())], device=device)
-        if len(set(all_gather(mine, mesh.axes, mesh=mesh).flatten().tolist())) > 1:
-            given = f"here the tensors {', '.join(tensors) or '(none)'}"
-            given += f" and the values {', '.join(rest)}" if rest else ""
-            given += ", on another rank others"
-            fix = f"return the same tree on every rank{_parted(told)}"
+        # Diverged ranks may have returned other structures: compare these first.
+        tensors, rest = [promise.path for promise, _ in rows], [path for path, _ in others]
+        device = getattr(current_transport(), "device", torch.device("cpu"))  # of the collective
+        local = torch.tensor([crc32(repr((tensors, rest)).encode())], device=device)
+        if len(set(all_gather(local, mesh.axes, mesh=mesh).flatten().tolist())) > 1:
+            values = f"here the tensors {', '.join(tensors) or '(none)'}"
+            values += f" and the values {', '.join(rest)}" if rest else ""
+            values += ", on another rank others"
+            fix = f"return the same tree on every rank{_divergence_note(read_sites)}"
             rule = "every rank must return the same structure"
-            raise_if(where, [Problem(given, rule, fix)], everywhere=True)
-        found = _unlike_others(mesh, axes, others, device, told)
-        if found is not None:
-            raise_if(where, [found], everywhere=True)
+            raise_if(where, [Problem(values, rule, fix)], everywhere=True)
+        problem = _non_tensor_difference(mesh, axes, others, device, read_sites)
+        if problem is not None:
+            raise_if(where, [problem], everywhere=True)
         if not rows:
             return
-        mine = torch.stack([_digest(each.x).to(device) for each, _ in rows])
-        everyones = all_gather(mine, mesh.axes, mesh=mesh).tolist()
-        for at, (each, along) in enumerate(rows):
-            digests = [row[at] for row in everyones]
+        local = torch.stack([_digest(promise.x).to(device) for promise, _ in rows])
+        gathered = all_gather(local, mesh.axes, mesh=mesh).tolist()
+        for i, (promise, along) in enumerate(rows):
+            digests = [row[i] for row in gathered]
             groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
             if any(digests[i] != digests[group[0]] for group in groups for i in group):
-                fix = f"{_equal_by(along, what)}, or name it in the spec{_parted(told)}"
-                found = _difference(mesh, along, groups, each, digests, device, fix)
-                if found is not None:
-                    raise_if(where, [found], everywhere=True)
+                fix = f"{_equality_fix(along, what)}, or name it in the spec"
+                fix += _divergence_note(read_sites)
+                problem = _difference(mesh, along, groups, promise, digests, device, fix)
+                if problem is not None:
+                    raise_if(where, [problem], everywhere=True)
 
 
-def _unlike_others(
+def _non_tensor_difference(
     mesh: Mesh,
     axes: Sequence[str],
     others: Sequence[NonTensor],
     device: torch.device,
-    told: Sequence[str],
+    read_sites: Sequence[str],
 ) -> Problem | None:
-    """The first result that is no tensor and differs along `axes`, and on which ranks."""
+    """Return a problem for the first non-tensor result that differs along `axes`."""
     if not others:
         return None
     texts = [_text(value).encode() for _, value in others]
-    table = [[crc32(text), *text[:SHOWN].ljust(SHOWN)] for text in texts]
-    mine = torch.tensor(table, device=device)
-    everyones = all_gather(mine, mesh.axes, mesh=mesh).tolist()
+    table = [[crc32(text), *text[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES)] for text in texts]
+    local = torch.tensor(table, device=device)
+    gathered = all_gather(local, mesh.axes, mesh=mesh).tolist()
     for group in mesh.groups(tuple(axes)):
-        rows = [everyones[mesh.devices.index(rank)] for rank in group]
-        for at, (path, _) in enumerate(others):
+        rows = [gathered[mesh.devices.index(rank)] for rank in group]
+        for i, (path, _) in enumerate(others):
             for rank, row in zip(group, rows, strict=True):
-                if row[at] != rows[0][at]:
-                    a, b = (bytes(each[at][1:]).decode(errors="replace") for each in (rows[0], row))
-                    return non_tensor_problem(
-                        path, (group[0], a.rstrip()), (rank, b.rstrip()), told
+                if row[i] != rows[0][i]:
+                    a, b = (
+                        bytes(r[i][1:]).decode(errors="replace").rstrip() for r in (rows[0], row)
                     )
+                    return non_tensor_problem(path, (group[0], a), (rank, b), read_sites)
     return None
 
 
 def non_tensor_problem(
-    path: str, one: tuple[int, str], another: tuple[int, str], told: Sequence[str] = ()
+    path: str, first: tuple[int, str], second: tuple[int, str], read_sites: Sequence[str] = ()
 ) -> Problem:
-    """Two ranks, and what they returned that is no tensor."""
+    """Return the problem of two ranks that returned different non-tensors."""
     return Problem(
-        f"{path}: rank {one[0]} returned {one[1]}, rank {another[0]} {another[1]}",
-        "what is no tensor passes through, equal on every rank",
-        f"torch.tensor([value]) with an out spec that puts the ranks' together{_parted(told)}",
+        f"{path}: rank {first[0]} returned {first[1]}, rank {second[0]} {second[1]}",
+        "a result that is not a tensor must be equal on every rank",
+        "torch.tensor([value]) with an out spec that concatenates the ranks' values"
+        + _divergence_note(read_sites),
     )
 
 
 def _text(value: object) -> str:
-    """What processes can compare of a value: a number or text itself, of what else the type."""
+    """Return a text of a value that processes can compare: its repr if simple, else its type."""
     plain = bool | int | float | complex | str | bytes | None
     return repr(value) if isinstance(value, plain) else f"a {type(value).__name__}"
 
 
 def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes along which a partition promises equal values."""
+    """Return the axes along which a partition requires equal values."""
     states = states_of(p)
     return tuple(a for a in axes if (states.at(a) or ("reduced",))[0] == "reduced")
 
 
 def _digest(x: torch.Tensor) -> torch.Tensor:
-    """Shape and values in a few numbers: different ones are different, but for one in 2^60."""
-    # A copy: a view of bytes needs elements side by side, `contiguous` keeps odd strides of one.
+    """Return shape and values as three integers; different ones agree with probability 2^-60."""
+    # Copy: a view as bytes needs contiguous elements; `contiguous` keeps odd strides of size 1.
     flat = x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).cpu()
     words = flat.view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -len(words) % 8)).view(torch.int64)
-    place = torch.arange(len(words)) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D
-    mixed = (words ^ place) * 0x369DEA0F31A53F85
+    index = torch.arange(len(words)) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D
+    mixed = (words ^ index) * 0x369DEA0F31A53F85
     total = ((mixed ^ (mixed >> 29)) * 0x27BB2EE687B0B0FD).sum()
-    # Not by hash(): that of a string is another in every process.
+    # Not hash(), which differs between processes for strings.
     shape = torch.tensor([x.ndim, crc32(str((*x.shape, x.dtype)).encode())])
     return torch.cat([total.reshape(1), shape]).to(x.device)
 
@@ -280,37 +285,38 @@ def _difference(
     device: torch.device,
     fix: str,
 ) -> Problem | None:
-    """The first element that differs in a group, and on which ranks; None for equal numbers."""
-    rule = f"what a spec leaves {', '.join(along)} out of is one value along it"
-    if len({tuple(each[1:]) for each in digests}) > 1:
-        given = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
-        return Problem(given, rule, fix)
-    everyones = all_gather(promise.x.detach().to(device), mesh.axes, mesh=mesh).cpu()
+    """Return a problem for the first element that differs within a group, or None."""
+    rule = f"along {', '.join(along)}, which the spec omits, values must be equal"
+    if len({tuple(digest[1:]) for digest in digests}) > 1:
+        values = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
+        return Problem(values, rule, fix)
+    gathered = all_gather(promise.x.detach().to(device), mesh.axes, mesh=mesh).cpu()
     for group in groups:
         for i in group[1:]:
-            a, b = everyones[group[0]], everyones[i]
+            a, b = gathered[group[0]], gathered[i]
             differ = ((a != b) & ~((a != a) & (b != b))).reshape(-1)
             if differ.any():
                 flat = int(differ.nonzero()[0])
-                place = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), a.shape))
-                one, other = a.reshape(-1)[flat].item(), b.reshape(-1)[flat].item()
-                given = (
-                    f"{promise.path}: element {place} is {one} on rank {mesh.devices[group[0]]} "
+                index = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), a.shape))
+                value, other = a.reshape(-1)[flat].item(), b.reshape(-1)[flat].item()
+                values = (
+                    f"{promise.path}: element {index} is {value} on rank {mesh.devices[group[0]]} "
                     f"and {other} on rank {mesh.devices[i]}"
                 )
-                return Problem(given, rule, fix)
+                return Problem(values, rule, fix)
     return None
 
 
-def _equal_by(along: Sequence[str], what: str) -> str:
-    """How values become equal along axes."""
-    if what == RETURNED:
+def _equality_fix(along: Sequence[str], what: str) -> str:
+    """Return a fix that makes values equal along axes."""
+    if what == RESULTS:
         return f"fs.psum or fs.pbroadcast over {', '.join(along)}"
     return f"the same seed, or fs.pbroadcast(x, {format_axes(along)}, 0, mesh=mesh) before the call"
 
 
-def _parted(told: Sequence[str]) -> str:
-    """Where ranks may have parted, if anywhere, as the end of a sentence."""
-    if not told:
+def _divergence_note(read_sites: Sequence[str]) -> str:
+    """Return a clause that lists where ranks may have diverged, or ""."""
+    if not read_sites:
         return ""
-    return f"; the ranks may have parted where the host learnt of what varies: {', '.join(told)}"
+    sites = ", ".join(read_sites)
+    return f"; the ranks may have diverged where the host read varying values: {sites}"

@@ -1,4 +1,4 @@
-"""A mapped function whose types are tracked: what goes in, what comes out, one in another."""
+"""Types of the arguments and results of a mapped function, and of programs that run in its body."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ __all__ = [
     "set_result_types", "track_body",
 ]  # fmt: skip
 
-NOTHING = nullcontext()
+NO_OP = nullcontext()
 
 
 def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
-    """The tracker of one rank's body; None with `check=False`, and in a body that has none.
+    """Return the tracker of one rank's body; None with `check=False`, and within an untracked body.
 
-    What varies there is not known. Taken for invariant, its gradient would be summed.
+    States in an untracked body are unknown: a varying closure would count as invariant, and its
+    gradient would be summed.
     """
     if check is False or is_inner(scope):
         return None
@@ -49,37 +50,37 @@ def new_tracker(check: bool | str, scope: Scope, name: str) -> Tracker | None:
 
 
 def is_inner(scope: Scope) -> bool:
-    """Whether a call maps further axes in the body of another."""
+    """Return True if a call maps further axes in the body of another."""
     return scope.bound_axes != scope.axes
 
 
 def check_inner(check: bool | str, scope: Scope, outer: Tracker | None, where: str) -> None:
-    """Raise `ShardingError` for a check that the enclosing call, whose check holds, does not do."""
-    # In backward a body is run again without types: it has been checked.
+    """Raise `ShardingError` if a check is requested that the enclosing call does not have."""
+    # Backward reruns the body without types; forward has checked it.
     if check not in ("strict", "values") or graph_task_id() != -1:
         return
     if is_inner(scope) and not getattr(outer, check, False):
         fail(
             where,
             f"check={check!r} in the body of a call without it",
-            "the check of the outermost shard_map holds in all of its body",
-            f"check={check!r} there, or leave it out here",
+            "the check of the outermost shard_map must include it",
+            f"check={check!r} there, or omit it here",
         )
 
 
 def pause_types(tracker: Tracker | None) -> AbstractContextManager[None]:
-    """Track nothing in the block, which is no code of the body."""
-    return NOTHING if tracker is None else tracker.pause()
+    """Track nothing in the block, which is not code of the body."""
+    return NO_OP if tracker is None else tracker.pause()
 
 
 @contextmanager
 def track_body(tracker: Tracker, *, inner: bool) -> Iterator[None]:
-    """Track the types of what the block, the body of the innermost call, computes."""
+    """Track the types in the block, which is the body of the innermost call."""
     bound = current_axes()
     assert bound is not None
     before, bound.tracker = bound.tracker, tracker
     try:
-        if inner:  # the enclosing body is tracked already
+        if inner:  # the enclosing body is being tracked
             yield
         else:
             explain_with(lambda: tracker.read_note)
@@ -87,11 +88,11 @@ def track_body(tracker: Tracker, *, inner: bool) -> Iterator[None]:
                 with track_types(tracker):
                     yield
             finally:
-                # A cast holds its graph, and that what it is a cast of: neither would be let go.
-                for known in list(tracker.table.values()):
-                    known.casts = None
+                # A cast and its source refer to each other through the graph: break the cycle.
+                for record in list(tracker.table.values()):
+                    record.casts = None
     finally:
-        # What is differentiated under the same names, once the body has run, is typed already.
+        # Backward under the same axis names needs no types.
         bound.tracker = before
 
 
@@ -102,21 +103,21 @@ def set_argument_types(
     values: Sequence[Any],
     locals_: Sequence[torch.Tensor],
 ) -> None:
-    """Write down the types of arguments: what their specs say of the axes that are mapped.
+    """Record the types of arguments: those of their specs along the mapped axes.
 
-    Along axes mapped by an enclosing call they are what their values are there.
+    Along axes that an enclosing call maps, the states are those of the values there.
     """
-    mine = iter(locals_)
+    local_iter = iter(locals_)
     promises = []
-    for each, value in zip(arguments, values, strict=True):
-        if each.spec is None:
+    for argument, value in zip(arguments, values, strict=True):
+        if argument.spec is None:
             continue
-        x = next(mine)
-        held = value[0] if is_pair(value) else value
-        outer = tracker.states(held) if isinstance(held, torch.Tensor) else INVARIANT
+        x = next(local_iter)
+        tensor = value[0] if is_pair(value) else value
+        outer = tracker.states(tensor) if isinstance(tensor, torch.Tensor) else INVARIANT
         states = {axis: state for axis, state in outer.items if axis not in scope.axes}
-        tracker.enter(x, States.of(states | dict(states_of(each.spec.partition).items)))
-        promises.append(Promise(each.path, x, each.spec.partition))
+        tracker.enter(x, States.of(states | dict(states_of(argument.spec.partition).items)))
+        promises.append(Promise(argument.path, x, argument.spec.partition))
     if tracker.values:
         with tracker.pause():
             check_values(tracker.mesh, _mapped(scope), promises, tracker.name, what=ARGUMENTS)
@@ -129,27 +130,27 @@ def check_result_types(
     ys: Sequence[torch.Tensor],
     others: Sequence[NonTensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Results as their out specs promise them, along the axes that are mapped."""
+    """Return the results, cast to the states that their out specs require."""
     promises = []
-    for (path, given), y in zip(slots, ys, strict=True):
-        p = _partition(given, y.ndim)
-        if p is None:
-            return tuple(ys)  # refused when results are read
-        promises.append(Promise(path, y, p))
+    for (path, out_spec), y in zip(slots, ys, strict=True):
+        partition = _partition(out_spec, y.ndim)
+        if partition is None:
+            return tuple(ys)  # the reader of results refuses it
+        promises.append(Promise(path, y, partition))
     return tuple(check_promises(tracker, _mapped(scope), promises, others))
 
 
-def _partition(given: Any, ndim: int) -> PartitionSpec | None:
-    """What an out spec says of a tensor, if it can say anything."""
-    if isinstance(given, DimSpec):
-        return given.of(ndim) if -ndim <= given.dim < ndim else None
-    return given.partition if isinstance(given, Spec) else given
+def _partition(out_spec: Any, ndim: int) -> PartitionSpec | None:
+    """Return the partition of an out spec for a tensor with `ndim` dims, or None if invalid."""
+    if isinstance(out_spec, DimSpec):
+        return out_spec.of(ndim) if -ndim <= out_spec.dim < ndim else None
+    return out_spec.partition if isinstance(out_spec, Spec) else out_spec
 
 
 def set_result_types(
     tracker: Tracker, scope: Scope, ys: Sequence[torch.Tensor], results: Sequence[Any]
 ) -> None:
-    """Write down, for the enclosing body, the types of a call's results."""
+    """Record, for the enclosing body, the types of a call's results."""
     for y, result in zip(ys, results, strict=True):
         if isinstance(result, torch.Tensor):
             tracker.record(result, tracker.states(y).updated(scope.axes, None))
@@ -163,24 +164,24 @@ def run_typed(
     dst: Spec,
     run: Callable[[torch.Tensor], Any],
 ) -> Any:
-    """`run(x)` in a body: a local that lies as `src`, and becomes one that lies as `dst`.
+    """Run `run(x)` in a body: `x` has the layout `src`, and the result has `dst`.
 
-    Raises `ShardingError` where the type of `x` does not show the first.
+    Raises `ShardingError` if the type of `x` contradicts `src`.
     """
     tracker: Tracker | None = current_tracker()
     if tracker is None:
         return run(x)
-    x, given = _checked(tracker, where, x, src, dst)
+    x, states = _checked(tracker, where, x, src, dst)
 
-    def record(made: Any) -> Any:
-        tracker.record(made.local if is_pair(made) else made, given)
-        return made
+    def record(result: Any) -> Any:
+        tracker.record(result.local if is_pair(result) else result, states)
+        return result
 
     with tracker.pause():
-        made = run(x)
-    if isinstance(made, Pending):
-        return Pending(lambda: record(made.wait()))
-    return record(made)
+        result = run(x)
+    if isinstance(result, Pending):
+        return Pending(lambda: record(result.wait()))
+    return record(result)
 
 
 @run_typed_leaves_hook.set
@@ -190,13 +191,13 @@ def run_typed_leaves(
     ends: Sequence[tuple[Spec, Spec]],
     start: Callable[[tuple[torch.Tensor, ...]], Callable[[], tuple[torch.Tensor, ...]]],
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """`start(xs)` of several locals in a body, each with the specs of its ends; see `run_typed`."""
+    """Run `start(xs)` in a body; each tensor has its own layouts `(src, dst)`. See `run_typed`."""
     tracker: Tracker | None = current_tracker()
     if tracker is None:
         return start(xs)
     checked = [
-        _checked(tracker, f"the batch at {name}" if name else "the batch", x, *each)
-        for name, x, each in zip(names, xs, ends, strict=True)
+        _checked(tracker, f"the batch at {name}" if name else "the batch", x, *specs)
+        for name, x, specs in zip(names, xs, ends, strict=True)
     ]
     with tracker.pause():
         finish = start(tuple(x for x, _ in checked))
@@ -204,8 +205,8 @@ def run_typed_leaves(
     def record() -> tuple[torch.Tensor, ...]:
         with tracker.pause():
             ys = finish()
-        for y, (_, given) in zip(ys, checked, strict=True):
-            tracker.record(y, given)
+        for y, (_, states) in zip(ys, checked, strict=True):
+            tracker.record(y, states)
         return ys
 
     return record
@@ -214,7 +215,7 @@ def run_typed_leaves(
 def _checked(
     tracker: Tracker, where: str, x: torch.Tensor, src: Spec, dst: Spec
 ) -> tuple[torch.Tensor, States]:
-    """A local whose type shows that it lies as `src`, and the type of what lies as `dst`."""
+    """Return `x` cast to the states of `src`, and the states that `dst` gives the result."""
     outer = tracker.states(x)
     (x,) = check_promises(
         tracker, src.mesh.axes, [Promise(where, x, src.partition, is_result=False)]
