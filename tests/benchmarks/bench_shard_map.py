@@ -1,7 +1,7 @@
-"""What collectives and mapped functions cost beside the bare operations of PyTorch.
+"""Time of collectives and mapped functions beside the bare operations of PyTorch.
 
 `python -m tests.benchmarks.bench_shard_map` prints medians of one run. On the `fake` process
-group nothing is sent: what is left is the cost of the call. On two gloo ranks the other side is
+group nothing is sent, so that the cost of the call remains. On two gloo ranks the other side is
 the functional collective written by hand, result in the right layout. On simulated ranks it is
 PyTorch's `LocalTensorMode`. The contenders take turns, so that a busy machine slows all of them.
 """
@@ -30,7 +30,7 @@ Op = Callable[[torch.Tensor], torch.Tensor]
 
 
 def collectives(mesh: Mesh) -> dict[str, tuple[Op, Op]]:
-    """Hand-written and fshard's, of a tensor whose dim 0 the ranks divide."""
+    """Return hand-written and fshard's collectives of a tensor whose dim 0 the ranks divide."""
     n, rank = mesh.size, dist.get_rank()
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     ring = [(at, (at + 1) % n) for at in range(n)]
@@ -72,7 +72,7 @@ def collectives(mesh: Mesh) -> dict[str, tuple[Op, Op]]:
 
 
 def on_fake_ranks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """Microseconds of collectives and of mapped calls where nothing is sent."""
+    """Return microseconds of collectives and of mapped calls where nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE)
@@ -98,7 +98,7 @@ def on_fake_ranks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, fl
 
 
 def mapped_calls(mesh: Mesh) -> dict[str, dict[str, float]]:
-    """Bare functions of locals, and mapped over pairs with nothing tracked."""
+    """Return functions of locals, bare and mapped over pairs without a check."""
     x = torch.zeros(8, 8)
     pair = Sharded(x, Spec(mesh, P("x"), shape=(8 * mesh.size, 8)))
     functions: dict[str, tuple[Callable[..., Any], int]] = {
@@ -121,7 +121,7 @@ def mapped_calls(mesh: Mesh) -> dict[str, dict[str, float]]:
 
 
 def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Microseconds of collectives on this rank of two."""
+    """Return microseconds of collectives on this rank of two."""
     warnings.simplefilter("ignore")
     mesh = Mesh(x=GLOO)
     fs.init(mesh)
@@ -141,10 +141,10 @@ def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def on_simulated_ranks() -> dict[str, dict[str, float]]:
-    """Microseconds of one operation of all ranks: of many in a simulation, without its start.
+    """Return microseconds of one operation of all ranks, without the start of a simulation.
 
-    `LocalTensorMode` is faster, and is measured, with parts that were made outside of it. `bare`
-    is the operation on plain tensors in a loop: what of the time nobody can save.
+    `LocalTensorMode` is measured with parts created outside of it, which is faster. `bare`
+    is the operation on plain tensors in a loop, a lower bound of the time.
     """
     from torch.distributed import _local_tensor as local_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -210,7 +210,7 @@ def table(title: str, *heads: str) -> Table:
 
 def main() -> None:
     """Measure and print all tables."""
-    # By its importable name: other processes do not know this module as __main__.
+    # By its importable name, which other processes can import.
     from tests.benchmarks.bench_shard_map import on_gloo_ranks
 
     warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Random bodies of mapped functions: recipes of operations and collectives on a few tensors.
+"""Random bodies of mapped functions, as recipes of operations and collectives.
 
-A recipe is a tuple of rows `(operation, place, place, number)`. All tensors of a body are 2x2, so
-that any recipe can be run; a row that types refuse is left out, on every rank alike.
+A recipe is a tuple of rows (operation, index, index, number). All tensors of a body are 2x2, so
+that every recipe runs; rows that types refuse are left out on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Along = Callable[[torch.Tensor, tuple[str, ...], int], torch.Tensor]
 
 
 def axes_of(mesh: Mesh, k: int) -> tuple[str, ...]:
-    """One of the ways to name some axes of a mesh."""
+    """Return one choice of some axes of a mesh."""
     ways = [
         way for n in range(1, len(mesh.axes) + 1) for way in itertools.permutations(mesh.axes, n)
     ]
@@ -68,7 +68,7 @@ def _outs(a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _branch(a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
-    """Both ways have one type: of ways that have two, ranks may part."""
+    """Branch on a value, to results of one type."""
     return torch.sin(a + b) if (a.sum() > 0.1 * (k % 3)) else a - b
 
 
@@ -77,7 +77,7 @@ def _counted(a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Times(torch.autograd.Function):
-    """A product with a backward written by hand."""
+    """Product with a backward written by hand."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ TWO: dict[str, Two] = {
     "branch": _branch,
     "counted": _counted,
 }
-"""What is done with two tensors and a number."""
+"""Operations of two tensors and a number."""
 
 
 def _gathered(to: str) -> Along:
@@ -179,36 +179,36 @@ ALONG: dict[str, Along] = {
     "index": lambda x, axes, k: x * (1 + fs.axis_index(axes)),
     "started": lambda x, axes, k: fs.start(fs.psum, x, axes).wait(),
 }
-"""What is done with a tensor along axes."""
+"""Collectives of a tensor along axes."""
 
 OPERATIONS = (*TWO, *(f"{name}/" for name in ALONG))
 
 
 class Program:
-    """A recipe as a body: tensors in, all tensors that it made out."""
+    """Recipe as a body, from tensors to all tensors that it computes."""
 
     def __init__(self, mesh: Mesh, recipe: Recipe) -> None:
         self.mesh, self.recipe = mesh, recipe
         self.left_out: frozenset[int] = frozenset()
-        """The rows that types refuse."""
+        """Indices of the rows that types refuse."""
         self.refused: list[ShardingError] = []
 
     def __repr__(self) -> str:
         return f"Program({self.mesh}, {self.recipe})"
 
     def body(self, *xs: torch.Tensor) -> list[torch.Tensor]:
-        """The inputs, and what every row of the recipe that is not left out gives."""
+        """Return the inputs, and the result of every row that is not left out."""
         pool = list(xs)
         for at, row in enumerate(self.recipe):
             pool.append(pool[0] if at in self.left_out else self._row(row, pool))
         return pool
 
-    def find(
+    def find_types(
         self, args: Sequence[torch.Tensor], specs: Sequence[Any], check: bool | str
     ) -> list[list[Typed]]:
-        """Find out what is refused; the types and values of all tensors, by rank.
+        """Find the refused rows; return types and values of all tensors by rank.
 
-        On a real rank its own alone.
+        A real rank returns its own alone.
         """
         left_out, seen = {}, {}
 
@@ -244,7 +244,7 @@ class Program:
 
 
 def partitions_of(mesh: Mesh) -> list[Any]:
-    """Specs of matrices: cut, whole, and the two states in between."""
+    """Return specs of matrices: sharded, replicated, reduced and unreduced."""
     found: list[Any] = [P()]
     for n in range(1, len(mesh.axes) + 1):
         for axes in itertools.permutations(mesh.axes, n):
@@ -259,7 +259,7 @@ def partitions_of(mesh: Mesh) -> list[Any]:
 
 
 def inputs_of(mesh: Mesh, specs: Sequence[Any], seed: int) -> list[torch.Tensor]:
-    """Global tensors whose locals are 2x2."""
+    """Return global tensors whose locals are 2x2."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         tuple(2 * mesh.axis_size(p.dims[d]) if len(p.dims) > d and p.dims[d] else 2 for d in (0, 1))
@@ -270,7 +270,7 @@ def inputs_of(mesh: Mesh, specs: Sequence[Any], seed: int) -> list[torch.Tensor]
 
 
 def partition_of(states: States) -> Any:
-    """The out spec of a result in some states: what varies is put one below the other."""
+    """Return the out spec of a result; varying ones are concatenated along dim 0."""
     return P(
         states.axes("varying"),
         reduced=states.axes("reduced"),

@@ -17,7 +17,7 @@ from tests.helpers.spmd.parallel_models import (
     block,
     block_loss,
     error,
-    summed,
+    sum_over,
 )
 from tests.helpers.spmd.parallelism_cases import (
     ACCUMULATED,
@@ -49,7 +49,7 @@ def test_types_insert_one_cast_per_tensor(name: str) -> None:
         bare = replace(case, body=body, backward={("all_reduce", "dp"): len(BLOCK)})
     else:
         bare = replace(
-            case, body=lambda p, batch: error(block(p, batch["x"], leave=summed("tp")), batch)
+            case, body=lambda p, batch: error(block(p, batch["x"], leave=sum_over("tp")), batch)
         )
     compare(bare, True, measure(bare, True), bare.mesh.ranks)
 

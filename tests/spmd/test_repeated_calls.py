@@ -48,12 +48,16 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "requires grad": lambda: integers(4, 3).requires_grad_(),
     "pair": lambda: pair_of(integers(4, 3)),
     "pair, a tuple": lambda: tuple(pair_of(integers(4, 3))),
-    "pair of a list": lambda: Sharded(list(pair_of(integers(4, 3)).local), pair_of(integers(4, 3)).spec),
+    "pair of a list": lambda: Sharded(
+        list(pair_of(integers(4, 3)).local), pair_of(integers(4, 3)).spec
+    ),
     "pair along y": lambda: pair_of(integers(4, 3), "y"),
     "uneven pair": lambda: pair_of(integers(5, 3), sizes={0: (3, 2)}),
     "uneven the other way": lambda: pair_of(integers(5, 3), sizes={0: (2, 3)}),
     "not of its spec": lambda: with_bad_shard(pair_of(integers(4, 3))),
-    "too few shards": lambda: Sharded(pair_of(integers(4, 3)).local[:3], pair_of(integers(4, 3)).spec),
+    "too few shards": lambda: Sharded(
+        pair_of(integers(4, 3)).local[:3], pair_of(integers(4, 3)).spec
+    ),
     "no local": lambda: Sharded(None, pair_of(integers(4, 3)).spec),
     "dict": lambda: {"b": integers(4), "a": pair_of(integers(4, 3))},
     "dict in order": lambda: {"a": pair_of(integers(4, 3)), "b": integers(4)},
@@ -105,7 +109,9 @@ def map_doubled(**options: Any) -> Callable[[Any], Any]:
 def test_calls_do_not_depend_on_earlier_calls(check: bool, redistribute: bool) -> None:
     options: dict[str, Any] = {"check": check, "redistribute_inputs": redistribute}
     used = map_doubled(**options)
-    fresh = {name: outcome(lambda n=name: map_doubled(**options)(ARGUMENTS[n]())) for name in ARGUMENTS}  # type: ignore[misc]
+    fresh = {
+        name: outcome(lambda n=name: map_doubled(**options)(ARGUMENTS[n]())) for name in ARGUMENTS
+    }  # type: ignore[misc]
     assert sum(isinstance(each, str) for each in fresh.values()) >= 4
     for name in (*ARGUMENTS, *reversed(ARGUMENTS)):
         assert outcome(lambda n=name: used(ARGUMENTS[n]())) == fresh[name], name  # type: ignore[misc]

@@ -133,12 +133,12 @@ def collective(
                 return result  # type: ignore[no-any-return]
         return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
 
-    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation=Tree)
+    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation=Tree)  # type: ignore[misc]
     parameters = [
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
         for p in inspect.signature(make_plan).parameters.values()
     ]
-    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation=Tree)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation=Tree)  # type: ignore[attr-defined, misc]
     COLLECTIVE_PLANS[run] = make_plan
     return run
 
@@ -198,9 +198,9 @@ def _launch(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
         if not isinstance(transfer, Transfer):
             return lambda: transfer
         finish_one = _launch_transfers(plan.name, (transfer,), ahead)
-        if transfer.read is None:
-            return lambda: finish_one()[0]
-        return lambda: transfer.read(finish_one()[0])
+        read = transfer.read
+        finish_tensor: Callable[[], Any] = lambda: finish_one()[0]  # noqa: E731
+        return finish_tensor if read is None else lambda: read(finish_one()[0])
     leaves, treedef = flatten(x)
     results: list[Any] = [None if leaf is None else plan.leaf(leaf) for leaf in leaves]
     groups: dict[Hashable, list[int]] = {}

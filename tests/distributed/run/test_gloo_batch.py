@@ -11,7 +11,7 @@ from fshard import Batch, Mesh, P, Program, Spec
 from fshard.layout.tree import flatten, unflatten
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_locals
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 from tests.plan.test_batch import ends, fsdp, only, owners
 
 F64 = torch.float64
@@ -101,12 +101,12 @@ WORLD = Mesh(world=4)
 
 def on_rank() -> dict[str, Any]:
     fs.init(WORLD)
-    return results(here(WORLD))
+    return results(this_rank(WORLD))
 
 
 def test_batches() -> None:
     by_rank = run_ranks(4, on_rank, timeout=120)
-    simulated = fs.simulate(WORLD, lambda: results(here(WORLD)))
+    simulated = fs.simulate(WORLD, lambda: results(this_rank(WORLD)))
     for want, got in zip(simulated, by_rank, strict=True):
         for name, (numbers, said, ran) in got.items():
             torch.testing.assert_close(numbers, want[name][0], msg=lambda m, n=name: f"{n}: {m}")

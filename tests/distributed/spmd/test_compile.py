@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)` of bodies with collectives: the numbers of uncompiled ones."""
+"""`torch.compile(fullgraph=True)` of bodies with collectives, compared with uncompiled ones."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ BACKENDS = ["aot_eager", "inductor"] if shutil.which("g++") else ["aot_eager"]
 
 
 def compiled(body: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
-    torch._dynamo.reset()  # every body has graphs of its own
+    torch._dynamo.reset()  # graphs of this body only
     if backend == "inductor":
-        with warnings.catch_warnings():  # of its own import
+        with warnings.catch_warnings():  # raised by its import
             warnings.simplefilter("ignore", DeprecationWarning)
             importlib.import_module("torch._inductor.compile_fx")
     done: Callable[..., Any] = torch.compile(body, fullgraph=True, backend=backend)
@@ -58,21 +58,21 @@ def run_cases(work: Work, backend: str) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def words(name: str) -> tuple[str, ...]:
-    """What of a case's name is not a number: the collective and how, not along which dims."""
+    """Return the words of a case's name: the collective and its options without dims."""
     return tuple(re.findall(r"[A-Za-z_]+", name))
 
 
 KINDS: dict[tuple[str, ...], list[int]] = {}
 for place, each in enumerate(CASES):
     KINDS.setdefault(words(each.name), []).append(place)
-# Compiling takes seconds: one of every kind, not the first, which is often the simplest.
+# Compiling takes seconds: one case of every kind, the middle one.
 CHOSEN = [places[len(places) // 2] for places in KINDS.values()]
 PARTS = [("aot_eager", CHOSEN[at::5]) for at in range(5)] + [
     (backend, CHOSEN[::12]) for backend in BACKENDS[1:]
 ]
 
 
-def test_every_collective_is_chosen() -> None:
+def test_chosen_cases_include_every_collective() -> None:
     chosen = {words(CASES[at].name) for at in CHOSEN}
     assert {kind[0] for kind in chosen} == {plan.__name__ for plan in COLLECTIVE_PLANS.values()}
     states = {kind[-1] for kind in chosen if kind[0] == "all_gather"}
@@ -80,7 +80,7 @@ def test_every_collective_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(("backend", "chosen"), PARTS)
-def test_every_collective(backend: str, chosen: list[int]) -> None:
+def test_compiled_collectives_equal_the_oracle(backend: str, chosen: list[int]) -> None:
     work: list[Work] = [[], []]
     want = []
     for at in chosen:
@@ -155,14 +155,14 @@ def run_bodies(at: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("at", range(len(BODIES)), ids=lambda at: BODIES[at].__name__)
-def test_bodies_compiled_in_a_shard_map(at: int) -> None:
+def test_compiled_bodies_in_a_shard_map(at: int) -> None:
     for eager, *others in run_ranks(2, run_bodies, at, timeout=100):
         for each in others:
             torch.testing.assert_close(each, eager)
 
 
 def counted(targets: list[str]) -> Any:
-    """A backend that notes the collectives of its graphs."""
+    """Return a backend that records the collectives of its graphs."""
 
     def note(graph: Any, _: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
@@ -184,7 +184,7 @@ def run_counted() -> list[str]:
     return targets
 
 
-def test_graphs_have_the_collectives_of_pytorch() -> None:
+def test_graphs_have_functional_collectives() -> None:
     forward = ["all_reduce", "wait_tensor", "all_gather_into_tensor", "wait_tensor"]
     for found in run_ranks(2, run_counted):
         assert found == [*forward, "reduce_scatter_tensor", "wait_tensor"]
@@ -201,7 +201,7 @@ def run_two_meshes() -> list[torch.Tensor]:
     return found
 
 
-def test_another_mesh_is_another_graph() -> None:
+def test_graphs_depend_on_the_mesh() -> None:
     for found in run_ranks(2, run_two_meshes):
         assert [each.tolist() for each in found] == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
 
@@ -224,25 +224,25 @@ def run_refused() -> list[str]:
     return texts
 
 
-def test_what_is_no_node_of_a_graph_says_so() -> None:
+def test_errors_of_calls_that_graphs_cannot_have() -> None:
     for a_program, twice, no_collective in run_ranks(2, run_refused, timeout=100):
         assert (
             "(reason: a program's call is not a node of a graph: call it outside of what "
             "torch.compile traces, or in its place fs.psum, fs.all_gather and the other "
             "collectives)"
         ) in a_program
-        assert "a pending result is waited for once" in twice
+        assert "a pending result must be waited for once" in twice
         assert "the first argument must be a collective: all_gather, " in no_collective
 
 
-def test_simulated_ranks_have_no_graph() -> None:
+def test_compiled_collectives_on_simulated_ranks_are_refused() -> None:
     body = compiled(lambda x: fs.psum(x, "i"))
     f = fs.shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P(), check=False)
     with pytest.raises(Exception, match="a graph has the collectives of one process"):
         f(torch.ones(2))
 
 
-def test_abstract_tensors_outside_of_graphs_send_nothing() -> None:
+def test_fake_tensors_outside_of_graphs_do_not_communicate() -> None:
     with torch._subclasses.FakeTensorMode():
         f = fs.shard_map(
             lambda x: fs.psum(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P(), check=False

@@ -1,4 +1,4 @@
-"""Trees, groups, what is started ahead and ragged exchanges on real processes, as simulated."""
+"""Trees, groups, started collectives and ragged exchanges on gloo, compared with a simulation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError
 from tests.helpers.gloo.harness import outcomes, run_ranks
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 from tests.helpers.spmd.collective_trees import MESH, ON_TREES, values_and_gradients
 from tests.helpers.spmd.ragged_cases import ragged_by_hand, ragged_on_rank
 
 
 def trees() -> list[Any]:
-    """Of every collective on a tree, results and gradients to second order; and its launches."""
+    """Return values and gradients of every collective on a tree, and its surplus launches."""
     found = []
     for op, forward, _ in ON_TREES.values():
         with fs.comm_log() as log:
@@ -29,7 +29,7 @@ def trees_on_rank() -> list[Any]:
     return trees()
 
 
-def test_trees() -> None:
+def test_gloo_trees_equal_simulated_ones() -> None:
     simulated = fs.simulate(MESH, trees)
     by_rank = run_ranks(6, trees_on_rank)
     for place, rank in enumerate(MESH.ranks):
@@ -41,7 +41,7 @@ def test_trees() -> None:
 
 
 def others() -> dict[str, Any]:
-    x = torch.arange(4.0) * (1 + here(MESH))
+    x = torch.arange(4.0) * (1 + this_rank(MESH))
     groups: dict[str, Any] = {"axis_index_groups": [[2, 4, 0], [1, 5, 3]], "mesh": MESH}
     axes = ("x", "y")
     pending = fs.start(fs.psum, x, axes, mesh=MESH)
@@ -54,7 +54,7 @@ def others() -> dict[str, Any]:
         "swap": fs.pswapaxes(x[:3], axes, 0, **groups),
         "places": [fs.pargmax(x % 5, axes, mesh=MESH), fs.pargmin(x % 5, axes, mesh=MESH)],
     }
-    (grad,) = torch.autograd.grad(later.wait() * (2 + here(MESH)), leaf)
+    (grad,) = torch.autograd.grad(later.wait() * (2 + this_rank(MESH)), leaf)
     return found | {"grad": grad, "other": other.wait(), "sum": pending.wait()}
 
 
@@ -63,7 +63,7 @@ def others_on_rank() -> Any:
     return others()
 
 
-def test_groups_places_and_what_is_started_ahead() -> None:
+def test_gloo_groups_and_started_collectives_equal_simulated_ones() -> None:
     simulated = fs.simulate(MESH, others)
     by_rank = run_ranks(6, others_on_rank)
     for place, rank in enumerate(MESH.ranks):
@@ -75,7 +75,7 @@ def ragged() -> list[torch.Tensor]:
     return ragged_on_rank(MESH)
 
 
-def test_ragged() -> None:
+def test_gloo_ragged_exchange() -> None:
     by_rank = run_ranks(6, ragged)
     for rank, want in zip(MESH.ranks, ragged_by_hand(MESH), strict=True):
         torch.testing.assert_close(by_rank[rank], [t.detach() for t in want])
@@ -88,7 +88,7 @@ def forget() -> None:
     )(torch.ones(2))
 
 
-def test_what_is_started_and_never_waited_for() -> None:
+def test_started_and_never_waited_for() -> None:
     for each in outcomes(6, forget):
         assert isinstance(each.error, ShardingError), each.traceback
         assert "1 pending result never waited for: fs.psum" in str(each.error)

@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` on real processes: of collectives, and over mapped functions."""
+"""Transforms of `torch.func` on gloo: of collectives, and of mapped functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any
 
 
 def of_ops(name: str) -> list[torch.Tensor]:
-    """What each rank gets from its own row, three times: what is recorded is not in the way."""
+    """Return each rank's transforms of its own row; three times, as calls may be captured."""
     fs.init(MESH)
     op, v = OPS[name][0], X[dist.get_rank()].clone()
     found: list[torch.Tensor] = []
@@ -56,7 +56,7 @@ def of_ops(name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_transforms_on_ranks(name: str) -> None:
+def test_transforms_of_collectives(name: str) -> None:
     by_rank = run_ranks(2, of_ops, name, timeout=60)
     whole = OPS[name][1]
 
@@ -64,7 +64,7 @@ def test_transforms_on_ranks(name: str) -> None:
         return y[at] if name == "exchange" else y
 
     def total(x: torch.Tensor) -> torch.Tensor:
-        counts = 2 if name == "gather" else 1  # what varies is every rank's own
+        counts = 2 if name == "gather" else 1  # varying values differ by rank
         return torch.sum(whole(x)) * counts
 
     tangent = torch.autograd.functional.jvp(whole, X, X + 1)[1]
@@ -100,7 +100,7 @@ def over_mapped(check: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_transforms_over_a_mapped_function(check: bool) -> None:
+def test_transforms_of_a_mapped_function(check: bool) -> None:
     def whole(x: torch.Tensor) -> torch.Tensor:
         return x[:2] ** 3 + x[2:] ** 3
 
@@ -154,8 +154,8 @@ def refused_often(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_refused_again(name: str) -> None:
-    """Calls that come again are replayed from records; these are not, and their text stays."""
+def test_errors_are_the_same_in_repeated_calls(name: str) -> None:
+    """Repeated calls are captured; refused ones are not, and raise the same text."""
     assert run_ranks(2, refused_often, name, timeout=30) == [{REFUSED[name][1]}] * 2
 
 
@@ -167,7 +167,7 @@ def over_no_axis() -> list[torch.Tensor]:
     return [*(each.detach() for each in found), gradient]
 
 
-def test_a_sum_over_no_axis() -> None:
+def test_psum_over_no_axes() -> None:
     for *found, gradient in run_ranks(2, over_no_axis, timeout=30):
         assert all(torch.equal(each, X * X) for each in found)
         assert torch.equal(gradient, 2 * X)

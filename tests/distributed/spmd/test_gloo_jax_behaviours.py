@@ -1,4 +1,4 @@
-"""What JAX's `shard_map` gives, bodies and numbers of `jax_bodies.py`, on real processes."""
+"""Cases of `jax_cases.py` on gloo, compared with JAX's values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MESHES = list(dict.fromkeys(case.mesh for case in CASES.values()))
 
 
 def on_rank(mesh: Mesh, names: list[str], check: Any) -> list[dict[str, Any]]:
-    """The numbers of some cases, as one rank."""
+    """Return results and gradients of some cases on one rank."""
     fs.init(mesh)
     return [numbers(CASES[name], check) for name in names]
 
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_numbers_are_those_of_jax(mesh: Mesh, check: bool) -> None:
+def test_values_equal_the_recorded_ones_of_jax(mesh: Mesh, check: bool) -> None:
     names = [n for n, case in CASES.items() if case.mesh == mesh and (check or case.casts)]
     for found in run_ranks(mesh.size, on_rank, mesh, names, check, timeout=100):
         for name, each in zip(names, found, strict=True):

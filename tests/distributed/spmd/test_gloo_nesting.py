@@ -1,4 +1,4 @@
-"""Nesting, closures and boundaries of mapped functions on real processes, as in a simulation."""
+"""Nesting, closures and boundaries of mapped functions on gloo, compared with a simulation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reals(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def both_orders(f: Any, *args: torch.Tensor) -> list[torch.Tensor]:
-    """Result, gradients and gradients of their squares."""
+    """Return the result, its gradients and the gradients of their squares."""
     out = f(*args)
     first = torch.autograd.grad((out**2).sum(), args, create_graph=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in first), args)
@@ -125,7 +125,7 @@ def pairs_in_bodies(mesh: Mesh) -> Callable[..., Any]:
 
 
 def closures(mesh: Mesh) -> Callable[..., Any]:
-    """An argument that the body sees as a closure, a history of it, and a module."""
+    """Close over an argument, a tensor computed from it, and a module."""
     net = nn.Linear(6, 6).double()
     with torch.no_grad():
         for at, each in enumerate(net.parameters()):
@@ -148,7 +148,7 @@ def closures(mesh: Mesh) -> Callable[..., Any]:
 
 
 def on_one_device(x: torch.Tensor, w: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """What the functions above compute, without a mesh."""
+    """Return the results of the functions above without a mesh."""
     states = {f"state {at}": both_orders(lambda x: 3 * x, x) for at in range(len(STATES))}
     return states | {
         "nested": both_orders(lambda a, w, v: torch.tanh(torch.tanh(a @ w) @ v), x, w, w.T),
@@ -187,8 +187,7 @@ def everything_on_rank(mesh: Mesh) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_real_ranks_do_what_simulated_ones_do(mesh: Mesh) -> None:
-    """And both what one device does."""
+def test_gloo_equals_simulation_and_one_device(mesh: Mesh) -> None:
     by_rank = run_ranks(mesh.size, everything_on_rank, mesh, timeout=120)
     want = everything(mesh)
     x, w = reals(12, 6).requires_grad_(), reals(6, 6, seed=1).requires_grad_()
@@ -203,7 +202,7 @@ def test_real_ranks_do_what_simulated_ones_do(mesh: Mesh) -> None:
 
 
 def train_module(mesh: Mesh) -> list[torch.Tensor]:
-    """A module that is closed over: each process has the gradient of its own parameters."""
+    """Return the gradients of a closed-over module's parameters, of this process."""
     fs.init(mesh)
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
@@ -221,7 +220,7 @@ def train_module(mesh: Mesh) -> list[torch.Tensor]:
     return [each.grad for each in net.parameters() if each.grad is not None]
 
 
-def test_modules() -> None:
+def test_gradients_of_closed_over_modules() -> None:
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
         for at, each in enumerate(net.parameters()):
@@ -245,7 +244,7 @@ def redistribute_pairs(mesh: Mesh) -> tuple[Any, ...]:
     return str(out.spec), whole.detach(), grad, number
 
 
-def test_pairs_are_redistributed_on_request() -> None:
+def test_redistribute_inputs_converts_pairs() -> None:
     x = reals(6, 4)
     for text, whole, grad, number in run_ranks(4, redistribute_pairs, TWO):
         assert (text, number) == ("f64[6@(y,x):chunk,4]", 2)
@@ -272,7 +271,7 @@ def fail_on_one_rank(mesh: Mesh) -> None:
     )
 
 
-def test_an_error_of_the_body_has_its_rank_once() -> None:
+def test_error_in_the_body_names_its_rank_once() -> None:
     done = outcomes(4, fail_on_one_rank, TWO)
     for each in done:
         if each.rank != TWO.rank(x=1, y=1):
@@ -316,7 +315,7 @@ def refuse(what: str) -> None:
         ("out", "out_specs: axis 'q' on Mesh(x=2, y=2, devices=[2, 0, 3, 1])"),
     ],
 )
-def test_errors(what: str, text: str) -> None:
+def test_errors_are_raised_on_all_ranks(what: str, text: str) -> None:
     for each in outcomes(4, refuse, what):
         assert isinstance(each.error, ShardingError), each.traceback
         assert text in str(each.error)

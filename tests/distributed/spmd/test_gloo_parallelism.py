@@ -1,4 +1,4 @@
-"""The parallelisms of large models on real processes: gradients and traffic of one device."""
+"""Parallelisms of large models on gloo: gradients of one device, counted traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.spmd.parallelism_cases import (
     ACCUMULATED,
     CASES,
     Check,
-    Found,
+    Measurement,
     accumulate,
     compare,
     compare_accumulated,
@@ -25,7 +25,7 @@ from tests.helpers.spmd.parallelism_cases import (
 )
 
 
-def measured(size: int, check: Check) -> list[Found]:
+def measured(size: int, check: Check) -> list[Measurement]:
     found = []
     for case in CASES:
         if case.mesh.size == size:
@@ -56,7 +56,7 @@ def test_one_all_reduce_per_accumulated_step(name: str, check: Check) -> None:
 
 
 def mixed_on_rank(check: Check) -> None:
-    """Compared here: in bf16 even the number of threads shows."""
+    """Compare on the rank: bf16 results depend on the number of threads."""
     fs.init(Mesh(dp=2))
     compare_mixed(mixed(check))
 
@@ -71,6 +71,6 @@ def wires_on_rank(mesh: Mesh) -> list[str]:
     return wires.on_rank(mesh)
 
 
-def test_what_is_sent_is_cast_once_each_way() -> None:
+def test_values_are_cast_once_in_each_direction() -> None:
     mesh = wires.LINE
     assert run_ranks(2, wires_on_rank, mesh) == [[], []]

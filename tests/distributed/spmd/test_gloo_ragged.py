@@ -1,4 +1,4 @@
-"""What a ragged exchange refuses on one of two real ranks, both are told, and go on."""
+"""Errors of ragged exchanges on one of two gloo ranks are raised on both, which then go on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def refusals_on_rank() -> list[str]:
     return refusals(MESH)
 
 
-def test_all_ranks_are_told_what_is_refused() -> None:
+def test_all_ranks_raise_the_same_errors() -> None:
     for found in run_ranks(2, refusals_on_rank):
         for each, got in zip(REFUSED, found, strict=True):
             assert got == text(each.lines), each.name

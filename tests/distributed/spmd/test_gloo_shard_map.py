@@ -1,4 +1,4 @@
-"""Collectives and mapped functions on real processes: numbers and gradients of the simulation."""
+"""Collectives and mapped functions on gloo, compared with oracles and a simulation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Work = tuple[int, tuple[str, ...], list[torch.Tensor], list[torch.Tensor]]
 
 
 def run_collectives(mesh: Mesh, work: list[Work]) -> list[Any]:
-    """Collectives along some axes: result, gradient, gradient of that; and this rank's places."""
+    """Return values and transposes of collectives on this rank, and its index along axes."""
     fs.init(mesh)
     place = list(mesh.ranks).index(dist.get_rank())
     found = [on_rank(CASES[at], mesh, axes, xs[place], cts[place]) for at, axes, xs, cts in work]
@@ -44,7 +44,7 @@ def run_collectives(mesh: Mesh, work: list[Work]) -> list[Any]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_values_and_transposes(mesh: Mesh) -> None:
+def test_values_and_transposes_equal_the_oracle(mesh: Mesh) -> None:
     work: list[Work] = []
     want = []
     for at, each in enumerate(CASES):
@@ -81,7 +81,7 @@ def gather_dtypes(mesh: Mesh) -> list[torch.Tensor]:
     return found
 
 
-def test_dtypes() -> None:
+def test_all_dtypes() -> None:
     mesh = Mesh(i=2)
     by_rank = run_ranks(2, gather_dtypes, mesh)
     for rank in (0, 1):
@@ -120,7 +120,7 @@ def dense(mesh: Mesh) -> Callable[..., Any]:
 
 
 def collectives(mesh: Mesh) -> Callable[..., Any]:
-    """One of each."""
+    """Call one collective of each kind."""
 
     @fs.shard_map(mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
     def body(v: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def collectives(mesh: Mesh) -> Callable[..., Any]:
 
 
 def train(mesh: Mesh) -> dict[str, Any]:
-    """Results, gradients and second gradients; of plain tensors: the same on every rank."""
+    """Return results, gradients and second gradients of plain tensors, equal on every rank."""
     x = ints(4, 5).requires_grad_()
     params = {"w": ints(5, 12, seed=1).requires_grad_(), "v": ints(12, 3, seed=2).requires_grad_()}
     leaves = (x, params["w"], params["v"])
@@ -176,8 +176,7 @@ def train_on_rank(mesh: Mesh) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
-def test_mapped_functions(mesh: Mesh) -> None:
-    """Simulated, real, and on one device."""
+def test_mapped_functions_equal_simulation_and_one_device(mesh: Mesh) -> None:
     by_rank = run_ranks(mesh.size, train_on_rank, mesh)
     want = train(mesh)
     x = ints(4, 5).requires_grad_()
@@ -193,7 +192,7 @@ def test_mapped_functions(mesh: Mesh) -> None:
 
 
 def uneven_result() -> Any:
-    """Uneven shards of a result: known from an argument, else they need a spec."""
+    """Return a result whose uneven shard sizes are those of an argument."""
     fs.init(TWO)
     spec = Spec(TWO, P("x"), shape=(5, 2), sizes={0: (1, 4)}, dtype=F64)
     pair = fs.shard(ints(5, 2), spec)
@@ -202,7 +201,7 @@ def uneven_result() -> Any:
     return fs.unshard(doubled)
 
 
-def test_uneven_results() -> None:
+def test_uneven_shard_sizes_come_from_arguments() -> None:
     for out in run_ranks(4, uneven_result):
         assert torch.equal(out, 2 * ints(5, 2))
 
@@ -237,7 +236,7 @@ def fail_in_body(what: str) -> None:
         ("unbound", "an unbound axis name: 'x'"),
     ],
 )
-def test_errors(what: str, text: str) -> None:
+def test_errors_are_raised_on_all_ranks(what: str, text: str) -> None:
     for each in outcomes(4, fail_in_body, what):
         assert isinstance(each.error, ShardingError), each.traceback
         assert text in str(each.error)

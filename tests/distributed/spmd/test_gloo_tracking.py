@@ -1,4 +1,4 @@
-"""Types on real processes: random typed bodies give what the simulation gives."""
+"""Random typed bodies on gloo, compared with a simulation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Work = tuple[Recipe, list[Any], int]
 
 
 def work_of(mesh: Mesh, count: int) -> list[Work]:
-    """Recipes with the specs of their inputs and a seed, the same ones every time.
+    """Return recipes with the specs of their inputs and a seed; equal in every call.
 
-    What the host learns of values is left out: it takes both ways of a branch to be one program.
+    Branches on values are left out: their two sides would be different programs.
     """
     draw = random.Random(mesh.size)
     names = [name for name in OPERATIONS if name not in ("branch", "counted")]
@@ -42,7 +42,7 @@ def work_of(mesh: Mesh, count: int) -> list[Work]:
 
 
 def results(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch.Tensor]]:
-    """Of each recipe: all tensors that it makes, and the gradients of its inputs."""
+    """Return all tensors of each recipe, and the gradients of its inputs."""
     made = []
     for recipe, specs, seed in work:
         program, xs = Program(mesh, recipe), inputs_of(mesh, specs, seed)
@@ -65,7 +65,7 @@ def on_ranks(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch
 
 @pytest.mark.parametrize("check", [True, "strict"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_random_bodies_are_as_in_the_simulation(mesh: Mesh, check: bool | str) -> None:
+def test_random_bodies_equal_the_simulation(mesh: Mesh, check: bool | str) -> None:
     work = work_of(mesh, 15)
     want = results(mesh, work, check)
     for got in run_ranks(mesh.size, on_ranks, mesh, work, check):

@@ -1,12 +1,12 @@
-"""Mapped functions that JAX and this library both run, and the numbers that JAX gives for them.
+"""Mapped functions that JAX and this library both run, and JAX's results for them.
 
 A body is written once against a *world*: the operations under `jax.lax`'s and `torch`'s names.
-`Torch` is ours; the one of JAX is in `test_jax_differential.py`, which compares the two and
-checks that `jax_expected.json` is what the JAX at hand gives. So these numbers are tested
-where JAX is not installed. The behaviours are those of JAX's own tests of `shard_map`.
+`TorchWorld` is the one of this library; JAX's is in `test_jax_differential.py`, which compares both
+and checks that `jax_expected.json` has the installed JAX's results. With that file, results are
+compared where JAX is not installed. The cases are those of JAX's own tests of `shard_map`.
 
-The loss of a case weighs the squares of its results by 1, 2, 3, ...; recorded are the results,
-the loss' gradient in every argument, and the gradient of the sum of its squares.
+The loss of a case weights the squares of its results by 1, 2, 3, ...; the file has the results,
+the loss' gradient for every argument, and the gradient of the sum of its squares.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import Mesh
 
-__all__ = ["Case", "Torch", "assert_same", "expected", "numbers", "ramp"]
+__all__ = ["Case", "TorchWorld", "assert_same", "expected", "numbers", "ramp"]
 
 F64 = torch.float64
 EXPECTED = Path(__file__).with_name("jax_expected.json")
 
 
 def expected() -> dict[str, Any]:
-    """What JAX gave, by case."""
+    """Return JAX's results by case."""
     found: dict[str, Any] = json.loads(EXPECTED.read_text())
     return found
 
 
 def ramp(*shape: int, start: int = 0) -> torch.Tensor:
-    """start, start + 1, ... in a shape: every element is told from every other."""
+    """Return start, start + 1, ... in a shape, all elements different."""
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=F64).reshape(shape)
 
 
-class Torch:
-    """The world of a body in this library, of maps over `mesh` with `check`."""
+class TorchWorld:
+    """Operations of a body in this library, for maps over `mesh` with `check`."""
 
     def __init__(self, mesh: Mesh, check: Any) -> None:
         self.mesh, self.check = mesh, check
 
     def nest(self, fn: Callable[..., Any], ins: Any, outs: Any, axes: Set[str]) -> Any:
-        """A map in a running one."""
+        """Return a map for the body of another."""
         return fs.shard_map(fn, in_specs=ins, out_specs=outs, axis_names=axes, check=self.check)
 
     def smap(self, fn: Callable[..., Any], in_axes: Any, out_axes: Any, axis: str) -> Any:
@@ -69,7 +69,7 @@ class Torch:
 
     @staticmethod
     def grad(fn: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """The gradients of `fn` in its arguments, differentiable where these are."""
+        """Return the gradients of `fn` for its arguments, differentiable where these are."""
 
         def gradients(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             higher = any(x.requires_grad for x in xs)
@@ -87,7 +87,7 @@ class Torch:
 
     @staticmethod
     def states(x: torch.Tensor) -> tuple[set[str], ...]:
-        """The axes along which a value is varying, reduced, unreduced."""
+        """Return the axes along which a value is varying, reduced and unreduced."""
         kind = fs.typeof(x)
         return set(kind.varying), set(kind.reduced), set(kind.unreduced)
 
@@ -107,7 +107,7 @@ class Torch:
     def custom(
         forward: Callable[..., Any], backward: Callable[..., Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function of one tensor with a gradient of its own, of that tensor and the cotangent."""
+        """Return a function of one tensor with a custom gradient."""
 
         class Own(torch.autograd.Function):
             @staticmethod
@@ -151,13 +151,13 @@ class Case:
 
 
 def world_loss(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The squares of all results, weighed by 1, 2, 3, ... in order."""
+    """Return the squares of all results, weighted by 1, 2, 3, ... in order."""
     return torch.stack([(leaf**2 * ramp(*leaf.shape, start=1)).sum() for leaf in leaves]).sum()
 
 
 def mapped(case: Case, check: Any) -> Callable[..., Any]:
-    """The function of a case, of global values."""
-    world = Torch(case.mesh, check)
+    """Return the mapped function of a case, of global values."""
+    world = TorchWorld(case.mesh, check)
     if case.axes is None:
         return lambda *xs: case.body(world, *xs)
 
@@ -178,7 +178,7 @@ def mapped(case: Case, check: Any) -> Callable[..., Any]:
 
 
 def numbers(case: Case, check: Any) -> dict[str, Any]:
-    """What this library gives for a case."""
+    """Return this library's results and gradients of a case."""
     args = tuple(x.clone().requires_grad_(case.grad) for x in case.args)
     leaves = torch.utils._pytree.tree_leaves(mapped(case, check)(*args))
     found: dict[str, Any] = {"out": [leaf.tolist() for leaf in leaves]}
@@ -192,7 +192,7 @@ def numbers(case: Case, check: Any) -> dict[str, Any]:
 
 
 def gradients_of(loss: Any, args: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
-    """The gradients of a number in `args`, zeros where it does not depend on one."""
+    """Return the gradients of a scalar for `args`, zeros where it does not depend on one."""
     if not loss.requires_grad:
         return [torch.zeros_like(x) for x in args]
     found = torch.autograd.grad(loss, args, create_graph=again, allow_unused=True)
@@ -200,7 +200,7 @@ def gradients_of(loss: Any, args: Sequence[torch.Tensor], again: bool) -> list[t
 
 
 def assert_same(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
-    """Results, gradients and second derivatives are those wanted."""
+    """Assert that results, gradients and second derivatives are the expected ones."""
     assert found.keys() == want.keys()
     for key, leaves in want.items():
         for got, each in zip(found[key], leaves, strict=True):

@@ -1,4 +1,4 @@
-"""The mapped functions whose numbers `jax_expected.json` has, by what they show.
+"""Mapped functions whose results `jax_expected.json` has, by the behaviour that they show.
 
 The behaviours are those of JAX's own tests of `shard_map`; the bodies are written against a
 world, as `jax_bodies.py` describes.
@@ -164,7 +164,7 @@ def exchanges() -> list[Case]:
 
 
 def states() -> list[Case]:
-    """Casts, and reduced and unreduced values inside."""
+    """Return bodies with casts, and with reduced and unreduced values."""
 
     def place(w: Any) -> Any:
         return 1 + w.axis_index("i")
@@ -199,7 +199,7 @@ def states() -> list[Case]:
 
 
 def boundary() -> list[Case]:
-    """Reduced and unreduced arguments and results."""
+    """Return bodies with reduced and unreduced arguments and results."""
     addends, reduced, cut = P(unreduced={"i"}), P(reduced={"i"}), P("i")
     matmul = (P("i"), P(None, None, reduced={"i"}))
 
@@ -243,7 +243,7 @@ def boundary() -> list[Case]:
 
 
 def gradients() -> list[Case]:
-    """Gradients taken in the body: the table of inner gradients, and what is built on it."""
+    """Return bodies that take gradients."""
     x4, w6 = ramp(4), ramp(2, start=1)
 
     def inner(name: str, ins: Any, outs: Any, *args: Any, **options: Any) -> Case:
@@ -293,7 +293,7 @@ def gradients() -> list[Case]:
 
 
 def compositions() -> list[Case]:
-    """Layers, recomputation, functions with gradients of their own, batches."""
+    """Return bodies with layers, recomputation, custom gradients and batches."""
 
     def mlp(w: Any, x: Any, a: Any, b: Any) -> Any:
         x = w.pcast(x, "y", to="varying")
@@ -341,7 +341,7 @@ def compositions() -> list[Case]:
 
 
 def nestings() -> list[Case]:
-    """Maps in maps over further axes, one axis at a time, and what is closed over."""
+    """Return nested maps, maps along one axis, and closures."""
 
     def nested(name: str, *args: Any, **options: Any) -> Case:
         # JAX 0.10 cannot lower the second derivative.

@@ -1,9 +1,9 @@
-"""Random mapped functions as lists of instructions, which any world of `jax_bodies.py` runs.
+"""Random mapped functions as lists of instructions, run by the worlds of `jax_bodies.py`.
 
 A program is drawn by Hypothesis from collectives and local operations, on meshes of sizes that
-tell axes apart. The states of its values (varying, reduced, unreduced, else invariant) are
-folded along by JAX's rules, which say where casts are due: a body runs with these casts written
-out, or leaves them to the system. A few programs break a rule, and then nobody may run them.
+differ by axis. The states of its values (varying, reduced, unreduced, else invariant) are
+inferred by JAX's rules, which determine the casts: a body runs with these casts written out, or
+with inserted ones. A few programs break a rule, and must be refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_NUMEL = 150
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value: its local shape, and the axes along which it is no invariant."""
+    """Local shape of a value, and the axes along which it is not invariant."""
 
     shape: tuple[int, ...]
     varying: frozenset[str] = frozenset()
@@ -45,7 +45,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction: what it does to which values, and the casts to varying that it needs."""
+    """Instruction: operation, operands, and the casts to varying that it needs."""
 
     op: str
     args: tuple[int, ...]
@@ -114,7 +114,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 def run(world: Any, program: Program, xs: Sequence[Any], casts: bool) -> list[Any]:
-    """All values of a program, with its casts written out or not."""
+    """Return all values of a program, with its casts written out or not."""
     values = list(xs)
     for step in program.steps:
         args = [values[at] for at in step.args]
@@ -149,7 +149,7 @@ def body_of(program: Program, casts: bool) -> Callable[..., Any]:
 
 
 def case_of(program: Program, casts: bool) -> Case:
-    """A program as a case, its arguments seeded by their places."""
+    """Return a program as a case, with arguments seeded by their index."""
     args = []
     for at, (shape, spec) in enumerate(program.inputs):
         sizes = [
@@ -168,7 +168,7 @@ def case_of(program: Program, casts: bool) -> Case:
 
 
 def one_by_one(case: Case) -> Case:
-    """The same along the last axis in a map along the others."""
+    """Return the case mapped along the last axis within a map along the others."""
     *first, last = case.mesh.axes
 
     def along(p: P, axes: Sequence[str]) -> P:
@@ -192,7 +192,7 @@ def one_by_one(case: Case) -> Case:
 
 
 def value_states(program: Program) -> list[Value]:
-    """What is known of every value of a program."""
+    """Return the shapes and states of all values of a program."""
     values = [input_value(*each) for each in program.inputs]
     for step in program.steps:
         options = dict(step.options)
@@ -208,7 +208,7 @@ def input_value(shape: tuple[int, ...], spec: P) -> Value:
 def result_of(
     op: str, args: Sequence[Value], options: dict[str, Any], mesh: Mesh
 ) -> tuple[Value, tuple[tuple[int, Axes, str], ...]]:
-    """The value that an instruction gives, and the casts that it needs first."""
+    """Return the value of an instruction, and the casts of its operands."""
     if op in ("add", "sub", "mul", "matmul", "where", "concat"):
         return joined(op, args)
     (value,) = args
@@ -262,7 +262,7 @@ STATES = ("varying", "reduced", "unreduced")
 
 
 def joined(op: str, args: Sequence[Value]) -> tuple[Value, tuple[tuple[int, Axes, str], ...]]:
-    """What an operation of two values gives: they vary alike, after the casts."""
+    """Return the result of an operation of two values, after casts to one state."""
     a, b = args
     varying = a.varying | b.varying
     both = a.reduced | b.reduced
@@ -277,7 +277,7 @@ def joined(op: str, args: Sequence[Value]) -> tuple[Value, tuple[tuple[int, Axes
 
 
 def cast_to(args: Sequence[Value], place: int, axes: Axes) -> tuple[tuple[int, Axes, str], ...]:
-    """The casts of an argument to varying along `axes`, where it is not (addends stay)."""
+    """Return the casts of an argument to varying along `axes`; unreduced ones stay."""
     found = []
     for src in ("invariant", "reduced"):
         names = tuple(axis for axis in axes if args[place].state(axis) == src)
@@ -292,7 +292,7 @@ Candidate = tuple[tuple[int, ...], dict[str, Any]]
 
 
 def orders(mesh: Mesh) -> list[Axes]:
-    """Every choice of axes, in every order."""
+    """Return every choice of axes in every order."""
     return [c for n in range(1, len(mesh.axes) + 1) for c in itertools.permutations(mesh.axes, n)]
 
 
@@ -301,7 +301,7 @@ def is_plain(value: Value) -> bool:
 
 
 def fits(op: str, a: Value, b: Value) -> bool:
-    """Whether an operation of two values exists: shapes, and states that may meet."""
+    """Return True if shapes and states of two values can be joined."""
     if a.unreduced or b.unreduced:
         return op == "add" and a == b
     for axis in a.reduced | b.reduced:
@@ -332,7 +332,7 @@ def local_candidates(values: Sequence[Value]) -> Iterator[tuple[str, Candidate]]
             yield "half", ((i,), {})
         if not a.unreduced:
             yield from ((op, ((i,), {})) for op in ("sin", "square", "double"))
-        if is_plain(a):  # JAX takes the constant in its derivative for an invariant operand
+        if is_plain(a):  # JAX takes the constant in its derivative as an invariant operand
             yield "tanh", ((i,), {})
 
 
@@ -358,7 +358,7 @@ def collective_candidates(
             continue
         if even or mixed:
             yield "pmean", ((i,), {"axes": axes})
-        if even:  # in other states JAX 0.10 takes in pmax what it refuses in psum
+        if even:  # in other states JAX 0.10 accepts operands of pmax that psum refuses
             yield "pmax", ((i,), {"axes": axes})
         yield "place", ((i,), {"axes": axes})
         for dim, tiled in itertools.product(range(len(a.shape) + 1), (False, True)):
@@ -371,7 +371,7 @@ def collective_candidates(
         for split, concat in itertools.product(dims, dims):
             if a.shape[split] % n == 0:
                 yield "all_to_all", ((i,), {"axes": axes, "split": split, "concat": concat})
-        if list(axes) == sorted(axes):  # JAX takes no other order
+        if list(axes) == sorted(axes):  # the only order in JAX
             for perm in ([(at, (at + 1) % n) for at in range(n)], [(0, n - 1)]):
                 yield "ppermute", ((i,), {"axes": axes, "perm": perm})
         if states == {"invariant"}:
@@ -381,8 +381,8 @@ def collective_candidates(
             yield "pcast", ((i,), {"axes": axes, "src": "varying", "to": "unreduced"})
 
 
-def drawn_spec(draw: Draw, axes: Sequence[str], ndim: int) -> list[list[str]]:
-    """Some dim for each of `axes`, in an order."""
+def draw_spec(draw: Draw, axes: Sequence[str], ndim: int) -> list[list[str]]:
+    """Draw a dim for each of `axes`."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     for axis in draw(st.permutations(list(axes))):
         dims[draw(st.integers(0, ndim - 1))].append(axis)
@@ -390,28 +390,28 @@ def drawn_spec(draw: Draw, axes: Sequence[str], ndim: int) -> list[list[str]]:
 
 
 def out_spec(draw: Draw, mesh: Mesh, value: Value, legal: bool) -> P:
-    """A spec that a value may leave with; if not `legal`, one that promises too much."""
+    """Draw an out spec for a value; if not `legal`, one that its states do not show."""
     named = sorted(value.varying)
     if not legal and named:
         named.remove(draw(st.sampled_from(named)))
     if value.shape and is_plain(value):
         left = [axis for axis in mesh.axes if axis not in value.varying]
         named += [axis for axis in left if draw(st.integers(0, 3)) == 0]
-    dims = drawn_spec(draw, named, len(value.shape)) if value.shape else []
+    dims = draw_spec(draw, named, len(value.shape)) if value.shape else []
     return P(*dims, reduced=value.reduced, unreduced=value.unreduced)
 
 
 @st.composite
 def programs(draw: Draw, legal: bool = True) -> Program:
-    """Programs that obey the rules, or of which one result or one reduction does not."""
+    """Draw programs that obey the rules, or break one in a result or a reduction."""
     mesh = draw(st.sampled_from(MESHES))
     inputs = []
     for _ in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=2)))
         named = [axis for axis in mesh.axes if draw(st.integers(0, 2))]
-        inputs.append((shape, P(*drawn_spec(draw, named, len(shape)))))
+        inputs.append((shape, P(*draw_spec(draw, named, len(shape)))))
     values, steps = [input_value(*each) for each in inputs], []
-    breaks = not legal and draw(st.booleans())  # else a result promises too much
+    breaks = not legal and draw(st.booleans())  # else an out spec is not shown
     broken = False
 
     def append(op: str, args: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -449,7 +449,7 @@ def programs(draw: Draw, legal: bool = True) -> Program:
         chosen = draw(st.lists(st.integers(0, len(inputs) - 1), min_size=1, unique=True))
         inner = (draw(st.sampled_from(plain)), tuple(sorted(chosen)))
     typed = any(value.reduced or value.unreduced for value in values)
-    # JAX 0.10 fails where an inner gradient is that of what is closed over.
+    # JAX 0.10 fails for inner gradients of closures.
     free = len(inputs) > 1 and not typed and not (inner and len(inputs) - 1 in inner[1])
     closed = free and not inputs[-1][1].axes and draw(st.booleans())
     return Program(mesh, tuple(inputs), tuple(steps), tuple(outs), inner, not broken, closed)

@@ -27,9 +27,10 @@ MESHES = [
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of one tensor; `oracle` maps a group's tensors to the group's results.
+    """Collective of one tensor; `oracle` maps a group's tensors to the group's results.
 
-    `shape` of an argument on `n` ranks; an argument or a result is `varying` or not.
+    `shape` maps the number of ranks to an argument's shape; `takes` and `gives` are "varying" or
+    "same", for equal values on all ranks.
     """
 
     name: str
@@ -167,12 +168,12 @@ def turned(n: int, by: int) -> list[int]:
 
 
 def in_groups(n: int) -> list[list[int]]:
-    """Odd places, in reverse, and even ones; of an odd number of ranks each its own."""
+    """Return odd indices, in reverse, and even ones; for odd n groups of one index."""
     return [[at] for at in turned(n, 1)] if n % 2 else [[*range(1, n, 2)][::-1], [*range(0, n, 2)]]
 
 
 def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
-    """An oracle of every group."""
+    """Return an oracle that works in every group of `in_groups`."""
 
     def each_group(xs: Tensors) -> Tensors:
         ys: dict[int, torch.Tensor] = {}
@@ -184,7 +185,7 @@ def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]
 
 
 def grouped() -> Iterator[Collective]:
-    """Movements within groups."""
+    """Yield movements within groups."""
 
     def shape(each: Callable[[int], tuple[int, ...]]) -> Callable[[int], tuple[int, ...]]:
         return lambda n: each(len(in_groups(n)[0]))
@@ -216,7 +217,7 @@ def grouped() -> Iterator[Collective]:
 
 
 def sized(dim: int, ndim: int, tiled: bool) -> Callable[[int], tuple[int, ...]]:
-    """A shape that n ranks divide along `dim`."""
+    """Return a function from n to a shape that n ranks divide along `dim`."""
     return lambda n: tuple(
         ((2 * n) if tiled else n) if at == dim % ndim else 2 + at for at in range(ndim)
     )
@@ -228,13 +229,13 @@ CASES = [
 
 
 def axes_of(mesh: Mesh) -> list[tuple[str, ...]]:
-    """One axis, and several in both orders."""
+    """Return every single axis, and all axes in both orders."""
     names = mesh.axes
     return [(name,) for name in names] + ([] if len(names) < 2 else [names, names[::-1]])
 
 
 def arguments(each: Collective, mesh: Mesh, axes: tuple[str, ...], dtype: torch.dtype) -> Tensors:
-    """One tensor per rank in rank order; equal along the axes where the argument is invariant."""
+    """Return one tensor per rank; equal along the axes if the argument is invariant."""
     n = mesh.axis_size(axes)
     same = each.takes == "same"
     xs = [random_global(each.shape(n), dtype, seed) for seed in mesh.ranks]
@@ -252,7 +253,7 @@ def cotangents(each: Collective, mesh: Mesh, axes: tuple[str, ...], ys: Tensors)
 def by_oracle(
     each: Collective, mesh: Mesh, axes: tuple[str, ...], xs: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """Results, cotangents and gradients in rank order."""
+    """Return results, cotangents and gradients in rank order."""
     place = {rank: at for at, rank in enumerate(mesh.ranks)}
     leaves = [x.clone().requires_grad_() for x in xs]
     ys: dict[int, torch.Tensor] = {}
@@ -277,7 +278,7 @@ def by_oracle(
 def on_rank(
     each: Collective, mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor, ct: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Result, gradient and, where it is linear, the gradient's own transpose, on one rank."""
+    """Return one rank's result, gradient and, if linear, the transpose's transpose."""
     leaf = x.clone().requires_grad_()
     y = each.run(leaf, axes, mesh=mesh)
     cotangent = ct.clone().requires_grad_()
@@ -289,11 +290,11 @@ def on_rank(
 def run_on_rank(
     each: Collective, mesh: Mesh, axes: tuple[str, ...], everyone: tuple[Tensors, Tensors]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`on_rank`, of this rank's part."""
-    place = list(mesh.ranks).index(here(mesh))
+    """Return `on_rank` of this rank's tensors."""
+    place = list(mesh.ranks).index(this_rank(mesh))
     return on_rank(each, mesh, axes, *(tensors[place] for tensors in everyone))
 
 
-def here(mesh: Mesh) -> int:
-    """The rank whose code is running."""
+def this_rank(mesh: Mesh) -> int:
+    """Return the rank that runs the calling code."""
     return mesh.devices[int(fs.axis_index(mesh.axes, mesh=mesh))]

@@ -10,7 +10,7 @@ import torch
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.spec_grid import random_global
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 
 F64 = torch.float64
 MESH = Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3))
@@ -46,8 +46,8 @@ def leaves(rank: int) -> list[torch.Tensor]:
 
 
 def values_and_gradients(run: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
-    """Results, gradients and gradients of the gradients' squares, of this rank."""
-    xs = leaves(here(MESH))
+    """Return this rank's results, gradients and gradients of the gradients' squares."""
+    xs = leaves(this_rank(MESH))
     ys = run(xs)
     total = sum(((y + 1) ** 2).sum() for y in ys)
     grads = torch.autograd.grad(total, xs, create_graph=True)

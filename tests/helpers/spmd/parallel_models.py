@@ -17,7 +17,7 @@ BATCH, TIME, WIDTH, HIDDEN, HEAD, VOCABULARY, EXPERTS, CAPACITY = 4, 8, 8, 16, 2
 CHECKS = (False, True, "strict")
 
 
-def same(x: torch.Tensor) -> torch.Tensor:
+def identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
@@ -26,7 +26,7 @@ def layer_norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def attention(p: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """Causal attention of as many heads as the weights are wide."""
+    """Return causal attention; the width of the weights determines the number of heads."""
     q, k, v = (
         (x @ p[name]).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in ("wq", "wk", "wv")
     )
@@ -38,8 +38,10 @@ def mlp(p: Tensors, x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x @ p["w1"] + p["b1"]) @ p["w2"]
 
 
-def block(p: Tensors, x: torch.Tensor, enter: Step = same, leave: Step = same) -> torch.Tensor:
-    """A transformer block; `enter` and `leave` bracket what is computed in parallel."""
+def block(
+    p: Tensors, x: torch.Tensor, enter: Step = identity, leave: Step = identity
+) -> torch.Tensor:
+    """Return a transformer block; `enter` and `leave` enclose its parallel parts."""
     x = x + leave(attention(p, enter(layer_norm(x, p["g1"])))) + p["bo"]
     return x + leave(mlp(p, enter(layer_norm(x, p["g2"])))) + p["b2"]
 
@@ -52,22 +54,22 @@ def block_loss(p: Tensors, batch: Tensors) -> torch.Tensor:
     return error(block(p, batch["x"]), batch)
 
 
-def varying(axis: str) -> Step:
-    """Megatron's f: nothing forward, an all-reduce backward."""
+def vary_over(axis: str) -> Step:
+    """Return Megatron's f: nothing forward, an all-reduce backward."""
     return lambda x: fs.pcast(x, axis, to="varying")
 
 
-def summed(axis: str) -> Step:
-    """Megatron's g: an all-reduce forward, nothing backward."""
+def sum_over(axis: str) -> Step:
+    """Return Megatron's g: an all-reduce forward, nothing backward."""
     return lambda x: fs.psum(x, axis)
 
 
-def gathered(axis: str) -> Step:
-    """Megatron's g of sequences: gather them, scatter the sum of their cotangents."""
+def gather_sequence(axis: str) -> Step:
+    """Return Megatron's g for sequences: all-gather forward, reduce-scatter backward."""
     return lambda x: fs.all_gather(x, axis, axis=1, tiled=True)
 
 
-def scattered(axis: str) -> Step:
+def scatter_sequence(axis: str) -> Step:
     return lambda x: fs.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
 
 
@@ -81,13 +83,14 @@ def attention_tensor(p: Tensors, batch: Tensors) -> torch.Tensor:
 
 
 def block_tensor(p: Tensors, batch: Tensors) -> torch.Tensor:
-    return error(block(p, batch["x"], varying("tp"), summed("tp")), batch)
+    return error(block(p, batch["x"], vary_over("tp"), sum_over("tp")), batch)
 
 
 def block_sequence(p: Tensors, batch: Tensors) -> torch.Tensor:
-    """Between the brackets each rank has a part of the sequence, and all of these parameters."""
+    """Outside of the parallel parts each rank has a part of the sequence."""
     p = p | fs.pcast({name: p[name] for name in REPLICATED}, "tp", to="varying")
-    return fs.pmean(error(block(p, batch["x"], gathered("tp"), scattered("tp")), batch), "tp")
+    y = block(p, batch["x"], gather_sequence("tp"), scatter_sequence("tp"))
+    return fs.pmean(error(y, batch), "tp")
 
 
 def language_loss(p: Tensors, batch: Tensors) -> torch.Tensor:
@@ -96,7 +99,7 @@ def language_loss(p: Tensors, batch: Tensors) -> torch.Tensor:
 
 
 def own_rows(tokens: torch.Tensor, rows: int, axis: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens as rows of this rank's part of the vocabulary, and which of them are in it."""
+    """Return tokens as rows of this rank's part of the vocabulary, and a mask of those in it."""
     local = tokens - rows * fs.axis_index(axis)
     return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
 
@@ -107,7 +110,7 @@ def embed(table: torch.Tensor, tokens: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, axis: str) -> torch.Tensor:
-    """Of logits whose last dim is in parts along the axis: they are never gathered."""
+    """Return the loss of logits sharded over the vocabulary, without gathering them."""
     rows, mine = own_rows(tokens, logits.shape[-1], axis)
     top = fs.pmax(logits.detach().amax(-1), axis)
     logits = logits - fs.pcast(top, axis, to="varying")[..., None]
@@ -121,39 +124,39 @@ def language_tensor(p: Tensors, batch: Tensors) -> torch.Tensor:
     return cross_entropy(fs.pcast(x, "tp", to="varying") @ p["table"].T, batch["next"], "tp")
 
 
-def whole(p: Tensors, axis: str, sent: torch.dtype | None = None) -> Tensors:
-    """A layer's parameters, gathered for use in one launch; their gradients are added in f32."""
+def gathered_params(p: Tensors, axis: str, sent: torch.dtype | None = None) -> Tensors:
+    """Gather a layer's parameters in one launch; gradients are added in f32."""
     back = None if sent is None else torch.float32
     return fs.all_gather(p, axis, tiled=True, forward_dtype=sent, backward_dtype=back)
 
 
 def block_sharded(p: Tensors, batch: Tensors) -> torch.Tensor:
-    return fs.pmean(block_loss(whole(p, "dp"), batch), "dp")
+    return fs.pmean(block_loss(gathered_params(p, "dp"), batch), "dp")
 
 
-def block_again(p: Tensors, batch: Tensors) -> torch.Tensor:
-    """What is gathered is not kept for the backward pass but gathered again."""
+def block_regathered(p: Tensors, batch: Tensors) -> torch.Tensor:
+    """Gather parameters again in the backward pass instead of keeping them."""
 
     def layer(p: Tensors, x: torch.Tensor) -> torch.Tensor:
-        return block(whole(p, "dp"), x)
+        return block(gathered_params(p, "dp"), x)
 
     y = checkpoint(layer, p, batch["x"], use_reentrant=False)
     return fs.pmean(error(y, batch), "dp")
 
 
 def block_mixed(p: Tensors, batch: Tensors) -> torch.Tensor:
-    """Parameters in f32; they are gathered, and used, in bf16."""
-    half = {name: w.bfloat16() for name, w in whole(p, "dp", torch.bfloat16).items()}
+    """Gather and use f32 parameters in bf16."""
+    half = {name: w.bfloat16() for name, w in gathered_params(p, "dp", torch.bfloat16).items()}
     return fs.pmean(error(block(half, batch["x"].bfloat16()).float(), batch), "dp")
 
 
 def micro_batches(batch: Tensors) -> list[Tensors]:
-    """The batch in two."""
+    """Split the batch in two."""
     return [{name: x.chunk(2)[at] for name, x in batch.items()} for at in range(2)]
 
 
 def block_data(p: Tensors, batch: Tensors) -> torch.Tensor:
-    """Two micro-batches, one cast: its transpose adds what their gradients have added up to."""
+    """Run two micro-batches after one cast, whose transpose sums their gradients' sum."""
     p = fs.pcast(p, "dp", to="varying")
     losses = [block_loss(p, each) for each in micro_batches(batch)]
     return fs.pmean(torch.stack(losses).mean(), "dp")
@@ -162,8 +165,8 @@ def block_data(p: Tensors, batch: Tensors) -> torch.Tensor:
 def accumulated(
     loss: Callable[[Tensors, Tensors], torch.Tensor], p: Tensors, batch: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """Loss and gradients taken in the body, a micro-batch at a time; all are averaged at once."""
-    # Of the cast values: their gradients are this rank's own, nothing is added up on the way.
+    """Return loss and gradients of the body's micro-batches, averaged in one launch."""
+    # Gradients of the cast values are not summed over ranks.
     p = {name: w.detach().requires_grad_() for name, w in fs.pcast(p, "dp", to="varying").items()}
     steps = []
     for each in micro_batches(batch):
@@ -179,22 +182,22 @@ def block_data_tensor(p: Tensors, batch: Tensors) -> torch.Tensor:
 
 
 def block_sharded_tensor(p: Tensors, batch: Tensors) -> torch.Tensor:
-    return fs.pmean(block_tensor(whole(p, "dp"), batch), "dp")
+    return fs.pmean(block_tensor(gathered_params(p, "dp"), batch), "dp")
 
 
 def route(router: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best expert of every row, and how much of it is wanted."""
+    """Return the best expert of every row, and its gate."""
     gate, expert = (x @ router).softmax(-1).max(-1)
     return gate[:, None], expert
 
 
 def experts(p: Tensors, rows: torch.Tensor) -> torch.Tensor:
-    """Every expert on its own rows."""
+    """Apply every expert to its own rows."""
     return F.gelu(rows @ p["up"]) @ p["down"]
 
 
 def experts_loss(p: Tensors, batch: Tensors, capacity: int, parts: int = 4) -> torch.Tensor:
-    """Row by row: an expert takes the first `capacity` of each part that want it."""
+    """Apply experts row by row; each takes the first `capacity` of its rows in each part."""
     ys = []
     for x in batch["x"].chunk(parts):
         gate, expert = route(p["router"], x)
@@ -205,7 +208,7 @@ def experts_loss(p: Tensors, batch: Tensors, capacity: int, parts: int = 4) -> t
 
 
 def to_experts(p: Tensors, x: torch.Tensor, axis: str) -> torch.Tensor:
-    """To slots of the experts and back, through one spare slot for what finds none."""
+    """Send rows to slots of the experts and back; a spare slot is for dropped rows."""
     gate, expert = route(p["router"], x)
     place = (F.one_hot(expert, EXPERTS).cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
     slots = EXPERTS * CAPACITY
@@ -217,12 +220,12 @@ def to_experts(p: Tensors, x: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def to_experts_dropless(p: Tensors, x: torch.Tensor, axis: str) -> torch.Tensor:
-    """As many rows to every rank as its experts are wanted for."""
+    """Send every rank all rows for its experts."""
     gate, expert = route(p["router"], x)
     n, here = fs.axis_size(axis), int(fs.axis_index(axis))
     order = expert.argsort(stable=True)
     wanted = fs.all_gather(torch.bincount(expert, minlength=EXPERTS), axis)
-    wanted = wanted.unflatten(1, (n, -1))  # rows of a rank, for a rank, for one of its experts
+    wanted = wanted.unflatten(1, (n, -1))  # rows of a rank for a rank's expert
     sizes = wanted.sum(2)
     leave, arrive = sizes.cumsum(1) - sizes, sizes.cumsum(0) - sizes
     rows = x[order]

@@ -26,11 +26,11 @@ from tests.helpers.spmd.parallel_models import (
     attention,
     attention_tensor,
     block,
-    block_again,
     block_data,
     block_data_tensor,
     block_loss,
     block_mixed,
+    block_regathered,
     block_sequence,
     block_sharded,
     block_sharded_tensor,
@@ -52,7 +52,7 @@ Check = bool | str
 
 
 def drawn(shapes: Shapes) -> Tensors:
-    """Parameters or inputs, all of which want gradients but the targets."""
+    """Return parameters or inputs; all but the targets require grad."""
     source = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
     return {name: (x.double() / 2).requires_grad_(name != "t") for name, x in drawn.items()}
@@ -74,18 +74,18 @@ BY_TENSOR = {
     **dict.fromkeys(("b1", "w2", "wo"), P("tp")),
     **dict.fromkeys(REPLICATED, P()),
 }
-"""Columns, then rows, over tp; the rest whole."""
+"""Columns, then rows, over tp; the rest replicated."""
 BY_BOTH = {
     **dict.fromkeys(("w1", "wq", "wk", "wv"), P("dp", "tp")),
     **dict.fromkeys(("b1", "w2", "wo"), P(("tp", "dp"))),
     **dict.fromkeys(REPLICATED, P("dp")),
 }
-"""The parts of that once more over dp, along dim 0."""
+"""`BY_TENSOR` sharded once more over dp, along dim 0."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A body, what it computes on one device, how its arguments lie, and what it may send."""
+    """Parallel body, its model on one device, the specs of its arguments, and its traffic."""
 
     name: str
     mesh: Mesh
@@ -97,7 +97,7 @@ class Case:
     forward: Counts
     backward: Counts
     compared: Counts = field(default_factory=dict)
-    """What more is sent where types are tracked: results that may depend on what a host learnt."""
+    """Further traffic with type tracking, for results that depend on values read by the host."""
 
     def arguments(self) -> tuple[Tensors, Tensors]:
         if self.params is LANGUAGE:
@@ -139,7 +139,7 @@ CASES = [
         {("all_gather", "dp"): 1, ("all_reduce", "dp"): 1}, {("reduce_scatter", "dp"): 1},
     ),
     Case(
-        "fully sharded, gathered again", DP, block_again, block_loss,
+        "fully sharded, gathered again", DP, block_regathered, block_loss,
         BLOCK, dict.fromkeys(BLOCK, P("dp")), P("dp"),
         {("all_gather", "dp"): 1, ("all_reduce", "dp"): 1},
         {("all_gather", "dp"): 1, ("reduce_scatter", "dp"): 1},
@@ -156,7 +156,7 @@ CASES = [
         {("all_to_all", "ep"): 2, ("all_reduce", "ep"): 1},
         {("all_to_all", "ep"): 2, ("all_reduce", "ep"): 1},
     ),
-    # The ragged exchange tells its own offsets in a small all_gather each time.
+    # Each ragged exchange gathers its offsets in a small all_gather.
     Case(
         "experts, dropless", Mesh(ep=2), experts_parallel(to_experts_dropless),
         lambda p, b: experts_loss(p, b, capacity=99),
@@ -181,8 +181,8 @@ CASES = [
 
 
 @dataclass(frozen=True)
-class Found:
-    """Loss and gradients of the ranks at hand, one or all, and what ran."""
+class Measurement:
+    """Loss and gradients of one rank or all, and the collectives that ran."""
 
     losses: tuple[torch.Tensor, ...]
     grads: dict[str, tuple[torch.Tensor, ...]]
@@ -191,12 +191,12 @@ class Found:
 
 
 def parts(local: Any) -> tuple[torch.Tensor, ...]:
-    """All shards of a simulation, or the one of this process."""
+    """Return all shards of a simulation, or the one of this process."""
     return local if isinstance(local, tuple) else (local,)
 
 
 def placed(xs: Tensors, mesh: Mesh, specs: Mapping[str, PartitionSpec]) -> dict[str, Sharded]:
-    """Pairs whose locals begin a graph."""
+    """Return pairs whose locals are leaves."""
     pairs = {}
     for name, x in xs.items():
         pair = fs.shard(x.detach(), Spec(mesh, specs[name], shape=x.shape, dtype=x.dtype))
@@ -205,8 +205,8 @@ def placed(xs: Tensors, mesh: Mesh, specs: Mapping[str, PartitionSpec]) -> dict[
     return pairs
 
 
-def measure(case: Case, check: Check) -> Found:
-    """Run a case forward and backward, simulated or as the rank that this process is."""
+def measure(case: Case, check: Check) -> Measurement:
+    """Run a case forward and backward, simulated or as this process's rank."""
     params, batch = case.arguments()
     batch_specs = dict.fromkeys(batch, case.batch_spec)
     param_specs = {name: case.param_specs[name] for name in params}
@@ -223,10 +223,10 @@ def measure(case: Case, check: Check) -> Found:
         flat = iter(torch.autograd.grad(losses, [t for ts in leaves.values() for t in ts]))
     grads = {name: tuple(next(flat) for _ in ts) for name, ts in leaves.items()}
     losses = tuple(loss.detach() for loss in losses)
-    return Found(losses, grads, dict(log.forward.counts), dict(log.backward.counts))  # type: ignore[arg-type]
+    return Measurement(losses, grads, dict(log.forward.counts), dict(log.backward.counts))  # type: ignore[arg-type]
 
 
-def compare(case: Case, check: Check, found: Found, ranks: Sequence[int]) -> None:
+def compare(case: Case, check: Check, found: Measurement, ranks: Sequence[int]) -> None:
     """Assert that the ranks' loss, gradients and traffic are those of the case."""
     params, batch = case.arguments()
     want = case.single(params, batch)
@@ -250,11 +250,11 @@ ACCUMULATED = {
     "data": (Mesh(dp=2), block_loss, dict.fromkeys(BLOCK, P()), {}),
     "data and tensor": (BOTH, block_tensor, BY_TENSOR, {("all_reduce", "tp"): 4}),
 }
-"""Mesh, loss, where parameters lie, and what two micro-batches send backward."""
+"""Mesh, loss, specs of parameters, and backward traffic of two micro-batches."""
 
 
 def accumulate(name: str, check: Check) -> tuple[torch.Tensor, Tensors, Counts, Counts]:
-    """Global loss and gradients of a step taken in the body, and what ran."""
+    """Return global loss and gradients of a step in the body, and the collectives that ran."""
     mesh, loss, specs, _ = ACCUMULATED[name]
     params, batch = (
         {name: x.detach() for name, x in drawn(shapes).items()} for shapes in (BLOCK, ACTIVATIONS)
@@ -294,7 +294,7 @@ def in_f32(shapes: Shapes) -> Tensors:
 
 
 def mixed_by_hand(reduced_in: torch.dtype) -> tuple[torch.Tensor, Tensors]:
-    """Loss and gradients of two halves of a batch in bf16, added in another dtype."""
+    """Return loss and gradients of two halves of a batch in bf16, added in `reduced_in`."""
     params = {name: w.detach() for name, w in in_f32(BLOCK).items()}
     losses, grads = [], []
     for batch in micro_batches(in_f32(ACTIVATIONS)):
@@ -310,7 +310,7 @@ def mixed_by_hand(reduced_in: torch.dtype) -> tuple[torch.Tensor, Tensors]:
 
 
 def mixed(check: Check) -> tuple[torch.Tensor, Tensors, dict[str, Counts]]:
-    """Global loss and gradients with two ranks, and the bytes that ran."""
+    """Return global loss and gradients of two ranks, and the bytes sent."""
     mesh = Mesh(dp=2)
     specs = dict.fromkeys(BLOCK, P("dp")), dict.fromkeys(ACTIVATIONS, P("dp"))
     pairs = [
@@ -332,7 +332,7 @@ def mixed(check: Check) -> tuple[torch.Tensor, Tensors, dict[str, Counts]]:
 
 
 def compare_mixed(found: tuple[torch.Tensor, Tensors, dict[str, Counts]]) -> None:
-    """Equal to the last bit: two addends have one sum."""
+    """Assert bit-equal results, as a sum of two values has one order."""
     loss, grads, sent = found
     want_loss, want = mixed_by_hand(torch.float32)
     rounded = mixed_by_hand(torch.bfloat16)[1]

@@ -11,15 +11,17 @@ import torch
 import fshard as fs
 from fshard import Mesh, ShardingError
 from tests.helpers.spec_grid import random_global
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 
 F64 = torch.float64
 MESH = Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3))
 SIZES = torch.tensor([[2, 0, 3], [1, 1, 0], [0, 4, 2]])  # [from, to]
 
 
-def shuffled(operand: torch.Tensor, output: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Rows by `SIZES` along y, written from row 1 on, in reverse order of their senders."""
+def exchange_in_reverse(
+    operand: torch.Tensor, output: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Exchange rows by `SIZES` along y, written from row 1 on in reverse order of senders."""
     i = int(fs.axis_index("y", **options))
     send, receive = SIZES[i], SIZES[:, i]
     later = SIZES.flip(0).cumsum(0).flip(0) - SIZES  # rows at each receiver from later senders
@@ -30,7 +32,7 @@ def shuffled(operand: torch.Tensor, output: torch.Tensor, **options: Any) -> tor
 
 
 def by_hand(xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same on the list of a group's tensors."""
+    """Return `exchange_in_reverse` of the list of a group's tensors."""
     pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(xs, SIZES, strict=True)]
     found = []
     for place, out in enumerate(outs):
@@ -46,10 +48,10 @@ def leaves() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ragged_on_rank(mesh: Mesh) -> list[torch.Tensor]:
-    """Result, gradients and second gradients of one rank."""
-    place = list(mesh.ranks).index(here(mesh))
+    """Return result, gradients and second gradients of one rank."""
+    place = list(mesh.ranks).index(this_rank(mesh))
     x, out = (t[place, 0].detach().requires_grad_() for t in leaves())
-    y = shuffled(x, out, mesh=mesh)
+    y = exchange_in_reverse(x, out, mesh=mesh)
     first = torch.autograd.grad((y**3).sum(), (x, out), create_graph=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, out))
     return [t.detach() for t in (y, *first, *second)]
@@ -81,7 +83,7 @@ def count(name: str) -> str:
 
 
 class Refused(NamedTuple):
-    """Arguments of rank i that are refused: lines of what is given, the rule and the fix."""
+    """Refused arguments of rank i, and (given, rule, fix) of the expected problems."""
 
     name: str
     make: Callable[[int], tuple[Any, ...]]
@@ -182,8 +184,8 @@ def text(lines: list[tuple[str, str, str]]) -> str:
 
 
 def refusals(mesh: Mesh) -> list[str]:
-    """What this rank of two is told of all that is refused; after each error an exchange runs."""
-    found, i = [], here(mesh)
+    """Return this rank's error for each of `REFUSED`; a valid exchange runs after each."""
+    found, i = [], this_rank(mesh)
     for _, make, _, wire in REFUSED:
         with pytest.raises(ShardingError) as caught:
             fs.ragged_all_to_all(*make(i), axis_name="i", mesh=mesh, forward_dtype=wire)

@@ -11,7 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh
-from tests.helpers.spmd.collective_cases import here, in_groups, ring, turned
+from tests.helpers.spmd.collective_cases import in_groups, ring, this_rank, turned
 
 MESHES = [Mesh({"i": 2}, devices=(1, 0)), Mesh(x=2, y=1), Mesh(i=1)]
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -19,16 +19,16 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Sender:
-    """A collective of one tensor with n rows along some axes; which of its directions send."""
+    """Collective of one tensor with n rows, and the directions in which it sends."""
 
     name: str
     run: Callable[..., torch.Tensor]
-    there: bool = True
-    back: bool = True
+    forward: bool = True
+    backward: bool = True
 
 
 def ragged(x: torch.Tensor, axes: Any, mesh: Mesh, **o: Any) -> torch.Tensor:
-    """A row to every rank."""
+    """Send a row to every rank."""
     n = fs.axis_size(axes, mesh=mesh)
     index = int(fs.axis_index(axes, mesh=mesh))
     return fs.ragged_all_to_all(
@@ -39,12 +39,12 @@ def ragged(x: torch.Tensor, axes: Any, mesh: Mesh, **o: Any) -> torch.Tensor:
 
 def senders() -> Iterator[Sender]:
     size = fs.axis_size
-    yield Sender("psum", fs.psum, back=False)
-    yield Sender("pmean", fs.pmean, back=False)
-    yield Sender("pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), there=False)
+    yield Sender("psum", fs.psum, backward=False)
+    yield Sender("pmean", fs.pmean, backward=False)
+    yield Sender("pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), forward=False)
     for to in ("varying", "reduced", "invariant"):
         run = lambda x, ax, s=to, **o: fs.all_gather(x, ax, axis=1, to=s, **o)  # noqa: E731
-        yield Sender(f"all_gather to {to}", run, back=to != "invariant")
+        yield Sender(f"all_gather to {to}", run, backward=to != "invariant")
     yield Sender("psum_scatter", lambda x, ax, **o: fs.psum_scatter(x, ax, tiled=True, **o))
     yield Sender("all_to_all", lambda x, ax, **o: fs.all_to_all(x, ax, 0, 1, **o))
     yield Sender("pswapaxes", lambda x, ax, **o: fs.pswapaxes(x, ax, 0, **o))
@@ -79,7 +79,7 @@ def randn(shape: torch.Size, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def gradient(
     run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Result, cotangent drawn in the dtype of `x`, and gradient."""
+    """Return the result, a random cotangent in the dtype of `x`, and the gradient."""
     leaf = x.clone().requires_grad_()
     y = run(leaf)
     ct = randn(y.shape, x.dtype, seed)
@@ -87,24 +87,24 @@ def gradient(
 
 
 def on_rank(mesh: Mesh) -> list[str]:
-    """What is wrong on this rank with any collective and any dtypes; also in trees and ahead."""
+    """Return a text for each collective and dtypes that are wrong on this rank."""
     axes = mesh.axes
-    seed = here(mesh)
+    seed = this_rank(mesh)
     wrong = []
     for each in SENDERS:
-        for dtype, there, back in WIRES:
+        for dtype, forward, backward in WIRES:
             x = randn(torch.Size((mesh.size, 3)), dtype, seed)
 
             def run(x: torch.Tensor, each: Sender = each, **o: Any) -> torch.Tensor:
                 return each.run(x, axes, mesh=mesh, **o)
 
-            wired = partial(run, forward_dtype=there, backward_dtype=back)
+            wired = partial(run, forward_dtype=forward, backward_dtype=backward)
             y, ct, grad = gradient(wired, x, 100 + seed)
-            want = run(x.to((there if each.there else None) or dtype)).to(dtype)
-            wire = (back if each.back else None) or dtype
+            want = run(x.to((forward if each.forward else None) or dtype)).to(dtype)
+            wire = (backward if each.backward else None) or dtype
             leaf = x.to(wire).requires_grad_()
             (want_grad,) = torch.autograd.grad(run(leaf), leaf, ct.to(wire))
-            name = f"{each.name} of {dtype}, {there} and {back}"
+            name = f"{each.name} of {dtype}, {forward} and {backward}"
             wrong += [f"{name}: {y} is not {want}"] * (not torch.equal(y, want))
             want_grad = want_grad.to(dtype)
             wrong += [f"{name}: grad {grad}, not {want_grad}"] * (not torch.equal(grad, want_grad))

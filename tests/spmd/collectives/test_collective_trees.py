@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 from tests.helpers.spmd.collective_trees import F64, MESH, ON_TREES, leaves, values_and_gradients
 
 
@@ -40,7 +40,7 @@ def test_tree_in_one_launch_is_bit_equal_to_its_leaves(name: str, axes: Any) -> 
 
 
 def first_gradient(op: Callable[..., Any], axes: Any) -> None:
-    xs = leaves(here(MESH))
+    xs = leaves(this_rank(MESH))
     torch.autograd.grad(sum(y.sum() for y in op(xs, axes, mesh=MESH)), xs)
 
 
@@ -92,7 +92,7 @@ def test_pprod_of_integers_booleans_and_numbers() -> None:
     mesh = Mesh(i=3)
 
     def body() -> Any:
-        mine = torch.tensor(here(mesh))
+        mine = torch.tensor(this_rank(mesh))
         return fs.pprod({"a": mine + 1, "b": mine < 2, "c": 2}, "i", mesh=mesh)
 
     out = fs.simulate(mesh, body)[0]
@@ -106,7 +106,7 @@ def test_pargmax_takes_the_lowest_of_equal_indices() -> None:
     rows = torch.tensor([[1.0, 5, -1, 0], [4, 5, -2, torch.nan], [4, 2, -2, 1], [0, 5, -1, 2]])
 
     def body() -> Any:
-        mine = rows[here(mesh)]
+        mine = rows[this_rank(mesh)]
         axes = ("x", "y")
         return (
             fs.pargmax({"f": mine, "b": mine > 3}, axes, mesh=mesh),
@@ -234,7 +234,7 @@ def test_simulated_ranks_must_wait_for_started_collectives() -> None:
         fs.simulate(mesh, break_off)
 
 
-# -- meta and fake tensors ---------------------------------------------------------------------------
+# -- meta and fake tensors -------------------------------------------------------------------
 
 
 def everything(x: torch.Tensor, mesh: Mesh | None) -> list[torch.Tensor]:

@@ -1,5 +1,4 @@
-"""Collectives by axis name: `jax.lax`'s values and transposes, errors, and the simulator.
-"""
+"""Collectives by axis name: `jax.lax`'s values and transposes, errors, and the simulator."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from tests.helpers.spmd.collective_cases import (
     arguments,
     axes_of,
     by_oracle,
-    here,
     run_on_rank,
+    this_rank,
 )
 
 
@@ -48,7 +47,7 @@ LONG = Mesh(x=4, y=2)
 
 def each_rank(fn: Callable[[torch.Tensor], Any], mesh: Mesh = LONG) -> list[Any]:
     """Return `fn` of the rank as a tensor, for every rank."""
-    return fs.simulate(mesh, lambda: fn(torch.tensor(float(here(mesh)))))
+    return fs.simulate(mesh, lambda: fn(torch.tensor(float(this_rank(mesh)))))
 
 
 def test_several_axes_are_ordered_major_to_minor() -> None:
@@ -95,7 +94,7 @@ def test_movements_of_all_dtypes() -> None:
         xs = [random_global((2, 4), torch.int64, seed).abs().to(dtype) for seed in (0, 1)]
 
         def body(xs: Tensors = xs) -> list[torch.Tensor]:
-            x = xs[here(mesh)]
+            x = xs[this_rank(mesh)]
             return [
                 fs.all_gather(x, "i", mesh=mesh),
                 fs.all_to_all(x, "i", 0, 1, mesh=mesh),
@@ -112,7 +111,7 @@ def test_ties_of_pmax_share_the_gradient() -> None:
     mesh = Mesh(i=4)
 
     def body() -> torch.Tensor:
-        x = torch.tensor([1.0, 2.0, 5.0])[[min(here(mesh), 1), 1, 2]].requires_grad_()
+        x = torch.tensor([1.0, 2.0, 5.0])[[min(this_rank(mesh), 1), 1, 2]].requires_grad_()
         return torch.autograd.grad(fs.pmax(x, "i", mesh=mesh).sum(), x)[0]
 
     got = torch.stack(fs.simulate(mesh, body))
@@ -126,7 +125,7 @@ def test_pcast_transposes() -> None:
     mesh = Mesh(i=4)
 
     def grads() -> list[float]:
-        scale = 1.0 + here(mesh)
+        scale = 1.0 + this_rank(mesh)
         found = []
         for options in (
             {"to": "varying"}, {"to": "reduced"}, {"to": "unreduced"},
@@ -232,7 +231,7 @@ def test_collectives_outside_of_ranks_are_refused() -> None:
     assert fs.axis_size(("x", "y"), mesh=MESH) == 6
 
 
-# -- divergence and the simulator --------------------------------------------------------------------
+# -- divergence and the simulator -------------------------------------------------------------
 
 
 def text_of(error: pytest.ExceptionInfo[ShardingError]) -> str:
@@ -243,7 +242,7 @@ def test_rank_that_returns_while_others_wait() -> None:
     mesh = Mesh(x=3)
 
     def body() -> Any:
-        if here(mesh) == 1:
+        if this_rank(mesh) == 1:
             return None
         return fs.psum(torch.ones(2), "x", mesh=mesh)
 
@@ -256,14 +255,14 @@ def test_rank_that_returns_while_others_wait() -> None:
         f"all_reduce(sum, torch.float32, (2,)) for [1] at {__file__}:{line}"
     ) in text
     assert "rank 1 (x=1): returned" in text
-    assert "rule:  every rank of a group calls the same collectives in the same order" in text
+    assert "rule:  every rank of a group must call the same collectives in the same order" in text
 
 
 def test_ranks_that_call_different_collectives() -> None:
     mesh = Mesh(x=2)
 
     def body() -> Any:
-        if here(mesh) == 1:
+        if this_rank(mesh) == 1:
             return fs.pmax(torch.ones(2), "x", mesh=mesh)
         return fs.psum(torch.ones(2), "x", mesh=mesh)
 
@@ -281,7 +280,9 @@ def test_ranks_that_call_different_collectives() -> None:
 def test_ranks_with_different_shapes_or_dtypes(other: torch.Tensor) -> None:
     mesh = Mesh(x=2)
     with pytest.raises(ShardingError, match="with one shape and dtype"):
-        fs.simulate(mesh, lambda: fs.psum(other if here(mesh) else torch.ones(2), "x", mesh=mesh))
+        fs.simulate(
+            mesh, lambda: fs.psum(other if this_rank(mesh) else torch.ones(2), "x", mesh=mesh)
+        )
 
 
 def test_ranks_waiting_in_a_cycle() -> None:
@@ -289,7 +290,7 @@ def test_ranks_waiting_in_a_cycle() -> None:
     mesh = Mesh(x=2, y=2)
 
     def body() -> Any:
-        order = ("x", "y") if here(mesh) in (0, 3) else ("y", "x")
+        order = ("x", "y") if this_rank(mesh) in (0, 3) else ("y", "x")
         for axis in order:
             fs.psum(torch.ones(()), axis, mesh=mesh)
 
@@ -306,7 +307,7 @@ def test_divergence_in_backward_names_the_forward_line() -> None:
     def body() -> Any:
         x = torch.ones(2, requires_grad=True)
         y = fs.pcast(x, "x", to="varying", mesh=mesh)
-        if here(mesh) == 0:
+        if this_rank(mesh) == 0:
             y.sum().backward()
         return x.grad
 
@@ -321,11 +322,11 @@ def test_exception_of_a_rank_is_raised_once() -> None:
 
     def body() -> Any:
         fs.psum(torch.ones(()), "x", mesh=mesh)
-        if here(mesh) == 2:
+        if this_rank(mesh) == 2:
             raise KeyError("oops")
-        reached.append(here(mesh))
+        reached.append(this_rank(mesh))
         fs.psum(torch.ones(()), "x", mesh=mesh)
-        reached.append(here(mesh))
+        reached.append(this_rank(mesh))
 
     with pytest.raises(KeyError, match="oops") as caught:
         fs.simulate(mesh, body)
@@ -341,10 +342,10 @@ def test_simulation_is_deterministic_and_in_rank_order(
     mesh = Mesh({"x": 2, "y": 2}, devices=(3, 1, 2, 0))
 
     def body() -> float:
-        print("before", here(mesh))
-        x = torch.tensor([1e8, 1.0, -1e8, 1.0])[here(mesh)]
+        print("before", this_rank(mesh))
+        x = torch.tensor([1e8, 1.0, -1e8, 1.0])[this_rank(mesh)]
         total = fs.psum(x, ("y", "x"), mesh=mesh)
-        print("after", here(mesh))
+        print("after", this_rank(mesh))
         return float(total)
 
     results, prints = [], []
@@ -360,7 +361,7 @@ def test_simulations_nest_and_share_nothing() -> None:
     outer, inner = Mesh(x=2), Mesh(z=3)
 
     def body() -> Any:
-        mine = here(outer)
+        mine = this_rank(outer)
         inside = fs.simulate(inner, lambda: fs.psum(mine + fs.axis_index("z", mesh=inner), "z",
                                                     mesh=inner).item())  # fmt: skip
         return fs.psum(torch.tensor(inside[0]), "x", mesh=outer).item()

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 from tests.helpers.spmd.ragged_cases import (
     MESH,
     REFUSED,
@@ -19,7 +19,7 @@ from tests.helpers.spmd.ragged_cases import (
     ragged_by_hand,
     ragged_on_rank,
     refusals,
-    shuffled,
+    exchange_in_reverse,
     text,
 )
 
@@ -33,7 +33,7 @@ def test_example_of_jax() -> None:
     ]
 
     def body() -> Any:
-        operand, *numbers = given[here(mesh)]
+        operand, *numbers = given[this_rank(mesh)]
         output = torch.zeros(4, dtype=torch.int64)
         tensors = [torch.tensor(each) for each in numbers]
         return fs.ragged_all_to_all(
@@ -55,7 +55,7 @@ def test_gradients_to_second_order() -> None:
 def test_in_shard_map_and_in_groups() -> None:
     mesh = Mesh(y=3)
     x, out = (t[:3, 0].flatten(0, 1) for t in leaves())
-    f = fs.shard_map(shuffled, mesh=mesh, in_specs=P("y"), out_specs=P("y"))
+    f = fs.shard_map(exchange_in_reverse, mesh=mesh, in_specs=P("y"), out_specs=P("y"))
     y = f(x, out)
     torch.testing.assert_close(y, torch.cat(by_hand(list(x.chunk(3)), list(out.chunk(3)))))
 

@@ -18,7 +18,7 @@ import torch
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
 from fshard.spmd.collectives.collective_plan import COLLECTIVE_PLANS
-from tests.helpers.spmd.collective_cases import here
+from tests.helpers.spmd.collective_cases import this_rank
 from tests.helpers.spmd.wire_dtype_cases import (
     BF16,
     F32,
@@ -67,7 +67,7 @@ def test_bytes_scale_with_the_wire_dtype(each: Sender) -> None:
     assert wired.counts == plain.counts
     assert 2 * wired.forward.total_bytes == plain.forward.total_bytes
     assert wired.backward.total_bytes == 2 * plain.backward.total_bytes
-    moves = each.there and "groups" not in each.name
+    moves = each.forward and "groups" not in each.name
     assert bool(plain.forward.total_bytes) == moves
 
 
@@ -83,7 +83,7 @@ def test_second_derivatives_send_forward_dtype_again() -> None:
             found.append(torch.equal(again, y))
         return found
 
-    for found in fs.simulate(LINE, lambda: body(randn(torch.Size((2, 3)), F32, here(LINE)))):
+    for found in fs.simulate(LINE, lambda: body(randn(torch.Size((2, 3)), F32, this_rank(LINE)))):
         assert found == [True] * len(SENDERS)
 
 
@@ -95,9 +95,9 @@ def test_wire_dtypes_of_trees_and_started_collectives() -> None:
         return {name: randn(shape, F32, seed) for name, shape in shapes.items()}
 
     def gradients() -> Any:
-        leaves = {name: x.requires_grad_() for name, x in drawn(here(LINE)).items()}
+        leaves = {name: x.requires_grad_() for name, x in drawn(this_rank(LINE)).items()}
         ys = fs.all_gather(leaves, "i", forward_dtype=BF16, backward_dtype=BF16, mesh=LINE)
-        total = torch.cat([y.flatten() for y in ys.values()]).sum() * share[here(LINE)]
+        total = torch.cat([y.flatten() for y in ys.values()]).sum() * share[this_rank(LINE)]
         return ys, torch.autograd.grad(total, list(leaves.values()))
 
     with fs.comm_log() as log:
@@ -114,7 +114,7 @@ def test_wire_dtypes_of_trees_and_started_collectives() -> None:
             assert torch.equal(grad, torch.full_like(grad, float(addends[0] + addends[1])))
 
     def ahead() -> Any:
-        tree = drawn(here(LINE))
+        tree = drawn(this_rank(LINE))
         pending = fs.start(fs.psum, tree, "i", forward_dtype=BF16, mesh=LINE)
         return pending.wait(), fs.psum(tree, "i", forward_dtype=BF16, mesh=LINE)
 

@@ -1,4 +1,4 @@
-"""What JAX's `shard_map` gives, the cases of `jax_cases.py`, on simulated ranks; and laws."""
+"""Cases of `jax_cases.py` on simulated ranks, compared with JAX's values; and laws of maps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(("name", "check"), CHECKS, ids=[f"{n}-{c}" for n, c in CHECKS])
-def test_numbers_are_those_of_jax(name: str, check: Any) -> None:
+def test_values_equal_the_recorded_ones_of_jax(name: str, check: Any) -> None:
     assert_same(numbers(CASES[name], check), EXPECTED[name], name)
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(programs())
-def test_checks_give_what_casts_written_out_give(program: Program) -> None:
-    """What is tracked, inserted and compared changes no number; what passes "strict" needs none."""
+def test_checks_do_not_change_values_of_random_bodies(program: Program) -> None:
+    """Every `check` gives the values of the body with its casts written out."""
     want = numbers(case_of(program, casts=True), False)
     for check, casts in ((True, False), (True, True), ("strict", True), ("values", False)):
         assert_same(numbers(case_of(program, casts), check), want, f"check={check!r}")
@@ -38,7 +38,7 @@ def test_checks_give_what_casts_written_out_give(program: Program) -> None:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(programs())
-def test_one_axis_after_the_other_is_both_at_once(program: Program) -> None:
+def test_nested_maps_equal_one_map_over_both_axes(program: Program) -> None:
     case = case_of(program, casts=False)
     specs = (*case.in_specs, *case.out_specs)
     major = program.mesh.axes[0]
@@ -48,13 +48,13 @@ def test_one_axis_after_the_other_is_both_at_once(program: Program) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda x: x.sum().expand(1), torch.conj, lambda x: x.conj().imag])
-def test_promised_values_are_compared_however_they_lie(make: Any) -> None:
+def test_check_values_compares_any_memory_layout(make: Any) -> None:
     x = torch.tensor([1.0 + 2.0j, 3.0 - 1.0j])
     mapped = fs.shard_map(make, mesh=Mesh(i=2), in_specs=P(), out_specs=P(), check="values")
     assert torch.equal(mapped(x), make(x))
 
 
-def test_gradients_of_slices_at_an_index() -> None:
+def test_gradients_of_slices_at_axis_index() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         at = fs.axis_index("i")
         return x[at : at + 1] * (1 + at)
@@ -87,8 +87,8 @@ OVER_NO_AXIS: dict[str, Any] = {
 
 @pytest.mark.parametrize("check", [False, True, "strict", "values"])
 @pytest.mark.parametrize("name", OVER_NO_AXIS)
-def test_over_no_axis_nothing_happens(name: str, check: Any) -> None:
-    """Each rank is alone: values, types and gradients stay, for what varies and what does not."""
+def test_collectives_over_no_axes_are_identities(name: str, check: Any) -> None:
+    """Values, types and gradients stay, for varying and for invariant operands."""
     for p in (P("i"), P()):
         v = torch.arange(1.0, 5.0, requires_grad=True)
         body = lambda v: OVER_NO_AXIS[name](v, ()) * v  # noqa: E731
@@ -97,7 +97,7 @@ def test_over_no_axis_nothing_happens(name: str, check: Any) -> None:
         assert torch.equal(torch.autograd.grad(out.sum(), v)[0], 2 * v)
 
 
-def test_numbers_over_no_axis() -> None:
+def test_python_numbers_over_no_axes() -> None:
     def body(v: torch.Tensor) -> list[Any]:
         return [fs.psum(3, ()), fs.pprod(3, []), fs.pmean(3, ()), fs.psum(v > 0, ()).dtype]
 
@@ -129,8 +129,8 @@ MORE_THAN_JAX: dict[str, tuple[Any, Any, Any, list[float]]] = {
 
 
 @pytest.mark.parametrize("name", MORE_THAN_JAX)
-def test_what_jax_refuses_and_has_a_meaning(name: str) -> None:
-    """Gradients are those of one device, results weighed by 1, 2, ..."""
+def test_bodies_that_only_jax_refuses(name: str) -> None:
+    """Gradients are those of one device, for results weighted by 1, 2, ..."""
     in_specs, out_specs, body, want = MORE_THAN_JAX[name]
     v = torch.arange(1.0, 5.0, requires_grad=True)
     out = fs.shard_map(body, mesh=Mesh(i=4), in_specs=in_specs, out_specs=out_specs)(v)

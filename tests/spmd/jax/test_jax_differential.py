@@ -1,4 +1,4 @@
-"""Bodies run by JAX and by this library on the same inputs: results, gradients, refusals.
+"""Bodies run by JAX and by this library on the same inputs: results, gradients, errors.
 
 Needs the extra `jax` (`pip install 'fshard[jax]'`); skipped without.
 """
@@ -33,7 +33,7 @@ STATES = {"invariant": "invarying"}
 
 
 class Jax:
-    """The world of a body in JAX."""
+    """Operations of a body in JAX."""
 
     sin, tanh, where, concat = map(staticmethod, (jnp.sin, jnp.tanh, jnp.where, jnp.concatenate))
     psum, pmean, pmax, pmin, axis_index, axis_size = map(
@@ -101,7 +101,7 @@ def loss(leaves: list[Any]) -> Any:
 
 
 def numbers(case: Case) -> dict[str, Any]:
-    """What JAX gives for a case."""
+    """Return JAX's results and gradients of a case."""
     mesh, in_specs = mesh_of(case), specs_of(case.in_specs)
 
     def mapped(*xs: Any) -> Any:
@@ -118,7 +118,7 @@ def numbers(case: Case) -> dict[str, Any]:
         )(*given)  # fmt: skip
 
     def results(*xs: Any) -> list[Any]:
-        """The mapped function of global values to global values."""
+        """Return the mapped function of global values."""
         leaves = jax.tree.leaves(mapped(*xs))
         return [jax.sharding.reshard(x, JP()) for x in leaves] if case.explicit else leaves
 
@@ -144,7 +144,7 @@ def numbers(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_recorded_numbers_are_those_of_jax(name: str) -> None:
+def test_recorded_values_are_jaxs(name: str) -> None:
     found, want = numbers(CASES[name]), expected()[name]
     assert found.keys() == want.keys()
     for key, value in want.items():
@@ -155,7 +155,7 @@ def test_the_recorded_numbers_are_those_of_jax(name: str) -> None:
 # -- random bodies ---------------------------------------------------------------------------
 
 
-# What fails is not made smaller: it takes minutes, a compilation for every attempt.
+# Without shrinking, which would compile every attempt and take minutes.
 SETTINGS = settings(
     max_examples=40,
     suppress_health_check=list(HealthCheck),
@@ -164,7 +164,7 @@ SETTINGS = settings(
 
 
 def refusal(run: Callable[[], Any]) -> tuple[dict[str, Any] | None, Exception | None]:
-    """What a call gives, or the error that it raises."""
+    """Return the result of a call, or the error that it raises."""
     try:
         return run(), None
     except Exception as error:
@@ -174,8 +174,8 @@ def refusal(run: Callable[[], Any]) -> tuple[dict[str, Any] | None, Exception | 
 @pytest.mark.timeout(600)
 @SETTINGS
 @given(programs())
-def test_random_bodies_give_what_they_give_in_jax(program: Program) -> None:
-    """Results, outer and inner gradients: casts by the system, and casts written out."""
+def test_random_bodies_equal_jax(program: Program) -> None:
+    """Results, outer and inner gradients, with inserted casts and with casts written out."""
     want = numbers(case_of(program, casts=False))
     for check, casts in ((True, False), (True, True), ("strict", True), (False, True)):
         found = ours(case_of(program, casts), check)
@@ -189,7 +189,7 @@ def test_random_bodies_give_what_they_give_in_jax(program: Program) -> None:
 
 
 def types_in(program: Program, of: Callable[[Case], Any]) -> list[tuple[set[str], ...]]:
-    """The states of all values of a program, as one system sees them."""
+    """Return the states of all values of a program in one system."""
     seen: list[list[tuple[set[str], ...]]] = []
 
     def body(world: Any, *xs: Any) -> tuple[Any, ...]:
@@ -205,15 +205,15 @@ def types_in(program: Program, of: Callable[[Case], Any]) -> list[tuple[set[str]
 @pytest.mark.timeout(600)
 @SETTINGS
 @given(programs())
-def test_types_are_those_of_jax(program: Program) -> None:
+def test_types_of_random_bodies_equal_jaxs(program: Program) -> None:
     assert types_in(program, lambda case: ours(case, True)) == types_in(program, numbers)
 
 
 @pytest.mark.timeout(600)
 @SETTINGS
 @given(programs(legal=False))
-def test_what_jax_refuses_is_refused(program: Program) -> None:
-    """Replication that cannot be proven, and axes in states that differ."""
+def test_bodies_that_jax_refuses_are_refused(program: Program) -> None:
+    """Replication that cannot be shown, and operands in different states."""
     _, theirs = refusal(lambda: numbers(case_of(program, casts=False)))
     assert (theirs is None) == program.legal, theirs
     _, mine = refusal(lambda: ours(case_of(program, casts=False), True))

@@ -1,4 +1,4 @@
-"""Errors of JAX's list that bodies raise, with their text; and what JAX fails to refuse."""
+"""Texts of errors that bodies raise, after JAX's list; and errors that JAX lacks."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ IN_A_BODY: dict[str, Refused] = {
 }  # fmt: skip
 
 
-def test_all_pairs_that_are_no_places() -> None:
+def test_ppermute_lists_all_bad_pairs() -> None:
     def body(v: torch.Tensor) -> torch.Tensor:
         return fs.ppermute(v, "y", [(0, 7), (9, 1), (0, 7), (1, 2), (2, 2)])
 
@@ -272,7 +272,7 @@ def test_all_pairs_that_are_no_places() -> None:
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
 @pytest.mark.parametrize("name", IN_A_BODY)
-def test_what_a_body_may_not_call(name: str, grad: bool) -> None:
+def test_errors_of_bodies(name: str, grad: bool) -> None:
     call, want = IN_A_BODY[name]
     mapped = fs.shard_map(call, mesh=MESH, in_specs=P("x", "y"), out_specs=P("x", "y"), check=False)
     with pytest.raises(ShardingError) as caught:
@@ -294,7 +294,7 @@ UNBOUND: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNBOUND)
-def test_an_axis_is_bound_in_a_mapped_function_only(name: str) -> None:
+def test_axes_are_bound_in_mapped_functions_only(name: str) -> None:
     call, axes = UNBOUND[name]
     with pytest.raises(ShardingError) as caught:
         call()

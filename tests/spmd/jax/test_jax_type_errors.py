@@ -1,4 +1,4 @@
-"""Errors that types raise in bodies, with their text; and what JAX fails to refuse."""
+"""Texts of errors of types, after JAX's list; and errors that JAX lacks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ CASTS = (
 )
 
 
-
 def unproven(path: str, kind: str, spec: str, along: str, part: str = "") -> str:
-    """What is said of a result that varies along axes which its spec leaves out."""
+    """Return the error of a result that varies along axes which its spec leaves out."""
     names = along.replace("'", "").strip("()")
     return message(
         "shard_map(body)", f"{path}: {kind} with the out spec {spec}",
@@ -70,7 +69,7 @@ UNPROVEN: dict[str, tuple[Any, Any, Callable[[torch.Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
 @pytest.mark.parametrize("name", UNPROVEN)
-def test_replication_that_cannot_be_shown(name: str, check: Any) -> None:
+def test_replication_that_types_do_not_show(name: str, check: Any) -> None:
     in_specs, out_specs, call, want = UNPROVEN[name]
 
     def body(v: torch.Tensor) -> Any:
@@ -90,7 +89,7 @@ MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_axes_in_two_states(name: str) -> None:
+def test_reduction_along_axes_in_two_states(name: str) -> None:
     call = MIXED[name]
 
     def body(v: torch.Tensor) -> Any:
@@ -123,7 +122,7 @@ ADDENDS: dict[str, tuple[Callable[[torch.Tensor], Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ADDENDS)
-def test_addends_pass_linear_operations_only(name: str) -> None:
+def test_unreduced_operands_of_nonlinear_operations(name: str) -> None:
     call, op, given, why = ADDENDS[name]
 
     def body(v: torch.Tensor) -> Any:
@@ -139,7 +138,7 @@ def test_addends_pass_linear_operations_only(name: str) -> None:
     )  # fmt: skip
 
 
-def test_an_addend_goes_with_addends() -> None:
+def test_unreduced_and_other_operands() -> None:
     def body(v: torch.Tensor) -> Any:
         return fs.pcast(v, "x", to="unreduced") + v
 
@@ -218,7 +217,7 @@ STATES: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], tuple[str, str, str
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_states_that_do_not_fit(name: str) -> None:
+def test_collectives_of_operands_in_wrong_states(name: str) -> None:
     in_specs, out_specs, call, (op, *lines) = STATES[name]
 
     def body(v: torch.Tensor) -> Any:
@@ -264,7 +263,7 @@ RETURNED: dict[str, tuple[P, P, Callable[[torch.Tensor], Any], str, str, str]] =
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_results_in_another_state(name: str) -> None:
+def test_results_in_another_state_than_their_spec(name: str) -> None:
     in_specs, out_specs, call, kind, rule, fix = RETURNED[name]
 
     def body(v: torch.Tensor) -> Any:
@@ -282,8 +281,8 @@ I4 = Mesh(i=4)
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
-def test_a_predicate_that_varies_is_reported_where_ranks_differ(check: Any) -> None:
-    """Both branches are invariant, the choice is not: `jax.lax.cond` passes it as invariant."""
+def test_varying_predicate_is_reported_if_ranks_differ(check: Any) -> None:
+    """Both branches are invariant; `jax.lax.cond` types the result as invariant too."""
 
     def body(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a if x.sum() > 0 else b
@@ -307,8 +306,8 @@ def test_a_predicate_that_varies_is_reported_where_ranks_differ(check: Any) -> N
 
 
 @pytest.mark.parametrize("reduce", [fs.pmax, fs.pmin, fs.psum, fs.pmean])
-def test_reductions_in_groups_vary_from_group_to_group(reduce: Any) -> None:
-    """JAX types the extremes in groups as invariant; sums in groups it does not type at all."""
+def test_reductions_in_groups_vary(reduce: Any) -> None:
+    """JAX types extremes in groups as invariant, and does not type sums in groups."""
 
     def body(v: torch.Tensor) -> torch.Tensor:
         return reduce(v, "i", axis_index_groups=[[0, 1], [2, 3]])  # type: ignore[no-any-return]
@@ -330,8 +329,8 @@ def test_reductions_in_groups_vary_from_group_to_group(reduce: Any) -> None:
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
-def test_shapes_that_vary_are_reported(check: Any) -> None:
-    """How many elements a mask takes is a number of the host; JAX has no such shapes."""
+def test_varying_shapes_are_reported(check: Any) -> None:
+    """The host reads the number of elements of a mask; JAX has no such shapes."""
 
     def body(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         return a * x[x > 0].numel()
