@@ -1,11 +1,11 @@
-"""Every OpInfo of PyTorch on layouts: what is right, raises or is wrong, beside DTensor.
+"""Every OpInfo of PyTorch on layouts, beside DTensor: right, raising or wrong.
 
 `python -m tests.benchmarks.bench_ops [--ops add,softmax] [--dtensor] [--refused] [--details]`
 
-A row is a kind of layouts, a number the OpInfos whose samples are, on all that were tried: right
-(`ok`), in part raising (`mixed`), always raising, wrong on some, or not exercised (no layout of
-that kind, random or undefined results, nothing to run). The `unsupported` of both are the OpInfos
-that are mixed or raising somewhere. fshard's gradients are judged too, DTensor's are not.
+A row is a kind of layouts. A number counts the OpInfos whose samples are, on all layouts tried,
+right (`ok`), partly raising (`mixed`), always raising, wrong on some, or not exercised (no layout
+of that kind, random or undefined results, nothing to run). The `unsupported` OpInfos of both
+libraries are mixed or raising somewhere. Gradients are compared for fshard only.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from tests.helpers.ops.op_database import (
     Case,
     calls_of,
     cases,
+    info_name,
     layouts,
-    named,
     op_db,
     try_layout,
 )
-from tests.helpers.ops.refused_layouts import refused, works
+from tests.helpers.ops.refused_layouts import refused_layouts_of, works
 
 WORDS = ("ok", "mixed", "raising", "wrong", "not exercised")
 
 
 @dataclass
 class Report:
-    """What became of one OpInfo: words of its layouts by library and column, texts, and rules."""
+    """Report on one OpInfo: outcomes of its layouts by library and column, texts, and rules."""
 
     name: str
     words: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     texts: list[tuple[str, str, str]] = field(default_factory=list)
     rules: dict[str, bool] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
+    refused_layouts_of: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def word(self, library: str, column: str) -> str:
-        """The word of a column: one of `WORDS`."""
+        """Return the outcome of a column: one of `WORDS`."""
         seen = self.words.get((library, column), Counter())
         if seen["wrong"]:
             return "wrong"
@@ -66,25 +66,25 @@ class Report:
 
 @dataclass(frozen=True)
 class Options:
-    """What is looked at."""
+    """Command-line options."""
 
     samples: int
     partition: bool
     dtensor: bool
-    refused: bool
+    refused_layouts_of: bool
     seconds: float
     dtype: torch.dtype | None = None
 
     @property
     def libraries(self) -> list[str]:
-        """The names of what is tried."""
-        more = {"fs.partition": self.partition, "DTensor": self.dtensor}
-        return ["fshard", *(name for name, asked in more.items() if asked)]
+        """Names of the libraries to compare."""
+        extra = {"fs.partition": self.partition, "DTensor": self.dtensor}
+        return ["fshard", *(name for name, requested in extra.items() if requested)]
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in what takes longer."""
+    """Raise `TimeoutError` if the block takes longer."""
 
     def late(*_: Any) -> None:
         raise TimeoutError(f"took longer than {seconds:.0f} s")
@@ -99,25 +99,25 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def report(place: int, options: Options) -> Report:
-    """The report on one OpInfo of the database."""
-    start, made = time.perf_counter(), Report(named(op_db[place]))
+    """Return the report on one OpInfo of the database."""
+    start, result = time.perf_counter(), Report(info_name(op_db[place]))
     try:
         with limited(options.seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for case in cases(op_db[place], options.samples, options.dtype):
                 if case.reason:
-                    made.reasons.append(case.reason)
+                    result.reasons.append(case.reason)
                 else:
-                    _judge(case, made, options)
+                    _judge(case, result, options)
     except TimeoutError as error:
-        made.texts.append(("fshard", "time", f"{made.name}: {error}"))
+        result.texts.append(("fshard", "time", f"{result.name}: {error}"))
     except Exception as error:
-        raise RuntimeError(f"the report on {made.name}") from error
-    made.seconds = time.perf_counter() - start
-    return made
+        raise RuntimeError(f"the report on {result.name}") from error
+    result.seconds = time.perf_counter() - start
+    return result
 
 
-def _judge(case: Case, made: Report, options: Options) -> None:
+def _judge(case: Case, result: Report, options: Options) -> None:
     tries: dict[str, Any] = {"fshard": try_layout}
     if options.partition:
         tries["fs.partition"] = partial(try_layout, at_once=True)
@@ -131,14 +131,14 @@ def _judge(case: Case, made: Report, options: Options) -> None:
                 continue
             for specs in layouts(case, column):
                 outcome = attempt(case, specs)
-                made.words.setdefault((library, column.name), Counter())[outcome.word] += 1
+                result.words.setdefault((library, column.name), Counter())[outcome.word] += 1
                 if outcome.word != "ok":
-                    made.texts.append((library, outcome.word, outcome.text))
+                    result.texts.append((library, outcome.word, outcome.text))
     for op, args, kwargs in calls_of(case):
         try:
-            made.rules[str(op)] = works(op, args, kwargs) or made.rules.get(str(op), False)
+            result.rules[str(op)] = works(op, args, kwargs) or result.rules.get(str(op), False)
             if options.refused:
-                made.refused += [f"{op}: {each}" for each in refused(op, args, kwargs)]
+                result.refused += [f"{op}: {x}" for x in refused_layouts_of(op, args, kwargs)]
         except TimeoutError:
             raise
         except Exception:
@@ -146,7 +146,7 @@ def _judge(case: Case, made: Report, options: Options) -> None:
 
 
 def run(places: Sequence[int], options: Options, processes: int) -> list[Report]:
-    """The reports on OpInfos by their places, worked on by several processes."""
+    """Return the reports on OpInfos by index, computed by several processes."""
     rows()
     jobs = [(place, options) for place in places]
     with multiprocessing.get_context("fork").Pool(processes, _quiet) as pool:
@@ -158,7 +158,7 @@ def _quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-# -- what is printed ----------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------
 
 
 def show(reports: Sequence[Report], options: Options, *, details: bool) -> None:
@@ -168,66 +168,66 @@ def show(reports: Sequence[Report], options: Options, *, details: bool) -> None:
     for library in libraries:
         print(f"\n{library:26}" + "".join(f"{word:>15}" for word in WORDS))
         for column in COLUMNS:
-            found = Counter(each.word(library, column.name) for each in reports)
-            if found["not exercised"] < len(reports):
-                print(f"{column.name:26}" + "".join(f"{found[word]:>15}" for word in WORDS))
+            matches = Counter(x.word(library, column.name) for x in reports)
+            if matches["not exercised"] < len(reports):
+                print(f"{column.name:26}" + "".join(f"{matches[word]:>15}" for word in WORDS))
     print()
     for library in libraries:
         print(f"{library}: unsupported {len(unsupported(reports, library))}, "
               f"wrong {len(wrong(reports, library))}")  # fmt: skip
     _show_rules(reports, options)
     for library in libraries:
-        for each in wrong(reports, library):
-            text = next(t for lib, word, t in each.texts if (lib, word) == (library, "wrong"))
+        for x in wrong(reports, library):
+            text = next(t for lib, word, t in x.texts if (lib, word) == (library, "wrong"))
             print(f"{library} is wrong: {text[:300]}")
     if details:
         _show_causes(reports, libraries)
 
 
 def unsupported(reports: Sequence[Report], library: str) -> list[Report]:
-    """Those that raise on some layout."""
+    """Return the OpInfos that raise on some layout."""
     return _with_word(reports, library, "raises")
 
 
 def wrong(reports: Sequence[Report], library: str) -> list[Report]:
-    """Those that are wrong on some layout."""
+    """Return the OpInfos that are wrong on some layout."""
     return _with_word(reports, library, "wrong")
 
 
 def _with_word(reports: Sequence[Report], library: str, word: str) -> list[Report]:
     return [
-        each
-        for each in reports
-        if any(seen[word] for (lib, _), seen in each.words.items() if lib == library)
+        x
+        for x in reports
+        if any(seen[word] for (lib, _), seen in x.words.items() if lib == library)
     ]
 
 
 def _show_rules(reports: Sequence[Report], options: Options) -> None:
-    rules = {op for each in reports for op in each.rules}
-    idle = sorted(rules - {op for each in reports for op, cuts in each.rules.items() if cuts})
+    rules = {op for x in reports for op in x.rules}
+    idle = sorted(rules - {op for x in reports for op, cuts in x.rules.items() if cuts})
     print(f"\n{len(rows())} operations have a rule, {len(rules)} of them are in the samples; "
           f"{len(idle)} always replicated: {', '.join(idle) or 'none'}")  # fmt: skip
     if options.refused:
-        found = sorted({text for each in reports for text in each.refused})
-        print(f"{len(found)} layouts are right and refused, "
-              f"of {len({text.split(':')[0] for text in found})} operations")  # fmt: skip
-        for text in found:
+        matches = sorted({text for x in reports for text in x.refused})
+        print(f"{len(matches)} layouts are right and refused, "
+              f"of {len({text.split(':')[0] for text in matches})} operations")  # fmt: skip
+        for text in matches:
             print(f"    {text}")
 
 
 def _show_causes(reports: Sequence[Report], libraries: Sequence[str]) -> None:
     for library in libraries:
         causes: dict[str, set[str]] = {}
-        for each in reports:
-            for lib, word, text in each.texts:
+        for x in reports:
+            for lib, word, text in x.texts:
                 if lib == library and word != "wrong":
                     cause = re.sub(r"0x[0-9a-f]+", "", text.split("]: ", 1)[-1])[:120]
-                    causes.setdefault(cause, set()).add(each.name)
+                    causes.setdefault(cause, set()).add(x.name)
         print(f"\nwhy {library} raises, with the OpInfos:")
         for cause, names in sorted(causes.items(), key=lambda item: -len(item[1])):
             print(f"    {cause}\n        {', '.join(sorted(names))[:300]}")
-    late = sorted(reports, key=lambda each: -each.seconds)[:10]
-    print("\nslowest:", ", ".join(f"{each.name} {each.seconds:.1f} s" for each in late))
+    late = sorted(reports, key=lambda x: -x.seconds)[:10]
+    print("\nslowest:", ", ".join(f"{x.name} {x.seconds:.1f} s" for x in late))
 
 
 def main() -> None:
@@ -242,18 +242,20 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="why layouts raise")
     parser.add_argument("--seconds", type=float, default=30.0, help="the most for one OpInfo")
     parser.add_argument("-n", type=int, default=2, help="processes")
-    given = parser.parse_args()
-    wanted = given.ops.split(",") if given.ops else None
+    inputs = parser.parse_args()
+    expected = inputs.ops.split(",") if inputs.ops else None
     places = [
-        at for at, op in enumerate(op_db) if wanted is None or {op.name, named(op)} & {*wanted}
+        i
+        for i, op in enumerate(op_db)
+        if expected is None or {op.name, info_name(op)} & {*expected}
     ]
     if not places:
-        sys.exit(f"no OpInfo is called {given.ops}")
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    asked = given.partition, given.dtensor, given.refused
-    options = Options(given.samples, *asked, given.seconds, dtype)
+        sys.exit(f"no OpInfo is called {inputs.ops}")
+    dtype = getattr(torch, inputs.dtype) if inputs.dtype else None
+    requested = inputs.partition, inputs.dtensor, inputs.refused
+    options = Options(inputs.samples, *requested, inputs.seconds, dtype)
     start = time.perf_counter()
-    show(run(places, options, given.n), options, details=given.details)
+    show(run(places, options, inputs.n), options, details=inputs.details)
     print(f"\n{time.perf_counter() - start:.0f} s")
 
 

@@ -1,8 +1,8 @@
 """PyTorch's operator database through `apply`, on layouts of all kinds; see `op_database`.
 
-In every run the OpInfos of a part of the names, one sample of each on few layouts, and a part of
-those in other dtypes; with `-m slow` all of them, two samples each, in every dtype, with the
-columns of `tests.benchmarks.bench_ops`.
+By default half of the OpInfos, one sample of each on few layouts, and some of them in other
+dtypes; with `-m slow` all of them, two samples each, in every dtype, with the columns of
+`tests.benchmarks.bench_ops`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ import torch
 from fshard.ops.core.builders import kind_modes, linear_modes
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import rule
-from tests.helpers.ops.op_database import COLUMNS, case_of, cases, layouts, named, op_db, try_layout
+from tests.helpers.ops.op_database import (
+    COLUMNS,
+    case_of,
+    cases,
+    info_name,
+    layouts,
+    op_db,
+    try_layout,
+)
 
 PARTS = 12
 UNSUPPORTED = 20
-"""OpInfos of all whose first sample raises on some layout: never more."""
+"""Maximum number of OpInfos whose first sample raises on some layout."""
 
 FAST = [place for place, op in enumerate(op_db) if op.name.isidentifier()][::2]
 
@@ -30,9 +38,9 @@ DTYPES = (torch.int64, torch.bool, torch.complex128, torch.float16, torch.bfloat
 
 
 def outcomes(
-    op: Any, samples: int, most: int, dtype: torch.dtype | None = None
+    op: Any, samples: int, maximum: int, dtype: torch.dtype | None = None
 ) -> tuple[list[str], bool]:
-    """What is wrong with an OpInfo, and whether some layout of its first sample raises."""
+    """Return the errors of an OpInfo, and True if a layout of its first sample raises."""
     wrong, raises = [], False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,36 +48,36 @@ def outcomes(
             if case.reason:
                 continue
             for column in COLUMNS:
-                few = replace(column, limit=min(column.limit, most))
-                for specs in layouts(case, few):
-                    made = try_layout(case, specs, gradients=column.name.startswith("uneven"))
-                    raises = raises or (made.word == "raises" and not case.number)
-                    wrong += [made.text] if made.word == "wrong" else []
+                limited = replace(column, limit=min(column.limit, maximum))
+                for specs in layouts(case, limited):
+                    result = try_layout(case, specs, gradients=column.name.startswith("uneven"))
+                    raises = raises or (result.word == "raises" and not case.number)
+                    wrong += [result.text] if result.word == "wrong" else []
     return wrong, raises
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_nothing_is_wrong(part: int) -> None:
-    """No layout that is accepted gives anything but what one device gives."""
+def test_samples(part: int) -> None:
+    """Every accepted layout gives the results and gradients of one device."""
     torch.set_num_threads(1)
-    wrong = [text for at in FAST[part::PARTS] for text in outcomes(op_db[at], 1, 2)[0]]
+    wrong = [text for i in FAST[part::PARTS] for text in outcomes(op_db[i], 1, 2)[0]]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_is_wrong_in_other_dtypes(dtype: torch.dtype) -> None:
-    """Nor in integers, booleans, complex numbers and those of half precision."""
+def test_samples_in_other_dtypes(dtype: torch.dtype) -> None:
+    """The same in integers, booleans, complex and half precision."""
     torch.set_num_threads(1)
     part = FAST[DTYPES.index(dtype) :: 10]
-    wrong = [text for at in part for text in outcomes(op_db[at], 1, 1, dtype)[0]]
+    wrong = [text for i in part for text in outcomes(op_db[i], 1, 1, dtype)[0]]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_is_wrong_in_the_whole_database_in_other_dtypes(dtype: torch.dtype) -> None:
-    """Four samples of all operations that have the dtype."""
+def test_all_samples_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Four samples of all operations that support the dtype."""
     torch.set_num_threads(1)
     wrong = [text for op in op_db for text in outcomes(op, 4, 8, dtype)[0]]
     assert not wrong, "\n".join(wrong)
@@ -77,17 +85,17 @@ def test_nothing_is_wrong_in_the_whole_database_in_other_dtypes(dtype: torch.dty
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_nothing_is_wrong_in_the_whole_database() -> None:
-    """And no more operations than before are refused."""
+def test_all_samples() -> None:
+    """The number of refused operations does not grow either."""
     torch.set_num_threads(1)
-    found = {named(op): outcomes(op, 2, 12) for op in op_db}
-    wrong = [text for texts, _ in found.values() for text in texts]
+    matches = {info_name(op): outcomes(op, 2, 12) for op in op_db}
+    wrong = [text for texts, _ in matches.values() for text in texts]
     assert not wrong, "\n".join(wrong)
-    unsupported = sorted(name for name, (_, raises) in found.items() if raises)
+    unsupported = sorted(name for name, (_, raises) in matches.items() if raises)
     assert len(unsupported) <= UNSUPPORTED, "\n".join(unsupported)
 
 
-# -- the judge ----------------------------------------------------------------------------
+# -- the comparison itself ----------------------------------------------------------------
 
 
 LIBRARY = torch.library.Library("fshard_judged", "DEF")
@@ -101,8 +109,8 @@ LIBRARY.impl("greatest", lambda x: x.amax(0), "CompositeImplicitAutograd")
 ops = torch.ops.fshard_judged
 WRONG = {
     "values": (ops.centered.default, rule("ij->ij"), True),
-    "values, cut elsewhere": (ops.centered.default, rule("ij->ij", unsharded="i"), False),
-    "addends": (
+    "values, sharded elsewhere": (ops.centered.default, rule("ij->ij", unsharded="i"), False),
+    "partial sums": (
         ops.centered.default,
         rule("ij->ij", unsharded="ij", modes=linear_modes(0, affine=True)),
         False,
@@ -129,10 +137,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_judge_sees_what_is_wrong(name: str) -> None:
-    """Every kind of wrong rule shows on some layout, and right ones on none."""
-    op, made, is_wrong = WRONG[name]
-    register_rule(op)(lambda _: made)
+def test_wrong_rules_are_detected(name: str) -> None:
+    """Every kind of wrong rule fails on some layout, and right ones on none."""
+    op, result, is_wrong = WRONG[name]
+    register_rule(op)(lambda _: result)
     x = torch.tensor([[1.0, 5.0, 2.0], [4.0, 5.0, -2.0], [4.0, 0.0, 1.0], [4.0, 5.0, 1.0]]).double()
     case = case_of(name, op, x)
     words = {try_layout(case, specs).word for column in COLUMNS for specs in layouts(case, column)}

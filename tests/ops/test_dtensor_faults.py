@@ -1,8 +1,8 @@
-"""What DTensor is silently wrong about, class by class: fshard is right, or says what is missing.
+"""Functions on which DTensor is silently wrong: fshard is right or raises.
 
 Each function goes through `apply`, call by call, on every column of layouts: even and uneven, with
-empty shards, on two axes and with unreduced operands; its values, and its gradients where it has
-some, are those of whole tensors.
+empty shards, on two axes and with unreduced operands. Values, and gradients where it has some,
+must equal those of global tensors.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ aten = torch.ops.aten
 def right(function: Callable[..., Any], *tensors: torch.Tensor, most: int = 4) -> None:
     """Assert that a function is right on layouts of all kinds, and runs on them."""
     case = case_of("function", function, *tensors)
-    found = []
+    matches = []
     for column in COLUMNS:
         kind = replace(column, limit=most if column.limit > 6 else (most + 1) // 2)
         outcomes = [try_layout(case, specs) for specs in layouts(case, kind)]
-        found += [f"{each.word} {each.text}" for each in outcomes if each.word != "ok"]
-    assert not found, "\n".join(found[:5])
+        matches += [f"{x.word} {x.text}" for x in outcomes if x.word != "ok"]
+    assert not matches, "\n".join(matches[:5])
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Numbers of both signs."""
+    """Return values of both signs."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def whole(*shape: int, below: int, seed: int = 0) -> torch.Tensor:
-    """Integers from 0 on."""
+def naturals(*shape: int, below: int, seed: int = 0) -> torch.Tensor:
+    """Return non-negative integers."""
     return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def unreduced(*shards: torch.Tensor, kind: str = "sum") -> Sharded:
-    """A pair whose addends, or candidates, are given."""
+    """Return a pair with the given unreduced values."""
     mesh = Mesh(x=len(shards))
     spec = Spec(mesh, P(unreduced={"x": kind}), shape=shards[0].shape, dtype=shards[0].dtype)
     return Sharded(shards, spec)
 
 
 def value(pair: Any) -> torch.Tensor:
-    """The whole of a pair; a number as it is."""
+    """Return the global tensor of a pair; a number as it is."""
     return fs.unshard(pair) if isinstance(pair, Sharded) else torch.as_tensor(pair)
 
 
@@ -65,7 +65,7 @@ def value(pair: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_integers_stay_integers_under_sums(dtype: torch.dtype) -> None:
-    x = whole(6, 4, below=9).to(dtype)
+    x = naturals(6, 4, below=9).to(dtype)
     right(lambda x: x.sum(), x)
     right(lambda x: x.sum(0), x)
     right(lambda x: x.sum(1, dtype=torch.int32), x)
@@ -74,7 +74,7 @@ def test_integers_stay_integers_under_sums(dtype: torch.dtype) -> None:
 
 
 def test_sums_of_large_integers_are_exact() -> None:
-    """Beyond 2 ** 53 a detour through float64 shows."""
+    """A detour through float64 would show beyond 2 ** 53."""
     x = torch.tensor([2**53, 1, 1, 2**53, 1, 3])
     right(lambda x: x.sum(), x)
     pair = unreduced(torch.tensor([2**60]), torch.tensor([1]))
@@ -82,58 +82,58 @@ def test_sums_of_large_integers_are_exact() -> None:
 
 
 def test_integer_products_stay_integers() -> None:
-    right(lambda a, b: a @ b, whole(4, 6, below=5), whole(6, 2, below=5, seed=1))
+    right(lambda a, b: a @ b, naturals(4, 6, below=5), naturals(6, 2, below=5, seed=1))
 
 
 def test_a_quotient_of_unreduced_integers_is_that_of_their_sum() -> None:
     pair = unreduced(torch.tensor([3, 5]), torch.tensor([4, 5]))
     for op, args in ((aten.div.Tensor, (2,)), (aten.floor_divide.default, (2,))):
-        made = value(apply(op, pair, *args, mode="auto"))
-        wanted = op(torch.tensor([7, 10]), *args)
-        assert made.dtype == wanted.dtype
-        assert made.equal(wanted)
+        result = value(apply(op, pair, *args, mode="auto"))
+        expected = op(torch.tensor([7, 10]), *args)
+        assert result.dtype == expected.dtype
+        assert result.equal(expected)
 
 
 # -- caches -------------------------------------------------------------------------------
 
 
-def test_numbers_that_are_equal_are_not_one_argument() -> None:
+def test_equal_numbers_of_other_types_are_other_arguments() -> None:
     x = torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)
     pair = fs.shard(x, Spec(THREE, P("x"), shape=(6,), dtype=torch.int32))
     numbers = (1, 1.0, True, 0, 0.0, False, torch.tensor(1), torch.tensor(1.0), torch.tensor(True))
     for op in (torch.add, torch.mul, torch.pow):
         for number in (*numbers, *reversed(numbers)):
-            made, wanted = value(apply(op, pair, number)), op(x, number)
-            assert made.dtype == wanted.dtype, (op, number)
-            assert made.equal(wanted), (op, number)
+            result, expected = value(apply(op, pair, number)), op(x, number)
+            assert result.dtype == expected.dtype, (op, number)
+            assert result.equal(expected), (op, number)
 
 
-def test_zeros_of_both_signs_are_two_arguments() -> None:
+def test_zeros_of_both_signs_are_different_arguments() -> None:
     x = torch.tensor([1.0, -1.0, 2.0])
     pair = fs.shard(x, Spec(THREE, P("x"), shape=(3,)))
     for zero in (0.0, -0.0, 0.0):
-        made, wanted = value(apply(torch.div, pair, zero)), torch.div(x, zero)
-        assert made.equal(wanted)
-        made, wanted = value(apply(torch.copysign, pair, zero)), torch.copysign(x, zero)
-        assert made.equal(wanted)
+        result, expected = value(apply(torch.div, pair, zero)), torch.div(x, zero)
+        assert result.equal(expected)
+        result, expected = value(apply(torch.copysign, pair, zero)), torch.copysign(x, zero)
+        assert result.equal(expected)
 
 
-def test_a_tensor_of_no_dims_and_a_number_promote_each_in_its_way() -> None:
+def test_scalar_tensors_and_numbers_promote_differently() -> None:
     x = torch.tensor([1, 2, 3])
     pair = fs.shard(x, Spec(THREE, P("x"), shape=(3,), dtype=torch.int64))
     none = Spec(THREE, P(), shape=(), dtype=torch.float64)
-    for other, plain in (
+    for expected, plain in (
         (2.0, 2.0),
         (fs.shard(torch.tensor(2.0, dtype=torch.float64), none), torch.tensor(2.0).double()),
         (torch.tensor(2.0, dtype=torch.float16), torch.tensor(2.0, dtype=torch.float16)),
         (2, 2),
     ):
-        made, wanted = value(apply(torch.add, pair, other)), torch.add(x, plain)
-        assert made.dtype == wanted.dtype
-        assert made.equal(wanted)
+        result, leaves = value(apply(torch.add, pair, expected)), torch.add(x, plain)
+        assert result.dtype == leaves.dtype
+        assert result.equal(leaves)
 
 
-def test_nan_as_an_argument_is_found_again() -> None:
+def test_nan_arguments_hit_the_cache() -> None:
     pair = fs.shard(torch.ones(3), Spec(THREE, P("x"), shape=(3,)))
     for _ in range(2):
         assert value(apply(torch.add, pair, float("nan"))).isnan().all()
@@ -180,16 +180,16 @@ def test_weighted_binary_losses() -> None:
 def test_cross_entropy_with_class_weights_and_ignored_classes(
     rows: int, weighted: bool, ignored: int
 ) -> None:
-    target = whole(rows, below=3)
+    target = naturals(rows, below=3)
     target[:1] = ignored
     target[-1] = 2
 
     def loss(x: torch.Tensor, y: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(x, y, *[each.detach() for each in w], ignore_index=ignored)
+        return F.cross_entropy(x, y, *[item.detach() for item in w], ignore_index=ignored)
 
     def nll(x: torch.Tensor, y: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
         return F.nll_loss(
-            x.log_softmax(-1), y, *[each.detach() for each in w], ignore_index=ignored
+            x.log_softmax(-1), y, *[item.detach() for item in w], ignore_index=ignored
         )
 
     weights = (torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64),) if weighted else ()
@@ -198,12 +198,12 @@ def test_cross_entropy_with_class_weights_and_ignored_classes(
 
 
 def test_cross_entropy_of_pixels_of_probabilities_and_smoothed() -> None:
-    right(F.cross_entropy, draw(3, 4, 5), whole(3, 5, below=4))
+    right(F.cross_entropy, draw(3, 4, 5), naturals(3, 5, below=4))
     right(lambda x, y: F.cross_entropy(x, y.softmax(-1)), draw(5, 3), draw(5, 3, seed=1))
-    right(lambda x, y: F.cross_entropy(x, y, label_smoothing=0.2), draw(5, 3), whole(5, below=3))
+    right(lambda x, y: F.cross_entropy(x, y, label_smoothing=0.2), draw(5, 3), naturals(5, below=3))
 
 
-def test_losses_of_which_a_shard_has_only_ignored_targets() -> None:
+def test_losses_with_a_shard_of_ignored_targets() -> None:
     target = torch.tensor([-100, -100, 0, 2, 1, 1])
     right(F.cross_entropy, draw(6, 3), target)
 
@@ -211,7 +211,7 @@ def test_losses_of_which_a_shard_has_only_ignored_targets() -> None:
 # -- cosines ------------------------------------------------------------------------------
 
 
-def test_cosines_over_a_cut_feature_dim() -> None:
+def test_cosines_over_a_sharded_feature_dim() -> None:
     right(F.cosine_similarity, draw(4, 6), draw(4, 6, seed=1))
     target = torch.tensor([1, -1, 1, -1])
     right(F.cosine_embedding_loss, draw(4, 6), draw(4, 6, seed=1), target)
@@ -240,7 +240,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...], tupl
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions_over_cut_width_and_channels(name: str) -> None:
+def test_convolutions_over_sharded_width_and_channels(name: str) -> None:
     function, of, kernel = CONVOLUTIONS[name]
     outputs = kernel[1] if "transposed" in name else kernel[0]
     right(function, draw(*of), draw(*kernel, seed=1), draw(outputs, seed=2))
@@ -249,20 +249,20 @@ def test_convolutions_over_cut_width_and_channels(name: str) -> None:
 # -- indices ------------------------------------------------------------------------------
 
 
-def test_gathers_over_cut_dims() -> None:
-    x, index = draw(6, 4), whole(6, 4, below=4)
+def test_gathers_over_sharded_dims() -> None:
+    x, index = draw(6, 4), naturals(6, 4, below=4)
     right(lambda x, i: torch.gather(x, 1, i), x, index)
-    right(lambda x, i: torch.gather(x, 0, i), x, whole(3, 4, below=6))
+    right(lambda x, i: torch.gather(x, 0, i), x, naturals(3, 4, below=6))
     right(lambda x, i: torch.take_along_dim(x, i, 1), x, index)
-    right(lambda x, i: torch.index_select(x, 0, i), x, whole(5, below=6))
-    right(lambda x, i: x[i], x, whole(5, below=6))
-    right(lambda x, i: x[:, i], x, whole(5, below=4))
+    right(lambda x, i: torch.index_select(x, 0, i), x, naturals(5, below=6))
+    right(lambda x, i: x[i], x, naturals(5, below=6))
+    right(lambda x, i: x[:, i], x, naturals(5, below=4))
 
 
-def test_scatters_over_cut_dims() -> None:
-    x, index = draw(6, 4), whole(3, 4, below=6)
+def test_scatters_over_sharded_dims() -> None:
+    x, index = draw(6, 4), naturals(3, 4, below=6)
     right(lambda x, i, y: torch.scatter_add(x, 0, i, y), x, index, draw(3, 4, seed=1))
-    right(lambda x, i, y: torch.index_add(x, 0, i, y), x, whole(5, below=6), draw(5, 4, seed=1))
+    right(lambda x, i, y: torch.index_add(x, 0, i, y), x, naturals(5, below=6), draw(5, 4, seed=1))
     once = torch.tensor([[5, 0, 3, 2], [1, 2, 0, 4], [0, 1, 2, 3]])
     right(lambda x, i, y: torch.scatter(x, 0, i, y), x, once, draw(3, 4, seed=1))
     right(lambda x, i: torch.scatter(x, 0, i, 2.5), x, once)
@@ -274,7 +274,7 @@ def test_scatters_over_cut_dims() -> None:
 
 
 def test_fills_of_unreduced_values() -> None:
-    """Every addend filled with the number would be n times the number."""
+    """Filling every partial sum with a number would multiply it by the number of ranks."""
     pair = unreduced(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0]))
     assert value(apply(aten.fill_.Scalar, pair, 7.0, mode="auto")).tolist() == [7.0, 7.0]
     assert value(apply(aten.zero_.default, pair, mode="auto")).tolist() == [0.0, 0.0]
@@ -299,7 +299,7 @@ def test_gradients_of_maxima_with_ties_across_shards() -> None:
     right(lambda x: torch.maximum(x, x.flip(0)), x)
 
 
-def test_maxima_with_their_places() -> None:
+def test_maxima_with_indices() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0, 0.0], [3.0, 0.0, 3.0, 3.0]], dtype=torch.float64)
     right(lambda x: x.max(1), x)
     right(lambda x: x.min(0), x)
@@ -308,11 +308,11 @@ def test_maxima_with_their_places() -> None:
 
 
 def test_norms_of_infinite_order_of_unreduced_maxima() -> None:
-    """The candidate that loses may be the larger one by its absolute value."""
+    """The losing candidate may have the larger absolute value."""
     pair = unreduced(torch.tensor([1.0, -9.0]), torch.tensor([-8.0, 2.0]), kind="max")
-    for order, wanted in ((float("inf"), 2.0), (float("-inf"), 1.0), (1.0, 3.0)):
-        made = apply(aten.linalg_vector_norm.default, pair, order, mode="auto")
-        assert value(made).item() == wanted
+    for order, expected in ((float("inf"), 2.0), (float("-inf"), 1.0), (1.0, 3.0)):
+        result = apply(aten.linalg_vector_norm.default, pair, order, mode="auto")
+        assert value(result).item() == expected
     assert value(apply(torch.abs, pair, mode="auto")).tolist() == [1.0, 2.0]
 
 
@@ -326,7 +326,7 @@ def test_norms_of_every_order(order: float) -> None:
 
 
 def test_any_and_all_of_unreduced_values() -> None:
-    """Addends that cancel are none; addends of which each is zero somewhere may be all."""
+    """Partial sums may cancel; each may be zero where the total is not."""
     cancels = unreduced(torch.tensor([1, 2]), torch.tensor([-1, -2]))
     assert not value(apply(aten.any.default, cancels, mode="auto"))
     fills = unreduced(torch.tensor([1, 0]), torch.tensor([0, 2]))
@@ -338,19 +338,19 @@ def test_any_and_all_of_unreduced_values() -> None:
     assert not value(apply(aten.all.default, candidates, mode="auto"))
 
 
-def test_order_is_turned_around_only_where_it_is() -> None:
-    """By the negative of unsigned integers it is not, nor by `not` of numbers."""
+def test_only_decreasing_functions_exchange_maxima_and_minima() -> None:
+    """The negative of unsigned integers does not reverse order, nor does `not` of numbers."""
     numbers = unreduced(torch.tensor([-1, 3]), torch.tensor([0, 0]), kind="max")
     assert value(apply(aten.logical_not.default, numbers, mode="auto")).tolist() == [True, False]
     small = unreduced(*torch.tensor([[0, 3], [2, 1]], dtype=torch.uint8), kind="max")
     assert value(apply(aten.neg.default, small, mode="auto")).tolist() == [254, 253]
     low = unreduced(torch.tensor([-0.1, 2.0]), torch.tensor([0.1, 1.0]), kind="max")
-    made = value(apply(aten.softplus.default, low, 1.0, 0.0, mode="auto"))
-    torch.testing.assert_close(made, F.softplus(torch.tensor([0.1, 2.0]), 1.0, 0.0))
+    result = value(apply(aten.softplus.default, low, 1.0, 0.0, mode="auto"))
+    torch.testing.assert_close(result, F.softplus(torch.tensor([0.1, 2.0]), 1.0, 0.0))
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_nan_in_one_shard_comes_through(place: int) -> None:
+def test_nan_in_one_shard_propagates(place: int) -> None:
     x = draw(5, 2)
     x[place, 1] = float("nan")
     for function in (
@@ -394,19 +394,19 @@ def test_reductions_with_an_empty_shard(name: str) -> None:
 # -- numbers ------------------------------------------------------------------------------
 
 
-def test_a_number_of_an_unreduced_value_is_no_addend() -> None:
+def test_item_of_an_unreduced_value_is_reduced() -> None:
     pair = unreduced(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0))
     for op in (aten.item.default, aten._local_scalar_dense.default):
         try:
-            made = apply(op, pair, mode="auto")
+            result = apply(op, pair, mode="auto")
         except ShardingError:
             continue
-        assert made == 7.0
+        assert result == 7.0
         with pytest.raises(ShardingError):
             apply(op, pair, mode="explicit")
 
 
-def test_a_number_of_an_invariant_value() -> None:
+def test_item_of_an_invariant_value() -> None:
     pair = fs.shard(torch.tensor(3.0), Spec(THREE, P(), shape=()))
     assert apply(aten.item.default, pair) == 3.0
 
@@ -414,15 +414,18 @@ def test_a_number_of_an_invariant_value() -> None:
 # -- embeddings ---------------------------------------------------------------------------
 
 
-def test_an_embedding_used_twice() -> None:
-    table, one, other = draw(7, 4), whole(2, 3, below=7), whole(2, 3, below=7, seed=1)
-    right(lambda t, i, j: F.embedding(i, t) + 2 * F.embedding(j, t), table, one, other)
-    right(lambda t, i, j: F.embedding(i, t) * F.embedding(j, t), table, one, other)
+def test_embedding_used_twice() -> None:
+    table, actual, expected = draw(7, 4), naturals(2, 3, below=7), naturals(2, 3, below=7, seed=1)
+    right(lambda t, i, j: F.embedding(i, t) + 2 * F.embedding(j, t), table, actual, expected)
+    right(lambda t, i, j: F.embedding(i, t) * F.embedding(j, t), table, actual, expected)
     right(
-        lambda t, i, j: (F.embedding(i, t) @ t.T).sum() + F.embedding(j, t).sum(), table, one, other
+        lambda t, i, j: (F.embedding(i, t) @ t.T).sum() + F.embedding(j, t).sum(),
+        table,
+        actual,
+        expected,
     )
 
 
-def test_an_embedding_with_padding() -> None:
-    table, index = draw(6, 4), whole(2, 5, below=6)
+def test_embedding_with_padding() -> None:
+    table, index = draw(6, 4), naturals(2, 5, below=6)
     right(lambda t, i: F.embedding(i, t, padding_idx=2), table, index)

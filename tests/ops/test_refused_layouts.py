@@ -1,7 +1,6 @@
-"""Layouts that are right on samples and refused: the search for them, and why they are.
+"""Right layouts that rules refuse: the search for them, and the reasons.
 
-With `-m slow` over the whole database: every operation that has some is named here, with the reason
-why its rule does not accept them.
+With `-m slow` over the full database: every operation that has some is listed with its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from fshard._util.errors import ShardingError
 from tests.helpers.ops.op_database import Unsupported, calls_of, cases, op_db
-from tests.helpers.ops.refused_layouts import refused
+from tests.helpers.ops.refused_layouts import refused_layouts_of
 
 aten = torch.ops.aten
 
@@ -53,40 +52,40 @@ REASONS = {
         lu_unpack
     """,
 }
-"""Why rules do not accept what is right on a sample, with the operations."""
+"""Reasons why rules refuse layouts that are right on a sample, with the operations."""
 REFUSED = 154
-"""Layouts of the database's first samples that are right and refused: never more."""
+"""Maximum number of refused right layouts of the database's first samples."""
 
 
-def test_the_search_finds_what_a_rule_lacks() -> None:
+def test_search_finds_missing_layouts() -> None:
     """A maximum of sums is the sum of the maximum and a constant, if that is finite."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    assert refused(aten.add.Tensor, (x, y), {}) == [
+    assert refused_layouts_of(aten.add.Tensor, (x, y), {}) == [
         "I, Umax -> Umax",
         "Umax, I -> Umax",
     ]
-    assert refused(aten.eq.Tensor, (x, y), {}) == []
-    assert refused(aten.mm.default, (x, y.mT.contiguous()), {}) == []
-    assert refused(aten.slice.Tensor, (x, 1, 2, 5), {}) == []
+    assert refused_layouts_of(aten.eq.Tensor, (x, y), {}) == []
+    assert refused_layouts_of(aten.mm.default, (x, y.mT.contiguous()), {}) == []
+    assert refused_layouts_of(aten.slice.Tensor, (x, 1, 2, 5), {}) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_what_is_refused_is_refused_for_a_reason() -> None:
-    """In the whole database, one sample of each."""
+def test_refused_layouts_have_reasons() -> None:
+    """The full database, one sample of each OpInfo."""
     torch.set_num_threads(1)
-    named = {name for names in REASONS.values() for name in names.split()}
-    found: set[str] = set()
+    options = {name for names in REASONS.values() for name in names.split()}
+    matches: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case in [each for op in op_db for each in cases(op, 1) if not each.reason]:
-            # Kernels of gradients by indices read where wrong ones say, beyond the tensor too.
+        for case in [x for op in op_db for x in cases(op, 1) if not x.reason]:
+            # Gradient kernels read invalid indices out of bounds.
             if "with_indices_backward" in case.name:
                 continue
             with suppress(Unsupported, ShardingError):
-                found |= {f"{op}: {each}" for op, args, kwargs in calls_of(case)
-                          for each in refused(op, args, kwargs)}  # fmt: skip
-    unknown = {each for each in found if each.split(".")[1] not in named}
+                matches |= {f"{op}: {x}" for op, args, kwargs in calls_of(case)
+                          for x in refused_layouts_of(op, args, kwargs)}  # fmt: skip
+    unknown = {x for x in matches if x.split(".")[1] not in options}
     assert not unknown, "\n".join(sorted(unknown))
-    assert len(found) <= REFUSED, "\n".join(sorted(found))
+    assert len(matches) <= REFUSED, "\n".join(sorted(matches))

@@ -1,4 +1,4 @@
-"""The same cases and layouts through DTensor, all ranks in one process (`LocalTensorMode`)."""
+"""The operator database through DTensor, all ranks in one process (`LocalTensorMode`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from tests.helpers.ops.op_checks import lie
-from tests.helpers.ops.op_database import Case, Outcome, judged
+from tests.helpers.ops.op_checks import shards_of
+from tests.helpers.ops.op_database import Case, Outcome, results_error
 
 __all__ = ["try_dtensor"]
 
@@ -30,7 +30,7 @@ logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
 @contextmanager
 def _ranks(size: int) -> Iterator[None]:
-    """A process group of `size` ranks that sends nothing, and all of them in this process."""
+    """Set up a fake process group of `size` ranks, all in this process."""
     if dist.is_initialized() and dist.get_world_size() != size:
         dist.destroy_process_group()
         _device_mesh.cache_clear()
@@ -49,42 +49,42 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def placements(spec: Spec) -> list[Placement]:
-    """DTensor's placements of a spec, one for each axis, cut in the order of the axes."""
-    found: list[Placement] = []
+    """Return DTensor's placements of a spec, one per axis."""
+    matches: list[Placement] = []
     kinds = dict(spec.partition.unreduced_kinds)
     for axis in spec.mesh.axes:
         dims = [dim for dim, axes in enumerate(spec.partition.dims) if axis in axes]
-        found.append(
+        matches.append(
             Shard(dims[0]) if dims else Partial(kinds[axis]) if axis in kinds else Replicate()
         )
-    return found
+    return matches
 
 
 def try_dtensor(case: Case, specs: Sequence[Spec]) -> Outcome:
-    """Run the function of a case on DTensors that lie as `specs`, and judge its values."""
+    """Run a case on DTensors with layouts `specs`; compare values."""
     where = f"{case.name} #{case.number} [{', '.join(map(str, specs))}]"
     mesh = specs[0].mesh
     try:
         with _ranks(mesh.size), torch.no_grad():
-            given = [
-                _made(x, spec, at)
-                for at, (x, spec) in enumerate(zip(case.tensors, specs, strict=True))
+            inputs = [
+                _made(x, spec, i)
+                for i, (x, spec) in enumerate(zip(case.tensors, specs, strict=True))
             ]
-            out = pytree.tree_leaves(case.function(given))
-            made = [_whole(each) for each in out]
+            out = pytree.tree_leaves(case.function(inputs))
+            result = [_whole(item) for item in out]
     except TimeoutError:
         raise
     except Exception as error:
         return Outcome("raises", f"{where}: {type(error).__name__}: {str(error).splitlines()[:1]}")
     for rank in range(mesh.size):
-        wrong = judged([_on(each, rank) for each in made], case.expected)
+        wrong = results_error([_on(item, rank) for item in result], case.expected)
         if wrong:
             return Outcome("wrong", f"{where}: rank {rank}: {wrong}")
     return Outcome("ok")
 
 
 def _made(x: torch.Tensor, spec: Spec, seed: int) -> DTensor:
-    shards = lie(x, spec, seed)
+    shards = shards_of(x, spec, seed)
     local = local_tensor.LocalTensor(dict(zip(spec.mesh.ranks, shards, strict=True)))
     return DTensor.from_local(
         local, _device_mesh(spec.mesh), placements(spec), run_check=False,
@@ -93,16 +93,16 @@ def _made(x: torch.Tensor, spec: Spec, seed: int) -> DTensor:
 
 
 def _whole(value: Any) -> Any:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.wait() if isinstance(full, AsyncCollectiveTensor) else full
 
 
 def _on(value: Any, rank: int) -> Any:
-    """What a rank holds of a result."""
+    """Return a rank's value of a result."""
     while isinstance(value, local_tensor.LocalTensor):
         value = value._local_tensors[rank]
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         node = value.node
-        held = getattr(node, "_local_ints", None)
-        return held[rank] if held is not None else value
+        stored = getattr(node, "_local_ints", None)
+        return stored[rank] if stored is not None else value
     return value

@@ -1,4 +1,4 @@
-"""Tensors for samples of operations, and the check that all samples of a table pass."""
+"""Tensors for sample calls, and checks of samples' rules."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from tests.helpers.ops.op_checks import call_with, check_call
 
 Sample = Callable[[], tuple[Any, ...]]
-"""Makes an operation, its arguments, and last a dict of its keyword arguments if it has some."""
+"""Function that returns an operation, its arguments and possibly a dict of keyword arguments."""
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    """Numbers around zero, none of which is near it; integers from -4 to 4."""
+    """Return values around zero but not near it; integers from -4 to 4."""
     generator = torch.Generator().manual_seed(seed + 7 * sum(shape) + len(shape))
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(-4, 5, shape, generator=generator, dtype=dtype)
-    made = torch.randn(shape, generator=generator, dtype=dtype)
-    return made + 0.1 * made.sgn()
+    result = torch.randn(shape, generator=generator, dtype=dtype)
+    return result + 0.1 * result.sgn()
 
 
 def positive(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -46,39 +46,39 @@ def aten_op(name: str) -> Any:
 
 
 class Draws:
-    """Numbers by a generator of one's own, the same ones every time, whatever else is run."""
+    """Values drawn by an own generator, reproducible in any order of tests."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
     def real(self, *shape: int) -> torch.Tensor:
-        """Numbers between 0 and 1."""
+        """Return values between 0 and 1."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def below(self, high: int, *shape: int, low: int = 0) -> torch.Tensor:
-        """Integers from `low` on below `high`."""
+        """Return integers from `low` to `high - 1`."""
         return torch.randint(low, high, shape, generator=self.generator)
 
 
-def taken_apart(sample: Sample) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Operation, arguments, and keyword arguments of a sample."""
+def split_sample(sample: Sample) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return operation, arguments and keyword arguments of a sample."""
     op, *args = sample()
-    named = args.pop() if args and isinstance(args[-1], dict) else {}
-    return op, tuple(args), named
+    kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+    return op, tuple(args), kwargs
 
 
-def wrong(sample: Sample, *, grad: bool = True, two_axes: bool = False) -> list[str]:
-    """What `check_call` finds wrong with a sample's rule."""
-    op, args, named = taken_apart(sample)
-    return check_call(op, *args, grad=grad, two_axes=two_axes, **named)
+def rule_errors(sample: Sample, *, grad: bool = True, two_axes: bool = False) -> list[str]:
+    """Return the errors of a sample's rule; see `check_call`."""
+    op, args, kwargs = split_sample(sample)
+    return check_call(op, *args, grad=grad, two_axes=two_axes, **kwargs)
 
 
-def text(op: Any, *args: Any, **kwargs: Any) -> str:
-    """The text of the rule of a call; `args` may be those of a sample."""
-    called, given, named = taken_apart(lambda: (op, *args))
-    return str(call_with(called, given, {**named, **kwargs})[1])
+def rule_text(op: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the text of the rule of a call; `args` may be those of a sample."""
+    called, inputs, options = split_sample(lambda: (op, *args))
+    return str(call_with(called, inputs, {**options, **kwargs})[1])
 
 
-def loops(op: Any, *args: Any, **kwargs: Any) -> str:
-    """The text of the rule of a call without what is said of its factors and operands."""
-    return text(op, *args, **kwargs).partition("  {")[0]
+def rule_factors(op: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the text of the rule of a call without factor kinds and modes."""
+    return rule_text(op, *args, **kwargs).partition("  {")[0]

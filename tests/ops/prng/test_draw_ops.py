@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
-from tests.helpers.ops.samples import Sample, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_text, rule_errors
 
 ops = torch.ops.fshard
 KEY = fs.random.key(3)
@@ -46,7 +46,7 @@ SAMPLES: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_shards_of_draws_match_the_global_draw(name: str) -> None:
-    assert wrong(SAMPLES[name], two_axes=name in ("uniform like", "normal by keys")) == []
+    assert rule_errors(SAMPLES[name], two_axes=name in ("uniform like", "normal by keys")) == []
 
 
 RULES = {
@@ -61,12 +61,12 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_str_of_rules(name: str) -> None:
-    assert text(*SAMPLES[name]()).replace("()", "1") == RULES[name]
+    assert rule_text(*SAMPLES[name]()).replace("()", "1") == RULES[name]
 
 
 def test_draw_follows_the_layout_of_like() -> None:
     """A draw like an unreduced tensor is invariant."""
-    assert text(*SAMPLES["normal"]()).replace("()", "1") == (
+    assert rule_text(*SAMPLES["normal"]()).replace("()", "1") == (
         "d0 d1,1->d0 d1  {unreduced 0 sum -> invariant; unreduced 0 avg -> invariant; "
         "unreduced 0 max -> invariant; unreduced 0 min -> invariant; "
         "unreduced 0 product -> invariant}"

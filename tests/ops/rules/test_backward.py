@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard._util.errors import ShardingError
-from tests.helpers.ops.samples import Sample, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_text
 
 aten = torch.ops.aten
 
@@ -76,25 +76,25 @@ def floats(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients(name: str) -> None:
-    assert wrong(DIFFERENTIABLE[name]) == []
+    assert rule_errors(DIFFERENTIABLE[name]) == []
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_values(name: str) -> None:
-    assert wrong(PLAIN[name], grad=False) == []
+    assert rule_errors(PLAIN[name], grad=False) == []
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent(name: str) -> None:
-    assert wrong(RECURRENT[name]) == []
+    assert rule_errors(RECURRENT[name]) == []
 
 
 def test_texts() -> None:
     linear = "unreduced 0 sum; unreduced 0 avg}"
-    assert text(*DIFFERENTIABLE["index_select"]()) == f"bi,i->b1  {{i sum; {linear}"
-    assert text(*PLAIN["cdist"]()) == f"bpq,bpk,bqk,bpq->bpk  {{q sum; {linear}"
-    assert text(*RECURRENT["lstm"]()) == "1n1,1n1,1n1,11,11,1,1->1n1,1n1,1n1"
-    assert text(*PLAIN["fake_quantize by channel"]()) == "bc,c,c->bc,bc"
+    assert rule_text(*DIFFERENTIABLE["index_select"]()) == f"bi,i->b1  {{i sum; {linear}"
+    assert rule_text(*PLAIN["cdist"]()) == f"bpq,bpk,bqk,bpq->bpk  {{q sum; {linear}"
+    assert rule_text(*RECURRENT["lstm"]()) == "1n1,1n1,1n1,11,11,1,1->1n1,1n1,1n1"
+    assert rule_text(*PLAIN["fake_quantize by channel"]()) == "bc,c,c->bc,bc"
 
 
 def test_dropout_between_layers_is_refused() -> None:

@@ -71,11 +71,11 @@ def test_decompositions_are_right(name: str) -> None:
     results, grads = run(decomposition, args, grad)
     expected, right = run(op, args, grad)
     assert len(results) == len(expected)
-    for actual, wanted in zip((*results, *grads), (*expected, *right), strict=True):
-        if actual is None or wanted is None:
-            assert not any(x is not None and x.any() for x in (actual, wanted))
+    for actual, leaves in zip((*results, *grads), (*expected, *right), strict=True):
+        if actual is None or leaves is None:
+            assert not any(x is not None and x.any() for x in (actual, leaves))
         else:
-            assert difference(actual.detach(), wanted.detach()) == ""
+            assert difference(actual.detach(), leaves.detach()) == ""
 
 
 # -- over sharded dims ---------------------------------------------------------------------
@@ -144,8 +144,8 @@ def test_decompositions_over_sharded_dims_send_reductions_only(name: str) -> Non
     result, expected = partitioned(*args), fn(*args)
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-11)
     grads = torch.autograd.grad(result.sin().sum(), args)
-    for actual, wanted in zip(grads, torch.autograd.grad(expected.sin().sum(), args), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-11)
+    for actual, leaves in zip(grads, torch.autograd.grad(expected.sin().sum(), args), strict=True):
+        torch.testing.assert_close(actual, leaves, rtol=1e-9, atol=1e-11)
 
 
 def test_positions_are_global() -> None:

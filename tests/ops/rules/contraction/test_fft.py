@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.partition.apply import apply
-from tests.helpers.ops.samples import Sample, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_text
 
 aten = torch.ops.aten
 COMPLEX = torch.complex128
@@ -42,45 +42,45 @@ def hann() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", REAL.split())
 def test_transforms_of_real_signals(name: str) -> None:
-    assert wrong(lambda: (getattr(aten, name), rand(3, 4, 5))) == []
+    assert rule_errors(lambda: (getattr(aten, name), rand(3, 4, 5))) == []
 
 
 @pytest.mark.parametrize("name", [*HALF.split(), "fft_fft"])
 def test_transforms_of_complex_signals(name: str) -> None:
-    assert wrong(lambda: (getattr(aten, name), rand(3, 4, 5, dtype=COMPLEX))) == []
+    assert rule_errors(lambda: (getattr(aten, name), rand(3, 4, 5, dtype=COMPLEX))) == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_shifts_and_windows(name: str) -> None:
-    assert wrong(OTHERS[name], grad=not name.startswith("prims")) == []
+    assert rule_errors(OTHERS[name], grad=not name.startswith("prims")) == []
 
 
 @pytest.mark.parametrize("whole", [(3, 5, 9), (5, 9)])
 def test_istft(whole: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert wrong(lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 4)) == []
+        assert rule_errors(lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 4)) == []
 
 
 def test_unreduced_integers_are_not_accepted() -> None:
     """Integer partial sums wrap, their transforms do not."""
-    assert text(aten.fft_fft, rand(3, 4, dtype=torch.int32)) == "b1->b1"
+    assert rule_text(aten.fft_fft, rand(3, 4, dtype=torch.int32)) == "b1->b1"
 
 
 def test_texts() -> None:
-    assert text(aten.fft_rfft, rand(3, 4, 5), None, 1) == (
+    assert rule_text(aten.fft_rfft, rand(3, 4, 5), None, 1) == (
         "b1d->b1d  {unreduced 0 sum; unreduced 0 avg}"
     )
-    assert text(aten.fft_fftshift, rand(3, 4), [0]) == (
+    assert rule_text(aten.fft_fftshift, rand(3, 4), [0]) == (
         "bc->bc  {b permuted; unreduced 0 sum; unreduced 0 avg; unreduced 0 max; "
         "unreduced 0 min; unreduced 0 product}"
     )
-    assert text(*OTHERS["stft"]()).startswith("b1,1->b11  {unreduced 0 sum; unreduced 0 avg; ")
+    assert rule_text(*OTHERS["stft"]()).startswith("b1,1->b11  {unreduced 0 sum; unreduced 0 avg; ")
 
 
 def test_unreduced_signals_stay_unreduced() -> None:
     mesh = fs.Mesh(x=2, y=2)
     spec = fs.Spec(mesh, fs.P("x", unreduced={"y"}), shape=(4, 8))
     parts = tuple(rand(2, 8, dtype=torch.float32, seed=rank) for rank in range(4))
-    made = apply(torch.fft.fft, (parts, spec))
-    assert str(made.spec) == "c64[4@x,8]{unreduced: y}"
+    result = apply(torch.fft.fft, (parts, spec))
+    assert str(result.spec) == "c64[4@x,8]{unreduced: y}"

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.helpers.ops.samples import Sample, loops, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_factors, rule_text
 
 aten = torch.ops.aten
 
@@ -75,38 +75,38 @@ UNASKED: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_batches(name: str) -> None:
-    assert wrong(lambda: (getattr(aten, name), square())) == []
+    assert rule_errors(lambda: (getattr(aten, name), square())) == []
 
 
 @pytest.mark.parametrize("name", ROUGH)
 def test_batches_without_gradients(name: str) -> None:
-    assert wrong(lambda: (getattr(aten, name), square()), grad=False) == []
+    assert rule_errors(lambda: (getattr(aten, name), square()), grad=False) == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_unbatched_operations(name: str) -> None:
-    assert wrong(OTHERS[name]) == []
+    assert rule_errors(OTHERS[name]) == []
 
 
 @pytest.mark.parametrize("name", UNASKED)
 def test_results_that_are_not_requested(name: str) -> None:
-    assert wrong(UNASKED[name], grad=False) == []
+    assert rule_errors(UNASKED[name], grad=False) == []
 
 
 def test_triangular_solve() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert wrong(lambda: (aten.triangular_solve, rand(3, 3, 2), lower(), False)) == []
+        assert rule_errors(lambda: (aten.triangular_solve, rand(3, 3, 2), lower(), False)) == []
 
 
 def test_texts() -> None:
-    assert text(aten.linalg_svd, upright()) == "b11->b11,b1,b11"
-    assert text(aten.linalg_solve, square(), rand(3, 3, 2)) == (
+    assert rule_text(aten.linalg_svd, upright()) == "b11->b11,b1,b11"
+    assert rule_text(aten.linalg_solve, square(), rand(3, 3, 2)) == (
         "b11,b1k->b1k  {unreduced 1 sum; unreduced 1 avg}"
     )
-    assert loops(aten.linalg_solve, square(), rand(3, 2, 3), left=False) == "b11,bk1->bk1"
-    assert text(aten.linalg_solve_ex, square(), rand(3, 3, 2)) == (
+    assert rule_factors(aten.linalg_solve, square(), rand(3, 2, 3), left=False) == "b11,bk1->bk1"
+    assert rule_text(aten.linalg_solve_ex, square(), rand(3, 3, 2)) == (
         "b11,b1k->b1k,b  {k unsharded; unreduced 1 sum -> sum, invariant; "
         "unreduced 1 avg -> avg, invariant}"
     )
-    assert text(aten._linalg_svd, upright(), False, False) == "b11->1,b1,1  {b sum}"
+    assert rule_text(aten._linalg_svd, upright(), False, False) == "b11->1,b1,1  {b sum}"

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.partition.apply import apply
-from tests.helpers.ops.samples import Sample, loops, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_factors, rule_text
 
 aten = torch.ops.aten
 i64, c128 = torch.int64, torch.complex128
@@ -82,18 +82,18 @@ EINSUMS = (
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name: str) -> None:
-    assert wrong(PRODUCTS[name]) == []
+    assert rule_errors(PRODUCTS[name]) == []
 
 
 @pytest.mark.parametrize("name", ADDED)
 def test_added_operands_count_once(name: str) -> None:
-    assert wrong(ADDED[name], grad=name != "activated") == []
+    assert rule_errors(ADDED[name], grad=name != "activated") == []
 
 
 @pytest.mark.parametrize(("equation", "shapes"), [(each[0], each[1:]) for each in EINSUMS])
 def test_einsum(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
-    operands = [rand(*shape, seed=at) for at, shape in enumerate(shapes)]
-    assert wrong(lambda: (aten.einsum, equation, operands)) == []
+    operands = [rand(*shape, seed=i) for i, shape in enumerate(shapes)]
+    assert rule_errors(lambda: (aten.einsum, equation, operands)) == []
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.0, INF])
@@ -104,39 +104,39 @@ def test_distances(name: str, power: float) -> None:
         "pdist": lambda: (aten.pdist, rand(4, 3), power),
         "_cdist_forward": lambda: (aten._cdist_forward, rand(4, 3), rand(5, 3), power, None),
     }
-    assert wrong(samples[name], grad=not name.startswith("_")) == []
+    assert rule_errors(samples[name], grad=not name.startswith("_")) == []
 
 
 @pytest.mark.parametrize("name", ["mm", "kron"])
 def test_two_axes(name: str) -> None:
-    assert wrong(PRODUCTS[name], grad=False, two_axes=True) == []
+    assert rule_errors(PRODUCTS[name], grad=False, two_axes=True) == []
 
 
 def test_two_axes_of_a_sum() -> None:
-    assert wrong(ADDED["linear of one"], two_axes=True) == []
+    assert rule_errors(ADDED["linear of one"], two_axes=True) == []
 
 
 def test_texts() -> None:
-    assert loops(aten.matmul, rand(2, 1, 4, 3), rand(3, 3, 5)) == "b1ik,ckj->bcij"
-    assert text(aten.mm, rand(4, 3), rand(3, 5)) == (
+    assert rule_factors(aten.matmul, rand(2, 1, 4, 3), rand(3, 3, 5)) == "b1ik,ckj->bcij"
+    assert rule_text(aten.mm, rand(4, 3), rand(3, 5)) == (
         "ik,kj->ij  {k sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
     )
-    assert text(aten.linear, rand(4, 3), rand(5, 3), rand(5)) == (
+    assert rule_text(aten.linear, rand(4, 3), rand(5, 3), rand(5)) == (
         "bk,jk,j->bj  {k sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg; "
         "unreduced 0+2 sum; unreduced 0+2 avg; unreduced 1+2 sum; unreduced 1+2 avg; "
         "unreduced 2 avg}"
     )
-    assert loops(aten.kron, rand(4, 3), rand(2, 3)) == "bc,de->(bd)(ce)"
-    assert loops(aten.einsum, "...ij,jk", [rand(2, 4, 3), rand(3, 5)]) == "bij,jk->bik"
-    assert loops(aten.einsum, "iij->j", [rand(3, 3, 2)]) == "11j->j"
-    assert text(aten.cdist, rand(4, 3), rand(5, 3), INF) == "pk,qk->pq  {k max}"
-    assert text(aten.cdist, rand(4, 3), rand(5, 3)) == "pk,qk->pq  {k unsharded}"
+    assert rule_factors(aten.kron, rand(4, 3), rand(2, 3)) == "bc,de->(bd)(ce)"
+    assert rule_factors(aten.einsum, "...ij,jk", [rand(2, 4, 3), rand(3, 5)]) == "bij,jk->bik"
+    assert rule_factors(aten.einsum, "iij->j", [rand(3, 3, 2)]) == "11j->j"
+    assert rule_text(aten.cdist, rand(4, 3), rand(5, 3), INF) == "pk,qk->pq  {k max}"
+    assert rule_text(aten.cdist, rand(4, 3), rand(5, 3)) == "pk,qk->pq  {k unsharded}"
 
 
 def test_unreduced_bytes_are_not_accepted_by_wider_sums() -> None:
     """Sums of bytes wrap at 256, sums of their products do not."""
     small = torch.int8
-    assert text(aten._int_mm, rand(32, 16, dtype=small), rand(16, 32, dtype=small)) == (
+    assert rule_text(aten._int_mm, rand(32, 16, dtype=small), rand(16, 32, dtype=small)) == (
         "ik,kj->ij  {k sum}"
     )
 
@@ -147,9 +147,9 @@ def test_groups() -> None:
     rows = rand(8, 32, dtype=torch.bfloat16)
     modes = "unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
     batch = rand(2, 32, 16, dtype=torch.bfloat16)
-    assert text(aten._grouped_mm, rows, batch, ends) == f"1k,1kj,1->1j  {{k sum; {modes}"
-    whole = rand(2, 8, 32, dtype=torch.bfloat16)
-    assert text(aten._grouped_mm, whole, batch) == f"gik,gkj->gij  {{k sum; {modes}"
+    assert rule_text(aten._grouped_mm, rows, batch, ends) == f"1k,1kj,1->1j  {{k sum; {modes}"
+    full = rand(2, 8, 32, dtype=torch.bfloat16)
+    assert rule_text(aten._grouped_mm, full, batch) == f"gik,gkj->gij  {{k sum; {modes}"
 
 
 def test_cross_uses_the_first_global_dim_of_size_three() -> None:
@@ -159,8 +159,8 @@ def test_cross_uses_the_first_global_dim_of_size_three() -> None:
     spec = fs.Spec(mesh, fs.P("x"), shape=(6, 3), dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = apply(torch.cross, fs.shard(x, spec), fs.shard(y, spec))
-    assert torch.equal(fs.unshard(made), torch.linalg.cross(x, y))
+        result = apply(torch.cross, fs.shard(x, spec), fs.shard(y, spec))
+    assert torch.equal(fs.unshard(result), torch.linalg.cross(x, y))
 
 
 def test_a_bias_that_is_not_finite_counts_once() -> None:
@@ -168,6 +168,6 @@ def test_a_bias_that_is_not_finite_counts_once() -> None:
     make = lambda t, p: fs.shard(t, fs.Spec(mesh, p, shape=t.shape, dtype=t.dtype))  # noqa: E731
     x, w = make(rand(2, 4), fs.P(None, "x")), make(rand(3, 4), fs.P(None, "x"))
     bias = make(torch.tensor([1.0, INF, -INF], dtype=torch.float64), fs.P())
-    made = fs.unshard(apply(aten.linear, x, w, bias))
-    assert made[:, 1:].tolist() == [[INF, -INF], [INF, -INF]]
-    assert made[:, 0].isfinite().all()
+    result = fs.unshard(apply(aten.linear, x, w, bias))
+    assert result[:, 1:].tolist() == [[INF, -INF], [INF, -INF]]
+    assert result[:, 0].isfinite().all()

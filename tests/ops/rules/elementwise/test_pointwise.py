@@ -85,8 +85,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_rules_are_right(name: str) -> None:
     op, *args = CASES[name]
-    named = {"rounding_mode": "floor"} if name == "div rounded" else {}
-    assert check_call(op, *args, **named) == []
+    kwargs = {"rounding_mode": "floor"} if name == "div rounded" else {}
+    assert check_call(op, *args, **kwargs) == []
 
 
 @pytest.mark.parametrize("into", [X, WHOLE])
@@ -100,9 +100,9 @@ def test_casts(dtype: torch.dtype) -> None:
 
 
 def test_casts_to_the_dtype_of_another_tensor() -> None:
-    given = (X.round().float(), tensor(3))
-    assert check_call(A.type_as.default, *given, grad=False) == []
-    assert str(call_with(A.type_as.default, given, {})[1]) == (
+    inputs = (X.round().float(), tensor(3))
+    assert check_call(A.type_as.default, *inputs, grad=False) == []
+    assert str(call_with(A.type_as.default, inputs, {})[1]) == (
         "d0 d1,1->d0 d1  {unreduced 0 max; unreduced 0 min; unreduced 0 sum; unreduced 0 avg}"
     )
 
@@ -137,8 +137,8 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_rule_texts(name: str) -> None:
     op, *args = CASES[name]
-    named = {"rounding_mode": "floor"} if name == "div rounded" else {}
-    assert str(call_with(op, args, named)[1]) == TEXTS[name]
+    kwargs = {"rounding_mode": "floor"} if name == "div rounded" else {}
+    assert str(call_with(op, args, kwargs)[1]) == TEXTS[name]
 
 
 ENDS = torch.tensor(
@@ -154,11 +154,11 @@ RISING = [
 @pytest.mark.parametrize("name", RISING)
 def test_maxima_pass_with_nan_candidates(name: str) -> None:
     """The maximum of the results is the result of the maximum for every pair of candidates."""
-    one, other = torch.meshgrid(ENDS, ENDS, indexing="ij")
+    actual, expected = torch.meshgrid(ENDS, ENDS, indexing="ij")
     op = getattr(A, name).default
-    assert [m.kind for m in call_with(op, (one,), {})[1].modes] == ["max", "min"]
-    whole = op(torch.maximum(one, other))
-    assert torch.allclose(torch.maximum(op(one), op(other)), whole, equal_nan=True)
+    assert [m.kind for m in call_with(op, (actual,), {})[1].modes] == ["max", "min"]
+    full = op(torch.maximum(actual, expected))
+    assert torch.allclose(torch.maximum(op(actual), op(expected)), full, equal_nan=True)
 
 
 JOINS = {"max": torch.maximum, "min": torch.minimum}
@@ -184,29 +184,29 @@ ORDERED: dict[str, tuple[Any, int, tuple[Any, ...], int]] = {
 @pytest.mark.parametrize("name", ORDERED)
 def test_modes_commute_with_the_operation(name: str) -> None:
     """The same for every pair of candidates with every constant, infinities and NaN included."""
-    op, operands, more, count = ORDERED[name]
-    one, other, constant = torch.meshgrid(ENDS, ENDS, ENDS, indexing="ij")
-    modes = call_with(op, (one,) * operands + more, {})[1].modes
+    op, operands, extra, count = ORDERED[name]
+    actual, expected, constant = torch.meshgrid(ENDS, ENDS, ENDS, indexing="ij")
+    modes = call_with(op, (actual,) * operands + extra, {})[1].modes
     assert len(modes) == count
     for mode in modes:
 
         def run(candidate: torch.Tensor, places: tuple[int, ...] = mode.operands) -> torch.Tensor:
-            given = [candidate if at in places else constant for at in range(operands)]
-            made: torch.Tensor = op(*given, *more)
-            return made
+            inputs = [candidate if i in places else constant for i in range(operands)]
+            result: torch.Tensor = op(*inputs, *extra)
+            return result
 
         (kind,) = mode.results
         assert kind is not None
-        whole = run(JOINS[mode.kind](one, other)).double()
-        parts = JOINS[kind](run(one).double(), run(other).double())
-        assert torch.allclose(parts, whole, equal_nan=True), mode
+        full = run(JOINS[mode.kind](actual, expected)).double()
+        parts = JOINS[kind](run(actual).double(), run(expected).double())
+        assert torch.allclose(parts, full, equal_nan=True), mode
 
 
 @pytest.mark.parametrize("name", ["add_", "__and__", "absolute", "special_expit", "multiply"])
 def test_composites_and_in_place_variants_have_rules(name: str) -> None:
     packet = getattr(A, name)
-    found = [row_of(getattr(packet, each)) for each in packet.overloads()]
-    assert any(row is not None and row.module.endswith("pointwise") for row in found)
+    matches = [row_of(getattr(packet, x)) for x in packet.overloads()]
+    assert any(row is not None and row.module.endswith("pointwise") for row in matches)
 
 
 @pytest.mark.parametrize("name", ["add", "neg", "where", "maximum", "convert_element_type", "fill"])

@@ -109,10 +109,10 @@ def test_index_reduce(kind: str, include: bool) -> None:
 def test_products_leave_out_other_shards() -> None:
     """Gradients stay finite if the product of other ranks' elements overflows."""
     x, index = real(4, 2), torch.tensor([0, 3, 1, 3, 2, 3])
-    many = torch.full((6, 2), 1e60, dtype=torch.float64)
+    large = torch.full((6, 2), 1e60, dtype=torch.float64)
     rows = torch.stack([index, index], 1)
-    assert check_call(aten.scatter_reduce, x, 0, rows, many, "prod") == []
-    assert check_call(aten.index_reduce, x, 0, index, many, "prod") == []
+    assert check_call(aten.scatter_reduce, x, 0, rows, large, "prod") == []
+    assert check_call(aten.index_reduce, x, 0, index, large, "prod") == []
 
 
 def test_rules_on_two_axes() -> None:
@@ -161,9 +161,9 @@ def sharded(x: torch.Tensor, *dims: str | None) -> fs.Sharded:
 def test_lookup_in_a_sharded_dim_sends_nothing() -> None:
     """The result is an unreduced sum."""
     x, index = real(4, 3), below(4, 6, 3)
-    made = apply(aten.gather, sharded(x, "x"), 0, index)
-    assert str(made.spec) == "f64[6,3]{unreduced: x}"
-    assert torch.equal(fs.unshard(made), x.gather(0, index))
+    result = apply(aten.gather, sharded(x, "x"), 0, index)
+    assert str(result.spec) == "f64[6,3]{unreduced: x}"
+    assert torch.equal(fs.unshard(result), x.gather(0, index))
 
 
 @pytest.mark.parametrize("wrong", [4, 7, -1, -9])
@@ -202,5 +202,5 @@ def test_value_dependent_shapes_are_refused() -> None:
             "  given: float64[4]\n"
             "  rule:  the shape of its result depends on values, but a layout must have a shape\n"
             "  fix:   compute with a mask and torch.where; a size argument, where it has one, "
-            "fixes the shape; fs.unshard gives the global tensor"
+            "fixes the shape; fs.unshard returns the global tensor"
         )

@@ -14,7 +14,14 @@ from fshard.ops.core.call import Meta
 from fshard.ops.propagate.propagate import call_of, rule_of
 from fshard.ops.rules.nn.attention import attention_by_products
 from fshard.program.cost.topology import Link, Topology
-from tests.helpers.ops.samples import Sample, loops, rand, taken_apart, text, wrong
+from tests.helpers.ops.samples import (
+    Sample,
+    rand,
+    rule_errors,
+    rule_factors,
+    rule_text,
+    split_sample,
+)
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention
@@ -51,7 +58,7 @@ COMPOSITE: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_attention(name: str) -> None:
-    assert wrong(COMPOSITE[name]) == []
+    assert rule_errors(COMPOSITE[name]) == []
 
 
 FUSED: dict[str, Sample] = {
@@ -65,7 +72,7 @@ FUSED: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name: str) -> None:
-    assert wrong(FUSED[name]) == []
+    assert rule_errors(FUSED[name]) == []
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -73,31 +80,31 @@ def test_gradient(causal: bool) -> None:
     q, k, v = query_key_value(wide=4)
     out, sums = CPU(q, k, v, 0.0, causal)
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    assert wrong(lambda: (op, rand(2, 3, 5, 4, seed=3), q, k, v, out, sums, 0.0, causal),
+    assert rule_errors(lambda: (op, rand(2, 3, 5, 4, seed=3), q, k, v, out, sums, 0.0, causal),
                  grad=False) == []  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_attention_by_products(name: str) -> None:
     """The decomposition gives the operation's results, also for rows without keys."""
-    op, args, named = taken_apart(COMPOSITE[name])
-    torch.testing.assert_close(attention_by_products(*args, **named), op(*args, **named))
+    op, args, kwargs = split_sample(COMPOSITE[name])
+    torch.testing.assert_close(attention_by_products(*args, **kwargs), op(*args, **kwargs))
 
 
 def test_rows_without_allowed_keys_are_zero() -> None:
     nothing = torch.zeros(5, 6, dtype=torch.bool)
     nothing[1] = True
-    made = attention_by_products(*query_key_value(), nothing)
-    torch.testing.assert_close(made, F.scaled_dot_product_attention(*query_key_value(), nothing))
-    assert made[:, :, 0].eq(0).all()
+    result = attention_by_products(*query_key_value(), nothing)
+    torch.testing.assert_close(result, F.scaled_dot_product_attention(*query_key_value(), nothing))
+    assert result[:, :, 0].eq(0).all()
 
 
 def test_texts() -> None:
-    assert text(SDPA, *query_key_value()) == (
+    assert rule_text(SDPA, *query_key_value()) == (
         "bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}"
     )
-    assert loops(SDPA, *query_key_value(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
-    assert loops(SDPA, *query_key_value(6), rand(2, 6, 5, 6), enable_gqa=True) == (
+    assert rule_factors(SDPA, *query_key_value(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
+    assert rule_factors(SDPA, *query_key_value(6), rand(2, 6, 5, 6), enable_gqa=True) == (
         "b(hg)q1,bh11,bh1v,b(hg)q1->b(hg)qv"
     )
 
@@ -138,13 +145,13 @@ def test_rules_of_cuda_kernels() -> None:
 @pytest.mark.parametrize("cut", [2, 3])
 def test_half_precision_loses_no_more_than_on_one_device(cut: int) -> None:
     """Values and gradients over sharded keys and over a sharded width."""
-    heads = [3 * rand(2, 4, 12, 8, seed=at) for at in range(3)]
+    heads = [3 * rand(2, 4, 12, 8, seed=i) for i in range(3)]
     weights = rand(2, 4, 12, 8, seed=3)
 
     def gradients(fn: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-        given = [x.to(dtype).requires_grad_() for x in heads]
-        made = fn(*given)
-        return [made, *torch.autograd.grad((made * weights).sum(), given)]
+        inputs = [x.to(dtype).requires_grad_() for x in heads]
+        result = fn(*inputs)
+        return [result, *torch.autograd.grad((result * weights).sum(), inputs)]
 
     mesh = fs.Mesh(x=4)
     spec = fs.Spec(mesh, fs.P(*[None] * cut, "x"), shape=(2, 4, 12, 8), dtype=torch.bfloat16)
@@ -152,10 +159,10 @@ def test_half_precision_loses_no_more_than_on_one_device(cut: int) -> None:
     attend = F.scaled_dot_product_attention
     part = fs.partition(attend, mesh=mesh, in_specs=(spec,) * 3, topology=slow)
     right = gradients(attend, torch.float64)
-    one, mine = gradients(attend, torch.bfloat16), gradients(part, torch.bfloat16)
-    for each, other, exact in zip(one, mine, right, strict=True):
-        assert other.dtype == torch.bfloat16
-        assert (other - exact).abs().max() <= 2 * (each - exact).abs().max()
+    actual, local = gradients(attend, torch.bfloat16), gradients(part, torch.bfloat16)
+    for item, expected, exact in zip(actual, local, right, strict=True):
+        assert expected.dtype == torch.bfloat16
+        assert (expected - exact).abs().max() <= 2 * (item - exact).abs().max()
 
 
 def test_dropout_is_refused() -> None:

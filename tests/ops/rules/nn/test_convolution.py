@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers.ops.samples import Sample, loops, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_factors, rule_text
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ FORWARD: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_convolutions(name: str) -> None:
-    assert wrong(FORWARD[name]) == []
+    assert rule_errors(FORWARD[name]) == []
 
 
 BACKWARD: dict[str, Sample] = {
@@ -70,32 +70,32 @@ BACKWARD: dict[str, Sample] = {
 @pytest.mark.parametrize("mask", [m for m in itertools.product((True, False), repeat=3) if any(m)])
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients(name: str, mask: tuple[bool, ...]) -> None:
-    assert wrong(lambda: (*BACKWARD[name](), list(mask)), grad=False) == []
+    assert rule_errors(lambda: (*BACKWARD[name](), list(mask)), grad=False) == []
 
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_of_gradients(name: str) -> None:
-    assert wrong(lambda: (*BACKWARD[name](), [True, True, True])) == []
+    assert rule_errors(lambda: (*BACKWARD[name](), [True, True, True])) == []
 
 
 def test_two_axes() -> None:
     groups = aten.conv1d, rand(2, 6, 4), rand(9, 2, 3), rand(9), [1], [1], [1], 3
-    assert wrong(lambda: groups, grad=False, two_axes=True) == []
+    assert rule_errors(lambda: groups, grad=False, two_axes=True) == []
 
 
 def test_texts() -> None:
-    assert text(aten.conv2d, rand(3, 4, 5, 5), rand(6, 4, 3, 3)) == (
+    assert rule_text(aten.conv2d, rand(3, 4, 5, 5), rand(6, 4, 3, 3)) == (
         "nc11,oc11->no11  "
         "{c sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
     )
-    assert loops(*FORWARD["conv2d in groups"]()) == "n(gc)11,(go)c11,(go)->n(go)11"
-    assert loops(*FORWARD["conv_transpose1d"]()) == "n(gc)1,(gc)o1,(go)->n(go)1"
-    assert loops(*FORWARD["conv2d of elements"]()) == "ncbd,oc11,o->nobd"
-    assert loops(*FORWARD["conv2d of every other"]()) == "nc11,oc11->no11"
-    assert loops(*FORWARD["patches"]()) == "nc(be)(df),ocef,o->nobd"
-    assert loops(*FORWARD["patches with a rest"]()) == "nc1(df),oc1f->no1d"
-    assert loops(*FORWARD["patches transposed"]()) == "ncbd,coef,o->no(be)(df)"
-    assert text(*BACKWARD["groups"](), [True, False, True]) == (
+    assert rule_factors(*FORWARD["conv2d in groups"]()) == "n(gc)11,(go)c11,(go)->n(go)11"
+    assert rule_factors(*FORWARD["conv_transpose1d"]()) == "n(gc)1,(gc)o1,(go)->n(go)1"
+    assert rule_factors(*FORWARD["conv2d of elements"]()) == "ncbd,oc11,o->nobd"
+    assert rule_factors(*FORWARD["conv2d of every other"]()) == "nc11,oc11->no11"
+    assert rule_factors(*FORWARD["patches"]()) == "nc(be)(df),ocef,o->nobd"
+    assert rule_factors(*FORWARD["patches with a rest"]()) == "nc1(df),oc1f->no1d"
+    assert rule_factors(*FORWARD["patches transposed"]()) == "ncbd,coef,o->no(be)(df)"
+    assert rule_text(*BACKWARD["groups"](), [True, False, True]) == (
         "n(go)1,n(gc)1,(go)c1->n(gc)1,none,(go)  "
         "{n sum; o sum; c sum; unreduced 0 sum; unreduced 0 avg}"
     )

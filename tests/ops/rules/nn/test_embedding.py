@@ -82,18 +82,18 @@ def test_a_sharded_weight_may_be_used_twice(rows: int) -> None:
     w, index = real(rows, 4).requires_grad_(), below(rows, 5)
     spec = fs.Spec(MESH, fs.P("tp"), shape=w.shape, dtype=w.dtype, uneven="chunk")
     pair = fs.shard(w, spec)
-    one = apply(aten.embedding, pair, index)
-    other = apply(aten.embedding, pair, index.flip(0))
-    assert str(one.spec) == "f64[5,4]{unreduced: tp}"
-    made = fs.unshard(one) * fs.unshard(other)
-    whole = w[index] * w[index.flip(0)]
-    assert torch.allclose(made, whole)
-    logits = apply(aten.mm, made.detach(), apply(aten.t, pair))
+    actual = apply(aten.embedding, pair, index)
+    expected = apply(aten.embedding, pair, index.flip(0))
+    assert str(actual.spec) == "f64[5,4]{unreduced: tp}"
+    result = fs.unshard(actual) * fs.unshard(expected)
+    full = w[index] * w[index.flip(0)]
+    assert torch.allclose(result, full)
+    logits = apply(aten.mm, result.detach(), apply(aten.t, pair))
     assert str(logits.spec).startswith("f64[5,")
     weights = real(5, 4)
-    (found,) = torch.autograd.grad((made * weights).sum() + fs.unshard(logits).sum(), w)
-    (right,) = torch.autograd.grad((whole * weights).sum() + (whole.detach() @ w.T).sum(), w)
-    assert torch.allclose(found, right)
+    (matches,) = torch.autograd.grad((result * weights).sum() + fs.unshard(logits).sum(), w)
+    (right,) = torch.autograd.grad((full * weights).sum() + (full.detach() @ w.T).sum(), w)
+    assert torch.allclose(matches, right)
 
 
 def test_max_norm_is_refused() -> None:
@@ -135,8 +135,8 @@ def test_bags_of_sharded_rows_in_a_partitioned_function() -> None:
     def bags(w: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding_bag(index, w)
 
-    made = fs.partition(bags, mesh=MESH, in_specs=(fs.P("tp"),))(w)
-    assert torch.allclose(made, bags(w))
+    result = fs.partition(bags, mesh=MESH, in_specs=(fs.P("tp"),))(w)
+    assert torch.allclose(result, bags(w))
     scale = real(3, 4)
-    (found,) = torch.autograd.grad((made * scale).sum(), w)
-    assert torch.allclose(found, torch.autograd.grad((bags(w) * scale).sum(), w)[0])
+    (matches,) = torch.autograd.grad((result * scale).sum(), w)
+    assert torch.allclose(matches, torch.autograd.grad((bags(w) * scale).sum(), w)[0])

@@ -152,9 +152,9 @@ def test_samples_and_classes_on_two_axes() -> None:
 def test_connectionist_classification(reduction: int) -> None:
     """Sequences may be sharded, with lengths as numbers or as tensors."""
     x, labels = real(6, 3, 5).log_softmax(-1), below(4, 3, 2) + 1
-    listed, held = ([6, 6, 5], [2, 2, 1]), (torch.tensor([6, 6, 5]), torch.tensor([2, 2, 1]))
+    listed, stored = ([6, 6, 5], [2, 2, 1]), (torch.tensor([6, 6, 5]), torch.tensor([2, 2, 1]))
     assert check_call(aten.ctc_loss.IntList, x, labels, *listed, 0, reduction) == []
-    assert check_call(aten.ctc_loss.Tensor, x, labels, *held, 0, reduction) == []
+    assert check_call(aten.ctc_loss.Tensor, x, labels, *stored, 0, reduction) == []
     in_a_row = labels.flatten()[:5]
     assert check_call(aten.ctc_loss.IntList, x, in_a_row, *listed, 0, reduction) == []
 
@@ -181,20 +181,17 @@ def test_texts_of_mean_rules(name: str) -> None:
 
 def same_decomposed(op: Any, args: Sequence[Any]) -> bool:
     """Return True if a decomposition gives the values and gradients of the operation."""
-    made, right = (
-        [
-            leaf.detach().clone().requires_grad_() if at == 0 else leaf
-            for at, leaf in enumerate(args)
-        ]
+    result, right = (
+        [leaf.detach().clone().requires_grad_() if i == 0 else leaf for i, leaf in enumerate(args)]
         for _ in range(2)
     )
     decomposed = decomposition_of(op)
     assert decomposed is not None
-    one, other = decomposed(*made), op(*right)
-    scale = real(*one.shape)
-    (found,) = torch.autograd.grad((one * scale).sum(), made[0])
-    (wanted,) = torch.autograd.grad((other * scale).sum(), right[0])
-    return torch.allclose(one, other) and torch.allclose(found, wanted)
+    actual, expected = decomposed(*result), op(*right)
+    scale = real(*actual.shape)
+    (matches,) = torch.autograd.grad((actual * scale).sum(), result[0])
+    (leaves,) = torch.autograd.grad((expected * scale).sum(), right[0])
+    return torch.allclose(actual, expected) and torch.allclose(matches, leaves)
 
 
 @REDUCTIONS
@@ -224,9 +221,11 @@ def test_other_decomposed_losses(reduction: int) -> None:
         assert same_decomposed(op, args), op
     decomposed = decomposition_of(aten.nll_loss_forward.default)
     assert decomposed is not None
-    made = decomposed(LOGITS, LABELS, WEIGHT, reduction, -100)
+    result = decomposed(LOGITS, LABELS, WEIGHT, reduction, -100)
     right = aten.nll_loss_forward(LOGITS, LABELS, WEIGHT, reduction, -100)
-    assert all(torch.allclose(one, other) for one, other in zip(made, right, strict=True))
+    assert all(
+        torch.allclose(actual, expected) for actual, expected in zip(result, right, strict=True)
+    )
 
 
 # -- user-visible behaviour --------------------------------------------------------------------
@@ -240,14 +239,14 @@ def test_means_over_uneven_and_empty_shards(name: str, sizes: tuple[int, ...]) -
     """Values and gradients of the mean over all rows, with empty shards."""
     op = {**DIFFERENTIABLE, **VALUES}[name][0]
     x, y = real(9, 2).requires_grad_(), torch.where(real(9, 2) > 0.5, 1.0, 0.0).double()
-    rest = (None,) * {"bce": 1, "bce_with_logits": 2}.get(name, 0)
+    remaining = (None,) * {"bce": 1, "bce_with_logits": 2}.get(name, 0)
     spec = fs.Spec(MESH, fs.P("x"), shape=x.shape, dtype=x.dtype, sizes={0: sizes})
-    made = apply(op, fs.shard(x, spec), fs.shard(y, spec), *rest, MEAN)
-    assert str(made.spec) == "f64[]{unreduced: x}"
-    right = op(x, y, *rest, MEAN)
-    assert torch.allclose(fs.unshard(made), right)
-    (found,) = torch.autograd.grad(fs.unshard(made), x)
-    assert torch.allclose(found, torch.autograd.grad(right, x)[0])
+    result = apply(op, fs.shard(x, spec), fs.shard(y, spec), *remaining, MEAN)
+    assert str(result.spec) == "f64[]{unreduced: x}"
+    right = op(x, y, *remaining, MEAN)
+    assert torch.allclose(fs.unshard(result), right)
+    (matches,) = torch.autograd.grad(fs.unshard(result), x)
+    assert torch.allclose(matches, torch.autograd.grad(right, x)[0])
 
 
 def test_likelihood_of_sharded_classes_sends_nothing() -> None:
@@ -255,12 +254,12 @@ def test_likelihood_of_sharded_classes_sends_nothing() -> None:
     x = real(4, 6).log().requires_grad_()
     labels, weight = torch.tensor([1, 5, -100, 2]), real(6)
     spec = fs.Spec(MESH, fs.P(None, "x"), shape=x.shape, dtype=x.dtype)
-    made = apply(aten.nll_loss, fs.shard(x, spec), labels, weight, MEAN, -100)
-    assert str(made.spec) == "f64[]{unreduced: x}"
+    result = apply(aten.nll_loss, fs.shard(x, spec), labels, weight, MEAN, -100)
+    assert str(result.spec) == "f64[]{unreduced: x}"
     right = aten.nll_loss(x, labels, weight, MEAN, -100)
-    assert torch.allclose(fs.unshard(made), right)
-    (found,) = torch.autograd.grad(fs.unshard(made), x)
-    assert torch.allclose(found, torch.autograd.grad(right, x)[0])
+    assert torch.allclose(fs.unshard(result), right)
+    (matches,) = torch.autograd.grad(fs.unshard(result), x)
+    assert torch.allclose(matches, torch.autograd.grad(right, x)[0])
 
 
 @pytest.mark.parametrize("wrong", [6, -1])
@@ -280,18 +279,18 @@ GRID = fs.Mesh(dp=2, tp=2)
 BYTES = fs.Topology("bytes", inner=fs.Link(1e-9, 1e9), launch=1e-9, message=0.0)
 
 
-def run(function: Any, specs: Sequence[fs.PartitionSpec], *given: torch.Tensor) -> list[str]:
+def run(function: Any, specs: Sequence[fs.PartitionSpec], *inputs: torch.Tensor) -> list[str]:
     """Return the steps that send, in order; check values and gradients of the function."""
-    made = fs.partition(function, mesh=GRID, in_specs=tuple(specs), topology=BYTES)
-    value, right = made(*given), function(*given)
-    wanted = [x for x in given if x.requires_grad]
+    result = fs.partition(function, mesh=GRID, in_specs=tuple(specs), topology=BYTES)
+    value, right = result(*inputs), function(*inputs)
+    leaves = [x for x in inputs if x.requires_grad]
     assert torch.allclose(value, right)
-    found = torch.autograd.grad(value, wanted)
+    matches = torch.autograd.grad(value, leaves)
     assert all(
-        torch.allclose(one, other)
-        for one, other in zip(found, torch.autograd.grad(right, wanted), strict=True)
+        torch.allclose(actual, expected)
+        for actual, expected in zip(matches, torch.autograd.grad(right, leaves), strict=True)
     )
-    steps = [step for prog in made.trace(*given).programs for step in prog.steps]
+    steps = [step for prog in result.trace(*inputs).programs for step in prog.steps]
     return [str(step) for step in steps if type(step).__name__ not in FREE]
 
 
@@ -355,8 +354,8 @@ def test_likelihood_gradients_are_differentiable(layout: fs.PartitionSpec) -> No
     x = real(4, 4).requires_grad_()
     part = fs.partition(penalty, mesh=fs.Mesh(x=2, y=2), in_specs=layout)
     torch.testing.assert_close(part(x), penalty(x))
-    one, other = (torch.autograd.grad(fn(x), x) for fn in (part, penalty))
-    torch.testing.assert_close(one, other)
+    actual, expected = (torch.autograd.grad(fn(x), x) for fn in (part, penalty))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_one_table_as_embedding_and_output() -> None:

@@ -79,13 +79,14 @@ def test_rule_text_of_a_gradient_without_a_cpu_kernel() -> None:
 
 
 def test_running_statistics_are_not_written() -> None:
-    mesh, whole, (mean, var) = fs.Mesh(x=2), positive(4, 2), running(2)
-    x = fs.shard(whole, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
+    mesh, full, (mean, var) = fs.Mesh(x=2), positive(4, 2), running(2)
+    x = fs.shard(full, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))
     before = mean.clone(), var.clone()
-    made = fs.apply(aten.batch_norm.default, x, None, None, mean, var, True, 0.1, 1e-5, False)
-    told = fs.apply(aten._native_batch_norm_legit_functional.default, x, None, None, mean, var,
-                    True, 0.1, 1e-5)  # fmt: skip
+    result = fs.apply(aten.batch_norm.default, x, None, None, mean, var, True, 0.1, 1e-5, False)
+    statistics = fs.apply(
+        aten._native_batch_norm_legit_functional.default, x, None, None, mean, var, True, 0.1, 1e-5
+    )
     torch.testing.assert_close((mean, var), before)
-    expected = torch.nn.functional.batch_norm(whole, mean, var, training=True)
-    torch.testing.assert_close(fs.unshard(made), expected)
-    torch.testing.assert_close((fs.unshard(told[3]), fs.unshard(told[4])), (mean, var))
+    expected = torch.nn.functional.batch_norm(full, mean, var, training=True)
+    torch.testing.assert_close(fs.unshard(result), expected)
+    torch.testing.assert_close((fs.unshard(statistics[3]), fs.unshard(statistics[4])), (mean, var))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.ops.samples import Sample, loops, rand, text, wrong
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_factors, rule_text
 
 aten = torch.ops.aten
 ONE, TWO, THREE = (2, 3, 6), (2, 3, 6, 6), (2, 3, 4, 4, 4)
@@ -81,19 +81,19 @@ RESAMPLED: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_planes(name: str) -> None:
-    assert wrong(FORWARD[name]) == []
+    assert rule_errors(FORWARD[name]) == []
 
 
 @pytest.mark.parametrize("name", RESAMPLED)
 def test_upsampling(name: str) -> None:
-    assert wrong(RESAMPLED[name]) == []
+    assert rule_errors(RESAMPLED[name]) == []
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_fractional_pooling(n: int) -> None:
     draws = rand(2, 3, n).sigmoid()
     op = getattr(aten, f"fractional_max_pool{n}d")
-    assert wrong(lambda: (op, rand(*of_dims(n)), [2] * n, [2] * n, draws), grad=False) == []
+    assert rule_errors(lambda: (op, rand(*of_dims(n)), [2] * n, [2] * n, draws), grad=False) == []
 
 
 BACKWARD: dict[str, Sample] = {
@@ -129,35 +129,38 @@ BACKWARD: dict[str, Sample] = {
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients(name: str) -> None:
-    assert wrong(BACKWARD[name]) == []
+    assert rule_errors(BACKWARD[name]) == []
 
 
 @pytest.mark.parametrize("mask", [[True, True], [False, True]])
 def test_gradients_of_grids(mask: list[bool]) -> None:
     flat = aten.grid_sampler_2d_backward, rand(2, 3, 4, 5), rand(*TWO), grid(*GRID)
     deep = aten.grid_sampler_3d_backward, rand(*SPACE), rand(*THREE), grid(2, 2, 3, 3, 3)
-    assert wrong(lambda: (*flat, 0, 0, False, mask), grad=False) == []
-    assert wrong(lambda: (*deep, 0, 0, False, mask), grad=False) == []
+    assert rule_errors(lambda: (*flat, 0, 0, False, mask), grad=False) == []
+    assert rule_errors(lambda: (*deep, 0, 0, False, mask), grad=False) == []
 
 
 def test_texts() -> None:
-    assert text(aten.avg_pool2d, rand(*TWO), [2, 2], [1, 1]) == (
+    assert rule_text(aten.avg_pool2d, rand(*TWO), [2, 2], [1, 1]) == (
         "nc11->nc11  {unreduced 0 sum; unreduced 0 avg}"
     )
-    assert text(aten.max_pool2d, rand(*TWO), [3, 4]) == (
+    assert rule_text(aten.max_pool2d, rand(*TWO), [3, 4]) == (
         "nc(be)1->ncb1  {e unsharded; unreduced 0 max}"
     )
-    assert text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc(bd)->ncb  {d unsharded}"
-    assert text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
+    assert (
+        rule_text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2])
+        == "nc(bd)->ncb  {d unsharded}"
+    )
+    assert rule_text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
         "bcde->bche  {h d[-1:7]; unreduced 0 avg; unreduced 0 max; unreduced 0 min}"
     )
-    assert loops(*RESAMPLED["upsample_nearest2d by twice"]()) == "ncbd->nc(be)(df)"
-    assert loops(*RESAMPLED["upsample_nearest2d by a fraction"]()) == "nc11->nc11"
-    assert text(*FORWARD["im2col"]()) == (
+    assert rule_factors(*RESAMPLED["upsample_nearest2d by twice"]()) == "ncbd->nc(be)(df)"
+    assert rule_factors(*RESAMPLED["upsample_nearest2d by a fraction"]()) == "nc11->nc11"
+    assert rule_text(*FORWARD["im2col"]()) == (
         "nc11->n(ck)1  {k unsharded; unreduced 0 sum; unreduced 0 avg}"
     )
-    assert loops(*FORWARD["grid_sampler_3d"]()) == "nc111,ndhw1->ncdhw"
-    assert text(aten.grid_sampler_2d_backward, rand(2, 3, 4, 5), rand(*TWO), grid(*GRID), 0, 0,
+    assert rule_factors(*FORWARD["grid_sampler_3d"]()) == "nc111,ndhw1->ncdhw"
+    assert rule_text(aten.grid_sampler_2d_backward, rand(2, 3, 4, 5), rand(*TWO), grid(*GRID), 0, 0,
                 False, [True, True]) == (
         "nchw,nc11,nhw1->nc11,nhw1  "
         "{c sum; h sum; w sum; unreduced 0 sum; unreduced 0 avg}"

@@ -126,16 +126,18 @@ def test_scans_of_sharded_dims_send_block_ends_only(name: str) -> None:
     assert sum(map(bool, sent)) <= moves
     # Indices have eight bytes for every dtype; an all-reduce sends twice what an all-gather does.
     assert sum(sent) <= 2 * 8 * x.numel() // 16 * moves
-    made, right = (each if isinstance(each, tuple) else (each,) for each in (part(x), fn(x)))
-    for one, other in zip(made, right, strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True)
+    result, right = (item if isinstance(item, tuple) else (item,) for item in (part(x), fn(x)))
+    for actual, expected in zip(result, right, strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
     if x.requires_grad:
         weights = torch.rand(right[0].shape, generator=torch.Generator().manual_seed(1))
-        found, whole_ = ((each[0] * weights).sum() for each in (made, right))
-        (one,), (other,) = (torch.autograd.grad(each, x) for each in (found, whole_))
+        matches, whole_ = ((item[0] * weights).sum() for item in (result, right))
+        (actual,), (expected,) = (torch.autograd.grad(item, x) for item in (matches, whole_))
         # PyTorch's gradient is NaN if the scan begins with the logarithm of zero.
         single = {"rtol": 1e-4, "atol": 1e-4} if "single" in name else {}
-        torch.testing.assert_close(one.where(~other.isnan(), 0), other.nan_to_num(), **single)
+        torch.testing.assert_close(
+            actual.where(~expected.isnan(), 0), expected.nan_to_num(), **single
+        )
 
 
 def test_dims_without_blocks_are_gathered() -> None:

@@ -111,9 +111,9 @@ def sharded(x: torch.Tensor, *dims: str | None) -> fs.Sharded:
 def test_sharded_boundaries_are_searched_in_place() -> None:
     """Counts of smaller boundaries are summed over the shards."""
     values, bounds = real(5), real(8).sort()[0]
-    made = apply(aten.bucketize.Tensor, values, sharded(bounds, "x"))
-    assert str(made.spec) == "i64[5]{unreduced: x}"
-    assert torch.equal(fs.unshard(made), torch.bucketize(values, bounds))
+    result = apply(aten.bucketize.Tensor, values, sharded(bounds, "x"))
+    assert str(result.spec) == "i64[5]{unreduced: x}"
+    assert torch.equal(fs.unshard(result), torch.bucketize(values, bounds))
 
 
 @pytest.mark.parametrize("largest", [True, False])
@@ -124,15 +124,15 @@ def test_topk_of_a_sharded_dim_sends_candidates_only(largest: bool) -> None:
     def found(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.topk(x, 4, -1, largest)
 
-    made = fs.partition(found, mesh=MESH, in_specs=(fs.P(None, "x"),))
-    values, indices = made(x)
+    result = fs.partition(found, mesh=MESH, in_specs=(fs.P(None, "x"),))
+    values, indices = result(x)
     right, places = found(x)
     assert torch.equal(values, right)
     assert torch.equal(indices, places)
     scale = real(3, 4)
-    (one,) = torch.autograd.grad((values * scale).sum(), x)
-    assert torch.equal(one, torch.autograd.grad((right * scale).sum(), x)[0])
-    received = [prog.cost(None).bytes_received for prog in made.trace(x).programs]
+    (actual,) = torch.autograd.grad((values * scale).sum(), x)
+    assert torch.equal(actual, torch.autograd.grad((right * scale).sum(), x)[0])
+    received = [prog.cost(None).bytes_received for prog in result.trace(x).programs]
     assert sum(received) < x.nbytes / 4
 
 

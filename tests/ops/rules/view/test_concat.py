@@ -62,8 +62,8 @@ def test_rules_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("indexing", ["ij", "xy"])
 def test_meshgrid(indexing: str) -> None:
-    given = [tensor(4), tensor(3), tensor(2)]
-    assert check_call(A.meshgrid.indexing, given, indexing=indexing) == []
+    inputs = [tensor(4), tensor(3), tensor(2)]
+    assert check_call(A.meshgrid.indexing, inputs, indexing=indexing) == []
 
 
 @pytest.mark.parametrize("name", ["cat", "stack", "broadcast_tensors"])
@@ -100,18 +100,18 @@ def test_new_tensors_of_another_shape_accept_any_layout() -> None:
     mesh = Mesh(x=2, y=2)
     for partition in (P("x", "y"), P(("x", "y")), P(unreduced={"x": "max"}), P()):
         spec = Spec(mesh, partition, shape=(4, 6))
-        made = propagate(A.new_ones.default, spec, [3])
-        assert made.in_specs == (spec,)
-        assert made.is_local
-        assert made.out_specs == (Spec(mesh, P(), shape=(3,)),)
+        result = propagate(A.new_ones.default, spec, [3])
+        assert result.in_specs == (spec,)
+        assert result.is_local
+        assert result.out_specs == (Spec(mesh, P(), shape=(3,)),)
 
 
 def test_filled_unreduced_tensors_are_invariant() -> None:
     mesh = Mesh(x=2)
     x = fs.Sharded((torch.ones(4), torch.ones(4)), Spec(mesh, P(unreduced={"x"}), shape=(4,)))
-    made = apply(A.fill_.Scalar, x, 3.0)
-    assert made.spec == Spec(mesh, P(), shape=(4,))
-    assert torch.equal(fs.unshard(made), torch.full((4,), 3.0))
+    result = apply(A.fill_.Scalar, x, 3.0)
+    assert result.spec == Spec(mesh, P(), shape=(4,))
+    assert torch.equal(fs.unshard(result), torch.full((4,), 3.0))
 
 
 def test_numbers_require_unsharded_tensors() -> None:
@@ -121,10 +121,10 @@ def test_numbers_require_unsharded_tensors() -> None:
     )
     assert apply(A.item.default, addends, mode="auto") == 3.0
     x, y = torch.arange(4.0), torch.tensor([0.0, 1.0, 2.0, 4.0])
-    one, other = (fs.shard(each, Spec(mesh, P("x"), shape=(4,))) for each in (x, y))
-    assert apply(torch.equal, one, fs.shard(x, Spec(mesh, P(), shape=(4,))), mode="auto") is True
-    assert apply(torch.equal, one, other, mode="auto") is False
-    assert apply(torch.allclose, one, other, 0.0, 1.0, mode="auto") is True
+    actual, expected = (fs.shard(element, Spec(mesh, P("x"), shape=(4,))) for element in (x, y))
+    assert apply(torch.equal, actual, fs.shard(x, Spec(mesh, P(), shape=(4,))), mode="auto") is True
+    assert apply(torch.equal, actual, expected, mode="auto") is False
+    assert apply(torch.allclose, actual, expected, 0.0, 1.0, mode="auto") is True
     with pytest.raises(ShardingError, match="need communication"):
         apply(A.item.default, addends)
 

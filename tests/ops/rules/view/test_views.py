@@ -199,17 +199,19 @@ def test_reshape_factors_keep_positions_in_memory() -> None:
     shapes = [(a, b, c) for a in (1, 2, 3, 4, 6) for b in (1, 2, 3, 6) for c in (1, 2, 4)]
     for before in shapes:
         for after in shapes:
-            whole = torch.Size(before).numel()
-            if torch.Size(after).numel() != whole:
+            full = torch.Size(before).numel()
+            if torch.Size(after).numel() != full:
                 continue
-            found = reshape_factors(before, after)
-            sizes = dict(found.sizes)
-            for dims, shape in ((found.before, before), (found.after, after)):
-                made = tuple(torch.Size(sizes[f] for f in dim).numel() for dim in dims)
-                assert made == shape
-            shared = {f for dim in found.before for f in dim} - found.unsharded
+            matches = reshape_factors(before, after)
+            sizes = dict(matches.sizes)
+            for dims, shape in ((matches.before, before), (matches.after, after)):
+                result = tuple(torch.Size(sizes[f] for f in dim).numel() for dim in dims)
+                assert result == shape
+            shared = {f for dim in matches.before for f in dim} - matches.unsharded
             for factor in shared:
-                assert _stride(found.before, sizes, factor) == _stride(found.after, sizes, factor)
+                assert _stride(matches.before, sizes, factor) == _stride(
+                    matches.after, sizes, factor
+                )
 
 
 def _stride(dims: Any, sizes: dict[str, int], factor: str) -> int:
