@@ -126,13 +126,13 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     >>> y.spec, fs.unshard(y)[:, 0]
     (f32[4@dp,3]{unreduced: tp}, tensor([ 1.,  5.,  9., 13.]))
     """
-    options = {
+    options: dict[str, Any] = {
         name: kwargs.pop(name)
         for name in ("mode", "topology") if name in kwargs and name not in parameters_of(op)
     }  # fmt: skip
     if kwargs.get("mode") in MODES and str(getattr(op, "__module__", "")).startswith("torch"):
         fail(f"fs.apply({name_of(op)})", f"mode={kwargs['mode']!r}",
-             f"mode is a parameter of {name_of(op)} itself; the option must be given to fs.on_pairs",
+             f"mode is a parameter of {name_of(op)} itself; the option must go to fs.on_pairs",
              f"fs.on_pairs({name_of(op)}, mode={kwargs['mode']!r})(...)")  # fmt: skip
     return on_pairs(op, **options)(*args, **kwargs)
 

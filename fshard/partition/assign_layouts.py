@@ -1,8 +1,8 @@
 """From a graph of operations to lines with layouts, in one pass.
 
-Operations are laid out in order, each from the layouts that its operands have by then. A tensor
+Operations get layouts in order, each from the layouts that its operands have by then. A tensor
 keeps every layout that it was redistributed to, so no redistribution runs twice, and an operation
-chooses among them. Where an operation would send and can be decomposed, both are laid out, and the
+chooses among them. Where an operation would send and can be decomposed, both are planned, and the
 one that takes less time is kept.
 """
 
@@ -29,16 +29,8 @@ from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.trace import decompose, parse_constraint
-from fshard.partition.ir import (
-    Constant,
-    Factory,
-    GradMode,
-    Line,
-    Operation,
-    Pick,
-    Redistribution,
-    Ref,
-)
+from fshard.partition import ir
+from fshard.partition.ir import Line, Ref
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -51,7 +43,7 @@ MAX_COMBINATIONS = 16
 
 @dataclass(slots=True)
 class TensorVersions:
-    """Tensor of a graph with its layouts, each with the number of the value that has it.
+    """Tensor of a graph with its layouts, each with the id of the value that has it.
 
     `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
     made under `no_grad`, reused only there.
@@ -71,9 +63,9 @@ class TensorVersions:
 
 @dataclass(slots=True)
 class Assignment:
-    """Lines of a graph, the numbers of its inputs, and the seconds of its redistributions.
+    """Lines of a graph, the value ids of its inputs, and the seconds of its redistributions.
 
-    `count` is the number of values so far.
+    `count` is the number of value ids so far.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -86,7 +78,7 @@ class Assignment:
         return Assignment(list(self.lines), self.inputs, self.time, self.count)
 
     def new_value(self) -> int:
-        """Return the number of a new value."""
+        """Return the id of a new value."""
         self.count += 1
         return self.count - 1
 
@@ -101,7 +93,7 @@ def assign_layouts(
     hints: Mapping[fx.Node, PartitionSpec],
     shard_replicated: bool,
 ) -> tuple[Assignment, list[Any]]:
-    """Lay out a graph.
+    """Assign layouts to the values of a graph.
 
     Args:
         graph: the graph of the function.
@@ -143,7 +135,7 @@ class _Assigner:
         self.decomposing: list[Any] = []
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Lay out a graph on these inputs, and return its results."""
+        """Add the lines of a graph on these inputs, and return its results."""
         env: dict[fx.Node, Any] = {}
         remaining = iter(inputs)
         results: list[Any] = []
@@ -163,7 +155,7 @@ class _Assigner:
 
     def constant(self, tensor: torch.Tensor) -> TensorVersions:
         value = self.assignment.new_value()
-        self.assignment.lines.append(Constant(value, tensor))
+        self.assignment.lines.append(ir.Constant(value, tensor))
         return self.replicated(tensor, value)
 
     def replicated(self, tensor: torch.Tensor, value: int) -> TensorVersions:
@@ -183,7 +175,7 @@ class _Assigner:
 
     def set_grad_mode(self, enabled: bool) -> None:
         self.grad = enabled
-        self.assignment.lines.append(GradMode(enabled))
+        self.assignment.lines.append(ir.GradMode(enabled))
 
     def operation(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
@@ -223,7 +215,7 @@ class _Assigner:
                  "with fs.random.keyed(key): around it draws by a key; or draw before, and give "
                  "the function the tensor")  # fmt: skip
         value, result = self.assignment.new_value(), node.meta.get("val")
-        line = Factory(value, op, tuple(args), dict(kwargs), node.name)
+        line = ir.Factory(value, op, tuple(args), dict(kwargs), node.name)
         self.assignment.lines.append(line)
         if not isinstance(result, torch.Tensor):
             fail(f"fs.partition: {op}", f"{node.name} returns {type(result).__name__}",
@@ -281,7 +273,7 @@ class _Assigner:
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
-        lines.append(Operation(out, strategy, *filled, single, node.name))
+        lines.append(ir.Operation(out, strategy, *filled, single, node.name))
         grad = self.grad and any(tensor.grad for tensor in operands) and not has_no_gradient(op)
         results: list[TensorVersions | None] = []
         for index, spec in enumerate(strategy.out_specs):
@@ -291,13 +283,13 @@ class _Assigner:
             value = out
             if not single:
                 value = self.assignment.new_value()
-                lines.append(Pick(value, Ref(out), index))
+                lines.append(ir.Pick(value, Ref(out), index))
             inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
             results.append(TensorVersions(spec, grad and inexact, {spec: value}))
         return _in_tree(strategy.tree, results)
 
     def redistributed(self, tensor: TensorVersions, spec: Spec) -> int:
-        """Return the number of the tensor's value in the layout `spec`."""
+        """Return the id of the tensor's value in the layout `spec`."""
         return redistributed(self.assignment, tensor, spec, self.topology, grad=self.grad)
 
     # -- decomposed ------------------------------------------------------------------------
@@ -360,7 +352,7 @@ class _Snapshot:
 def redistributed(
     assignment: Assignment, tensor: TensorVersions, spec: Spec, topology: Topology, *, grad: bool
 ) -> int:
-    """Return the number of the tensor's value in the layout `spec`.
+    """Return the id of the tensor's value in the layout `spec`.
 
     If it has none, add the fastest program from one of its layouts. `grad` is the grad mode.
     """
@@ -377,7 +369,7 @@ def redistributed(
     progs = [(_program(src, spec, topology), value) for src, value in available.items()]
     prog, value = min(progs, key=lambda item: seconds(item[0]))
     out = assignment.new_value()
-    assignment.lines.append(Redistribution(out, Ref(value), prog, grad and tensor.grad))
+    assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
     assignment.time += seconds(prog)
     (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
     return out

@@ -2,7 +2,7 @@
 
 The search has two passes. The first, in `label_graph`, labels the function's graph so that
 redistributions, computation and the redistribution of gradients take the least time together, but
-costs every use of a value by itself. The second lays the function out as `fs.partition` does, where
+costs every use of a value by itself. The second plans the function as `fs.partition` does, where
 a redistribution that several uses share runs once: all choices if they are few, else it changes one
 argument at a time while that helps. After Alpa (arXiv 2201.12023) and PyTorch's AutoParallel, whose
 integer programs are per mesh, not per axis.
@@ -40,7 +40,7 @@ from fshard.program.program import as_topology
 __all__ = ["Auto", "auto", "step_memory", "step_time"]
 
 MAX_EXHAUSTIVE = 1024
-"""Number of choices up to which all of them are laid out."""
+"""Number of choices up to which all of them are planned."""
 MAX_STARTS = 2
 """Number of the best choices that are improved argument by argument."""
 MAX_ORDERS = 24
@@ -125,7 +125,7 @@ def auto(
 
     Args:
         fn: the function.
-        mesh: the mesh to lay it out on.
+        mesh: the mesh of the layouts.
         example_args: its arguments in order: tensors, also on the meta device, or specs of their
             shapes and dtypes.
         memory: bytes that a rank may hold: arguments, their gradients, and results of operations
@@ -186,7 +186,7 @@ Choice = tuple[Any, ...]
 
 
 class _Search:
-    """One call of `auto`: the arguments, and all choices laid out so far with their costs."""
+    """One call of `auto`: the arguments, and all choices planned so far with their costs."""
 
     def __init__(
         self, fn: Callable[..., Any], mesh: Mesh, args: list[Any], topology: Topology,
@@ -271,7 +271,7 @@ class _Search:
         )  # fmt: skip
 
     def cost(self, choice: Choice) -> tuple[float, int]:
-        """Lay out a choice, and return its time and memory."""
+        """Plan a choice, and return its time and memory."""
         if choice not in self.costs:
             in_specs = unflatten(self.tree, list(choice))
             part = Partition(self.fn, self.mesh, in_specs, None, None, self.topology,

@@ -49,7 +49,7 @@ class CallSignature:
 
     @property
     def device(self) -> torch.device:
-        """Device of the computation: that of the first tensor not on the CPU, else the CPU."""
+        """Device of the first tensor that is not on the CPU, else the CPU."""
         return next((device for device in self.devices if device != CPU), CPU)
 
 

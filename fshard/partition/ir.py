@@ -1,6 +1,6 @@
 """Lines of a partitioned call: local operations, programs between layouts, writes and copies.
 
-Every line but `GradMode` and `Write` defines a value, by its number `out`.
+Every line but `GradMode` and `Write` defines a value with the id `out`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Constant", "Copy", "Factory", "GradMode", "Line", "Operation", "Pick
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference to a value of an earlier line, by its number."""
+    """Reference to a value of an earlier line, by its id."""
 
     value: int
 
@@ -107,7 +107,7 @@ Line = Operation | Redistribution | Pick | Constant | Factory | GradMode | Write
 
 
 def operands_of(line: Line) -> list[int]:
-    """Return the numbers of the values that a line reads or writes."""
+    """Return the ids of the values that a line reads or writes."""
     match line:
         case Operation():
             operands: list[int] = []

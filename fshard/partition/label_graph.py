@@ -2,7 +2,7 @@
 
 Every operation gets one of its roles as label, every argument a state, for one group of mesh axes
 after the other. Weights are modelled times. A layout that several uses of a value share is costed
-for each of them, so the choices are laid out again by the second pass.
+for each of them, so the second pass plans the choices again.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def layout_hints(
 
     Args:
         graph: the graph.
-        mesh: the mesh that it is laid out on.
-        outputs: the requested partition of every result, None where there is no request.
+        mesh: the mesh of the layouts.
+        outputs: the requested partition of every result, None where there is none.
 
     Raises:
         ShardingError: for a constraint on axes that the mesh lacks.

@@ -47,7 +47,7 @@ __all__ = ["Partition", "partition"]
 
 META = torch.device("meta")
 OUTSIDE_OF_GRAPHS = (
-    "a partitioned function is laid out for the sizes of its arguments: it is called outside of "
+    "a partitioned function is planned for the sizes of its arguments: it is called outside of "
     "graphs; part.trace(*args).graph(rank) is one that can be compiled"
 )
 V = TypeVar("V")
@@ -68,7 +68,7 @@ class Partition:
     """Function on layouts, as `fs.partition` returns it.
 
     Called with pairs `(local, spec)` it returns pairs, called with global tensors global tensors.
-    It is traced and laid out once for every kind of arguments: trees, shapes, dtypes, layouts,
+    It is traced and planned once for every kind of arguments: trees, shapes, dtypes, layouts,
     `requires_grad`, and values that are not tensors.
 
     Attributes:
@@ -154,7 +154,7 @@ class Partition:
 
     def __repr__(self) -> str:
         count = plural(len(self._calls), "signature")
-        return f"fs.partition({name_of(self.fn)}) on {self.mesh}, laid out for {count}"
+        return f"fs.partition({name_of(self.fn)}) on {self.mesh}, planned for {count}"
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Return a table of a call's operations, their layouts, and the bytes sent each way.
@@ -242,7 +242,7 @@ class Partition:
     def _new_call(
         self, args: tuple[Any, ...], leaves: Sequence[Any], *, runs: bool
     ) -> tuple[PartitionedCall, Sequence[Spec | None]]:
-        """Trace and lay out a call, and return it with the specs of its leaves."""
+        """Trace and plan a call, and return it with the specs of its leaves."""
         specs = self._specs(args, leaves)
         tree = flatten(list(args))[1]
         signature = CallSignature.of(leaves, specs, self._state(), runs=runs)
@@ -287,11 +287,11 @@ class Partition:
             graph: the graph.
             inputs: for every placeholder its spec, and True if its gradient is requested.
             signature: the signature of the call.
-            requested: the layout of every result, None where there is no request.
+            requested: the layout of every result, None where there is none.
             count: number of results; the outputs after them are final values of arguments.
 
         Returns:
-            The lines, the numbers of the results, their specs, and True if one has a gradient.
+            The lines, the value ids of the results, their specs, and True if one has a gradient.
         """
         partitions = [p.partition if isinstance(p, Spec) else p for p in requested]
         hints = layout_hints(graph, self.mesh, partitions)
@@ -363,8 +363,8 @@ class Partition:
         """Redistribute the results to their requested layouts.
 
         Returns:
-            Their numbers, their specs, and for each True if it has a gradient; a `NonTensor`, None
-            and False for a result that is not a tensor.
+            Their value ids, their specs, and for each True if it has a gradient. A result that is
+            not a tensor gives a `NonTensor`, None and False.
         """
         outputs: list[Any] = []
         grads: list[bool] = []
@@ -415,7 +415,7 @@ def partition(
     """Transform a function of one device into a local program with explicit collectives.
 
     The function is traced once for each kind of arguments, on tensors of the global shapes without
-    values. Python numbers among the arguments are part of the kind (pass one that changes as a
+    values. An int or float among the arguments is part of the kind (pass one that changes as a
     0-dim tensor), and anything the function reads beside its arguments is fixed by the trace;
     `train()` and `eval()` of a module are noticed. Writes in place are supported: arguments that
     the function writes, such as running statistics, are written in their locals, without gradient.

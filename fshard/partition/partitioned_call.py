@@ -1,4 +1,4 @@
-"""`PartitionedCall`: one call that `fs.partition` laid out, its cost, and how it runs."""
+"""`PartitionedCall`: one call planned by `fs.partition`, its cost and execution."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PartitionedCall:
     names: tuple[str, ...]
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
-    _prepared: dict[str, tuple[PreparedLine, ...]] = field(default_factory=dict)
+    _prepared: dict[str, list[PreparedLine]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -81,7 +81,7 @@ class PartitionedCall:
 
         Args:
             topology: the topology to cost them on; None is the one they were planned on.
-            backward: return the cost of the backward pass instead, that of their transposes.
+            backward: return the cost of the transposes instead, which run backward.
         """
         moves = [line for line in self.lines if isinstance(line, Redistribution)]
         progs = [
@@ -148,8 +148,8 @@ class PartitionedCall:
                     for out, result in zip(outputs, results, strict=True)]  # fmt: skip
         prepared = self._prepared.get("lines")
         if prepared is None:
-            numbers = {out for out in outputs if type(out) is int}
-            prepared = self._prepared["lines"] = prepare_lines(self.lines, self.mesh, numbers)
+            ids = {out for out in outputs if type(out) is int}
+            prepared = self._prepared["lines"] = prepare_lines(self.lines, self.mesh, ids)
         env = dict(zip(self._inputs, locals_, strict=True))
         run_on_all_ranks(prepared, self.mesh, env)
         return [env[out] if type(out) is int else out.value for out in outputs]

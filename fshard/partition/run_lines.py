@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,26 +19,16 @@ from fshard._torch.operators import OpOverload, builtin_of
 from fshard.layout.mesh import Mesh
 from fshard.ops.core.call import map_call
 from fshard.ops.strategy.local_call import (
+    LocalCall,
     LocalRewrite,
     RankContext,
     attach_to_operands,
     check_results,
     flat,
-)
+)  # fmt: skip
 from fshard.ops.strategy.strategy import Strategy
-from fshard.partition.ir import (
-    Constant,
-    Copy,
-    Factory,
-    GradMode,
-    Line,
-    Operation,
-    Pick,
-    Redistribution,
-    Ref,
-    Write,
-    operands_of,
-)
+from fshard.partition import ir
+from fshard.partition.ir import Line, Operation, Ref, operands_of
 from fshard.run.autograd.replicate import replicate_shards
 
 __all__ = ["PreparedLine", "compile_graph", "prepare_lines", "rank_graph", "run_on_all_ranks",
@@ -110,25 +100,25 @@ def rank_graph(
                 target, args, kwargs = _rank_call(line, rank)
                 nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
                 env[line.out] = graph.create_node("call_function", target, *nodes, name=line.name)
-            case Redistribution():
+            case ir.Redistribution():
                 name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
                 target = _NamedFunction(line.program.__call__, name)
                 env[line.out] = graph.create_node(
                     "call_function", target, (env[line.source.value],), name=name)  # fmt: skip
-            case Pick():
+            case ir.Pick():
                 env[line.out] = graph.call_function(
                     operator.getitem, (env[line.source.value], line.index))  # fmt: skip
-            case Constant():
+            case ir.Constant():
                 root.register_buffer(f"constant{line.out}", line.tensor)
                 env[line.out] = graph.get_attr(f"constant{line.out}")
-            case Factory():
+            case ir.Factory():
                 call = line.op, line.args, dict(line.kwargs)
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
-            case GradMode():
+            case ir.GradMode():
                 graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
-            case Copy():
+            case ir.Copy():
                 env[line.out] = graph.call_function(torch.clone, (env[line.source.value],))
-            case Write():
+            case ir.Write():
                 target = env[line.target.value]
                 graph.call_function(write_value, (target, env[line.source.value]))
     graph.output(tuple(None if value is None else env[value] for value in outputs))
@@ -166,101 +156,81 @@ def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
 # -- all ranks in one process ---------------------------------------------------------------
 
 
-class _RankCall(NamedTuple):
-    """Call of one rank for one line; `shape` is that of its only result, None for several."""
-
-    rank: int
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    nested: bool
-    shape: tuple[int, ...] | None
-
-
-class PreparedLine(NamedTuple):
-    """Line with the calls of all ranks, if it is an operation, and the values it reads last."""
-
-    line: Line
-    calls: tuple[_RankCall, ...]
-    dead: tuple[int, ...]
+PreparedLine = tuple[Line, tuple[LocalCall, ...], tuple[int, ...]]
+"""Line, the calls of all ranks if it is an operation, and the values that it reads last."""
 
 
 def prepare_lines(
     lines: Sequence[Line], mesh: Mesh, outputs: Collection[int]
-) -> tuple[PreparedLine, ...]:
+) -> list[PreparedLine]:
     """Prepare lines for `run_on_all_ranks`; `outputs` are the values that are kept."""
     last_use = {operand: i for i, line in enumerate(lines) for operand in operands_of(line)}
-    dead: dict[int, list[int]] = {}
+    dead: dict[int, tuple[int, ...]] = {}
     for value, index in last_use.items():
         if value not in outputs:
-            dead.setdefault(index, []).append(value)
-    return tuple(
-        PreparedLine(
-            line,
-            tuple(_prepare_call(line, rank) for rank in mesh.ranks)
-            if isinstance(line, Operation) else (),
-            tuple(dead.get(index, ())),
-        )
+            dead[index] = (*dead.get(index, ()), value)
+    return [
+        (line, tuple(_prepare_call(line, rank) for rank in mesh.ranks), dead.get(index, ()))
         for index, line in enumerate(lines)
-    )  # fmt: skip
+    ]
 
 
-def _prepare_call(line: Operation, rank: int) -> _RankCall:
+def _prepare_call(line: Line, rank: int) -> LocalCall:
+    if not isinstance(line, Operation):
+        return None, (), {}
     function, args, kwargs = _rank_call(line, rank)
-    nested = any(isinstance(arg, list | tuple) for arg in (*args, *kwargs.values()))
     if isinstance(function, OpOverload):
         function = builtin_of(function)
-    elif isinstance(function, _NamedFunction):
-        function = function.run
-    spec = line.strategy.out_specs[0] if line.single else None
-    shape = None if spec is None else spec.local_shape(rank)
-    return _RankCall(rank, function, args, kwargs, nested, shape)
+    run = function.run if isinstance(function, _NamedFunction) else function
+    return run, tuple(args), dict(kwargs)
 
 
 def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int, Any]) -> None:
     """Run lines on tuples of all ranks' locals.
 
-    `env` has the tuples of the inputs by number; those of the outputs are added to it, and values
+    `env` has the tuples of the inputs by value id. Those of the outputs are added, and values
     without further use are removed.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         for line, calls, dead in prepared:
             match line:
                 case Operation():
-                    env[line.out] = _run_calls(line, calls, env)
-                case Redistribution():
+                    env[line.out] = _run_calls(line, mesh, calls, env)
+                case ir.Redistribution():
                     env[line.out] = line.program(env[line.source.value])
-                case Pick():
+                case ir.Pick():
                     env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
-                case Constant():
+                case ir.Constant():
                     env[line.out] = replicate_shards(line.tensor, mesh.size)
-                case Factory():
+                case ir.Factory():
                     env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
-                case GradMode():
+                case ir.GradMode():
                     torch.set_grad_enabled(line.enabled)
-                case Copy():
+                case ir.Copy():
                     env[line.out] = tuple([x.clone() for x in env[line.source.value]])
-                case Write():
+                case ir.Write():
                     values = env[line.source.value]
                     for local, value in zip(env[line.target.value], values, strict=True):
                         write_value(local, value)
-            for number in dead:
-                del env[number]
+            for value in dead:
+                del env[value]
 
 
 def _run_calls(
-    line: Operation, calls: Sequence[_RankCall], env: Mapping[int, Any]
+    line: Operation, mesh: Mesh, calls: Sequence[LocalCall], env: Mapping[int, Any]
 ) -> tuple[Any, ...]:
     """Run an operation on every rank, and check the results against its specs."""
     results = []
-    for index, (rank, function, args, kwargs, nested, shape) in enumerate(calls):
-        if nested or kwargs:
+    for index, (function, args, kwargs) in enumerate(calls):
+        if kwargs or not CONTAINERS.isdisjoint(map(type, args)):
             pick = lambda ref, index=index: env[ref.value][index]  # noqa: E731
             placed, named = map_call(args, kwargs, Ref, pick)
             out = function(*placed, **named)
         else:
             out = function(*[env[arg.value][index] if type(arg) is Ref else arg for arg in args])
-        if shape is None or out.shape != shape or out.dtype != line.strategy.out_specs[0].dtype:
-            check_results(line.strategy, rank, [out] if line.single else out)
+        check_results(line.strategy, mesh.ranks[index], [out] if line.single else out)
         results.append(out)
     return tuple(results)
+
+
+CONTAINERS = {list, tuple}

@@ -1,10 +1,10 @@
-"""What a partitioned block costs beside the same block written by hand for one rank.
+"""Time of a partitioned block relative to the same block written by hand for one rank.
 
 `python -m tests.benchmarks.bench_partition` prints medians of one run, forward alone and with the
-gradients of all parameters, on the `fake` process group, where nothing is sent: what is left is
-what runs on a rank. The hand-written block is Megatron's: PyTorch's functions on the local shards,
-and fshard's collectives at the two places where there are some; DTensor's is the single-device
-function on distributed tensors. The contenders take turns.
+gradients of all parameters, on the `fake` process group, where nothing is sent and only
+the work of one rank is left. The hand-written block is Megatron's: functions of PyTorch on local
+shards, and two collectives of fshard. With DTensor, the single-device function runs on distributed
+tensors. The contenders take turns.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Run = Callable[[], Any]
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Written out: DTensor has no rule for what PyTorch's own is on CPUs."""
+    """Compute attention by operations: DTensor lacks a rule for the fused one on CPUs."""
     return torch.softmax(q @ k.transpose(-1, -2) / HEAD**0.5, -1) @ v
 
 
 def block(p: Params, x: torch.Tensor) -> torch.Tensor:
-    """A decoder block with RMS norms and a SwiGLU, on one device."""
+    """Run a decoder block with RMS norms and a SwiGLU, on one device."""
     batch, length, _ = x.shape
     h = rms(x, p["ln1"])
     q, k, v = (F.linear(h, p[w]).view(batch, length, -1, HEAD).transpose(1, 2) for w in COLUMNS[:3])
@@ -52,7 +52,7 @@ def block(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(mesh: Mesh) -> Callable[[Params, torch.Tensor], torch.Tensor]:
-    """One rank's part: what enters the cut layers is reduced, what leaves them is summed."""
+    """Return the block of one rank: inputs of sharded layers are reduced, outputs summed."""
 
     def run(p: Params, x: torch.Tensor) -> torch.Tensor:
         enter = lambda h: fs.pcast(h, "tp", src="invariant", to="reduced", mesh=mesh)  # noqa: E731
@@ -72,53 +72,57 @@ def by_hand(mesh: Mesh) -> Callable[[Params, torch.Tensor], torch.Tensor]:
 
 
 def parameters(width: int) -> Params:
-    """Whole parameters."""
+    """Return global parameters."""
     draw = lambda *shape: torch.randn(shape) / shape[-1] ** 0.5  # noqa: E731
-    made = {w: draw(width, width) for w in ("wq", "wk", "wv", "wo")}
-    made |= {w: draw(4 * width, width) for w in ("wg", "wu")}
-    return made | {"wd": draw(width, 4 * width), "ln1": torch.ones(width), "ln2": torch.ones(width)}
+    params = {w: draw(width, width) for w in ("wq", "wk", "wv", "wo")}
+    params |= {w: draw(4 * width, width) for w in ("wg", "wu")}
+    return params | {
+        "wd": draw(width, 4 * width),
+        "ln1": torch.ones(width),
+        "ln2": torch.ones(width),
+    }
 
 
 def stepping(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Run:
-    """Forward and all gradients."""
+    """Return a function that runs forward and computes all gradients."""
     return lambda: torch.autograd.grad(run().square().sum(), leaves)
 
 
 def contenders(width: int) -> dict[str, tuple[Run, Run]]:
-    """Forward alone, and with gradients, of each."""
-    mesh, whole = Mesh(tp=RANKS), parameters(width)
-    specs = {k: P("tp") if k in COLUMNS else P(None, "tp") if k in ROWS else P() for k in whole}
+    """Return for each contender its forward pass, and the pass with gradients."""
+    mesh, params = Mesh(tp=RANKS), parameters(width)
+    specs = {k: P("tp") if k in COLUMNS else P(None, "tp") if k in ROWS else P() for k in params}
     x = torch.randn(BATCH, LENGTH, width)
     part = fs.partition(block, mesh=mesh, params=specs, in_specs=(P(),))
-    pairs = {k: fs.shard(v, fs.Spec(mesh, specs[k], shape=v.shape)) for k, v in whole.items()}
-    mine = {k: pair.local.requires_grad_() for k, pair in pairs.items()}
-    given = {k: (mine[k], pairs[k].spec) for k in mine}
+    pairs = {k: fs.shard(v, fs.Spec(mesh, specs[k], shape=v.shape)) for k, v in params.items()}
+    local = {k: pair.local.requires_grad_() for k, pair in pairs.items()}
+    args = {k: (local[k], pairs[k].spec) for k in local}
     spec = fs.Spec(mesh, P(), shape=x.shape)
-    hand, leaves = by_hand(mesh), list(mine.values())
+    hand, leaves = by_hand(mesh), list(local.values())
     device_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     placed = {
         k: distribute_tensor(v, device_mesh, [Shard(0) if k in COLUMNS else Shard(1) if k in ROWS
                                               else Replicate()]).requires_grad_()
-        for k, v in whole.items()
+        for k, v in params.items()
     }  # fmt: skip
-    there = distribute_tensor(x, device_mesh, [Replicate()])
-    graph = part.trace(given, (x, spec)).graph(0)
-    listed = [mine[k] for k in sorted(mine)] + [x]
+    replicated = distribute_tensor(x, device_mesh, [Replicate()])
+    graph = part.trace(args, (x, spec)).graph(0)
+    listed = [local[k] for k in sorted(local)] + [x]
     runs: dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]] = {
-        "by hand": (lambda: hand(mine, x), leaves),
-        "partition, on pairs": (lambda: part(given, (x, spec)).local, leaves),
+        "by hand": (lambda: hand(local, x), leaves),
+        "partition, on pairs": (lambda: part(args, (x, spec)).local, leaves),
         "partition, its graph": (lambda: graph(*listed)[0], leaves),
-        "DTensor": (lambda: block(placed, there).full_tensor(), list(placed.values())),
+        "DTensor": (lambda: block(placed, replicated).full_tensor(), list(placed.values())),
     }
 
-    def quiet(run: Run) -> Run:
+    def without_grad(run: Run) -> Run:
         def forward() -> Any:
             with torch.no_grad():
                 return run()
 
         return forward
 
-    return {name: (quiet(run), stepping(run, ls)) for name, (run, ls) in runs.items()}
+    return {name: (without_grad(run), stepping(run, ls)) for name, (run, ls) in runs.items()}
 
 
 def main() -> None:
@@ -134,10 +138,10 @@ def main() -> None:
     over = "over by hand"
     table = Table("width", "what", "forward, ms", over, "with gradients, ms", over, title=title)
     for width in WIDTHS:
-        made = contenders(width)
-        forward = medians({name: run for name, (run, _) in made.items()}, 5, 30)
-        both = medians({name: run for name, (_, run) in made.items()}, 5, 30)
-        for name in made:
+        runs = contenders(width)
+        forward = medians({name: run for name, (run, _) in runs.items()}, 5, 30)
+        both = medians({name: run for name, (_, run) in runs.items()}, 5, 30)
+        for name in runs:
             cells = [f"{times[name] / 1000:.2f}" for times in (forward, both)]
             more = [f"{times[name] / times['by hand']:.3f}" for times in (forward, both)]
             table.add_row(str(width), name, cells[0], more[0], cells[1], more[1])

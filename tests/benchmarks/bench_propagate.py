@@ -1,12 +1,12 @@
-"""Times of propagation, cold and warm, beside DTensor's in the same process.
+"""Times of propagation, cold and warm, and of DTensor in the same process.
 
 `python -m tests.benchmarks.bench_propagate` prints milliseconds of one cold and microseconds of
 one warm propagation, for a few operations on meshes of one to four axes, and of the first call of
-every operation that PyTorch's operator database has samples of. Cold means that nothing
-is remembered of any call, layout, plan or cost; the rules are loaded. DTensor's propagator is
-asked past its cache, warm through it, with the caches of its plans cleared before each cold run.
-The fastest of some runs counts. Times are the processor's, which other work on the same machine
-still makes longer: caches and clocks are shared.
+every operation that PyTorch's operator database has samples of. Cold means
+that the caches of calls, layouts, plans and costs are empty; the rules are loaded. DTensor's
+propagator is called past its cache, warm through it, and the caches of its plans are cleared before
+each cold run. The fastest of some runs counts. Times are CPU times, which other work on the same
+machine still makes longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import map_call, parts_of
+from fshard.ops.core.call import instances_in, map_call
 from fshard.ops.core.registry import rows
 from fshard.ops.propagate.propagate import propagate
 from tests.helpers.dtensor_plans import as_dtensor, device_mesh
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 def calls(mesh: Mesh) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """By name the operation and its arguments: the axes of `x` cut its dims in turn."""
+    """Return operations and arguments by name; the mesh axes shard the dims of `x` in turn."""
     dims = [tuple(mesh.axes[place::2]) for place in range(2)]
     x = Spec(mesh, PartitionSpec(*dims), shape=(4096, 4096))
     rows_ = Spec(mesh, PartitionSpec(dims[0]), shape=(4096, 4096))
@@ -64,8 +64,10 @@ def calls(mesh: Mesh) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
-def theirs(op: Any, args: Any, mesh: Mesh) -> tuple[Callable[[], object], Callable[[], object]]:
-    """DTensor's propagation of a call, past its cache and through it."""
+def dtensor_calls(
+    op: Any, args: Any, mesh: Mesh
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return the propagation of a call by DTensor, past its cache and through it."""
     on = device_mesh(mesh)
     change = lambda each: as_dtensor(each, on) if isinstance(each, Spec) else each  # noqa: E731
     placed = pytree.tree_map(change, args, is_leaf=lambda each: isinstance(each, Spec))
@@ -79,8 +81,8 @@ def theirs(op: Any, args: Any, mesh: Mesh) -> tuple[Callable[[], object], Callab
     )
 
 
-def forget() -> None:
-    """Drop what both libraries remember of calls, plans and costs."""
+def clear_caches() -> None:
+    """Clear the caches of both libraries of calls, plans and costs."""
     for name, module in list(sys.modules.items()):
         ours = name.startswith(
             ("fshard.ops", "fshard.plan", "fshard.program", "fshard.layout.refinement")
@@ -92,11 +94,11 @@ def forget() -> None:
 
 
 def cold(run: Callable[[], object]) -> float:
-    """Milliseconds of the fastest of a few cold runs."""
+    """Return the milliseconds of the fastest of a few cold runs."""
     found: list[float] = []
     end = time.perf_counter() + PATIENCE
     while len(found) < REPEATS and (not found or time.perf_counter() < end):
-        forget()
+        clear_caches()
         start = time.thread_time()
         run()
         found.append(time.thread_time() - start)
@@ -104,7 +106,7 @@ def cold(run: Callable[[], object]) -> float:
 
 
 def warm(run: Callable[[], object]) -> float:
-    """Microseconds of one of very many runs."""
+    """Return the microseconds of one of many runs."""
     run()
     start = time.thread_time()
     for _ in range(WARM):
@@ -113,12 +115,12 @@ def warm(run: Callable[[], object]) -> float:
 
 
 def times(op: Any, args: Sequence[Any], mesh: Mesh, most: int) -> list[str]:
-    """The cells of a call on a mesh; DTensor's to `most` axes."""
+    """Return the cells of a call on a mesh; DTensor runs on up to `most` axes."""
     ours = lambda: propagate(op, *args)  # noqa: E731
     cells = [f"{cold(ours):,.2f}", f"{warm(ours):,.1f}"]
     if len(mesh.axes) > most:
         return [*cells, "-", "-"]
-    past, through = theirs(op, args, mesh)
+    past, through = dtensor_calls(op, args, mesh)
     try:
         return [*cells, f"{cold(past):,.2f}", f"{warm(through):,.1f}"]
     except Exception as error:
@@ -131,27 +133,27 @@ GOAL = 1.0
 
 
 def every_call() -> Calls:
-    """Of every operation in the first samples of the database its first call on tensors."""
+    """Return the first call on tensors of every operation in the first samples of the database."""
     found: Calls = {}
     for info in op_db:
         for case in cases(info, 1):
             for op, args, kwargs in () if case.reason else calls_of(case):
-                if parts_of((*args, *kwargs.values()), torch.Tensor):
+                if instances_in((*args, *kwargs.values()), torch.Tensor):
                     found.setdefault(op, (args, kwargs))
     return found
 
 
 def every_row(calls: Calls, mesh: Mesh) -> tuple[list[tuple[float, str]], int]:
-    """Milliseconds of the first propagation of every call, and how many calls are refused."""
+    """Return milliseconds of the first propagation of every call, and the count of refused."""
 
-    def lay(x: torch.Tensor) -> Spec:
+    def spec_of(x: torch.Tensor) -> Spec:
         n = min(x.ndim, 2)
         p = PartitionSpec(*[tuple(mesh.axes[at::n]) for at in range(n)])
         return Spec(mesh, p, shape=x.shape, dtype=x.dtype, uneven="chunk")
 
     taken, refused = [], 0
     for op, call in calls.items():
-        args, kwargs = map_call(*call, torch.Tensor, lay)
+        args, kwargs = map_call(*call, torch.Tensor, spec_of)
         run = lambda op=op, args=args, kwargs=kwargs: propagate(op, *args, **kwargs)  # noqa: E731
         try:
             run()
@@ -163,7 +165,7 @@ def every_row(calls: Calls, mesh: Mesh) -> tuple[list[tuple[float, str]], int]:
 
 
 def rows_table(most: int) -> Table:
-    """Of the first calls on every mesh the median, the slowest, and how many miss the goal."""
+    """Return a table of first calls by mesh: median, slowest, and how many miss the goal."""
     table = Table(title="every operation of the database, its first call, cold in ms")
     for head in ("axes", "operations", "refused", "median", "p90", "worst", f"above {GOAL}", ""):
         table.add_column(head, justify="left" if not head else "right")
@@ -188,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--axes", type=int, default=4, help="the most axes of a mesh")
     parser.add_argument("--dtensor", type=int, default=3, help="the most that DTensor is given")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -197,16 +199,16 @@ def main() -> None:
     for head in ("call", "axes", "fshard cold", "warm", "DTensor cold", "warm"):
         table.add_column(head, justify="left" if head == "call" else "right")
     for name in calls(MESHES[0]):
-        for mesh in MESHES[: given.axes]:
+        for mesh in MESHES[: options.axes]:
             op, args = calls(mesh)[name]
             propagate(op, *args)
             gc.collect()
             gc.disable()
-            table.add_row(name, str(len(mesh.axes)), *times(op, args, mesh, given.dtensor))
+            table.add_row(name, str(len(mesh.axes)), *times(op, args, mesh, options.dtensor))
             gc.enable()
         table.add_section()
     Console(width=100).print(table)
-    Console(width=140).print(rows_table(given.axes))
+    Console(width=140).print(rows_table(options.axes))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def test_explicit_mode_lists_the_strategies() -> None:
 
 def test_unknown_mode() -> None:
     assert error_of(lambda: apply(torch.neg, pair_of(draw(4), "x"), mode="implicit")) == (
-        "fs.apply\n  given: mode='implicit'\n  rule:  mode must be 'explicit' or 'auto'\n"
+        "fs.on_pairs\n  given: mode='implicit'\n  rule:  mode must be 'explicit' or 'auto'\n"
         "  fix:   mode='auto'"
     )
 
@@ -323,27 +323,29 @@ def test_ints_mean_dims_and_sizes_as_in_python(op: Any, args: tuple[Any, ...]) -
 
 
 IMAGE = (2, 4, 6, 6)
-KEYWORDS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
-    "pad": (F.pad, (draw(*IMAGE), (1, 1)), {"mode": "reflect"}),
-    "interpolate": (F.interpolate, (draw(*IMAGE),), {"scale_factor": 2, "mode": "bilinear"}),
-    "grid_sample": (F.grid_sample, (draw(*IMAGE), draw(2, 3, 3, 2, seed=1).tanh()),
+KEYWORDS: dict[str, tuple[Callable[..., Any], list[Any], dict[str, Any]]] = {
+    "pad": (F.pad, [draw(4, 6, 6), (1, 1)], {"mode": "reflect"}),
+    "interpolate": (F.interpolate, [draw(*IMAGE)], {"scale_factor": 2, "mode": "bilinear"}),
+    "grid_sample": (F.grid_sample, [draw(*IMAGE), draw(2, 3, 3, 2, seed=1).tanh()],
                     {"mode": "nearest", "align_corners": False}),
-    "embedding_bag": (F.embedding_bag, (torch.tensor([[0, 1], [2, 2]]), draw(3, 4, seed=2)),
+    "embedding_bag": (F.embedding_bag, [torch.tensor([[0, 1], [2, 2]]), draw(3, 4, seed=2)],
                       {"mode": "sum"}),
-    "quantile": (torch.quantile, (draw(4, 6), 0.3), {"dim": 1, "interpolation": "lower"}),
-    "sum": (torch.sum, (draw(4, 6), 1), {"keepdim": True}),
+    "quantile": (torch.quantile, [draw(4, 6), 0.3], {"dim": 1, "interpolation": "lower"}),
+    "sum": (torch.sum, [draw(4, 6), 1], {"keepdim": True}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_keywords_of_the_operation_belong_to_it(name: str) -> None:
-    op, (x, *args), kwargs = KEYWORDS[name]
-    expected = op(x, *args, **kwargs)
-    pair = pair_of(x, "x", mesh=Mesh(x=2))
-    for run in (functools.partial(fs.apply, op), fs.on_pairs(op)):
-        torch.testing.assert_close(fs.unshard(run(pair, *args, **kwargs)), expected)
+    op, args, kwargs = KEYWORDS[name]
+    expected, mesh = op(*args, **kwargs), Mesh(x=2)
+    if name == "embedding_bag":
+        args = [args[0], pair_of(args[1], None, "x", mesh=mesh)]
+    else:
+        args = [pair_of(args[0], "x", mesh=mesh), *args[1:]]
     auto = fs.on_pairs(op, mode="auto", topology=fs.Topology.cluster(2))
-    torch.testing.assert_close(fs.unshard(auto(pair, *args, **kwargs)), expected)
+    for run in (functools.partial(fs.apply, op), fs.on_pairs(op), auto):
+        torch.testing.assert_close(fs.unshard(run(*args, **kwargs)), expected)
 
 
 def test_options_of_apply_where_the_operation_lacks_the_keyword() -> None:
@@ -368,8 +370,7 @@ def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> Non
     assert text == (
         "fs.apply(pad)\n"
         "  given: mode='auto'\n"
-        "  rule:  mode is a parameter of pad itself; the option of that name must be given to "
-        "fs.on_pairs\n"
+        "  rule:  mode is a parameter of pad itself; the option must go to fs.on_pairs\n"
         "  fix:   fs.on_pairs(pad, mode='auto')(...)"
     )
     pads = (0, 0, 1, 1)

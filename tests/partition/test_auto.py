@@ -12,6 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, PartitionSpec
+from fshard.partition import auto
 from fshard.partition.auto import step_memory, step_time
 from fshard.partition.variable_elimination import Labelling
 from tests.benchmarks import bench_auto
@@ -110,7 +111,7 @@ def test_small_searches_find_the_best(name: str, kind: str) -> None:
 def test_labels_and_descent_alone_come_near_the_best(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fshard.partition.auto.MAX_EXHAUSTIVE", 0)
+    monkeypatch.setattr(auto, "MAX_EXHAUSTIVE", 0)
     program = bench_auto.PROGRAMS[name]
     least, spent, *_ = bench_auto.compared(program, Mesh(x=2, y=2), fs.Topology.cluster(2))
     assert spent <= 1.15 * least

@@ -570,9 +570,9 @@ def test_constraint_chunks_a_dim_it_does_not_divide() -> None:
 
 def test_repr_of_a_partition() -> None:
     part = fs.partition(mlp, mesh=MESH)
-    assert repr(part) == "fs.partition(mlp) on Mesh(dp=2, tp=2), laid out for 0 signatures"
+    assert repr(part) == "fs.partition(mlp) on Mesh(dp=2, tp=2), planned for 0 signatures"
     part(MLP_PARAMS, sample(4, 8))
-    assert repr(part) == "fs.partition(mlp) on Mesh(dp=2, tp=2), laid out for 1 signature"
+    assert repr(part) == "fs.partition(mlp) on Mesh(dp=2, tp=2), planned for 1 signature"
 
 
 def test_module_is_called_with_its_parameters() -> None:

@@ -115,7 +115,7 @@ def propagate(
 
 
 class _Options(NamedTuple):
-    """Options of the choice: those of `propagate`, `local` and `hint` of `select_strategy`."""
+    """Options of `propagate`, and `local` and `hint` of `select_strategy`."""
 
     topology: Topology | None
     grad: bool
@@ -244,7 +244,7 @@ _FLAGS = frozenset(("bool", "Optional[bool]", "ScalarType", "Optional[ScalarType
 def _misread_int(overload: OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, str] | None:
     """Return an int that would match a bool or dtype parameter, and the name of the parameter.
 
-    The overload resolution of TorchScript allows it; that of Python does not: `torch.var(x, 0)`
+    The overload resolution of TorchScript allows it, Python does not: `torch.var(x, 0)`
     names a dim.
     """
     for parameter, value in zip(schema_of(overload).arguments, args, strict=False):

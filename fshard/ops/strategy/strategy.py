@@ -204,7 +204,7 @@ class Layouts:
     def _shard_sizes(
         self, factor: str, axes: tuple[str, ...], places: Sequence[tuple[int, int]]
     ) -> tuple[int, ...] | None:
-        """Return the shard sizes of a factor: those of an operand, None if even, else chunks.
+        """Return the shard sizes of a factor: an operand's sizes, None if even, else chunks.
 
         Where operands differ, some must be redistributed anyway; then sizes that give one rank
         twice its share of the work are not used.

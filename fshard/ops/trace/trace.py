@@ -33,6 +33,7 @@ from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.operators import torch_decomposition
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.text import one_line
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import Meta, fill_call, instances_in
@@ -46,7 +47,7 @@ from fshard.ops.trace.inner_gradients import (
     refuse_grads,
     refuse_hidden_gradients,
 )
-from fshard.run.transports.divergence_report import here, one_line, raise_line
+from fshard.run.transports.divergence_report import raise_line, user_line
 
 __all__ = [
     "TracedFunction", "constrain", "decompose", "parse_constraint", "refuse_autocast", "trace",
@@ -310,7 +311,7 @@ def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
     Args:
         x: a tensor of a function that `fs.partition` or `fs.apply` runs, of its global shape.
         partition: the partition of the result; a dim that it does not divide is chunked as by
-            `fs.reshard`. Operations before it are laid out with this request in view.
+            `fs.reshard`. Layouts of operations before it are chosen with this request in view.
 
     Returns:
         A tensor of the same values; outside of a partitioned function simply a copy. The gradient
@@ -331,7 +332,7 @@ def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
         fail("fs.constrain", f"{partition!r}", "a layout must be a PartitionSpec",
              'fs.P("dp", None)')  # fmt: skip
     # The partition is checked after the trace, and an error then names this line.
-    place = "" if torch.compiler.is_compiling() else here()
+    place = "" if torch.compiler.is_compiling() else user_line(None, None)
     constrained: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition), place)
     return constrained
 

@@ -30,7 +30,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import is_pair
 from fshard.layout.validation import state_problems
-from fshard.partition.apply import apply
+from fshard.partition.apply import on_pairs
 from fshard.partition.partition import partition
 from tests.helpers.ops.op_checks import shards_of
 
@@ -305,7 +305,7 @@ def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list
         inputs = pytree.tree_leaves((args, kwargs), is_leaf=is_pair)
         if not any(is_pair(x) for x in inputs):
             return op(*args, **kwargs)
-        return apply(op, *args, mode="auto", **kwargs)
+        return on_pairs(op, mode="auto")(*args, **kwargs)
 
     single = _single(case.name)
     if at_once:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -122,7 +121,7 @@ class RandomCase:
 
     def op_by_op(self) -> None:
         """Run every operation by `fs.apply`, on the layouts of its operands' results."""
-        caller = functools.partial(fs.apply, mode="auto")
+        caller = lambda op, *args, **kwargs: fs.on_pairs(op, mode="auto")(*args, **kwargs)  # noqa: E731
         self.check(lambda inputs: [
             fs.unshard(pair) for pair in self.program.run(self.pairs(inputs), caller)
         ])  # fmt: skip
