@@ -44,7 +44,8 @@ from fshard.program.steps import (
 from fshard.run import execute_batch as _execute_batch  # noqa: F401 - sets the hook of Batch.__call__
 from fshard.run.calibrate import calibrate
 from fshard.run.execute import Pending
-from fshard.run.global_tensors import from_local, reshard, scatter, shard, unshard
+from fshard.run.from_local import from_local
+from fshard.run.global_tensors import reshard, scatter, shard, unshard
 from fshard.run.transports.simulator import simulate
 from fshard.run.transports.torch_distributed import init
 from fshard.show.comm_log import CommLog, comm_log

@@ -1,4 +1,4 @@
-"""`calibrate(mesh)`: what messages, bytes, launches and copies cost on the machine at hand."""
+"""Measurement of a topology: `fs.calibrate` times messages, bytes, launches and copies."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from fshard.run.transports.torch_distributed import ProcessWorld
 __all__ = ["calibrate"]
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
-"""Bytes of a tensor that is gathered or exchanged, from 1 KiB to 64 MiB."""
+"""Bytes of the tensors that are gathered and exchanged, from 1 KiB to 64 MiB."""
 
 REPEATS = 7
 CALLS = {"cpu": 1, "cuda": 8}
 """Calls that are timed together, by device: on a GPU launches overlap, as in programs."""
 
 COPIED = {"cpu": 2**26, "cuda": 2**29}
-"""Bytes of the local copy, by device: more than caches hold."""
+"""Bytes of the local copy, by device: more than fit into caches."""
 
 
 class Sample(NamedTuple):
-    """What a collective moves, and the seconds it takes."""
+    """Traffic of a collective and its measured time."""
 
-    moved: Traffic
+    traffic: Traffic
     seconds: float
 
 
@@ -78,59 +78,61 @@ def calibrate(
     """
     world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    numbers = torch.zeros(4 + 2 * len(axes), dtype=torch.float64, device=world.device)
+    results = torch.zeros(4 + 2 * len(axes), dtype=torch.float64, device=world.device)
     first = mesh.ranks[0]
     with labelled(label_of("calibrate", mesh)):
         if world.rank in mesh:
             measured = _measure(world, mesh, axes, seconds)
             written = world.rank != first or _written(_topology(axes, measured), save)
-            numbers = numbers.new_tensor([float(written), *measured])
+            results = results.new_tensor([float(written), *measured])
         everyone = tuple(range(dist.get_world_size()))
-        gathered = stacked(world.all_gather(numbers, everyone)(), numbers.shape)
+        gathered = stacked(world.all_gather(results, everyone)(), results.shape)
         written, *measured = gathered[first].tolist()
     if not written:
         fail(
             "fs.calibrate",
             f"save={os.fspath(save or '')!r}",
-            f"rank {first}, the first of the mesh, can write the file",
-            "a path in a directory that is there; or leave it out, and topology.save(path) later",
+            f"rank {first}, the first of the mesh, must be able to write the file",
+            "a path in a directory that exists; or leave it out, and topology.save(path) later",
         )
     return _topology(axes, measured)
 
 
 def _world(mesh: Mesh, seconds: float, save: object) -> ProcessWorld:
-    """This process as a rank; raises where it is none, or where the arguments are wrong."""
+    """Return this process's transport; raise `ShardingError` for wrong arguments."""
     if not isinstance(mesh, Mesh):
-        fail("fs.calibrate", f"a mesh of {mesh!r}", "what is measured are the links of a Mesh",
+        fail("fs.calibrate", f"a mesh of {mesh!r}", "its argument must be a Mesh",
              "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
     world = own_transport()
     if is_simulated() or not isinstance(world, ProcessWorld):
         _no_ranks(mesh)
     problems = []
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        problems.append(Problem(f"seconds={seconds!r}", "it takes some time", "seconds=10.0, say"))
+        problems.append(Problem(f"seconds={seconds!r}", "seconds must be positive", "seconds=10.0"))
     if save is not None and not isinstance(save, str | os.PathLike):
-        problems.append(Problem(f"save={save!r}", "a path is a text or a Path", "'a.json', say"))
+        problems.append(
+            Problem(f"save={save!r}", "a path must be a str or a Path", "save='topology.json'")
+        )
     size = dist.get_world_size()
     if max(mesh.ranks) >= size:
         problems.append(Problem(f"{mesh} with ranks up to {max(mesh.ranks)}",
-                                f"the world has {size} processes, ranks 0..{size - 1}",
+                                f"ranks must be among the {size} processes of the world, 0..{size - 1}",
                                 f"a mesh of at most {size}, or more processes"))  # fmt: skip
     raise_if("fs.calibrate", problems)
     return world
 
 
 def _no_ranks(mesh: Mesh) -> NoReturn:
-    fail("fs.calibrate", f"{mesh}, in a process that is no rank of torchrun",
-         "what is measured is time between processes: a simulation has none",
+    fail("fs.calibrate", f"{mesh}, in a process that is not a rank of torchrun",
+         "links must be those between processes, which a simulation does not have",
          f"torchrun --nproc-per-node {max(mesh.ranks) + 1} script.py, and fs.init(mesh) in it; "
          "fs.Topology.dgx_h100() and others need no processes")  # fmt: skip
 
 
 def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
-    """The value of what was measured: `_measure`'s numbers."""
+    """Return the topology of the values that `_measure` returns."""
     launch, memory, message, *rest = measured
-    links = {axis: Link(*rest[2 * at : 2 * at + 2]) for at, axis in enumerate(axes)}
+    links = {axis: Link(*rest[2 * i : 2 * i + 2]) for i, axis in enumerate(axes)}
     if not links:
         return Topology("calibrated", launch=launch, memory=memory, message=message)
     slowest = Link(
@@ -162,7 +164,7 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
 
 
 def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
-    """Of a launch, memory, a message, and each axis's latency and bandwidth: on all ranks alike."""
+    """Return launch, memory, message, and latency and bandwidth per axis; equal on all ranks."""
     ranks = tuple(mesh.ranks)
     nbytes = COPIED[world.device.type]
     one = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
@@ -179,37 +181,37 @@ def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: floa
 
 
 def _samples(world: ProcessWorld, ranks: Group, group: Group, seconds: float) -> list[Sample]:
-    """Gathers and exchanges of growing sizes in all groups at once, as long as there is time."""
-    n, left = len(group), seconds
+    """Time gathers and exchanges of growing sizes in all groups at once, for some seconds."""
+    n, remaining = len(group), seconds
     samples: list[Sample] = []
     for size in SIZES:
         shard = -(-size // n)
         x = torch.zeros(n * shard, dtype=torch.uint8, device=world.device)
-        mine, pieces = x[:shard], [shard] * n
-        last = 0.0
-        for moved, run in (
-            (all_gather_traffic(n, shard), lambda mine=mine: world.all_gather(mine, group)()),
+        own, pieces = x[:shard], [shard] * n
+        spent = 0.0
+        for traffic, run in (
+            (all_gather_traffic(n, shard), lambda own=own: world.all_gather(own, group)()),
             (
                 all_to_all_traffic(n, n * shard),
                 lambda x=x, pieces=pieces: world.all_to_all(x, pieces, pieces, group)(),
             ),
         ):
-            taken = _timed(world, ranks, run)
-            samples.append(Sample(moved, taken))
-            last += (REPEATS + 1) * CALLS[world.device.type] * taken
-        left -= last
-        # All ranks go by the same numbers, and end with the same size.
-        if left < last * SIZES[1] / SIZES[0]:
+            duration = _timed(world, ranks, run)
+            samples.append(Sample(traffic, duration))
+            spent += (REPEATS + 1) * CALLS[world.device.type] * duration
+        remaining -= spent
+        # Durations are equal on all ranks, so that all end with the same size.
+        if remaining < spent * SIZES[1] / SIZES[0]:
             break
     return samples
 
 
 def _shift_and_swap(world: ProcessWorld, ranks: Group) -> tuple[Sample, Sample]:
-    """One message of each rank, to the next one, and one to every other."""
-    n, here = len(ranks), ranks.index(world.rank)
+    """Time one message per rank, to the next one, and one to every other rank."""
+    n, index = len(ranks), ranks.index(world.rank)
     x = torch.zeros(n, dtype=torch.uint8, device=world.device)
-    send = [int(at == (here + 1) % n) for at in range(n)]
-    receive = [int(at == (here - 1) % n) for at in range(n)]
+    send = [int(i == (index + 1) % n) for i in range(n)]
+    receive = [int(i == (index - 1) % n) for i in range(n)]
 
     def shift() -> torch.Tensor:
         return world.all_to_all(x[:1], send, receive, ranks)()
@@ -217,22 +219,22 @@ def _shift_and_swap(world: ProcessWorld, ranks: Group) -> tuple[Sample, Sample]:
     def swap() -> torch.Tensor:
         return world.all_to_all(x, [1] * n, [1] * n, ranks)()
 
-    alone, together = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
-    return Sample(alone, _timed(world, ranks, shift)), Sample(together, _timed(world, ranks, swap))
+    one, many = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
+    return Sample(one, _timed(world, ranks, shift)), Sample(many, _timed(world, ranks, swap))
 
 
 def _message(one: Sample, many: Sample) -> float:
-    """Seconds of a message beside its round's latency: of two small exchanges, one sends more."""
-    more = many.moved.messages - one.moved.messages
+    """Return the seconds of a message beside its round, from two exchanges of few bytes."""
+    more = many.traffic.messages - one.traffic.messages
     return max(0.0, (many.seconds - one.seconds) / more) if more > 0 else 0.0
 
 
 def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:
-    """The latency and bandwidth with the least squares of relative errors, both physical."""
+    """Fit latency and bandwidth, both positive, by least squares of relative errors."""
     mm = mb = bb = mt = bt = 0.0
-    for moved, seconds in samples:
-        m, b = moved.rounds / seconds, moved.received / seconds
-        t = 1 - (launch + moved.messages * message) / seconds
+    for traffic, seconds in samples:
+        m, b = traffic.rounds / seconds, traffic.received / seconds
+        t = 1 - (launch + traffic.messages * message) / seconds
         mm, mb, bb, mt, bt = mm + m * m, mb + m * b, bb + b * b, mt + m * t, bt + b * t
     scale = mm * bb - mb * mb
     latency = (mt * bb - bt * mb) / scale if scale > 0 else 0.0
@@ -240,14 +242,14 @@ def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:
     if latency < 0:
         latency, pace = 0.0, bt / bb
     if pace <= 0:
-        # Only latency was seen: a lower bound of the bandwidth is all that there is.
-        largest = max(samples, key=lambda sample: sample.moved.received)
-        pace, latency = largest.seconds / largest.moved.received, max(0.0, mt / mm)
+        # Latency dominated all samples: only a lower bound of the bandwidth is known.
+        largest = max(samples, key=lambda sample: sample.traffic.received)
+        pace, latency = largest.seconds / largest.traffic.received, max(0.0, mt / mm)
     return Link(latency, 1 / pace)
 
 
 def _launch(world: ProcessWorld, ranks: Group) -> float:
-    """Seconds until a collective is under way, the wait for it aside."""
+    """Return the seconds that launching a collective takes, without the wait for it."""
     x = torch.zeros(1, device=world.device)
     times = []
     for _ in range(4 * REPEATS):
@@ -259,7 +261,7 @@ def _launch(world: ProcessWorld, ranks: Group) -> float:
 
 
 def _timed(world: ProcessWorld, ranks: Group, run: Callable[[], object]) -> float:
-    """Seconds of a call: the median of some, on the slowest of `ranks`."""
+    """Return the median seconds of a call on the slowest of `ranks`."""
     times = []
     calls = CALLS[world.device.type]
     for _ in range(REPEATS + 1):
@@ -273,5 +275,5 @@ def _timed(world: ProcessWorld, ranks: Group, run: Callable[[], object]) -> floa
 
 
 def _slowest(world: ProcessWorld, ranks: Group, seconds: float) -> float:
-    mine = torch.tensor([seconds], dtype=torch.float64, device=world.device)
-    return float(world.all_reduce(mine, "max", ranks)().item())
+    value = torch.tensor([seconds], dtype=torch.float64, device=world.device)
+    return float(world.all_reduce(value, "max", ranks)().item())

@@ -1,4 +1,4 @@
-"""Collectives of one rank: how its local is packed, what is sent, and how the result is unpacked.
+"""Collectives of one rank: packing of its local, launch, and unpacking of the received elements.
 
 A `Wire` is computed once per step and rank, from specs alone. It separates packing and unpacking
 from the launch, so that the payloads of several wires can go in one launch. Payloads that are
@@ -156,7 +156,7 @@ def _same_sizes(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
 
 
 def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
-    """Return the wire of an all-gather of equal shards; the received stack is dim 0 of the result."""
+    """Return the wire of an all-gather of equal shards, which are received as a stack."""
     n, shape = len(member.group), src.local_shape(member.rank)
     rows = (n * shape[0], *shape[1:])
 

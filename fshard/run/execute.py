@@ -77,7 +77,7 @@ class Pending:
 
     @property
     def waited(self) -> bool:
-        """Whether `wait()` was called."""
+        """True if `wait()` was called."""
         return self._finish is None
 
     def abandon(self) -> None:

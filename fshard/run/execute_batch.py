@@ -57,7 +57,7 @@ LeafTensors = list[Tensors]
 def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     """Run a batch on a tree of this rank's locals, or of tuples of the shards of all ranks.
 
-    A rank outside of a leaf's meshes passes and gets what `run_program` says.
+    For ranks outside of a leaf's meshes see `run_program`.
     """
     values = flatten_like(batch.programs, tree, ("batch.src", "locals"), WHERE)
     all_paths = _paths(batch)

@@ -105,7 +105,7 @@ def _offset(shape: Sequence[int], box: Box) -> int | None:
 
 
 def _offset_in_row(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
-    """Return the offset of the first box in a contiguous tensor if the others follow it, or None."""
+    """Return the first box's offset in a contiguous tensor if the others follow it, else None."""
     first = end = _offset(shape, boxes[0])
     for box in boxes:
         if end is None or _offset(shape, box) != end:

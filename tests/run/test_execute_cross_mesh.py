@@ -200,7 +200,7 @@ def test_wrong_empties() -> None:
     assert str(error.value) == message(
         "the program to f32[6@a]",
         "on rank 2, which is not of Mesh(x=2), a local of shape (3,) and torch.float32",
-        "a rank that holds nothing of the source gives None or an empty tensor of its dtype",
+        "a rank outside of the source's mesh must pass None or an empty tensor of its dtype",
         "None, or torch.empty(0, dtype=torch.float32)",
     )
 

@@ -237,10 +237,10 @@ def test_closures_that_one_rank_uses() -> None:
 
 
 ORDER = """
-  rule:  every rank of a group calls the same collectives in the same order
+  rule:  every rank of a group must call the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take"""
 ALIKE = """
-  rule:  every rank of a group calls the same collective, with one shape and dtype
+  rule:  every rank of a group must call the same collective, with one shape and dtype
   fix:   look at what made the ranks differ before these lines"""
 
 

@@ -297,7 +297,7 @@ def is_differentiated(*xs: torch.Tensor) -> bool:
     """
     if is_transformed():
         return True
-    return torch.is_grad_enabled() and any([x.requires_grad for x in xs])
+    return torch.is_grad_enabled() and any([x.requires_grad for x in xs])  # noqa: C419 - one frame
 
 
 def apply_linear(

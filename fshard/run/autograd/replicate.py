@@ -10,7 +10,7 @@ import torch
 from fshard._torch.functorch import apply_function
 from fshard._torch.legacy_vmap import map_batch_dims
 
-__all__ = ["replicated_value", "replicate_shards"]
+__all__ = ["replicate_shards", "replicated_value"]
 
 
 class _Spread(torch.autograd.Function):

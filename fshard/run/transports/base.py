@@ -275,7 +275,7 @@ def unobserved() -> Iterator[None]:
 
 
 class backward_phase:  # noqa: N801 - a context manager; as a generator it would cost twice as much
-    """Mark collectives in the block as backward of the call in `label`, and check them as it was."""
+    """Mark collectives in the block as backward of the call in `label`, checked like it."""
 
     __slots__ = ("label", "tokens")
 

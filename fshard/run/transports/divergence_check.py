@@ -1,11 +1,11 @@
-"""Collectives of real processes, compared before they are launched.
+"""Comparison of the collectives of processes before they are launched: `check="collectives"`.
 
-Before a collective every rank posts what it is about to call in the store of
-`torch.distributed`, and reads what the others of its group have posted. Where all have come, or
-where they differ, or some have returned, raised or do not come in time, the first to see it
-writes a verdict, and every rank of the group goes on or raises as the first verdict says: none
-is in the backend while another has given up. It costs some round trips to the store per
-collective, and launches wait for each other: for debugging, not for training.
+Before a collective every rank writes the call to the store of `torch.distributed`, and reads the
+calls of the other ranks of its group. If all have come, or if they differ, or if some have
+returned, raised or timed out, the first rank to notice writes a verdict, and every rank of the
+group launches or raises as the first verdict says: none is in the backend while another has given
+up. It costs some round trips to the store per collective and serializes launches, so it is for
+debugging, not for training.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fshard._torch.process_groups import PrefixStore, default_store
 from fshard._util.errors import ShardingError
+from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, Parts, as_checked, current_transport
 from fshard.run.transports.divergence_report import (
@@ -31,7 +32,6 @@ from fshard.run.transports.divergence_report import (
     Stand,
     diverged,
     fingerprint,
-    one_line,
     raise_line,
     stranded,
     unsent,
@@ -42,21 +42,25 @@ from fshard.run.transports.torch_distributed import ProcessWorld
 
 __all__ = ["checked_collectives"]
 
-TIMEOUT = timedelta(minutes=10)
-PATIENCE = 1.0  # seconds in which ranks may still come to a collective that others differ in
-PAUSES = (0.0,) * 20 + (0.001,) * 100  # seconds between looks, and then the last one for good
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+PATIENCE = 1.0
+"""Seconds that ranks may be late for a collective in which others differ already."""
+PAUSES = (0.0,) * 20 + (0.001,) * 100
+"""Seconds between the first reads of the store, followed by `LAST_PAUSE`."""
 LAST_PAUSE = 0.02
-NOTHING = "-"
-GO = ""  # the text of the verdict that all have come
+EMPTY = "-"
+"""Value of a key that no rank has written."""
+GO = ""
+"""Text of the verdict that all ranks have come."""
 
 Moment = tuple[int, int]
-"""Which call of a mapped function, and which collective of a group in it: the same everywhere."""
+"""Number of a call of a mapped function, and of a group's collective in it; equal on all ranks."""
 Splits = tuple[Sequence[int], Sequence[int]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """What a rank has come to a group's collective with."""
+    """Call with which a rank has come to a group's collective."""
 
     moment: Moment
     words: str
@@ -65,46 +69,53 @@ class _Arrival:
 
 
 @dataclass(slots=True)
-class _State:
-    """Where a rank stands, as it tells the others; `at` and `passed` by group."""
+class RankStatus:
+    """Position of a rank, as it writes it to the store.
+
+    Attributes:
+        call: number of the mapped call.
+        ended: "returned" or "raised" after the call, else "".
+        awaited: the group whose collective it waits in.
+        stands: the position as text.
+        remark: an additional line for errors.
+        arrivals: its last call by group.
+        passed: the last moment by group at which it saw all ranks.
+    """
 
     call: int = 0
     ended: str = ""
-    waits: Group | None = None
+    awaited: Group | None = None
     stands: str = "not yet in a checked call"
     remark: str = ""
-    at: dict[str, _Arrival] = field(default_factory=dict)
+    arrivals: dict[str, _Arrival] = field(default_factory=dict)
     passed: dict[str, Moment] = field(default_factory=dict)
 
     @staticmethod
-    def read(text: str) -> _State:
-        if text == NOTHING:
-            return _State()
-        given = json.loads(text)
-        given["at"] = {
-            group: _Arrival(tuple(moment), *rest)
-            for group, (moment, *rest) in ((g, each.values()) for g, each in given["at"].items())
+    def parse(text: str) -> RankStatus:
+        """Return the status that a rank has written."""
+        if text == EMPTY:
+            return RankStatus()
+        fields = json.loads(text)
+        fields["arrivals"] = {
+            group: _Arrival(**(arrival | {"moment": tuple(arrival["moment"])}))
+            for group, arrival in fields["arrivals"].items()
         }
-        given["waits"] = given["waits"] and tuple(given["waits"])
-        given["passed"] = {group: tuple(moment) for group, moment in given["passed"].items()}
-        return _State(**given)
+        fields["awaited"] = fields["awaited"] and tuple(fields["awaited"])
+        fields["passed"] = {group: tuple(moment) for group, moment in fields["passed"].items()}
+        return RankStatus(**fields)
 
 
-class _Checked:
+class _CheckedTransport:
     """This process's transport on one mesh, with the check before every collective."""
 
     def __init__(self, world: ProcessWorld, mesh: Mesh) -> None:
-        self.world, self.mesh, self.rank, self.device = (
-            world,
-            mesh,
-            world.process_rank,
-            world.device,
-        )
-        self.state = _State()
+        self.world, self.mesh = world, mesh
+        self.rank, self.device = world.process_rank, world.device
+        self.status = RankStatus()
         self.inside = False
         self.remark: Callable[[], str] = str
         self.store: Any = PrefixStore(f"fshard {mesh.ranks} {world.start_count}", default_store())
-        self.known: set[Group] = set()
+        self.groups_with_keys: set[Group] = set()
 
     @property
     def all_ranks(self) -> range:
@@ -115,71 +126,73 @@ class _Checked:
         return self.world.moves(device)
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
-        self._meet(fingerprint("all_gather", x), group)
+        self._compare(fingerprint("all_gather", x), group)
         return self.world.all_gather(x, group)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        self._meet(fingerprint("all_reduce", x, op), group)
+        self._compare(fingerprint("all_reduce", x, op), group)
         return self.world.all_reduce(x, op, group)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        self._meet(fingerprint("reduce_scatter", x, op), group)
+        self._compare(fingerprint("reduce_scatter", x, op), group)
         return self.world.reduce_scatter(x, op, group)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
-        self._meet(fingerprint("all_to_all", x), group, (tuple(send), tuple(receive)))
+        self._compare(fingerprint("all_to_all", x), group, (tuple(send), tuple(receive)))
         return self.world.all_to_all(x, send, receive, group)
 
-    # -- what is posted ---------------------------------------------------------------
+    # -- the status in the store ------------------------------------------------------
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call of a mapped function: the others are told when it begins and how it ends."""
-        self.state.call += 1
-        self.state.waits = None
+        """Run one call of a mapped function, whose begin and end are written to the store."""
+        self.status.call += 1
+        self.status.awaited = None
         self.remark, self.inside = str, True
-        self._post("running")
+        self._write_status("running")
         try:
             yield
         except BaseException as error:
-            self.state.waits = None
-            self._post(f"raised {one_line(error)}{raise_line(error.__traceback__)}", "raised")
+            self.status.awaited = None
+            self._write_status(
+                f"raised {one_line(error)}{raise_line(error.__traceback__)}", "raised"
+            )
             raise
         else:
-            self._post("returned", "returned")
+            self._write_status("returned", "returned")
         finally:
             self.inside = False
 
-    def _post(self, stands: str, ended: str | None = None) -> None:
-        self.state.stands, self.state.remark = stands, self.remark()
+    def _write_status(self, stands: str, ended: str = "") -> None:
+        self.status.stands, self.status.remark = stands, self.remark()
         if self.inside:
-            self.state.ended = ended or ""
-        self.store.set(str(self.rank), json.dumps(asdict(self.state)))
+            self.status.ended = ended
+        self.store.set(str(self.rank), json.dumps(asdict(self.status)))
 
-    # -- meeting ----------------------------------------------------------------------
+    # -- the comparison ---------------------------------------------------------------
 
-    def _meet(self, call: Fingerprint, group: Group, splits: Splits = None) -> None:
-        """Go on once the whole group has come to the same collective; else raise the verdict."""
+    def _compare(self, call: Fingerprint, group: Group, splits: Splits = None) -> None:
+        """Return once all ranks of the group have made the same call, or raise the verdict."""
         if not all(rank in self.mesh for rank in group):
             return
         key = str(group)
-        last = self.state.at.get(key)
-        again = last is not None and last.moment[0] == self.state.call
-        moment = (self.state.call, last.moment[1] + 1 if last is not None and again else 0)
+        last = self.status.arrivals.get(key)
+        same_call = last is not None and last.moment[0] == self.status.call
+        moment = (self.status.call, last.moment[1] + 1 if last is not None and same_call else 0)
         arrival = _Arrival(moment, words(call, group), user_line(None, call[0]), splits)
-        self.state.at[key] = arrival
+        self.status.arrivals[key] = arrival
         try:
-            self._introduce(group)
-            self.state.waits = group
-            self._post(f"waiting in {arrival.words}{arrival.line}")
+            self._create_keys(group)
+            self.status.awaited = group
+            self._write_status(f"waiting in {arrival.words}{arrival.line}")
             try:
                 self._await(group, moment)
-                self.state.passed[key] = moment
+                self.status.passed[key] = moment
             finally:
-                self.state.waits = None
-                self._post(f"running, last in {arrival.words}{arrival.line}")
+                self.status.awaited = None
+                self._write_status(f"running, last in {arrival.words}{arrival.line}")
         except dist.DistError as error:
             raise stranded(
                 "the store of torch.distributed, in which ranks find each other, does not answer",
@@ -188,114 +201,123 @@ class _Checked:
                 f"look at the rank that keeps the store: {one_line(error)}",
             ) from error
 
-    def _introduce(self, group: Group) -> None:
-        """Make the keys of a group's ranks, so that reading them waits for nobody."""
-        if group not in self.known:
-            for name in (_verdict_of(group), *map(str, group)):
-                self.store.compare_set(name, "", NOTHING)
-            self.known.add(group)
+    def _create_keys(self, group: Group) -> None:
+        """Create the keys of a group's ranks, so that reading them does not block."""
+        if group not in self.groups_with_keys:
+            for name in (_verdict_key(group), *map(str, group)):
+                self.store.compare_set(name, "", EMPTY)
+            self.groups_with_keys.add(group)
 
     def _await(self, group: Group, moment: Moment) -> None:
-        limit = (self.world.timeout or TIMEOUT).total_seconds()
+        limit = (self.world.timeout or DEFAULT_TIMEOUT).total_seconds()
         begin = time.monotonic()
-        differing: float | None = None
+        differing_since: float | None = None
         for pause in itertools.chain(PAUSES, itertools.repeat(LAST_PAUSE)):
-            verdict, states = self._read(group, group)
-            if self._decided(verdict, group, moment):
+            verdict, statuses = self._read(group, group)
+            if self._is_decided(verdict, group, moment):
                 return
-            here = _arrived(states, str(group), moment)
-            if here is None:
+            arrived = _arrived(statuses, str(group), moment)
+            if arrived is None:
                 return
             now = time.monotonic()
-            if len({each.words for each in here.values()}) > 1:
-                differing = differing or now
-            late = now - begin > limit
-            patient = differing is None or now - differing < PATIENCE
-            found = self._judge(group, moment, states, here, limit if late else None, patient)
-            if found is not None or len(here) == len(group):
-                verdict = self._tell(group, moment, verdict, GO if found is None else str(found))
-                if self._decided(verdict, group, moment):
+            if len({arrival.words for arrival in arrived.values()}) > 1:
+                differing_since = differing_since or now
+            waited = limit if now - begin > limit else None
+            patient = differing_since is None or now - differing_since < PATIENCE
+            error = self._error(group, statuses, arrived, waited, patient)
+            if error is not None or len(arrived) == len(group):
+                text = GO if error is None else str(error)
+                verdict = self._write_verdict(group, moment, verdict, text)
+                if self._is_decided(verdict, group, moment):
                     return
             elif pause == LAST_PAUSE:
-                self._look_around()
+                self._find_cycle()
             time.sleep(pause)
 
-    def _decided(self, verdict: str, group: Group, moment: Moment) -> bool:
-        """Whether the verdict is that all go on; raises where it is another on this meeting."""
-        if not _is_of(verdict, moment):
+    def _is_decided(self, verdict: str, group: Group, moment: Moment) -> bool:
+        """Return True if the verdict is that all go on; raise if it is an error at this moment."""
+        if not _is_at(verdict, moment):
             return False
-        _, text, meetings = json.loads(verdict)
+        _, text, others = json.loads(verdict)
         if text == GO:
             return True
-        # Who raises is waited for no more: first let all know why.
-        self._tell_all([(tuple(group), tuple(at)) for group, at in meetings], text)
+        # Other groups must get the verdict before this rank raises: it will not come to them.
+        self._write_verdicts([(tuple(other), tuple(when)) for other, when in others], text)
         error = ShardingError(text)
         error.everywhere = True
         raise error
 
-    def _tell(
+    def _write_verdict(
         self,
         group: Group,
         moment: Moment,
         old: str,
         text: str,
-        meetings: Sequence[tuple[Group, Moment]] = (),
+        others: Sequence[tuple[Group, Moment]] = (),
     ) -> str:
-        """Write a verdict, unless there is another than the old one by now; what there is."""
-        verdict = json.dumps([moment, text, meetings])
-        stored: bytes = self.store.compare_set(_verdict_of(group), old, verdict)
+        """Write a verdict unless one was written after `old`; return the one in the store."""
+        verdict = json.dumps([moment, text, others])
+        stored: bytes = self.store.compare_set(_verdict_key(group), old, verdict)
         return stored.decode()
 
-    def _tell_all(self, meetings: Sequence[tuple[Group, Moment]], text: str) -> None:
-        """Write one verdict on the meetings of several groups, those that have none."""
-        for group, moment in meetings:
-            self._introduce(group)
+    def _write_verdicts(self, collectives: Sequence[tuple[Group, Moment]], text: str) -> None:
+        """Write one verdict on the collectives of several groups that have none."""
+        for group, moment in collectives:
+            self._create_keys(group)
             old, _ = self._read(group, ())
-            if not _is_of(old, moment):
-                self._tell(group, moment, old, text, meetings)
+            if not _is_at(old, moment):
+                self._write_verdict(group, moment, old, text, collectives)
 
-    def _look_around(self) -> None:
-        """Where ranks of the whole mesh wait for each other in a ring, tell all of them."""
-        everyone = tuple(self.mesh.ranks)
-        self._introduce(everyone)
-        _, states = self._read(everyone, everyone)
-        stuck = _stuck(states)
+    def _find_cycle(self) -> None:
+        """If ranks of the mesh wait for each other in a cycle, write a verdict for all of them."""
+        ranks = tuple(self.mesh.ranks)
+        self._create_keys(ranks)
+        _, statuses = self._read(ranks, ranks)
+        stuck = _stuck(statuses)
         if self.rank in stuck:
             stands = {
-                rank: Stand(states[rank].stands, remark=states[rank].remark) for rank in stuck
+                rank: Stand(statuses[rank].stands, remark=statuses[rank].remark) for rank in stuck
             }
             error = stranded("ranks wait for each other", self.mesh, stands)
-            self._tell_all(list(dict.fromkeys(stuck.values())), str(error))
+            self._write_verdicts(list(dict.fromkeys(stuck.values())), str(error))
 
-    def _read(self, group: Group, ranks: Group) -> tuple[str, dict[int, _State]]:
-        """The verdict of a group, and where ranks stand."""
-        names = [_verdict_of(group), *map(str, ranks)]
+    def _read(self, group: Group, ranks: Group) -> tuple[str, dict[int, RankStatus]]:
+        """Return the verdict of a group and the statuses of ranks."""
+        names = [_verdict_key(group), *map(str, ranks)]
         extended = self.store.has_extended_api()
         raw = self.store.multi_get(names) if extended else [self.store.get(n) for n in names]
-        verdict, *rest = (each.decode() for each in raw)
-        return verdict, dict(zip(ranks, map(_State.read, rest), strict=True))
+        verdict, *texts = (value.decode() for value in raw)
+        return verdict, dict(zip(ranks, map(RankStatus.parse, texts), strict=True))
 
-    # -- what is made of it -----------------------------------------------------------
+    # -- the verdict ------------------------------------------------------------------
 
-    def _judge(
+    def _error(
         self,
         group: Group,
-        moment: Moment,
-        states: dict[int, _State],
-        here: dict[int, _Arrival],
+        statuses: dict[int, RankStatus],
+        arrived: dict[int, _Arrival],
         waited: float | None,
         patient: bool,
     ) -> ShardingError | None:
-        """The error that all of the group raise, or None where all is well so far."""
-        missing = [rank for rank in group if rank not in here]
-        if len({each.words for each in here.values()}) > 1 and not (missing and patient):
-            return diverged(self.mesh, group, _stands(group, states, here))
+        """Return the error for all ranks of a group, None as long as there is none.
+
+        Args:
+            group: the ranks.
+            statuses: their statuses.
+            arrived: the calls of those that have come.
+            waited: the timeout in seconds, once it is over.
+            patient: whether to wait for missing ranks although calls differ.
+        """
+        missing = [rank for rank in group if rank not in arrived]
+        differ = len({arrival.words for arrival in arrived.values()}) > 1
+        if differ and not (missing and patient):
+            return diverged(self.mesh, group, _stands(group, statuses, arrived))
         if not missing:
-            splits = [here[rank].splits for rank in group]
-            return unsent(group, [each for each in splits if each is not None])
-        stands = _stands(group, states, here, tuple(missing))
-        if any(self._will_not_come(states[rank]) for rank in missing):
-            raised = [rank for rank in missing if states[rank].ended == "raised"]
+            splits = [arrived[rank].splits for rank in group]
+            return unsent(group, [pair for pair in splits if pair is not None])
+        stands = _stands(group, statuses, arrived, tuple(missing))
+        if any(self._will_not_come(statuses[rank]) for rank in missing):
+            raised = [rank for rank in missing if statuses[rank].ended == "raised"]
             fix = [f"look at the error of rank {rank}" for rank in raised[:1]]
             head = "ranks wait for others that never come"
             return stranded(head, self.mesh, stands, *fix)
@@ -309,89 +331,98 @@ class _Checked:
             )
         return None
 
-    def _will_not_come(self, state: _State) -> bool:
-        """Whether a rank has ended the call in which this one waits; of backward only errors."""
-        if state.call == self.state.call:
-            return state.ended == "raised" or (state.ended == "returned" and self.inside)
-        return state.call > self.state.call and self.inside
+    def _will_not_come(self, status: RankStatus) -> bool:
+        """Return True if a rank has ended the call that this one waits in.
+
+        In backward, which runs after the call, only an error ends it.
+        """
+        if status.call == self.status.call:
+            return status.ended == "raised" or (status.ended == "returned" and self.inside)
+        return status.call > self.status.call and self.inside
 
 
 def _stands(
-    group: Group, states: dict[int, _State], here: dict[int, _Arrival], missing: Group = ()
+    group: Group,
+    statuses: dict[int, RankStatus],
+    arrived: dict[int, _Arrival],
+    missing: Group = (),
 ) -> dict[int, Stand]:
-    """Where everyone stands; those who have come wait for the `missing`, if there are any."""
+    """Return the positions of a group's ranks; those that have come wait for the `missing`."""
     stands: dict[int, Stand] = {}
     for rank in group:
-        arrival, remark = here.get(rank), states[rank].remark
+        arrival, remark = arrived.get(rank), statuses[rank].remark
         if arrival is None:
-            stands[rank] = Stand(states[rank].stands, remark=remark)
+            stands[rank] = Stand(statuses[rank].stands, remark=remark)
         else:
             what = f"waiting in {arrival.words}" if missing else arrival.words
             stands[rank] = Stand(what, arrival.line, missing, remark)
     return stands
 
 
-def _arrived(states: dict[int, _State], key: str, moment: Moment) -> dict[int, _Arrival] | None:
-    """Who is at the collective; None where one has seen all the others there and gone on."""
-    if any(state.passed.get(key, (0, 0)) >= moment for state in states.values()):
+def _arrived(
+    statuses: dict[int, RankStatus], key: str, moment: Moment
+) -> dict[int, _Arrival] | None:
+    """Return the calls of ranks that have come; None if a rank has seen all and gone on."""
+    if any(status.passed.get(key, (0, 0)) >= moment for status in statuses.values()):
         return None
-    at = {rank: state.at.get(key) for rank, state in states.items()}
-    return {rank: each for rank, each in at.items() if each is not None and each.moment == moment}
+    arrivals = {rank: status.arrivals.get(key) for rank, status in statuses.items()}
+    return {rank: a for rank, a in arrivals.items() if a is not None and a.moment == moment}
 
 
-def _stuck(states: dict[int, _State]) -> dict[int, tuple[Group, Moment]]:
-    """Ranks that wait for ranks that wait, in a ring: in which collective each of them is."""
+def _stuck(statuses: dict[int, RankStatus]) -> dict[int, tuple[Group, Moment]]:
+    """Return the ranks that wait in a cycle, each with the collective that it waits in."""
     waiting = {
-        rank: (state.waits, state.at[str(state.waits)].moment)
-        for rank, state in states.items()
-        if state.waits is not None
+        rank: (status.awaited, status.arrivals[str(status.awaited)].moment)
+        for rank, status in statuses.items()
+        if status.awaited is not None
     }
     while True:
-        hopeless = {
+        blocked = {
             rank: (group, moment)
             for rank, (group, moment) in waiting.items()
             if any(
-                each in waiting
-                for each in group
-                if (here := _arrived(states, str(group), moment)) is not None and each not in here
+                member in waiting
+                for member in group
+                if (arrived := _arrived(statuses, str(group), moment)) is not None
+                and member not in arrived
             )
         }
-        if len(hopeless) == len(waiting):
-            return hopeless
-        waiting = hopeless
+        if len(blocked) == len(waiting):
+            return blocked
+        waiting = blocked
 
 
-def _verdict_of(group: Group) -> str:
+def _verdict_key(group: Group) -> str:
     return f"verdict {group}"
 
 
-def _is_of(verdict: str, moment: Moment) -> bool:
-    return verdict != NOTHING and tuple(json.loads(verdict)[0]) == moment
+def _is_at(verdict: str, moment: Moment) -> bool:
+    return verdict != EMPTY and tuple(json.loads(verdict)[0]) == moment
 
 
-_KNOWN: dict[Group, _Checked] = {}
+_CHECKED: dict[Group, _CheckedTransport] = {}
 
 
 @contextmanager
 def checked_collectives(mesh: Mesh) -> Iterator[None]:
     """Compare the collectives of a call among the ranks of `mesh` before each is launched.
 
-    Every rank of the mesh enters. Ranks that call different collectives, that return, raise or
-    do not come within the timeout of `fs.init` (10 minutes if it has none) while others wait are
-    a `ShardingError` with one text on all of the group: who is where, with the user's lines. The
-    backward of what is called in the block is compared as well. A simulation compares always,
-    and in a block that is in another the outer one does it: then nothing happens.
+    Every rank of the mesh enters. If ranks call different collectives, or if some return, raise or
+    do not come within the timeout of `fs.init` (10 minutes by default) while others wait, all ranks
+    of the group raise one `ShardingError` with the position and source line of each. The backward
+    of the calls in the block is compared too. In a simulation, which always compares, and in a
+    block inside another one nothing happens.
     """
     transport = current_transport()
     if not isinstance(transport, ProcessWorld) or transport.rank not in mesh:
         yield
         return
     ranks = tuple(mesh.ranks)
-    checked = _KNOWN.get(ranks)
+    checked = _CHECKED.get(ranks)
     if checked is None or checked.world is not transport:
-        if any(each.world is not transport for each in _KNOWN.values()):
-            _KNOWN.clear()  # of process groups that are no more
-        checked = _KNOWN[ranks] = _Checked(transport, mesh)
+        if any(other.world is not transport for other in _CHECKED.values()):
+            _CHECKED.clear()  # their process groups were replaced
+        checked = _CHECKED[ranks] = _CheckedTransport(transport, mesh)
     checked.mesh = mesh
     with as_checked(checked), checked.call():
         yield

@@ -1,7 +1,7 @@
-"""What a collective is known by, and the words for ranks that part ways.
+"""Fingerprints of collectives, and the errors for ranks that call different ones.
 
-A fingerprint is what must be the same on every rank of a group. Simulated ranks and real ones
-compare the same fingerprints and say the same sentences.
+A fingerprint must be equal on all ranks of a group. Simulated ranks and processes compare the same
+fingerprints and raise the same errors.
 """
 
 from __future__ import annotations
@@ -15,42 +15,57 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
+from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import CHECKED, LABEL, Group, Label, current_transport, is_simulated
 
 __all__ = [
-    "Fingerprint", "Stand", "backward_label", "blame", "call_line", "diverged", "explain_with",
-    "fingerprint", "here", "lost", "one_line", "rank_text", "raise_line", "stranded", "unsent",
-    "user_frame", "user_line", "words",
+    "Fingerprint",
+    "Stand",
+    "backward_label",
+    "blame",
+    "call_line",
+    "diverged",
+    "explain_with",
+    "fingerprint",
+    "lost",
+    "raise_line",
+    "rank_text",
+    "stranded",
+    "unsent",
+    "user_frame",
+    "user_line",
+    "words",
 ]  # fmt: skip
 
 Fingerprint = tuple[object, ...]
-"""A label, the operation on the wire, and its arguments: compared as it is."""
+"""A label, the transport's method, and its arguments."""
 
 PACKAGES = frozenset(("fshard", "torch", "threading", "optree", "contextlib", "functools"))
 TYPED = ("<stdin>", "<python-input", "<ipython-input")
-"""What a prompt calls the code that a user types; other code without a file is generated."""
+"""File names of code typed at a prompt; other code without a file is generated."""
 
 
-# -- where ----------------------------------------------------------------------------
+# -- source lines ----------------------------------------------------------------------------
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from `frame` on, outside of this package and what is below it."""
+    """Return the innermost frame, from `frame` outwards, that is not in a package of `PACKAGES`."""
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return frame
 
 
 def _line(frame: FrameType | None) -> str:
-    """`file:line` of the user's frame, or nothing."""
-    found = user_frame(frame)
-    return "" if found is None else _at(found, found.f_lineno)
+    """Return `file:line` of the user's frame, or ""."""
+    user = user_frame(frame)
+    return "" if user is None else _position(user, user.f_lineno)
 
 
-def _at(frame: FrameType, line: int | None) -> str:
-    """`file:line`; in a notebook, whose cells are files without telling names, as IPython says."""
+def _position(frame: FrameType, line: int | None) -> str:
+    """Return `file:line`, or IPython's name of a notebook's cell and the line."""
     file, ipython = frame.f_code.co_filename, sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     cell = None if shell is None else shell.compile.format_code_name(file)
@@ -61,38 +76,33 @@ def _is_users(frame: FrameType) -> bool:
     return _is_users_file(frame.f_globals.get("__name__", ""), frame.f_code.co_filename)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=CACHE_SIZE)
 def _is_users_file(module: str, file: str) -> bool:
     package = module.partition(".")[0]
     return package not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
 
 
 def user_line(thread: int | None, label: object) -> str:
-    """` at file:line` for where a thread, or this one, stands in the user's code.
+    """Return ` at file:line` for the user's code that a thread, by default this one, runs.
 
-    In backward the line of the forward call is named too: the stack may know nothing of it.
+    In backward the line of the forward call is added, which the stack may not have.
     """
     frame = sys._getframe() if thread is None else sys._current_frames().get(thread)
     line = _line(frame)
-    begun = label.line if isinstance(label, Label) else ""
-    at = f" at {line}" if line else ""
-    return at + (f", of the call at {begun}" if begun and begun != line else "")
+    call = label.line if isinstance(label, Label) else ""
+    position = f" at {line}" if line else ""
+    return position + (f", of the call at {call}" if call and call != line else "")
 
 
 def call_line() -> str:
-    """`file:line` of the user's call, for what is launched later; nothing where nobody asks."""
+    """Return `file:line` of the user's call for a later launch; "" if nothing checks it."""
     if CHECKED.get() is None and not is_simulated():
         return ""
     return _line(sys._getframe())
 
 
-def here() -> str:
-    """` at file:line` for the user's call, for what is looked at later."""
-    return user_line(None, None)
-
-
 def backward_label() -> Label | None:
-    """The label under which the backward of what is being called is launched, if anybody asks."""
+    """Return the label for the backward of the running launch; None if it is not checked."""
     label, checked = LABEL.get(), CHECKED.get()
     if label is None or (checked is None and not is_simulated()):
         return None
@@ -101,22 +111,17 @@ def backward_label() -> Label | None:
 
 
 def raise_line(traceback: TracebackType | None) -> str:
-    """` at file:line` for the user's line that raised, or nothing."""
-    found = ""
+    """Return ` at file:line` of the user's line that raised, or ""."""
+    position = ""
     while traceback is not None:
         if _is_users(traceback.tb_frame):
-            found = f" at {_at(traceback.tb_frame, traceback.tb_lineno)}"
+            position = f" at {_position(traceback.tb_frame, traceback.tb_lineno)}"
         traceback = traceback.tb_next
-    return found
-
-
-def one_line(error: BaseException) -> str:
-    """The type of an error and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return position
 
 
 def rank_text(mesh: Mesh, rank: int) -> str:
-    """`rank 3 (dp=1, tp=1)`."""
+    """Return a rank and its coordinates, `rank 3 (dp=1, tp=1)`."""
     return f"rank {_named(mesh, rank)}"
 
 
@@ -125,38 +130,38 @@ def _named(mesh: Mesh, rank: int) -> str:
 
 
 def blame(error: BaseException, mesh: Mesh) -> None:
-    """Note on an error of the mapped function which rank of a real mesh it is from, once."""
+    """Add a note to an error of a mapped function that names the process's rank, once."""
     transport = current_transport()
     if transport is None or is_simulated() or getattr(error, "everywhere", False):
         return
-    known = getattr(error, "__notes__", ())
-    if transport.rank in mesh and not any(note.startswith("on rank ") for note in known):
+    notes = getattr(error, "__notes__", ())
+    if transport.rank in mesh and not any(note.startswith("on rank ") for note in notes):
         error.add_note(f"on {rank_text(mesh, transport.rank)} of {mesh}")
 
 
 def explain_with(remark: Callable[[], str]) -> None:
-    """Have `remark()` said of this rank, such as "branched on ...", should ranks part ways.
+    """Add `remark()`, such as "branched on ...", to this rank's line in later errors.
 
-    It holds until the end of the simulation, or of the outermost call whose collectives are
-    checked; the last one counts.
+    It is valid until the end of the simulation, or of the outermost call whose collectives are
+    checked, and replaces an earlier remark.
     """
     transport: Any = current_transport()
     if hasattr(transport, "remark"):
         transport.remark = remark
 
 
-# -- what -----------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------
 
 
 def fingerprint(op: str, x: torch.Tensor, *arguments: object) -> Fingerprint:
-    """That of an operation on `x`; only an all-to-all is of other shapes on other ranks."""
+    """Return the fingerprint of an operation on `x`; shapes of an all-to-all may differ."""
     if op == "all_to_all":
         return (LABEL.get(), op, x.dtype)
     return (LABEL.get(), op, *arguments, x.dtype, tuple(x.shape))
 
 
 def words(call: Fingerprint, group: Group) -> str:
-    """`fs.psum over x: all_reduce(sum, torch.float32, (2,))`."""
+    """Return a call as text, `fs.psum over x: all_reduce(sum, torch.float32, (2,))`."""
     label, op, *arguments = call
     wire = f"{op}({', '.join(map(str, arguments))})"
     if not isinstance(label, Label):
@@ -165,10 +170,10 @@ def words(call: Fingerprint, group: Group) -> str:
 
 
 def _axes(mesh: Mesh, group: Group) -> str:
-    """The axes along which a group lies, in its order; else its ranks."""
+    """Return the mesh axes that a group communicates along, in its order; else its ranks."""
     if all(rank in mesh for rank in group):
         coords = [mesh.coords(rank) for rank in group]
-        axes = [axis for axis in mesh.axes if len({each[axis] for each in coords}) > 1]
+        axes = [axis for axis in mesh.axes if len({c[axis] for c in coords}) > 1]
         for names in itertools.permutations(axes):
             if mesh.group(group[0], names) == group:
                 return ", ".join(names)
@@ -178,24 +183,31 @@ def _axes(mesh: Mesh, group: Group) -> str:
 def unsent(
     group: Group, splits: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> ShardingError | None:
-    """The error where a rank of an all-to-all expects other numbers than it is sent."""
-    for at, (_, receive) in enumerate(splits):
-        sent = tuple(send[at] for send, _ in splits)
+    """Return the error of an all-to-all in which a rank expects other sizes than are sent to it."""
+    for i, (_, receive) in enumerate(splits):
+        sent = tuple(send[i] for send, _ in splits)
         if sent != tuple(receive):
             return _error(
                 "all_to_all",
-                [f"given: rank {group[at]} expects {tuple(receive)} elements, is sent {sent}"],
-                "what is sent is what is received",
-                "give every rank the same spec",
+                [f"given: rank {group[i]} expects {tuple(receive)} elements, is sent {sent}"],
+                "a rank must receive as many elements as are sent to it",
+                "use the same spec on every rank",
             )
     return None
 
 
-# -- who ------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------
 
 
 class Stand(NamedTuple):
-    """Where a rank stands: in what, in which line, for whom it waits; and what it has to say."""
+    """Position of one rank in an error.
+
+    Attributes:
+        what: such as "waiting in fs.psum over x: ...", or "returned".
+        line: ` at file:line`.
+        awaits: the ranks that it waits for.
+        remark: an additional line.
+    """
 
     what: str
     line: str = ""
@@ -203,41 +215,41 @@ class Stand(NamedTuple):
     remark: str = ""
 
 
-NAMED = 4
-"""Of up to so many ranks in one line the coordinates are told too."""
+COORDS_LIMIT = 4
+"""Coordinates are shown for at most this many ranks in one line."""
 
 
-def _said(mesh: Mesh, stands: Mapping[int, Stand]) -> list[str]:
-    """The lines of ranks, those of whom the same is to be said together.
+def _lines(mesh: Mesh, stands: Mapping[int, Stand]) -> list[str]:
+    """Return the lines of an error, one for all ranks in the same position.
 
-    Ranks that stand in one line wait each for those of their own group.
+    Each of these ranks waits for ranks of its own group.
     """
-    alike: dict[tuple[str, str, str], list[int]] = {}
+    by_position: dict[tuple[str, str, str], list[int]] = {}
     for rank, stand in stands.items():
-        alike.setdefault((stand.what, stand.line, stand.remark), []).append(rank)
+        by_position.setdefault((stand.what, stand.line, stand.remark), []).append(rank)
     lines: list[str] = []
-    for (what, line, remark), ranks in alike.items():
-        awaited = sorted({each for rank in ranks for each in stands[rank].awaits})
+    for (what, line, remark), ranks in by_position.items():
+        awaited = sorted({other for rank in ranks for other in stands[rank].awaits})
         wait = f" for {awaited}" if awaited else ""
-        lines.append(f"{_places(mesh, ranks)}: {what}{wait}{line}")
+        lines.append(f"{_ranks_text(mesh, ranks)}: {what}{wait}{line}")
         lines += [f"  {remark}"] if remark else []
     return lines
 
 
-def _places(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """`rank 0 (x=0)`, `ranks 1 (x=1), 2 (x=2)`, and of many `ranks 1, 2, 3, 5, 6`."""
+def _ranks_text(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """Return ranks as text, `ranks 1 (x=1), 2 (x=2)`, or for many `ranks 1, 2, 3, 5, 6`."""
     if len(ranks) == 1:
         return rank_text(mesh, ranks[0])
-    names = [str(r) if len(ranks) > NAMED else _named(mesh, r) for r in sorted(ranks)]
+    names = [str(r) if len(ranks) > COORDS_LIMIT else _named(mesh, r) for r in sorted(ranks)]
     return f"ranks {', '.join(names)}"
 
 
 def diverged(mesh: Mesh, group: Group, stands: Mapping[int, Stand]) -> ShardingError:
-    """The error of ranks that call different collectives, and where each of them stands."""
+    """Return the error of ranks that call different collectives."""
     return _error(
         f"ranks of the group {group} call different collectives",
-        _said(mesh, stands),
-        "every rank of a group calls the same collective, with one shape and dtype",
+        _lines(mesh, stands),
+        "every rank of a group must call the same collective, with one shape and dtype",
         "look at what made the ranks differ before these lines",
     )
 
@@ -248,26 +260,26 @@ BRANCH = "move the collective out of the branch that only some ranks take"
 def stranded(
     head: str, mesh: Mesh, stands: Mapping[int, Stand], fix: str = BRANCH
 ) -> ShardingError:
-    """The error of ranks that wait for others in vain, and where each of them stands."""
-    rule = "every rank of a group calls the same collectives in the same order"
-    return _error(head, _said(mesh, stands), rule, fix)
+    """Return the error of ranks that wait for others that never come."""
+    rule = "every rank of a group must call the same collectives in the same order"
+    return _error(head, _lines(mesh, stands), rule, fix)
 
 
 def lost(error: BaseException, label: Label | None, op: str, group: Group) -> ShardingError:
-    """What a backend says of a collective that did not end, in terms of the call."""
+    """Return the error of a collective that did not end, from the backend's error."""
     name = op if label is None else f"{label.name} over {_axes(label.mesh, group)}: {op}"
     return ShardingError(
         f"{name} among the ranks {group} did not end{user_line(None, label)}\n"
         f"  given: {one_line(error)}\n"
-        "  rule:  a collective ends when every rank of its group has come to it, in the time that "
-        "fs.init(mesh, timeout=seconds) gives\n"
-        '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not come, and '
-        "what they do instead"
+        "  rule:  every rank of its group must call a collective, within the timeout of "
+        "fs.init(mesh, timeout=seconds)\n"
+        '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not call it, '
+        "and what they do instead"
     )
 
 
 def _error(head: str, lines: Iterable[str], rule: str, fix: str) -> ShardingError:
-    """An error that belongs to all ranks, not to the one that finds it."""
+    """Return an error that is raised for all ranks, not for the one that finds it."""
     error = ShardingError("\n  ".join([head, *lines, f"rule:  {rule}", f"fix:   {fix}"]))
     error.everywhere = True
     return error

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 __all__ = [
-    "NATIVE", "REDUCE", "TensorFunction", "as_dtype", "as_number", "largest", "neutral_like", "over", "reduced",
-    "times",
+    "NATIVE", "REDUCE", "TensorFunction", "as_dtype", "as_number", "largest", "neutral_like",
+    "over", "reduced", "times",
 ]  # fmt: skip
 
 NATIVE = {

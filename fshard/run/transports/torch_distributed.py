@@ -45,7 +45,7 @@ from fshard.run.transports.base import (
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
 
-__all__ = ["ProcessWorld", "init", "wait_in_background"]
+__all__ = ["init", "wait_in_background"]
 
 OPS: Any = torch.ops._c10d_functional
 EXIT_SECONDS = 1.0
@@ -96,7 +96,7 @@ class ProcessWorld:
 
     @property
     def is_current(self) -> bool:
-        """Whether the group of all ranks is the one at `fs.init`."""
+        """True if the group of all ranks is the one at `fs.init`."""
         main = self.main()
         return main is not None and main is default_group()
 
@@ -114,8 +114,7 @@ class ProcessWorld:
             return self._swap(x, x, group, "all_gather")
         if gloo and n * x.nbytes <= GATHER_BYTES:
             sizes = [x.numel()] * n
-            moved = self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_gather")
-            return moved
+            return self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_gather")
         flat, restore = _as_bytes(_merge_leading(x, 0) if x.dtype in NATIVE else x.reshape(-1))
         name, order = self._group(group, "all_gather")
         label = LABEL.get()
@@ -214,7 +213,7 @@ class ProcessWorld:
     def _swap(
         self, own: torch.Tensor, sent: torch.Tensor, group: Group, op: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """Send `sent` to the other rank of a group of two; return `own` and theirs, in its order."""
+        """Exchange a tensor with the other rank of a group of two; return both in its order."""
         low, high = sorted(group)
         sizes = [0, sent.numel()] if self.process_rank == low else [sent.numel(), 0]
         moved = self._all_to_all(sent.reshape(-1), sizes, sizes, (low, high), op)
@@ -310,11 +309,9 @@ def init(
         ShardingError: the environment of `torchrun` is missing, or the mesh has ranks that do not
             exist.
 
-    ::
-
-        # torchrun --nproc-per-node 2 script.py
-        import fshard as fs
-        fs.init(fs.Mesh(x=2), timeout=60)
+    >>> import fshard as fs
+    >>> def main():  # torchrun --nproc-per-node 2 script.py
+    ...     fs.init(fs.Mesh(x=2), timeout=60)
     """
     if not dist.is_initialized():
         required = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

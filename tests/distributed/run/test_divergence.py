@@ -16,18 +16,18 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.run.transports.divergence_check import _Checked
+from fshard.run.transports.divergence_check import _CheckedTransport
 from fshard.run.transports.divergence_report import explain_with, fingerprint
-from fshard.run.transports.torch_distributed import World
+from fshard.run.transports.torch_distributed import ProcessWorld
 from tests.helpers.gloo.harness import Outcome, Ranks, outcomes, run_ranks
 
 PAIR = fs.Mesh(x=2)
 GRID = fs.Mesh(dp=2, tp=2)
 ORDER = """
-  rule:  every rank of a group calls the same collectives in the same order
+  rule:  every rank of a group must call the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take"""
 ALIKE = """
-  rule:  every rank of a group calls the same collective, with one shape and dtype
+  rule:  every rank of a group must call the same collective, with one shape and dtype
   fix:   look at what made the ranks differ before these lines"""
 
 
@@ -79,7 +79,7 @@ def other_axis_first(x: torch.Tensor) -> torch.Tensor:
 def test_another_collective() -> None:
     done = outcomes(2, run, other_collective)
     wire = "torch.float32, (2,))"
-    told = f"told the host of values that vary: bool() {line(other_collective, 1)}"
+    told = f"the host read varying values: bool() {line(other_collective, 1)}"
     same(done, f"""ranks of the group (0, 1) call different collectives
   rank 0 (x=0): fs.psum over x: all_reduce(sum, {wire} {line(other_collective, 3)}
     {told}
@@ -161,7 +161,7 @@ def test_one_that_raises_while_others_wait() -> None:
     same(done, f"""ranks wait for others that never come
   rank 2 (dp=1, tp=0): {wait} {line(raises, 4)}
   {raised}
-  rule:  every rank of a group calls the same collectives in the same order
+  rule:  every rank of a group must call the same collectives in the same order
   fix:   look at the error of rank 3""", (2,))  # fmt: skip
     for rank in (0, 1):
         assert isinstance(done[rank].error, ShardingError)
@@ -178,7 +178,7 @@ def test_one_that_is_late() -> None:
 {line(is_late, 10)}
   rank 1 (x=1): running, last in fs.psum over x: all_reduce(sum, torch.float32, (2,)) \
 {line(is_late, 1)}
-  rule:  every rank of a group calls the same collectives in the same order
+  rule:  every rank of a group must call the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take; for ranks that are \
 only late, fs.init(mesh, timeout=seconds)""", (0, 1))  # fmt: skip
 
@@ -277,17 +277,17 @@ def test_values_and_gradients_are_the_same_and_no_key_is_left() -> None:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> list[_Checked]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
     """Both ranks of a pair in this process, over one store; neither waits long for the other."""
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
-    return [_Checked(World(rank, cpu, limit, weakref.ref(store), 1), PAIR) for rank in (0, 1)]
+    return [_CheckedTransport(ProcessWorld(rank, cpu, limit, weakref.ref(store), 1), PAIR) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("slow", ["waited", ""])
 def test_the_first_verdict_counts(
-    pair: list[_Checked], monkeypatch: pytest.MonkeyPatch, slow: str
+    pair: list[_CheckedTransport], monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """A rank that has seen the other missing, and sleeps before it says so, goes on with it."""
     call = fingerprint("all_reduce", torch.ones(2), "sum")
@@ -316,7 +316,7 @@ def test_the_first_verdict_counts(
                 second._meet(call, (0, 1))
 
 
-def test_who_has_raised_waits_no_more(pair: list[_Checked]) -> None:
+def test_who_has_raised_waits_no_more(pair: list[_CheckedTransport]) -> None:
     """As in a backward pass, which is outside of the call."""
     first, second = pair
     with first.call(), second.call():
@@ -346,7 +346,7 @@ def test_rows_on_which_two_ranks_do_not_agree() -> None:
     """An error on both, before any is in the exchange that the other does not come to."""
     same(outcomes(2, ragged), """fs.ragged_all_to_all
   given: recv_sizes[1]=2 on rank 0 along the axes, to which rank 1 sends 1 rows
-  rule:  recv_sizes[j] on rank i along the axes is send_sizes[i] on rank j
+  rule:  recv_sizes[j] on rank i along the axes must be send_sizes[i] on rank j
   fix:   recv_sizes = fs.all_to_all(send_sizes, axis, 0, 0)""", (0, 1))  # fmt: skip
 
 
@@ -424,12 +424,12 @@ def test_a_plain_timeout_says_in_what(world: int) -> None:
     assert "1000ms" in given
     rule, fix = rest
     assert rule == (
-        "  rule:  a collective ends when every rank of its group has come to it, in the time that "
-        "fs.init(mesh, timeout=seconds) gives"
+        "  rule:  every rank of its group must call a collective, within the timeout of "
+        "fs.init(mesh, timeout=seconds)"
     )
     assert fix == (
-        '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not come, and '
-        "what they do instead"
+        '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not call it, '
+        "and what they do instead"
     )
     assert "direct cause" in first.traceback
     assert first.error.__notes__ == ["on rank 0 (x=0) of Mesh(x=2)"]

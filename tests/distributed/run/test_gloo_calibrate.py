@@ -67,7 +67,7 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
         (fs.Mesh(x=3), 0.0, None, spec_grid.message(
             "fs.calibrate", "seconds=0.0", "it takes some time", "seconds=10.0, say")
             + "\n\n" + spec_grid.message(
-            "", "Mesh(x=3) with ranks up to 2", "the world has 2 processes, ranks 0..1",
+            "", "Mesh(x=3) with ranks up to 2", "ranks must be among the 2 processes of the world, 0..1",
             "a mesh of at most 2, or more processes").removeprefix("\n")),
         (mesh, 0.1, path, spec_grid.message(
             "fs.calibrate", f"save={path!r}", "rank 0, the first of the mesh, can write the file",

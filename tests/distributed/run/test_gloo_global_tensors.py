@@ -229,7 +229,7 @@ def test_a_wrong_tensor_on_src_is_the_same_error_everywhere(given: Any, text: st
     assert len(set(found)) == 1
     assert text in found[0]
     assert "f32[4@x,6@y] has shape (4, 6) and torch.float32" in found[0]
-    assert "src is one of [0, 1, 2, 3]" in errors(4, scatter_given, given, spec, 4)[0]
+    assert "src must be one of [0, 1, 2, 3]" in errors(4, scatter_given, given, spec, 4)[0]
 
 
 # -- from_local ------------------------------------------------------------------------
@@ -281,7 +281,7 @@ FOUR = torch.zeros(2, 3)
         (FOUR[:1], P("x"), {"sizes": "chunk", "shape": (4, 3)}, "rank 2 (x=0, y=0) holds"),
         (FOUR[0], P("x"), {}, "rank 2 holds 1 dims of torch.float32, rank 0 2"),
         (FOUR.long(), P("x"), {}, "rank 2 holds 2 dims of torch.int64, rank 0 2"),
-        (FOUR, P("x"), {"shape": (5, 3)}, "the locals make up (4, 3)"),
+        (FOUR, P("x"), {"shape": (5, 3)}, "the shape of these locals is (4, 3)"),
         (FOUR, P("x", None, None), {}, "at most 2 entries"),
         (FOUR, P("q"), {}, "axis 'q'"),
         (FOUR, P("x"), {"sizes": "chunk"}, "without shape="),

@@ -307,11 +307,11 @@ def test_all_locals_that_do_not_fit_are_named() -> None:
     first = message(
         "the batch",
         "at ['b'][0]: on ranks 0, 1, 2, 3, 4, 5 a local of shape (3,) and torch.float32",
-        f"f32[6@y] on {MESH} has there shape (2,) and torch.float32", fix,
+        f"with f32[6@y] on {MESH} it must have shape (2,) and torch.float32", fix,
     )  # fmt: skip
     second = message(
         "", "at ['w']: on ranks 0, 1, 2, 3, 4, 5 a local of shape (3,) and torch.float32",
-        f"f32[4@x] on {MESH} has there shape (2,) and torch.float32", fix,
+        f"with f32[4@x] on {MESH} it must have shape (2,) and torch.float32", fix,
     )  # fmt: skip
     refused(f"{first}\n{second}", batch, {"w": wide, "b": [wide]})
     refused(
@@ -333,5 +333,5 @@ def test_all_locals_that_do_not_fit_are_named() -> None:
         fs.simulate(MESH, batch, one)
     assert str(error.value) == message(
         "the batch", "at ['b'][0]: a local of type tuple",
-        "on a rank of the source's mesh a local is a tensor", "give this rank's own",
+        "on a rank of the source's mesh a local must be a tensor", "give this rank's tensor",
     )  # fmt: skip
