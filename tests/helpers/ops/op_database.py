@@ -2,7 +2,7 @@
 
 A *case* is one sample of one `OpInfo`: a function of tensors alone, and the calls of operations
 that PyTorch makes of it before decomposition (`make_fx` with `pre_dispatch=True`). Every case goes
-through `apply`, call by call, on many layouts of its tensors (`COLUMNS`). Values and gradients are
+through `fs.on_pairs`, call by call, on many layouts of its tensors (`COLUMNS`). Values and gradients are
 compared with the same function on global tensors.
 """
 
@@ -30,7 +30,6 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import is_pair
 from fshard.layout.validation import state_problems
-from fshard.partition.apply import on_pairs
 from fshard.partition.partition import partition
 from tests.helpers.ops.op_checks import shards_of
 
@@ -305,7 +304,7 @@ def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list
         inputs = pytree.tree_leaves((args, kwargs), is_leaf=is_pair)
         if not any(is_pair(x) for x in inputs):
             return op(*args, **kwargs)
-        return on_pairs(op, mode="auto")(*args, **kwargs)
+        return fs.on_pairs(op, mode="auto")(*args, **kwargs)
 
     single = _single(case.name)
     if at_once:
