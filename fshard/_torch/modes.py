@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import overrides
@@ -19,14 +20,16 @@ __all__ = [
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Context in which no function mode sees an operation."""
 
-function_modes = overrides._get_current_function_mode_stack
+function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 """Return the function modes of this thread, outermost first."""
-push_function_mode, pop_function_mode = overrides._push_mode, overrides._pop_mode
+push_function_mode: Callable[[Any], None] = overrides._push_mode
+pop_function_mode: Callable[[], Any] = overrides._pop_mode
 
-dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 """Return the dispatch modes of this thread, outermost first."""
-current_dispatch_mode = _python_dispatch._get_current_dispatch_mode
-push_dispatch_mode, pop_dispatch_mode = _python_dispatch._push_mode, _python_dispatch._pop_mode
+current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
+push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
+pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode
 disable_dispatch_modes = _python_dispatch._disable_current_modes
 """Context without dispatch modes, pre-dispatch ones of the process included."""
 

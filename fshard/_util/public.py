@@ -38,7 +38,10 @@ def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:
-    """Replace strings by types in the annotations of a class, or of a member's function."""
+    """Replace strings by types in the annotations of a class, or of a member's function.
+
+    A `__signature__` may name types of its decorator's module, too.
+    """
     if isinstance(value, property):
         value = value.fget
     if not callable(value := getattr(value, "__func__", value)):
@@ -50,6 +53,7 @@ def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:
 
     signature = getattr(value, "__signature__", None)
     if signature is not None:
+        scope = {**value.__globals__, **scope}
         parameters = [
             parameter.replace(annotation=type_of(parameter.annotation))
             for parameter in signature.parameters.values()

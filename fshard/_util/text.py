@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
-    "WIDTH", "below", "bytes_text", "colour", "columns", "folded", "listing", "parts", "plural",
-    "rate_text", "ratio_text", "time_text", "wrap",
+    "WIDTH", "axes_text", "below", "bytes_text", "colour", "columns", "folded", "listing",
+    "one_line", "parts", "plural", "rate_text", "ratio_text", "time_text", "wrap",
 ]  # fmt: skip
 
 WIDTH = 80
@@ -106,6 +106,24 @@ def below(rows: Sequence[Sequence[str]]) -> list[str]:
         for column, cell in enumerate(row)
         for line in folded(cell, 2 + 2 * bool(column))
     ]
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Return one axis, or several in parentheses, as in the text of a spec.
+
+    >>> axes_text(("x",)), axes_text(("x", "y"))
+    ('x', '(x,y)')
+    """
+    return axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+
+
+def one_line(error: BaseException) -> str:
+    r"""Return the type of an error and the first line of its text.
+
+    >>> one_line(ValueError("wrong\nreally"))
+    'ValueError: wrong'
+    """
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 Units = Sequence[tuple[str, float]]

@@ -12,6 +12,7 @@ import torch
 
 from fshard._util.errors import fail, raise_if
 from fshard._util.hooks import Hook
+from fshard._util.text import axes_text
 from fshard.layout.equivalence import canonical_grid, has_coincident_shards, states_of_rank
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec, chunk_sizes
@@ -167,8 +168,7 @@ class Spec:
         axes, sizes = self.partition.dims[dim], self.sizes[dim]
         if not axes:
             return str(self.shape[dim])
-        name = axes[0] if len(axes) == 1 else f"({','.join(axes)})"
-        text = f"{self.shape[dim]}@{name}"
+        text = f"{self.shape[dim]}@{axes_text(axes)}"
         if sizes is None:
             return text
         chunked = chunk_sizes(self.shape[dim], [self.mesh.shape[axis] for axis in axes])

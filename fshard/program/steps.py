@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.text import axes_text
 from fshard.layout.mesh import Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES
@@ -50,10 +51,6 @@ def _canonicalize(step: Any, *dims: str) -> None:
         problems.append(Problem(f"kind={kind!r}", rule, "kind='sum', say"))
     if problems:
         raise_if(f"fs.{type(step).__name__}", problems)
-
-
-def _axes_text(axes: tuple[str, ...]) -> str:
-    return axes[0] if len(axes) == 1 else f"({','.join(axes)})"
 
 
 def _store_partition(step: object, partition: PartitionSpec) -> None:
@@ -121,7 +118,7 @@ class AllGather:
         _canonicalize(self, "dim")
 
     def __str__(self) -> str:
-        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim}){_to_text(self.to, self.kind)}"
+        return f"{self.name}({axes_text(self.axes)}, dim {self.dim}){_to_text(self.to, self.kind)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ class AllSlice:
         _canonicalize(self, "dim")
 
     def __str__(self) -> str:
-        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim})"
+        return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,7 @@ class AllReduce:
         _canonicalize(self)
 
     def __str__(self) -> str:
-        return f"{self.name}({_axes_text(self.axes)}){_to_text(self.to, self.kind)}"
+        return f"{self.name}({axes_text(self.axes)}){_to_text(self.to, self.kind)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +202,7 @@ class ReduceScatter:
         _canonicalize(self, "dim")
 
     def __str__(self) -> str:
-        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim})"
+        return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +247,7 @@ class AllToAll:
         return (first, *self.also)
 
     def __str__(self) -> str:
-        moves = (f"{_axes_text(p.axes)}, dim {p.src_dim} -> {p.dst_dim}" for p in self.pairs)
+        moves = (f"{axes_text(p.axes)}, dim {p.src_dim} -> {p.dst_dim}" for p in self.pairs)
         return f"{self.name}({'; '.join(moves)})"
 
 
@@ -380,7 +377,7 @@ class InvariantToReduced:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}({_axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
+            f"{self.name}({axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
         )
 
 
@@ -403,7 +400,7 @@ class ReducedToInvariant:
         _canonicalize(self)
 
     def __str__(self) -> str:
-        return f"{self.name}({_axes_text(self.axes)})"
+        return f"{self.name}({axes_text(self.axes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +428,7 @@ class ReplicatedToUnreduced:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}({_axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
+            f"{self.name}({axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
         )
 
 
@@ -465,8 +462,8 @@ class ShardedToUnreduced:
 
     def __str__(self) -> str:
         kind = "" if self.kind == "sum" else f", {self.kind}"
-        by = f" by {_axes_text(self.by)}" if self.by else ""
-        return f"{self.name}({_axes_text(self.axes)}, dim {self.dim}{by}{kind})"
+        by = f" by {axes_text(self.by)}" if self.by else ""
+        return f"{self.name}({axes_text(self.axes)}, dim {self.dim}{by}{kind})"
 
 
 @dataclass(frozen=True, slots=True)

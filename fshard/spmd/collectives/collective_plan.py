@@ -138,7 +138,7 @@ def collective(
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
         for p in inspect.signature(make_plan).parameters.values()
     ]
-    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation=Tree)  # type: ignore[attr-defined, misc]
+    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation="Tree")  # type: ignore[attr-defined, misc]
     COLLECTIVE_PLANS[run] = make_plan
     return run
 
