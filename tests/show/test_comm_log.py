@@ -1,4 +1,4 @@
-"""The log of collectives: what it counts, forward and backward, against what programs promise."""
+"""`fs.comm_log`: launches and bytes, forward and backward, compared with the programs that ran."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def spec(partition: fs.PartitionSpec, *shape: int) -> fs.Spec:
     return fs.Spec(MESH, partition, shape=shape)
 
 
-def promised(prog: fs.Program) -> tuple[Counter[object], Counter[object]]:
-    """Launches and bytes per operation and axes, from the program's own account."""
+def expected_counts(prog: fs.Program) -> tuple[Counter[object], Counter[object]]:
+    """Return launches and bytes per operation and axes, from the traffic of the steps."""
     counts: Counter[object] = Counter()
     sent: Counter[object] = Counter()
     for step, src, dst in zip(prog.steps, prog.specs, prog.specs[1:], strict=False):
@@ -51,7 +51,7 @@ def promised(prog: fs.Program) -> tuple[Counter[object], Counter[object]]:
         (P("dp", reduced={"tp"}), P(None, "dp")),
     ],
 )
-def test_forward_and_backward_are_what_the_programs_promise(
+def test_forward_and_backward_count_the_steps_of_the_programs(
     src: fs.PartitionSpec, dst: fs.PartitionSpec
 ) -> None:
     prog = fs.redistribute(spec(src, 16, 8), spec(dst, 16, 8))
@@ -62,40 +62,40 @@ def test_forward_and_backward_are_what_the_programs_promise(
         assert log.backward.counts == Counter()
         torch.autograd.grad(out, shards, [torch.ones_like(y) for y in out])
     for phase, ran in ((log.forward, prog), (log.backward, prog.T)):
-        counts, sent = promised(ran)
+        counts, sent = expected_counts(ran)
         assert phase.counts == counts
         assert phase.bytes == sent
         assert phase.total_bytes == sum(ran.step_bytes)
-    assert log.counts == promised(prog)[0] + promised(prog.T)[0]
+    assert log.counts == expected_counts(prog)[0] + expected_counts(prog.T)[0]
     assert log.total_bytes == prog.cost().bytes_sent + prog.T.cost().bytes_sent
 
 
 @settings(max_examples=60)
 @given(meshes(min_axes=1).flatmap(spec_pairs))
-def test_counts_of_any_program(pair: tuple[fs.Spec, fs.Spec]) -> None:
-    """Uneven shards too: no rank sends more than a step says, and some rank sends as much."""
+def test_any_program_is_counted(pair: tuple[fs.Spec, fs.Spec]) -> None:
+    """With uneven shards too no rank sends more than its step, and some rank as much."""
     prog = fs.redistribute(*pair)
     with fs.comm_log() as log:
         prog(fs.shard(random_global(prog.src.shape), prog.src).local)
-    counts, sent = promised(prog)
+    counts, sent = expected_counts(prog)
     assert log.counts == counts
     assert all(log.bytes[key] <= sent[key] for key in sent)  # type: ignore[index]
     for key in (key for key, count in counts.items() if count == 1):
         assert log.bytes[key] == sent[key]  # type: ignore[index]
 
 
-def test_keys_name_one_axis_or_several() -> None:
+def test_keys_hold_one_axis_or_several() -> None:
     pair = fs.shard(torch.ones(8), spec(P(unreduced={"tp"}), 8))
     with fs.comm_log() as log:
         fs.reshard(pair, P())
         fs.reshard(fs.shard(torch.ones(8), spec(P(unreduced={"dp", "tp"}), 8)), P())
     assert log.counts["all_reduce", "tp"] == 1
     assert log.counts["all_reduce", ("dp", "tp")] == 1
-    assert log.counts["all_reduce", "dp"] == 0, "what did not run counts 0"
+    assert log.counts["all_reduce", "dp"] == 0, "operations that did not run count 0"
     assert log.bytes["all_reduce", "tp"] == 2 * 32 * 3 // 4
 
 
-def test_rank_local_code_counts_once_too() -> None:
+def test_rank_local_code_is_counted_once() -> None:
     def body(pair: fs.Sharded) -> fs.Sharded:
         return fs.reshard(fs.reshard(pair, P()), P("tp"))
 
@@ -104,7 +104,7 @@ def test_rank_local_code_counts_once_too() -> None:
     assert log.counts == {("all_gather", "dp"): 1}
 
 
-def test_mapped_functions_count_forward_and_backward() -> None:
+def test_mapped_functions_are_counted_forward_and_backward() -> None:
     x = torch.ones(4, 8, requires_grad=True)
     w = torch.ones(8, 4, requires_grad=True)
 
@@ -119,12 +119,12 @@ def test_mapped_functions_count_forward_and_backward() -> None:
     with fs.comm_log() as log:
         y.sum().backward()
     assert log.forward.counts == Counter(), "the sum's transpose needs no communication"
-    # The arguments are whole on every rank, and so are their gradients.
+    # The arguments are global values, and so are their gradients.
     assert log.backward.counts == {("all_gather", "tp"): 2}
 
 
-def test_what_is_computed_again_in_the_backward_pass_counts_as_backward() -> None:
-    """Where ranks differentiate on their own, as under torchrun: no boundary tells the phase."""
+def test_recomputation_in_backward_counts_as_backward() -> None:
+    """In rank-local code no boundary of a mapped function separates the phases."""
 
     def body() -> None:
         x = torch.ones(2, requires_grad=True)
@@ -137,7 +137,7 @@ def test_what_is_computed_again_in_the_backward_pass_counts_as_backward() -> Non
     assert log.backward.counts == {("all_gather", "tp"): 1, ("reduce_scatter", "tp"): 1}
 
 
-def test_counts_are_the_busiest_ranks() -> None:
+def test_counts_are_of_the_busiest_rank() -> None:
     with fs.comm_log() as log:
         for rank, nbytes in ((0, 10), (0, 20), (1, 5), (1, 5), (1, 5)):
             notify("all_gather", ("tp",), nbytes, rank)
@@ -167,24 +167,24 @@ def test_log_ends_with_its_block_on_errors() -> None:
     assert log.counts == {("a", "x"): 1}
 
 
-def test_what_one_thread_only_pretends_others_still_log() -> None:
-    """What is observed is the process's, who is not told is the thread's."""
-    pretends, goes_on = threading.Event(), threading.Event()
+def test_unobserved_affects_its_own_thread_only() -> None:
+    """Observers belong to the process, `unobserved` to the thread."""
+    started, resume = threading.Event(), threading.Event()
 
-    def pretend() -> None:
+    def run_unobserved() -> None:
         with unobserved():
             notify("a", ("x",), 1, 0)
-            pretends.set()
-            goes_on.wait()
+            started.set()
+            resume.wait()
 
-    thread = threading.Thread(target=pretend)
+    thread = threading.Thread(target=run_unobserved)
     late: list[Event] = []
     with fs.comm_log() as log:
         with observe(late.append):
             thread.start()
-            pretends.wait()
+            started.wait()
             notify("b", ("x",), 2, 0)
-        goes_on.set()
+        resume.set()
         thread.join()
         notify("c", ("x",), 4, 0)
     assert log.counts == {("b", "x"): 1, ("c", "x"): 1}
@@ -199,7 +199,7 @@ def example() -> object:
     return log
 
 
-def test_prints_as_a_table() -> None:
+def test_log_prints_as_a_table() -> None:
     assert str(example()) == "\n".join(
         [
             "3 collectives, 2,468 B sent by the busiest rank",
@@ -216,28 +216,28 @@ def test_prints_as_a_table() -> None:
     assert str(log) == repr(log) == "no collective ran"
 
 
-def test_says_where_numbers_do_not_add_up() -> None:
+def test_table_notes_if_rows_do_not_add_up() -> None:
     with fs.comm_log() as log:
-        for rank, (forth, back) in enumerate([(48, 0), (0, 72)]):
-            log._record(Event("exchange", (), forth, rank, "forward"))
-            log._record(Event("exchange", (), back, rank, "backward"))
+        for rank, (forward, backward) in enumerate([(48, 0), (0, 72)]):
+            log._record(Event("exchange", (), forward, rank, "forward"))
+            log._record(Event("exchange", (), backward, rank, "backward"))
     assert str(log) == "\n".join(
         [
             "2 collectives, 72 B sent by the busiest rank",
-            "operation  axes          forward  bytes  backward  bytes",
-            "────────────────────────────────────────────────────────",
-            "exchange   (two meshes)        1   48 B         1   72 B",
-            "────────────────────────────────────────────────────────",
-            "total                          1   48 B         1   72 B",
-            "each number is of its own busiest rank, so they need not add up",
+            "operation  axes              forward  bytes  backward  bytes",
+            "────────────────────────────────────────────────────────────",
+            "exchange   (between meshes)        1   48 B         1   72 B",
+            "────────────────────────────────────────────────────────────",
+            "total                              1   48 B         1   72 B",
+            "each figure is the busiest rank's, so rows need not add up to the total",
         ]
     )
 
 
 def test_dict_is_json() -> None:
-    found = example().to_dict()  # type: ignore[attr-defined]
-    assert json.loads(json.dumps(found)) == found
-    assert found == {
+    logged = example().to_dict()  # type: ignore[attr-defined]
+    assert json.loads(json.dumps(logged)) == logged
+    assert logged == {
         "total_bytes": 2468,
         "forward": [{"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234}],
         "backward": [
@@ -247,7 +247,7 @@ def test_dict_is_json() -> None:
     }
 
 
-def test_html_and_rich() -> None:
+def test_log_as_html() -> None:
     log = example()
     bundle = log._repr_mimebundle_()  # type: ignore[attr-defined]
     assert bundle["text/plain"] == str(log)

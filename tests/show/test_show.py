@@ -1,4 +1,4 @@
-"""Pictures and tables: their exact text, 80 columns, HTML that parses, colours only in rich."""
+"""Pictures and tables: exact text, 80 columns, well-formed HTML, colours in rich."""
 
 from __future__ import annotations
 
@@ -156,12 +156,12 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(name: str) -> None:
+def test_text_of_pictures(name: str) -> None:
     value, expected = PICTURES[name]
     assert str(fs.visualize(value)) == text(expected)
 
 
-def test_large_meshes_are_abbreviated_at_once() -> None:
+def test_pictures_of_large_meshes_are_short_and_cheap() -> None:
     mesh = fs.Mesh(x=1024, y=1024)
     with peak_memory_below(4 << 20):  # a table of the ranks takes 8 MiB and more
         drawn = str(fs.visualize(fs.Spec(mesh, P("x", "y"), shape=(4096, 4096))))
@@ -179,7 +179,7 @@ def test_large_meshes_are_abbreviated_at_once() -> None:
 
 @settings(max_examples=300)
 @given(LAYOUTS)
-def test_any_layout_fits_80_columns(drawn: fs.Spec) -> None:
+def test_pictures_of_any_layout_fit_80_columns(drawn: fs.Spec) -> None:
     for line in str(fs.visualize(drawn)).splitlines():
         assert len(line) <= 80, str(fs.visualize(drawn))
         assert line == line.rstrip()
@@ -188,19 +188,19 @@ def test_any_layout_fits_80_columns(drawn: fs.Spec) -> None:
 @settings(max_examples=100)
 @given(LAYOUTS)
 def test_every_rank_is_drawn_in_its_shard(drawn: fs.Spec) -> None:
-    """Of a small mesh every rank that holds anything is named in the cell of its shard."""
+    """On a small mesh every rank that holds elements is in the cell of its shard."""
     if drawn.ndim > 2 or 0 in drawn.shape:
         return
-    found = fit(drawn)
+    picture = fit(drawn)
     seen: list[int] = []
-    for row, line in zip(found.rows, found.cells, strict=True):
-        for column, (cell, _) in zip(found.columns, line, strict=True):
-            if row.place is None or column.place is None or "…" in cell:
+    for row, line in zip(picture.rows, picture.cells, strict=True):
+        for column, (cell, _) in zip(picture.columns, line, strict=True):
+            if row.index is None or column.index is None or "…" in cell:
                 return
             spans = [row.span, column.span][2 - drawn.ndim :]
             for rank in map(int, "".join(c if c.isdigit() else " " for c in cell).split()):
                 seen.append(rank)
-                index = [f"{each.start}:{each.stop}" for each in drawn.index(rank)]
+                index = [f"{s.start}:{s.stop}" for s in drawn.index(rank)]
                 assert index == spans, (drawn, rank)
     filled = [rank for rank in drawn.mesh.ranks if 0 not in drawn.local_shape(rank)]
     assert sorted(seen) == filled
@@ -208,7 +208,7 @@ def test_every_rank_is_drawn_in_its_shard(drawn: fs.Spec) -> None:
 
 @settings(max_examples=50)
 @given(spec_pairs())
-def test_any_program_is_explained_in_80_columns(pair: tuple[fs.Spec, fs.Spec]) -> None:
+def test_explanations_of_any_program_fit_80_columns(pair: tuple[fs.Spec, fs.Spec]) -> None:
     explained = str(fs.redistribute(*pair).explain(fs.Topology.cluster(2)))
     assert max(map(len, explained.splitlines())) <= 80, explained
 
@@ -231,7 +231,9 @@ CUBE = fs.Mesh(a=2, b=2, c=2)
         (P("a", unreduced={"b": "product", "c": "product"}), "product(0, 1, 2, 3)"),
     ],
 )
-def test_cells_say_how_the_value_comes_about(partition: fs.PartitionSpec, expected: str) -> None:
+def test_cells_show_replicas_and_unreduced_values(
+    partition: fs.PartitionSpec, expected: str
+) -> None:
     assert holders_text(fs.Spec(CUBE, partition, shape=(4,)), (0,)) == expected
 
 
@@ -249,11 +251,11 @@ def test_cells_say_how_the_value_comes_about(partition: fs.PartitionSpec, expect
         (P("a"), "invariant over b, c: ranks such as 0, 1, 2, 3 hold the same"),
     ],
 )  # fmt: skip
-def test_states_in_words(partition: fs.PartitionSpec, expected: str) -> None:
+def test_sentences_about_states(partition: fs.PartitionSpec, expected: str) -> None:
     assert states_in_words(fs.Spec(CUBE, partition, shape=(4,)))[0] == expected
 
 
-def test_permuted_devices_are_named_by_rank() -> None:
+def test_permuted_devices_are_drawn_as_ranks() -> None:
     mesh = fs.Mesh({"x": 2}, devices=(7, 3))
     drawn = str(fs.visualize(fs.Spec(mesh, P("x"), shape=(4,))))
     assert drawn.splitlines()[4].split("│")[1:3] == [f"{7:^24}", f"{3:^24}"]
@@ -262,7 +264,7 @@ def test_permuted_devices_are_named_by_rank() -> None:
 # -- pairs ---------------------------------------------------------------------------------
 
 
-def test_pair_shows_how_locals_make_up_the_global_tensor() -> None:
+def test_pair_shows_equations_of_its_locals() -> None:
     value = spec(P("dp", None, unreduced={"tp"}), (4, 8))
     lines = str(fs.visualize(fs.shard(torch.zeros(4, 8), value))).splitlines()
     assert lines[-2:] == [
@@ -275,49 +277,49 @@ def test_pair_shows_how_locals_make_up_the_global_tensor() -> None:
 
 @settings(max_examples=60)
 @given(specs(splits=("even",), dtype=torch.float64, kinds=("sum", "avg")))
-def test_the_equations_hold(drawn: fs.Spec) -> None:
-    """What the notes of a pair claim is true, evaluated as Python."""
+def test_equations_hold(drawn: fs.Spec) -> None:
+    """The notes of a pair are true equations, evaluated as Python."""
     if drawn.partition.reduced_kinds and "avg" in dict(drawn.partition.reduced_kinds).values():
         return
-    whole = random_global(drawn.shape, torch.float64)
-    pair = fs.shard(whole, drawn)
+    value = random_global(drawn.shape, torch.float64)
+    pair = fs.shard(value, drawn)
     names = {
         "sum": lambda *xs: torch.stack(xs).sum(0),
         "avg": lambda *xs: torch.stack(xs).mean(0),
         "local": pair.local,
-        "whole": whole,
+        "value": value,
     }
     for note in fs.visualize(pair).notes:
         if note.startswith("global[") and " = " in note:
-            sides = note.replace("global[", "whole[").split(" = ")
+            sides = note.replace("global[", "value[").split(" = ")
             first, *rest = [eval(side, names) for side in sides]
-            assert all(torch.equal(first, each) for each in rest), note
+            assert all(torch.equal(first, other) for other in rest), note
 
 
-def test_pair_on_one_rank_names_it() -> None:
+def test_pair_on_one_rank_shows_the_rank() -> None:
     value = spec(P("dp", None, unreduced={"tp"}), (4, 8))
     pair = fs.shard(torch.zeros(4, 8), value)
-    drawn = fs.simulate(MESH, lambda mine: str(fs.visualize(mine)), pair)
+    drawn = fs.simulate(MESH, lambda local: str(fs.visualize(local)), pair)
     assert drawn[5].splitlines()[-1] == (
-        "this is rank 5 (dp=1,tp=1): local f32[2,8] is an addend of global[2:4, 0:8]"
+        "this is rank 5 (dp=1,tp=1): local f32[2,8] is a partial value of global[2:4, 0:8]"
     )
 
 
-def test_refusals() -> None:
+def test_visualize_refuses_other_values() -> None:
     with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: a Mesh\n"):
         fs.visualize(MESH)  # type: ignore[arg-type]
     with pytest.raises(fs.ShardingError, match=r"1 shards for Mesh\(dp=2, tp=4\)"):
         fs.visualize(((torch.zeros(8),), spec(P("tp"), (8,))))
     with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: on ranks 0, 1, .*\(3,\)"):
         fs.visualize(((torch.zeros(3),) * 8, spec(P("tp"), (8,))))
-    with pytest.raises(fs.ShardingError, match="in a process that is no rank"):
+    with pytest.raises(fs.ShardingError, match="in a process that is not a rank"):
         fs.visualize((torch.zeros(8), spec(P("tp"), (8,))))
 
 
 # -- tables --------------------------------------------------------------------------------
 
 
-def test_explain() -> None:
+def test_text_of_explain() -> None:
     src = fs.parse("f32[1024@dp,512@tp]", MESH)
     dst = fs.parse("f32[1024@(dp,tp),512]", MESH)
     # 196,608 B at 98.304 GB/s are 2 µs, a launch is 6, 3 messages 0.45, copies of 524,288 B 0.26.
@@ -347,15 +349,15 @@ def test_explain() -> None:
 
 @settings(max_examples=50)
 @given(spec_pairs(), st.sampled_from([None, torch.float32]))
-def test_explained_steps_add_up(pair: tuple[fs.Spec, fs.Spec], sent: torch.dtype | None) -> None:
-    src, dst = (each.replace(dtype=torch.float64) for each in pair)
+def test_steps_of_explain_add_up(pair: tuple[fs.Spec, fs.Spec], sent: torch.dtype | None) -> None:
+    src, dst = (end.replace(dtype=torch.float64) for end in pair)
     prog = fs.redistribute(src, dst, forward_dtype=sent)
-    alone = [
+    costs = [
         fs.Program(before, (step,), forward_dtype=sent).cost()
         for before, step in zip(prog.specs, prog.steps, strict=False)
     ]
-    assert tuple(each.bytes_sent for each in alone) == prog.step_bytes
-    assert sum(each.time for each in alone) == pytest.approx(prog.cost().time)
+    assert tuple(cost.bytes_sent for cost in costs) == prog.step_bytes
+    assert sum(cost.time for cost in costs) == pytest.approx(prog.cost().time)
     rows = prog.explain().steps.rows[1:]
     assert [row[2] for row in rows] == [bytes_text(n) for n in prog.step_bytes]
 
@@ -377,7 +379,7 @@ def test_table_wraps_its_widest_column() -> None:
     )
 
 
-def test_tables_cut_words_last() -> None:
+def test_table_splits_words_last() -> None:
     columns = (Column("leaf", wrap=True), Column("from", wrap=True), Column("step", wrap=True))
     rows = (("['self_attn.in_proj_weight'][0]", "f32[4096,4096]{unreduced: dp}",
              "collective_permute(P(('tp', 'dp')))"),)  # fmt: skip
@@ -395,21 +397,21 @@ def test_tables_cut_words_last() -> None:
 
 @given(st.text("ab .,+{[]'", max_size=60), st.integers(4, 20))
 def test_wrap_keeps_the_width(words: str, width: int) -> None:
-    lines = wrap(words, width, most=100)
+    lines = wrap(words, width, max_lines=100)
     assert all(len(line) <= width for line in lines)
     assert "".join(lines).replace(" ", "") == words.replace(" ", "")
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 80))
 def test_lengths_are_in_proportion(sizes: list[int], total: int) -> None:
-    found = lengths(sizes, [3] * len(sizes), total, 60)
-    assert sum(found) <= 60
-    for a, x in zip(sizes, found, strict=True):
-        for b, y in zip(sizes, found, strict=True):
+    result = lengths(sizes, [3] * len(sizes), total, 60)
+    assert sum(result) <= 60
+    for a, x in zip(sizes, result, strict=True):
+        for b, y in zip(sizes, result, strict=True):
             assert (a <= b) <= (x <= y)
 
 
-def test_units() -> None:
+def test_units_of_texts() -> None:
     assert [bytes_text(n) for n in (0, (1 << 20) - 1, 1 << 20, 10_000_000, 1 << 40)] == [
         "0 B", "1,048,575 B", "1.00 MiB", "9.54 MiB", "1.00 TiB"]  # fmt: skip
     assert [rate_text(n) for n in (1e4, 999e6, 45e9, 2.68e12)] == [
@@ -422,7 +424,7 @@ def test_units() -> None:
 
 
 class WellFormed(HTMLParser):
-    """Raises where tags do not match; keeps the text."""
+    """Parser that raises if tags do not match, and keeps the text."""
 
     VOID = ("br",)
 
@@ -443,7 +445,7 @@ class WellFormed(HTMLParser):
 
 
 def html_text(page: str) -> str:
-    """The text of well-formed HTML."""
+    """Return the text of well-formed HTML."""
     parser = WellFormed()
     parser.feed(page)
     parser.close()
@@ -480,7 +482,7 @@ def rendered(value: object, **options: object) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if name != "three dims"])
-def test_rich_draws_the_same_in_colour(name: str) -> None:
+def test_rich_draws_pictures_in_colour(name: str) -> None:
     picture = fs.visualize(PICTURES[name][0])
     coloured = rendered(picture, force_terminal=True, color_system="truecolor")
     assert "\x1b[" in coloured

@@ -6,7 +6,7 @@ import itertools
 
 from fshard.plan.search.layout_state import Axes
 from fshard.plan.search.problem import SearchProblem
-from fshard.program.single_step import one_order
+from fshard.program.single_step import common_order
 from fshard.program.steps import Exchange
 
 __all__ = ["AxisRuns"]
@@ -45,7 +45,7 @@ class AxisRuns:
             chains.append(first)
             # Axes that do not stay on the dim are minor: a gather can remove them.
             after += [(*first, axis) for axis in ends if ends[axis][1] == to and axis not in first]
-        order = one_order(chains + after) or one_order(chains)
+        order = common_order(chains + after) or common_order(chains)
         if order is None:
             return pairs
         runs = itertools.groupby(order, ends.__getitem__)

@@ -158,7 +158,7 @@ class ExchangeEdges:
             converted = problem.converted_axes(state, target)
             if even:
                 moved = problem.exchange_traffic(state, target, reduced_ranks, converted)
-            if moved is None and converted:
+            if moved is None and converted and not problem.empty:
                 if not self.allows_uneven:
                     continue
                 moved = problem.exchange_traffic_by_rank(state, target, reduced_ranks, converted)

@@ -333,5 +333,5 @@ def test_all_locals_that_do_not_fit_are_named() -> None:
         fs.simulate(MESH, batch, one)
     assert str(error.value) == message(
         "the batch", "at ['b'][0]: a local of type tuple",
-        "on a rank of the source's mesh a local must be a tensor", "give this rank's tensor",
+        "on a rank of the source's mesh a local must be a tensor", "pass this rank's tensor",
     )  # fmt: skip
