@@ -192,7 +192,8 @@ def _empty_shards(spec: Spec, axes: tuple[str, ...], empty: list[int]) -> str:
 
 def _one_local(spec: Spec, rank: int) -> str:
     coords = coords_text(spec.mesh.coords(rank))
-    relation = "is a partial value of" if spec.partition.unreduced_kinds else "="
+    kinds = spec.partition.unreduced_kinds
+    relation = f"is a partial {kinds[-1][1]} of" if kinds else "="
     return (f"this is rank {rank} ({coords}): local {_array(spec, spec.local_shape(rank))} "
             f"{relation} global[{index_text(spec, rank)}]")  # fmt: skip
 

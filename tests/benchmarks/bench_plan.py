@@ -2,11 +2,10 @@
 
 `python -m tests.benchmarks.bench_plan` prints the median milliseconds of one plan in some
 minutes, `--seconds 3` in fewer, over layouts that both can express (DTensor's default
-shard order, no reduced axes), and as ratios to DTensor's greedy planner; then of all layouts that
-fshard has. Cold means that nothing is remembered of any plan, cost or bound: what fshard keeps is
-dropped before each run, and DTensor's plans are asked for past its cache. Specs exist already,
-and the fastest of three runs counts. Who takes long gets as many of the pairs as fit in a time.
-Times are the processor's: a busy machine does not change them.
+shard order, no reduced axes), and as ratios to DTensor's greedy planner; then for all layouts of
+fshard. Cold plans start with empty caches: fshard's are cleared before each run, DTensor's plans
+bypass its cache. Specs exist already, and the fastest of three runs counts. A slow planner gets as
+many of the pairs as fit into its time. Times are processor times, independent of other load.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from fshard.plan.redistribute import redistribute
 from tests.helpers.dtensor_plans import PLANNERS, as_dtensor, device_mesh
 
 SEED, PAIRS, REPEATS = 0, 150, 3
-SEARCHED = 5
-"""The most axes that DTensor's search is given: on 6 one plan takes most of a minute."""
+MAX_SEARCHED_AXES = 5
+"""Most axes for DTensor's search: on 6 one plan takes most of a minute."""
 
 Pair = tuple[Spec, Spec]
 Both = tuple[Any, Any]
@@ -44,7 +43,7 @@ Both = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A mesh and a shape; the goal in milliseconds."""
+    """A mesh, a shape, and the goal in milliseconds."""
 
     name: str
     mesh: Mesh
@@ -89,60 +88,63 @@ def main() -> None:
 
 
 def measure(case: Case, seconds: float) -> list[str]:
-    """The cells of layouts that DTensor's default shard order can express."""
-    pairs = sample(case, PAIRS, everything=False)
+    """Return the cells of layouts that DTensor's default shard order can express."""
+    pairs = sample(case, PAIRS, all_states=False)
     mesh = device_mesh(case.mesh)
-    both = [(as_dtensor(src, mesh), as_dtensor(dst, mesh)) for src, dst in pairs]
-    ours = timed([cold(pair) for pair in pairs], seconds, forget)
-    by_bytes = timed([cold(pair, objective="bytes") for pair in pairs], seconds, forget)
-    greedy = timed([theirs(each, "greedy") for each in both], seconds)
-    few = both if len(case.mesh.axes) <= SEARCHED else []
-    searched = timed([theirs(each, "Dijkstra") for each in few], seconds)
+    dtensor_pairs = [(as_dtensor(src, mesh), as_dtensor(dst, mesh)) for src, dst in pairs]
+    ours = timed([cold(pair) for pair in pairs], seconds, clear_caches)
+    by_bytes = timed([cold(pair, objective="bytes") for pair in pairs], seconds, clear_caches)
+    greedy = timed([dtensor_plan(pair, "greedy") for pair in dtensor_pairs], seconds)
+    few = dtensor_pairs if len(case.mesh.axes) <= MAX_SEARCHED_AXES else []
+    searched = timed([dtensor_plan(pair, "Dijkstra") for pair in few], seconds)
     base = statistics.median(greedy)
     return [
         f"{case.goal:g}",
         cell(ours, base),
         f"{1e3 * quantile(ours, 0.99):,.2f}",
-        *(cell(each, base) if each else "-" for each in (by_bytes, greedy, searched)),
+        *(cell(times, base) if times else "-" for times in (by_bytes, greedy, searched)),
     ]
 
 
 def measure_alone(case: Case, seconds: float) -> list[str]:
-    """The cells of every state and every order of axes, which DTensor does not have."""
-    pairs = sample(case, PAIRS, everything=True)
-    ours = timed([cold(pair) for pair in pairs], seconds, forget)
-    by_bytes = timed([cold(pair, objective="bytes") for pair in pairs], seconds, forget)
+    """Return the cells of every state and every order of axes, which DTensor does not have."""
+    pairs = sample(case, PAIRS, all_states=True)
+    ours = timed([cold(pair) for pair in pairs], seconds, clear_caches)
+    by_bytes = timed([cold(pair, objective="bytes") for pair in pairs], seconds, clear_caches)
     last = f"{1e3 * quantile(ours, 0.99):,.2f}"
     return [f"{case.goal:g}", cell(ours), last, cell(by_bytes), "-", "-"]
 
 
 def measure_cached(case: Case) -> list[str]:
-    """The cells of a plan that is asked for again."""
-    pair = next(each for each in sample(case, 10, everything=False) if each[0] != each[1])
+    """Return the cells of a plan that is in the cache."""
+    pair = next((a, b) for a, b in sample(case, 10, all_states=False) if a != b)
     mesh = device_mesh(case.mesh)
     both = as_dtensor(pair[0], mesh), as_dtensor(pair[1], mesh)
-    ours, greedy = many(lambda: redistribute(*pair)), many(lambda: remembered(*both))
+    ours, greedy = (
+        mean_time(lambda: redistribute(*pair)),
+        mean_time(lambda: cached_dtensor_plan(*both)),
+    )
     ratio = f"{1e3 * ours:.5f} ({as_ratio(ours / greedy)})"
     return ["-", ratio, "-", "-", f"{1e3 * greedy:.5f} (1x)", "-"]
 
 
-def sample(case: Case, count: int, *, everything: bool) -> list[Pair]:
-    """Pairs of layouts: every axis on a dim or in a state, each as likely as any other."""
+def sample(case: Case, count: int, *, all_states: bool) -> list[Pair]:
+    """Return pairs of layouts: every axis on a dim or in a state, each equally likely."""
     random_ = random.Random(SEED)
-    states = ["invariant", "unreduced"] + ["reduced"] * everything
+    states = ["invariant", "unreduced"] + ["reduced"] * all_states
     choices = [*range(len(case.shape)), *states]
 
     def layout() -> Spec:
         axes = list(case.mesh.axes)
-        if everything:
+        if all_states:
             random_.shuffle(axes)
-        found: dict[object, list[str]] = {choice: [] for choice in choices}
+        axes_of: dict[object, list[str]] = {choice: [] for choice in choices}
         for axis in axes:
-            found[random_.choice(choices)].append(axis)
+            axes_of[random_.choice(choices)].append(axis)
         partition = PartitionSpec(
-            *(tuple(found[dim]) for dim in range(len(case.shape))),
-            unreduced=set(found["unreduced"]),
-            reduced=set(found.get("reduced", ())),
+            *(tuple(axes_of[dim]) for dim in range(len(case.shape))),
+            unreduced=set(axes_of["unreduced"]),
+            reduced=set(axes_of.get("reduced", ())),
         )
         return Spec(case.mesh, partition, shape=case.shape)
 
@@ -156,16 +158,16 @@ def cold(pair: Pair, objective: str = "time") -> Callable[[], object]:
     return lambda: redistribute(*pair, objective=objective)
 
 
-def theirs(both: Both, planner: str) -> Callable[[], object]:
-    return lambda: dtensor._gen_transform_infos_non_cached(*both, PLANNERS[planner])
+def dtensor_plan(pair: Both, planner: str) -> Callable[[], object]:
+    return lambda: dtensor._gen_transform_infos_non_cached(*pair, PLANNERS[planner])
 
 
-def remembered(src: Any, dst: Any) -> object:
+def cached_dtensor_plan(src: Any, dst: Any) -> object:
     return dtensor._gen_transform_infos(src, dst, False)
 
 
-def forget() -> None:
-    """Drop what planning, programs and costs remember."""
+def clear_caches() -> None:
+    """Clear the caches of planning, programs and costs."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("fshard.plan", "fshard.program", "fshard.layout.refinement")):
             for value in list(vars(module).values()):
@@ -178,8 +180,8 @@ def timed(
     seconds: float,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Seconds of the fastest of a few runs of each, or of the first ones that fit."""
-    found = []
+    """Return the seconds of the fastest of a few runs of each plan, of as many as fit."""
+    fastest = []
     end = time.perf_counter() + seconds
     gc.disable()
     for plan in plans:
@@ -191,15 +193,15 @@ def timed(
             times.append(time.thread_time() - start)
             if time.perf_counter() > end:
                 break
-        found.append(min(times))
+        fastest.append(min(times))
         if time.perf_counter() > end:
             break
     gc.enable()
-    return found
+    return fastest
 
 
-def many(plan: Callable[[], object], count: int = 20_000) -> float:
-    """Seconds of one of very many runs."""
+def mean_time(plan: Callable[[], object], count: int = 20_000) -> float:
+    """Return the mean seconds of very many runs."""
     plan()
     start = time.thread_time()
     for _ in range(count):
@@ -207,12 +209,12 @@ def many(plan: Callable[[], object], count: int = 20_000) -> float:
     return (time.thread_time() - start) / count
 
 
-def quantile(times: Sequence[float], at: float) -> float:
-    return sorted(times)[round(at * (len(times) - 1))]
+def quantile(times: Sequence[float], q: float) -> float:
+    return sorted(times)[round(q * (len(times) - 1))]
 
 
 def cell(times: Sequence[float], base: float | None = None) -> str:
-    """Median milliseconds and its ratio to `base`, and of how many pairs where not of all."""
+    """Return median milliseconds, the ratio to `base`, and the number of pairs if not all."""
     middle = statistics.median(times)
     ratio = f" ({as_ratio(middle / base)})" if base else ""
     few = f" of {len(times)}" if len(times) < PAIRS else ""

@@ -1,9 +1,9 @@
-"""How good plans are: bytes over the lower bound, memory, and modelled time beside DTensor's.
+"""Quality of plans: bytes over the lower bound, memory, and modelled time beside DTensor's.
 
 `python -m tests.benchmarks.bench_quality` prints the tables in ten minutes or so, with `--quick` of
 a sample of the pairs in two. DTensor's two planners give their own plans, which
 `helpers.dtensor_plans` reads as fshard programs: one model costs all of them. Received bytes are
-those of the busiest rank; ratios are geometric means and worst cases over all ordered pairs whose
+the busiest rank's; ratios are geometric means and worst cases over all ordered pairs whose
 lower bound is above 0.
 """
 
@@ -56,14 +56,16 @@ def collectives_only(src: Spec, dst: Spec) -> Program:
 
 
 def capped(src: Spec, dst: Spec) -> Program | None:
-    """The plan that never holds more than the larger end."""
+    """Return the plan that never holds more than the larger end."""
     try:
         return fs.redistribute(src, dst, objective="bytes", max_memory=larger_end(src, dst))
     except ShardingError:
         return None
 
 
-def theirs(planner: str, src: Spec, dst: Spec, *, flattened: bool = False) -> Program | None:
+def dtensor_program(
+    planner: str, src: Spec, dst: Spec, *, flattened: bool = False
+) -> Program | None:
     return plan(src, dst, planner, flattened=flattened).program
 
 
@@ -72,7 +74,9 @@ OURS: dict[str, Planner] = {
     "fshard, collectives": collectives_only,
     "fshard, max_memory": capped,
 }
-DTENSOR: dict[str, Planner] = {f"DTensor {name}": partial(theirs, name) for name in PLANNERS}
+DTENSOR: dict[str, Planner] = {
+    f"DTensor {name}": partial(dtensor_program, name) for name in PLANNERS
+}
 
 
 # -- bytes -----------------------------------------------------------------------------
@@ -80,7 +84,7 @@ DTENSOR: dict[str, Planner] = {f"DTensor {name}": partial(theirs, name) for name
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one plan of one pair: received bytes over the bound, and the largest local."""
+    """Received bytes of one plan over the bound, and its largest local over the larger end."""
 
     ratio: float
     peak: float
@@ -91,7 +95,7 @@ def larger_end(src: Spec, dst: Spec) -> int:
 
 
 def score(prog: Program | None) -> Score | None:
-    """Of a bound of 0 the ratio is `inf` where bytes move all the same, `nan` where none do."""
+    """Return the score; with a bound of 0 the ratio is `inf` if bytes move and `nan` if none do."""
     if prog is None:
         return None
     bound, moved = fs.lower_bound(prog.src, prog.dst).bytes_received, prog.cost().bytes_received
@@ -105,7 +109,7 @@ def scores(planners: dict[str, Planner], pair: Pair) -> dict[str, Score | None]:
 
 
 def quality(run: Run, title: str, states: Sequence[str], every_order: bool) -> Table:
-    """The table of all pairs, of one order of axes (where DTensor has plans) or of all."""
+    """Return the table of all pairs, in mesh order of axes or in all orders."""
     planners = OURS if every_order else {**OURS, **DTENSOR}
     shown = table(
         title, "mesh", "planner", "pairs", "no plan", "mean", "worst",
@@ -116,7 +120,7 @@ def quality(run: Run, title: str, states: Sequence[str], every_order: bool) -> T
         pairs = run.pairs(specs, states)
         found = run.map(partial(scores, planners), pairs)
         for name in planners:
-            known = [each for row in found if (each := row[name]) is not None]
+            known = [s for row in found if (s := row[name]) is not None]
             shown.add_row(shape_of(mesh), name, f"{len(pairs):,}", f"{len(pairs) - len(known):,}",
                           *summary(known))  # fmt: skip
         shown.add_section()
@@ -126,27 +130,27 @@ def quality(run: Run, title: str, states: Sequence[str], every_order: bool) -> T
 def summary(known: Sequence[Score]) -> list[str]:
     if not known:
         return ["-"] * 5
-    ratios = [each.ratio for each in known if math.isfinite(each.ratio)]
-    above = sum(each.peak > 1 for each in known)
+    ratios = [s.ratio for s in known if math.isfinite(s.ratio)]
+    above = sum(s.peak > 1 for s in known)
     return [
         f"{geometric(ratios):.3f}",
         f"{max(ratios):.2f}",
-        f"{sum(math.isinf(each.ratio) for each in known):,}",
+        f"{sum(math.isinf(s.ratio) for s in known):,}",
         f"{above / len(known):.1%}",
-        f"{max(each.peak for each in known):.2f}",
+        f"{max(s.peak for s in known):.2f}",
     ]
 
 
-# -- addends: why a plan receives more than the bound ----------------------------------
+# -- unreduced ends: why a plan receives more than the bound ----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """Of one plan with addends what the ratio to the bound is made of: the product of the two.
+    """Factors of the ratio to the bound, of one plan with unreduced ends.
 
     `often` is what all ranks receive over the messages that the elements need, `uneven` what the
-    busiest rank receives over the mean. `sends` where some rank has to send as much: what is
-    received in the transposed program, whose bound that is.
+    busiest rank receives over the mean. `sends` is True if some rank has to send as much: the bound
+    of the transposed program.
     """
 
     ratio: float
@@ -158,26 +162,28 @@ class Excess:
     reduces: tuple[str, ...]
 
     def kind(self) -> str:
-        """The sentence of its class."""
+        """Return the sentence of its class."""
         ends = {"makes": self.makes, "keeps": self.keeps, "reduces": self.reduces}
         words = " and ".join(word for word, axes in ends.items() if axes)
         if self.sends:
-            return f"{words} addends: a rank has to send as much, for the transpose to receive it"
+            return (
+                f"{words} unreduced axes: a rank must send as much, for the transpose to receive it"
+            )
         reasons = []
         if self.often > ROUNDING:
             reasons.append(
-                "a sum is where its element was, and what could stay beside it moves"
+                "a sum is where its element was, and elements that could stay beside it move"
                 if self.makes
                 else "a step does one thing to all elements, also to those that could stay"
                 if self.keeps
-                else "sums are made in one layout and moved, also where an addend was in place"
+                else "sums are made in one layout and moved, also those with a partial sum in place"
             )
         if self.uneven > ROUNDING:
-            reasons.append("ranks that hold something of what they need receive less than others")
-        return f"{words} addends: {'; '.join(reasons)}"
+            reasons.append("ranks that hold some needed elements receive less than others")
+        return f"{words} unreduced axes: {'; '.join(reasons)}"
 
     def numbers(self) -> str:
-        """Which axes those are, and how much each reason counts."""
+        """Return the axes, and the factor of each reason."""
         ends = {"makes": self.makes, "keeps": self.keeps, "reduces": self.reduces}
         words = ", ".join(f"{word} {'+'.join(axes)}" for word, axes in ends.items() if axes)
         return f"{words}; sent {self.often:.2f}x as often, busiest {self.uneven:.2f}x the mean"
@@ -186,12 +192,12 @@ class Excess:
 ROUNDING = 1.001
 
 
-def excess(pair: Pair) -> Excess | None:
-    """None where the plan is at the bound."""
+def excess_of(pair: Pair) -> Excess | None:
+    """Return the excess of a plan, or None if it is at the bound."""
     prog, least = by_bytes(*pair), fs.lower_bound(*pair).bytes_received
     ranks = pair[0].mesh.size
     steps = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
-    by_rank = [sum(each) for each in zip(*itertools.starmap(received, steps), strict=True)]
+    by_rank = [sum(counts) for counts in zip(*itertools.starmap(received, steps), strict=True)]
     if not by_rank or max(by_rank) <= ROUNDING * least:
         return None
     before, after = ([*spec.partition.unreduced] for spec in pair)
@@ -208,22 +214,22 @@ def excess(pair: Pair) -> Excess | None:
 
 
 def received(step: object, src: Spec, dst: Spec) -> list[int]:
-    """Bytes that each rank receives, of even shards."""
+    """Return the bytes that each rank receives, for even shards."""
     ranks = src.mesh.ranks
     most = Program(src, (step,), dst).cost().bytes_received  # type: ignore[arg-type]
     if isinstance(step, fs.CollectivePermute):
-        return [0 if place(src, rank) == place(dst, rank) else most for rank in ranks]
+        return [0 if held_value(src, rank) == held_value(dst, rank) else most for rank in ranks]
     if not isinstance(step, fs.Exchange):
         return [most for _ in ranks]
-    addends = src.mesh.axis_size(reduction_axes(src, dst))
-    made = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
-    members = src.mesh.axis_size(made)
+    partials = src.mesh.axis_size(reduction_axes(src, dst))
+    summed = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
+    members = src.mesh.axis_size(summed)
     both = zip(local_bytes(dst, ranks), overlap_bytes(src, dst, ranks), strict=True)
-    return [addends * need // members - have for need, have in both]
+    return [partials * need // members - have for need, have in both]
 
 
-def place(spec: Spec, rank: int) -> object:
-    """Which shard of which addend a rank holds."""
+def held_value(spec: Spec, rank: int) -> object:
+    """Return the index of the shard and of the unreduced value that a rank holds."""
     coords = spec.mesh.coords(rank)
     count = 0
     for axis in spec.partition.unreduced:
@@ -231,8 +237,8 @@ def place(spec: Spec, rank: int) -> object:
     return spec.index(rank), count
 
 
-def worst(run: Run, count: int = 10) -> tuple[Table, list[str]]:
-    """The pairs with addends above the bound by class, and those farthest from it one by one."""
+def worst_pairs(run: Run, count: int = 10) -> tuple[Table, list[str]]:
+    """Return a table of unreduced pairs above the bound by class, and texts of the worst."""
     found: list[tuple[Excess, Pair]] = []
     looked = 0
     for mesh in MESHES:
@@ -240,22 +246,24 @@ def worst(run: Run, count: int = 10) -> tuple[Table, list[str]]:
         looked += len(pairs)
         found += [
             (each, pair)
-            for each, pair in zip(run.map(excess, pairs), pairs, strict=True)
+            for each, pair in zip(run.map(excess_of, pairs), pairs, strict=True)
             if each is not None
         ]
     found.sort(key=lambda each: -each[0].ratio)
     by_kind: dict[str, list[Excess]] = {}
     for each, _ in found:
         by_kind.setdefault(each.kind(), []).append(each)
-    title = f"Why plans with addends receive more than the bound: {len(found):,} of {looked:,}"
+    title = (
+        f"Why plans with unreduced ends receive more than the bound: {len(found):,} of {looked:,}"
+    )
     shown = table(title, "class", "pairs", "mean", "worst")
     for kind, some in by_kind.items():
         ratios = [each.ratio for each in some]
         shown.add_row(kind, f"{len(some):,}", f"{geometric(ratios):.3f}", f"{max(ratios):.2f}")
-    return shown, [explained(*each) for each in found[:count]]
+    return shown, [excess_text(*each) for each in found[:count]]
 
 
-def explained(each: Excess, pair: Pair) -> str:
+def excess_text(each: Excess, pair: Pair) -> str:
     bound = fs.lower_bound(*pair).bytes_received
     return (
         f"{each.ratio:.3f} of {bound:,} B received ({each.numbers()}): {by_bytes(*pair)}\n"
@@ -267,28 +275,28 @@ def explained(each: Excess, pair: Pair) -> str:
 
 TIMED: dict[str, Planner] = {
     **DTENSOR,
-    **{f"{name}, flattened": partial(theirs, name, flattened=True) for name in PLANNERS},
+    **{f"{name}, flattened": partial(dtensor_program, name, flattened=True) for name in PLANNERS},
 }
 
 
 def times(pair: Pair) -> dict[tuple[str, str], float | None]:
-    """By preset and DTensor's planner, the modelled time of fshard's plan over theirs."""
+    """Return the modelled time of fshard's plan over DTensor's, by preset and planner."""
     plans = {name: planner(*pair) for name, planner in TIMED.items()}
     found: dict[tuple[str, str], float | None] = {}
     for preset, topology in PRESETS.items():
-        mine = fs.redistribute(*pair, topology=topology).cost(topology).time
+        ours = fs.redistribute(*pair, topology=topology).cost().time
         for name, prog in plans.items():
             other = None if prog is None else prog.cost(topology).time
-            found[preset, name] = None if other is None else over(mine, other)
+            found[preset, name] = None if other is None else time_ratio(ours, other)
     return found
 
 
-def over(mine: float, other: float) -> float:
-    return mine / other if other else math.inf if mine else 1.0
+def time_ratio(ours: float, other: float) -> float:
+    return ours / other if other else math.inf if ours else 1.0
 
 
-def modelled(run: Run, losses: list[str]) -> Table:
-    """Where fshard's plan is slower than DTensor's by the model; should be nowhere."""
+def modelled_times(run: Run, losses: list[str]) -> Table:
+    """Return the table of modelled times; fshard's plans should nowhere be slower."""
     shown = table(
         "Modelled time of fshard's plans over DTensor's: geometric mean, worst (pairs slower)",
         "mesh, float32 shape", "preset", *TIMED,
@@ -307,7 +315,7 @@ def modelled(run: Run, losses: list[str]) -> Table:
                         if (ratio := row[preset, name]) is not None
                     ]
                     slower = sorted((each for each in known if each[0] > 1 + 1e-9), key=first)
-                    losses += [lost(preset, name, *each) for each in slower[-1:]]
+                    losses += [loss_text(preset, name, *each) for each in slower[-1:]]
                     cells.append(compared([ratio for ratio, _ in known], len(slower)))
                 shown.add_row(f"{shape_of(mesh)}, {shape_of(shape)}", preset, *cells)
             shown.add_section()
@@ -323,10 +331,10 @@ def first(each: tuple[float, Pair]) -> float:
     return each[0]
 
 
-def lost(preset: str, name: str, ratio: float, pair: Pair) -> str:
+def loss_text(preset: str, name: str, ratio: float, pair: Pair) -> str:
     topology = PRESETS[preset]
-    mine, other = fs.redistribute(*pair, topology=topology), TIMED[name](*pair)
-    return f"{ratio:.4f} of {name} on {preset}: {mine}\n  where DTensor's is\n{other}"
+    ours, other = fs.redistribute(*pair, topology=topology), TIMED[name](*pair)
+    return f"{ratio:.4f} of {name} on {preset}: {ours}\n  while DTensor's is\n{other}"
 
 
 # -- named cases -----------------------------------------------------------------------
@@ -336,7 +344,7 @@ NAMED = {
     "P S0 -> S0 S1": 1024, "S0 S0 -> S1 S1": 240, "yx -> xy": 256, "P S0 -> S0 S0": 1024,
     "P S0 -> S0 R": 1792, "S0 S1 -> S1 S1": 448, "P R -> R S0": 1536, "P P -> R S0": 4608,
 }  # fmt: skip
-"""Transitions on (4, 4), by DTensor's placements on x and y: the most KiB to receive."""
+"""Most KiB to receive on (4, 4), by DTensor's placements on x and y."""
 
 
 def named(name: str) -> Pair:
@@ -346,13 +354,13 @@ def named(name: str) -> Pair:
         return tuple(Spec(mesh, P(tuple(axes)), shape=shape) for axes in (src, dst))  # type: ignore[return-value]
     words = {"P": Partial(), "R": Replicate(), "S0": Shard(0), "S1": Shard(1)}
     return tuple(  # type: ignore[return-value]
-        Spec.from_placements(mesh, [words[each] for each in end.split()], shape)
+        Spec.from_placements(mesh, [words[word] for word in end.split()], shape)
         for end in (src, dst)
     )
 
 
 def transitions() -> Table:
-    """KiB that the busiest rank receives in the named transitions."""
+    """Return the table of KiB that the busiest rank receives in the named transitions."""
     shown = table(
         "KiB received per rank, 4x4, float32 1024x1024", "x y", "target", "lower bound",
         "fshard by bytes", "fshard, collectives", "fshard by time", *DTENSOR,
@@ -372,7 +380,7 @@ def kib(nbytes: int | None) -> str:
 
 
 def rematerialisations() -> list[str]:
-    """XLA's two known full rematerialisations."""
+    """Return texts about XLA's two known full rematerialisations."""
     grid = Mesh(x=4, y=2)
     src = Spec(grid, P("y", None, "x"), shape=(64, 64, 64))
     four = Mesh(x=2, y=2)
@@ -400,14 +408,14 @@ ONE, BOTH = ("invariant",), ("invariant", "unreduced")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How many pairs are looked at, and who does it."""
+    """Number of pairs to look at, and the executor."""
 
     executor: Executor
     quick: bool
     most: int
 
     def pairs(self, specs: Sequence[Spec], states: Sequence[str]) -> list[Pair]:
-        """All ordered pairs; with addends (`states` of BOTH alone) those that have some."""
+        """Return ordered pairs; with `states` of BOTH those with an unreduced end."""
         found: Iterable[Pair] = itertools.permutations(specs, 2)
         if tuple(states) == BOTH:
             found = (pair for pair in found if any(spec.partition.unreduced for spec in pair))
@@ -420,7 +428,7 @@ class Run:
 
 
 def layouts(mesh: Mesh, shape: Sequence[int], states: Sequence[str], every: bool) -> list[Spec]:
-    """The specs, without other orders of axes than the mesh's unless `every`."""
+    """Return the specs, only with axes in mesh order unless `every`."""
     return [
         spec
         for spec in all_specs(mesh, shape, states, dtype=torch.float32)
@@ -437,17 +445,17 @@ def shape_of(shape: Mesh | Sequence[int]) -> str:
 
 
 def table(title: str, *heads: str) -> Table:
-    made = Table(title=title)
+    result = Table(title=title)
     for head in heads:
-        made.add_column(head, justify="left" if head in LEFT else "right")
-    return made
+        result.add_column(head, justify="left" if head in LEFT else "right")
+    return result
 
 
 LEFT = ("class", "mesh", "planner", "mesh, float32 shape", "preset", "x y")
 
 
-def quiet() -> None:
-    """DTensor warns of flattened meshes that would help."""
+def silence_dtensor() -> None:
+    """Silence DTensor's warnings about flattened meshes that would help."""
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -456,28 +464,28 @@ def main() -> None:
     """Measure and print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} pairs of each mesh")
-    parser.add_argument("--most", type=int, default=SAMPLE, help="most pairs with addends, a mesh")
+    parser.add_argument("--most", type=int, default=SAMPLE, help="most unreduced pairs, a mesh")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    quiet()
+    silence_dtensor()
     console = Console(width=140)
     start = time.perf_counter()
     console.print(transitions())
     for text in rematerialisations():
         console.print(text, highlight=False, markup=False)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, context, initializer=quiet) as executor:
+    with ProcessPoolExecutor(options.jobs, context, initializer=silence_dtensor) as executor:
         run = Run(executor, options.quick, options.most)
         over_bound = "Received bytes over the bound"
         console.print(quality(run, f"{over_bound}, the mesh's order of axes", ONE, False))
         console.print(quality(run, f"{over_bound}, every order of axes", ONE, True))
-        console.print(quality(run, f"{over_bound}, with addends", BOTH, False))
-        reasons, texts = worst(run)
+        console.print(quality(run, f"{over_bound}, with unreduced ends", BOTH, False))
+        reasons, texts = worst_pairs(run)
         console.print(reasons)
         for text in texts:
             console.print(text, highlight=False, markup=False)
         losses: list[str] = []
-        console.print(modelled(run, losses))
+        console.print(modelled_times(run, losses))
         for text in losses[:10]:
             console.print(text, highlight=False, markup=False)
     console.print(f"{time.perf_counter() - start:.0f} s")

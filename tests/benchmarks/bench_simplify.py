@@ -1,9 +1,9 @@
-"""How near rewrites come to a plan: composed programs, simplified, beside one planned anew.
+"""Distance of simplified programs to plans: composed programs, simplified, beside plans.
 
 `python -m tests.benchmarks.bench_simplify` composes planned programs through random layouts and
-prints the modelled time of the composition and of what `simplify` makes of it, as multiples of
-the plan between the same ends (geometric mean and worst), how many reach the plan, and the
-median milliseconds of one `simplify` that remembers nothing.
+prints the modelled time of the composition and of its `simplify`, as multiples of the plan
+between the same ends (geometric mean and worst), how many reach the plan, and the median
+milliseconds of one `simplify` with empty caches.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import Exchange
-from tests.benchmarks.bench_plan import forget
+from tests.benchmarks.bench_plan import clear_caches
 from tests.helpers.spec_grid import STATES, all_specs
 
 SEED = 0
-SAME = 1e-9
-"""Two times that differ by less are equal: sums of floats."""
+TOLERANCE = 1e-9
+"""Relative difference of times, sums of floats, that count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Which layouts, through how many others, and what is not used."""
+    """Layouts to compose, the number of programs, and excluded steps."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ CASES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of one composition: its time and the simple one's over the plan's, and the seconds."""
+    """Times of one composition and its simplification over the plan's, and the seconds of it."""
 
     composed: float
     simple: float
@@ -70,7 +70,7 @@ class Row:
 
 
 def measure(case: Case, count: int, topology: Topology) -> list[Row]:
-    """The rows of random compositions that have something to do."""
+    """Return the rows of random compositions that are not empty."""
     layouts = all_specs(case.mesh, case.shape, case.states)
     chooser = random.Random(SEED)
     rows: list[Row] = []
@@ -79,20 +79,20 @@ def measure(case: Case, count: int, topology: Topology) -> list[Row]:
         chain = [chooser.choice(layouts) for _ in range(case.length + 1)]
         parts = [plan(*pair) for pair in itertools.pairwise(chain)]
         prog: Program = functools.reduce(operator.rshift, parts)
-        best = plan(chain[0], chain[-1]).cost(topology).time
+        best = plan(chain[0], chain[-1]).cost().time
         if best == 0:
             continue
-        forget()
+        clear_caches()
         start = time.thread_time()
-        simple = prog.simplify(topology, exclude=case.exclude)
+        simple = prog.simplify(exclude=case.exclude)
         seconds = time.thread_time() - start
-        times = (prog.cost(topology).time, simple.cost(topology).time)
-        rows.append(Row(*(each / best for each in times), seconds))
+        times = (prog.cost().time, simple.cost().time)
+        rows.append(Row(*(t / best for t in times), seconds))
     return rows
 
 
 def ratios(numbers: Sequence[float]) -> str:
-    """Geometric mean and worst."""
+    """Return the geometric mean and the worst."""
     mean = math.exp(statistics.fmean(map(math.log, numbers)))
     return f"{mean:.3f} / {max(numbers):.2f}"
 
@@ -101,21 +101,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="compositions of each kind")
     parser.add_argument("--topology", choices=["node", "cluster"], default="node")
-    given = parser.parse_args()
-    topology = Topology.node() if given.topology == "node" else Topology.cluster(4)
+    options = parser.parse_args()
+    topology = Topology.node() if options.topology == "node" else Topology.cluster(4)
     table = Table(title=f"modelled time over that of a plan (mean / worst), {topology.name}")
     for name in ("layouts", "plans", "composed", "simple", "as planned", "below", "ms"):
         table.add_column(name, justify="left" if name == "layouts" else "right")
     for case in CASES:
-        rows = measure(case, given.count, topology)
+        rows = measure(case, options.count, topology)
         simple = [row.simple for row in rows]
         table.add_row(
             str(case),
             str(case.length),
             ratios([row.composed for row in rows]),
             ratios(simple),
-            f"{sum(each <= 1 + SAME for each in simple) / len(simple):.1%}",
-            f"{sum(each < 1 - SAME for each in simple) / len(simple):.1%}",
+            f"{sum(ratio <= 1 + TOLERANCE for ratio in simple) / len(simple):.1%}",
+            f"{sum(ratio < 1 - TOLERANCE for ratio in simple) / len(simple):.1%}",
             f"{1e3 * statistics.median(row.seconds for row in rows):.2f}",
         )
     Console(width=110).print(table)

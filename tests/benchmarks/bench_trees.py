@@ -1,8 +1,8 @@
 """Real times of trees on gloo ranks: leaves one by one, all started ahead, and as one batch.
 
 `python -m tests.benchmarks.bench_trees` prints medians of one run of about two minutes;
-`--rounds 3` makes a short one. The ways take turns, so that a busy machine slows all of them, and
-a round's time is that of its slowest rank. Forward only; every way gives the same numbers.
+`--rounds 3` makes a short one. The variants alternate, so that other load slows all of them
+alike, and a round's time is the slowest rank's. Forward only; all variants give equal values.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ Ends = tuple[list[Spec], list[Spec]]
 
 
 def gathered(count: int, rows: int, cols: int) -> Ends:
-    """FSDP's parameters: rows over the ranks, then whole."""
+    """Return specs of FSDP's parameters: rows over the ranks, then replicated."""
     src = [Spec(MESH, P("x"), shape=(rows, cols))] * count
     return src, [spec.replace(partition=P(reduced={"x"})) for spec in src]
 
 
 def owned(count: int, rows: int, cols: int) -> Ends:
-    """Muon's matrices: each on one rank in turn, then on every rank."""
+    """Return specs of Muon's matrices: each on one rank in turn, then on every rank."""
     src = [
-        Spec(MESH, P("x"), shape=(rows, cols), sizes={0: [rows * (at % 4 == r) for r in range(4)]})
-        for at in range(count)
+        Spec(MESH, P("x"), shape=(rows, cols), sizes={0: [rows * (i % 4 == r) for r in range(4)]})
+        for i in range(count)
     ]
     return src, [spec.replace(partition=P()) for spec in src]
 
 
 def to_owners(count: int, rows: int, cols: int) -> Ends:
-    """Muon's gradients: rows on all ranks, then each matrix on one rank in turn."""
-    own, whole = owned(count, rows, cols)
-    return [spec.replace(partition=P("x")) for spec in whole], own
+    """Return specs of Muon's gradients: rows on all ranks, then each matrix on one rank in turn."""
+    owner_specs, replicated = owned(count, rows, cols)
+    return [spec.replace(partition=P("x")) for spec in replicated], owner_specs
 
 
-def turned(count: int, rows: int, cols: int) -> Ends:
-    """A checkpoint's tensors, from rows to columns."""
+def transposed(count: int, rows: int, cols: int) -> Ends:
+    """Return specs of a checkpoint's tensors, from rows to columns."""
     src = [Spec(MESH, P("x"), shape=(rows, cols))] * count
     return src, [spec.replace(partition=P(None, "x")) for spec in src]
 
@@ -57,7 +57,7 @@ def turned(count: int, rows: int, cols: int) -> Ends:
 CASES: dict[str, Ends] = {
     "200 x 4 KiB, gathered": gathered(200, 32, 32),
     "200 x 4 KiB, owned": owned(200, 32, 32),
-    "200 x 4 KiB, turned": turned(200, 32, 32),
+    "200 x 4 KiB, transposed": transposed(200, 32, 32),
     "48 x 256 KiB, gathered": gathered(48, 256, 256),
     "24 x 1 MiB, gathered": gathered(24, 512, 512),
     "12 x 8 MiB, gathered": gathered(12, 2048, 1024),
@@ -65,8 +65,8 @@ CASES: dict[str, Ends] = {
 }
 
 
-def ways(src: list[Spec], dst: list[Spec]) -> dict[str, tuple[int, Callable[[], list[Any]]]]:
-    """Each way's launches, and one run."""
+def variants(src: list[Spec], dst: list[Spec]) -> dict[str, tuple[int, Callable[[], list[Any]]]]:
+    """Return the launches of each variant, and a function of one run."""
     progs: list[Program] = [fs.redistribute(a, b) for a, b in zip(src, dst, strict=True)]
     torch.manual_seed(0)
     xs = [torch.randn(spec.local_shape(dist.get_rank())) for spec in src]
@@ -76,25 +76,25 @@ def ways(src: list[Spec], dst: list[Spec]) -> dict[str, tuple[int, Callable[[], 
         return [prog(x) for prog, x in zip(progs, xs, strict=True)]
 
     def ahead() -> list[Any]:
-        started = [prog(x, async_op=True) for prog, x in zip(progs, xs, strict=True)]
-        return [each.wait() for each in started]
+        pendings = [prog(x, async_op=True) for prog, x in zip(progs, xs, strict=True)]
+        return [pending.wait() for pending in pendings]
 
-    found = {"one by one": (launches, one_by_one), "started ahead": (launches, ahead)}
+    variants = {"one by one": (launches, one_by_one), "started ahead": (launches, ahead)}
     for name, size in BUCKETS.items():
         batch = fs.redistribute(src, dst, bucket_bytes=size)
-        found[name] = len(batch.launches), lambda batch=batch: batch(xs)  # type: ignore[misc]
-    return found
+        variants[name] = len(batch.launches), lambda batch=batch: batch(xs)  # type: ignore[misc]
+    return variants
 
 
 def on_rank(rounds: int) -> dict[str, dict[str, tuple[int, list[float]]]]:
-    """Of each case and way the launches, and the seconds of every round on this rank."""
+    """Return launches, and the seconds of every round on this rank, by case and variant."""
     fs.init(MESH)
-    found = {}
+    results = {}
     for case, ends in CASES.items():
-        runs = ways(*ends)
-        want, *others = (run() for _, run in runs.values())
-        for got in others:
-            assert all(map(torch.equal, got, want)), case
+        runs = variants(*ends)
+        expected, *others = (run() for _, run in runs.values())
+        for ys in others:
+            assert all(map(torch.equal, ys, expected)), case
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(rounds):
             names = list(runs)
@@ -103,12 +103,12 @@ def on_rank(rounds: int) -> dict[str, dict[str, tuple[int, list[float]]]]:
                 start = time.perf_counter()
                 runs[name][1]()
                 seconds[name].append(time.perf_counter() - start)
-        found[case] = {name: (launches, seconds[name]) for name, (launches, _) in runs.items()}
-    return found
+        results[case] = {name: (launches, seconds[name]) for name, (launches, _) in runs.items()}
+    return results
 
 
 def table(by_rank: Sequence[dict[str, dict[str, tuple[int, list[float]]]]]) -> Table:
-    """Milliseconds of the slowest rank, and launches."""
+    """Return the table of milliseconds of the slowest rank, and launches."""
     names = ["one by one", "started ahead", *BUCKETS]
     shown = Table("4 gloo ranks", *names, title="trees: ms (launches); batches by bucket_bytes")
     for case in CASES:
@@ -122,7 +122,7 @@ def table(by_rank: Sequence[dict[str, dict[str, tuple[int, list[float]]]]]) -> T
 
 
 def main() -> None:
-    # By its importable name: other processes do not know this module as __main__.
+    # Imported by name, because other processes cannot import __main__.
     from tests.benchmarks.bench_trees import on_rank
 
     parser = argparse.ArgumentParser(description=__doc__)

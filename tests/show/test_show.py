@@ -301,7 +301,7 @@ def test_pair_on_one_rank_shows_the_rank() -> None:
     pair = fs.shard(torch.zeros(4, 8), value)
     drawn = fs.simulate(MESH, lambda local: str(fs.visualize(local)), pair)
     assert drawn[5].splitlines()[-1] == (
-        "this is rank 5 (dp=1,tp=1): local f32[2,8] is a partial value of global[2:4, 0:8]"
+        "this is rank 5 (dp=1,tp=1): local f32[2,8] is a partial sum of global[2:4, 0:8]"
     )
 
 
