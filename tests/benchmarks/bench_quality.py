@@ -118,9 +118,9 @@ def quality(run: Run, title: str, states: Sequence[str], every_order: bool) -> T
     for mesh in MESHES:
         specs = layouts(mesh, SHAPES[len(mesh.axes)], states, every_order)
         pairs = run.pairs(specs, states)
-        found = run.map(partial(scores, planners), pairs)
+        rows = run.map(partial(scores, planners), pairs)
         for name in planners:
-            known = [s for row in found if (s := row[name]) is not None]
+            known = [s for row in rows if (s := row[name]) is not None]
             shown.add_row(shape_of(mesh), name, f"{len(pairs):,}", f"{len(pairs) - len(known):,}",
                           *summary(known))  # fmt: skip
         shown.add_section()
@@ -239,35 +239,33 @@ def held_value(spec: Spec, rank: int) -> object:
 
 def worst_pairs(run: Run, count: int = 10) -> tuple[Table, list[str]]:
     """Return a table of unreduced pairs above the bound by class, and texts of the worst."""
-    found: list[tuple[Excess, Pair]] = []
+    excesses: list[tuple[Excess, Pair]] = []
     looked = 0
     for mesh in MESHES:
         pairs = run.pairs(layouts(mesh, SHAPES[len(mesh.axes)], BOTH, True), BOTH)
         looked += len(pairs)
-        found += [
-            (each, pair)
-            for each, pair in zip(run.map(excess_of, pairs), pairs, strict=True)
-            if each is not None
+        excesses += [
+            (item, pair)
+            for item, pair in zip(run.map(excess_of, pairs), pairs, strict=True)
+            if item is not None
         ]
-    found.sort(key=lambda each: -each[0].ratio)
+    excesses.sort(key=lambda item: -item[0].ratio)
     by_kind: dict[str, list[Excess]] = {}
-    for each, _ in found:
-        by_kind.setdefault(each.kind(), []).append(each)
-    title = (
-        f"Why plans with unreduced ends receive more than the bound: {len(found):,} of {looked:,}"
-    )
+    for item, _ in excesses:
+        by_kind.setdefault(item.kind(), []).append(item)
+    title = f"Why unreduced pairs receive more than the bound: {len(excesses):,} of {looked:,}"
     shown = table(title, "class", "pairs", "mean", "worst")
     for kind, some in by_kind.items():
-        ratios = [each.ratio for each in some]
+        ratios = [item.ratio for item in some]
         shown.add_row(kind, f"{len(some):,}", f"{geometric(ratios):.3f}", f"{max(ratios):.2f}")
-    return shown, [excess_text(*each) for each in found[:count]]
+    return shown, [excess_text(*item) for item in excesses[:count]]
 
 
-def excess_text(each: Excess, pair: Pair) -> str:
+def excess_text(excess: Excess, pair: Pair) -> str:
     bound = fs.lower_bound(*pair).bytes_received
     return (
-        f"{each.ratio:.3f} of {bound:,} B received ({each.numbers()}): {by_bytes(*pair)}\n"
-        f"  {each.kind()}"
+        f"{excess.ratio:.3f} of {bound:,} B received ({excess.numbers()}): {by_bytes(*pair)}\n"
+        f"  {excess.kind()}"
     )
 
 
@@ -282,13 +280,13 @@ TIMED: dict[str, Planner] = {
 def times(pair: Pair) -> dict[tuple[str, str], float | None]:
     """Return the modelled time of fshard's plan over DTensor's, by preset and planner."""
     plans = {name: planner(*pair) for name, planner in TIMED.items()}
-    found: dict[tuple[str, str], float | None] = {}
+    ratios: dict[tuple[str, str], float | None] = {}
     for preset, topology in PRESETS.items():
         ours = fs.redistribute(*pair, topology=topology).cost().time
         for name, prog in plans.items():
             other = None if prog is None else prog.cost(topology).time
-            found[preset, name] = None if other is None else time_ratio(ours, other)
-    return found
+            ratios[preset, name] = None if other is None else time_ratio(ours, other)
+    return ratios
 
 
 def time_ratio(ours: float, other: float) -> float:
@@ -305,17 +303,17 @@ def modelled_times(run: Run, losses: list[str]) -> Table:
         for shape in TIMED_SHAPES[len(mesh.axes)]:
             every_order = len(mesh.axes) == 2
             pairs = run.pairs(layouts(mesh, shape, BOTH, every_order), BOTH + ONE)
-            found = run.map(times, pairs)
+            rows = run.map(times, pairs)
             for preset in PRESETS:
                 cells = []
                 for name in TIMED:
                     known = [
                         (ratio, pair)
-                        for row, pair in zip(found, pairs, strict=True)
+                        for row, pair in zip(rows, pairs, strict=True)
                         if (ratio := row[preset, name]) is not None
                     ]
-                    slower = sorted((each for each in known if each[0] > 1 + 1e-9), key=first)
-                    losses += [loss_text(preset, name, *each) for each in slower[-1:]]
+                    slower = sorted((item for item in known if item[0] > 1 + 1e-9), key=first)
+                    losses += [loss_text(preset, name, *item) for item in slower[-1:]]
                     cells.append(compared([ratio for ratio, _ in known], len(slower)))
                 shown.add_row(f"{shape_of(mesh)}, {shape_of(shape)}", preset, *cells)
             shown.add_section()
@@ -327,8 +325,8 @@ def compared(ratios: Sequence[float], slower: int) -> str:
     return f"{mean:.2f}, {max(ratios):.3f} ({slower:,}/{len(ratios):,})"
 
 
-def first(each: tuple[float, Pair]) -> float:
-    return each[0]
+def first(item: tuple[float, Pair]) -> float:
+    return item[0]
 
 
 def loss_text(preset: str, name: str, ratio: float, pair: Pair) -> str:
@@ -389,16 +387,16 @@ def rematerialisations() -> list[str]:
         (src, src.replace(partition=P(None, ("x", "y"), None))),
         (tile, tile.replace(partition=P("x", None, None, "y"))),
     ]
-    found = []
+    texts = []
     for pair in pairs:
         for prog in (by_bytes(*pair), fs.redistribute(*pair)):
             bound = fs.lower_bound(*pair)
             peak = max(map(max_local_nbytes, prog.specs))
-            found.append(
+            texts.append(
                 f"received {prog.cost().bytes_received:,} B of at least {bound.bytes_received:,} B,"
                 f" largest local {peak:,} B of {prog.src.nbytes:,} B: {prog}"
             )
-    return found
+    return texts
 
 
 # -- pairs and tables ------------------------------------------------------------------
@@ -416,10 +414,12 @@ class Run:
 
     def pairs(self, specs: Sequence[Spec], states: Sequence[str]) -> list[Pair]:
         """Return ordered pairs; with `states` of BOTH those with an unreduced end."""
-        found: Iterable[Pair] = itertools.permutations(specs, 2)
+        candidates: Iterable[Pair] = itertools.permutations(specs, 2)
         if tuple(states) == BOTH:
-            found = (pair for pair in found if any(spec.partition.unreduced for spec in pair))
-        pairs = list(found)
+            candidates = (
+                pair for pair in candidates if any(spec.partition.unreduced for spec in pair)
+            )
+        pairs = list(candidates)
         most = QUICK if self.quick else self.most if BOTH[1] in states else len(pairs)
         return random.Random(SEED).sample(pairs, most) if most < len(pairs) else pairs
 

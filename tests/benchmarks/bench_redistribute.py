@@ -230,11 +230,11 @@ def shown(title: str, cells: dict[Cell, dict[str, float]], unit: float) -> Table
     for head in ("x y", "global size", *CONTENDERS, "DTensor / fshard", "searched / fshard"):
         table.add_column(head, justify="left" if head in ("x y", "global size") else "right")
     last = ""
-    for (size, transition), found in sorted(cells.items(), key=by_transition):
+    for (size, transition), seconds in sorted(cells.items(), key=by_transition):
         if last not in ("", transition):
             table.add_section()
         last = transition
-        ours, *others = (found[who] for who in CONTENDERS)
+        ours, *others = (seconds[who] for who in CONTENDERS)
         table.add_row(
             transition,
             size,
@@ -253,7 +253,7 @@ def summary(name: str, cells: dict[Cell, dict[str, float]]) -> str:
     """Return sentences about how much faster fshard is, and where it is slower."""
     lines = []
     for who in CONTENDERS[1:]:
-        ratios = {cell: found["fshard"] / found[who] for cell, found in cells.items()}
+        ratios = {cell: seconds["fshard"] / seconds[who] for cell, seconds in cells.items()}
         worst = max(ratios, key=lambda cell: ratios[cell])
         slower = sum(ratio > 1.1 for ratio in ratios.values())
         mean = 1 / statistics.geometric_mean(ratios.values())

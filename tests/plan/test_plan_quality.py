@@ -47,14 +47,14 @@ def pairs_of(mesh: Mesh, count: int | None = None, states: Sequence[str] = ("inv
 
 def ratios(pairs: Pairs, exclude: Sequence[type] = ()) -> list[float]:
     """Return ratios of received bytes to the bound; check that local pairs receive none."""
-    found = []
+    values = []
     for src, dst in pairs:
         prog = redistribute(src, dst, objective="bytes", exclude=exclude)
         received, least = prog.cost().bytes_received, lower_bound(src, dst).bytes_received
         assert prog.is_local == (least == 0), prog
         if least:
-            found.append(received / least)
-    return found
+            values.append(received / least)
+    return values
 
 
 def mean(values: Iterable[float]) -> float:
@@ -90,9 +90,9 @@ def test_sharded_pairs_on_three_axes_meet_the_bound(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", TWO_AXES, ids=str)
 def test_plans_without_exchange_on_two_axes(mesh: Mesh) -> None:
-    found = ratios(pairs_of(mesh), (Exchange,))
-    assert mean(found) <= 1.06
-    assert max(found) <= 1.86
+    values = ratios(pairs_of(mesh), (Exchange,))
+    assert mean(values) <= 1.06
+    assert max(values) <= 1.86
 
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
@@ -141,16 +141,16 @@ def unreduced_pairs(mesh: Mesh, count: int | None = None) -> Pairs:
     ("mesh", "most", "worst"), [*zip(TWO_AXES, (1.06, 1.04, 1.02), (2, 4 / 3, 8 / 7), strict=True)]
 )
 def test_unreduced_pairs_on_two_axes(mesh: Mesh, most: float, worst: float) -> None:
-    found = ratios(unreduced_pairs(mesh))
-    assert mean(found) <= most
-    assert max(found) <= worst
+    values = ratios(unreduced_pairs(mesh))
+    assert mean(values) <= most
+    assert max(values) <= worst
 
 
 @pytest.mark.parametrize(("mesh", "most"), [*zip(THREE_AXES, (1.12, 1.06), strict=True)])
 def test_some_unreduced_pairs_on_three_axes(mesh: Mesh, most: float) -> None:
-    found = ratios(unreduced_pairs(mesh, 400))
-    assert mean(found) <= most
-    assert max(found) <= 2
+    values = ratios(unreduced_pairs(mesh, 400))
+    assert mean(values) <= most
+    assert max(values) <= 2
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,15 @@ def test_some_unreduced_pairs_on_three_axes(mesh: Mesh, most: float) -> None:
 )
 def test_unreduced_pairs_on_two_axes_meet_the_bound_of_sent_bytes(mesh: Mesh, worst: float) -> None:
     """A rank must send what the transpose must receive, in every program."""
-    found = []
+    values = []
     for src, dst in unreduced_pairs(mesh):
         ends = (src, dst), (dst.dual, src.dual)
         least = max(lower_bound(*pair).bytes_received for pair in ends)
         if least:
             prog = redistribute(src, dst, objective="bytes")
-            found.append(prog.cost().bytes_received / least)
-    assert sum(ratio > 1 + 1e-9 for ratio in found) <= 4
-    assert max(found) <= worst + 1e-9
+            values.append(prog.cost().bytes_received / least)
+    assert sum(ratio > 1 + 1e-9 for ratio in values) <= 4
+    assert max(values) <= worst + 1e-9
 
 
 def test_pairs_that_stay_unreduced_meet_the_bound_on_two_axes() -> None:
@@ -222,8 +222,8 @@ REMATERIALIZED = [
 def test_transitions_that_xla_rematerializes_are_not_gathered(
     mesh: Mesh, src: P, dst: P, shape: tuple[int, ...], exclude: Sequence[type]
 ) -> None:
-    one, other = (Spec(mesh, p, shape=shape, dtype=torch.float32) for p in (src, dst))
-    for ends in ((one, other), (other, one)):
+    a, b = (Spec(mesh, p, shape=shape, dtype=torch.float32) for p in (src, dst))
+    for ends in ((a, b), (b, a)):
         prog = redistribute(*ends, exclude=exclude)
         assert not any(isinstance(step, AllGather | AllReduce) for step in prog.steps)
         assert prog.cost().peak_memory == lower_bound(*ends).peak_memory
@@ -236,19 +236,19 @@ PRESETS = [Topology.node(), Topology.cluster()]
 
 def assert_not_slower(pairs: Pairs) -> int:
     """Check that no plan of DTensor is faster on either topology; return how many it has."""
-    found = 0
+    count = 0
     for (src, dst), planner, flattened in itertools.product(
         pairs, dtensor_plans.PLANNERS, (False, True)
     ):
         other = dtensor_plans.plan(src, dst, planner, flattened=flattened).program
         if other is None:
             continue
-        found += 1
+        count += 1
         for topology in PRESETS:
             ours = redistribute(src, dst, topology=topology)
             time = other.cost(topology).time
             assert ours.cost(topology).time <= time * (1 + 1e-9), (str(ours), str(other))
-    return found
+    return count
 
 
 def square_pairs(mesh: Mesh, length: int, count: int | None = None) -> Pairs:

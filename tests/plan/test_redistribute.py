@@ -162,15 +162,15 @@ def test_every_pair_of_another_reduction(kind: str) -> None:
     specs = spec_grid.all_specs(SMALL, (6,), kind=kind)
     for src, dst in itertools.product(specs, specs):
         prog = redistribute(src, dst)
-        made = reference.simulate(prog, locals_of(src, 1))
-        assert torch.equal(reference.global_value(made, dst), value_of(src, 1))
+        outputs = reference.simulate(prog, locals_of(src, 1))
+        assert torch.equal(reference.global_value(outputs, dst), value_of(src, 1))
 
 
 @pytest.mark.parametrize("kinds", [("sum", "product"), ("sum", "min"), ("product", "max")])
 def test_pairs_with_different_reductions(kinds: tuple[str, str]) -> None:
-    one, two = kinds
-    partitions = [P(unreduced={"x": one}), P(unreduced={"y": two}), P("x", unreduced={"y": one}),
-                  P("y", unreduced={"x": two}), P("x", unreduced={"y": two})]  # fmt: skip
+    a, b = kinds
+    partitions = [P(unreduced={"x": a}), P(unreduced={"y": b}), P("x", unreduced={"y": a}),
+                  P("y", unreduced={"x": b}), P("x", unreduced={"y": b})]  # fmt: skip
     specs = [Spec(Mesh(x=2, y=2), p, shape=(4,), dtype=torch.int64) for p in partitions]
     for src, dst in itertools.product(specs, specs):
         if not {(axis, kind) for axis, kind in src.partition.unreduced_kinds} & {
@@ -179,8 +179,8 @@ def test_pairs_with_different_reductions(kinds: tuple[str, str]) -> None:
             for other in kinds
             if other != kind
         }:
-            made = reference.simulate(redistribute(src, dst), locals_of(src, 3))
-            assert torch.equal(reference.global_value(made, dst), value_of(src, 3)), (src, dst)
+            outputs = reference.simulate(redistribute(src, dst), locals_of(src, 3))
+            assert torch.equal(reference.global_value(outputs, dst), value_of(src, 3)), (src, dst)
 
 
 # -- dtypes --------------------------------------------------------------------------------
@@ -201,9 +201,9 @@ def test_cast_is_where_fewer_bytes_are_sent(src: str, dst: str, first: bool) -> 
     prog = redistribute(parse(src, SMALL), parse(dst, SMALL))
     positions = [i for i, step in enumerate(prog.steps) if isinstance(step, Cast)]
     assert positions == [0 if first else len(prog.steps) - 1]
-    made = reference.simulate(prog, spec_grid.random_locals(prog.src))
+    outputs = reference.simulate(prog, spec_grid.random_locals(prog.src))
     want = spec_grid.global_of(prog.src, spec_grid.random_locals(prog.src))
-    assert torch.equal(reference.global_value(made, prog.dst), want.to(prog.dst.dtype))
+    assert torch.equal(reference.global_value(outputs, prog.dst), want.to(prog.dst.dtype))
 
 
 @pytest.mark.parametrize(
@@ -326,10 +326,10 @@ def test_plans_are_deterministic() -> None:
 
 
 def test_plans_are_cached_by_value() -> None:
-    one, two = (Spec(Mesh(x=2), P("x"), shape=(4,)) for _ in range(2))
+    a, b = (Spec(Mesh(x=2), P("x"), shape=(4,)) for _ in range(2))
     dst = Spec(Mesh(x=2), P(), shape=(4,))
-    assert redistribute(one, dst) is redistribute(two, dst)
-    assert redistribute(one, dst, exclude=[AllToAll]) is redistribute(one, dst, exclude=(AllToAll,))
+    assert redistribute(a, dst) is redistribute(b, dst)
+    assert redistribute(a, dst, exclude=[AllToAll]) is redistribute(a, dst, exclude=(AllToAll,))
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,11 @@ def test_batch_maps_trees_to_trees() -> None:
     with pytest.raises(ShardingError, match="a second wait"):
         pending.wait()
     assert fs.redistribute([None, []], [None, []])([1, []]) == [1, []]
-    one = (Spec(MESH, P("x"), shape=(4,)), Spec(MESH, P("y"), shape=(6,)))
-    two = fs.redistribute(one, (one[0].replace(partition=P()), one[1]))
-    check_equal(two((random_locals(one[0]), random_locals(one[1])))[1:], [random_locals(one[1])])
+    src = (Spec(MESH, P("x"), shape=(4,)), Spec(MESH, P("y"), shape=(6,)))
+    pair_batch = fs.redistribute(src, (src[0].replace(partition=P()), src[1]))
+    check_equal(
+        pair_batch((random_locals(src[0]), random_locals(src[1])))[1:], [random_locals(src[1])]
+    )
 
 
 def test_batch_runs_in_rank_local_code() -> None:
@@ -151,12 +153,12 @@ def test_gradients_of_maxima_coalesce() -> None:
             )
         return log.counts.total(), ys, [grads, second]
 
-    many, *want = gradients(lambda xs: [p(x) for p, x in zip(batch.programs, xs, strict=True)])
-    few, *got = gradients(batch)
-    for ours, theirs in zip(got, want, strict=True):
-        check_equal(ours, theirs)
+    num_alone, *want = gradients(lambda xs: [p(x) for p, x in zip(batch.programs, xs, strict=True)])
+    num_batched, *got = gradients(batch)
+    for actual, expected in zip(got, want, strict=True):
+        check_equal(actual, expected)
     assert len(set(alone)) == 1
-    assert few <= many / 3
+    assert num_batched <= num_alone / 3
 
 
 def test_batch_sends_in_forward_and_backward_dtype() -> None:
@@ -194,9 +196,9 @@ def test_text_of_batches() -> None:
     far = Spec(Mesh({"z": 2}, devices=(1, 2)), P("z"), shape=(4,))
     near = Spec(Mesh(x=2), P("x"), shape=(4,))
     back = Program(far, (fs.Exchange(near.partition, mesh=near.mesh),))
-    there = Program(near, (fs.Exchange(far.partition, mesh=far.mesh),))
+    forward = Program(near, (fs.Exchange(far.partition, mesh=far.mesh),))
     inside = Program(near, (fs.AllGather("x", 0),))
-    between = Batch([there, there, inside, inside])
+    between = Batch([forward, forward, inside, inside])
     meshes = str(near.mesh), str(far.mesh)
     assert str(between).splitlines() == [
         "4 leaves, 2 launches, 32 B sent",
@@ -212,7 +214,9 @@ def test_text_of_batches() -> None:
     assert between.explain().launches.rows[0][:2] == (
         "exchange", f"from {meshes[0]} to {meshes[1]}",
     )  # fmt: skip
-    assert str(Batch([there, back])).endswith("in one launch: exchange of 2 between several meshes")
+    assert str(Batch([forward, back])).endswith(
+        "in one launch: exchange of 2 between several meshes"
+    )
     many = Batch([inside] * 6, bucket_bytes=32)
     assert str(many).splitlines()[-1] == "  in each of 3 launches: all_gather of 2 over x"
 
@@ -328,9 +332,9 @@ def test_all_locals_that_do_not_fit_are_named() -> None:
                 "tuple of all shards, as fs.shard makes it"),
         batch, good | {"w": good["w"][0]},
     )  # fmt: skip
-    one = {"w": good["w"][0], "b": [good["b"][0]]}
+    shards = {"w": good["w"][0], "b": [good["b"][0]]}
     with pytest.raises(ShardingError) as error:
-        fs.simulate(MESH, batch, one)
+        fs.simulate(MESH, batch, shards)
     assert str(error.value) == message(
         "the batch", "at ['b'][0]: a local of type tuple",
         "on a rank of the source's mesh a local must be a tensor", "pass this rank's tensor",

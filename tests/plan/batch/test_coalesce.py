@@ -30,9 +30,9 @@ def owned_matrices(mesh: Mesh, count: int) -> list[Leaf]:
     """Return matrices that Muon moves: each on one rank in turn, then reduced on every rank."""
     axes, n = mesh.axes, mesh.size
     leaves = []
-    for at in range(count):
-        shape = (1 + at % 7, 2)
-        sizes = [shape[0] if at % n == place else 0 for place in range(n)]
+    for i in range(count):
+        shape = (1 + i % 7, 2)
+        sizes = [shape[0] if i % n == rank else 0 for rank in range(n)]
         owned = Spec(mesh, P(axes), shape=shape, sizes={0: sizes})
         leaves.append((owned, Spec(mesh, P(reduced=set(axes)), shape=shape)))
     return leaves
@@ -56,14 +56,14 @@ def test_hundreds_of_owned_matrices_are_one_launch() -> None:
 def rows_to_owners(mesh: Mesh, layers: int, scale: int = 1) -> tuple[Specs, Specs]:
     """Return the specs of rows on all ranks, and of each matrix on one of them in turn."""
     shapes = {"qkv": (96, 32), "out": (32, 32), "up": (128, 32), "down": (32, 128)}
-    src, own = Specs(), Specs()
+    src, dst = Specs(), Specs()
     for layer in range(layers):
         owner = layer % mesh.size
         for name, shape in shapes.items():
             spec = Spec(mesh, P(mesh.axes), shape=tuple(n * scale for n in shape))
-            sizes = [spec.shape[0] * (place == owner) for place in range(mesh.size)]
-            src[f"{name}.{layer}"], own[f"{name}.{layer}"] = spec, spec.replace(sizes={0: sizes})
-    return src, own
+            sizes = [spec.shape[0] * (rank == owner) for rank in range(mesh.size)]
+            src[f"{name}.{layer}"], dst[f"{name}.{layer}"] = spec, spec.replace(sizes={0: sizes})
+    return src, dst
 
 
 def lacked_bytes(src: Specs, dst: Specs) -> int:
@@ -86,42 +86,42 @@ OPTIONS = [{}, {"objective": "bytes"}, {"topology": fs.Topology.cluster()}]
 def test_owned_matrices_receive_only_what_ranks_lack(ranks: int, options: dict[str, Any]) -> None:
     """One exchange sends each rank exactly what it lacks."""
     mesh = Mesh(dp=ranks)
-    src, own = rows_to_owners(mesh, 2 * ranks)
-    for a, b in ((src, own), (own, src)):
+    src, dst = rows_to_owners(mesh, 2 * ranks)
+    for a, b in ((src, dst), (dst, src)):
         batch = fs.redistribute(a, b, **options)
         assert batch.cost().bytes_received == lacked_bytes(a, b)
         assert [launch.name for launch in batch.launches] == ["exchange"]
         bound = batch.explain().summary.rows[3]
         assert (bound[0], bound[-1]) == ("lower bound", "1.00x")
-    xs = {name: random_locals(spec, seed) for seed, (name, spec) in enumerate(own.items())}
+    xs = {name: random_locals(spec, seed) for seed, (name, spec) in enumerate(dst.items())}
     with fs.comm_log() as log:
         ys = batch(xs)
-    assert log.bytes["exchange", "dp"] == batch.cost().bytes_sent == lacked_bytes(src, own)
+    assert log.bytes["exchange", "dp"] == batch.cost().bytes_sent == lacked_bytes(src, dst)
     for name, spec in src.items():
-        assert torch.equal(global_of(spec, ys[name]), global_of(own[name], xs[name]))
+        assert torch.equal(global_of(spec, ys[name]), global_of(dst[name], xs[name]))
 
 
 def test_gathers_stay_gathers_beside_owned_matrices() -> None:
     mesh = Mesh(dp=4)
-    src, own = rows_to_owners(mesh, 8, 16)
+    src, dst = rows_to_owners(mesh, 8, 16)
     for name in [name for name in src if name.startswith("down")]:
-        own[name] = src[name].replace(partition=P(reduced={"dp"}))
-    batch = fs.redistribute(src, own)
+        dst[name] = src[name].replace(partition=P(reduced={"dp"}))
+    batch = fs.redistribute(src, dst)
     for name, prog in batch.programs.items():
         want = "all_gather" if name.startswith("down") else "exchange"
         assert [step.name for step in prog.steps] == [want]
-    assert batch.cost().bytes_received == lacked_bytes(src, own)
+    assert batch.cost().bytes_received == lacked_bytes(src, dst)
     assert {launch.name for launch in batch.launches} == {"all_gather", "exchange"}
-    gathers = fs.redistribute(src, own, exclude=fs.Exchange)
+    gathers = fs.redistribute(src, dst, exclude=fs.Exchange)
     assert not any(isinstance(step, fs.Exchange) for p in gathers.leaves if p for step in p.steps)
     assert gathers.cost().time > batch.cost().time
 
 
 def test_large_leaves_of_different_owners_share_buckets() -> None:
     mesh = Mesh(dp=4)
-    src, own = rows_to_owners(mesh, 8, 4)
+    src, dst = rows_to_owners(mesh, 8, 4)
     limit = 2**12
-    batch = fs.redistribute(src, own, bucket_bytes=limit)
+    batch = fs.redistribute(src, dst, bucket_bytes=limit)
     assert max(map(len, batch.buckets)) == 4
     assert len(batch.launches) == 8
     xs = {name: random_locals(spec, seed) for seed, (name, spec) in enumerate(src.items())}
@@ -164,11 +164,11 @@ def gathered_parameters(dims: int = 20) -> tuple[dict[str, Any], dict[str, Any]]
         return src, src.replace(partition=P(*after, reduced={"dp"}))
 
     pairs = [
-        {"w": leaf((8, 4 * (1 + at % 3)), P("dp", "tp"), None, "tp"), "b": leaf((5 + at,), P("dp"))}
-        for at in range(dims)
+        {"w": leaf((8, 4 * (1 + i % 3)), P("dp", "tp"), None, "tp"), "b": leaf((5 + i,), P("dp"))}
+        for i in range(dims)
     ]
     src, dst = (
-        {"layers": [{name: pair[end] for name, pair in each.items()} for each in pairs],
+        {"layers": [{name: pair[end] for name, pair in layer.items()} for layer in pairs],
          "norm": leaf((7,), P("dp"))[end], "none": None}
         for end in (0, 1)
     )  # fmt: skip
@@ -252,18 +252,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, Any] = {}
+        self.live: dict[int, Any] = {}
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for y in out if isinstance(out, list | tuple) else [out]:
-            self.made[id(y)] = weakref.ref(y)
+            self.live[id(y)] = weakref.ref(y)
         self.most = max(self.most, self.now())
         return out
 
     def now(self) -> int:
-        live = [y for y in (ref() for ref in self.made.values()) if y is not None]
+        live = [y for y in (ref() for ref in self.live.values()) if y is not None]
         return sum(
             {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in live}.values()
         )
@@ -324,10 +324,10 @@ def test_collective_waits_for_leaves_that_reach_it_later() -> None:
     """The gather of one leaf is launched with the second step of another."""
     mesh = Mesh(x=2, y=2)
     gather, swap = fs.AllGather("x", 0), fs.AllToAll("y", 1, 0)
-    one = Program(Spec(mesh, P("x"), shape=(8, 4)), [gather])
-    two = Program(Spec(mesh, P(("x", "y")), shape=(8, 4)), [fs.AllToAll("y", 0, 1), gather])
-    three = Program(Spec(mesh, P(None, "y"), shape=(8, 4)), [swap])
-    batch = Batch({"one": one, "two": two, "three": three})
+    a = Program(Spec(mesh, P("x"), shape=(8, 4)), [gather])
+    b = Program(Spec(mesh, P(("x", "y")), shape=(8, 4)), [fs.AllToAll("y", 0, 1), gather])
+    c = Program(Spec(mesh, P(None, "y"), shape=(8, 4)), [swap])
+    batch = Batch({"one": a, "two": b, "three": c})
     assert [(launch.op, launch.axes, len(launch.steps)) for launch in batch.launches] == [
         ("all_to_all", ("y",), 2),
         ("all_gather", ("x",), 2),
@@ -342,10 +342,10 @@ def test_collective_waits_for_leaves_that_reach_it_later() -> None:
 def test_leaves_that_wait_for_each_other_are_all_launched() -> None:
     mesh = Mesh(x=2, y=2)
     ahead, behind = fs.AllToAll("x", 0, 1), fs.AllGather("y", 1)
-    one = Program(Spec(mesh, P("x", "y"), shape=(4, 4)), [behind, ahead])
-    two = Program(Spec(mesh, P("x", "y"), shape=(4, 4)), [fs.AllGather("y", 1), ahead])
-    three = Program(Spec(mesh, P("x", None, "y"), shape=(4, 4, 2)), [ahead, fs.AllGather("y", 2)])
-    batch = Batch([one, two, three])
+    a = Program(Spec(mesh, P("x", "y"), shape=(4, 4)), [behind, ahead])
+    b = Program(Spec(mesh, P("x", "y"), shape=(4, 4)), [fs.AllGather("y", 1), ahead])
+    c = Program(Spec(mesh, P("x", None, "y"), shape=(4, 4, 2)), [ahead, fs.AllGather("y", 2)])
+    batch = Batch([a, b, c])
     assert [(launch.op, len(launch.steps)) for launch in batch.launches] == [
         ("all_gather", 2), ("all_to_all", 3), ("all_gather", 1),
     ]  # fmt: skip
@@ -360,8 +360,8 @@ def test_leaves_share_launches_if_cheaper() -> None:
     """A leaf that alone is cheapest in one launch takes two, which it shares with others."""
     mesh = Mesh(x=4, y=4)
     src = Spec(mesh, P(unreduced={"x", "y"}), shape=(256, 256))
-    one = fs.redistribute(src, src.replace(partition=P()))
-    many = fs.redistribute([src] * 50, [src.replace(partition=P())] * 50, bucket_bytes=None)
-    assert many.cost().time <= 50 * one.cost().time
-    assert many.cost().launches <= one.cost().launches * 2
-    assert len(set(many.leaves)) == 1
+    prog = fs.redistribute(src, src.replace(partition=P()))
+    batch = fs.redistribute([src] * 50, [src.replace(partition=P())] * 50, bucket_bytes=None)
+    assert batch.cost().time <= 50 * prog.cost().time
+    assert batch.cost().launches <= prog.cost().launches * 2
+    assert len(set(batch.leaves)) == 1

@@ -73,21 +73,21 @@ def test_no_path_is_cheaper(mesh: Mesh, shape: tuple[int, ...], topology: Topolo
 def test_plans_without_exchange_are_near_the_cheapest(
     mesh: Mesh, shape: tuple[int, ...], topology: Topology | None
 ) -> None:
-    found = gaps(mesh, shape, topology, COLLECTIVES)
+    ratios = gaps(mesh, shape, topology, COLLECTIVES)
     if topology is None:
-        assert found == []
+        assert ratios == []
     # Only the goal's orders of axes are tried, and few axes become unreduced.
-    assert len(found) <= 2
-    assert max(found, default=1) <= 1.21
+    assert len(ratios) <= 2
+    assert max(ratios, default=1) <= 1.21
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_plans_of_permutations_are_near_the_cheapest(mesh: Mesh, topology: Topology | None) -> None:
-    found = gaps(mesh, (4800, 4800), topology, frozenset({Exchange, AllToAll}))
+    ratios = gaps(mesh, (4800, 4800), topology, frozenset({Exchange, AllToAll}))
     # Layouts are permuted as they are: no copies are made inside of the nodes first.
     most = {"bytes": 1, "node": 1.21, "cluster": 2}
-    assert max(found, default=1) <= most[topology.name if topology else "bytes"]
+    assert max(ratios, default=1) <= most[topology.name if topology else "bytes"]
 
 
 # -- laws ----------------------------------------------------------------------------------
@@ -105,14 +105,14 @@ def distances(
 
 def detours(specs: Sequence[Spec], costs: Costs, *, unreduced: bool) -> list[float]:
     """Return cost ratios of plans to cheaper detours by a third spec (unreduced or not)."""
-    found = []
+    ratios = []
     for b in specs:
         if bool(b.partition.unreduced) == unreduced:
             for a, c in itertools.product(specs, specs):
-                around = costs[a, b] + costs[b, c]
-                if costs[a, c] > around * (1 + EXACT) + 1e-15:
-                    found.append(costs[a, c] / around)
-    return found
+                detour = costs[a, b] + costs[b, c]
+                if costs[a, c] > detour * (1 + EXACT) + 1e-15:
+                    ratios.append(costs[a, c] / detour)
+    return ratios
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
@@ -157,9 +157,9 @@ def test_detours_on_three_axes(
         some = random.Random(seed).sample(specs, 7)
         costs |= {(a, b): plan_cost(a, b, topology) for a, b in itertools.product(some, some)}
         for a, b, c in itertools.product(some, some, some):
-            around = costs[a, b] + costs[b, c]
-            if costs[a, c] > around * (1 + EXACT) + 1e-15:
-                worst = max(worst, costs[a, c] / around)
+            detour = costs[a, b] + costs[b, c]
+            if costs[a, c] > detour * (1 + EXACT) + 1e-15:
+                worst = max(worst, costs[a, c] / detour)
     # On several nodes two exchanges may be best, by a layout that is far from both ends.
     assert worst <= (1.13 if topology and topology.name == "cluster" else 1)
 
@@ -171,12 +171,12 @@ def uses_every_axis(spec: Spec) -> bool:
 
 def asymmetries(pairs: Iterable[tuple[Spec, Spec]], topology: Topology | None) -> list[float]:
     """Return cost ratios above 1 of pairs to their transposes, either way."""
-    found = []
+    ratios = []
     for src, dst in pairs:
-        there, back = plan_cost(src, dst, topology), plan_cost(dst.dual, src.dual, topology)
-        if there != pytest.approx(back, rel=EXACT, abs=1e-15):
-            found.append(max(there / back, back / there))
-    return found
+        forward, backward = plan_cost(src, dst, topology), plan_cost(dst.dual, src.dual, topology)
+        if forward != pytest.approx(backward, rel=EXACT, abs=1e-15):
+            ratios.append(max(forward / backward, backward / forward))
+    return ratios
 
 
 def pairs_that_use_every_axis(mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Spec, Spec]]:
@@ -216,8 +216,8 @@ def test_seconds_on_wires_equal_the_transpose(
     pairs = pairs_that_use_every_axis(mesh, shape)
     both = [(a, b) for a, b in pairs if unreduced_end(a, b) and unreduced_end(b.dual, a.dual)]
     # Replicas share sends, sums are made in one place: for small tensors messages count.
-    found = asymmetries(both, topology)
-    assert max(found, default=1) <= (1.04 if shape == SHAPES[0] else 1)
+    ratios = asymmetries(both, topology)
+    assert max(ratios, default=1) <= (1.04 if shape == SHAPES[0] else 1)
     # If nothing is to be reduced no zeros are added, unlike in some transposes.
     one_way = asymmetries([pair for pair in pairs if pair not in both], topology)
     assert len(one_way) <= 24
@@ -232,5 +232,5 @@ def test_both_directions_between_sharded_specs_cost_the_same(
 ) -> None:
     specs = spec_grid.all_specs(mesh, shape, ("invariant",), dtype=torch.float32)
     for src, dst in itertools.combinations(filter(uses_every_axis, specs), 2):
-        there, back = plan_cost(src, dst, topology), plan_cost(dst, src, topology)
-        assert there == pytest.approx(back, rel=EXACT)
+        forward, backward = plan_cost(src, dst, topology), plan_cost(dst, src, topology)
+        assert forward == pytest.approx(backward, rel=EXACT)
