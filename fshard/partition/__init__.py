@@ -4,8 +4,8 @@
 - `apply`: one operation on pairs.
 - `auto`, `label_graph`, `variable_elimination`: the choice of layouts for all arguments.
 - `assign_layouts`, `layout_hints`: from a graph to lines with layouts.
-- `ir`, `run_lines`: the lines of a partitioned call, and how they run.
+- `ir`: the lines of a partitioned call, and how they run.
 - `partitioned_call`: one partitioned call, its cost and graph.
-- `call_signature`, `arg_specs`: the key of a call, and the specs of its arguments.
+- `arguments`: the specs of a call's arguments, and the key it is cached by.
 - `step_time`: the modelled time of a step.
 """

@@ -22,14 +22,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import is_pair, map_leaves
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import (
-    READS_VALUE,
-    StaticResult,
-    fill_call,
-    instances_in,
-    map_call,
-    name_of,
-)
+from fshard.ops.core.call import READS_VALUE, fill_call, instances_in, map_call, name_of
 from fshard.ops.core.registry import decomposition_of, read_arguments
 from fshard.ops.propagate.propagate import (
     is_composite,
@@ -40,7 +33,7 @@ from fshard.ops.propagate.propagate import (
 from fshard.ops.strategy.local_call import rank_on_mesh, run_local
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import refuse_autocast
-from fshard.partition.call_signature import requires_grad
+from fshard.partition.arguments import requires_grad
 from fshard.partition.partition import Partition
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -312,14 +305,4 @@ def _run(
         None if spec is None else Sharded(local, spec)
         for local, spec in zip(results, strategy.out_specs, strict=True)
     ]
-    return _in_result_tree(strategy.tree, pairs)
-
-
-def _in_result_tree(tree: Any, pairs: Sequence[Any]) -> Any:
-    """Return the results in the tree in which the operation returns them."""
-    if isinstance(tree, StaticResult):
-        return tree.value
-    if isinstance(tree, int):
-        return pairs[tree]
-    items = [_in_result_tree(item, pairs) for item in tree]
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return strategy.in_tree(pairs)

@@ -23,7 +23,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze
-from fshard.ops.core.call import Meta, StaticResult, fill_call, instances_in, map_call
+from fshard.ops.core.call import Meta, fill_call, instances_in, map_call
 from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
@@ -286,7 +286,7 @@ class _Assigner:
                 lines.append(ir.Pick(value, Ref(out), index))
             inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
             results.append(TensorVersions(spec, grad and inexact, {spec: value}))
-        return _in_tree(strategy.tree, results)
+        return strategy.in_tree(results)
 
     def redistributed(self, tensor: TensorVersions, spec: Spec) -> int:
         """Return the id of the tensor's value in the layout `spec`."""
@@ -395,12 +395,3 @@ def _call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return a call without its tensors, as a key."""
     placed, named = map_call(args, kwargs, TensorVersions, lambda _: None)
     return op, freeze(placed), freeze(named)
-
-
-def _in_tree(tree: Any, results: Sequence[Any]) -> Any:
-    """Return a tree of results in the place of a tree of their indices."""
-    if type(tree) is int:
-        return results[tree]
-    if isinstance(tree, list | tuple):
-        return [_in_tree(item, results) for item in tree]
-    return tree.value if isinstance(tree, StaticResult) else tree

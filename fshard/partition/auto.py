@@ -23,11 +23,9 @@ from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Spec
-from fshard.layout.tree import flatten, is_pair, paths, unflatten
-from fshard.ops.core.call import Meta, name_of
+from fshard.layout.tree import flatten, paths, unflatten
+from fshard.ops.core.call import name_of
 from fshard.ops.propagate.role_costs import nbytes
-from fshard.partition.call_signature import requires_grad
 from fshard.partition.ir import Constant, Operation, Redistribution
 from fshard.partition.label_graph import ArgumentLeaf, GraphLabels
 from fshard.partition.partition import Partition
@@ -37,7 +35,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.program import as_topology
 
-__all__ = ["Auto", "auto", "step_memory", "step_time"]
+__all__ = ["Auto", "auto", "step_memory"]
 
 MAX_EXHAUSTIVE = 1024
 """Number of choices up to which all of them are planned."""
@@ -154,12 +152,7 @@ def auto(
     return search.run(time.monotonic() + seconds)
 
 
-# -- time and memory of a step ----------------------------------------------------------------
-
-
-def step_time(call: PartitionedCall, topology: Topology) -> float:
-    """Return the modelled seconds of a step: programs, their transposes, and computation."""
-    return lines_time(call.lines, call.mesh, topology, grad=call.grad)
+# -- memory of a step -------------------------------------------------------------------------
 
 
 def step_memory(call: PartitionedCall) -> int:
@@ -193,26 +186,21 @@ class _Search:
         memory: int | None, fixed: dict[int, Any],
     ) -> None:  # fmt: skip
         self.mesh, self.topology, self.memory = mesh, topology, memory
-        leaves, self.tree = flatten(args)
-        self.metas = [_meta(leaf) for leaf in leaves]
-        self.names = paths(args, "args")
-        self.args = unflatten(self.tree, [
-            leaf if m is None
-            else torch.empty(m.shape, dtype=m.dtype, device="meta",
-                             requires_grad=requires_grad(leaf))
-            for leaf, m in zip(leaves, self.metas, strict=True)
-        ])  # fmt: skip
-        self.requires_grad = [
-            meta is not None and requires_grad(leaf)
-            for leaf, meta in zip(leaves, self.metas, strict=True)
-        ]
-        self.traces: dict[Any, Any] = {}
-        self.fn = fn
+        flat, self.tree = flatten(args)
         arg_of_leaf = [number for number, arg in enumerate(args) for _ in flatten(arg)[0]]
-        self.fixed = {
+        layouts = {
             arg_of_leaf.index(number) + offset: p
             for number, spec in fixed.items() for offset, p in enumerate(flatten(spec)[0])
         }  # fmt: skip
+        self.leaves = [ArgumentLeaf.of(x, layouts.get(i)) for i, x in enumerate(flat)]
+        self.names = paths(args, "args")
+        self.args = unflatten(self.tree, [
+            x if leaf.meta is None
+            else torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta",
+                             requires_grad=leaf.requires_grad)
+            for x, leaf in zip(flat, self.leaves, strict=True)
+        ])  # fmt: skip
+        self.fn, self.traces = fn, dict[Any, Any]()
         self.costs: dict[Choice, tuple[float, int, Partition, PartitionedCall]] = {}
 
     def run(self, deadline: float) -> Auto:
@@ -220,16 +208,16 @@ class _Search:
         replicated, smallest = self.replicated(), self.smallest()
         for choice in (replicated, smallest, self.sharded_data()):
             self.cost(choice)
-        graph, leaves = self.costs[replicated][3].source, self.argument_leaves()
+        graph = self.costs[replicated][3].source
         for price, order in itertools.product(
             MEMORY_PRICES if self.memory is not None else MEMORY_PRICES[:1], _orders(self.mesh)
         ):
             if time.monotonic() < deadline:
-                labels = GraphLabels(graph, self.mesh, leaves, self.topology, price)
+                labels = GraphLabels(graph, self.mesh, self.leaves, self.topology, price)
                 self.cost(labels.run(order))
         layouts = [
-            [p] if leaf in self.fixed or self.metas[leaf] is None else self.layouts(leaf)
-            for leaf, p in enumerate(replicated)
+            self.layouts(i) if leaf.is_free else [p]
+            for i, (leaf, p) in enumerate(zip(self.leaves, replicated, strict=True))
         ]
         if math.prod(map(len, layouts)) <= MAX_EXHAUSTIVE:
             for choice in itertools.product(*layouts):
@@ -242,33 +230,25 @@ class _Search:
                 choice, better = better, self.improved(better, deadline)
         return self.result(self.best())
 
-    def argument_leaves(self) -> list[ArgumentLeaf]:
-        return [
-            ArgumentLeaf(meta, tracked, self.fixed.get(leaf))
-            for leaf, (meta, tracked) in enumerate(zip(self.metas, self.requires_grad, strict=True))
-        ]
-
     def replicated(self) -> Choice:
         """Return the choice with every argument replicated."""
         return tuple(
-            self.fixed.get(leaf, None if meta is None else PartitionSpec(*[None] * meta.ndim))
-            for leaf, meta in enumerate(self.metas)
+            PartitionSpec(*[None] * leaf.ndim) if leaf.is_free else leaf.fixed
+            for leaf in self.leaves
         )
 
     def sharded_data(self) -> Choice:
         """Return the choice with arguments without gradient sharded most, others replicated."""
-        pairs = zip(self.replicated(), self.smallest(), self.requires_grad, strict=True)
-        return tuple(whole if tracked else sharded for whole, sharded, tracked in pairs)
+        layouts = zip(self.replicated(), self.smallest(), self.leaves, strict=True)
+        return tuple(p if leaf.requires_grad else sharded for p, sharded, leaf in layouts)
 
     def smallest(self) -> Choice:
         """Return the choice with every argument in the most shards, over its first dims."""
-        parts = lambda p: self.mesh.axis_size(p.axes)  # noqa: E731
+        key = lambda p: (self.mesh.axis_size(p.axes), [len(axes) for axes in p.dims])  # noqa: E731
         return tuple(
-            self.fixed.get(leaf, None if meta is None else max(
-                sorted(self.layouts(leaf), key=lambda p: [-len(axes) for axes in p.dims]),
-                key=parts))
-            for leaf, meta in enumerate(self.metas)
-        )  # fmt: skip
+            max(self.layouts(i), key=key) if leaf.is_free else leaf.fixed
+            for i, leaf in enumerate(self.leaves)
+        )
 
     def cost(self, choice: Choice) -> tuple[float, int]:
         """Plan a choice, and return its time and memory."""
@@ -277,7 +257,10 @@ class _Search:
             part = Partition(self.fn, self.mesh, in_specs, None, None, self.topology,
                              self.traces, where=f"fs.auto({name_of(self.fn)})")  # fmt: skip
             call = part.trace(*self.args)
-            self.costs[choice] = (step_time(call, self.topology), step_memory(call), part, call)
+            self.costs[choice] = (
+                lines_time(call.lines, call.mesh, self.topology, grad=call.grad),
+                step_memory(call), part, call,
+            )  # fmt: skip
         return self.costs[choice][:2]
 
     def rank(self, choice: Choice) -> tuple[bool, float, int]:
@@ -292,9 +275,8 @@ class _Search:
 
     def improved(self, choice: Choice, deadline: float) -> Choice:
         """Return the best choice after one pass that changes every argument, largest first."""
-        sizes = {leaf: nbytes(m) for leaf, m in enumerate(self.metas) if m is not None}
-        order = sorted(set(sizes) - set(self.fixed), key=lambda leaf: (-sizes[leaf], leaf))
-        for leaf in order:
+        sizes = {i: nbytes(x.meta) for i, x in enumerate(self.leaves) if x.is_free and x.meta}
+        for leaf in sorted(sizes, key=lambda i: (-sizes[i], i)):
             for p in self.layouts(leaf):
                 if time.monotonic() > deadline:
                     return self.best()
@@ -305,7 +287,7 @@ class _Search:
 
     def layouts(self, leaf: int) -> list[PartitionSpec]:
         """Return the layouts of an argument with even shards: each axis shards a dim or none."""
-        meta, partitions = self.metas[leaf], []
+        meta, partitions = self.leaves[leaf].meta, []
         assert meta is not None
         for dims in itertools.product((None, *range(meta.ndim)), repeat=len(self.mesh.axes)):
             entries = [tuple(a for a, d in zip(self.mesh.axes, dims, strict=True) if d == dim)
@@ -330,13 +312,6 @@ class _Search:
                 alternatives.append((self.names[leaf], choice[leaf], other_time, other_memory))
         nearest = tuple(sorted(alternatives, key=lambda item: item[2])[:MAX_ALTERNATIVES])
         return Auto(unflatten(self.tree, list(best)), part, call, step, held, nearest)
-
-
-def _meta(leaf: Any) -> Meta | None:
-    tensor = leaf[1] if is_pair(leaf) else leaf
-    if isinstance(tensor, torch.Tensor | Spec):
-        return Meta(tuple(tensor.shape), tensor.dtype)
-    return None
 
 
 def _orders(mesh: Mesh) -> list[tuple[tuple[str, ...], ...]]:

@@ -17,9 +17,11 @@ from torch import fx
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.layout.tree import is_pair
 from fshard.ops.core.call import Meta
 from fshard.ops.propagate.role_costs import change_cost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import INVARIANT, AxisState, Role, factor_sizes, roles_of
+from fshard.partition.arguments import requires_grad
 from fshard.partition.layout_hints import call_of_node
 from fshard.partition.step_time import FORWARD_AND_BACKWARD
 from fshard.partition.variable_elimination import Labelling
@@ -37,6 +39,24 @@ class ArgumentLeaf:
     meta: Meta | None
     requires_grad: bool
     fixed: PartitionSpec | Spec | None
+
+    @staticmethod
+    def of(leaf: Any, fixed: PartitionSpec | Spec | None) -> ArgumentLeaf:
+        """Return the leaf of a tensor, a pair, a spec or another value."""
+        tensor = leaf[1] if is_pair(leaf) else leaf
+        if not isinstance(tensor, torch.Tensor | Spec):
+            return ArgumentLeaf(None, False, fixed)
+        return ArgumentLeaf(Meta.of(tensor), requires_grad(leaf), fixed)
+
+    @property
+    def is_free(self) -> bool:
+        """True for a tensor whose layout is to be chosen."""
+        return self.meta is not None and self.fixed is None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of a tensor."""
+        return 0 if self.meta is None else self.meta.ndim
 
 
 @dataclass(slots=True)

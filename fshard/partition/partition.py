@@ -27,14 +27,21 @@ from fshard.layout.tree import (
 from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta, name_of
 from fshard.ops.trace.trace import TracedFunction, refuse_autocast, trace
-from fshard.partition.arg_specs import hides_tensors, leaf_spec, located, opaque_leaf
+from fshard.partition.arguments import (
+    CallSignature,
+    hides_tensors,
+    leaf_spec,
+    located,
+    opaque_leaf,
+    tensor_leaves,
+    to_positional,
+)  # fmt: skip
 from fshard.partition.assign_layouts import (
     Assignment,
     TensorVersions,
     assign_layouts,
     redistributed,
 )
-from fshard.partition.call_signature import CallSignature, tensor_leaves, to_positional
 from fshard.partition.ir import Copy, Ref, Write, aliases_of, keep_gradients_of
 from fshard.partition.layout_hints import layout_hints
 from fshard.partition.partitioned_call import NonTensor, PartitionedCall

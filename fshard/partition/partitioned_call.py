@@ -16,15 +16,8 @@ from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import TreeDef, is_pair
 from fshard.ops.core.call import instances_in
 from fshard.ops.strategy.local_call import rank_on_mesh
+from fshard.partition import ir
 from fshard.partition.ir import Line, Redistribution
-from fshard.partition.run_lines import (
-    PreparedLine,
-    compile_graph,
-    prepare_lines,
-    rank_graph,
-    run_on_all_ranks,
-    write_value,
-)
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program, as_topology
@@ -69,7 +62,7 @@ class PartitionedCall:
     names: tuple[str, ...]
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
-    _prepared: dict[str, list[PreparedLine]] = field(default_factory=dict)
+    _prepared: dict[str, list[ir.PreparedLine]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -94,7 +87,7 @@ class PartitionedCall:
         """Return the FX graph of local operations and programs that a rank runs."""
         if rank not in self._graphs:
             outputs = [value if type(value) is int else None for value in self._outputs]
-            self._graphs[rank] = rank_graph(self.lines, rank, self._inputs, outputs)
+            self._graphs[rank] = ir.rank_graph(self.lines, rank, self._inputs, outputs)
         return self._graphs[rank]
 
     def explain(self, topology: Topology | None = None) -> Any:
@@ -142,16 +135,16 @@ class PartitionedCall:
             rank = rank_on_mesh(self.mesh, "a partitioned function")
             function = self._functions.get(rank)
             if function is None:
-                function = self._functions[rank] = compile_graph(self.graph(rank))
+                function = self._functions[rank] = ir.compile_graph(self.graph(rank))
             results = function(*locals_)
             return [result if type(out) is int else out.value
                     for out, result in zip(outputs, results, strict=True)]  # fmt: skip
         prepared = self._prepared.get("lines")
         if prepared is None:
             ids = {out for out in outputs if type(out) is int}
-            prepared = self._prepared["lines"] = prepare_lines(self.lines, self.mesh, ids)
+            prepared = self._prepared["lines"] = ir.prepare_lines(self.lines, self.mesh, ids)
         env = dict(zip(self._inputs, locals_, strict=True))
-        run_on_all_ranks(prepared, self.mesh, env)
+        ir.run_on_all_ranks(prepared, self.mesh, env)
         return [env[out] if type(out) is int else out.value for out in outputs]
 
     def check_disjoint(self, tensors: Sequence[Any], where: str) -> None:
@@ -172,7 +165,7 @@ class PartitionedCall:
         for index in self.written:
             if not is_pair(tensors[index]):
                 pair = Sharded(locals_[index], self.in_specs[index])
-                write_value(tensors[index], unshard(pair))
+                ir.write_value(tensors[index], unshard(pair))
 
 
 @Hook

@@ -124,7 +124,7 @@ def arguments(program: SmallProgram) -> list[Any]:
 
 def every_choice(search: _Search) -> Iterator[tuple[Any, ...]]:
     """Return all layouts of all arguments that `fs.auto` may choose."""
-    return itertools.product(*(search.layouts(leaf) for leaf in range(len(search.metas))))
+    return itertools.product(*(search.layouts(leaf) for leaf in range(len(search.leaves))))
 
 
 def compared(

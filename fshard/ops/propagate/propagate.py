@@ -23,13 +23,7 @@ from fshard._util.errors import ShardingError, fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import (
-    Meta,
-    OpCall,
-    instances_in,
-    map_call,
-    name_of,
-)
+from fshard.ops.core.call import Meta, OpCall, instances_in, map_call, name_of
 from fshard.ops.core.registry import functional_of, read_arguments, registry_version, row_of
 from fshard.ops.core.rule import Rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
@@ -68,11 +62,7 @@ def _cached_by_arguments(function: Callable[..., T]) -> Callable[..., T]:
 
 @skip_frames_below("fs.propagate plans with the sizes of its specs: it is called outside of graphs")
 def propagate(
-    op: Any,
-    *args: Any,
-    topology: Topology | None = None,
-    grad: bool = False,
-    **kwargs: Any,
+    op: Any, *args: Any, topology: Topology | None = None, grad: bool = False, **kwargs: Any
 ) -> Strategy:
     """Choose the layouts in which an operation runs fastest on operands of given layouts.
 

@@ -18,14 +18,8 @@ from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Mode, Rule
-from fshard.ops.propagate.role_costs import (
-    ChangeCost,
-    change_cost,
-    compute_time,
-    created_cut_time,
-    nbytes,
-    pending_reduction_time,
-)
+from fshard.ops.propagate import role_costs
+from fshard.ops.propagate.role_costs import ChangeCost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
 from fshard.ops.strategy.strategy import Layouts, Strategy
 from fshard.program.cost.topology import Link, Topology
@@ -212,10 +206,12 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
     shards = role.factor is not None
     for state, (size, item) in zip(role.results, axis.results, strict=True):
         if state is not None and state.name == "unreduced":
-            time += pending_reduction_time(topology, link, n, state, size, item, created=shards)
+            time += role_costs.pending_reduction_time(
+                topology, link, n, state, size, item, created=shards
+            )
     if shards and not hinted:
         size = sum(size for size, _ in axis.results)
-        time += created_cut_time(topology, link, n, axis.states, role, size)
+        time += role_costs.created_cut_time(topology, link, n, axis.states, role, size)
     return _Option((time + axis.work / (n if shards else 1), back, index), role, sends)
 
 
@@ -224,7 +220,7 @@ def _change(axis: _AxisContext, operand: int, dst: AxisState) -> ChangeCost | No
     src, (size, item) = axis.states[operand], axis.operands[operand]
     change = None
     if _can_become(src, dst, grad=axis.grad):
-        change = change_cost(axis.topology, axis.link, axis.n, src, dst, size, item)
+        change = role_costs.change_cost(axis.topology, axis.link, axis.n, src, dst, size, item)
         change = None if axis.local and change.sends else change
     axis.changes[operand][dst] = change
     return change
@@ -300,7 +296,7 @@ def _combined_cost(
         for axis, kind in spec.partition.unreduced_kinds:
             n, link = mesh.shape[axis], topology.link(mesh, axis)
             state = AxisState("unreduced", kind=kind)
-            pending = partial(pending_reduction_time, topology, link, n, state,
+            pending = partial(role_costs.pending_reduction_time, topology, link, n, state,
                               item=spec.dtype.itemsize,
                               created=roles[axis].factor is not None)  # fmt: skip
             time += pending(local=local) - pending(local=least * n)

@@ -13,7 +13,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec
 from fshard.layout.validation import has_mixed_reductions
-from fshard.ops.core.call import Meta, OpCall, name_of
+from fshard.ops.core.call import Meta, OpCall, StaticResult, name_of
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.plan.redistribute import redistribute
@@ -96,6 +96,10 @@ class Strategy:
             return f"{roles}  (nothing is sent)"
         return f"{roles}  ({bytes_text(cost.bytes_received)} received, {time_text(cost.time)})"
 
+    def in_tree(self, results: Sequence[Any]) -> Any:
+        """Return a list of results in the tree in which the operation returns them."""
+        return _in_tree(self.tree, results)
+
     def __str__(self) -> str:
         results = ", ".join("none" if spec is None else str(spec) for spec in self.out_specs)
         operands = ", ".join(map(str, self.in_specs))
@@ -107,6 +111,15 @@ class Strategy:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _in_tree(tree: Any, results: Sequence[Any]) -> Any:
+    if isinstance(tree, StaticResult):
+        return tree.value
+    if isinstance(tree, int):
+        return results[tree]
+    items = [_in_tree(item, results) for item in tree]
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 
 # -- from roles to specs -------------------------------------------------------------------

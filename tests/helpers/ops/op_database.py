@@ -2,8 +2,8 @@
 
 A *case* is one sample of one `OpInfo`: a function of tensors alone, and the calls of operations
 that PyTorch makes of it before decomposition (`make_fx` with `pre_dispatch=True`). Every case goes
-through `fs.on_pairs`, call by call, on many layouts of its tensors (`COLUMNS`). Values and gradients are
-compared with the same function on global tensors.
+through `fs.on_pairs`, call by call, on many layouts of its tensors (`COLUMNS`). Values and gradients
+are compared with the same function on global tensors.
 """
 
 from __future__ import annotations
