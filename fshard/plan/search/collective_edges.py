@@ -254,12 +254,11 @@ class CollectiveEdges(ExchangeEdges):
         for names in by_kind.values():
             for axes in self.choices(names):
                 rest = state._replace(unreduced=remove_kinds(state.unreduced, axes))
-                is_reduced, kind = problem.replicated_goal(axes)
-                reduced = add_kinds(rest.reduced, axes, kind) if is_reduced else rest.reduced
-                new = rest._replace(reduced=reduced)
+                new, (to, kind) = rest, problem.replicated_goal(axes)
+                if to == "reduced":
+                    new = rest._replace(reduced=add_kinds(rest.reduced, axes, kind))
                 n = problem.num_ranks(axes)
                 moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
-                to = "reduced" if is_reduced else "invariant"
                 make_step: StepFactory = partial(AllReduce, axes, to, kind)
                 yield from self.collective(make_step, axes, state, new, moved, 0)
                 for dim in range(len(state.dims)):
@@ -332,13 +331,12 @@ class CollectiveEdges(ExchangeEdges):
             for start in range(self.num_fixed[dim], len(axes)):
                 run = axes[start:]
                 new = problem.remove_axes(state, dim, run)
-                is_reduced, kind = problem.replicated_goal(run)
-                if is_reduced:
+                to, kind = problem.replicated_goal(run)
+                if to == "reduced":
                     new = new._replace(reduced=add_kinds(new.reduced, run, kind))
                 even = problem.is_even_along(state, new, (dim,))
                 moved = all_gather_traffic(problem.num_ranks(run), nbytes) if even else None
                 copied = 2 * problem.nbytes(new) if dim else 0
-                to = "reduced" if is_reduced else "invariant"
                 make_step = partial(AllGather, run, dim, to, kind)
                 yield from self.collective(make_step, run, state, new, moved, copied)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Set
+from typing import Literal
 
 from fshard.layout.spec import Spec
 from fshard.plan.search.layout_state import Axes, Dims, DimSizes, LayoutState
@@ -244,11 +245,12 @@ class SearchProblem:
         assert not isinstance(chunks, str)
         return chunks if chunks is None or len(set(chunks)) > 1 else None
 
-    def replicated_goal(self, axes: Axes) -> tuple[bool, str]:
-        """Return whether the goal has all of `axes` reduced by one kind, and that kind."""
+    def replicated_goal(self, axes: Axes) -> tuple[Literal["invariant", "reduced"], str]:
+        """Return ("reduced", kind) if the goal has all of `axes` reduced by one kind."""
         goals = {self.goals[axis] for axis in axes}
         state, kind = next(iter(goals))
-        return (True, str(kind)) if len(goals) == 1 and state == "reduced" else (False, "sum")
+        all_reduced = len(goals) == 1 and state == "reduced"
+        return ("reduced", str(kind)) if all_reduced else ("invariant", "sum")
 
     def overlap(self) -> RankOverlap:
         """Return the boxes of all ranks, for layouts without closed forms."""
