@@ -155,7 +155,7 @@ class _Assigner:
 
     def constant(self, tensor: torch.Tensor) -> TensorVersions:
         value = self.assignment.new_value()
-        self.assignment.lines.append(ir.Constant(value, tensor))
+        self.assignment.lines.append(ir.ClosureTensor(value, tensor))
         return self.replicated(tensor, value)
 
     def replicated(self, tensor: torch.Tensor, value: int) -> TensorVersions:

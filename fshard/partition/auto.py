@@ -26,7 +26,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, paths, unflatten
 from fshard.ops.core.call import name_of
 from fshard.ops.propagate.role_costs import nbytes
-from fshard.partition.ir import Constant, Operation, Redistribution
+from fshard.partition.ir import ClosureTensor, Operation, Redistribution
 from fshard.partition.label_graph import ArgumentLeaf, GraphLabels
 from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import PartitionedCall
@@ -167,7 +167,7 @@ def step_memory(call: PartitionedCall) -> int:
         for line in call.lines if isinstance(line, Operation)
     ] + [max_local_nbytes(line.program.dst) for line in call.lines
          if isinstance(line, Redistribution) and not line.program.is_local]  # fmt: skip
-    constants = [line.tensor.nbytes for line in call.lines if isinstance(line, Constant)]
+    constants = [line.tensor.nbytes for line in call.lines if isinstance(line, ClosureTensor)]
     return inputs + sum(constants) + (sum(results) if call.grad else max(results, default=0))
 
 

@@ -27,7 +27,7 @@ from fshard.program.program import Program
 from fshard.run.autograd.replicate import replicate_shards
 
 __all__ = [
-    "Constant", "Copy", "Factory", "GradMode", "Line", "Operation", "Pick", "PreparedLine",
+    "ClosureTensor", "Copy", "Factory", "GradMode", "Line", "Operation", "Pick", "PreparedLine",
     "Redistribution", "Ref", "Write", "aliases_of", "compile_graph", "keep_gradients_of",
     "operands_of", "prepare_lines", "rank_graph", "run_on_all_ranks", "specs_text", "write_value",
 ]  # fmt: skip
@@ -72,7 +72,7 @@ class Pick:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constant:
+class ClosureTensor:
     """Tensor that the function closes over, replicated."""
 
     out: int
@@ -114,7 +114,7 @@ class Copy:
     source: Ref
 
 
-Line = Operation | Redistribution | Pick | Constant | Factory | GradMode | Write | Copy
+Line = Operation | Redistribution | Pick | ClosureTensor | Factory | GradMode | Write | Copy
 
 
 def operands_of(line: Line) -> list[int]:
@@ -187,7 +187,7 @@ class _NamedFunction:
 def _rank_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """Return the function that a rank calls for a line, and its arguments with their `Ref`s.
 
-    The function returns one tensor, or for several results a local_call.flat list.
+    The function returns one tensor, or for several results a flat list.
     """
     strategy = line.strategy
     op, local = strategy.call.op, strategy.rule.local
@@ -212,7 +212,7 @@ def _rank_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping[
 
 
 def _returns_flat(strategy: Strategy) -> bool:
-    """Return True if the results are a local_call.flat list, which can be indexed."""
+    """Return True if the results are a flat list, which can be indexed."""
     tree = strategy.tree
     return isinstance(tree, list | tuple) and all(type(item) is int for item in tree)
 
@@ -238,7 +238,7 @@ def rank_graph(
             case Pick():
                 env[line.out] = graph.call_function(
                     operator.getitem, (env[line.source.value], line.index))  # fmt: skip
-            case Constant():
+            case ClosureTensor():
                 root.register_buffer(f"constant{line.out}", line.tensor)
                 env[line.out] = graph.get_attr(f"constant{line.out}")
             case Factory():
@@ -334,7 +334,7 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                     env[line.out] = line.program(env[line.source.value])
                 case Pick():
                     env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
-                case Constant():
+                case ClosureTensor():
                     env[line.out] = replicate_shards(line.tensor, mesh.size)
                 case Factory():
                     env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
@@ -346,8 +346,8 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                     values = env[line.source.value]
                     for local, value in zip(env[line.target.value], values, strict=True):
                         write_value(local, value)
-            for value in dead:
-                del env[value]
+            for operand in dead:
+                del env[operand]
 
 
 def _run_calls(

@@ -69,8 +69,8 @@ def dtensor_calls(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return the propagation of a call by DTensor, past its cache and through it."""
     on = device_mesh(mesh)
-    change = lambda each: as_dtensor(each, on) if isinstance(each, Spec) else each  # noqa: E731
-    placed = pytree.tree_map(change, args, is_leaf=lambda each: isinstance(each, Spec))
+    change = lambda arg: as_dtensor(arg, on) if isinstance(arg, Spec) else arg  # noqa: E731
+    placed = pytree.tree_map(change, args, is_leaf=lambda arg: isinstance(arg, Spec))
     propagator = DTensor._op_dispatcher.sharding_propagator
     info = propagator.op_to_schema_info.get(op)
     schema = OpSchema(op, tuple(placed), {}, schema_info=info)
@@ -95,14 +95,14 @@ def clear_caches() -> None:
 
 def cold(run: Callable[[], object]) -> float:
     """Return the milliseconds of the fastest of a few cold runs."""
-    found: list[float] = []
+    seconds: list[float] = []
     end = time.perf_counter() + PATIENCE
-    while len(found) < REPEATS and (not found or time.perf_counter() < end):
+    while len(seconds) < REPEATS and (not seconds or time.perf_counter() < end):
         clear_caches()
         start = time.thread_time()
         run()
-        found.append(time.thread_time() - start)
-    return min(found) * 1e3
+        seconds.append(time.thread_time() - start)
+    return min(seconds) * 1e3
 
 
 def warm(run: Callable[[], object]) -> float:
@@ -134,13 +134,13 @@ GOAL = 1.0
 
 def every_call() -> Calls:
     """Return the first call on tensors of every operation in the first samples of the database."""
-    found: Calls = {}
+    calls_: Calls = {}
     for info in op_db:
         for case in cases(info, 1):
             for op, args, kwargs in () if case.reason else calls_of(case):
                 if instances_in((*args, *kwargs.values()), torch.Tensor):
-                    found.setdefault(op, (args, kwargs))
-    return found
+                    calls_.setdefault(op, (args, kwargs))
+    return calls_
 
 
 def every_row(calls: Calls, mesh: Mesh) -> tuple[list[tuple[float, str]], int]:
@@ -148,7 +148,7 @@ def every_row(calls: Calls, mesh: Mesh) -> tuple[list[tuple[float, str]], int]:
 
     def spec_of(x: torch.Tensor) -> Spec:
         n = min(x.ndim, 2)
-        p = PartitionSpec(*[tuple(mesh.axes[at::n]) for at in range(n)])
+        p = PartitionSpec(*[tuple(mesh.axes[offset::n]) for offset in range(n)])
         return Spec(mesh, p, shape=x.shape, dtype=x.dtype, uneven="chunk")
 
     taken, refused = [], 0
@@ -169,12 +169,12 @@ def rows_table(most: int) -> Table:
     table = Table(title="every operation of the database, its first call, cold in ms")
     for head in ("axes", "operations", "refused", "median", "p90", "worst", f"above {GOAL}", ""):
         table.add_column(head, justify="left" if not head else "right")
-    found = every_call()
+    calls_ = every_call()
     gc.disable()
     for mesh in MESHES[:most]:
-        taken, refused = every_row(found, mesh)
+        taken, refused = every_row(calls_, mesh)
         order = sorted(time for time, _ in taken)
-        slow = sorted((each for each in taken if each[0] > GOAL), reverse=True)
+        slow = sorted((item for item in taken if item[0] > GOAL), reverse=True)
         table.add_row(
             str(len(mesh.axes)), str(len(taken)), str(refused), f"{statistics.median(order):.2f}",
             f"{order[len(order) * 9 // 10]:.2f}", f"{order[-1]:.2f}", str(len(slow)),

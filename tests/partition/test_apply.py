@@ -36,11 +36,12 @@ def error_of(make: Callable[[], object]) -> str:
 
 def test_slices_of_a_sharded_dim_are_local() -> None:
     x = draw(8, 3)
-    made = apply(aten.slice.Tensor, pair_of(x, ("x", "y")), 0, 3, 8)
-    assert str(made.spec) == "f64[5@(x,y):0+1+2+2,3]"
-    assert torch.equal(fs.unshard(made), x[3:8])
-    one, other = apply(torch.split, pair_of(x, ("x", "y")), 5)
-    assert (str(one.spec), str(other.spec)) == ("f64[5@(x,y):2+2+1+0,3]", "f64[3@(x,y):0+0+1+2,3]")
+    result = apply(aten.slice.Tensor, pair_of(x, ("x", "y")), 0, 3, 8)
+    assert str(result.spec) == "f64[5@(x,y):0+1+2+2,3]"
+    assert torch.equal(fs.unshard(result), x[3:8])
+    first, other = apply(torch.split, pair_of(x, ("x", "y")), 5)
+    assert str(first.spec) == "f64[5@(x,y):2+2+1+0,3]"
+    assert str(other.spec) == "f64[3@(x,y):0+0+1+2,3]"
     padded = apply(aten.constant_pad_nd.default, pair_of(x, ("x", "y")), [0, 0, 1, 2])
     assert str(padded.spec) == "f64[11@(x,y):3+2+2+4,3]"
     assert torch.equal(fs.unshard(padded), torch.nn.functional.pad(x, (0, 0, 1, 2)))
@@ -56,54 +57,56 @@ def test_shift_sends_border_rows_only() -> None:
 
 def test_plain_tensors_are_replicated() -> None:
     x, w = draw(4, 6), draw(6, 2, seed=1)
-    made = apply(torch.mm, pair_of(x, "x"), w)
-    assert str(made.spec) == "f64[4@x,2]"
-    assert torch.equal(fs.unshard(made), torch.cat([x[:2] @ w, x[2:] @ w]))
+    result = apply(torch.mm, pair_of(x, "x"), w)
+    assert str(result.spec) == "f64[4@x,2]"
+    assert torch.equal(fs.unshard(result), torch.cat([x[:2] @ w, x[2:] @ w]))
     torch.testing.assert_close(fs.unshard(apply(torch.sub, w, pair_of(w, "x"))), w - w)
 
 
 def test_arguments_by_keyword_and_in_lists() -> None:
     x, y = draw(4, 6), draw(4, 2, seed=1)
-    made = apply(aten.cat.default, [pair_of(x, "x"), pair_of(y, "x")], dim=1)
-    assert torch.equal(fs.unshard(made), torch.cat([x, y], 1))
-    assert str(made.spec) == "f64[4@x,8]"
+    result = apply(aten.cat.default, [pair_of(x, "x"), pair_of(y, "x")], dim=1)
+    assert torch.equal(fs.unshard(result), torch.cat([x, y], 1))
+    assert str(result.spec) == "f64[4@x,8]"
     added = apply(torch.add, pair_of(x, "x"), other=pair_of(x, "x"), alpha=2)
     torch.testing.assert_close(fs.unshard(added), 3 * x)
 
 
 def test_results_have_the_tree_of_the_operation() -> None:
     x = draw(4, 6)
-    made = apply(aten.max.dim, pair_of(x, "x"), 1)
-    assert isinstance(made, tuple)
-    assert [torch.equal(fs.unshard(each), want) for each, want in zip(made, x.max(1), strict=True)]
+    result = apply(aten.max.dim, pair_of(x, "x"), 1)
+    assert isinstance(result, tuple)
+    assert [
+        torch.equal(fs.unshard(item), want) for item, want in zip(result, x.max(1), strict=True)
+    ]
     parts = apply(aten.split.Tensor, pair_of(x, "x"), 2, 1)
     assert isinstance(parts, list | tuple)
-    assert [str(each.spec) for each in parts] == ["f64[4@x,2]"] * 3
+    assert [str(item.spec) for item in parts] == ["f64[4@x,2]"] * 3
 
 
 def test_in_place_and_out_variants_write_nothing() -> None:
     x = pair_of(draw(4, 6), "x")
-    before = [each.clone() for each in x.local]
+    before = [item.clone() for item in x.local]
     added = apply(aten.add_.Tensor, x, 1.0)
     out = pair_of(torch.zeros(4, 6, dtype=torch.float64), "x")
     more = apply(aten.add.out, x, x, out=out)
     assert all(map(torch.equal, x.local, before))
-    assert not any(each.any() for each in out.local)
+    assert not any(item.any() for item in out.local)
     torch.testing.assert_close(fs.unshard(added), draw(4, 6) + 1)
     torch.testing.assert_close(fs.unshard(more), 2 * draw(4, 6))
 
 
 def test_operands_stay_unchanged() -> None:
     x = pair_of(draw(5, 3), None, "y")
-    before = [each.clone() for each in x.local]
+    before = [item.clone() for item in x.local]
     apply(torch.softmax, x, 1, mode="auto")
     assert all(map(torch.equal, x.local, before))
 
 
 def test_gradients_of_redistributed_operands() -> None:
     x, w = draw(4, 6).requires_grad_(), draw(6, 5, seed=1).requires_grad_()
-    made = apply(torch.mm, pair_of(x, None, "x"), pair_of(w, None, "x"), mode="auto")
-    fs.unshard(made).square().sum().backward()
+    result = apply(torch.mm, pair_of(x, None, "x"), pair_of(w, None, "x"), mode="auto")
+    fs.unshard(result).square().sum().backward()
     right = torch.autograd.grad((x @ w).square().sum(), (x, w))
     torch.testing.assert_close((x.grad, w.grad), right)
 
@@ -111,19 +114,19 @@ def test_gradients_of_redistributed_operands() -> None:
 def test_unreduced_min_does_not_become_unreduced_sum() -> None:
     x, y = draw(4, 6), draw(4, 6, seed=1)
     least = pair_of(x, unreduced={"x": "min"})
-    made = apply(torch.add, least, pair_of(y, unreduced={"x"}), mode="auto")
-    torch.testing.assert_close(fs.unshard(made), x + y)
+    result = apply(torch.add, least, pair_of(y, unreduced={"x"}), mode="auto")
+    torch.testing.assert_close(fs.unshard(result), x + y)
     y.requires_grad_()
-    made = apply(torch.cat, [least, pair_of(y, "x")], 1, mode="auto")
-    (grad,) = torch.autograd.grad(fs.unshard(made).sum(), y)
+    result = apply(torch.cat, [least, pair_of(y, "x")], 1, mode="auto")
+    (grad,) = torch.autograd.grad(fs.unshard(result).sum(), y)
     torch.testing.assert_close(grad, torch.ones(4, 6, dtype=torch.float64))
 
 
 def test_negative_of_unreduced_integers_is_reduced_first() -> None:
     x = torch.tensor([1, -2, 0, 3])
     for kind in ("max", "min"):
-        made = apply(torch.neg, pair_of(x, unreduced={"x": kind}), mode="auto")
-        assert torch.equal(fs.unshard(made), -x)
+        result = apply(torch.neg, pair_of(x, unreduced={"x": kind}), mode="auto")
+        assert torch.equal(fs.unshard(result), -x)
 
 
 def test_second_derivatives() -> None:
@@ -140,8 +143,8 @@ def test_a_function_of_several_operations() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ w) + 1
 
-    made = apply(layer, pair_of(x, "x"), w)
-    torch.testing.assert_close(fs.unshard(made), layer(x, w))
+    result = apply(layer, pair_of(x, "x"), w)
+    torch.testing.assert_close(fs.unshard(result), layer(x, w))
 
 
 def test_cache_does_not_keep_functions_alive() -> None:
@@ -163,9 +166,9 @@ def test_cache_does_not_keep_functions_alive() -> None:
             torch.testing.assert_close(fs.unshard(apply(scale.by, pair)), draw(4, 6) + 1)
         return weakref.ref(scale)
 
-    found = [of_function(), of_method()]
+    results = [of_function(), of_method()]
     gc.collect()
-    assert [each() for each in found] == [None, None]
+    assert [item() for item in results] == [None, None]
 
 
 def test_a_function_is_traced_once() -> None:
@@ -192,16 +195,16 @@ def test_plain_tuples_and_lists_of_pairs() -> None:
     x = draw(4, 6)
     local, spec = pair_of(x, "x")
     for pairs in ([(local, spec), x], [Sharded(local, spec), (local, spec)]):
-        made = apply(aten.cat.default, pairs, 1)
-        assert torch.equal(fs.unshard(made), torch.cat([x, x], 1))
+        result = apply(aten.cat.default, pairs, 1)
+        assert torch.equal(fs.unshard(result), torch.cat([x, x], 1))
 
 
 # -- modes --------------------------------------------------------------------------------
 
 
 def test_explicit_mode_prefers_a_local_strategy() -> None:
-    made = apply(torch.mm, pair_of(draw(4, 6), None, "x"), pair_of(draw(6, 2, seed=1), "x"))
-    assert dict(made.spec.partition.unreduced_kinds) == {"x": "sum"}
+    result = apply(torch.mm, pair_of(draw(4, 6), None, "x"), pair_of(draw(6, 2, seed=1), "x"))
+    assert dict(result.spec.partition.unreduced_kinds) == {"x": "sum"}
 
 
 def test_explicit_mode_lists_the_strategies() -> None:
@@ -239,8 +242,8 @@ def test_no_pairs() -> None:
 
 def test_mixed_locals_of_one_rank_and_of_all() -> None:
     pair = pair_of(draw(4), "x")
-    one = Sharded(pair.local[0], pair.spec)
-    assert error_of(lambda: apply(torch.add, pair, one)) == (
+    first = Sharded(pair.local[0], pair.spec)
+    assert error_of(lambda: apply(torch.add, pair, first)) == (
         "fs.apply(add)\n  given: locals of one rank and of all ranks\n"
         "  rule:  all pairs must hold one rank's local, or all the tuple of all shards\n"
         "  fix:   make them the same way"
@@ -252,8 +255,8 @@ def test_mixed_locals_of_one_rank_and_of_all() -> None:
 
 def test_rank_local_code_in_a_simulation() -> None:
     x, w = draw(5, 6).requires_grad_(), draw(6, 4, seed=1).requires_grad_()
-    made = 2 * (x @ w)
-    right = [made.detach(), *torch.autograd.grad(made.square().sum(), (x, w))]
+    result = 2 * (x @ w)
+    right = [result.detach(), *torch.autograd.grad(result.square().sum(), (x, w))]
     for rank in fs.simulate(Mesh(x=2), rank_local_calls, 2):
         torch.testing.assert_close(rank, right)
 
@@ -277,11 +280,11 @@ def test_int_in_the_place_of_a_list() -> None:
 )  # fmt: skip
 def test_int_does_not_match_a_flag_or_dtype(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
     x = draw(4, 6)
-    found, wanted = apply(op, pair_of(x, "x"), *args, mode="auto"), op(x, *args)
-    if isinstance(wanted, torch.Tensor):
-        found, wanted = (found,), (wanted,)
-    for pair, each in zip(found, wanted, strict=True):
-        torch.testing.assert_close(fs.unshard(pair), each)
+    results, expected = apply(op, pair_of(x, "x"), *args, mode="auto"), op(x, *args)
+    if isinstance(expected, torch.Tensor):
+        results, expected = (results,), (expected,)
+    for pair, item in zip(results, expected, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), item)
 
 
 def test_int_in_the_place_of_a_flag_is_refused() -> None:
@@ -310,13 +313,13 @@ def test_rank_outside_of_the_mesh_is_refused() -> None:
     ("op", "args"),
     [(torch.Tensor.view, (24,)), (torch.std, (0,)), (torch.var, (1,)), (torch.Tensor.std, (0,)),
      (sum, ()), (torch.Tensor.to, (torch.float64,)), (torch.Tensor.reshape, (6, 4))],
-    ids=lambda each: getattr(each, "__name__", ""),
+    ids=lambda item: getattr(item, "__name__", ""),
 )  # fmt: skip
 def test_ints_mean_dims_and_sizes_as_in_python(op: Any, args: tuple[Any, ...]) -> None:
     """Schemas would match an int with a bool or dtype, and have a `sum` that is not Python's."""
     x = torch.arange(24.0).reshape(4, 6)
-    made = fs.apply(op, fs.shard(x, fs.Spec(Mesh(x=2), P("x"), shape=(4, 6))), *args, mode="auto")
-    torch.testing.assert_close(fs.unshard(made), op(x, *args))
+    result = fs.apply(op, fs.shard(x, fs.Spec(Mesh(x=2), P("x"), shape=(4, 6))), *args, mode="auto")
+    torch.testing.assert_close(fs.unshard(result), op(x, *args))
 
 
 # -- keywords of operations ---------------------------------------------------------------

@@ -66,35 +66,35 @@ def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
     p, x = meta(make(width), shape)
     hand = {}
     for kind, (specs, batch) in by_hand(name, p).items():
-        made = fs.partition(fn, mesh=MESH, params=specs, in_specs=(batch,)).trace(p, x)
-        hand[kind] = lines_time(made.lines, MESH, TOPOLOGY, grad=made.grad), step_memory(made)
+        result = fs.partition(fn, mesh=MESH, params=specs, in_specs=(batch,)).trace(p, x)
+        hand[kind] = lines_time(result.lines, MESH, TOPOLOGY, grad=result.grad), step_memory(result)
     memory = min(held for _, held in hand.values()) if tight else None
     best = min(time for time, held in hand.values() if memory is None or held <= memory)
-    found = fs.auto(fn, MESH, [p, x], memory=memory, seconds=20)
-    assert found.time <= 1.05 * best, (found.explain(), hand)
-    assert memory is None or found.memory <= memory
+    choice = fs.auto(fn, MESH, [p, x], memory=memory, seconds=20)
+    assert choice.time <= 1.05 * best, (choice.explain(), hand)
+    assert memory is None or choice.memory <= memory
 
 
 def test_choice_runs_and_explains() -> None:
     p = blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3)
     x = torch.randn(8, 64, dtype=torch.float64)
-    found = fs.auto(mlp, Mesh(x=4), [p, x])
-    torch.testing.assert_close(found(p, x), mlp(p, x))
-    lines = found.explain().splitlines()
+    choice = fs.auto(mlp, Mesh(x=4), [p, x])
+    torch.testing.assert_close(choice(p, x), mlp(p, x))
+    lines = choice.explain().splitlines()
     assert lines[0].startswith("args[0]['a']  P(")
     assert " a step, " in lines[3]
-    assert str(found) == found.explain()
+    assert str(choice) == choice.explain()
     # No alternative repeats the choice.
     chosen = [line.partition("  ")[::2] for line in lines[:3]]
-    others = [(name, str(p)) for name, p, _, _ in found.alternatives]
+    others = [(name, str(p)) for name, p, _, _ in choice.alternatives]
     assert others
     assert not set(chosen) & set(others)
 
 
 def test_fixed_arguments_and_memory_limit() -> None:
     p, x = meta(blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3), (1024, 64))
-    found = fs.auto(mlp, Mesh(x=4), [p, x], fixed={1: P("x")})
-    assert found.in_specs[1] == P("x")
+    choice = fs.auto(mlp, Mesh(x=4), [p, x], fixed={1: P("x")})
+    assert choice.in_specs[1] == P("x")
     with pytest.raises(fs.ShardingError, match="the smallest takes"):
         fs.auto(mlp, Mesh(x=4), [p, x], memory=10)
 
@@ -104,8 +104,8 @@ def test_fixed_arguments_and_memory_limit() -> None:
 def test_small_searches_find_the_best(name: str, kind: str) -> None:
     """Programs with shared operands, branches and joins, on two axes."""
     program = bench_auto.PROGRAMS[name]
-    found = bench_auto.compared(program, Mesh(x=2, y=2), bench_auto.TOPOLOGIES[kind])
-    assert found[1] == found[0]
+    choice = bench_auto.compared(program, Mesh(x=2, y=2), bench_auto.TOPOLOGIES[kind])
+    assert choice[1] == choice[0]
 
 
 @pytest.mark.parametrize("name", ["gated", "wide chain", "shared", "norm"])
@@ -121,15 +121,15 @@ def test_labels_and_descent_alone_come_near_the_best(
 def test_labelling_is_exact() -> None:
     draw = random.Random(0)
     for _ in range(40):
-        made, counts = Labelling(), [draw.randint(1, 3) for _ in range(6)]
+        result, counts = Labelling(), [draw.randint(1, 3) for _ in range(6)]
         own = [[draw.random() for _ in range(n)] for n in counts]
         for weights in own:
-            made.variable(weights)
+            result.variable(weights)
         pairs = []
         for _ in range(8):
             a, b = draw.randrange(6), draw.randrange(6)
             table = [[draw.random() for _ in range(counts[b])] for _ in range(counts[a])]
-            made.pair(a, b, table)
+            result.pair(a, b, table)
             pairs.append((a, b, table))
 
         def total(labels: tuple[int, ...], own: Any = own, pairs: Any = pairs) -> float:
@@ -137,7 +137,7 @@ def test_labelling_is_exact() -> None:
                 t[labels[a]][labels[b]] for a, b, t in pairs
             )
 
-        labels, least = made.solve()
-        best = min(total(each) for each in itertools.product(*map(range, counts)))
+        labels, least = result.solve()
+        best = min(total(assignment) for assignment in itertools.product(*map(range, counts)))
         assert abs(best - least) < 1e-9
         assert abs(total(tuple(labels)) - least) < 1e-9

@@ -168,7 +168,7 @@ def test_non_tensor_arguments_are_keys_with_their_types() -> None:
         assert actual.dtype == expected.dtype
         assert torch.equal(1 / actual, 1 / expected)
     part = fs.partition(lambda x, keep: x * len(keep), mesh=MESH)
-    assert [int(part(x, each)[1]) for each in ({1}, {1, 2}, {3})] == [
+    assert [int(part(x, item)[1]) for item in ({1}, {1, 2}, {3})] == [
         1,
         2,
         1,
@@ -390,7 +390,7 @@ def multiplies(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fn", "given", "rule", "fix"),
+    ("fn", "cause", "rule", "fix"),
     [
         (branches, "aten._local_scalar_dense.default reads a tensor's values", *VALUES),
         (selects, "aten.nonzero.default returns a shape that depends on a tensor's values",
@@ -401,13 +401,13 @@ def multiplies(x: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_trace_error_names_the_line(
-    fn: Any, given: str, rule: str, fix: str, caplog: pytest.LogCaptureFixture
+    fn: Any, cause: str, rule: str, fix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(fs.ShardingError) as error:
         fs.partition(fn, mesh=MESH)(torch.ones(2, 2))
     line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
     assert str(error.value) == (
-        f"fs.partition({fn.__name__}) at {line}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
+        f"fs.partition({fn.__name__}) at {line}\n  given: {cause}\n  rule:  {rule}\n  fix:   {fix}"
     )
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
@@ -439,8 +439,8 @@ class Scaled(torch.nn.Linear):
 def test_keyword_arguments() -> None:
     x, mask = torch.ones(4), torch.arange(4.0)
     part = fs.partition(scaled, mesh=MESH, in_specs=P("dp"))
-    for given in ({"mask": mask}, {"scale": 3.0}, {"mask": mask, "scale": 3.0}):
-        torch.testing.assert_close(part(x, **given), scaled(x, **given))  # type: ignore[arg-type]
+    for keywords in ({"mask": mask}, {"scale": 3.0}, {"mask": mask, "scale": 3.0}):
+        torch.testing.assert_close(part(x, **keywords), scaled(x, **keywords))  # type: ignore[arg-type]
     torch.testing.assert_close(part(x=x), scaled(x))
     assert str(part.explain(x, mask=mask)) == str(part.explain(x, 2.0, mask))
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
@@ -482,8 +482,8 @@ def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
     head = "fs.partition(<lambda>)\n  given: "
     assert error_of(part, torch.ones(2)) == f"{head}result is a Result, with tensors in it{rest}"
     part = fs.partition(lambda x, y: x * y["a"].loss, mesh=MESH)
-    given = torch.ones(2), {"a": Result(torch.ones(2))}
-    assert error_of(part, *given) == f"{head}args[1]['a'] is a Result, with tensors in it{rest}"
+    keywords = torch.ones(2), {"a": Result(torch.ones(2))}
+    assert error_of(part, *keywords) == f"{head}args[1]['a'] is a Result, with tensors in it{rest}"
     assert error_of(fs.partition(collects, mesh=MESH), torch.ones(2)) == (
         "fs.partition(collects)\n"
         "  given: a result of mul is kept outside of the function\n"

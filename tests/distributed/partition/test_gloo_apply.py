@@ -24,8 +24,8 @@ def on_rank(size: int) -> list[Any]:
 
 def test_values_and_gradients() -> None:
     simulated = fs.simulate(Mesh(x=2), rank_local_calls, 2)
-    for rank, found in enumerate(run_ranks(2, on_rank, 2)):
-        torch.testing.assert_close(found, simulated[rank])
+    for rank, results in enumerate(run_ranks(2, on_rank, 2)):
+        torch.testing.assert_close(results, simulated[rank])
 
 
 def explicit(size: int) -> str:

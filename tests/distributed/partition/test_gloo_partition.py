@@ -35,21 +35,23 @@ def train_on_rank(layout: str) -> tuple[torch.Tensor, ...]:
     part = fs.partition(in_place_step, mesh=MESH, params=specs, in_specs=(P("x"),))
     x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
     params = {}
-    for name, each in layer_params().items():
-        local, spec = fs.shard(each, fs.Spec(MESH, specs[name], shape=each.shape, dtype=each.dtype))
+    for name, param in layer_params().items():
+        local, spec = fs.shard(
+            param, fs.Spec(MESH, specs[name], shape=param.shape, dtype=param.dtype)
+        )
         params[name] = fs.Sharded(local.clone().requires_grad_(), spec)
     pair = fs.shard(x, fs.Spec(MESH, P("x"), shape=x.shape, dtype=x.dtype))
     values = [fs.unshard(part(params, pair)) for _ in range(3)]
-    return (*(fs.unshard(each).detach() for each in params.values()), *values)
+    return (*(fs.unshard(param).detach() for param in params.values()), *values)
 
 
 @pytest.mark.parametrize("layout", ["x", ()])
 def test_training_steps_write_local_parameters(layout: str) -> None:
-    params = {name: each.requires_grad_() for name, each in layer_params().items()}
+    params = {name: param.requires_grad_() for name, param in layer_params().items()}
     x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
     values = [in_place_step(params, x) for _ in range(3)]
-    for found in run_ranks(2, train_on_rank, layout):
-        for one, other in zip(found, (*params.values(), *values), strict=True):
+    for results in run_ranks(2, train_on_rank, layout):
+        for one, other in zip(results, (*params.values(), *values), strict=True):
             torch.testing.assert_close(one, other.detach())
 
 

@@ -24,7 +24,7 @@ def draws() -> dict[str, Any]:
     fs.init(mesh)
     key = fs.random.key(5)
     specs = [fs.Spec(mesh, p, shape=SHAPE, uneven="chunk") for p in LAYOUTS]
-    found: dict[str, Any] = {str(spec): fs.random.normal(key, spec).local for spec in specs}
+    results: dict[str, Any] = {str(spec): fs.random.normal(key, spec).local for spec in specs}
 
     def loss(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(key):
@@ -32,8 +32,8 @@ def draws() -> dict[str, Any]:
 
     x = torch.ones(4, 6, requires_grad=True)
     part = fs.partition(loss, mesh=mesh, in_specs=(P(), P("dp", "tp")), out_specs=P())
-    found["loss"] = part(key, x)
-    found["gradient"] = torch.autograd.grad(found["loss"], x)[0]
+    results["loss"] = part(key, x)
+    results["gradient"] = torch.autograd.grad(results["loss"], x)[0]
 
     def body(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(fs.random.fold_in(key, fs.axis_index(("dp", "tp")))):
@@ -41,25 +41,25 @@ def draws() -> dict[str, Any]:
 
     mapped = fs.shard_map(body, mesh=mesh, in_specs=(P(), P(("dp", "tp"))),
                           out_specs=P(("dp", "tp")))  # fmt: skip
-    found["mapped"] = mapped(key, x)
-    return {name: each.detach() for name, each in found.items()}
+    results["mapped"] = mapped(key, x)
+    return {name: x.detach() for name, x in results.items()}
 
 
 def test_ranks_draw_their_shards() -> None:
     key, mesh = fs.random.key(5), fs.Mesh(dp=2, tp=2)
     ranks = run_ranks(4, draws)
-    whole = fs.random.normal(key, SHAPE)
+    expected = fs.random.normal(key, SHAPE)
     for p in LAYOUTS:
         spec = fs.Spec(mesh, p, shape=SHAPE, uneven="chunk")
-        for found, right in zip(ranks, fs.shard(whole, spec).local, strict=True):
-            assert torch.equal(found[str(spec)], right)
+        for results, shard in zip(ranks, fs.shard(expected, spec).local, strict=True):
+            assert torch.equal(results[str(spec)], shard)
     x = torch.ones(4, 6, requires_grad=True)
     mask = fs.random.dropout_mask(fs.random.fold_in(key, 0), x, 0.5)
     loss = (x * mask).square().sum()
     (grad,) = torch.autograd.grad(loss, x)
     keys = [fs.random.fold_in(fs.random.fold_in(key, rank), 0) for rank in range(4)]
-    mapped = torch.cat([fs.random.dropout_mask(each, (1, 6), 0.5) for each in keys])
-    for found in ranks:
-        assert torch.equal(found["loss"], loss.detach())
-        assert torch.equal(found["gradient"], grad)
-        assert torch.equal(found["mapped"], mapped)
+    mapped = torch.cat([fs.random.dropout_mask(k, (1, 6), 0.5) for k in keys])
+    for results in ranks:
+        assert torch.equal(results["loss"], loss.detach())
+        assert torch.equal(results["gradient"], grad)
+        assert torch.equal(results["mapped"], mapped)

@@ -55,24 +55,24 @@ ALL = sorted(
 
 def arguments(op: OpOverload[..., Any]) -> list[Any]:
     """Return lists of positive tensors, numbers, and lists of numbers, as the schema requires."""
-    made: list[Any] = []
-    for each in op._schema.arguments:
-        if each.kwarg_only or each.has_default_value():
+    result: list[Any] = []
+    for item in op._schema.arguments:
+        if item.kwarg_only or item.has_default_value():
             break
-        kind = str(each.type)
-        made.append({
-            "List[Tensor]": lambda: tensors(len(made)),
+        kind = str(item.type)
+        result.append({
+            "List[Tensor]": lambda: tensors(len(result)),
             "Tensor": lambda: torch.tensor(2.0).double(),
             "number": lambda: 2, "List[number]": lambda: [1.5, 2.0, 3.0],
         }[kind]())  # fmt: skip
-    return made
+    return result
 
 
 def as_pairs(args: Sequence[Any], specs_: Sequence[Spec]) -> list[Any]:
     return [
-        [fs.shard(x, spec) for x, spec in zip(each, specs_, strict=True)]
-        if isinstance(each, list) and isinstance(each[0], torch.Tensor) else each
-        for each in args
+        [fs.shard(x, spec) for x, spec in zip(item, specs_, strict=True)]
+        if isinstance(item, list) and isinstance(item[0], torch.Tensor) else item
+        for item in args
     ]  # fmt: skip
 
 
@@ -84,8 +84,8 @@ def test_every_operation_on_lists(name: str, partitions: Sequence[P]) -> None:
     actual = apply(op, *as_pairs(args, specs(partitions)), mode="auto")
     expected = functional_of(op)(*args)
     assert len(actual) == len(expected)
-    for pair, whole in zip(actual, expected, strict=True):
-        torch.testing.assert_close(fs.unshard(pair), whole)
+    for pair, tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), tensor)
 
 
 def test_elements_of_equal_layouts_are_local() -> None:
@@ -119,30 +119,31 @@ def test_gradients_of_a_tensor_that_all_elements_use(name: str, partitions: Sequ
     leaves = [x.requires_grad_() for x in tensors(0)]
     shared = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     weights = tensors(1)
-    whole = Spec(MESH, P(), shape=(), dtype=torch.float64)
+    replicated = Spec(MESH, P(), shape=(), dtype=torch.float64)
     op = getattr(A, f"_foreach_{name}").Tensor
-    given = [fs.shard(x, spec) for x, spec in zip(leaves, specs(partitions), strict=True)]
-    made = [fs.unshard(each) for each in apply(op, given, fs.shard(shared, whole), mode="auto")]
+    operands = [fs.shard(x, spec) for x, spec in zip(leaves, specs(partitions), strict=True)]
+    pairs = apply(op, operands, fs.shard(shared, replicated), mode="auto")
+    result = [fs.unshard(pair) for pair in pairs]
     right = [getattr(torch, name)(x, shared) for x in leaves]
     sums = [
-        sum((x * w).sum() for x, w in zip(each, weights, strict=True)) for each in (made, right)
+        sum((x * w).sum() for x, w in zip(item, weights, strict=True)) for item in (result, right)
     ]
-    one, other = (torch.autograd.grad(each, [*leaves, shared]) for each in sums)
+    one, other = (torch.autograd.grad(item, [*leaves, shared]) for item in sums)
     torch.testing.assert_close(one, other)
 
 
 def test_foreach_mm_shards_elements_along_different_dims() -> None:
     a, b = [torch.rand(4, 6), torch.rand(2, 8)], [torch.rand(6, 2), torch.rand(8, 4)]
-    given = [
-        [fs.shard(x, Spec(MESH, p, shape=x.shape)) for x, p in zip(each, partitions, strict=True)]
-        for each, partitions in ((a, (P("x", "y"), P(None, "x"))), (b, (P("y"), P("x"))))
+    operands = [
+        [fs.shard(x, Spec(MESH, p, shape=x.shape)) for x, p in zip(item, partitions, strict=True)]
+        for item, partitions in ((a, (P("x", "y"), P(None, "x"))), (b, (P("y"), P("x"))))
     ]
-    made = apply(A._foreach_mm.default, *given)
-    assert [str(each.spec) for each in made] == [
+    result = apply(A._foreach_mm.default, *operands)
+    assert [str(item.spec) for item in result] == [
         "f32[4@x,2]{unreduced: y}",
         "f32[2,4]{unreduced: x}",
     ]
-    for pair, x, y in zip(made, a, b, strict=True):
+    for pair, x, y in zip(result, a, b, strict=True):
         torch.testing.assert_close(fs.unshard(pair), x @ y)
 
 
@@ -152,19 +153,19 @@ def test_partition_of_foreach_operations() -> None:
         torch._foreach_add_(decayed, grads, alpha=-0.1)
         return list(decayed)
 
-    given = [
+    operands = [
         [fs.shard(x, spec) for x, spec in zip(tensors(seed), specs(LAYOUTS[1]), strict=True)]
         for seed in (0, 1)
     ]
     partitions = [list(LAYOUTS[1])] * 2
-    made = fs.partition(step, mesh=MESH, in_specs=tuple(partitions))(*given)
-    for pair, whole in zip(made, step(tensors(0), tensors(1)), strict=True):
-        torch.testing.assert_close(fs.unshard(pair), whole)
+    result = fs.partition(step, mesh=MESH, in_specs=tuple(partitions))(*operands)
+    for pair, expected in zip(result, step(tensors(0), tensors(1)), strict=True):
+        torch.testing.assert_close(fs.unshard(pair), expected)
 
 
 def test_atleast_2d_of_a_sequence() -> None:
-    made = propagate(A.atleast_2d.Sequence, specs(LAYOUTS[1]))
-    assert [str(each) for each in made.out_specs] == [
+    result = propagate(A.atleast_2d.Sequence, specs(LAYOUTS[1]))
+    assert [str(item) for item in result.out_specs] == [
         "f64[4@x,6@y]",
         "f64[1,8@(y,x)]",
         "f64[2,2@y]",
@@ -184,5 +185,5 @@ def test_scalars_in_a_tensor_are_decomposed(name: str) -> None:
 def test_lists_are_decomposed_element_by_element() -> None:
     decomposition = decomposition_of(A._foreach_lerp.ScalarList)
     assert decomposition is not None
-    given = (tensors(0), tensors(1), [0.1, 0.2, 0.3])
-    torch.testing.assert_close(decomposition(*given), A._foreach_lerp.ScalarList(*given))
+    operands = (tensors(0), tensors(1), [0.1, 0.2, 0.3])
+    torch.testing.assert_close(decomposition(*operands), A._foreach_lerp.ScalarList(*operands))

@@ -64,12 +64,12 @@ CHOICES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 def test_local_strategies_are_chosen(name: str) -> None:
     op, args, result = CHOICES[name]
     strategy = propagate(op, *args)
-    assert [str(each) for each in strategy.out_specs] == [result]
+    assert [str(item) for item in strategy.out_specs] == [result]
     assert strategy.is_local
     assert strategy.cost.launches == 0
     assert strategy.sources == args
-    assert [each.partition.dims for each in strategy.in_specs] == [
-        each.partition.dims for each in args
+    assert [item.partition.dims for item in strategy.in_specs] == [
+        item.partition.dims for item in args
     ]
 
 
@@ -84,8 +84,8 @@ def test_nonlinear_operation_reduces_its_operand() -> None:
 def test_programs_lead_from_sources_to_in_specs() -> None:
     shapes, mesh = ((8, 4), (4, 8)), Mesh(x=2, y=2)
     strategies = [all_partitions(mesh.axes, 2, ("invariant", "unreduced")) for _ in shapes]
-    for one, other in itertools.islice(itertools.product(*strategies), 0, None, 7):
-        operands = (spec(one, 8, 4, mesh=mesh), spec(other, 4, 8, mesh=mesh))
+    for first, second in itertools.islice(itertools.product(*strategies), 0, None, 7):
+        operands = (spec(first, 8, 4, mesh=mesh), spec(second, 4, 8, mesh=mesh))
         strategy = propagate(torch.mm, *operands)
         assert strategy.sources == operands
         for prog, src, dst in zip(
@@ -101,8 +101,8 @@ def test_alternatives_are_ordered_by_time() -> None:
     strategy = propagate(torch.mm, spec(P("dp", "tp"), 64, 64), spec(P(), 64, 64))
     assert strategy.alternatives
     strategies = [strategy, *strategy.alternatives]
-    assert [each.time for each in strategies] == sorted(each.time for each in strategies)
-    assert len({each.roles for each in strategies}) == len(strategies)
+    assert [item.time for item in strategies] == sorted(item.time for item in strategies)
+    assert len({item.roles for item in strategies}) == len(strategies)
 
 
 def test_str_of_a_strategy() -> None:
@@ -112,8 +112,8 @@ def test_str_of_a_strategy() -> None:
         "    -> f32[8@dp,8]{unreduced: tp}\n"
         "dp: i, tp: k  (nothing is sent)"
     )
-    other = propagate(torch.softmax, spec(P("dp", "tp"), 8, 16), 1)
-    assert str(other) == (
+    second = propagate(torch.softmax, spec(P("dp", "tp"), 8, 16), 1)
+    assert str(second) == (
         "softmax.int: f32[8@dp,16] -> f32[8@dp,16]\n"
         "dp: d0, tp: invariant  (192 B received, 7.05 µs)\n"
         "operand 0: f32[8@dp,16@tp] -> f32[8@dp,16] on Mesh(dp=2, tp=4)\n"
@@ -123,9 +123,9 @@ def test_str_of_a_strategy() -> None:
 
 def test_several_results() -> None:
     two = propagate(aten.max.dim, spec(P("dp"), 8, 4), 1)
-    assert [str(each) for each in two.out_specs] == ["f32[8@dp]", "i64[8@dp]"]
+    assert [str(item) for item in two.out_specs] == ["f32[8@dp]", "i64[8@dp]"]
     parts = propagate(aten.split.Tensor, spec(P(None, "tp"), 8, 4), 4)
-    assert [str(each) for each in parts.out_specs] == ["f32[4,4@tp]", "f32[4,4@tp]"]
+    assert [str(item) for item in parts.out_specs] == ["f32[4,4@tp]", "f32[4,4@tp]"]
 
 
 def test_grad_excludes_strategies_with_wrong_gradients() -> None:
@@ -162,11 +162,11 @@ def test_equal_calls_are_cached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     list(itertools.permutations([1, 1.0, True, 1 + 0j, "1", (1,), [1], None], 2)),
 )
-def test_arguments_of_different_types_freeze_differently(one: Any, other: Any) -> None:
-    assert len({freeze(one), freeze(other)}) == 2
+def test_arguments_of_different_types_freeze_differently(first: Any, second: Any) -> None:
+    assert len({freeze(first), freeze(second)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_choice_does_not_depend_on_the_hash_seed() -> None:
 
 
 def test_threads_choose_the_same() -> None:
-    given = [(op, args) for op, args in tied_calls() for _ in range(4)]
+    jobs = [(op, args) for op, args in tied_calls() for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda each: strategy_line(propagate(each[0], *each[1])), given))
-    assert found == [strategy_line(propagate(op, *args)) for op, args in given]
+        lines = list(pool.map(lambda item: strategy_line(propagate(item[0], *item[1])), jobs))
+    assert lines == [strategy_line(propagate(op, *args)) for op, args in jobs]
 
 
 # -- errors -------------------------------------------------------------------------------
@@ -230,11 +230,11 @@ def test_an_operation_without_specs() -> None:
 
 
 def test_specs_on_two_meshes() -> None:
-    other = Mesh(dp=4)
-    text = error_of(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=other)))
+    second = Mesh(dp=4)
+    text = error_of(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=second)))
     assert text == (
         "fs.propagate(add)\n"
-        f"  given: operands on {MESH} and {other}\n"
+        f"  given: operands on {MESH} and {second}\n"
         "  rule:  an operation runs on one mesh\n"
         "  fix:   move one of them there first: fs.reshard(pair, spec)"
     )

@@ -203,11 +203,11 @@ def twice(p: Tensor, g: Tensor) -> None:
 
 
 def test_argument_with_gradient_is_written_twice() -> None:
-    given, g = sample(4, 4).requires_grad_(), sample(4, 4)
-    right = given.detach().clone()
+    inputs, g = sample(4, 4).requires_grad_(), sample(4, 4)
+    right = inputs.detach().clone()
     twice(right, g)
-    fs.partition(twice, mesh=MESH, in_specs=P("dp", "tp"))(given, g)
-    torch.testing.assert_close(given.detach(), right)
+    fs.partition(twice, mesh=MESH, in_specs=P("dp", "tp"))(inputs, g)
+    torch.testing.assert_close(inputs.detach(), right)
 
 
 def test_running_statistics_are_those_of_the_global_batch() -> None:
@@ -226,8 +226,8 @@ def test_running_statistics_are_those_of_the_global_batch() -> None:
         grads = torch.autograd.grad(actual.sin().sum(), list(module.parameters()))
         expected_grads = torch.autograd.grad(expected.sin().sum(), list(reference.parameters()))
         torch.testing.assert_close(grads, expected_grads)
-    for buffer, other in zip(module.buffers(), reference.buffers(), strict=True):
-        torch.testing.assert_close(buffer, other)
+    for buffer, expected_buffer in zip(module.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected_buffer)
     made_of = part.trace(state, x)
     names = sorted(name for name, _ in module.named_buffers())
     written = [line.name for line in made_of.lines if isinstance(line, Write)]
@@ -266,8 +266,8 @@ def test_results_share_no_memory_with_written_arguments(layout: P) -> None:
     pair = fs.shard(x.clone(), spec)
     part = fs.partition(written_after_use, mesh=MESH)
     made = part(pair)
-    for one, other in zip((*made, pair), (*written_after_use(y), y), strict=True):
-        torch.testing.assert_close(fs.unshard(one), other)
+    for actual, expected in zip((*made, pair), (*written_after_use(y), y), strict=True):
+        torch.testing.assert_close(fs.unshard(actual), expected)
 
 
 def test_foreach_writes_lists_of_arguments() -> None:
@@ -346,7 +346,7 @@ NO_GRAD = "writes a tensor that has a gradient, under no_grad or by its detach()
 
 
 @pytest.mark.parametrize(
-    ("fn", "given"),
+    ("fn", "refused"),
     [
         (a_closed_over_tensor, "add_ writes a tensor that the function closes over"),
         (without_gradient, f"mul_ {NO_GRAD}"),
@@ -355,13 +355,13 @@ NO_GRAD = "writes a tensor that has a gradient, under no_grad or by its detach()
         (an_argument_before_it_is_used, f"clamp_ {NO_GRAD}"),
         (turned, "argument 0 of shape (4,) becomes one of (1, 4)"),
     ],
-    ids=lambda each: getattr(each, "__name__", ""),
+    ids=lambda item: getattr(item, "__name__", ""),
 )
-def test_untraceable_writes_are_refused(fn: Callable[..., Any], given: str) -> None:
+def test_untraceable_writes_are_refused(fn: Callable[..., Any], refused: str) -> None:
     part = fs.partition(fn, mesh=MESH)
     with pytest.raises(fs.ShardingError) as caught:
         part(torch.ones(4, dtype=torch.float64, requires_grad=True))
-    assert str(caught.value).splitlines()[1] == f"  given: {given}"
+    assert str(caught.value).splitlines()[1] == f"  given: {refused}"
     torch.testing.assert_close(CLOSED_OVER, torch.ones(4, dtype=torch.float64))
 
 
@@ -400,8 +400,8 @@ def test_operand_returned_by_an_operation_is_written_with_it(
     made = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x)
     torch.testing.assert_close(made, fn(x))
     if grad:
-        found = [torch.autograd.grad(y.sin().sum(), x) for y in (made, fn(x))]
-        torch.testing.assert_close(*found)
+        grads = [torch.autograd.grad(y.sin().sum(), x) for y in (made, fn(x))]
+        torch.testing.assert_close(*grads)
 
 
 def test_undeclared_views_are_refused_when_written() -> None:

@@ -30,20 +30,20 @@ def functional(p: Params, x: Tensor) -> Any:
 
 def by_data(p: Params, x: Tensor) -> Any:
     value = loss(p, x)
-    for each, g in zip(p.values(), torch.autograd.grad(value, list(p.values())), strict=True):
-        each.data.add_(g, alpha=-0.1)
+    for item, g in zip(p.values(), torch.autograd.grad(value, list(p.values())), strict=True):
+        item.data.add_(g, alpha=-0.1)
     return value.detach()
 
 
 def by_backward(p: Params, x: Tensor) -> Any:
-    q = {name: each.detach().requires_grad_() for name, each in p.items()}
+    q = {name: item.detach().requires_grad_() for name, item in p.items()}
     loss(q, x).backward()
-    return [each.grad for each in q.values()]
+    return [item.grad for item in q.values()]
 
 
 def per_sample(p: Params, x: Tensor) -> Any:
     grads = torch.vmap(torch.func.grad(loss), (None, 0))(p, x[:, None])
-    return {name: each.square().sum((1, 2)) for name, each in grads.items()}
+    return {name: item.square().sum((1, 2)) for name, item in grads.items()}
 
 
 def curvature(p: Params, x: Tensor) -> Any:
@@ -97,7 +97,7 @@ def test_inner_gradients_equal_one_device(fn: Callable[..., Any], layout: Any) -
     params, specs = layout
     p, q = layer_params(), layer_params()
     if fn in (in_place_step, by_data):
-        p, q = ({k: v.requires_grad_() for k, v in each.items()} for each in (p, q))
+        p, q = ({k: v.requires_grad_() for k, v in item.items()} for item in (p, q))
     x = sample(4, 4).detach()
     part = fs.partition(fn, mesh=MESH, params=params, in_specs=(specs,))
     torch.testing.assert_close(part(p, x), fn(q, x))
@@ -200,7 +200,7 @@ def step_of(fn: Callable[[Params, Tensor], Tensor]) -> Callable[..., Any]:
 def test_training_steps_of_recurrent_layers(kind: Callable[..., torch.nn.Module]) -> None:
     """Below autograd, RNN cells write views that their schema declares as new tensors."""
     net = kind(4, 6, batch_first=True).double()
-    p = {name: each.detach() for name, each in net.named_parameters()}
+    p = {name: item.detach() for name, item in net.named_parameters()}
     step = step_of(lambda p, x: torch.func.functional_call(net, p, (x,))[0])
     part = fs.partition(step, mesh=MESH, params=P("tp"), in_specs=(P("dp"),))
     x = sample(4, 3, 4).detach()
@@ -210,7 +210,7 @@ def test_training_steps_of_recurrent_layers(kind: Callable[..., torch.nn.Module]
 @pytest.mark.parametrize(("name", "pairs"), [("gpt", 2), ("llama", 2), ("vit", 2), ("resnet", 1)])
 def test_training_steps_have_megatron_collectives(name: str, pairs: int) -> None:
     fn, params, asked, shape = BLOCKS[name]
-    p = {key: each.detach() for key, each in params().items()}
+    p = {key: item.detach() for key, item in params().items()}
     specs = {key: asked.get(key, P()) for key in p}
     step = step_of(fn)
     part = fs.partition(step, mesh=MESH, params=specs, in_specs=(P("dp"),),
@@ -226,7 +226,7 @@ def test_training_steps_have_megatron_collectives(name: str, pairs: int) -> None
 @pytest.mark.parametrize(("name", "twice"), [("gpt", 6), ("llama", 7), ("vit", 4), ("resnet", 2)])
 def test_training_steps_have_fsdp_collectives(name: str, twice: int) -> None:
     fn, params, _, shape = BLOCKS[name]
-    p, mesh = {key: each.detach() for key, each in params().items()}, Mesh(dp=2)
+    p, mesh = {key: item.detach() for key, item in params().items()}, Mesh(dp=2)
     step = step_of(fn)
     specs = {key: P("dp") for key in p}
     part = fs.partition(step, mesh=mesh, params=specs, in_specs=(P("dp"),),
@@ -342,7 +342,7 @@ def other_data(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fn", "given"),
+    ("fn", "refused"),
     [
         (fills_closed_over, "backward() fills .grad of a tensor that the function closes over"),
         (fills_an_argument, "backward() fills .grad of argument 0"),
@@ -353,13 +353,13 @@ def other_data(x: Tensor) -> Tensor:
         (other_data, "an assignment to `x.data`, which cannot be traced"),
     ],
 )
-def test_untraceable_calls_are_refused(fn: Callable[[Tensor], Tensor], given: str) -> None:
+def test_untraceable_calls_are_refused(fn: Callable[[Tensor], Tensor], refused: str) -> None:
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
     with pytest.raises(fs.ShardingError) as caught:
         part(sample(4, 4))
     text = str(caught.value).splitlines()
     assert text[0].startswith(f"fs.partition({fn.__name__})")
-    assert text[1] == f"  given: {given}"
+    assert text[1] == f"  given: {refused}"
     assert CLOSED_OVER.grad is None
     assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
 
