@@ -260,10 +260,10 @@ def test_check_values_compares_non_tensors_under_one_rank(at: int, check: Any) -
     with pytest.raises(ShardingError) as caught:
         fs.simulate(mesh, mapped, torch.ones(4))
     path = "result[1]['loss']" if at == 1 else "result[1]"
-    text = re.sub(r"; the ranks may have parted.*", "", str(caught.value))
+    text = re.sub(r"; the ranks may have diverged.*", "", str(caught.value))
     assert text == message(
         "shard_map(body)",
         f"{path}: rank 0 returned {differ[0]}, rank 1 {differ[1]}",
-        "what is no tensor passes through, equal on every rank",
-        "torch.tensor([value]) with an out spec that puts the ranks' together",
+        "a result that is not a tensor must be equal on every rank",
+        "torch.tensor([value]) with an out spec that concatenates the ranks' values",
     )

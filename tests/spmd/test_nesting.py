@@ -464,8 +464,8 @@ def test_check_of_the_outermost_map_holds_in_inner_ones(outer: Any, inner: Any) 
         assert str(caught.value) == message(
             "shard_map(part)",
             f"check={inner!r} in the body of a call without it",
-            "the check of the outermost shard_map holds in all of its body",
-            f"check={inner!r} there, or leave it out here",
+            "the check of the outermost shard_map must include it",
+            f"check={inner!r} there, or omit it here",
         )
         return
     out = mapped(a, w)

@@ -161,7 +161,7 @@ def _take_first(
         return x
     with DisableTorchFunction():
         prog = _take_first_program(mesh, picked, x.shape, x.dtype)
-        return apply_linear(ProgramGroup((prog,)), (x,), everywhere=False)[0]
+        return apply_linear(ProgramGroup((prog,)), (x,), False)[0]
 
 
 # -- values ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard.run.transports import divergence_check
 from fshard.run.transports.divergence_check import _CheckedTransport
 from fshard.run.transports.divergence_report import explain_with, fingerprint
 from fshard.run.transports.torch_distributed import ProcessWorld
@@ -280,7 +281,7 @@ def test_values_and_gradients_are_the_same_and_no_key_is_left() -> None:
 def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
     """Both ranks of a pair in this process, over one store; neither waits long for the other."""
     store = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(divergence_check, "default_store", lambda: store)
     cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
     return [_CheckedTransport(ProcessWorld(rank, cpu, limit, weakref.ref(store), 1), PAIR) for rank in (0, 1)]
 
@@ -391,7 +392,7 @@ def lives() -> list[Any]:
 
 REPLACED = """fshard
   given: other process groups than those of fs.init
-  rule:  ranks are those of the process groups that were there at fs.init
+  rule:  the process groups must be those that existed at fs.init
   fix:   call fs.init(mesh) again after dist.init_process_group"""
 
 

@@ -24,9 +24,9 @@ def unproven(path: str, kind: str, spec: str, along: str, part: str = "") -> str
     names = along.replace("'", "").strip("()")
     return message(
         "shard_map(body)", f"{path}: {kind} with the out spec {spec}",
-        f"an out spec that leaves {names} out promises one value along it; this is varying",
-        f"fs.psum(result, {along}), fs.all_gather(result, {along}, to='invariant') or the like; or "
-        f"{part or f'P({along})'}, each rank's part",
+        f"along {names}, which the out spec omits, values must be equal; this is varying",
+        f"fs.psum(result, {along}), fs.all_gather(result, {along}, to='invariant') or similar; or "
+        f"{part or f'P({along})'}, the shard of each rank",
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def test_results_in_another_state_than_their_spec(name: str) -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
     given = f"result: {kind} with the out spec {out_specs!r}"
-    assert str(caught.value) == message("shard_map(body)", given, f"the out spec says {rule}", fix)
+    assert str(caught.value) == message("shard_map(body)", given, f"the out spec requires {rule}", fix)
 
 
 # -- what JAX lets pass -----------------------------------------------------------------------
@@ -297,9 +297,9 @@ def test_varying_predicate_is_reported_if_ranks_differ(check: Any) -> None:
     line = body.__code__.co_firstlineno + 1
     assert str(caught.value) == message(
         "shard_map(body)", "result: element (0,) is 10.0 on rank 0 and 20.0 on rank 1",
-        "what a spec leaves i out of is one value along it",
-        "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have parted where "
-        f"the host learnt of what varies: bool() at {__file__}:{line}",
+        "along i, which the spec omits, values must be equal",
+        "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have diverged "
+        f"where the host read varying values: bool() at {__file__}:{line}",
     )  # fmt: skip
     cut = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P(), P()), out_specs=P("i"), check=check)
     assert cut(x, a, b).tolist() == [10.0, 20.0, 10.0, 10.0]
@@ -342,13 +342,13 @@ def test_varying_shapes_are_reported(check: Any) -> None:
         mapped(x, a)
     if check == "strict":
         want = unproven("result", "f32[1]{varying: i}", "P()", "'i'")
-        rule = f"this is varying, and may depend on what the host was told: {told}"
+        rule = f"this is varying, and may depend on values that the host read: {told}"
         assert str(caught.value) == want.replace("this is varying", rule)
         return
     assert mapped(1 + x.abs(), a).tolist() == [2.0], "all ranks find as many"
     assert str(caught.value) == message(
         "shard_map(body)", "result: element (0,) is 1.0 on rank 0 and 2.0 on rank 2",
-        "what a spec leaves i out of is one value along it",
-        "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have parted where "
-        f"the host learnt of what varies: {told}",
+        "along i, which the spec omits, values must be equal",
+        "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have diverged "
+        f"where the host read varying values: {told}",
     )  # fmt: skip

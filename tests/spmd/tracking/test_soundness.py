@@ -1,4 +1,4 @@
-"""Types tell the truth: random bodies, whose values and gradients are what their types say."""
+"""Soundness of types: values and gradients of random bodies are what their types state."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Case = tuple[Program, list[Any], list[torch.Tensor]]
 
 
 @st.composite
-def cases(draw: st.DrawFn, least: int = 1) -> Case:
-    """A program, and the specs and values of three inputs."""
+def cases(draw: st.DrawFn, min_size: int = 1) -> Case:
+    """Draw a program, and the specs and values of three inputs."""
     mesh = draw(st.sampled_from(MESHES))
     choices = partitions_of(mesh)
     specs = [draw(st.sampled_from(choices)) for _ in range(3)]
-    recipe = tuple(draw(st.lists(ROWS, min_size=least, max_size=9)))
+    recipe = tuple(draw(st.lists(ROWS, min_size=min_size, max_size=9)))
     return Program(mesh, recipe), specs, inputs_of(mesh, specs, draw(st.integers(0, 9)))
 
 
@@ -44,17 +44,17 @@ def exhaustive(examples: int) -> Callable[[Test], Test]:
 
 
 def mapped(case: Case, check: bool | str, outs: list[Any]) -> Any:
-    """The program as a function of global values, that returns all tensors."""
+    """Return the program as a function of global values that returns all tensors."""
     program, specs, _ = case
     return fs.shard_map(
         program.body, mesh=program.mesh, in_specs=tuple(specs), out_specs=outs, check=check
     )
 
 
-def found(case: Case, check: bool | str) -> list[Any]:
-    """The out specs that types promise, with what is refused left out."""
+def out_specs_of(case: Case, check: bool | str) -> list[Any]:
+    """Return the out specs of the types; None for tensors that no spec describes."""
     program, specs, xs = case
-    return [partition_of(states) for states, _ in program.find(xs, specs, check)[0]]
+    return [partition_of(states) for states, _ in program.find_types(xs, specs, check)[0]]
 
 
 # -- values ------------------------------------------------------------------------------------
@@ -62,32 +62,32 @@ def found(case: Case, check: bool | str) -> list[Any]:
 
 @exhaustive(150)
 @given(cases())
-def test_what_is_equal_by_type_is_equal(case: Case) -> None:
+def test_values_that_are_equal_by_type_are_equal(case: Case) -> None:
     program, specs, xs = case
-    seen = program.find(xs, specs, True)
+    seen = program.find_types(xs, specs, True)
     for row in zip(*seen, strict=True):
         states = row[0][0]
-        assert all(each is states for each, _ in row)
+        assert all(other is states for other, _ in row)
         for axis in program.mesh.axes:
             if (states.at(axis) or ("reduced", ""))[0] == "reduced":
                 for group in program.mesh.groups(axis):
                     first, *others = (row[program.mesh.ranks.index(rank)][1] for rank in group)
-                    assert all(torch.equal(first, each) for each in others), (axis, states)
+                    assert all(torch.equal(first, other) for other in others), (axis, states)
 
 
 @exhaustive(50)
 @given(cases())
-def test_a_program_of_promises_that_types_show_keeps_them_by_value(case: Case) -> None:
-    outs = found(case, True)
+def test_results_that_pass_types_pass_the_value_check(case: Case) -> None:
+    outs = out_specs_of(case, True)
     for y, z in zip(*(mapped(case, c, outs)(*case[2]) for c in (True, "values")), strict=True):
         assert torch.equal(y, z)
 
 
 @exhaustive(80)
 @given(cases())
-def test_what_is_strict_is_the_same_unchecked(case: Case) -> None:
-    """Values bit by bit, and gradients but for the order in which the engine adds them up."""
-    outs, xs = found(case, "strict"), case[2]
+def test_strict_programs_give_the_same_results_unchecked(case: Case) -> None:
+    """Compare values bit for bit, and gradients up to the order of summation."""
+    outs, xs = out_specs_of(case, "strict"), case[2]
     values, gradients = [], []
     for check in ("strict", False):
         ys = mapped(case, check, outs)(*xs)
@@ -109,7 +109,7 @@ def directions(like: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
 
 
 def slope(f: Any, xs: list[torch.Tensor], along: list[torch.Tensor], step: float) -> torch.Tensor:
-    """The derivative of a number in a direction, by a central difference."""
+    """Return the directional derivative of a scalar by a central difference."""
     ends = [
         f([(x.detach() + sign * step * v).requires_grad_() for x, v in zip(xs, along, strict=True)])
         for sign in (1, -1)
@@ -128,10 +128,10 @@ def dot(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
 
 
 def smooth(case: Case, *without: str) -> bool:
-    """Whether differences of the program's values are derivatives."""
+    """Return True if finite differences of the program's values are derivatives."""
     if any(name in ("detach", "outs", *without) for name, *_ in case[0].recipe):
         return False
-    outs = found(case, True)
+    outs = out_specs_of(case, True)
     ys = mapped(case, True, outs)(*case[2])
     return all(float(y.detach().abs().max()) < 1e3 for y in ys)
 
@@ -141,7 +141,7 @@ def smooth(case: Case, *without: str) -> bool:
 @given(cases())
 def test_outer_gradients_are_finite_differences(check: bool | str, case: Case) -> None:
     assume(smooth(case))
-    outs = found(case, check)
+    outs = out_specs_of(case, check)
     f, xs = mapped(case, check, outs), case[2]
     weights = directions(f(*xs), 1)
 
@@ -156,25 +156,25 @@ def test_outer_gradients_are_finite_differences(check: bool | str, case: Case) -
 @exhaustive(25)
 @given(cases(2))
 def test_gradients_of_outer_gradients_are_finite_differences(case: Case) -> None:
-    # Of the ways that a branch has, both would need a second derivative.
+    # Both branches would need a second derivative.
     assume(smooth(case, "branch", "counted"))
-    outs = found(case, True)
+    outs = out_specs_of(case, True)
     f, xs = mapped(case, True, outs), case[2]
     weights, inner, along = directions(f(*xs), 1), directions(xs, 2), directions(xs, 3)
 
     def number(at: list[torch.Tensor]) -> torch.Tensor:
         y = dot(f(*at), weights)
-        made = torch.autograd.grad(y, at, create_graph=True, materialize_grads=True)
-        return dot(list(made), inner)
+        grads = torch.autograd.grad(y, at, create_graph=True, materialize_grads=True)
+        return dot(list(grads), inner)
 
     y = number(xs)
     assume(y.requires_grad and float(y.detach().abs()) < 1e4)
-    again = torch.autograd.grad(y, xs, materialize_grads=True)
-    assert close(slope(number, xs, along, 1e-5), dot(list(again), along))
+    second = torch.autograd.grad(y, xs, materialize_grads=True)
+    assert close(slope(number, xs, along, 1e-5), dot(list(second), along))
 
 
 def loss_of(y: torch.Tensor) -> torch.Tensor:
-    """A number that is one on all ranks, of a tensor in any states."""
+    """Return a scalar that is equal on all ranks, of a tensor in any states."""
     axes = fs.typeof(y).unreduced
     y = fs.psum(y, axes) if axes else y
     number = torch.tanh(y).square().sum()
@@ -184,16 +184,14 @@ def loss_of(y: torch.Tensor) -> torch.Tensor:
 
 @exhaustive(80)
 @given(cases(), NUMBERS)
-def test_gradients_in_the_body_are_of_the_dual_type_and_those_outside(
-    case: Case, place: int
-) -> None:
+def test_gradients_in_the_body_have_dual_types_and_equal_outer_ones(case: Case, index: int) -> None:
     program, specs, xs = case
-    at = place % len(program.find(xs, specs, True)[0])
-    # Where the host learns of what varies, ranks may make tensors of other types.
+    output = index % len(program.find_types(xs, specs, True)[0])
+    # After the host reads varying values, ranks may compute tensors of different types.
     assume(not any(name in ("branch", "counted") for name, *_ in program.recipe))
 
     def loss(*locals_: torch.Tensor) -> torch.Tensor:
-        return loss_of(program.body(*locals_)[at])
+        return loss_of(program.body(*locals_)[output])
 
     def inner(*locals_: torch.Tensor) -> Any:
         grads = torch.autograd.grad(loss(*locals_), locals_, materialize_grads=True)
@@ -207,15 +205,15 @@ def test_gradients_in_the_body_are_of_the_dual_type_and_those_outside(
     number = across(loss, P())
     assume(number.requires_grad)
     outer = torch.autograd.grad(number, xs, materialize_grads=True)
-    for got, want in zip(across(inner, tuple(map(_dual, specs))), outer, strict=True):
-        torch.testing.assert_close(got.detach(), want)
+    for inner_grad, outer_grad in zip(across(inner, tuple(map(_dual, specs))), outer, strict=True):
+        torch.testing.assert_close(inner_grad.detach(), outer_grad)
 
 
 def _dual(p: Any) -> Any:
     return P(*p.partitions, reduced=set(p.unreduced), unreduced=set(p.reduced))
 
 
-def test_duals_of_specs_are_duals_of_types() -> None:
+def test_duals_of_specs_have_dual_types() -> None:
     for mesh in MESHES:
         for p in partitions_of(mesh):
             states: States = states_of(_dual(p))

@@ -1,18 +1,16 @@
-"""What PyTorch's calls do to the types of plain tensors: one body after the other, on two ranks.
+"""Types of the results of PyTorch's calls: one body after the other, on two ranks.
 
-Every body gets a tensor that varies and one that is invariant. What it returns has the type that
-is written beside it, and what is invariant by type is one value on both ranks.
+Each body takes a tensor that varies and one that is invariant. The states of its result are
+written beside it; a result that is invariant by type has one value on both ranks.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,48 +20,27 @@ from torch import nn
 from torch.nn import functional as F
 
 import fshard as fs
-from fshard import Mesh, P
-from fshard.spmd.axis_env import current_tracker
-from fshard.spmd.tracking import torch_effects
+from tests.helpers.tracked_bodies import Body, I, V, add, attended, fill, fills, run_body
 
-MESH = Mesh(x=2)
-V, I = "{varying: x}", ""  # noqa: E741
-Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CASES: list[tuple[str, str, Body]] = []
 
 
-def gives(states: str, *, told: bool = False) -> Callable[[Body], Body]:
-    """Enter a body: the states of its result, and whether the host learns of what varies."""
+def gives(states: str, *, reads: bool = False) -> Callable[[Body], Body]:
+    """Register a body: states of its result, and whether the host reads varying values."""
 
     def enter(body: Body) -> Body:
-        CASES.append((states, V if told else I, body))
+        CASES.append((states, V if reads else I, body))
         return body
 
     return enter
 
 
-def each_gives(states: str, *bodies: Body, told: bool = False) -> None:
+def each_gives(states: str, *bodies: Body, reads: bool = False) -> None:
     for body in bodies:
-        gives(states, told=told)(body)
+        gives(states, reads=reads)(body)
 
 
-def run(body: Body, check: bool | str = True, grad: bool = True) -> list[Any]:
-    """Of each rank: the states of the body's result, what the host was told, the result."""
-    seen = []
-
-    def mapped(x: torch.Tensor, w: torch.Tensor) -> None:
-        y = body(x, w)
-        tracker = current_tracker()
-        seen.append((str(fs.typeof(y).states), str(tracker.told), y.detach().clone()))
-
-    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=grad)
-    w = torch.tensor([7.0, 8.0], requires_grad=grad)
-    f = fs.shard_map(mapped, mesh=MESH, in_specs=(P("x"), P()), out_specs=None, check=check)
-    f(x, w)
-    return seen
-
-
-# -- what is computed, moved, chosen ---------------------------------------------------------
+# -- results of operations -------------------------------------------------------------------
 
 each_gives(
     V,
@@ -84,9 +61,9 @@ each_gives(
     lambda x, w: x**0.5,
     lambda x, w: 2.0**x,
     lambda x, w: 1 - x // 2,
-    lambda x, w: w.narrow(0, place(x) - 1, 1),
-    lambda x, w: w.select(0, place(x) - 1),
-    lambda x, w: w.roll(place(x)),
+    lambda x, w: w.narrow(0, varying_size(x) - 1, 1),
+    lambda x, w: w.select(0, varying_size(x) - 1),
+    lambda x, w: w.roll(varying_size(x)),
     lambda x, w: F.one_hot((x[0].detach() > 1).long(), 2),
     lambda x, w: torch.repeat_interleave(x, 2),
     lambda x, w: torch.repeat_interleave(x, torch.tensor([2, 1]), 1),
@@ -151,24 +128,24 @@ each_gives(
     lambda x, w: pickle.loads(pickle.dumps(x.detach())),
     lambda x, w: copy.copy(x.detach()),
     lambda x, w: _saved(x.detach()),
-    lambda x, w: torch.zeros(place(x)),
-    lambda x, w: torch.zeros((2, place(x))),
-    lambda x, w: torch.zeros(size=(2, place(x))),
-    lambda x, w: w.new_zeros(2, place(x)),
-    lambda x, w: torch.empty(2, place(x)).fill_(1.0),
-    lambda x, w: torch.arange(place(x)),
-    lambda x, w: torch.linspace(0, 1, place(x)),
-    lambda x, w: w.narrow(0, 0, place(x)),
-    lambda x, w: w.repeat(place(x)),
-    lambda x, w: w.repeat(1, place(x)),
-    lambda x, w: w.expand(place(x), 2),
-    lambda x, w: w.split(place(x))[0],
-    lambda x, w: torch.split(w, place(x))[0],
-    lambda x, w: w.tensor_split(place(x))[0],
-    lambda x, w: torch.tensor_split(w, tensor_indices_or_sections=place(x)[None])[0],
+    lambda x, w: torch.zeros(varying_size(x)),
+    lambda x, w: torch.zeros((2, varying_size(x))),
+    lambda x, w: torch.zeros(size=(2, varying_size(x))),
+    lambda x, w: w.new_zeros(2, varying_size(x)),
+    lambda x, w: torch.empty(2, varying_size(x)).fill_(1.0),
+    lambda x, w: torch.arange(varying_size(x)),
+    lambda x, w: torch.linspace(0, 1, varying_size(x)),
+    lambda x, w: w.narrow(0, 0, varying_size(x)),
+    lambda x, w: w.repeat(varying_size(x)),
+    lambda x, w: w.repeat(1, varying_size(x)),
+    lambda x, w: w.expand(varying_size(x), 2),
+    lambda x, w: w.split(varying_size(x))[0],
+    lambda x, w: torch.split(w, varying_size(x))[0],
+    lambda x, w: w.tensor_split(varying_size(x))[0],
+    lambda x, w: torch.tensor_split(w, tensor_indices_or_sections=varying_size(x)[None])[0],
     lambda x, w: torch.repeat_interleave(w, (x[0].detach() > 1).long()),
     lambda x, w: torch.repeat_interleave((x[0].detach() > 1).long()),
-    lambda x, w: F.interpolate(w[None, None], size=place(x)),
+    lambda x, w: F.interpolate(w[None, None], size=varying_size(x)),
     lambda x, w: F.one_hot((x[0].detach() > 1).long()),
     lambda x, w: torch.where(x[0] > 1)[0],
     lambda x, w: torch.nonzero(x, out=torch.zeros(2, 2, dtype=torch.long)),
@@ -181,18 +158,13 @@ each_gives(
         ).data
     ),
     lambda x, w: torch.full((2,), torch.ops.fshard_test.counted(x)),
-    told=True,
+    reads=True,
 )
 
 
-def place(x: torch.Tensor) -> Any:
-    """A whole number from one to two that varies."""
+def varying_size(x: torch.Tensor) -> Any:
+    """Return an integer from one to two that varies."""
     return (x[0, 0].detach() > 1).long() + 1
-
-
-@torch.library.custom_op("fshard_test::counted", mutates_args=())
-def counted(x: torch.Tensor) -> int:
-    return int(x.sum())
 
 
 def _saved(x: torch.Tensor) -> torch.Tensor:
@@ -235,21 +207,21 @@ each_gives(
 )
 
 
-# -- the same memory under another name ----------------------------------------------------------
+# -- shared memory ---------------------------------------------------------------------------
 
 
 class Named(torch.Tensor):
-    """A subclass without behaviour of its own; the library has none, a user may."""
+    """Subclass without behaviour of its own, as a user may define one."""
 
 
-def under(name: Callable[[torch.Tensor], torch.Tensor]) -> Body:
-    """The body that gives another name to the memory of a tensor that it has made."""
+def renamed(name: Callable[[torch.Tensor], torch.Tensor]) -> Body:
+    """Return a body that renames the memory of a tensor which it has computed."""
 
     def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        made = x.detach() * 1
-        named = name(made)
-        fs.typeof(named)  # while the other name is known
-        return named
+        memory = x.detach() * 1
+        alias = name(memory)
+        fs.typeof(alias)  # while the first name is in the table
+        return alias
 
     return body
 
@@ -275,9 +247,9 @@ each_gives(
     lambda x, w: x.as_subclass(Named),
     lambda x, w: torch.zeros(2).set_(x.detach() * 1),  # type: ignore[call-overload]
     lambda x, w: _given_data(x.detach() * 1),
-    under(lambda y: torch.Tensor._make_subclass(Named, y)),
-    under(torch.Tensor),
-    under(_without_functions),
+    renamed(lambda y: torch.Tensor._make_subclass(Named, y)),
+    renamed(torch.Tensor),
+    renamed(_without_functions),
 )
 
 
@@ -285,7 +257,7 @@ each_gives(
 
 
 def into(write: Callable[[torch.Tensor, torch.Tensor], object]) -> Body:
-    """The body that writes the rank's row into zeros."""
+    """Return a body that writes the rank's row into zeros."""
 
     def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(2)
@@ -317,23 +289,6 @@ def _real(y: torch.Tensor, r: torch.Tensor) -> None:
 
 def _imag(y: torch.Tensor, r: torch.Tensor) -> None:
     torch.view_as_complex(y.view(1, 2)).imag = r[:1]
-
-
-@torch.library.custom_op("fshard_test::fill", mutates_args={"out"})
-def fill(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x)
-
-
-@torch.library.custom_op("fshard_test::fills", mutates_args={"outs"})
-def fills(outs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-    for out in outs:
-        out.copy_(x)
-
-
-@torch.library.custom_op("fshard_test::add", mutates_args=())
-def add(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """It has the name of a linear operation, and is none."""
-    return x * w
 
 
 def _amp(y: torch.Tensor, r: torch.Tensor) -> None:
@@ -418,20 +373,20 @@ def ranks_write_different_places(x: torch.Tensor, w: torch.Tensor) -> torch.Tens
 
 def filled(module: nn.Module, value: torch.Tensor | float = 0.5) -> Any:
     with torch.no_grad():
-        for each in module.parameters():
-            each.copy_(torch.as_tensor(value).expand_as(each))
+        for parameter in module.parameters():
+            parameter.copy_(torch.as_tensor(value).expand_as(parameter))
     return module
 
 
 def inits(body: Body) -> Body:
-    """A body that makes modules: their own initial numbers are drawn, with a warning."""
+    """Silence the warning about initial values that modules draw."""
 
-    def quiet(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def silent(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return body(x, w)
 
-    return quiet
+    return silent
 
 
 each_gives(
@@ -490,14 +445,14 @@ def embeddings_with_a_norm_write_their_weight(x: torch.Tensor, w: torch.Tensor) 
 
 @gives(V)
 def a_module_called_with_other_parameters(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    given = {"weight": x.expand(2, 2) * 1, "bias": w}
+    parameters = {"weight": x.expand(2, 2) * 1, "bias": w}
     module = nn.Linear(2, 2, device="meta")
-    made: torch.Tensor = torch.func.functional_call(module, given, torch.ones(1, 2))
-    return made
+    output: torch.Tensor = torch.func.functional_call(module, parameters, torch.ones(1, 2))
+    return output
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_parameters_have_the_states_of_what_is_loaded(assign: bool) -> None:
+def test_loaded_parameters_have_the_states_of_the_state_dict(assign: bool) -> None:
     def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         module = inits(lambda x, w: nn.Linear(2, 2))(x, w)  # type: ignore[arg-type, return-value]
         state = {"weight": x.detach().expand(2, 2) * 1, "bias": w.detach()}
@@ -505,122 +460,17 @@ def test_parameters_have_the_states_of_what_is_loaded(assign: bool) -> None:
         assert str(fs.typeof(module.bias).states) == I  # type: ignore[attr-defined]
         return module.weight  # type: ignore[attr-defined, no-any-return]
 
-    assert [each[0] for each in run(body, grad=False)] == [V, V]
+    assert [states for states, *_ in run_body(body, grad=False)] == [V, V]
 
 
-# -- all of them ---------------------------------------------------------------------------------
+# -- all cases ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("states", "told", "body"), CASES, ids=lambda each: getattr(each, "__name__", "")
+    ("states", "read", "body"), CASES, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_types(states: str, told: str, body: Body) -> None:
-    seen = run(body)
-    assert [each[:2] for each in seen] == [(states, told)] * 2
+def test_types_of_results(states: str, read: str, body: Body) -> None:
+    results = run_body(body)
+    assert [result[:2] for result in results] == [(states, read)] * 2
     if states == I:
-        assert torch.equal(seen[0][2], seen[1][2])
-
-
-# -- numbers of this process ----------------------------------------------------------------------
-
-
-DRAWS = (
-    "draws from this process's generator: ranks draw different numbers, and other ones on another "
-    "mesh. In the body, fs.random.keyed(key) has it draw by a key; or draw before the call and "
-    "pass the numbers in"
-)
-
-
-def attended(w: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
-    x = w.expand(1, 2, 2)
-    return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p)
-
-
-def drawn(body: Body) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        run(body)
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [
-        ("rand", lambda x, w: torch.rand(2)),
-        ("randn_like", lambda x, w: torch.randn_like(w)),
-        ("dropout", lambda x, w: F.dropout(w, 0.5)),
-        ("normal_", lambda x, w: torch.empty(2).normal_()),
-        ("bernoulli", lambda x, w: torch.bernoulli(w * 0)),
-        ("kaiming_uniform_", lambda x, w: nn.init.kaiming_uniform_(torch.empty(2, 2))),
-        ("multinomial", lambda x, w: torch.multinomial(w, 1)),
-        ("binomial", lambda x, w: torch.binomial(w.detach(), w.detach() / 16)),
-        ("_standard_gamma", lambda x, w: torch.distributions.Gamma(w.detach(), 1.0).sample()),
-        ("_sample_dirichlet", lambda x, w: torch.distributions.Dirichlet(w.detach()).sample()),
-        ("rrelu", lambda x, w: F.rrelu(-w, training=True)),
-        ("rrelu", lambda x, w: torch.rrelu(-w, 0.0, 0.3, True)),
-        ("rrelu_", lambda x, w: F.rrelu_(-w.detach(), 0.1, 0.3, True)),
-        ("dropout", lambda x, w: torch.dropout(w, 0.5, True)),
-        ("dropout", lambda x, w: torch.ops.aten.dropout(w, p=0.5, train=True)),
-        (
-            "scaled_dot_product_attention",
-            lambda x, w: attended(w, 0.5),
-        ),
-    ],
-)
-def test_draws_vary_and_warn_once_for_a_line(name: str, body: Body) -> None:
-    assert drawn(lambda x, w: [body(x, w) for _ in range(3)].pop()) == [f"{name} {DRAWS}"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert [each[0] for each in run(body)] == [V, V]
-
-
-def test_draws_of_an_own_generator_vary_without_a_warning() -> None:
-    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.randn(2, generator=torch.Generator().manual_seed(1))
-
-    assert drawn(body) == []
-    assert [each[0] for each in run(body)] == [V, V]
-
-
-DRAWN_BEFORE = """
-    _cudnn_attention_backward _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_
-    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward
-"""
-"""They are given the seed of the numbers, and draw none themselves."""
-DRAWS_NOTHING = "_fused_sdp_choice _nested_tensor_softmax_with_shape"
-
-
-def overloads() -> Iterator[tuple[str, Any]]:
-    """PyTorch's own operations: their names, with one overload each."""
-    for full in torch._C._dispatch_get_all_op_names():
-        name = full.removeprefix("aten::").partition(".")[0]
-        if full.startswith("aten::") and hasattr(torch.ops.aten, name):
-            packet = getattr(torch.ops.aten, name)
-            yield from ((name, getattr(packet, each)) for each in packet.overloads())
-
-
-def test_functions_of_one_call_are_forgotten() -> None:
-    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        def own(y: torch.Tensor) -> torch.Tensor:
-            if torch.overrides.has_torch_function((y,)):
-                return torch.overrides.handle_torch_function(own, (y,), y)
-            return y * 2
-
-        made.append(weakref.ref(own))
-        return own(x)
-
-    made: list[weakref.ref[Any]] = []
-    run(body)
-    gc.collect()
-    assert [each() for each in made] == [None, None]
-
-
-def test_what_draws_in_pytorch_is_known_to() -> None:
-    listed = {*DRAWN_BEFORE.split(), *DRAWS_NOTHING.split()}
-    drawing = {name for name, op in overloads() if torch.Tag.nondeterministic_seeded in op.tags}
-    assert drawing - torch_effects.RANDOM - torch_effects.MAYBE_RANDOM == listed
-
-
-def test_whose_shapes_depend_on_values_in_pytorch_is_known_to() -> None:
-    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    assert {name for name, op in overloads() if tags & {*op.tags}} <= torch_effects.READS_VALUE
+        assert torch.equal(results[0][2], results[1][2])

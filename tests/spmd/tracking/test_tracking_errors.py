@@ -1,4 +1,4 @@
-"""What types refuse, in the words they refuse it; what `strict` and `values` add."""
+"""Error texts of type tracking; what `check="strict"` and `check="values"` add."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import Mesh, P, ShardingError
 from tests.helpers.spec_grid import message
-from tests.spmd.tracking.test_tracking import add, fill
+from tests.helpers.tracked_bodies import MESH, add, fill
 
-MESH = Mesh(x=2)
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 def call(body: Body, check: bool | str = True, out: Any = None) -> Any:
-    """The body on a tensor that varies, an invariant one and one that is unreduced."""
+    """Run a body on a varying, an invariant and an unreduced tensor."""
     x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
     w = torch.tensor([7.0, 8.0], requires_grad=True)
     u = torch.tensor([1.0, 1.0])
 
     def mapped(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
-        made = body(x, w, u)
-        return None if out is None else made
+        result = body(x, w, u)
+        return None if out is None else result
 
     specs = (P("x"), P(), P(unreduced={"x"}))
     return fs.shard_map(mapped, mesh=MESH, in_specs=specs, out_specs=out, check=check)(x, w, u)
@@ -49,30 +48,27 @@ with warnings.catch_warnings():
 
 
 def here(body: Body) -> str:
-    """The file and line of a body that is one line."""
+    """Return file and line of a one-line body."""
     code = body.__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 NOT_LINEAR = (
-    "operands unreduced along x must enter linear operations: the sum over the axis is still to be taken, and "
-    "the operation is not linear"
+    "operands unreduced along x must enter linear operations: the sum over the axis is still to be "
+    "taken, and the operation is not linear"
 )
 JOINTLY = (
     "the operands of a linear operation must all be unreduced along x by one reduction, or none: "
     "another is added once on every rank"
 )
 PRODUCT = (
-    "operands unreduced along x must enter linear operations: a product of two sums is not the sum of "
-    "the products"
+    "operands unreduced along x must enter linear operations: a product of two sums is not the "
+    "sum of the products"
 )
 SUM_FIRST = "fs.psum(operand, 'x') before"
-OUTSIDE = (
-    "a mapped function returns what it computes: arguments and closed-over tensors belong to all "
-    "ranks"
-)
+OUTSIDE = "a body must not write into its arguments and closures, which all ranks share"
 CLONE = (
-    "write into its clone(), and return that; of a module that keeps statistics: eval(), or "
+    "write into its clone(), and return that; for a module with running statistics, eval() or "
     "track_running_stats=False"
 )
 U = "f32[2]{unreduced: x}"
@@ -138,32 +134,34 @@ REFUSED: list[tuple[Body, str, str, str, str]] = [
     (
         lambda x, w, u: (w * 1).copy_(w)[:1].add_(x[0, :1]),
         "add_", "a write of {varying: x} into f32[1], which requires grad",
-        "its gradient is to be summed from here on, but not for what it was before",
-        "compute a new tensor: add(x, ...) in place of add_",
+        "a write must keep its target's states: the gradient would be summed from here on only",
+        "compute a new tensor: add(x, ...) instead of add_",
     ),
     (
         lambda x, w, u: checkpoint(torch.sin, x, use_reentrant=True),
         "torch.utils.checkpoint", "use_reentrant=True",
-        "what is computed again in backward is part of the graph that is typed",
+        "the recomputation in backward must be part of the recorded graph",
         "use_reentrant=False",
     ),
     (
         lambda x, w, u: SCRIPT(x),
-        "sine", "a function that TorchScript runs",
-        "what runs in Python is typed; what a script computes is not seen",
+        "sine", "a TorchScript function",
+        "a body must call Python functions, whose types can be tracked",
         "the Python function that was scripted, or check=False",
     ),
     (
         lambda x, w, u: MODULE(x),
-        "forward", "a function that TorchScript runs",
-        "what runs in Python is typed; what a script computes is not seen",
+        "forward", "a TorchScript function",
+        "a body must call Python functions, whose types can be tracked",
         "the Python function that was scripted, or check=False",
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "op", "given", "rule", "fix"), REFUSED)
-def test_refused(body: Body, op: str, given: str, rule: str, fix: str) -> None:
+def test_refused_bodies_name_operation_and_line(
+    body: Body, op: str, given: str, rule: str, fix: str
+) -> None:
     text = message(f"shard_map(mapped): {op} at {here(body)}", given, rule, fix)
     where = re.compile(re.escape(text).replace(re.escape(here(body)), r"[^ \n]*:\d+"))
     for check in (True, "values"):
@@ -172,7 +170,7 @@ def test_refused(body: Body, op: str, given: str, rule: str, fix: str) -> None:
         assert where.fullmatch(str(error.value)), str(error.value)
 
 
-def test_a_write_is_refused_before_it_is_done() -> None:
+def test_refused_write_changes_nothing() -> None:
     w = torch.ones(2)
 
     def body(x: torch.Tensor) -> None:
@@ -184,7 +182,7 @@ def test_a_write_is_refused_before_it_is_done() -> None:
     assert torch.equal(w, torch.ones(2))
 
 
-def test_types_of_unreduced_pass_what_is_linear() -> None:
+def test_linear_operations_keep_unreduced_states() -> None:
     def body(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> None:
         for y in (
             u + u, 2 * u, u @ w, -u, u.sum(), u[0], u.view(2, 1), torch.cat([u, u]), u / w,
@@ -201,22 +199,22 @@ def test_types_of_unreduced_pass_what_is_linear() -> None:
 # -- strict ------------------------------------------------------------------------------------
 
 
-def test_strict_names_the_line_and_the_cast() -> None:
+def test_strict_requires_explicit_casts() -> None:
     body: Body = lambda x, w, u: w * x  # noqa: E731
     with pytest.raises(ShardingError) as error:
         call(body, "strict")
     assert str(error.value) == message(
         f"shard_map(mapped): mul at {here(body)}",
-        "an operand f32[2] that requires grad, where the others are varying along x",
-        "the operands agree along every axis; the gradient of this one is a sum over x, which "
-        "check='strict' wants to see written",
+        "an operand f32[2] that requires grad, while the others are varying along x",
+        "the operands must agree along every axis; check='strict' requires a written cast, which "
+        "sums the gradient over x",
         "fs.pcast(operand, 'x', to='varying'), or check=True, which inserts it",
     )
     call(lambda x, w, u: fs.pcast(w, "x", to="varying") * x, "strict")
     call(lambda x, w, u: w.detach() * x, "strict")
 
 
-def test_strict_wants_the_source_of_a_cast_that_is_not_from_invariant() -> None:
+def test_strict_requires_src_of_casts_from_reduced() -> None:
     def body(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         return fs.pcast(fs.all_gather(x, "x", to="reduced"), "x", to="varying")
 
@@ -226,8 +224,8 @@ def test_strict_wants_the_source_of_a_cast_that_is_not_from_invariant() -> None:
     assert str(error.value) == message(
         f"shard_map(mapped): fs.pcast at {line}",
         "an operand f32[2,1,2]{reduced: x} and no src",
-        "what is not tracked is taken to be invariant, and its gradient summed: check='strict' "
-        "passes what is the same with check=False",
+        "src must be given: check=False assumes an invariant operand, sums the gradient, and must "
+        "give the same result as check='strict'",
         "fs.pcast(x, 'x', to='varying', src='reduced')",
     )
     call(body)
@@ -236,27 +234,27 @@ def test_strict_wants_the_source_of_a_cast_that_is_not_from_invariant() -> None:
 # -- values ------------------------------------------------------------------------------------
 
 
-def parted(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def diverged(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2) if x[0, 0] > 1 else torch.ones(2)
 
 
-def test_what_the_host_learns_is_compared() -> None:
-    line = f"bool() at {parted.__code__.co_filename}:{parted.__code__.co_firstlineno + 1}"
+def test_results_are_compared_after_the_host_read_varying_values() -> None:
+    line = f"bool() at {diverged.__code__.co_filename}:{diverged.__code__.co_firstlineno + 1}"
     with pytest.raises(ShardingError) as error:
-        call(parted, True, P())
+        call(diverged, True, P())
     assert str(error.value) == message(
         "shard_map(mapped)",
         "result: element (0,) is 1.0 on rank 0 and 0.0 on rank 1",
-        "what a spec leaves x out of is one value along it",
-        "fs.psum or fs.pbroadcast over x, or name it in the spec; the ranks may have parted where "
-        f"the host learnt of what varies: {line}",
+        "along x, which the spec omits, values must be equal",
+        "fs.psum or fs.pbroadcast over x, or name it in the spec; the ranks may have diverged "
+        f"where the host read varying values: {line}",
     )
-    # Where the ranks agree, the promise holds.
-    same = call(lambda x, w, u: w * 1 if x[0, 0] > 0 else w, True, P())
-    assert torch.equal(same, torch.tensor([7.0, 8.0]))
+    # Ranks that agree pass the comparison.
+    result = call(lambda x, w, u: w * 1 if x[0, 0] > 0 else w, True, P())
+    assert torch.equal(result, torch.tensor([7.0, 8.0]))
 
 
-def test_arguments_that_differ_are_made_equal_before_the_call() -> None:
+def test_check_values_compares_arguments() -> None:
     mesh = Mesh(x=2, y=2)
     spec = fs.Spec(mesh, P("x"), shape=(2,))
     mapped = fs.shard_map(lambda v: v, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check="values")
@@ -265,7 +263,7 @@ def test_arguments_that_differ_are_made_equal_before_the_call() -> None:
     assert str(error.value) == message(
         "shard_map(<lambda>)",
         "v: element (0,) is 2.0 on rank 2 and 3.0 on rank 3",
-        "what a spec leaves y out of is one value along it",
+        "along y, which the spec omits, values must be equal",
         "the same seed, or fs.pbroadcast(x, 'y', 0, mesh=mesh) before the call, or name it in the "
         "spec",
     )
@@ -274,19 +272,21 @@ def test_arguments_that_differ_are_made_equal_before_the_call() -> None:
 # -- PyTorch -----------------------------------------------------------------------------------
 
 
-def test_what_is_replaced_in_a_body_is_put_back() -> None:
+def test_patches_of_a_body_are_undone() -> None:
     owners = [Function, torch.autograd, torch.nn.Parameter, torch.Tensor, torch.jit.ScriptFunction]
-    before = [dict(vars(each)) for each in owners]
+    before = [dict(vars(owner)) for owner in owners]
     inside: list[bool] = []
 
     def body(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> None:
-        inside.extend(dict(vars(each)) != one for each, one in zip(owners, before, strict=True))
+        inside.extend(
+            dict(vars(owner)) != names for owner, names in zip(owners, before, strict=True)
+        )
         raise KeyError
 
     with pytest.raises(KeyError):
         call(body)
     assert inside == [True] * len(owners)
-    assert [dict(vars(each)) for each in owners] == before
+    assert [dict(vars(owner)) for owner in owners] == before
 
 
 class _Twice(Function):
@@ -299,14 +299,14 @@ class _Twice(Function):
         return g * 2
 
 
-def test_threads_that_map_at_once_share_what_is_replaced() -> None:
-    before, wrong = Function.__dict__["apply"], []
+def test_concurrent_bodies_share_patches() -> None:
+    before, errors = Function.__dict__["apply"], []
 
     def body(x: torch.Tensor) -> torch.Tensor:
         if Function.__dict__["apply"] is before:
-            wrong.append("a body that is not told of custom functions")
-        made: torch.Tensor = _Twice.apply(x)  # type: ignore[no-untyped-call]
-        return made
+            errors.append("custom functions are not patched")
+        doubled: torch.Tensor = _Twice.apply(x)  # type: ignore[no-untyped-call]
+        return doubled
 
     f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
 
@@ -315,17 +315,17 @@ def test_threads_that_map_at_once_share_what_is_replaced() -> None:
             for _ in range(60):
                 f(torch.ones(2))
         except AttributeError as error:
-            wrong.append(str(error))
+            errors.append(str(error))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert not wrong
+    assert not errors
     assert Function.__dict__["apply"] is before

@@ -1,4 +1,4 @@
-"""Gradients and optimizers in a body: types of `.grad`, steps equal to those on one device."""
+"""Gradients and optimizers in a body: types of `.grad`, and steps equal to those on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fshard as fs
 from fshard import Mesh, P
 from fshard.spmd.axis_env import current_axes
 from tests.helpers.spec_grid import random_global
-from tests.spmd.tracking.test_tracking import I, V, run
+from tests.helpers.tracked_bodies import I, V, run_body
 
 MESH = Mesh(x=2)
 F64 = torch.float64
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Make] = {
 def train(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, make: Make, to_none: bool, total: Any
 ) -> list[torch.Tensor]:
-    """Three steps of a small model; `total` sums a loss over all rows."""
+    """Take three steps with a small model; `total` sums a loss over all rows."""
     params: list[torch.Tensor] = [nn.Parameter(w.clone()), nn.Parameter(b.clone())]
     optimizer = make(params)
     for _ in range(3):
@@ -44,7 +44,7 @@ def train(
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_as_on_one_device(name: str, to_none: bool) -> None:
+def test_optimizer_steps_match_one_device(name: str, to_none: bool) -> None:
     args = [random_global(shape, F64, i) / 4 for i, shape in enumerate([(4, 3), (2, 3), (2,)])]
     make = OPTIMIZERS[name]
 
@@ -61,7 +61,7 @@ def test_optimizers_step_as_on_one_device(name: str, to_none: bool) -> None:
 
 
 def leaf(*grads: torch.Tensor) -> torch.Tensor:
-    """A parameter with a gradient that is set, and then one that is added by backward."""
+    """Return a parameter with a gradient that was set, and one that backward added."""
     p = nn.Parameter(torch.ones(2))
     for each in grads[:1]:
         p.grad = each.clone()
@@ -82,8 +82,8 @@ def leaf(*grads: torch.Tensor) -> torch.Tensor:
         (I, lambda r: _stepped(leaf())),
     ],
 )
-def test_gradients_of_leaves_have_the_states_of_what_is_in_them(states: str, grad: Any) -> None:
-    assert [each[0] for each in run(lambda x, w: grad(x.detach()[0]))] == [states] * 2
+def test_grad_of_leaves_has_the_states_of_its_terms(states: str, grad: Any) -> None:
+    assert [result for result, *_ in run_body(lambda x, w: grad(x.detach()[0]))] == [states] * 2
 
 
 def _stepped(p: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _stepped(p: torch.Tensor) -> torch.Tensor:
 
 
 class _Kernel(torch.autograd.Function):
-    """Writes its result where no function of PyTorch does."""
+    """Writes its result outside of PyTorch's functions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _Kernel(torch.autograd.Function):
 
 def test_results_that_a_kernel_writes_are_as_its_operands() -> None:
     body: Any = lambda x, w: _Kernel.apply(x)  # type: ignore[no-untyped-call]  # noqa: E731
-    assert [each[0] for each in run(body)] == [V, V]
+    assert [result for result, *_ in run_body(body)] == [V, V]
 
 
 def test_a_gradient_that_does_not_add_up_is_refused() -> None:
@@ -134,13 +134,13 @@ VMAP, INNER = torch.vmap, torch.func.grad
         lambda x, w: VMAP(lambda a: VMAP(lambda b: x[0] * a * b)(w))(w),
         lambda x, w: VMAP(lambda r: r * w)(x),
         lambda x, w: VMAP(lambda a, b: a * b)(x[0], w)[None],
-        # What is cast in a transform is not what it is cast to after it.
+        # A cast within a transform is not reused after it.
         lambda x, w: VMAP(lambda a: a * (w * x))(torch.ones(2))[0] + w * x,
         lambda x, w: INNER(lambda p: (p * (w * x)).sum())(fs_varying(torch.ones(2))) + w * x,
     ],
 )
 def test_casts_in_transforms_have_their_gradients(body: Any) -> None:
-    """The gradient that one device has of the ranks' results, one after the other."""
+    """Compare with the gradient on one device of the concatenated results."""
     x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
     w = torch.tensor([7.0, 8.0], requires_grad=True)
     f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
@@ -151,11 +151,11 @@ def test_casts_in_transforms_have_their_gradients(body: Any) -> None:
 
 
 def fs_varying(x: torch.Tensor) -> torch.Tensor:
-    """Varying in a mapped function, else as it is."""
+    """Cast to varying in a mapped function; return `x` elsewhere."""
     return x if current_axes() is None else fs.pcast(x, "x", to="varying")
 
 
-def test_strict_asks_in_transforms_for_casts_of_what_has_a_gradient() -> None:
+def test_strict_requires_casts_in_transforms() -> None:
     def call(body: Any) -> None:
         f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check="strict")
         f(torch.ones(2, 2), torch.ones(2, requires_grad=True))
@@ -166,8 +166,8 @@ def test_strict_asks_in_transforms_for_casts_of_what_has_a_gradient() -> None:
         call(lambda x, w: VMAP(lambda a: x[0] * a)(w))
 
 
-def test_seeds_belong_to_their_outputs() -> None:
-    """A seed of ones, for which None stands, moves no other."""
+def test_seeds_are_checked_against_their_outputs() -> None:
+    """A None, which stands for ones, keeps its place among the seeds."""
 
     def sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         a = x.detach().clone().requires_grad_()
@@ -189,12 +189,12 @@ def test_seeds_belong_to_their_outputs() -> None:
     got = fs.shard_map(right, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(x)
     assert torch.equal(got, 1 + 2 * x * torch.tensor([1.0, 1.0, 5.0, 5.0]))
     for body in (wrong, wrong_backward):
-        with pytest.raises(fs.ShardingError, match="the cotangent of what is invariant along x is"):
+        with pytest.raises(fs.ShardingError, match="that is invariant along x must be"):
             fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=None)(x)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_one_tensor_is_a_gradient_of_two_types(order: tuple[int, int]) -> None:
+def test_one_tensor_may_be_gradients_of_two_types(order: tuple[int, int]) -> None:
     def body(r: torch.Tensor, v: torch.Tensor) -> None:
         given = [each.detach().requires_grad_() for each in (r, v)]
         inputs = [given[at] for at in order]

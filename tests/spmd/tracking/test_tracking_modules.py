@@ -1,7 +1,7 @@
-"""PyTorch's modules and modes in the bodies of mapped functions, compared with one device.
+"""Modules and modes of PyTorch in mapped functions, compared with one device.
 
-Rows lie along the axis that is mapped, parameters are closed over: they are invariant, and their
-gradients are the sums that one device would have.
+Rows are sharded along the mapped axis. Parameters are closures: they are invariant, and their
+gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch.utils.checkpoint import (
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.spec_grid import random_global
-from tests.spmd.tracking.test_tracking import I, V
+from tests.helpers.tracked_bodies import I, V
 
 MESH = Mesh(x=2)
 F64 = torch.float64
 Total = Callable[[torch.Tensor], torch.Tensor]
 Body = Callable[[torch.Tensor, Any, Total], torch.Tensor]
-"""What is computed of rows with a module; the last argument sums over all rows."""
+"""Function of rows and a module; the last argument sums over all rows."""
 
 
 def built(module: nn.Module, dtype: torch.dtype = F64) -> nn.Module:
-    """A module whose numbers are the same in every run."""
+    """Set the parameters of a module to the same values in every run."""
     with torch.no_grad():
-        for at, each in enumerate(module.parameters()):
-            each.copy_(random_global(tuple(each.shape), F64, at) / 8)
+        for i, parameter in enumerate(module.parameters()):
+            parameter.copy_(random_global(tuple(parameter.shape), F64, i) / 8)
     return module.to(dtype)
 
 
@@ -62,7 +62,7 @@ def mapped(body: Body, module: nn.Module, out: Any) -> Callable[[torch.Tensor], 
 
 
 def trained(f: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> list[torch.Tensor]:
-    """The result of rows, and the gradients of the rows and of all parameters."""
+    """Return the result for rows, and the gradients of the rows and of all parameters."""
     dtype = next(module.parameters()).dtype
     x = rows(dtype).requires_grad_()
     y = f(x)
@@ -73,48 +73,48 @@ def trained(f: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> lis
 
 
 def packed(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    given = rnn.pack_padded_sequence(x, torch.tensor([3] * len(x)), batch_first=True)
-    return rnn.pad_packed_sequence(m(given)[0], batch_first=True)[0]
+    sequence = rnn.pack_padded_sequence(x, torch.tensor([3] * len(x)), batch_first=True)
+    return rnn.pad_packed_sequence(m(sequence)[0], batch_first=True)[0]
 
 
 def masked(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
     mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=F64)
-    made: torch.Tensor = m(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
-    return made
+    output: torch.Tensor = m(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    return output
 
 
-def meta_made(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    """A module made without memory, and loaded with the numbers of another."""
+def from_meta(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
+    """Create a module on the meta device and load the state of another."""
     with torch.device("meta"):
         other = nn.Linear(8, 16, dtype=F64).to_empty(device="cpu")
     other.load_state_dict(m[0].state_dict())
-    made: torch.Tensor = m(x) + total(F.linear(x, other.weight, other.bias).sum())
-    return made
+    output: torch.Tensor = m(x) + total(F.linear(x, other.weight, other.bias).sum())
+    return output
 
 
 def on_device(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
     with torch.device("cpu"):
-        made: torch.Tensor = m(x) + torch.arange(8.0) * torch.ones(8, dtype=F64)
-        return made
+        output: torch.Tensor = m(x) + torch.arange(8.0) * torch.ones(8, dtype=F64)
+        return output
 
 
 def scaled(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    """With other parameters, made of those of the module."""
-    given = {name: 2 * each for name, each in m.named_parameters()}
-    made: torch.Tensor = torch.func.functional_call(m, given, (x,))
-    return made
+    """Call the module with parameters computed from its own."""
+    parameters = {name: 2 * parameter for name, parameter in m.named_parameters()}
+    output: torch.Tensor = torch.func.functional_call(m, parameters, (x,))
+    return output
 
 
 def ensemble(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    """Twice the module, under `vmap`; a gradient goes through the parameters that it maps."""
+    """Call the module twice under `vmap`, with gradients through the mapped parameters."""
     stacked = {name: torch.stack([p, 2 * p]) for name, p in m.named_parameters()}
-    made: torch.Tensor = torch.vmap(lambda ps: torch.func.functional_call(m, ps, (x,)))(stacked)
-    return made.sum(0)
+    output: torch.Tensor = torch.vmap(lambda ps: torch.func.functional_call(m, ps, (x,)))(stacked)
+    return output.sum(0)
 
 
 def attends(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    made: torch.Tensor = m(x, x, x)[0]
-    return made
+    output: torch.Tensor = m(x, x, x)[0]
+    return output
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Body]] = {
@@ -138,67 +138,67 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Body]] = {
     "functional_call": (mlp, scaled),
     "ensemble": (mlp, ensemble),
     "default_device": (mlp, on_device),
-    "meta_device": (mlp, meta_made),
+    "meta_device": (mlp, from_meta),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_modules_are_as_on_one_device(name: str) -> None:
+def test_modules_match_one_device(name: str) -> None:
     make, body = CASES[name]
     module = make()
-    got = trained(mapped(body, module, P("x")), module)
-    for one, other in zip(
-        got, trained(lambda x: body(x, module, lambda y: y), module), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    result = trained(mapped(body, module, P("x")), module)
+    for x, y in zip(result, trained(lambda x: body(x, module, lambda y: y), module), strict=True):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def with_a_sum(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    """A collective in what is computed again."""
-    made: torch.Tensor = m(x)
-    return made * total(made.sum())
+    """Run a collective within the checkpoint."""
+    output: torch.Tensor = m(x)
+    return output * total(output.sum())
 
 
 def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved_ops = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("selective", [False, True])
-def test_what_is_computed_again_is_as_on_one_device(selective: bool) -> None:
-    again = partial(checkpoint, use_reentrant=False)
+def test_checkpoints_match_one_device(selective: bool) -> None:
+    checkpointed = partial(checkpoint, use_reentrant=False)
     if selective:
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        checkpointed = partial(
+            checkpointed, context_fn=partial(create_selective_checkpoint_contexts, policy)
+        )
     module = mlp()
-    got = trained(mapped(partial(again, with_a_sum), module, P("x")), module)
-    want = trained(lambda x: with_a_sum(x, module, lambda y: y), module)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other)
+    result = trained(mapped(partial(checkpointed, with_a_sum), module, P("x")), module)
+    expected = trained(lambda x: with_a_sum(x, module, lambda y: y), module)
+    for gradient, expected_gradient in zip(result, expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
-def test_autocast_is_as_on_one_device() -> None:
-    """Of numbers that bfloat16 holds exactly, but for the sums of gradients."""
+def test_autocast_matches_one_device() -> None:
+    """Values are exact in bfloat16; sums of gradients are not."""
     module = mlp(torch.float32)
 
     def body(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            y: torch.Tensor = m(m(x))  # the second call uses what is cast already
+            y: torch.Tensor = m(m(x))  # the second call uses cached casts
             assert y.dtype is torch.bfloat16
             return y
 
-    got = trained(mapped(body, module, P("x")), module)
-    want = trained(lambda x: body(x, module, lambda y: y), module)
-    assert torch.equal(got[0], want[0])
-    for one, other in zip(got[1:], want[1:], strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    result = trained(mapped(body, module, P("x")), module)
+    expected = trained(lambda x: body(x, module, lambda y: y), module)
+    assert torch.equal(result[0], expected[0])
+    for x, y in zip(result[1:], expected[1:], strict=True):
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.05)
 
 
 # -- without gradients -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Callable[[], Any]) -> None:
-    """Eval without gradients takes another path in PyTorch: one fused function."""
+def test_modes_without_gradients(mode: Callable[[], Any]) -> None:
+    """Eval without gradients calls a fused function of PyTorch."""
     module = encoder().eval()
 
     def body(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
@@ -216,47 +216,47 @@ def test_without_gradients(mode: Callable[[], Any]) -> None:
         assert str(fs.typeof(z).states) == str(fs.typeof(y).states) == V
         return y
 
-    got = mapped(typed, module, P("x"))(rows())
-    torch.testing.assert_close(got, body(rows(), module, lambda y: y))
+    result = mapped(typed, module, P("x"))(rows())
+    torch.testing.assert_close(result, body(rows(), module, lambda y: y))
 
 
-# -- modules that the body makes ---------------------------------------------------------------
+# -- modules created in the body ---------------------------------------------------------------
 
 
 def steps(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-    """A copy of the module is trained, with gradients that are clipped both ways."""
-    mine = copy.deepcopy(m)
-    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+    """Train a copy of the module, with gradients clipped by norm and by value."""
+    model = copy.deepcopy(m)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
-        total(mine(x).square().sum()).backward()
-        norm = nn.utils.clip_grad_norm_(mine.parameters(), 0.1)
-        nn.utils.clip_grad_value_(mine.parameters(), 0.01)
+        total(model(x).square().sum()).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
         optimizer.step()
-    return torch.cat([norm[None], nn.utils.parameters_to_vector(mine.parameters()).detach()])
+    return torch.cat([norm[None], nn.utils.parameters_to_vector(model.parameters()).detach()])
 
 
-def test_a_copy_is_trained_as_on_one_device() -> None:
+def test_training_a_copy_matches_one_device() -> None:
     module = mlp()
-    got = mapped(steps, module, P())(rows())
-    torch.testing.assert_close(got, steps(rows(), module, lambda y: y))
+    result = mapped(steps, module, P())(rows())
+    torch.testing.assert_close(result, steps(rows(), module, lambda y: y))
 
 
-def test_functional_gradients_in_the_body_are_as_on_one_device() -> None:
+def test_functional_gradients_match_one_device() -> None:
     def body(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-        given = {name: each.detach() for name, each in m.named_parameters()}
+        parameters = {name: each.detach() for name, each in m.named_parameters()}
 
         def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
             return total(torch.func.functional_call(m, params, (x,)).square().sum())
 
-        return nn.utils.parameters_to_vector(torch.func.grad(loss)(given).values())
+        return nn.utils.parameters_to_vector(torch.func.grad(loss)(parameters).values())
 
     module = mlp()
     torch.testing.assert_close(mapped(body, module, P())(rows()), body(rows(), module, lambda y: y))
 
 
-def test_statistics_from_outside_are_not_written() -> None:
-    """In training the power iteration writes its vectors; in eval it does not."""
+def test_writes_into_outside_statistics_are_refused() -> None:
+    """In training the power iteration would write its vectors; in eval it does not."""
     module = parametrizations.spectral_norm(built(nn.Linear(8, 4)))
     body: Body = lambda x, m, total: m(x)  # noqa: E731
     with pytest.raises(fs.ShardingError, match="a write into a tensor of shape"):
@@ -269,9 +269,9 @@ def test_statistics_from_outside_are_not_written() -> None:
 
 
 def test_types_of_an_inner_map() -> None:
-    """Along the axes of the outer map the states stay what they were."""
+    """States along the axes of the outer map are unchanged."""
     mesh, ones, seen = Mesh(x=2, y=2), torch.ones(2), []
-    cut = fs.shard_map(mesh=mesh, axis_names={"y"}, in_specs=P("y"), out_specs=P("y"))
+    over_y = fs.shard_map(mesh=mesh, axis_names={"y"}, in_specs=P("y"), out_specs=P("y"))
 
     def types(*xs: torch.Tensor) -> list[str]:
         return [str(fs.typeof(x).states) for x in xs]
@@ -288,7 +288,9 @@ def test_types_of_an_inner_map() -> None:
             inner, mesh=mesh, axis_names={"y"}, in_specs=specs[0], out_specs=specs[1]
         )
         part = fs.pcast(x, "x", to="unreduced")
-        seen.append(types(*both(x, ones), cut(lambda b: b * 1)(ones), cut(lambda b: b * 1)(part)))
+        seen.append(
+            types(*both(x, ones), over_y(lambda b: b * 1)(ones), over_y(lambda b: b * 1)(part))
+        )
 
     fs.shard_map(outer, mesh=mesh, axis_names={"x"}, in_specs=P("x"), out_specs=None)(
         torch.ones(4, 2)
@@ -300,7 +302,7 @@ def test_types_of_an_inner_map() -> None:
     )
 
 
-def test_local_map_in_a_body_is_as_on_one_device() -> None:
+def test_local_map_in_a_body_matches_one_device() -> None:
     module = mlp()
 
     def body(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
@@ -309,6 +311,6 @@ def test_local_map_in_a_body_is_as_on_one_device() -> None:
         assert str(fs.typeof(out).states) == V
         return out
 
-    got = trained(mapped(body, module, P("x")), module)
-    for one, other in zip(got, trained(module, module), strict=True):
-        torch.testing.assert_close(one, other)
+    result = trained(mapped(body, module, P("x")), module)
+    for x, y in zip(result, trained(module, module), strict=True):
+        torch.testing.assert_close(x, y)
