@@ -53,16 +53,16 @@ class RandomProgram:
         """Return the outputs of the program on these inputs."""
         values = list(inputs)
         for step in self.steps:
-            values.append(step.run(caller, *(values[at] for at in step.operands)))
-        return [values[at] for at in self.outputs]
+            values.append(step.run(caller, *(values[arg] for arg in step.operands)))
+        return [values[arg] for arg in self.outputs]
 
     def __str__(self) -> str:
         count = len(self.inputs)
-        lines = [f"v{at} = {str(x.dtype)[6:]}{list(x.shape)}{' grad' if x.requires_grad else ''}"
-                 for at, x in enumerate(self.inputs)]  # fmt: skip
-        lines += [f"v{count + at} = {s.text}({', '.join(f'v{p}' for p in s.operands)})"
-                  for at, s in enumerate(self.steps)]  # fmt: skip
-        return "\n".join([*lines, f"return {', '.join(f'v{at}' for at in self.outputs)}"])
+        lines = [f"v{arg} = {str(x.dtype)[6:]}{list(x.shape)}{' grad' if x.requires_grad else ''}"
+                 for arg, x in enumerate(self.inputs)]  # fmt: skip
+        lines += [f"v{count + arg} = {s.text}({', '.join(f'v{p}' for p in s.operands)})"
+                  for arg, s in enumerate(self.steps)]  # fmt: skip
+        return "\n".join([*lines, f"return {', '.join(f'v{arg}' for arg in self.outputs)}"])
 
 
 def random_tensor(r: Random, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +86,7 @@ def distinct(x: torch.Tensor, dim: int) -> bool:
 
 
 def floats(values: Sequence[torch.Tensor]) -> list[int]:
-    return [at for at, x in enumerate(values) if x.is_floating_point()]
+    return [arg for arg, x in enumerate(values) if x.is_floating_point()]
 
 
 Draw = tuple[str, Run, tuple[int, ...]]
@@ -104,21 +104,21 @@ def maker(times: int = 1) -> Callable[[Maker], Maker]:
 
 def one(r: Random, values: list[torch.Tensor], dims: int = 0) -> int | None:
     """Return the number of a float of at least `dims` dims; the newest as often as all others."""
-    found = [at for at in floats(values) if values[at].ndim >= dims]
+    found = [arg for arg in floats(values) if values[arg].ndim >= dims]
     return None if not found else found[-1] if r.random() < 0.5 else r.choice(found)
 
 
 @maker(2)
 def element(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values)
+    arg = one(r, values)
     op = r.choice([torch.exp, torch.tanh, torch.sin, F.gelu, torch.neg, torch.square, F.silu,
                    torch.sigmoid, torch.abs, F.relu])  # fmt: skip
-    if at is None:
+    if arg is None:
         return None
-    x = values[at]
+    x = values[arg]
     if op in (F.relu, torch.abs) and x.numel() and x.abs().amin() < MIN_GAP:
         return None
-    return op.__name__, lambda c, x: c(op, x), (at,)
+    return op.__name__, lambda c, x: c(op, x), (arg,)
 
 
 @maker(3)
@@ -130,21 +130,21 @@ def pair(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker()
 def constant(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values)
-    if at is None:
+    arg = one(r, values)
+    if arg is None:
         return None
-    x = values[at]
+    x = values[arg]
     shape = r.choice([(), x.shape[-1:], tuple(x.shape)])
     held = random_tensor(r, shape, x.dtype)
     op = r.choice([torch.add, torch.mul])
-    return f"{op.__name__} a constant{list(shape)}", lambda c, x: c(op, x, held), (at,)
+    return f"{op.__name__} a constant{list(shape)}", lambda c, x: c(op, x, held), (arg,)
 
 
 @maker()
 def scalar(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at, by = r.randrange(len(values)), r.choice([2, 0.5, -1.0])
+    arg, by = r.randrange(len(values)), r.choice([2, 0.5, -1.0])
     op = r.choice([torch.add, torch.mul])
-    return f"{op.__name__} {by}", lambda c, x: c(op, x, by), (at,)
+    return f"{op.__name__} {by}", lambda c, x: c(op, x, by), (arg,)
 
 
 @maker(3)
@@ -179,49 +179,49 @@ def linear(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker(2)
 def reduction(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values, 1)
-    if at is None:
+    arg = one(r, values, 1)
+    if arg is None:
         return None
-    x = values[at]
+    x = values[arg]
     dim, keep = r.randrange(-x.ndim, x.ndim), r.random() < 0.5
     op = r.choice([torch.sum, torch.mean, torch.amax, torch.amin, torch.logsumexp, torch.var])
     if x.shape[dim] < 2 or (op in (torch.amax, torch.amin) and not distinct(x, dim)):
         return None
     name = f"{op.__name__} dim={dim} keepdim={keep}"
-    return name, lambda c, x: c(op, x, dim=dim, keepdim=keep), (at,)
+    return name, lambda c, x: c(op, x, dim=dim, keepdim=keep), (arg,)
 
 
 @maker()
 def whole(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at, op = r.randrange(len(values)), r.choice([torch.sum, torch.sum, torch.mean])
-    if op is torch.mean and not (values[at].is_floating_point() and values[at].numel()):
+    arg, op = r.randrange(len(values)), r.choice([torch.sum, torch.sum, torch.mean])
+    if op is torch.mean and not (values[arg].is_floating_point() and values[arg].numel()):
         return None
-    return f"{op.__name__} all", lambda c, x: c(op, x), (at,)
+    return f"{op.__name__} all", lambda c, x: c(op, x), (arg,)
 
 
 @maker(2)
 def along(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values, 1)
-    if at is None:
+    arg = one(r, values, 1)
+    if arg is None:
         return None
-    dim = r.randrange(values[at].ndim)
+    dim = r.randrange(values[arg].ndim)
     op = r.choice([torch.softmax, torch.log_softmax, torch.cumsum, torch.logcumsumexp,
                    torch.diff, F.normalize])  # fmt: skip
-    return f"{op.__name__} {dim}", lambda c, x: c(op, x, dim=dim), (at,)
+    return f"{op.__name__} {dim}", lambda c, x: c(op, x, dim=dim), (arg,)
 
 
 @maker()
 def norm(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values, 1)
-    if at is None or values[at].shape[-1] < 2:
+    arg = one(r, values, 1)
+    if arg is None or values[arg].shape[-1] < 2:
         return None
-    size = values[at].shape[-1]
+    size = values[arg].shape[-1]
     scales = [b for b in floats(values)
-              if values[b].shape == (size,) and values[b].dtype == values[at].dtype]  # fmt: skip
+              if values[b].shape == (size,) and values[b].dtype == values[arg].dtype]  # fmt: skip
     if scales:
         return "layer_norm with a weight", (
-            lambda c, x, w: c(F.layer_norm, x, (size,), w)), (at, r.choice(scales))  # fmt: skip
-    return "layer_norm", lambda c, x: c(F.layer_norm, x, (size,)), (at,)
+            lambda c, x, w: c(F.layer_norm, x, (size,), w)), (arg, r.choice(scales))  # fmt: skip
+    return "layer_norm", lambda c, x: c(F.layer_norm, x, (size,)), (arg,)
 
 
 # -- views ----------------------------------------------------------------------------------
@@ -229,58 +229,58 @@ def norm(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker(3)
 def view(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = r.randrange(len(values))
-    x = values[at]
+    arg = r.randrange(len(values))
+    x = values[arg]
     if not x.ndim:
         return None
     dim = r.randrange(x.ndim)
     size, kind = x.shape[dim], r.randrange(10)
     match kind:
         case 0 if x.ndim > 1:
-            return "flatten", lambda c, x: c(torch.flatten, x), (at,)
+            return "flatten", lambda c, x: c(torch.flatten, x), (arg,)
         case 1 if size in (4, 6):
             shape = (*x.shape[:dim], 2, size // 2, *x.shape[dim + 1 :])
-            return f"reshape {shape}", lambda c, x: c(torch.reshape, x, shape), (at,)
+            return f"reshape {shape}", lambda c, x: c(torch.reshape, x, shape), (arg,)
         case 2 if x.ndim > 1:
             order = r.sample(range(x.ndim), x.ndim)
-            return f"permute {order}", lambda c, x: c(torch.permute, x, order), (at,)
+            return f"permute {order}", lambda c, x: c(torch.permute, x, order), (arg,)
         case 3:
-            return f"unsqueeze {dim}", lambda c, x: c(torch.unsqueeze, x, dim), (at,)
+            return f"unsqueeze {dim}", lambda c, x: c(torch.unsqueeze, x, dim), (arg,)
         case 4:
-            return f"flip {dim}", lambda c, x: c(torch.flip, x, [dim]), (at,)
+            return f"flip {dim}", lambda c, x: c(torch.flip, x, [dim]), (arg,)
         case 5 if size > 1:
             start = r.randrange(size)
             length = r.randint(1, size - start)
             name = f"narrow {dim} {start} {length}"
-            return name, lambda c, x: c(torch.narrow, x, dim, start, length), (at,)
+            return name, lambda c, x: c(torch.narrow, x, dim, start, length), (arg,)
         case 6 if size:
             index = r.randrange(size)
-            return f"select {dim} {index}", lambda c, x: c(torch.select, x, dim, index), (at,)
+            return f"select {dim} {index}", lambda c, x: c(torch.select, x, dim, index), (arg,)
         case 7 if size > 1:
             parts, part = r.choice([2, 3]), r.randrange(2)
             name = f"chunk {dim} {parts} [{part}]"
-            return name, lambda c, x: c(torch.chunk, x, parts, dim)[part], (at,)
+            return name, lambda c, x: c(torch.chunk, x, parts, dim)[part], (arg,)
         case 8 if size == 1:
             shape = (*x.shape[:dim], 3, *x.shape[dim + 1 :])
-            return f"expand {shape}", lambda c, x: c(torch.Tensor.expand, x, shape), (at,)
+            return f"expand {shape}", lambda c, x: c(torch.Tensor.expand, x, shape), (arg,)
         case 9:
             pads = [0, 0] * (x.ndim - 1 - dim) + [r.randrange(3), r.randrange(3)]
-            return f"pad {pads}", lambda c, x: c(F.pad, x, pads), (at,)
+            return f"pad {pads}", lambda c, x: c(F.pad, x, pads), (arg,)
     return None
 
 
 @maker()
 def transposed(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values, 2)
-    return None if at is None else ("mT", lambda c, x: c(torch.transpose, x, -1, -2), (at,))
+    arg = one(r, values, 2)
+    return None if arg is None else ("mT", lambda c, x: c(torch.transpose, x, -1, -2), (arg,))
 
 
 @maker(2)
 def joined(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values, 1)
-    if at is None:
+    arg = one(r, values, 1)
+    if arg is None:
         return None
-    x, dim, stack = values[at], r.randrange(values[at].ndim), r.random() < 0.3
+    x, dim, stack = values[arg], r.randrange(values[arg].ndim), r.random() < 0.3
 
     def fits(y: torch.Tensor) -> bool:
         sizes = enumerate(zip(x.shape, y.shape, strict=False))
@@ -289,7 +289,7 @@ def joined(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
     other = r.choice([p for p in floats(values) if fits(values[p])])
     op = torch.stack if stack else torch.cat
-    return f"{op.__name__} {dim}", lambda c, x, y: c(op, [x, y], dim), (at, other)
+    return f"{op.__name__} {dim}", lambda c, x, y: c(op, [x, y], dim), (arg, other)
 
 
 # -- indices and masks ----------------------------------------------------------------------
@@ -297,23 +297,25 @@ def joined(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker(2)
 def indexed(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    indices = [at for at, x in enumerate(values) if x.dtype == torch.int64
+    indices = [arg for arg, x in enumerate(values) if x.dtype == torch.int64
                and (not x.numel() or 0 <= x.amin() <= x.amax() <= 2)]  # fmt: skip
-    at = one(r, values, 1)
-    if not indices or at is None:
+    arg = one(r, values, 1)
+    if not indices or arg is None:
         return None
-    where, x = r.choice(indices), values[at]
+    where, x = r.choice(indices), values[arg]
     index, dim = values[where], r.randrange(x.ndim)
     if x.shape[dim] < 3:
         return None
     if index.ndim == 1 and r.random() < 0.6:
-        return f"index_select {dim}", lambda c, x, i: c(torch.index_select, x, dim, i), (at, where)
+        return f"index_select {dim}", lambda c, x, i: c(torch.index_select, x, dim, i), (arg, where)
     if x.ndim == 2 and x.shape[0] >= 3 and r.random() < 0.6:
-        return "embedding", lambda c, x, i: c(F.embedding, i, x), (at, where)
+        return "embedding", lambda c, x, i: c(F.embedding, i, x), (arg, where)
     sizes = enumerate(zip(index.shape, x.shape, strict=False))
     fits = index.ndim == x.ndim and all(a <= b for d, (a, b) in sizes if d != dim)
     return (
-        (f"gather {dim}", lambda c, x, i: c(torch.gather, x, dim, i), (at, where)) if fits else None
+        (f"gather {dim}", lambda c, x, i: c(torch.gather, x, dim, i), (arg, where))
+        if fits
+        else None
     )
 
 
@@ -332,11 +334,11 @@ def masked(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker()
 def cast(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = r.randrange(len(values))
-    if values[at].dtype == torch.bool:
+    arg = r.randrange(len(values))
+    if values[arg].dtype == torch.bool:
         return None
     dtype = r.choice([torch.float32, torch.float64])
-    return f"to {dtype}", lambda c, x: c(torch.ops.aten.to.dtype, x, dtype), (at,)
+    return f"to {dtype}", lambda c, x: c(torch.ops.aten.to.dtype, x, dtype), (arg,)
 
 
 # -- features of functions only -------------------------------------------------------------
@@ -344,24 +346,24 @@ def cast(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker()
 def held(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at = one(r, values)
-    if at is None:
+    arg = one(r, values)
+    if arg is None:
         return None
     if r.random() < 0.5:
-        return "detach", lambda c, x: c(torch.detach, x), (at,)
+        return "detach", lambda c, x: c(torch.detach, x), (arg,)
 
     def region(c: Caller, x: Any) -> Any:
         with torch.no_grad():
             return c(torch.cos, c(torch.mul, x, 2))
 
-    return "no_grad cos", region, (at,)
+    return "no_grad cos", region, (arg,)
 
 
 @maker()
 def written(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    at, other = one(r, values), r.choice(floats(values) or [0])
+    arg, other = one(r, values), r.choice(floats(values) or [0])
     op = r.choice([torch.Tensor.add_, torch.Tensor.mul_])
-    if at is None:
+    if arg is None:
         return None
 
     def write(c: Caller, x: Any, y: Any) -> Any:
@@ -371,25 +373,25 @@ def written(r: Random, values: list[torch.Tensor]) -> Draw | None:
         op(new, y)
         return new.add_(1)
 
-    if values[at].dtype != torch.promote_types(values[at].dtype, values[other].dtype):
+    if values[arg].dtype != torch.promote_types(values[arg].dtype, values[other].dtype):
         return None
-    return op.__name__, write, (at, other)
+    return op.__name__, write, (arg, other)
 
 
 @maker()
 def hinted(r: Random, values: list[torch.Tensor]) -> Draw | None:
     """Constrain a layout on the axis `x`, which every mesh has, of 1 to 3 ranks."""
-    at = one(r, values, 1)
-    if at is None:
+    arg = one(r, values, 1)
+    if arg is None:
         return None
-    dims = [d for d, size in enumerate(values[at].shape) if size % 6 == 0]
+    dims = [d for d, size in enumerate(values[arg].shape) if size % 6 == 0]
     dim = r.choice([*dims, None])
-    p = P(*("x" if d == dim else None for d in range(values[at].ndim)))
+    p = P(*("x" if d == dim else None for d in range(values[arg].ndim)))
 
     def hint(c: Caller, x: Any) -> Any:
         return fs.constrain(x, p) if c is call else x
 
-    return f"constrain {p}", hint, (at,)
+    return f"constrain {p}", hint, (arg,)
 
 
 # -- programs -------------------------------------------------------------------------------
@@ -414,7 +416,7 @@ def program(r: Random, most: int = 10) -> RandomProgram:
             continue
         text, run, operands = step
         try:
-            value = run(call, *(values[at] for at in operands))
+            value = run(call, *(values[arg] for arg in operands))
         except (RuntimeError, IndexError, ValueError, TypeError):
             continue
         if value.numel() > 4000 or (value.numel() and not value.double().abs().amax() < MAX_VALUE):
@@ -422,7 +424,7 @@ def program(r: Random, most: int = 10) -> RandomProgram:
         drawn.steps.append(ProgramStep(text, run, operands))
         values.append(value)
     count = len(inputs)
-    others = [at for at in range(len(values)) if at >= count or r.random() < 0.1]
+    others = [arg for arg in range(len(values)) if arg >= count or r.random() < 0.1]
     last = [len(values) - 1]
-    drawn.outputs = last + [at for at in others if r.random() < 0.2]
+    drawn.outputs = last + [arg for arg in others if r.random() < 0.2]
     return drawn
