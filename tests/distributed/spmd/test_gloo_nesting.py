@@ -17,7 +17,7 @@ from tests.helpers.spec_grid import random_global
 
 MESHES = [
     Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1)),
-    Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3)),
+    Mesh({"x": 1, "y": 3}, devices=(1, 2, 0)),
 ]
 TWO = MESHES[0]
 F64 = torch.float64

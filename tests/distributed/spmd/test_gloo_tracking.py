@@ -46,7 +46,7 @@ def results(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch.
     made = []
     for recipe, specs, seed in work:
         program, xs = Program(mesh, recipe), inputs_of(mesh, specs, seed)
-        types = program.find(xs, specs, check)[0]
+        types = program.find_types(xs, specs, check)[0]
         outs = [partition_of(states) for states, _ in types]
         f = fs.shard_map(
             program.body, mesh=mesh, in_specs=tuple(specs), out_specs=outs, check=check

@@ -14,7 +14,7 @@ from tests.helpers.spmd.collective_cases import this_rank
 
 F64 = torch.float64
 MESH = Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3))
-SHAPES = ((6, 6), (6, 1, 6), (6, 0), (6,))
+SHAPES = ((12, 12), (12, 1, 12), (12, 0), (12,))
 ON_TREES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "psum": (fs.psum, "all_reduce", ""),
     "pmean": (fs.pmean, "all_reduce", ""),
@@ -40,16 +40,18 @@ ON_TREES: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 def leaves(rank: int) -> list[torch.Tensor]:
     return [
-        random_global(shape, F64, 10 * rank + at).requires_grad_()
-        for at, shape in enumerate(SHAPES)
+        random_global(shape, F64, 10 * rank + i).requires_grad_() for i, shape in enumerate(SHAPES)
     ]
 
 
-def values_and_gradients(run: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
+def values_and_gradients(
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]], mesh: Mesh = MESH
+) -> Any:
     """Return this rank's results, gradients and gradients of the gradients' squares."""
-    xs = leaves(this_rank(MESH))
+    xs = leaves(this_rank(mesh))
     ys = run(xs)
     total = sum(((y + 1) ** 2).sum() for y in ys)
     grads = torch.autograd.grad(total, xs, create_graph=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in grads), xs, allow_unused=True)
-    return [[None if t is None else t.detach() for t in each] for each in (ys, list(grads), second)]
+    rows = ys, list(grads), second
+    return [[None if x is None else x.detach() for x in row] for row in rows]

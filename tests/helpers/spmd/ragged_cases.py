@@ -49,8 +49,8 @@ def leaves() -> tuple[torch.Tensor, torch.Tensor]:
 
 def ragged_on_rank(mesh: Mesh) -> list[torch.Tensor]:
     """Return result, gradients and second gradients of one rank."""
-    place = list(mesh.ranks).index(this_rank(mesh))
-    x, out = (t[place, 0].detach().requires_grad_() for t in leaves())
+    index = list(mesh.ranks).index(this_rank(mesh))
+    x, out = (t[index, 0].detach().requires_grad_() for t in leaves())
     y = exchange_in_reverse(x, out, mesh=mesh)
     first = torch.autograd.grad((y**3).sum(), (x, out), create_graph=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, out))
@@ -58,17 +58,19 @@ def ragged_on_rank(mesh: Mesh) -> list[torch.Tensor]:
 
 
 def ragged_by_hand(mesh: Mesh) -> list[list[torch.Tensor]]:
-    places = {rank: at for at, rank in enumerate(mesh.ranks)}
-    xs, outs = ([t[at, 0].detach().requires_grad_() for at in range(6)] for t in leaves())
+    """Return the expected values of `ragged_on_rank` for all ranks."""
+    n, index_of = mesh.size, {rank: i for i, rank in enumerate(mesh.ranks)}
+    xs, outs = ([t[i, 0].detach().requires_grad_() for i in range(n)] for t in leaves())
     ys: dict[int, torch.Tensor] = {}
     for group in mesh.groups("y"):
-        at = [places[rank] for rank in group]
-        ys |= dict(zip(at, by_hand([xs[i] for i in at], [outs[i] for i in at]), strict=True))
+        members = [index_of[rank] for rank in group]
+        results = by_hand([xs[i] for i in members], [outs[i] for i in members])
+        ys |= dict(zip(members, results, strict=True))
     first = torch.autograd.grad(
         sum((y**3).sum() for y in ys.values()), (*xs, *outs), create_graph=True
     )
     second = torch.autograd.grad(sum((g**2).sum() for g in first), (*xs, *outs))
-    return [[ys[i], first[i], first[6 + i], second[i], second[6 + i]] for i in range(6)]
+    return [[ys[i], first[i], first[n + i], second[i], second[n + i]] for i in range(n)]
 
 
 X = torch.zeros(3)
