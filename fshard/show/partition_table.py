@@ -22,7 +22,7 @@ COLUMNS = (
 
 @explain_partitioned_hook.set
 def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
-    """Return a table of arguments and operations with specs: implements `Partitioned.explain`.
+    """Return a table of arguments and operations with specs: implements `PartitionedCall.explain`.
 
     Rows under an argument, and above an operation, are the steps that redistribute it or its
     operands: `→` in the forward pass, `←` in the gradient's, with the bytes that the busiest rank
