@@ -27,16 +27,8 @@ from typing import Any
 import torch
 
 from fshard.ops.core.registry import rows
-from tests.helpers.ops.op_database import (
-    COLUMNS,
-    Case,
-    calls_of,
-    cases,
-    info_name,
-    layouts,
-    op_db,
-    try_layout,
-)
+from tests.helpers.ops.op_database import Case, calls_of, cases, info_name, op_db, try_layout
+from tests.helpers.ops.op_layouts import COLUMNS, layouts
 from tests.helpers.ops.refused_layouts import refused_layouts_of, works
 
 WORDS = ("ok", "mixed", "raising", "wrong", "not exercised")

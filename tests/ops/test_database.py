@@ -17,15 +17,8 @@ import torch
 from fshard.ops.core.builders import kind_modes, linear_modes
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import rule
-from tests.helpers.ops.op_database import (
-    COLUMNS,
-    case_of,
-    cases,
-    info_name,
-    layouts,
-    op_db,
-    try_layout,
-)
+from tests.helpers.ops.op_database import case_of, cases, info_name, op_db, try_layout
+from tests.helpers.ops.op_layouts import COLUMNS, layouts
 
 PARTS = 12
 UNSUPPORTED = 20

@@ -21,7 +21,8 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Sharded, Spec
 from fshard.partition.apply import apply
-from tests.helpers.ops.op_database import COLUMNS, case_of, layouts, try_layout
+from tests.helpers.ops.op_database import case_of, try_layout
+from tests.helpers.ops.op_layouts import COLUMNS, layouts
 
 THREE = Mesh(x=3)
 aten = torch.ops.aten

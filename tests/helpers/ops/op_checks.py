@@ -18,6 +18,7 @@ import fshard as fs
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
+from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, fill_call, map_call
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import call_and_tree, overload_of, rule_of
@@ -176,48 +177,55 @@ def check_values(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, A
     return ""
 
 
-def check_gradients(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any],
-                    tensors: Sequence[torch.Tensor]) -> str:  # fmt: skip
-    """Return an error text for the gradients of a strategy, empty if they are right."""
-    leaves = [t.detach().clone().requires_grad_(_inexact(t)) for t in tensors]
-    mesh = strategy.in_specs[0].mesh
+class _Gradients:
+    """Gradients of a weighted sum of a call's results on one device, computed once."""
 
-    def run(inputs: Sequence[Any]) -> list[Any]:
-        new_args, options = fill_call(args, kwargs, torch.Tensor, inputs)
-        return flat(strategy.call.op(*new_args, **options))
+    def __init__(self, call: OpCall, rule: Rule, args: Any, kwargs: Any, tensors: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.leaves = [t.detach().clone().requires_grad_(is_inexact(t)) for t in tensors]
+        self.targets = [x for x in self.leaves if x.requires_grad]
+        new_args, options = fill_call(args, kwargs, torch.Tensor, self.leaves)
+        results = flat(call.op(*new_args, **options))
+        self.weights = [
+            None if dims is None or x is None or not x.requires_grad
+            else torch.rand(x.shape, generator=torch.Generator().manual_seed(i)).to(x.dtype)
+            for i, (dims, x) in enumerate(zip(rule.results, results, strict=True))
+        ]  # fmt: skip
+        self.expected = self.of(results)
 
-    full = run(leaves)
-    pairs = [
-        redistribute(src, dst)(fs.shard(x, src).local)
-        for x, src, dst in zip(leaves, strategy.sources, strategy.in_specs, strict=True)
-    ]
-    outputs = []
-    for rank, shards in zip(mesh.ranks, zip(*pairs, strict=True), strict=True):
-        outputs.append(run_local(strategy, rank, *fill_call(args, kwargs, torch.Tensor, shards)))
-    mine_sum = whole_sum = torch.zeros((), dtype=torch.float64)
-    for i, (spec, actual) in enumerate(zip(strategy.out_specs, full, strict=True)):
-        if spec is None or actual is None or not actual.requires_grad:
-            continue
-        result = fs.unshard(Sharded(tuple(item[i] for item in outputs), spec))
-        weights = torch.rand(actual.shape, generator=torch.Generator().manual_seed(i)).to(
-            actual.dtype
-        )
-        mine_sum = mine_sum + (result * weights).sum().abs()
-        whole_sum = whole_sum + (actual * weights).sum().abs()
-    if not whole_sum.requires_grad:
+    def of(self, results: Sequence[Any]) -> list[torch.Tensor] | None:
+        """Return the gradients of a weighted sum of results; None without any gradient."""
+        pairs = zip(results, self.weights, strict=True)
+        total = sum((x * w).sum().abs() for x, w in pairs if w is not None)
+        if not isinstance(total, torch.Tensor) or not total.requires_grad:
+            return None
+        gradients = torch.autograd.grad(total, self.targets, allow_unused=True)
+        both = zip(gradients, self.targets, strict=True)
+        return [torch.zeros_like(x) if gradient is None else gradient for gradient, x in both]
+
+    def check(self, strategy: Strategy) -> str:
+        """Return an error text for the gradients of a strategy, empty if they are right."""
+        if self.expected is None:
+            return ""
+        locals_ = [
+            redistribute(src, dst)(fs.shard(x, src).local)
+            for x, src, dst in zip(self.leaves, strategy.sources, strategy.in_specs, strict=True)
+        ]
+        outputs = [
+            run_local(strategy, rank, *fill_call(self.args, self.kwargs, torch.Tensor, shards))
+            for rank, shards in zip(strategy.in_specs[0].mesh.ranks, zip(*locals_, strict=True),
+                                    strict=True)
+        ]  # fmt: skip
+        gradients = self.of([
+            None if weights is None else fs.unshard(Sharded(tuple(x[i] for x in outputs), spec))
+            for i, (spec, weights) in enumerate(zip(strategy.out_specs, self.weights, strict=True))
+        ])  # fmt: skip
+        for i, expected in enumerate(self.expected):
+            actual = torch.zeros_like(expected) if gradients is None else gradients[i]
+            wrong = difference(actual, expected)
+            if wrong:
+                return f"{_named(strategy)}: gradient of operand {i}: {wrong}"
         return ""
-    targets = [x for x in leaves if x.requires_grad]
-    right = torch.autograd.grad(whole_sum, targets, allow_unused=True)
-    inputs = (torch.autograd.grad(mine_sum, targets, allow_unused=True)
-             if mine_sum.requires_grad else [None] * len(targets))  # fmt: skip
-    for i, (actual, expected) in enumerate(zip(inputs, right, strict=True)):
-        zero = torch.zeros_like(targets[i])
-        wrong = difference(
-            zero if actual is None else actual, zero if expected is None else expected
-        )
-        if wrong:
-            return f"{_named(strategy)}: gradient of operand {i}: {wrong}"
-    return ""
 
 
 def check_call(
@@ -226,22 +234,22 @@ def check_call(
     """Return the error texts of all strategies of a call on global tensors."""
     call, rule, tree, tensors = call_with(op, args, kwargs)
     expected = flat(call.op(*args, **kwargs))
+    grad = grad and any(map(is_inexact, tensors))
+    gradients = _Gradients(call, rule, args, kwargs, tensors) if grad else None
     wrong = []
     for mesh in (*MESHES, *((TWO_AXES,) if two_axes else ())):
         for skew in (False, True):
             wrong += [
-                text
+                check_values(strategy, args, kwargs, tensors, expected)
                 for strategy in strategies(call, rule, tree, mesh, grad=False, skew=skew)
-                if (text := check_values(strategy, args, kwargs, tensors, expected))
             ]
-            if grad and any(_inexact(t) for t in tensors):
+            if gradients is not None:
                 wrong += [
-                    text
+                    gradients.check(strategy)
                     for strategy in strategies(call, rule, tree, mesh, grad=True, skew=skew)
                     if _is_differentiable_from_replicated(strategy)
-                    and (text := check_gradients(strategy, args, kwargs, tensors))
                 ]
-    return wrong
+    return [text for text in wrong if text]
 
 
 def _is_differentiable_from_replicated(strategy: Strategy) -> bool:
@@ -255,16 +263,12 @@ def _named(strategy: Strategy) -> str:
     return f"{strategy.op} [{', '.join(map(str, strategy.in_specs))}] {roles}"
 
 
-def _inexact(x: torch.Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
-
-
 def difference(result: torch.Tensor, full: torch.Tensor) -> str:
     """Return a text if two tensors differ beyond rounding, else an empty text."""
     if result.shape != full.shape or result.dtype != full.dtype:
         return f"{tuple(result.shape)} {result.dtype} for {tuple(full.shape)} {full.dtype}"
     wide = torch.complex128 if full.dtype.is_complex else torch.float64
-    eps = torch.finfo(full.dtype).eps if _inexact(full) else 0.0
+    eps = torch.finfo(full.dtype).eps if is_inexact(full) else 0.0
     tolerance = (
         64 * eps * max(1.0, float(full.to(wide).abs().nan_to_num(0, 0, 0).max()))
         if full.numel()

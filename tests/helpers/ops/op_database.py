@@ -1,18 +1,17 @@
 """PyTorch's operator database as test cases for layouts.
 
-A *case* is one sample of one `OpInfo`: a function of tensors alone, and the calls of operations
-that PyTorch makes of it before decomposition (`make_fx` with `pre_dispatch=True`). Every case goes
-through `fs.on_pairs`, call by call, on many layouts of its tensors (`COLUMNS`). Values and gradients
-are compared with the same function on global tensors.
+A *case* is one sample of one `OpInfo`: a function of tensors alone, and the operations that
+PyTorch calls for it before decomposition (`make_fx` with `pre_dispatch=True`). Every case goes
+through `fs.on_pairs`, call by call, on many layouts of its tensors (see `op_layouts`). Values and
+gradients are compared with the same function on global tensors.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -26,10 +25,9 @@ from torch.utils import _pytree as pytree
 
 import fshard as fs
 from fshard.layout.mesh import Mesh
-from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 from fshard.layout.tree import is_pair
-from fshard.layout.validation import state_problems
+from fshard.ops.core.builders import is_inexact
 from fshard.partition.partition import partition
 from tests.helpers.ops.op_checks import shards_of
 
@@ -38,24 +36,13 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_methods_invocations import op_db
 
 __all__ = [
-    "COLUMNS",
-    "Case",
-    "Column",
-    "Outcome",
-    "calls_of",
-    "case_of",
-    "cases",
-    "info_name",
-    "layouts",
-    "op_db",
-    "try_layout",
+    "Case", "Outcome", "calls_of", "case_of", "cases", "info_name", "op_db", "result_difference",
+    "results_error", "try_layout",
 ]  # fmt: skip
 
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
              "new_empty_strided", "resize_", "resize_as_"}  # fmt: skip
 """Operations with undefined results."""
-EXACT = {"hash_tensor", "eq", "equal"}
-"""Operations sensitive to the last bit of a sum: not tried on unreduced values."""
 SEEDS = range(4)
 """Seeds with which results must agree, else the operation is random."""
 MAX_SAMPLES, MAX_ELEMENTS = 24, 50_000
@@ -67,8 +54,8 @@ class Case:
     """One sample of an OpInfo: `function` of `tensors`, and its `expected` results, flat.
 
     `graph` has its calls; if it cannot be traced, for numbers in its results, the one operation of
-    its name is the call, and `untraced` is the error. `wanted` marks tensors whose gradients are
-    compared; `reason` says why results cannot be compared.
+    its name is the call, and `untraced` is the error. `has_gradient` marks tensors whose gradients
+    are compared; `reason` says why results cannot be compared.
     """
 
     name: str
@@ -77,7 +64,7 @@ class Case:
     tensors: tuple[torch.Tensor, ...]
     expected: tuple[Any, ...] = field(repr=False, default=())
     graph: GraphModule | None = field(repr=False, default=None)
-    wanted: tuple[bool, ...] = ()
+    has_gradient: tuple[bool, ...] = ()
     reason: str = ""
     untraced: str = ""
 
@@ -150,7 +137,9 @@ def _case(op: Any, dtype: torch.dtype, number: int, sample: Any) -> Case:
         return _with(result, reason="random")
     if _is_of_a_device(function, tensors, expected):
         return _with(result, reason="of another shape or dtype on another device")
-    result = _with(result, expected=tuple(expected), wanted=tuple(x.requires_grad for x in inputs))
+    result = _with(
+        result, expected=tuple(expected), has_gradient=tuple(x.requires_grad for x in inputs)
+    )
     try:
         return _with(result, graph=_traced(function, tensors))
     except Exception as error:
@@ -161,8 +150,8 @@ def case_of(name: str, function: Callable[..., Any], *tensors: torch.Tensor) -> 
     """Return a case of a function of tensors."""
     run = lambda inputs: function(*inputs)  # noqa: E731
     expected = tuple(flat(run([x.clone() for x in tensors])))
-    leaves = tuple(map(_inexact, tensors))
-    return Case(name, 0, run, tensors, expected, _traced(run, tensors), leaves)
+    has_gradient = tuple(map(is_inexact, tensors))
+    return Case(name, 0, run, tensors, expected, _traced(run, tensors), has_gradient)
 
 
 def _with(case: Case, **changes: Any) -> Case:
@@ -202,10 +191,6 @@ def _traced(function: Any, tensors: Sequence[torch.Tensor]) -> GraphModule:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
-
-
-def _inexact(x: torch.Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 # -- the calls of a case ------------------------------------------------------------------
@@ -319,125 +304,6 @@ def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list
     return [fs.unshard(x) if is_pair(x) else x for x in out]
 
 
-# -- the layouts --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Column:
-    """Kind of layouts: a mesh and the number of layouts tried per case.
-
-    `states` are a tensor's states beside replicated; `foreign` layouts have no DTensor form.
-    """
-
-    name: str
-    mesh: Mesh
-    limit: int
-    states: tuple[str, ...]
-    foreign: bool = False
-
-
-COLUMNS = (
-    Column("replicate, 4 ranks", Mesh(x=4), 1, ()),
-    Column("even, 4 ranks", Mesh(x=4), 12, ("even",)),
-    Column("uneven, 3 ranks", Mesh(x=3), 12, ("chunks",)),
-    Column("empty and one, 3 ranks", Mesh(x=3), 6, ("skewed",), foreign=True),
-    Column("unreduced, 4 ranks", Mesh(x=4), 6, ("unreduced",)),
-    Column("reduced, 4 ranks", Mesh(x=4), 3, ("reduced", "even"), foreign=True),
-    Column("two axes, 2x2 ranks", Mesh(x=2, y=2), 8, ("chunks", "sum")),
-)
-WHOLE = PartitionSpec()
-KINDS = ("sum", "max", "avg", "min")
-
-
-def layouts(case: Case, column: Column) -> list[tuple[Spec, ...]]:
-    """Return the layouts of a column on which a case is tried."""
-    if not column.states:
-        return [tuple(_whole(column, x) for x in case.tensors)]
-    if case.name in EXACT and {"unreduced", "sum"} & {*column.states}:
-        return []
-    draw = random.Random(f"{case.name} {case.number} {column.name}")
-    axes, n = column.mesh.axes, len(case.tensors)
-    options = [_options(item, column, axis) for axis in axes for item in case.tensors]
-    choices = list(_choices(options, column.limit * len(axes), draw))
-    if len(axes) > 1:
-        draw.shuffle(choices)
-        choices = [_joined(item[:n], item[n:], case.tensors) for item in choices]
-    return choices[: column.limit]
-
-
-def _whole(column: Column, x: torch.Tensor, p: PartitionSpec = WHOLE, **extra: Any) -> Spec:
-    return Spec(column.mesh, p, shape=x.shape, dtype=x.dtype, **extra)
-
-
-def _options(x: torch.Tensor, column: Column, axis: str = "x") -> list[Spec]:
-    """Return one tensor's layouts on an axis: replicated first, then the states of the column."""
-    n, result = column.mesh.shape[axis], [_whole(column, x)]
-    for dim, size in enumerate(x.shape):
-        partition = PartitionSpec(*[None] * dim, axis)
-        if "skewed" in column.states:
-            last = max(size - 1, 0)
-            sizes = {dim: (0,) * (n - 2) + (size - last, last)}
-            result.append(_whole(column, x, partition, sizes=sizes))
-        elif "chunks" in column.states or ("even" in column.states and size and size % n == 0):
-            result.append(_whole(column, x, partition, uneven="chunk"))
-    kinds = {"unreduced": KINDS, "sum": KINDS[:1]}
-    result += [
-        _whole(column, x, PartitionSpec(unreduced={axis: kind}))
-        for state in column.states
-        for kind in kinds.get(state, ())
-        if _reduces(kind, x.dtype)
-    ]
-    if "reduced" in column.states and _inexact(x):
-        result.append(_whole(column, x, PartitionSpec(reduced={axis})))
-    return result
-
-
-def _reduces(kind: str, dtype: torch.dtype) -> bool:
-    """Return True if unreduced values of a dtype exist and PyTorch adds them on a CPU.
-
-    Averages of 16-bit floats are left out: rounding hides errors.
-    """
-    small = dtype.is_floating_point and (
-        dtype.itemsize == 1 or (kind, dtype.itemsize) == ("avg", 2)
-    )
-    return not small and not state_problems((("x", kind),), (), dtype)
-
-
-def _choices(
-    options: Sequence[Sequence[Spec]], limit: int, draw: random.Random
-) -> Iterator[tuple[Spec, ...]]:
-    """Yield choices of one option per tensor, not all replicated: all, or some of them."""
-    full = tuple(x[0] for x in options)
-    if math.prod(map(len, options)) <= limit + 1:
-        yield from itertools.islice(itertools.product(*options), 1, None)
-        return
-    seen = {full}
-    maximum = max(map(len, options))
-    together = [tuple(x[min(i, len(x) - 1)] for x in options) for i in range(1, maximum)]
-    from_last = [tuple(x[-i] if i < len(x) else x[0] for x in options)
-                 for i in range(1, maximum)]  # fmt: skip
-    alone = [(*full[:i], option, *full[i + 1 :])
-             for i, x in enumerate(options) for option in x[1:]]  # fmt: skip
-    others = (tuple(draw.choice(x) for x in options) for _ in range(4 * limit))
-    for choice in itertools.chain(together, from_last, alone, others):
-        if choice not in seen:
-            seen.add(choice)
-            yield choice
-
-
-def _joined(
-    actual: Sequence[Spec], expected: Sequence[Spec], tensors: Sequence[torch.Tensor]
-) -> tuple[Spec, ...]:
-    """Return layouts on two axes from layouts on each."""
-    specs = []
-    for a, b, x in zip(actual, expected, tensors, strict=True):
-        dims = [(*a.partition.dims[d], *b.partition.dims[d]) for d in range(x.ndim)]
-        unreduced = {**a.partition.unreduced, **b.partition.unreduced}
-        p = PartitionSpec(*dims, unreduced=unreduced)
-        specs.append(Spec(a.mesh, p, shape=x.shape, dtype=x.dtype, uneven="chunk"))
-    return tuple(specs)
-
-
 # -- one case on one layout ---------------------------------------------------------------
 
 
@@ -459,7 +325,7 @@ def try_layout(
             places = enumerate(zip(case.tensors, specs, strict=True))
             pairs = [Sharded(shards_of(x, spec, i), spec) for i, (x, spec) in places]
             wrong = results_error(on_pairs(case, pairs, at_once=at_once), case.expected)
-        if not wrong and gradients and any(case.wanted):
+        if not wrong and gradients and any(case.has_gradient):
             wrong = _gradients(case, specs, at_once)
     except TimeoutError:
         raise
@@ -473,7 +339,8 @@ def results_error(result: Sequence[Any], expected: Sequence[Any]) -> str:
     if len(result) != len(expected):
         return f"{len(result)} results for {len(expected)}"
     texts = (
-        result_difference(actual, wanted) for actual, wanted in zip(result, expected, strict=True)
+        result_difference(actual, reference)
+        for actual, reference in zip(result, expected, strict=True)
     )
     return next((f"result {i}: {text}" for i, text in enumerate(texts) if text), "")
 
@@ -497,7 +364,9 @@ def _gradients(case: Case, specs: Sequence[Spec], at_once: bool) -> str:
 
 
 def _leaves(case: Case) -> list[torch.Tensor]:
-    return [x.clone().requires_grad_(w) for x, w in zip(case.tensors, case.wanted, strict=True)]
+    return [
+        x.clone().requires_grad_(w) for x, w in zip(case.tensors, case.has_gradient, strict=True)
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -519,7 +388,7 @@ def _gradient_of(
     """Return the gradients of a fixed weighting of all results, None if they have none."""
     total = torch.zeros((), dtype=torch.float64)
     for i, item in enumerate(results):
-        if isinstance(item, torch.Tensor) and item.requires_grad and _inexact(item):
+        if isinstance(item, torch.Tensor) and item.requires_grad and is_inexact(item):
             generator = torch.Generator().manual_seed(i)
             weights = torch.rand(item.shape, generator=generator, dtype=torch.float64)
             part = item.real + item.imag if item.dtype.is_complex else item
@@ -555,7 +424,7 @@ def result_difference(result: Any, full: Any) -> str:
         return ""
     wide = torch.complex128 if full.dtype.is_complex else torch.float64
     local, right = result.detach().to(wide), full.detach().to(wide)
-    eps = torch.finfo(full.dtype).eps if _inexact(full) else 0.0
+    eps = torch.finfo(full.dtype).eps if is_inexact(full) else 0.0
     slack = min(eps**0.5, 0.1)
     limit = float(right.abs().nan_to_num(0, 0, 0).max())
     if torch.allclose(local, right, rtol=slack, atol=slack * max(1.0, limit), equal_nan=True):
