@@ -9,7 +9,7 @@ one that takes less time is kept.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -35,7 +35,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 
-__all__ = ["Assignment", "TensorVersions", "assign_layouts", "redistributed"]
+__all__ = ["Assignment", "LayoutAssigner", "TensorVersions", "redistributed"]
 
 MAX_COMBINATIONS = 16
 """Combinations of the operands' layouts that are tried for one operation."""
@@ -83,56 +83,45 @@ class Assignment:
         return self.count - 1
 
 
-def assign_layouts(
-    graph: fx.GraphModule,
-    inputs: Sequence[tuple[Spec, bool]],
-    topology: Topology,
-    *,
-    grad: bool,
-    device: torch.device,
-    hints: Mapping[fx.Node, PartitionSpec],
-    shard_replicated: bool,
-) -> tuple[Assignment, list[Any]]:
-    """Assign layouts to the values of a graph.
+class LayoutAssigner:
+    """Pass over a graph that chooses the layouts of its values, and adds lines to `assignment`.
 
     Args:
-        graph: the graph of the function.
-        inputs: for every placeholder its spec, and True if its gradient is requested.
+        mesh: the mesh of the layouts.
         topology: the topology to cost layouts on.
         grad: the grad mode at the beginning.
         device: the device of tensors that decompositions create.
-        hints: preferred layouts of nodes; with `shard_replicated` they may shard a tensor that is
-            replicated so far.
-        shard_replicated: see `hints`.
-
-    Returns:
-        The lines, and the results: `TensorVersions` and other values.
-
-    Raises:
-        ShardingError: for an operation without a rule and without a decomposition.
+        hints: preferred layouts of nodes.
+        shard_replicated: True if hints may shard a tensor that is replicated so far.
     """
-    assignment = Assignment()
-    tensors: list[Any] = []
-    for spec, requires_grad in inputs:
-        value = assignment.new_value()
-        tensors.append(TensorVersions(spec, grad and requires_grad, {spec: value}))
-        assignment.inputs.append(value)
-    mesh = inputs[0][0].mesh
-    assigner = _Assigner(assignment, mesh, topology, grad, device, hints, shard_replicated)
-    results = assigner.run(graph, tensors)
-    return assigner.assignment, results
-
-
-class _Assigner:
-    """Pass over a graph that adds lines to `assignment`."""
 
     def __init__(
-        self, assignment: Assignment, mesh: Mesh, topology: Topology, grad: bool,
-        device: torch.device, hints: Mapping[fx.Node, PartitionSpec], shard_replicated: bool,
+        self, mesh: Mesh, topology: Topology, grad: bool, device: torch.device,
+        hints: Mapping[fx.Node, PartitionSpec], shard_replicated: bool,
     ) -> None:  # fmt: skip
-        self.assignment, self.mesh, self.topology, self.grad = (assignment, mesh, topology, grad)
+        self.assignment, self.mesh, self.topology, self.grad = Assignment(), mesh, topology, grad
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
         self.decomposing: list[Any] = []
+
+    def assign(self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]]) -> list[Any]:
+        """Add the lines of a function's graph.
+
+        Args:
+            graph: the graph.
+            inputs: for every placeholder its spec, and True if its gradient is requested.
+
+        Returns:
+            The results: `TensorVersions` and other values.
+
+        Raises:
+            ShardingError: for an operation without a rule and without a decomposition.
+        """
+        tensors = []
+        for spec, requires_grad in inputs:
+            value = self.assignment.new_value()
+            tensors.append(TensorVersions(spec, self.grad and requires_grad, {spec: value}))
+            self.assignment.inputs.append(value)
+        return self.run(graph, tensors)
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Add the lines of a graph on these inputs, and return its results."""
@@ -154,16 +143,19 @@ class _Assigner:
         return results
 
     def constant(self, tensor: torch.Tensor) -> TensorVersions:
+        """Add a tensor that the function closes over."""
         value = self.assignment.new_value()
         self.assignment.lines.append(ir.ClosureTensor(value, tensor))
         return self.replicated(tensor, value)
 
     def replicated(self, tensor: torch.Tensor, value: int) -> TensorVersions:
+        """Return the versions of a replicated tensor."""
         spec = Spec(self.mesh, PartitionSpec(), shape=tuple(tensor.shape), dtype=tensor.dtype)
         # A tensor from a closure may be a parameter; a fake result of a factory is not.
         return TensorVersions(spec, self.grad and tensor.requires_grad, {spec: value})
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        """Add the lines of a node that calls a function, and return its results."""
         op = node.target
         args, kwargs = map_call(node.args, node.kwargs, fx.Node, env.__getitem__)
         if getattr(op, "__name__", "") == "getitem":
@@ -174,6 +166,7 @@ class _Assigner:
         return self.operation(op, args, kwargs, node)
 
     def set_grad_mode(self, enabled: bool) -> None:
+        """Add a switch of the grad mode."""
         self.grad = enabled
         self.assignment.lines.append(ir.GradMode(enabled))
 
@@ -317,36 +310,30 @@ class _Assigner:
         kwargs: Mapping[str, Any], operands: Sequence[TensorVersions], node: fx.Node,
     ) -> Any:  # fmt: skip
         """Add the operation by its rule or decomposed, whichever redistributes in less time."""
-        before = _Snapshot.of(self, operands)
+        restore_before = self.snapshot(operands)
         results = self.by_rule(strategy, op, args, kwargs, operands, node)
-        after = _Snapshot.of(self, operands)
-        before.restore(self)
+        time, restore_by_rule = self.assignment.time, self.snapshot(operands)
+        restore_before()
         decomposed = self.decomposed(op, decomposition, args, kwargs)
-        if after.assignment.time > self.assignment.time:
+        if time > self.assignment.time:
             return decomposed
-        after.restore(self)
+        restore_by_rule()
         return results
 
+    def snapshot(self, operands: Sequence[TensorVersions]) -> Callable[[], None]:
+        """Return a function that resets the pass to its current state, to be called once.
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """State of a pass: its lines, its grad mode, and the versions of some tensors."""
+        Until then only `operands` may get new versions.
+        """
+        assignment, grad = self.assignment.copy(), self.grad
+        versions = [(x, dict(x.versions), dict(x.no_grad_versions)) for x in operands]
 
-    assignment: Assignment
-    grad: bool
-    versions: tuple[tuple[TensorVersions, dict[Spec, int], dict[Spec, int]], ...]
+        def restore() -> None:
+            self.assignment, self.grad = assignment, grad
+            for tensor, *saved in versions:
+                tensor.versions, tensor.no_grad_versions = saved
 
-    @staticmethod
-    def of(assigner: _Assigner, operands: Sequence[TensorVersions]) -> _Snapshot:
-        """Return the state of a pass; until it is restored only `operands` get new versions."""
-        versions = tuple((x, dict(x.versions), dict(x.no_grad_versions)) for x in operands)
-        return _Snapshot(assigner.assignment.copy(), assigner.grad, versions)
-
-    def restore(self, assigner: _Assigner) -> None:
-        """Reset a pass to this state; once, since the pass continues with the objects in it."""
-        assigner.assignment, assigner.grad = self.assignment, self.grad
-        for tensor, versions, no_grad_versions in self.versions:
-            tensor.versions, tensor.no_grad_versions = versions, no_grad_versions
+        return restore
 
 
 def redistributed(

@@ -27,19 +27,12 @@ from fshard.layout.tree import (
 from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta, name_of
 from fshard.ops.trace.trace import TracedFunction, refuse_autocast, trace
-from fshard.partition.arguments import (
-    CallSignature,
-    hides_tensors,
-    leaf_spec,
-    located,
-    opaque_leaf,
-    tensor_leaves,
-    to_positional,
-)  # fmt: skip
+from fshard.partition import arguments
+from fshard.partition.arguments import CallSignature
 from fshard.partition.assign_layouts import (
     Assignment,
+    LayoutAssigner,
     TensorVersions,
-    assign_layouts,
     redistributed,
 )
 from fshard.partition.ir import Copy, Ref, Write, aliases_of, keep_gradients_of
@@ -121,7 +114,7 @@ class Partition:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function: pairs in, pairs out; global tensors in, global tensors out."""
         if kwargs:
-            args = to_positional(self.fn, args, kwargs, self.where)
+            args = arguments.to_positional(self.fn, args, kwargs, self.where)
         leaves, (call, specs) = self._lookup(args, runs=True)
         has_pairs, locals_ = False, []
         for leaf, spec in zip(leaves, specs, strict=True):
@@ -133,10 +126,10 @@ class Partition:
             else:
                 locals_.append(shard(leaf, spec).local)
         if call.written:
-            call.check_disjoint(tensor_leaves(leaves, specs), self.where)
+            call.check_disjoint(arguments.tensor_leaves(leaves, specs), self.where)
         results = call.run(locals_)
         if call.written:
-            call.write_global_tensors(tensor_leaves(leaves, specs), locals_)
+            call.write_global_tensors(arguments.tensor_leaves(leaves, specs), locals_)
         for index, spec in enumerate(call.out_specs):
             if spec is not None:
                 pair = Sharded(results[index], spec)
@@ -156,7 +149,7 @@ class Partition:
             The `PartitionedCall`, with `lines`, `in_specs`, `out_specs`, `programs`, `cost()`,
             `graph(rank)` and `explain()`.
         """
-        args = to_positional(self.fn, args, kwargs, self.where) if kwargs else args
+        args = arguments.to_positional(self.fn, args, kwargs, self.where) if kwargs else args
         return self._lookup(args, runs=False)[1][0]
 
     def __repr__(self) -> str:
@@ -238,7 +231,7 @@ class Partition:
         names = paths(list(args), "args")
         problems: list[Problem] = []
         specs = [
-            leaf_spec(leaf, request, name, self.mesh, problems)
+            arguments.leaf_spec(leaf, request, name, self.mesh, problems)
             for leaf, request, name in zip(leaves, requested, names, strict=True)
         ]
         raise_if(where, problems)
@@ -304,15 +297,10 @@ class Partition:
         hints = layout_hints(graph, self.mesh, partitions)
         choices = []
         for shard_replicated in (True, False) if hints else (False,):
-            assignment, results = assign_layouts(
-                graph,
-                inputs,
-                self.topology,
-                grad=signature.grad_enabled,
-                device=signature.device,
-                hints=hints,
-                shard_replicated=shard_replicated,
-            )
+            assigner = LayoutAssigner(self.mesh, self.topology, signature.grad_enabled,
+                                      signature.device, hints, shard_replicated)  # fmt: skip
+            results = assigner.assign(graph, inputs)
+            assignment = assigner.assignment
             outputs, specs, grads = self._redistribute_results(assignment, results, requested)
             sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
             assignment.lines = keep_gradients_of(assignment.lines, sources)
@@ -346,9 +334,9 @@ class Partition:
                     for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
             results, result_tree = flatten(self.fn(*unflatten(tree, args)))
             names = paths(unflatten(result_tree, results), "result")
-            raise_if(self.where, [opaque_leaf(result, name)
+            raise_if(self.where, [arguments.opaque_leaf(result, name)
                                   for result, name in zip(results, names, strict=True)
-                                  if hides_tensors(result)])  # fmt: skip
+                                  if arguments.hides_tensors(result)])  # fmt: skip
             result_trees.append(result_tree)
             return results
 
@@ -388,7 +376,7 @@ class Partition:
                 if p is not None:
                     spec = p if isinstance(p, Spec) else spec.replace(partition=p)
             except ShardingError as error:
-                problems += located(f"result {index}: {p}", error, "out_specs")
+                problems += arguments.located(f"result {index}: {p}", error, "out_specs")
                 continue
             outputs.append(redistributed(assignment, result, spec, self.topology, grad=True))
             specs.append(spec)
