@@ -42,7 +42,7 @@ class Report:
     words: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     texts: list[tuple[str, str, str]] = field(default_factory=list)
     rules: dict[str, bool] = field(default_factory=dict)
-    refused_layouts_of: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -63,7 +63,7 @@ class Options:
     samples: int
     partition: bool
     dtensor: bool
-    refused_layouts_of: bool
+    refused: bool
     seconds: float
     dtype: torch.dtype | None = None
 
@@ -218,8 +218,8 @@ def _show_causes(reports: Sequence[Report], libraries: Sequence[str]) -> None:
         print(f"\nwhy {library} raises, with the OpInfos:")
         for cause, names in sorted(causes.items(), key=lambda item: -len(item[1])):
             print(f"    {cause}\n        {', '.join(sorted(names))[:300]}")
-    late = sorted(reports, key=lambda x: -x.seconds)[:10]
-    print("\nslowest:", ", ".join(f"{x.name} {x.seconds:.1f} s" for x in late))
+    slowest = sorted(reports, key=lambda x: -x.seconds)[:10]
+    print("\nslowest:", ", ".join(f"{x.name} {x.seconds:.1f} s" for x in slowest))
 
 
 def main() -> None:
@@ -228,26 +228,24 @@ def main() -> None:
     parser.add_argument("--ops", help="names of OpInfos, with commas; all if absent")
     parser.add_argument("--samples", type=int, default=2, help="samples of each OpInfo")
     parser.add_argument("--dtype", help="int64, bool, complex128, ...; float64 if absent")
-    parser.add_argument("--partition", action="store_true", help="whole functions too")
+    parser.add_argument("--partition", action="store_true", help="fs.partition too")
     parser.add_argument("--dtensor", action="store_true", help="DTensor too, on the same layouts")
-    parser.add_argument("--refused", action="store_true", help="what is right and refused")
+    parser.add_argument("--refused", action="store_true", help="right layouts that rules refuse")
     parser.add_argument("--details", action="store_true", help="why layouts raise")
-    parser.add_argument("--seconds", type=float, default=30.0, help="the most for one OpInfo")
+    parser.add_argument("--seconds", type=float, default=30.0, help="time limit for one OpInfo")
     parser.add_argument("-n", type=int, default=2, help="processes")
-    inputs = parser.parse_args()
-    expected = inputs.ops.split(",") if inputs.ops else None
+    parsed = parser.parse_args()
+    names = parsed.ops.split(",") if parsed.ops else None
     places = [
-        i
-        for i, op in enumerate(op_db)
-        if expected is None or {op.name, info_name(op)} & {*expected}
+        i for i, op in enumerate(op_db) if names is None or {op.name, info_name(op)} & {*names}
     ]
     if not places:
-        sys.exit(f"no OpInfo is called {inputs.ops}")
-    dtype = getattr(torch, inputs.dtype) if inputs.dtype else None
-    requested = inputs.partition, inputs.dtensor, inputs.refused
-    options = Options(inputs.samples, *requested, inputs.seconds, dtype)
+        sys.exit(f"no OpInfo is called {parsed.ops}")
+    dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
+    requested = parsed.partition, parsed.dtensor, parsed.refused
+    options = Options(parsed.samples, *requested, parsed.seconds, dtype)
     start = time.perf_counter()
-    show(run(places, options, inputs.n), options, details=inputs.details)
+    show(run(places, options, parsed.n), options, details=parsed.details)
     print(f"\n{time.perf_counter() - start:.0f} s")
 
 
