@@ -12,7 +12,7 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.shard_call import ShardCall
 
 __all__ = [
-    "addend_modes", "contraction_rule", "drop_broadcast", "letters", "no_factors", "text_dims",
+    "bias_modes", "contraction_rule", "drop_broadcast", "letters", "no_factors", "text_dims",
     "trailing_dims",
 ]  # fmt: skip
 
@@ -67,24 +67,24 @@ def drop_broadcast(operands: Sequence[Dims], metas: Sequence[Meta]) -> tuple[Dim
 
 
 def contraction_rule(
-    call: OpCall, operands: Sequence[Dims], result: Dims, *, addend: int | None = None,
+    call: OpCall, operands: Sequence[Dims], result: Dims, *, bias: int | None = None,
     linear_in: Iterable[int] | None = None, local: Callable[..., Any] | None = None,
 ) -> Rule:  # fmt: skip
     """Return the rule of a sum of products: factors that the result lacks are summed.
 
-    `addend` is the operand added to the products; `linear_in` are the operands the result is
-    linear in, by default all but the addend.
+    `bias` is the operand added to the products; `linear_in` are the operands the result is
+    linear in, by default all but the bias.
     """
     dims = drop_broadcast(operands, call.operands)
-    factors = dict.fromkeys(f for each in dims for dim in each for f in dim)
+    factors = dict.fromkeys(f for operand_dims in dims for dim in operand_dims for f in dim)
     result_factors = {f for dim in result for f in dim}
-    products = tuple(i for i in range(len(dims)) if i != addend)
+    products = tuple(i for i in range(len(dims)) if i != bias)
     linear = products if linear_in is None else tuple(linear_in)
     if call.results[0] is not None and widens_integers(call.operands[0], call.results[0]):
         linear = ()
-    modes = linear_modes(*linear) if addend is None else addend_modes(addend, linear)
-    if addend is not None and local is None:
-        local = ShardCall(once=(addend,), skip_empty=False)
+    modes = linear_modes(*linear) if bias is None else bias_modes(bias, linear)
+    if bias is not None and local is None:
+        local = ShardCall(once=(bias,), skip_empty=False)
     kinds = tuple(sorted((f, "sum") for f in factors if f not in result_factors))
     return Rule(dims, (result,), kinds, modes=modes, local=local)
 
@@ -94,8 +94,8 @@ def widens_integers(source: Meta, result: Meta) -> bool:
     return source.dtype != result.dtype and not is_inexact(source)
 
 
-def addend_modes(addend: int, products: Iterable[int]) -> tuple[Mode, ...]:
-    """Return the modes of a sum of an addend and products, with the addend counted once."""
+def bias_modes(bias: int, products: Iterable[int]) -> tuple[Mode, ...]:
+    """Return the modes of a sum of a bias and products, with the bias counted once."""
     linear = tuple(products)
-    pairs = tuple(tuple(sorted((i, addend))) for i in linear)
-    return linear_modes(*linear, *pairs) + linear_modes(addend, affine=True)
+    pairs = tuple(tuple(sorted((i, bias))) for i in linear)
+    return linear_modes(*linear, *pairs) + linear_modes(bias, affine=True)

@@ -85,7 +85,7 @@ def factorization(call: OpCall) -> Rule:
 
 @register_rule(aten.vander, aten.linalg_tensorinv, aten.linalg_tensorsolve)
 def unbatched(call: OpCall) -> Rule:
-    """Rule of operations that make one matrix from a whole tensor: unsharded."""
+    """Rule of operations that make one matrix from all of a tensor: unsharded."""
     results = tuple(None if meta is None else no_factors(meta) for meta in call.results)
     solves = base_name(call.op) == "linalg_tensorsolve"
     return Rule(tuple(map(no_factors, call.operands)), results,

@@ -56,7 +56,7 @@ def matmul_add(call: OpCall) -> Rule:
     dims = (trailing_dims(result, call.operands[0].ndim), text_dims(a), text_dims(b))
     # For an empty product with a vector PyTorch returns the input's shape, not the sum's.
     changes = (ExpandArgument("self"),) if base_name(call.op).rstrip("_") == "addmv" else ()
-    return contraction_rule(call, dims, text_dims(result), addend=0,
+    return contraction_rule(call, dims, text_dims(result), bias=0,
                             local=ShardCall((0,), changes, skip_empty=False))  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def linear_layer(call: OpCall) -> Rule:
     result = batch + ("j" if weight.ndim == 2 else "")
     operands = [text_dims(batch + "k"), trailing_dims("jk", weight.ndim)]
     operands += [trailing_dims("j", bias.ndim) for bias in call.operands[2:]]
-    return contraction_rule(call, operands, text_dims(result), addend=call.operand_index("bias"))
+    return contraction_rule(call, operands, text_dims(result), bias=call.operand_index("bias"))
 
 
 @register_rule(aten.bilinear)
@@ -85,7 +85,7 @@ def bilinear(call: OpCall) -> Rule:
     operands = [text_dims(batch + "i"), text_dims(batch + "j"), text_dims("oij")]
     operands += [text_dims("o") for _ in call.operands[3:]]
     bias = call.operand_index("bias")
-    return contraction_rule(call, operands, text_dims(batch + "o"), addend=bias,
+    return contraction_rule(call, operands, text_dims(batch + "o"), bias=bias,
                             local=ShardCall(once=() if bias is None else (bias,)))  # fmt: skip
 
 
@@ -144,11 +144,11 @@ def kron(call: OpCall) -> Rule:
     """Rule `ab,cd->(ac)(bd)`: every result dim is a product of one dim of each operand."""
     a, b = call.operands
     names = letters(a.ndim + b.ndim)
-    left, right = text_dims(names[: a.ndim]), text_dims(names[a.ndim :])
+    left_dims, right_dims = text_dims(names[: a.ndim]), text_dims(names[a.ndim :])
     ndim = max(a.ndim, b.ndim)
-    padded = [((),) * (ndim - len(dims)) + dims for dims in (left, right)]
+    padded = [((),) * (ndim - len(dims)) + dims for dims in (left_dims, right_dims)]
     result = tuple((*x, *y) for x, y in zip(*padded, strict=True))
-    return contraction_rule(call, (left, right), result)
+    return contraction_rule(call, (left_dims, right_dims), result)
 
 
 @register_rule(aten.linalg_multi_dot, aten.chain_matmul)

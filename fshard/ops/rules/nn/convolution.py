@@ -16,7 +16,7 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.letters import addend_modes, letters
+from fshard.ops.rules.letters import bias_modes, letters
 from fshard.ops.rules.shard_call import ShardCall, has_empty_shard, zeros_with_grad
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
@@ -137,7 +137,7 @@ def convolution(call: OpCall) -> Rule:
     once = () if bias is None else (bias,)
     return Rule(
         tuple(operands), (dims.result,), (("c", "sum"),), dims.unsharded,
-        modes=linear_modes(0, 1) if bias is None else addend_modes(bias, (0, 1)),
+        modes=linear_modes(0, 1) if bias is None else bias_modes(bias, (0, 1)),
         local=ShardCall(once, changes, once_dim=channel),
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def convolution(call: OpCall) -> Rule:
 def conv_tbc(call: OpCall) -> Rule:
     """Rule of a 1-d convolution of tensors with dims time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
-    return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=addend_modes(2, (0, 1)),
+    return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=bias_modes(2, (0, 1)),
                 local=ShardCall((2,), once_dim=2))  # fmt: skip
 
 

@@ -52,16 +52,16 @@ def _embedding(call: OpCall) -> Rule:
     index = dim_factors(call.operands[1].ndim, "i")
     rule = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
                 modes=select_modes(0), local=_local_embedding)  # fmt: skip
-    return _restrict_local_embedding_backward(call, rule)
+    return _restrict_gradient(call, rule)
 
 
-def _restrict_local_embedding_backward(call: OpCall, made: Rule) -> Rule:
+def _restrict_gradient(call: OpCall, rule: Rule) -> Rule:
     """Refuse to shard gradients that are sparse or scaled by frequencies of all indices."""
     if call.get("sparse"):
-        return replace(made, no_grad=frozenset(made.factors))
+        return replace(rule, no_grad=frozenset(rule.factors))
     if call.get("scale_grad_by_freq"):
-        return replace(made, no_grad=frozenset(made.factors) - {"d"})
-    return made
+        return replace(rule, no_grad=frozenset(rule.factors) - {"d"})
+    return rule
 
 
 def _renorm(call: OpCall) -> Never:
@@ -146,7 +146,7 @@ def _bag(call: OpCall) -> Rule:
                 () if largest else (("v", "sum"),),
                 modes=linear_modes(*linear_in, results=len(call.results)),
                 local=_local_bag)  # fmt: skip
-    return _restrict_local_embedding_backward(call, rule)
+    return _restrict_gradient(call, rule)
 
 
 register_rule("embedding")(_embedding)

@@ -169,13 +169,13 @@ def _scanned(
 
 @register_decomposition("cumsum.default")
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    scan = lambda t, at: torch.cumsum(t, at, dtype=dtype)  # noqa: E731
+    scan = lambda t, d: torch.cumsum(t, d, dtype=dtype)  # noqa: E731
     return _scanned(x, dim, scan, 0, torch.add)
 
 
 @register_decomposition("cumprod.default")
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    scan = lambda t, at: torch.cumprod(t, at, dtype=dtype)  # noqa: E731
+    scan = lambda t, d: torch.cumprod(t, d, dtype=dtype)  # noqa: E731
     return _scanned(x, dim, scan, 1, torch.mul)
 
 
