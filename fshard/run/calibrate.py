@@ -115,8 +115,8 @@ def _world(mesh: Mesh, seconds: float, save: object) -> ProcessWorld:
         )
     size = dist.get_world_size()
     if max(mesh.ranks) >= size:
-        problems.append(Problem(f"{mesh} with ranks up to {max(mesh.ranks)}",
-                                f"ranks must be among the {size} processes of the world, 0..{size - 1}",
+        rule = f"ranks must be among the {size} processes of the world, 0..{size - 1}"
+        problems.append(Problem(f"{mesh} with ranks up to {max(mesh.ranks)}", rule,
                                 f"a mesh of at most {size}, or more processes"))  # fmt: skip
     raise_if("fs.calibrate", problems)
     return world

@@ -15,8 +15,8 @@ from fshard.run.calibrate import Sample, _fit, _message
 from tests.helpers import spec_grid
 
 NO_RANKS = spec_grid.message(
-    "fs.calibrate", "Mesh(x=4), in a process that is no rank of torchrun",
-    "what is measured is time between processes: a simulation has none",
+    "fs.calibrate", "Mesh(x=4), in a process that is not a rank of torchrun",
+    "links must be those between processes, which a simulation does not have",
     "torchrun --nproc-per-node 4 script.py, and fs.init(mesh) in it; "
     "fs.Topology.dgx_h100() and others need no processes")  # fmt: skip
 
@@ -38,13 +38,15 @@ def test_of_something_else() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.calibrate("x")  # type: ignore[arg-type]
     assert str(caught.value) == spec_grid.message(
-        "fs.calibrate", "a mesh of 'x'", "what is measured are the links of a Mesh",
+        "fs.calibrate", "a mesh of 'x'", "its argument must be a Mesh",
         "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
 
 
 def moved(n: int) -> list[Traffic]:
     shards = [2**power for power in range(10, 27, 4)]
-    return [each for s in shards for each in (all_gather_traffic(n, s), all_to_all_traffic(n, n * s))]
+    return [
+        each for s in shards for each in (all_gather_traffic(n, s), all_to_all_traffic(n, n * s))
+    ]
 
 
 TIMES = st.floats(1e-7, 1e-2)

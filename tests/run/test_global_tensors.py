@@ -339,7 +339,9 @@ def test_global_tensors_of_another_spec(function: Any, x: Any, text: str) -> Non
 
 
 def test_a_partition_is_no_spec() -> None:
-    with pytest.raises(ShardingError, match="a spec must be a fs.Spec, with a mesh, shape and dtype"):
+    with pytest.raises(
+        ShardingError, match="a spec must be a fs.Spec, with a mesh, shape and dtype"
+    ):
         fs.shard(torch.zeros(4, 6), P("x"))  # type: ignore[arg-type]
 
 
@@ -389,7 +391,9 @@ def test_every_wrong_shard_is_named() -> None:
 
 def test_a_program_fed_with_the_shards_of_another_layout() -> None:
     prog = fs.redistribute(SPEC, SPEC.replace(partition=P("x")))
-    with pytest.raises(ShardingError, match=r"with f32\[4@x,6@y\] on Mesh\(x=2, y=3\) it must have shape"):
+    with pytest.raises(
+        ShardingError, match=r"with f32\[4@x,6@y\] on Mesh\(x=2, y=3\) it must have shape"
+    ):
         prog(prog(SHARDS))
 
 

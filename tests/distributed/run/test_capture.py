@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
-from fshard import Mesh, P, ShardingError, Spec
+from fshard import Mesh, P, Sharded, ShardingError, Spec
 from fshard.run.capture import Recordings
 from fshard.spmd.collectives import collective_plan
 from tests.helpers.gloo.harness import run_ranks
@@ -310,3 +310,57 @@ def test_batches_of_gradients() -> None:
         work.append((at, ("i",), xs, cts))
     for found in run_ranks(2, run_batched, work, timeout=100):
         assert [CASES[at // 4].name for at, is_right in enumerate(found) if not is_right] == []
+
+
+def share_nothing(mesh: Mesh) -> None:
+    """Run mapped functions and conversions repeatedly, writing into their arguments and results."""
+    fs.init(mesh)
+    x = random_global((4, 6), F64)
+    for p in (P(), P("x"), P(None, "y"), P(("x", "y"))):
+
+        def body(v: torch.Tensor) -> torch.Tensor:
+            return v.mul_(2)
+
+        mapped = fs.shard_map(body, mesh=mesh, in_specs=p, out_specs=p, check=False)
+        for _ in range(4):
+            given = x.clone()
+            out = mapped(given)
+            assert torch.equal(out, 2 * x)
+            out.zero_()
+            assert torch.equal(given, x)
+            pair = fs.shard(given, Spec(mesh, p, shape=(4, 6), dtype=F64))
+            whole = fs.unshard(pair)
+            whole.zero_()
+            pair.local.mul_(3)
+            assert torch.equal(given, x)
+            assert torch.equal(fs.unshard(Sharded(pair.local, pair.spec)), 3 * x)
+
+
+def test_results_of_repeated_calls_share_no_memory() -> None:
+    mesh = MESHES[1]
+    run_ranks(mesh.size, share_nothing, mesh, timeout=100)
+
+
+def log_calls(mesh: Mesh) -> list[Any]:
+    """Return the logs of a mapped call, the first and later ones."""
+    fs.init(mesh)
+    x = random_global((4, 6), F64).requires_grad_()
+    mapped = fs.shard_map(
+        lambda v: fs.psum(v, "x"), mesh=mesh, in_specs=P("x", "y"), out_specs=P(None, "y")
+    )
+    logs = []
+    for at in range(6):
+        if at % 2:
+            with fs.comm_log() as log:
+                torch.autograd.grad(mapped(x).sum(), x)
+            logs.append(log.to_dict())
+        else:
+            torch.autograd.grad(mapped(x).sum(), x)
+    return logs
+
+
+def test_comm_log_counts_collectives_that_would_be_replayed() -> None:
+    mesh = MESHES[1]
+    for logs in run_ranks(mesh.size, log_calls, mesh, timeout=100):
+        assert all(log == logs[0] for log in logs)
+        assert {each["op"] for each in logs[0]["forward"]} == {"all_reduce", "all_gather"}

@@ -283,7 +283,10 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
     store = dist.HashStore()
     monkeypatch.setattr(divergence_check, "default_store", lambda: store)
     cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
-    return [_CheckedTransport(ProcessWorld(rank, cpu, limit, weakref.ref(store), 1), PAIR) for rank in (0, 1)]
+    return [
+        _CheckedTransport(ProcessWorld(rank, cpu, limit, weakref.ref(store), 1), PAIR)
+        for rank in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize("slow", ["waited", ""])

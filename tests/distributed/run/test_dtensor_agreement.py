@@ -19,7 +19,7 @@ from fshard import Mesh, P, Spec
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_global, random_locals
 
-MESHES = [Mesh(x=2), Mesh(x=2, y=2), Mesh(x=4), Mesh(x=2, y=3)]
+MESHES = [Mesh(x=2), Mesh(x=2, y=2), Mesh(x=4), Mesh(x=3, y=1)]
 SHAPES = [(4, 4), (12, 6), (5, 3), (7, 5), (1, 6), (3, 0), (2, 3, 4)]
 Placements = tuple[Placement, ...]
 

@@ -9,10 +9,10 @@ import torch
 import fshard as fs
 from fshard import Batch, Mesh, P, Program, Spec
 from fshard.layout.tree import flatten, unflatten
+from tests.helpers.batches import ends, gathered_parameters, only, owned_matrices
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spec_grid import random_locals
 from tests.helpers.spmd.collective_cases import this_rank
-from tests.plan.test_batch import ends, fsdp, only, owners
 
 F64 = torch.float64
 MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
@@ -48,13 +48,13 @@ def mixed() -> Batch:
 
 
 def batches() -> dict[str, Batch]:
-    parameters = fs.redistribute(*fsdp(6))
+    parameters = fs.redistribute(*gathered_parameters(6))
     return {
         "mixed": mixed(),
         "parameters": parameters,
-        "muon": fs.redistribute(*ends(owners(Mesh(x=4), 50))),
+        "muon": fs.redistribute(*ends(owned_matrices(Mesh(x=4), 50))),
         "sent in less": fs.redistribute(
-            *fsdp(2), forward_dtype=torch.bfloat16, backward_dtype=torch.float64
+            *gathered_parameters(2), forward_dtype=torch.bfloat16, backward_dtype=torch.float64
         ),
         "ahead": parameters,
     }

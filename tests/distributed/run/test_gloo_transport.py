@@ -41,8 +41,7 @@ MESHES = [
     Mesh(x=2),
     Mesh(x=2, y=2),
     Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1)),
-    Mesh(x=2, y=3),
-    Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3)),
+    Mesh(x=1, y=3),
 ]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.complex64)
 DTYPES = (*FLOATS, torch.int64, torch.bool)
@@ -375,7 +374,7 @@ def run_async(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     assert repr(pending[0]) == "<Pending, waited for>"
     refused = []
     for each in pending:
-        with pytest.raises(fs.ShardingError, match="is waited for once") as caught:
+        with pytest.raises(fs.ShardingError, match="must be waited for once") as caught:
             each.wait()
         refused.append(str(caught.value))
     grads = [
@@ -438,7 +437,7 @@ def refuse_async_maximum(mesh: Mesh) -> str:
     fs.init(mesh)
     src = Spec(mesh, P(unreduced={"x": "max"}), shape=(4,))
     prog = fs.redistribute(src, src.replace(partition=P()))
-    with pytest.raises(fs.ShardingError, match="programs must be linear to run ahead") as caught:
+    with pytest.raises(fs.ShardingError, match="must be linear to run ahead") as caught:
         prog(torch.ones(4, requires_grad=True), async_op=True)
     return str(caught.value)
 

@@ -58,7 +58,7 @@ def test_averages() -> None:
             assert seen(lambda x: fs.pmean(x, "i", mesh=mesh), x) == [want] * 3
         assert seen(scatter, torch.ones(4)) == [["reduce_scatter_tensor avg"]] * 3
     finally:
-        collective_plan._LAUNCHERS.clear()
+        collective_plan._RECORDINGS.clear()
         set_world(None)
         dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import fshard as fs
 from fshard import Batch, Mesh, P, Program, Spec
 from fshard.program.lower_bound import lower_bound_together
 from tests.helpers import strategies
-from tests.helpers.batches import check_equal, ends, program
+from tests.helpers.batches import check_equal, ends, only, program
 from tests.helpers.spec_grid import global_of, random_locals
 
 F64 = torch.float64
@@ -29,12 +29,6 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.int64, **options: Any) -
     leaves = draw(st.permutations([*different, *different[:2]]))
     bucket = draw(st.sampled_from([None, 1, 64, 2**25]))
     return Batch([program(*pair, how) for pair, how in leaves], bucket_bytes=bucket)
-
-
-def only(batch: Batch, keep: Sequence[bool]) -> Batch:
-    """Return the batch of some of the leaves."""
-    leaves = [leaf for leaf, kept in zip(batch.leaves, keep, strict=True) if kept]
-    return Batch(leaves, bucket_bytes=batch.bucket_bytes)
 
 
 # -- laws ------------------------------------------------------------------------------

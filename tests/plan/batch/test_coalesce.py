@@ -20,22 +20,17 @@ from fshard.program.cost.traffic import traffic
 from fshard.program.exchange_boxes import receives
 from fshard.run.bucketing import launch_all
 from tests.helpers import strategies
-from tests.helpers.batches import Leaf, Specs, check_equal, ends, program
+from tests.helpers.batches import (
+    Specs,
+    check_equal,
+    ends,
+    gathered_parameters,
+    owned_matrices,
+    program,
+)
 from tests.helpers.spec_grid import global_of, random_locals
 
 # -- use cases ----------------------------------------------------------------------
-
-
-def owned_matrices(mesh: Mesh, count: int) -> list[Leaf]:
-    """Return matrices that Muon moves: each on one rank in turn, then reduced on every rank."""
-    axes, n = mesh.axes, mesh.size
-    leaves = []
-    for i in range(count):
-        shape = (1 + i % 7, 2)
-        sizes = [shape[0] if i % n == rank else 0 for rank in range(n)]
-        owned = Spec(mesh, P(axes), shape=shape, sizes={0: sizes})
-        leaves.append((owned, Spec(mesh, P(reduced=set(axes)), shape=shape)))
-    return leaves
 
 
 def test_hundreds_of_owned_matrices_are_one_launch() -> None:
@@ -153,26 +148,6 @@ def test_step_load_agrees_with_traffic_of_the_busiest_rank(data: st.DataObject) 
             assert sum(moved.sent) >= sum(moved.received)
             even = not any(before.sizes) and not any(after.sizes)
             assert (max(got) == busy.received) if even else got == list(moved.received)
-
-
-def gathered_parameters(dims: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return specs of matrices sharded over dp and tp and of uneven vectors, gathered over dp."""
-    mesh = Mesh(dp=2, tp=2)
-
-    def leaf(shape: Sequence[int], before: P, *after: Any) -> tuple[Spec, Spec]:
-        src = Spec(mesh, before, shape=shape, uneven="chunk")
-        return src, src.replace(partition=P(*after, reduced={"dp"}))
-
-    pairs = [
-        {"w": leaf((8, 4 * (1 + i % 3)), P("dp", "tp"), None, "tp"), "b": leaf((5 + i,), P("dp"))}
-        for i in range(dims)
-    ]
-    src, dst = (
-        {"layers": [{name: pair[end] for name, pair in layer.items()} for layer in pairs],
-         "norm": leaf((7,), P("dp"))[end], "none": None}
-        for end in (0, 1)
-    )  # fmt: skip
-    return src, dst
 
 
 def test_gathering_parameters_takes_two_launches() -> None:
