@@ -88,7 +88,8 @@ def on_pairs(
     """
     if mode not in MODES:
         fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
-    as_topology("fs.on_pairs", topology)
+    if topology is not None:
+        as_topology("fs.on_pairs", topology)
     return functools.partial(_apply, op, mode, topology)
 
 
