@@ -22,19 +22,21 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REFERENCE = re.compile(r"(?<=<!-- reference -->\n).*(?=<!-- end of reference -->)", re.DOTALL)
 GROUPS = {
-    "Layouts": "Mesh P PartitionSpec Spec Sharded parse visualize",
+    "Layouts": "Mesh P PartitionSpec Spec Sharded parse visualize Picture",
     "Global tensors and pairs": "shard unshard scatter from_local reshard",
     "Programs": "redistribute Program Batch Pending lower_bound Bound Cost Topology Link calibrate",
-    "Steps": "AllGather AllReduce AllSlice AllToAll Cast CollectivePermute Exchange "
+    "Steps": "Step AllGather AllReduce AllSlice AllToAll Cast CollectivePermute Exchange "
     "InvariantToReduced ReducedToInvariant ReduceScatter Remesh ReplicatedToUnreduced "
     "ShardedToUnreduced",
-    "Per-device functions": "shard_map local_map smap typeof simulate init",
+    "Per-device functions": "shard_map local_map smap typeof LocalType simulate init",
     "Collectives": "psum pmean pmax pmin pprod pargmax pargmin all_gather psum_scatter all_to_all "
     "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size start",
     "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
-    "Partition auto Auto constrain rule Rule register_rule register_decomposition",
+    "Partition auto Auto constrain rule Rule Mode register_rule register_decomposition",
     "Random numbers, logs and errors": "random comm_log CommLog ShardingError",
 }
+
+UNIONS = {"Step": "Union of all step types, for `isinstance` and annotations."}
 
 
 def printed_blocks() -> list[tuple[str, str]]:
@@ -64,7 +66,7 @@ def reference() -> str:
     for title, names in GROUPS.items():
         lines += [f"**{title}**", "", "| name | |", "|---|---|"]
         for name in names.split():
-            doc = inspect.getdoc(getattr(fs, name)) or ""
+            doc = UNIONS.get(name) or inspect.getdoc(getattr(fs, name)) or ""
             sentence = " ".join(doc.partition("\n\n")[0].split()).replace("|", "\\|")
             lines.append(f"| `{name}` | {sentence} |")
         lines.append("")
