@@ -260,7 +260,8 @@ class CollectiveEdges(ExchangeEdges):
                 n = problem.num_ranks(axes)
                 moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
                 make_step: StepFactory = partial(AllReduce, axes, to, kind)
-                yield from self.collective(make_step, axes, state, new, moved, 0)
+                if edge := self.collective(make_step, axes, state, new, moved, 0):
+                    yield edge
                 for dim in range(len(state.dims)):
                     for order in self.orders(state, dim, axes):
                         new = problem.append_axes(rest, dim, order)
@@ -268,7 +269,8 @@ class CollectiveEdges(ExchangeEdges):
                         moved = all_gather_traffic(n, nbytes // n) if even else None
                         copied = 2 * nbytes if dim else 0
                         make_step = partial(ReduceScatter, order, dim, new.sizes[dim])
-                        yield from self.collective(make_step, order, state, new, moved, copied)
+                        if edge := self.collective(make_step, order, state, new, moved, copied):
+                            yield edge
 
     def all_to_alls(self, state: LayoutState) -> Iterator[Edge]:
         """Yield all-to-alls of minor runs of axes: one run to any dim, several to goal dims."""
@@ -287,7 +289,8 @@ class CollectiveEdges(ExchangeEdges):
                         even = problem.is_even_along(state, new, (dim, to))
                         moved = all_to_all_traffic(n, nbytes) if even else None
                         make_step = partial(AllToAll, run, dim, to, new.sizes[to])
-                        yield from self.collective(make_step, run, state, new, moved, copied)
+                        if edge := self.collective(make_step, run, state, new, moved, copied):
+                            yield edge
         if not self.direct:
             yield from self.fused_all_to_alls(state)
 
@@ -322,7 +325,8 @@ class CollectiveEdges(ExchangeEdges):
             )
             copied = 2 * nbytes + 2 * problem.nbytes(new)
             make_step = partial(_all_to_all, tuple(arguments))
-            yield from self.collective(make_step, axes, state, new, swap, copied)
+            if edge := self.collective(make_step, axes, state, new, swap, copied):
+                yield edge
 
     def gathers(self, state: LayoutState) -> Iterator[Edge]:
         """Yield the all-gather of every minor run of axes of a dim."""
@@ -338,7 +342,8 @@ class CollectiveEdges(ExchangeEdges):
                 moved = all_gather_traffic(problem.num_ranks(run), nbytes) if even else None
                 copied = 2 * problem.nbytes(new) if dim else 0
                 make_step = partial(AllGather, run, dim, to, kind)
-                yield from self.collective(make_step, run, state, new, moved, copied)
+                if edge := self.collective(make_step, run, state, new, moved, copied):
+                    yield edge
 
 
 def _busy(state: LayoutState) -> set[str]:

@@ -78,24 +78,23 @@ class ExchangeEdges:
         moved: Traffic | None,
         copied: int,
         reduced_ranks: int = 1,
-    ) -> Iterator[Edge]:
-        """Yield an edge with traffic, unless it costs more than `limit`.
+    ) -> Edge | None:
+        """Return an edge with traffic, or None if it costs more than `limit`.
 
         `moved` is None if the traffic has no closed form; it is then computed if it may matter.
         """
         problem = self.problem
         if not problem.is_divisible(after):
-            return
+            return None
         if moved is None:
             if self.min_total(before, after, copied, reduced_ranks) > self.limit:
-                return
+                return None
             moved = problem.traffic(make_step(), before, after, reduced_ranks)
         if moved.launches and not problem.empty:
             cost = problem.cost(axes, moved, copied)
         else:
             cost = problem.local_cost(2 * problem.nbytes(after))
-        if cost <= self.limit:
-            yield cost, make_step, after
+        return (cost, make_step, after) if cost <= self.limit else None
 
     def min_total(
         self, before: LayoutState, after: LayoutState, copied: int, reduced_ranks: int
@@ -129,7 +128,8 @@ class ExchangeEdges:
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
                 make_step = partial(_permute, target)
                 moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
-                yield from self.collective(make_step, axes, state, target, moved, 0)
+                if edge := self.collective(make_step, axes, state, target, moved, 0):
+                    yield edge
 
     def reordered(self, state: LayoutState) -> Iterator[LayoutState]:
         """Yield the layouts with the axes of every dim in all orders."""
@@ -165,7 +165,10 @@ class ExchangeEdges:
             if even and moved == NO_TRAFFIC:  # slices suffice
                 continue
             axes = problem.moving_axes(state, target)
-            yield from self.collective(make_step, axes, state, target, moved, copied, reduced_ranks)
+            if edge := self.collective(
+                make_step, axes, state, target, moved, copied, reduced_ranks
+            ):
+                yield edge
 
     def find_exchange_targets(
         self, unreduced: Kinds, sharded: frozenset[str]
