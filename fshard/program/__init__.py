@@ -1,1 +1,10 @@
-"""Programs of collectives as values: steps, typing, transposition, cost and bounds."""
+"""Programs of typed steps as values: typing, transposes, rewrites, costs and bounds.
+
+- `steps`: the step types; `infer` and `infer_exchange` type-check them, `transpose` gives adjoints.
+- `program`: `Program`, a checked sequence of steps.
+- `single_step`: all steps that lead from one spec to another alone.
+- `simplify`, `cast_rules`: local rewrites that lower the cost, and the rules for casts in them.
+- `exchange_boxes`: the boxes that each rank of an `Exchange` sends and receives.
+- `cost/`: machine model, traffic and time of steps.
+- `lower_bound`: bytes that any program between two specs receives and holds.
+"""

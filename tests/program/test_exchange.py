@@ -1,4 +1,4 @@
-"""`Exchange` and `Remesh`: laws, tables of what moves, several meshes, refusals, text."""
+"""`Exchange` and `Remesh`: laws, pieces sent, several meshes, refusals, text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.helpers.reference import check, simulate
 STATES = ("sharded", "invariant", "reduced", "unreduced")
 MESHES = [Mesh(x=2, y=2), Mesh(x=2, y=3), Mesh(x=3, y=2)]
 
-# Two meshes: the same devices in other grids and orders, some in common, some more, none.
+# Pairs of meshes: the same devices in other grids and orders, some devices in common, or none.
 TWO_MESHES = [
     (Mesh(x=2, y=2), Mesh(x=4)),
     (Mesh(x=2, y=3), Mesh(y=3, x=2)),
@@ -67,14 +67,14 @@ def exchange(src: Spec, dst: Spec) -> Exchange:
 
 
 def allowed(src: Spec, dst: Spec) -> bool:
-    """The rule: unreduced or sharded before where unreduced after, and its dual for reduced."""
+    """Return True if an exchange applies: unreduced or sharded before unreduced, and the dual."""
     p, q = src.partition, dst.partition
     if src.mesh != dst.mesh:
         return not p.reduced and not q.unreduced
-    before, after = ({axis for axes in each.dims for axis in axes} for each in (p, q))
-    made = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
+    before, after = ({*itertools.chain(*spec.partition.dims)} for spec in (src, dst))
+    gained = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
     lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
-    return made <= before and lost <= after
+    return gained <= before and lost <= after
 
 
 def pairs_on(mesh: Mesh, shape: Sequence[int], uneven: str | None = None) -> Iterator[
@@ -88,35 +88,35 @@ def pairs_on(mesh: Mesh, shape: Sequence[int], uneven: str | None = None) -> Ite
 
 
 def assert_laws(src: Spec, dst: Spec) -> None:
-    """What an exchange is: it leads there, keeps the value, and has the way back as adjoint."""
+    """Assert that an exchange results in `dst`, keeps the value, and transposes to its reverse."""
     prog = Program(src, (exchange(src, dst),))
     assert prog.dst == dst
     x = spec_grid.random_locals(src)
-    made = simulate(prog, x)
-    assert torch.equal(spec_grid.global_of(dst, made), spec_grid.global_of(src, x))
+    outputs = simulate(prog, x)
+    assert torch.equal(spec_grid.global_of(dst, outputs), spec_grid.global_of(src, x))
     y = spec_grid.random_locals(dst.dual, seed=1)
-    back = simulate(prog.T, y)
-    assert spec_grid.pairing(dst, made, y) == spec_grid.pairing(src, x, back)
+    gradients = simulate(prog.T, y)
+    assert spec_grid.pairing(dst, outputs, y) == spec_grid.pairing(src, x, gradients)
     assert prog == prog.T.T
     assert [type(step) for step in prog.T.steps] == [Exchange]
     assert pickle.loads(pickle.dumps(prog)) == prog
     assert hash(pickle.loads(pickle.dumps(prog))) == hash(prog)
     check(prog)
-    assert_tables(src, dst, x, made)
+    assert_pieces(src, dst, x, outputs)
 
 
-def assert_tables(
-    src: Spec, dst: Spec, x: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+def assert_pieces(
+    src: Spec, dst: Spec, x: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
-    """Tables that agree, from holders, without what is there: done, they make the result."""
+    """Assert that the pieces sent and received agree, are not held already, and give the result."""
     ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
-    gone = reduction_axes(src, dst)
-    held = dict(zip(src.mesh.ranks, x, strict=True))
-    result = dict(zip(dst.mesh.ranks, made, strict=True))
+    summed = reduction_axes(src, dst)
+    shards = dict(zip(src.mesh.ranks, x, strict=True))
+    result = dict(zip(dst.mesh.ranks, outputs, strict=True))
     sent = {(rank, peer): box for rank in ranks for peer, box in sends(src, dst, rank)}
-    got = {(peer, rank): box for rank in ranks for peer, box in receives(src, dst, rank)}
-    assert sent == got
-    assert len(got) == sum(len(receives(src, dst, rank)) for rank in ranks)
+    received = {(peer, rank): box for rank in ranks for peer, box in receives(src, dst, rank)}
+    assert sent == received
+    assert len(received) == sum(len(receives(src, dst, rank)) for rank in ranks)
     for a, b in sent:
         assert a != b
         assert b in exchange_group(src, dst, a)
@@ -129,48 +129,48 @@ def assert_tables(
         for rank in ranks:
             assert set(exchange_group(src, dst, rank)) == (busy if rank in busy else set())
     for rank in dst.mesh.ranks:
-        own = kept_box(src, dst, rank)
+        kept = kept_box(src, dst, rank)
         sources = [(peer, box) for peer, box in receives(src, dst, rank)]
-        sources += [] if own is None else [(rank, own)]
-        addends = torch.zeros((src.mesh.axis_size(gone), *dst.shape), dtype=dst.dtype)
-        times = torch.zeros(addends.shape, dtype=torch.int64)
+        sources += [] if kept is None else [(rank, kept)]
+        partials = torch.zeros((src.mesh.axis_size(summed), *dst.shape), dtype=dst.dtype)
+        counts = torch.zeros(partials.shape, dtype=torch.int64)
         for peer, box in sources:
             assert all(start < stop for start, stop in box)
             part = tuple(slice(*ends) for ends in box)
-            place = (src.mesh.index(peer, gone), *part)
-            addends[place] += held[peer][local(src, peer, box)]
-            times[place] += 1
+            index = (src.mesh.index(peer, summed), *part)
+            partials[index] += shards[peer][local(src, peer, box)]
+            counts[index] += 1
             if rank in src.mesh and peer != rank:
-                assert holds(src, rank, gone) != holds(src, peer, gone)
-        here = (slice(None), *dst.index(rank))
-        assert bool((times[here] == at_own_place(src, dst, rank)).all())
-        assert times.sum() == times[here].sum()
-        assert torch.equal(addends[here].sum(0), result[rank])
+                assert holds(src, rank, summed) != holds(src, peer, summed)
+        index_of_rank = (slice(None), *dst.index(rank))
+        assert bool((counts[index_of_rank] == at_own_coordinate(src, dst, rank)).all())
+        assert counts.sum() == counts[index_of_rank].sum()
+        assert torch.equal(partials[index_of_rank].sum(0), result[rank])
     assert_balanced(src, dst)
 
 
-def at_own_place(src: Spec, dst: Spec, rank: int) -> torch.Tensor:
-    """1 for the elements of a rank's target that have its place along what becomes addends."""
+def at_own_coordinate(src: Spec, dst: Spec, rank: int) -> torch.Tensor:
+    """Return 1 for target elements from the rank's own coordinate along axes that get unreduced."""
     axes = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
-    place = torch.zeros(src.shape, dtype=torch.int64)
-    for each in src.mesh.ranks:
-        place[src.index(each)] = src.mesh.index(each, axes)
-    return (place[dst.index(rank)] == dst.mesh.index(rank, axes)).long()
+    coordinates = torch.zeros(src.shape, dtype=torch.int64)
+    for other in src.mesh.ranks:
+        coordinates[src.index(other)] = src.mesh.index(other, axes)
+    return (coordinates[dst.index(rank)] == dst.mesh.index(rank, axes)).long()
 
 
 def local(spec: Spec, rank: int, box: Box) -> tuple[slice, ...]:
-    """A box of the global tensor in a rank's local, which has all of it."""
+    """Return the slices of a global box in a rank's local, which must contain it."""
     within = []
-    for (start, stop), mine in zip(box, spec.index(rank), strict=True):
-        assert mine.start <= start <= stop <= mine.stop
-        within.append(slice(start - mine.start, stop - mine.start))
+    for (start, stop), part in zip(box, spec.index(rank), strict=True):
+        assert part.start <= start <= stop <= part.stop
+        within.append(slice(start - part.start, stop - part.start))
     return tuple(within)
 
 
-def holds(spec: Spec, rank: int, gone: tuple[str, ...]) -> object:
-    """Which addend of which shard, for all that one rank may receive."""
-    box = tuple((each.start, each.stop) for each in spec.index(rank))
-    return box, spec.mesh.index(rank, gone)
+def holds(spec: Spec, rank: int, summed: tuple[str, ...]) -> object:
+    """Identify the shard of a rank and its partial sum."""
+    box = tuple((part.start, part.stop) for part in spec.index(rank))
+    return box, spec.mesh.index(rank, summed)
 
 
 def volume(box: Box) -> int:
@@ -178,25 +178,27 @@ def volume(box: Box) -> int:
 
 
 def assert_balanced(src: Spec, dst: Spec) -> None:
-    """Each holder of a shard sends its part of what all send, up to one piece."""
-    gone = reduction_axes(src, dst)
+    """Assert that all holders of a shard send the same, up to one piece."""
+    summed = reduction_axes(src, dst)
     stay = exchange_axes(src, dst) if src.mesh == dst.mesh else src.mesh.axes
     stay = tuple(axis for axis in src.mesh.axes if axis not in stay)
     holders: dict[object, list[int]] = {}
     for rank in src.mesh.ranks:
-        holders.setdefault((holds(src, rank, gone), src.mesh.index(rank, stay)), []).append(rank)
+        holders.setdefault((holds(src, rank, summed), src.mesh.index(rank, stay)), []).append(rank)
     for group in holders.values():
         sizes = [[volume(box) for _, box in sends(src, dst, rank)] for rank in group]
         total = sum(map(sum, sizes))
-        largest = max((size for each in sizes for size in each), default=0)
-        assert all(abs(sum(each) * len(group) - total) <= len(group) * largest for each in sizes)
+        largest = max((size for pieces in sizes for size in pieces), default=0)
+        assert all(
+            abs(sum(pieces) * len(group) - total) <= len(group) * largest for pieces in sizes
+        )
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("shape", [(12,), (12, 12)], ids=str)
 def test_laws_of_all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    found = [pair for pair in pairs_on(mesh, shape) if allowed(*pair)]
-    for src, dst in found:
+    pairs = [pair for pair in pairs_on(mesh, shape) if allowed(*pair)]
+    for src, dst in pairs:
         assert_laws(src, dst)
 
 
@@ -223,7 +225,7 @@ def test_laws_between_two_meshes(
 
 @st.composite
 def exchanges(draw: st.DrawFn, kinds: Sequence[str] = ("sum",)) -> tuple[Spec, Spec]:
-    """Any two specs that an exchange leads between, of one mesh or of two."""
+    """Draw two specs between which an exchange applies, of one mesh or of two."""
     one = draw(strategies.meshes(permuted=True))
     shape = draw(strategies.shapes())
     first = draw(strategies.specs(one, shape, dtype=torch.int64, kinds=kinds))
@@ -235,18 +237,18 @@ def exchanges(draw: st.DrawFn, kinds: Sequence[str] = ("sum",)) -> tuple[Spec, S
         plain = P(*first.partition.partitions, unreduced=first.partition.unreduced)
         return first.replace(partition=plain), last
     last = draw(strategies.specs(one, shape, dtype=torch.int64, states=STATES[:2]))
-    return first, like(draw, first, last, kinds)
+    return first, reachable_from(draw, first, last, kinds)
 
 
 def shifted(draw: st.DrawFn, mesh: Mesh) -> Mesh:
-    """Another mesh, on devices of which any number are of `mesh` too."""
+    """Draw another mesh, which shares any number of devices with `mesh`."""
     other = draw(strategies.meshes(permuted=True))
     first = draw(st.integers(0, mesh.size))
     return Mesh(dict(other.shape), devices=[first + device for device in other.devices])
 
 
-def like(draw: st.DrawFn, first: Spec, last: Spec, kinds: Sequence[str]) -> Spec:
-    """`last` with the states that an exchange from `first` leaves, and some that it may make."""
+def reachable_from(draw: st.DrawFn, first: Spec, last: Spec, kinds: Sequence[str]) -> Spec:
+    """Draw `last` with the states that an exchange from `first` keeps, and some that it allows."""
     before, p = first.partition, last.partition
     unreduced = {axis: kind for axis, kind in before.unreduced_kinds if draw(st.booleans())}
     kind = next(iter(unreduced.values()), None) or draw(st.sampled_from(kinds))
@@ -276,7 +278,7 @@ def test_laws_of_any_pair(pair: tuple[Spec, Spec]) -> None:
 
 
 @given(exchanges(kinds=("max",)) | exchanges(kinds=("min",)) | exchanges(kinds=("product",)))
-def test_other_reductions(pair: tuple[Spec, Spec]) -> None:
+def test_laws_of_other_reductions(pair: tuple[Spec, Spec]) -> None:
     src, dst = pair
     prog = Program(src, (exchange(src, dst),))
     x = spec_grid.random_locals(src)
@@ -286,8 +288,8 @@ def test_other_reductions(pair: tuple[Spec, Spec]) -> None:
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "product"])
 @pytest.mark.parametrize("shape", [(6, 2), (5, 3)], ids=str)
-def test_ranks_make_addends_of_shards(shape: tuple[int, ...], kind: str) -> None:
-    """And shards of reduced copies, as the reference does: every element in its place."""
+def test_shards_become_unreduced_and_copies_shards(shape: tuple[int, ...], kind: str) -> None:
+    """Shards become unreduced, and reduced copies shards, as in the reference interpreter."""
     mesh, dtype = Mesh(x=2, y=3), torch.float64 if kind == "avg" else torch.int64
     shares = "avg" if kind == "avg" else "sum"
 
@@ -297,12 +299,12 @@ def test_ranks_make_addends_of_shards(shape: tuple[int, ...], kind: str) -> None
         partition = P(*p.partitions, unreduced=states[0], reduced=states[1])
         return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
 
-    found = [pair for pair in pairs_on(mesh, shape, "chunk") if allowed(*pair)]
-    for src, dst in [pair for pair in found if converted_axes(*pair)][::3]:
+    pairs = [pair for pair in pairs_on(mesh, shape, "chunk") if allowed(*pair)]
+    for src, dst in [pair for pair in pairs if converted_axes(*pair)][::3]:
         prog = Program(typed(src), (exchange(typed(src), typed(dst)),))
         x = spec_grid.random_locals(prog.src)
-        made = prog(tuple(x))
-        assert all(map(torch.equal, made, simulate(prog, x)))
+        outputs = prog(tuple(x))
+        assert all(map(torch.equal, outputs, simulate(prog, x)))
         if kind in ("sum", "avg"):
             y = spec_grid.random_locals(prog.dst.dual, seed=1)
             assert all(map(torch.equal, prog.T(tuple(y)), simulate(prog.T, y)))
@@ -325,19 +327,19 @@ AVERAGES = [
 
 
 @pytest.mark.parametrize(("src", "dst"), AVERAGES)
-def test_averages(src: str, dst: str) -> None:
+def test_exchange_of_averages(src: str, dst: str) -> None:
     mesh = Mesh(x=2, y=4)
     one, other = parse(src, mesh), parse(dst, mesh)
     prog = Program(one, (exchange(one, other),))
     x, y = spec_grid.random_locals(one), spec_grid.random_locals(other.dual)
-    made, back = simulate(prog, x), simulate(prog.T, y)
-    assert torch.equal(spec_grid.global_of(other, made), spec_grid.global_of(one, x))
-    assert spec_grid.pairing(other, made, y) == spec_grid.pairing(one, x, back)
+    outputs, gradients = simulate(prog, x), simulate(prog.T, y)
+    assert torch.equal(spec_grid.global_of(other, outputs), spec_grid.global_of(one, x))
+    assert spec_grid.pairing(other, outputs, y) == spec_grid.pairing(one, x, gradients)
     assert prog == prog.T.T
 
 
-def test_what_becomes_reduced_is_no_movement() -> None:
-    """Replicas stay where they are, whatever they are used for."""
+def test_change_to_reduced_sends_nothing() -> None:
+    """An exchange that only changes the state of replicas sends nothing."""
     mesh = Mesh(x=2, y=2, z=2)
     src = parse("i64[8@x]", mesh)
     for dst in ("i64[8@x]{reduced: y}", "i64[8@(x,z)]{reduced: y}"):
@@ -346,7 +348,7 @@ def test_what_becomes_reduced_is_no_movement() -> None:
         assert "y" not in exchange_axes(src, prog.dst)
 
 
-def test_groups_are_of_the_axes_that_move() -> None:
+def test_exchange_axes_and_groups() -> None:
     mesh = Mesh(x=2, y=2, z=2)
 
     def moving(src: str, dst: str) -> tuple[str, ...]:
@@ -355,7 +357,7 @@ def test_groups_are_of_the_axes_that_move() -> None:
     assert moving("i64[8@x]", "i64[8@y]") == ("x", "y")
     assert moving("i64[8@(x,y)]", "i64[8@(x,z)]") == ("y", "z")
     assert moving("i64[8@(y,x)]", "i64[8@(z,x)]") == ("y", "z")
-    # Behind another number of shards an axis cuts at other places.
+    # Minor to another number of shards, an axis shards at other positions.
     assert moving("i64[8@x]", "i64[8@(y,x)]") == ("x", "y")
     assert moving("i64[8@(x,y)]", "i64[8@x]") == ("y",)
     assert moving("i64[8@x:3+5,8@y]", "i64[8@x:3+5,8@z]") == ("y", "z")
@@ -366,28 +368,28 @@ def test_groups_are_of_the_axes_that_move() -> None:
     assert moving("i64[8]", "i64[8]{reduced: x}") == ()
 
 
-def test_tables_of_many_devices_are_of_one_rank() -> None:
-    """One rank's table on 65,536 devices takes no look at the others."""
+def test_pieces_of_one_rank_of_many() -> None:
+    """The pieces of one rank on 65,536 devices are computed without a look at the others."""
     mesh = Mesh(a=256, b=16, c=16)
     src = Spec(mesh, P("a", "b"), shape=(4096, 4096))
     dst = src.replace(partition=P("b", ("a", "c")))
     with spec_grid.peak_memory_below(1 << 22):
-        got = receives(src, dst, 54321)
+        received = receives(src, dst, 54321)
         out = sends(src, dst, 54321)
-    assert sum(map(volume, (box for _, box in got))) == 256
-    assert len(got) == 16
+    assert sum(map(volume, (box for _, box in received))) == 256
+    assert len(received) == 16
     assert all((54321, box) in sends(src, dst, peer) for peer, box in receives(src, dst, 54321))
     assert all((54321, box) in receives(src, dst, peer) for peer, box in out)
 
 
-def test_replicas_share_the_work() -> None:
-    """Eight trainers that hold two shards four times feed four others, one each."""
+def test_replicas_send_equal_parts() -> None:
+    """Eight ranks that hold two shards four times each send to four other ranks, one each."""
     src = Spec(Mesh(fsdp=2, dp=4), P("fsdp"), shape=(8,))
     new = Mesh({"tp": 4}, devices=range(8, 12))
     served = {rank: sends(src, Spec(new, P("tp"), shape=(8,)), rank) for rank in range(8)}
-    assert sorted(len(each) for each in served.values()) == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert sorted(len(pieces) for pieces in served.values()) == [0, 0, 0, 0, 1, 1, 1, 1]
     everything = {rank: sends(src, Spec(new, P(), shape=(8,)), rank) for rank in range(8)}
-    assert [[peer for peer, _ in each] for each in everything.values()] == [
+    assert [[peer for peer, _ in pieces] for pieces in everything.values()] == [
         [8],
         [9],
         [10],
@@ -414,8 +416,8 @@ def test_remesh_and_back(mesh: Mesh, data: st.DataObject) -> None:
     assert all(map(torch.equal, simulate(prog.T, y), y))
 
 
-def test_remesh_turns_a_mesh() -> None:
-    """The devices in another order, with the axes in another order: the same shards."""
+def test_remesh_reorders_devices_and_axes() -> None:
+    """Devices and axes in another order describe the same shards."""
     src = parse("f32[6@(x,y)]{reduced: z}", Mesh(x=2, y=3, z=1))
     turned = Mesh({"y": 3, "x": 2}, devices=(0, 3, 1, 4, 2, 5))
     prog = Program(src, (Remesh(turned, P(("x", "y"))),))
@@ -427,8 +429,8 @@ def test_remesh_turns_a_mesh() -> None:
 
 
 @st.composite
-def fused(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
-    """Several pairs of dims at once, of any sizes: the minor axes of each dim leave for others."""
+def all_to_alls(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
+    """Draw an all-to-all of several pairs of dims, of any sizes, and its source."""
     mesh = draw(strategies.meshes(min_axes=1, permuted=True))
     shape = draw(strategies.shapes(min_dims=2))
     states = ("sharded", "sharded", "invariant")
@@ -443,7 +445,7 @@ def fused(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
         moves += [(axis, dim) for axis in moving]
     pairs = []
     for axis, dim in moves:
-        to = draw(st.sampled_from([each for each in range(len(shape)) if each != dim]))
+        to = draw(st.sampled_from([other for other in range(len(shape)) if other != dim]))
         cuts = [draw(strategies.shard_sizes(size, mesh.shape[axis])) for size in now[to]]
         now[to] = [part for cut in cuts for part in cut]
         pairs.append(AllToAll((axis,), dim, to, tuple(now[to])))
@@ -451,25 +453,25 @@ def fused(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
     return replace(pairs[0], also=tuple(pairs[1:])), spec
 
 
-@given(fused())
-def test_all_to_alls_side_by_side(drawn: tuple[AllToAll, Spec]) -> None:
+@given(all_to_alls())
+def test_all_to_all_of_several_pairs(drawn: tuple[AllToAll, Spec]) -> None:
     step, src = drawn
     prog = Program(src, (step,))
     x = spec_grid.random_locals(src)
-    made = simulate(prog, x)
-    assert torch.equal(spec_grid.global_of(prog.dst, made), spec_grid.global_of(src, x))
+    outputs = simulate(prog, x)
+    assert torch.equal(spec_grid.global_of(prog.dst, outputs), spec_grid.global_of(src, x))
     y = spec_grid.random_locals(prog.dst, seed=1)
-    back = simulate(prog.T, y)
-    assert spec_grid.pairing(prog.dst, made, y) == spec_grid.pairing(src, x, back)
+    gradients = simulate(prog.T, y)
+    assert spec_grid.pairing(prog.dst, outputs, y) == spec_grid.pairing(src, x, gradients)
     assert prog == prog.T.T
     assert prog.T.dst == src
     assert pickle.loads(pickle.dumps(prog)) == prog
-    (back,) = prog.T.steps
-    assert isinstance(back, AllToAll)
-    assert [pair.axes for pair in back.pairs] == [pair.axes for pair in step.pairs]
-    # An exchange to the same place moves the same.
+    (gradients,) = prog.T.steps
+    assert isinstance(gradients, AllToAll)
+    assert [pair.axes for pair in gradients.pairs] == [pair.axes for pair in step.pairs]
+    # An exchange to the same layout moves the same elements.
     same = Program(src, (exchange(src, prog.dst),))
-    assert all(map(torch.equal, simulate(same, x), made))
+    assert all(map(torch.equal, simulate(same, x), outputs))
 
 
 def test_pairs_of_an_all_to_all() -> None:
@@ -498,15 +500,15 @@ APPLIED = [
 
 
 @pytest.mark.parametrize(("text", "step"), APPLIED, ids=str)
-def test_a_tensor_with_one_more_dim(text: str, step: Step) -> None:
-    """A batch of tensors, the last dim, goes through the program of one."""
+def test_batched_tensor_has_the_same_program(text: str, step: Step) -> None:
+    """A batch of tensors, along a new last dim, runs through the program of one."""
     prog = Program(parse(text, Mesh(x=2, y=2)), (step,))
     wide = _wider(prog, 3)
     assert wide.src.shape == (8, 4, 3)
     xs = [spec_grid.random_locals(prog.src, seed) for seed in range(3)]
-    made = simulate(wide, [torch.stack(each, -1) for each in zip(*xs, strict=True)])
+    outputs = simulate(wide, [torch.stack(parts, -1) for parts in zip(*xs, strict=True)])
     singly = zip(*(simulate(prog, x) for x in xs), strict=True)
-    assert all(map(torch.equal, made, [torch.stack(each, -1) for each in singly]))
+    assert all(map(torch.equal, outputs, [torch.stack(parts, -1) for parts in singly]))
     assert _wider(prog.T, 3) == wide.T
     assert wide.steps == prog.steps
 
@@ -517,14 +519,14 @@ def test_a_tensor_with_one_more_dim(text: str, step: Step) -> None:
 def test_text_of_programs_on_several_meshes() -> None:
     src = parse("f32[1024@dp,512@tp]", Mesh(dp=2, tp=4))
     fine = prime_refinement(src.mesh)
-    there = Exchange(P(None, "tp"), mesh=Mesh({"tp": 4}, devices=range(8, 12)))
+    step = Exchange(P(None, "tp"), mesh=Mesh({"tp": 4}, devices=range(8, 12)))
     lines = [
         "f32[1024@dp,512@tp] on Mesh(dp=2, tp=4) -> f32[1024,512@tp]",
         "    on Mesh(tp=4, devices=range(8, 12))",
         "  exchange(P(None, 'tp'), Mesh(tp=4, devices=range(8, 12)))",
         "    f32[1024,512@tp]  262,144 B",
     ]
-    assert str(Program(src, (there,))).splitlines() == lines
+    assert str(Program(src, (step,))).splitlines() == lines
     steps = (Remesh(fine.mesh, fine.refine(src.partition)), AllToAll("tp_1", 1, 0))
     lines = [
         "f32[1024@dp,512@tp] on Mesh(dp=2, tp=4) -> f32[1024@(dp,tp_1),512@tp_0]",
@@ -543,21 +545,21 @@ def test_explanations_name_both_meshes() -> None:
     assert text.splitlines()[0] == first
 
 
-def test_specs_of_two_meshes_are_told_apart() -> None:
-    """Texts of specs do not name the mesh: errors do, where it is what differs."""
+def test_errors_name_meshes_that_differ() -> None:
+    """Errors name the meshes of two specs that differ in them alone."""
     one, other = (parse("f32[8@x]", Mesh({"x": 2}, devices=d)) for d in ((0, 1), (2, 3)))
     with pytest.raises(ShardingError) as caught:
         _ = Program(one, ()) >> Program(other, ())
-    here, there = "f32[8@x] on Mesh(x=2)", "f32[8@x] on Mesh(x=2, devices=range(2, 4))"
+    first, second = "f32[8@x] on Mesh(x=2)", "f32[8@x] on Mesh(x=2, devices=range(2, 4))"
     assert str(caught.value) == spec_grid.message(
-        "Program.then", f"a program to {here}, then one from {there}",
+        "Program.then", f"a program to {first}, then one from {second}",
         "the second must begin with the spec that the first ends with",
-        f"fs.redistribute({here}, {there}) between them")  # fmt: skip
+        f"fs.redistribute({first}, {second}) between them")  # fmt: skip
     with pytest.raises(ShardingError) as caught:
         Program(one, (), other)
     assert str(caught.value) == spec_grid.message(
-        "Program", f"steps that lead from f32[8@x] to {here}",
-        f"they must lead to the target, {there}", "leave dst out, or plan with fs.redistribute",
+        "Program", f"steps that lead from f32[8@x] to {first}",
+        f"they must lead to the target, {second}", "leave dst out, or plan with fs.redistribute",
     )  # fmt: skip
 
 
@@ -566,9 +568,10 @@ def test_specs_of_two_meshes_are_told_apart() -> None:
 XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)
 ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before it is left unreduced"
 STAYS = "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
+STAY = "every rank must stay unreduced and reduced with the same ranks"
 PLAN = "fs.redistribute(src, dst) plans the steps"
 
-# step, source, then what the error says: where, given, rule, fix
+# step, source, then the error: where, given, rule, fix
 REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
     (Exchange(P("x", unreduced={"y"})), "f32[8]",
      ("exchange(P('x', unreduced={'y'})) on f32[8]", "'y' unreduced in f32[8@x]{unreduced: y}",
@@ -626,9 +629,7 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
       f"fs.Exchange goes to other devices; {PLAN}")),
     (Remesh(FINE, P(unreduced={"y_0"})), "f32[8]{unreduced: y}",
      ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8]{unreduced: y} on Mesh(x=2, y=4)",
-      "every rank must stay unreduced and reduced with the same ranks: "
-      "in f32[8]{unreduced: y_0} with others",
-      PLAN)),
+      f"{STAY}: in f32[8]{{unreduced: y_0}} with others", PLAN)),
     (Remesh(FINE, P("z")), "f32[8]",
      ("remesh(Mesh(x=2, y_0=2, y_1=2)) on f32[8]", "axis 'z' on Mesh(x=2, y_0=2, y_1=2)",
       "an axis must be one of x, y_0, y_1", "use one of x, y_0, y_1")),
@@ -648,14 +649,14 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("step", "src", "says"), REFUSED, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize(("step", "src", "says"), REFUSED, ids=lambda case: str(case)[:60])
 def test_refused(step: Step, src: str, says: tuple[str, str, str, str]) -> None:
     with pytest.raises(ShardingError) as caught:
         infer(step, parse(src, XY))
     assert str(caught.value) == spec_grid.message(*says)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_error_lists_all_problems() -> None:
     step = Exchange(P("y", unreduced={"x"}))
     with pytest.raises(ShardingError) as caught:
         infer(step, parse("f32[8]{reduced: x}", XY))
@@ -668,8 +669,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert str(caught.value) == f"{first}\n{second}"
 
 
-def test_the_rule_of_an_exchange_is_the_whole_rule() -> None:
-    """On all pairs: what the rule allows has a type, and nothing else has."""
+def test_infer_accepts_exactly_the_allowed_exchanges() -> None:
+    """On all pairs, `infer` accepts an exchange exactly if the rule does."""
     for one, other in [(XY, XY), (XY, Mesh(x=8)), (Mesh(x=8), XY)]:
         for src in spec_grid.all_specs(one, (8,)):
             for dst in spec_grid.all_specs(other, (8,)):
@@ -680,7 +681,7 @@ def test_the_rule_of_an_exchange_is_the_whole_rule() -> None:
                     infer(exchange(src, dst), src)
 
 
-def test_the_fixes_work() -> None:
+def test_fixes_of_errors_work() -> None:
     src = parse("f32[8]{reduced: y}", XY)
     steps = (ReducedToInvariant("y"), Exchange(P("x")), ReplicatedToUnreduced("y", "max"))
     assert Program(src, steps).dst == parse("f32[8@x]{unreduced: y=max}", XY)
@@ -719,7 +720,7 @@ def test_refusals_of_other_types(make: Callable[[], Step], says: tuple[str, str,
 
 
 def gradients(prog: Program, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What all shards of a simulation make, and what flows back of cotangents drawn for it."""
+    """Run a program in a simulation; return outputs, and gradients for random cotangents."""
     xs = [x.requires_grad_() for x in spec_grid.random_locals(prog.src, seed)]
     ys = prog(tuple(xs))
     cotangents = spec_grid.random_locals(as_sums(prog.dst).dual, seed=1)
@@ -734,14 +735,14 @@ def as_sums(spec: Spec) -> Spec:
 
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("other", [Mesh(x=2, y=2), ELSEWHERE], ids=str)
-def test_maxima_have_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> None:
+def test_max_exchange_has_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> None:
     mesh, shape = Mesh(x=2, y=2), (12,)
     before = spec_grid.all_specs(mesh, shape, ("unreduced",), kind=kind, dtype=torch.float64)
     after = spec_grid.all_specs(other, shape, kind=kind, dtype=torch.float64)
-    found = [pair for pair in itertools.product(before, after) if allowed(*pair)]
-    for src, dst in found:
+    pairs = [pair for pair in itertools.product(before, after) if allowed(*pair)]
+    for src, dst in pairs:
         axes = reduction_axes(src, dst)
-        # Tensors among neutral elements are candidates, which have no gradient.
+        # A tensor embedded in neutral elements has no gradient.
         if not axes or any(axis in dst.partition.unreduced for axis in converted_axes(src, dst)):
             continue
         apart = Program(src, (AllReduce(axes), exchange(infer(AllReduce(axes), src), dst)))
@@ -762,9 +763,9 @@ CANDIDATES = [
 ]
 
 
-@pytest.mark.parametrize("steps", CANDIDATES, ids=lambda each: " ".join(map(str, each)))
-def test_candidates_have_the_gradients_of_one_device(steps: tuple[Step, ...]) -> None:
-    """Whether they move before the maximum is taken, or when it is."""
+@pytest.mark.parametrize("steps", CANDIDATES, ids=lambda steps: " ".join(map(str, steps)))
+def test_max_gradient_is_that_of_one_device(steps: tuple[Step, ...]) -> None:
+    """The gradient is the same if shards are exchanged before the maximum is taken, or with it."""
     src = parse("f64[8@x]{unreduced: y=max}", Mesh(x=2, y=2))
     prog = Program(src, steps)
     _, back = gradients(prog)
@@ -775,7 +776,7 @@ def test_candidates_have_the_gradients_of_one_device(steps: tuple[Step, ...]) ->
         assert torch.equal(gradient, expected[src.mesh.index(rank, "y")][src.index(rank)])
 
 
-def test_products_have_no_gradient() -> None:
+def test_gradient_of_a_product_is_refused() -> None:
     src = parse("f32[8]{unreduced: x=product}", Mesh(x=2))
     with pytest.raises(ShardingError) as caught:
         Program(src, (Exchange(P("x")),))((torch.ones(8, requires_grad=True),) * 2)
@@ -786,7 +787,7 @@ def test_products_have_no_gradient() -> None:
         "detach() the local, or reduce by another reduction")  # fmt: skip
 
 
-def test_second_derivatives_of_a_maximum() -> None:
+def test_second_derivative_of_a_maximum() -> None:
     src = parse("f64[4]{unreduced: x=max}", Mesh(x=2))
     prog = Program(src, (Exchange(P("x")),))
     xs = tuple(torch.tensor(v, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Steps and programs: typing rules, transposes, averages, bytes as promised, text, options."""
+"""Steps and programs: typing rules, transposes, averages, traffic, text, options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
+from fshard.plan.redistribute import redistribute
 from fshard.program import steps as steps_module
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import step_axes, traffic
 from fshard.program.exchange_boxes import Piece, converted_axes, reduction_axes, sends
 from fshard.program.infer import infer
@@ -204,7 +206,7 @@ def test_step_and_transpose_are_adjoint(step: Step, src: str) -> None:
         ("i64[4@x]{unreduced: y, z}", "i64[4@z]{unreduced: x, y}"),
     ],
 )
-def test_permute_beside_addends_that_stay(src: str, dst: str) -> None:
+def test_permute_beside_axes_that_stay_unreduced(src: str, dst: str) -> None:
     prog = Program(spec_of(src), (CollectivePermute(spec_of(dst).partition),))
     x = spec_grid.random_locals(prog.src, 1)
     want = spec_grid.global_of(prog.src, x)
@@ -224,12 +226,12 @@ def test_permute_beside_addends_that_stay(src: str, dst: str) -> None:
         ("f64[12@(b,c)]{reduced: a=avg}", "f64[12@(a,b)]{reduced: c=avg}"),
     ],
 )
-def test_permute_moves_addends_alike(src: str, dst: str) -> None:
+def test_permute_of_unreduced_values(src: str, dst: str) -> None:
     for mesh in (Mesh(a=2, b=3, c=2), Mesh(a=2, b=3, c=2, devices=range(11, -1, -1))):
         prog = Program(parse(src, mesh), (CollectivePermute(parse(dst, mesh).partition),))
         x = spec_grid.random_locals(prog.src, 1)
-        for here, there in zip(prog(x), simulate(prog, x), strict=True):
-            assert torch.equal(here, there)
+        for actual, expected in zip(prog(x), simulate(prog, x), strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_table_has_every_step() -> None:
@@ -258,7 +260,7 @@ NONLINEAR: list[tuple[Step, str, str]] = [
 
 
 @pytest.mark.parametrize(("step", "src", "dst"), NONLINEAR, ids=str)
-def test_reductions_that_are_not_linear(step: Step, src: str, dst: str) -> None:
+def test_nonlinear_reductions_have_no_transpose(step: Step, src: str, dst: str) -> None:
     prog = Program(spec_of(src), (step,))
     assert str(prog.dst) == dst
     x = spec_grid.random_locals(prog.src, 3)
@@ -271,14 +273,14 @@ def test_reductions_that_are_not_linear(step: Step, src: str, dst: str) -> None:
         _ = prog.T
 
 
-def test_is_linear_means_that_a_transpose_exists() -> None:
+def test_transpose_refuses_nonlinear_specs() -> None:
     prog = Program(spec_of("f32[4@x]{unreduced: y=max}"), (AllGather("x", 0),))
     with pytest.raises(ShardingError, match="a reduction must be sum or avg"):
         _ = prog.T
     assert not prog.is_linear
 
 
-# step, source, what the refusal says
+# step, source, text of the error
 REFUSED: list[tuple[Step, str, str]] = [
     (ShardedToUnreduced("x", 0, by="z"), "f64[4@x]", "insert fs.InvariantToReduced before"),
     (ShardedToUnreduced("x", 0, by="y"), "f64[4@x]{reduced: y}", "many ranks (.|\\n)*3 is not 2"),
@@ -321,7 +323,7 @@ REFUSED: list[tuple[Step, str, str]] = [
     (CollectivePermute(P(None, "x")), "f64[4@x,4]", "as many shards on every dim"),
     (CollectivePermute(P(None)), "f64[4]{unreduced: x}", "as many partial sums"),
     (CollectivePermute(P(None, reduced={"x"})), "f64[4]{unreduced: x}", "as many partial sums"),
-    (CollectivePermute(P(None, unreduced={"z": "max"})), "f64[4]{unreduced: x}", "as many partial sums"),
+    (CollectivePermute(P(None, unreduced={"z": "max"})), "f64[4]{unreduced: x}", "partial sums"),
     (InvariantToReduced("x"), "f64[4]{reduced: x}", "the axes must be invariant"),
     (InvariantToReduced("x"), "f64[4@x]", "all invariant, or all reduced"),
     (InvariantToReduced("x", "max"), "f64[4]", "a reduction must be one of sum, avg"),
@@ -375,7 +377,7 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize(("src", "there", "back"), ROUND_TRIPS, ids=str)
-def test_averages_there_and_back(src: str, there: Step, back: Step) -> None:
+def test_average_round_trip(src: str, there: Step, back: Step) -> None:
     prog = Program(spec_of(src), (there, back))
     assert prog.dst == prog.src
     x = spec_grid.random_locals(prog.src, 5)
@@ -383,29 +385,29 @@ def test_averages_there_and_back(src: str, there: Step, back: Step) -> None:
         torch.testing.assert_close(after, before)
 
 
-def test_what_ranks_hold_of_an_average() -> None:
-    def held(step: Step, src: str, x: Sequence[list[float]]) -> list[list[float]]:
+def test_shards_of_averages() -> None:
+    def after(step: Step, src: str, x: Sequence[list[float]]) -> list[list[float]]:
         spec = parse(src, mesh)
-        made = simulate_step(step, spec, [torch.tensor(each, dtype=torch.float64) for each in x])
-        return [each.tolist() for each in made]
+        shards = simulate_step(step, spec, [torch.tensor(part, dtype=torch.float64) for part in x])
+        return [part.tolist() for part in shards]
 
     mesh = Mesh(x=2)
     avg, same = "f64[2]{unreduced: x=avg}", [[6.0, 8.0], [6.0, 8.0]]
-    assert held(AllReduce("x"), avg, [[2, 4], [10, 12]]) == same
-    assert held(ReduceScatter("x", 0), avg, [[2, 4], [10, 12]]) == [[6], [8]]
-    assert held(AllReduce("x", "reduced", "avg"), avg, [[2, 4], [10, 12]]) == [[3, 4], [3, 4]]
-    assert held(InvariantToReduced("x", "avg"), "f64[2]", same) == [[3, 4], [3, 4]]
-    assert held(ReducedToInvariant("x"), "f64[2]{reduced: x=avg}", [[3, 4], [3, 4]]) == same
-    assert held(AllSlice("x", 0), "f64[2]{reduced: x=avg}", [[3, 4], [3, 4]]) == [[6], [8]]
-    assert held(AllGather("x", 0, "reduced", "avg"), "f64[2@x]", [[6], [8]]) == [[3, 4], [3, 4]]
-    assert held(ReplicatedToUnreduced("x", "avg"), "f64[2]", same) == same
-    assert held(ReplicatedToUnreduced("x"), "f64[2]", same) == [[6, 8], [0, 0]]
-    assert held(ShardedToUnreduced("x", 0, "avg"), "f64[2@x]", [[6], [8]]) == [[12, 0], [0, 16]]
-    assert held(ReplicatedToUnreduced("x", "max"), "f64[2]", same) == [[6, 8], [-math.inf] * 2]
+    assert after(AllReduce("x"), avg, [[2, 4], [10, 12]]) == same
+    assert after(ReduceScatter("x", 0), avg, [[2, 4], [10, 12]]) == [[6], [8]]
+    assert after(AllReduce("x", "reduced", "avg"), avg, [[2, 4], [10, 12]]) == [[3, 4], [3, 4]]
+    assert after(InvariantToReduced("x", "avg"), "f64[2]", same) == [[3, 4], [3, 4]]
+    assert after(ReducedToInvariant("x"), "f64[2]{reduced: x=avg}", [[3, 4], [3, 4]]) == same
+    assert after(AllSlice("x", 0), "f64[2]{reduced: x=avg}", [[3, 4], [3, 4]]) == [[6], [8]]
+    assert after(AllGather("x", 0, "reduced", "avg"), "f64[2@x]", [[6], [8]]) == [[3, 4], [3, 4]]
+    assert after(ReplicatedToUnreduced("x", "avg"), "f64[2]", same) == same
+    assert after(ReplicatedToUnreduced("x"), "f64[2]", same) == [[6, 8], [0, 0]]
+    assert after(ShardedToUnreduced("x", 0, "avg"), "f64[2@x]", [[6], [8]]) == [[12, 0], [0, 16]]
+    assert after(ReplicatedToUnreduced("x", "max"), "f64[2]", same) == [[6, 8], [-math.inf] * 2]
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
-def test_canonical_shards_mean_their_tensor(kind: str) -> None:
+def test_shards_of_and_global_value_are_inverse(kind: str) -> None:
     x = torch.arange(24.0, dtype=torch.float64).reshape(4, 6) - 7
     for spec in spec_grid.all_specs(Mesh(x=2, y=3), (4, 6), dtype=torch.float64, kind=kind,
                                   uneven="chunk"):  # fmt: skip
@@ -414,7 +416,7 @@ def test_canonical_shards_mean_their_tensor(kind: str) -> None:
         assert torch.equal(spec_grid.global_of(spec, shards), x)
 
 
-def test_global_value_wants_equal_replicas() -> None:
+def test_global_value_asserts_equal_replicas() -> None:
     spec = spec_of("i64[4]{unreduced: y; reduced: z}")
     shards = [torch.zeros(4, dtype=torch.int64) for _ in range(12)]
     shards[7][3] = 1
@@ -556,7 +558,7 @@ def test_text_of_a_step(step: Step, text: str) -> None:
     assert text.startswith(step.name)
 
 
-def test_values() -> None:
+def test_programs_are_values() -> None:
     prog = Program(spec_of("f32[5@x:4+1]"), (AllGather("x", 0),), forward_dtype=torch.bfloat16)
     copy = pickle.loads(pickle.dumps(prog))
     assert copy == prog
@@ -568,6 +570,39 @@ def test_values() -> None:
         prog.src = prog.dst  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         prog.steps[0].dim = 1  # type: ignore[misc, union-attr]
+
+
+# -- topologies ----------------------------------------------------------------------------
+
+
+def test_program_remembers_the_topology_it_was_planned_on() -> None:
+    cluster, node = Topology.cluster(), Topology.node()
+    src = Spec(Mesh(dp=2, tp=8), P("dp", "tp"), shape=(4096, 4096))
+    dst = src.replace(partition=P())
+    prog, other = redistribute(src, dst, topology=cluster), redistribute(src, dst)
+    assert prog.cost() == prog.cost(cluster) != prog.cost(node)
+    assert str(prog.explain()) == str(prog.explain(cluster)) != str(prog.explain(node))
+    assert prog.simplify() == prog.simplify(cluster)
+    assert other.cost() == other.cost(node)
+    for kept in (prog.T, prog.T.T, prog.simplify(), pickle.loads(pickle.dumps(prog))):
+        assert kept.topology == cluster
+    assert prog.simplify(node).topology == node
+    unplanned = Program(src, prog.steps)
+    assert unplanned == prog
+    assert hash(unplanned) == hash(prog)
+    assert unplanned.topology is unplanned.T.topology is unplanned.simplify().topology is None
+
+
+def test_then_keeps_the_topology_of_the_first_that_has_one() -> None:
+    src = spec_of("f32[12@x]")
+    cluster, node, machine = Topology.cluster(), Topology.node(), Topology.dgx_h100()
+    gather = Program(src, (AllGather("x", 0),), topology=cluster)
+    slice_, nothing = Program(gather.dst, (AllSlice("x", 0),)), Program(src, (), topology=machine)
+    assert (gather >> slice_).topology == (slice_ >> gather).topology == cluster
+    assert (slice_ >> slice_.T).topology is None
+    assert (gather >> Program(gather.dst, slice_.steps, topology=node)).topology == cluster
+    assert (nothing >> gather).topology == cluster
+    assert (nothing >> slice_.T.T.T).topology == machine
 
 
 # -- dtypes --------------------------------------------------------------------------------
@@ -587,37 +622,37 @@ def test_dtype_options() -> None:
     assert 2 * prog.cost().bytes_sent == plain.cost().bytes_sent
 
 
-def test_a_dtype_option_that_changes_nothing_is_dropped() -> None:
+def test_redundant_dtype_options_are_dropped() -> None:
     src = spec_of("f32[12@x]")
     assert Program(src, (AllGather("x", 0),), forward_dtype=torch.float32) == Program(
         src, (AllGather("x", 0),), backward_dtype=torch.float32
     )
 
 
-def test_forward_dtype_rounds_what_is_sent() -> None:
+def test_forward_dtype_rounds_values() -> None:
     src = spec_of("f32[6@x]{unreduced: y}")
     steps = (Cast(torch.float64), AllReduce("y"), AllGather("x", 0))
     prog = Program(src, steps, forward_dtype=torch.bfloat16)
-    # Sixteenths below 4, of which one bit is lost, and sums that lose none.
+    # Sixteenths below 4 lose one bit in bfloat16; their sums lose none.
     drawn = [torch.tensor([1.0, 2.0, 3.0]) * (1 + 2**-9) for _ in range(6)]
-    x = tuple(each for each in drawn for _ in range(2))  # replicas along z
-    rounded = tuple(each.bfloat16() for each in x)
+    xs = tuple(x for x in drawn for _ in range(2))  # replicas along z
+    rounded = tuple(x.bfloat16() for x in xs)
     sent = Program(src.replace(dtype=torch.bfloat16), (AllReduce("y"), AllGather("x", 0)))
-    assert all(map(torch.equal, prog(x), simulate(prog, x)))
-    for got, want in zip(simulate(prog, x), simulate(sent, rounded), strict=True):
-        assert got.dtype == torch.float64
-        assert torch.equal(got, want.double())
+    assert all(map(torch.equal, prog(xs), simulate(prog, xs)))
+    for actual, expected in zip(simulate(prog, xs), simulate(sent, rounded), strict=True):
+        assert actual.dtype == torch.float64
+        assert torch.equal(actual, expected.double())
 
 
-# -- bytes as promised ---------------------------------------------------------------------
+# -- traffic --------------------------------------------------------------------------------
 
 
 def numel(index: tuple[slice, ...]) -> int:
-    return math.prod(each.stop - each.start for each in index)
+    return math.prod(part.stop - part.start for part in index)
 
 
 def common(one: tuple[slice, ...], two: tuple[slice, ...]) -> int:
-    """Elements in both of two boxes."""
+    """Count the elements in both of two boxes."""
     both = zip(one, two, strict=True)
     return math.prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in both)
 
@@ -626,31 +661,31 @@ def volume(piece: Piece) -> int:
     return math.prod(stop - start for start, stop in piece.box)
 
 
-def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
-    """Bytes that the busiest rank sends and receives, counted box by box over all ranks."""
+def count_bytes(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
+    """Count the bytes that the busiest rank sends and receives, box by box over all ranks."""
     mesh, item = src.mesh, src.dtype.itemsize
     if isinstance(step, CollectivePermute):
-        held = [torch.full(src.local_shape(rank), rank) for rank in mesh.ranks]
-        made = simulate_step(step, src._with(dtype=torch.int64), held)
-        moved = [shard.numel() for shard, rank in zip(made, mesh.ranks, strict=True)
+        shards = [torch.full(src.local_shape(rank), rank) for rank in mesh.ranks]
+        outputs = simulate_step(step, src._with(dtype=torch.int64), shards)
+        moved = [shard.numel() for shard, rank in zip(outputs, mesh.ranks, strict=True)
                  if shard.numel() and int(shard.flatten()[0]) != rank]  # fmt: skip
         return (max(moved, default=0) * item,) * 2
     if isinstance(step, Cast | Remesh):
         return 0, 0
     if isinstance(step, Exchange):
         parts, least = mesh.axis_size(reduction_axes(src, dst)), [0]
-        made = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
-        place = torch.empty(src.shape, dtype=torch.int64)
+        embedded = [axis for axis in converted_axes(src, dst) if axis in dst.partition.unreduced]
+        coordinates = torch.empty(src.shape, dtype=torch.int64)
         for rank in mesh.ranks:
-            place[src.index(rank)] = mesh.index(rank, made)
+            coordinates[src.index(rank)] = mesh.index(rank, embedded)
         for rank in mesh.ranks:
-            own = int((place[dst.index(rank)] == mesh.index(rank, made)).sum())
-            least.append(parts * own - common(src.index(rank), dst.index(rank)))
+            needed = int((coordinates[dst.index(rank)] == mesh.index(rank, embedded)).sum())
+            least.append(parts * needed - common(src.index(rank), dst.index(rank)))
         most = max(sum(map(volume, sends(src, dst, rank))) for rank in mesh.ranks)
         return most * item, max(least) * item
     sent, received = [0], [0]
     pairs = step.pairs if isinstance(step, AllToAll) else (step,)
-    for group in mesh.groups(tuple(axis for each in pairs for axis in each.axes)):
+    for group in mesh.groups(tuple(axis for pair in pairs for axis in pair.axes)):
         n = len(group)
         for rank in group:
             before, after = src.index(rank), dst.index(rank)
@@ -667,7 +702,7 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
                     sent.append(sum(common(before, dst.index(o)) for o in group if o != rank))
                     received.append(sum(common(src.index(o), after) for o in group if o != rank))
                 case AllReduce():
-                    # n - 1 of n parts to reduce, n - 1 to gather, in whole elements.
+                    # n - 1 of n parts to reduce, n - 1 to gather, rounded up to elements.
                     sent.append(math.ceil(2 * (n - 1) * numel(before) / n))
                     received.append(sent[-1])
     return max(sent) * item, max(received) * item
@@ -675,12 +710,12 @@ def counted(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
 
 def assert_bytes(step: Step, src: Spec) -> None:
     dst = infer(step, src)
-    moved, promised = counted(step, src, dst), traffic(step, src, dst)
+    moved, promised = count_bytes(step, src, dst), traffic(step, src, dst)
     if isinstance(step, CollectivePermute):
-        # Its promise is a whole shard, though the largest may be one that stays where it is.
+        # Its traffic is a full shard, though the largest shard may stay on its rank.
         assert max(moved) <= promised.sent == promised.received
     elif isinstance(step, Exchange) and not (src.is_even and dst.is_even):
-        # Its promise is an equal part of what the holders send, who send whole pieces.
+        # Its traffic is an equal part for each holder, though holders send undivided pieces.
         assert promised.sent <= moved[0]
         assert promised.received == moved[1]
     else:
@@ -689,13 +724,13 @@ def assert_bytes(step: Step, src: Spec) -> None:
 
 
 @pytest.mark.parametrize(("step", "src"), [row[:2] for row in TABLE], ids=IDS)
-def test_bytes_as_promised(step: Step, src: str) -> None:
+def test_traffic_matches_counted_bytes(step: Step, src: str) -> None:
     assert_bytes(step, spec_of(src))
 
 
 @st.composite
 def uneven_steps(draw: st.DrawFn) -> tuple[Step, Spec]:
-    """A collective on a 2-dim tensor whose dims are cut in any sizes."""
+    """Draw a collective on a 2-dim tensor with shards of any sizes."""
 
     def cut(size: int, shards: int) -> tuple[int, ...]:
         inner = st.lists(st.integers(0, size), min_size=shards - 1, max_size=shards - 1)
@@ -724,28 +759,28 @@ def uneven_steps(draw: st.DrawFn) -> tuple[Step, Spec]:
 
 
 @given(uneven_steps())
-def test_bytes_as_promised_of_uneven_shards(drawn: tuple[Step, Spec]) -> None:
+def test_traffic_of_uneven_shards_matches_counted_bytes(drawn: tuple[Step, Spec]) -> None:
     step, src = drawn
     assert_bytes(step, src)
     prog = Program(src._with(dtype=torch.int64), (step,))
     x, y = spec_grid.random_locals(prog.src, 1), spec_grid.random_locals(prog.dst.dual, 2)
-    made, back = simulate(prog, x), simulate(prog.T, y)
-    assert all(map(torch.equal, prog(x), made))
-    assert all(map(torch.equal, prog.T(y), back))
-    assert torch.equal(spec_grid.global_of(prog.dst, made), spec_grid.global_of(prog.src, x))
-    assert spec_grid.pairing(prog.dst, made, y) == spec_grid.pairing(prog.src, x, back)
+    outputs, gradients = simulate(prog, x), simulate(prog.T, y)
+    assert all(map(torch.equal, prog(x), outputs))
+    assert all(map(torch.equal, prog.T(y), gradients))
+    assert torch.equal(spec_grid.global_of(prog.dst, outputs), spec_grid.global_of(prog.src, x))
+    assert spec_grid.pairing(prog.dst, outputs, y) == spec_grid.pairing(prog.src, x, gradients)
     assert prog == prog.T.T
 
 
 @pytest.mark.parametrize("src", ["f32[0@x,6]{unreduced: y}", "f32[4@x,0]{unreduced: y}"])
-def test_nothing_moves_where_there_are_no_elements(src: str) -> None:
+def test_empty_tensors_have_no_traffic(src: str) -> None:
     prog = Program(spec_of(src), (AllReduce("y"), AllToAll("x", 0, 1), AllGather("x", 1)))
     cost = prog.cost()
     assert (cost.bytes_sent, cost.bytes_received, cost.launches) == (0, 0, 0)
     assert prog.is_local
 
 
-def test_axes_of_one_device_launch_nothing() -> None:
+def test_axes_of_size_one_launch_nothing() -> None:
     mesh = Mesh(a=1, x=2)
     prog = Program(parse("f32[4@(x,a)]", mesh), (AllGather("a", 0), AllSlice("a", 0)))
     assert prog.cost().launches == 0
@@ -821,7 +856,7 @@ def test_arguments_of_steps(
     assert str(caught.value) == where + "\n" + "\n\n".join(lines)
 
 
-def test_whole_numbers_of_any_kind_are_int() -> None:
+def test_integers_of_any_type_become_int() -> None:
     one = torch.tensor([1, 3])
     step = AllSlice("y", one[0], sizes=[*one])  # type: ignore[arg-type]
     assert step == AllSlice("y", 1, (1, 3))
@@ -842,14 +877,14 @@ def test_whole_numbers_of_any_kind_are_int() -> None:
         ("f32[4]{unreduced: one=max}", AllSlice("x", 0), False),
     ],
 )
-def test_what_is_linear(src: str, step: Step, linear: bool) -> None:
+def test_is_linear(src: str, step: Step, linear: bool) -> None:
     prog = Program(parse(src, Mesh(x=2, one=1)), (step,))
     assert prog.is_linear is linear
     if linear:
         assert prog == prog.T.T
 
 
-def test_refusals_have_three_lines() -> None:
+def test_errors_have_given_rule_and_fix() -> None:
     with pytest.raises(ShardingError) as caught:
         infer(AllGather("x", 0), spec_of("f32[4,4]"))
     assert re.fullmatch(

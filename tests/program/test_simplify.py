@@ -1,4 +1,4 @@
-"""`prog.simplify`: each law where it holds and where it must not, values, costs, termination."""
+"""`prog.simplify`: rewrites that apply and that must not, values, costs, termination."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def program(src: str, *steps: Step) -> Program:
     return Program(parse(src, MESH), steps)
 
 
-# -- laws ----------------------------------------------------------------------------------
+# -- rewrites ------------------------------------------------------------------------------
 
-# source, steps, the steps they become
+# source, steps, simplified steps
 LAWS: list[tuple[str, tuple[Step, ...], tuple[Step, ...]]] = [
     # inverse steps cancel
     ("f32[4096@x,4096]", (AllGather("x", 0), AllSlice("x", 0)), ()),
@@ -70,13 +70,13 @@ LAWS: list[tuple[str, tuple[Step, ...], tuple[Step, ...]]] = [
     ("f32[4096@(x,y),4096]",
      (CollectivePermute(P(("y", "x"))), CollectivePermute(P(("x", "y")))), ()),
     ("f32[4096@(x,y,z)]", (Remesh(FLAT, P("a")), Remesh(MESH, P(("x", "y", "z")))), ()),
-    # AllReduce of what was only made unreduced
+    # an all-reduce of a value that was made unreduced just before
     ("f32[4096,4096]", (ReplicatedToUnreduced("x"), AllReduce("x")), ()),
     ("f32[4096,4096]", (ReplicatedToUnreduced("x"), ReduceScatter("x", 0)), (AllSlice("x", 0),)),
     ("f32[4096@x,4096]", (ShardedToUnreduced("x", 0), AllReduce("x")), (AllGather("x", 0),)),
     ("f32[4096@x,4096]", (ShardedToUnreduced("x", 0), ReduceScatter("x", 1)),
      (AllToAll("x", 0, 1),)),
-    # a reduction and what follows it
+    # a reduction and the next step
     ("f32[4096,4096]{unreduced: x}", (AllReduce("x"), AllSlice("x", 1)), (ReduceScatter("x", 1),)),
     ("f32[4096,4096]{unreduced: x}", (ReduceScatter("x", 1), AllGather("x", 1)), (AllReduce("x"),)),
     ("f32[4096,4096]{unreduced: x}", (AllReduce("x"), InvariantToReduced("x")),
@@ -85,10 +85,10 @@ LAWS: list[tuple[str, tuple[Step, ...], tuple[Step, ...]]] = [
      (AllGather("x", 0, "reduced"),)),
     ("f32[4096@x,4096]", (AllGather("x", 0, "reduced"), ReducedToInvariant("x")),
      (AllGather("x", 0),)),
-    # a maximum is no sum, but each rank needs its part of it only
+    # each rank needs only its part of a maximum
     ("f32[4096]{unreduced: x=max}", (AllReduce("x"), ReplicatedToUnreduced("x")),
      (ReduceScatter("x", 0), ShardedToUnreduced("x", 0))),
-    # neighbours of one kind fuse
+    # neighbours of one type fuse
     ("f32[4096@(x,y),4096]", (AllGather("y", 0), AllGather("x", 0)), (AllGather(("x", "y"), 0),)),
     ("f32[4096,4096]", (AllSlice("x", 0), AllSlice("y", 0)), (AllSlice(("x", "y"), 0),)),
     ("f32[4096,4096]{unreduced: x, y}", (AllReduce("y"), AllReduce("x")), (AllReduce(("x", "y")),)),
@@ -119,7 +119,7 @@ LAWS: list[tuple[str, tuple[Step, ...], tuple[Step, ...]]] = [
      (ReduceScatter("y", 1), AllGather("x", 0))),
     ("f32[4096@x,4096]{unreduced: y}", (ShardedToUnreduced("x", 0), AllReduce("y")),
      (AllReduce("y"), ShardedToUnreduced("x", 0))),
-    # casts on the cheap side
+    # casts go to the side with fewer bytes
     ("f32[4096@x,4096]", (AllGather("x", 0), Cast(BF16)), (Cast(BF16), AllGather("x", 0))),
     ("bf16[4096@x,4096]", (Cast(F32), AllGather("x", 0)), (AllGather("x", 0), Cast(F32))),
     ("f32[4096,4096@x]{unreduced: y}", (AllToAll("x", 1, 0), Cast(BF16)),
@@ -129,7 +129,7 @@ LAWS: list[tuple[str, tuple[Step, ...], tuple[Step, ...]]] = [
     ("bf16[4096,4096]", (Cast(F32), Cast(BF16)), ()),
     ("bf16[4096,4096]", (Cast(F32), Cast(torch.float16)), (Cast(torch.float16),)),
     ("bf16[4096@x,4096]", (Cast(F32), AllGather("x", 0), Cast(BF16)), (AllGather("x", 0),)),
-    # what stands between two neighbours does not keep them apart
+    # steps fuse across an independent step between them
     ("f32[4096@x,4096,4096@y]", (AllGather("x", 0), AllToAll("y", 2, 1), AllSlice("x", 0)),
      (AllToAll("y", 2, 1),)),
     ("f32[4096@x,4096,4096]{unreduced: y}",
@@ -138,20 +138,20 @@ LAWS: list[tuple[str, tuple[Step, ...], tuple[Step, ...]]] = [
     ("f32[4096,4096@y]", (AllSlice("x", 0), Cast(BF16), AllGather("x", 0)), (Cast(BF16),)),
 ]  # fmt: skip
 
-# source, steps that stay
+# source, steps that must not be rewritten
 KEPT: list[tuple[str, tuple[Step, ...]]] = [
     ("f32[4096,4096]", ()),
     ("f32[4096@x,4096]", (AllGather("x", 0),)),
     # reductions of two kinds
     ("f32[4096,4096]{unreduced: x, y=avg}", (AllReduce("y"), AllReduce("x"))),
-    # fewer launches here, an all-reduce instead of a reduce-scatter in the transpose
+    # fewer launches, but an all-reduce instead of a reduce-scatter in the transpose
     ("f32[4096@(x,y),4096]", (AllGather("y", 0, "reduced"), AllGather("x", 0))),
-    # rounded numbers
+    # rounded values
     ("f32[4096,4096]", (Cast(BF16), Cast(F32))),
     ("f32[4096,4096]", (Cast(torch.float16), Cast(BF16))),
     ("i64[4096,4096]", (Cast(F32), Cast(torch.int64))),
     ("bf16[4096,4096]", (Cast(F32), Cast(torch.float64))),
-    # sums of rounded numbers, in the program and in its transpose
+    # sums of rounded values, in the program and in its transpose
     ("f32[4096,4096]{unreduced: x}", (AllReduce("x"), Cast(BF16))),
     ("bf16[4096,4096]{unreduced: x}", (Cast(F32), AllReduce("x"))),
     ("f32[4096,4096]{unreduced: x}", (ReduceScatter("x", 0), Cast(BF16))),
@@ -167,7 +167,7 @@ KEPT: list[tuple[str, tuple[Step, ...]]] = [
 
 
 @pytest.mark.parametrize(("src", "steps", "want"), LAWS, ids=str)
-def test_law(src: str, steps: tuple[Step, ...], want: tuple[Step, ...]) -> None:
+def test_rewrite(src: str, steps: tuple[Step, ...], want: tuple[Step, ...]) -> None:
     prog = program(src, *steps)
     exchanges = any(isinstance(step, Exchange) for step in (*steps, *want))
     simple = prog.simplify(exclude=() if exchanges else Exchange)
@@ -176,23 +176,23 @@ def test_law(src: str, steps: tuple[Step, ...], want: tuple[Step, ...]) -> None:
 
 
 @pytest.mark.parametrize(("src", "steps"), KEPT, ids=str)
-def test_kept(src: str, steps: tuple[Step, ...]) -> None:
+def test_steps_are_not_rewritten(src: str, steps: tuple[Step, ...]) -> None:
     prog = program(src, *steps)
     assert prog.simplify(exclude=Exchange) == prog
 
 
-def test_other_ends_are_no_rewrite() -> None:
+def test_rewrite_keeps_the_ends() -> None:
     prog = program("f32[4096@x,4096]{unreduced: y}", AllGather("x", 0), AllReduce("y"))
     assert (prog >> redistribute(prog.dst, prog.src)).simplify().dst == prog.src
 
 
-def test_a_round_trip_that_loses_nothing_leaves_nothing() -> None:
+def test_exact_round_trip_cancels() -> None:
     for src, dst in spec_grid.sample_pairs(spec_grid.all_specs(MESH, (16, 32), ("invariant",)), 60):
         there_and_back = redistribute(src, dst) >> redistribute(dst, src)
         assert there_and_back.simplify().steps == ()
 
 
-def test_what_is_sent_stays_in_its_dtype() -> None:
+def test_simplify_keeps_wire_dtypes() -> None:
     options = {"forward_dtype": BF16, "backward_dtype": torch.float64}
     src = parse("f32[4096@x,4096]", MESH)
     prog = Program(src, (AllGather("x", 0), AllSlice("y", 1)), **options)
@@ -204,14 +204,14 @@ def test_what_is_sent_stays_in_its_dtype() -> None:
     assert nothing == Program(src, (), **options)
 
 
-def test_excluded_steps_are_not_brought_in() -> None:
+def test_excluded_steps_are_not_introduced() -> None:
     steps = (AllGather("x", 0), AllSlice("x", 1))
     prog = program("f32[4096@x,4096]", *steps)
     assert prog.simplify(exclude=AllToAll).steps == (Exchange(P(None, "x")),)
     assert prog.simplify(exclude=(AllToAll, Exchange)) == prog
 
 
-def test_the_topology_decides() -> None:
+def test_rewrites_depend_on_the_topology() -> None:
     prog = program("f32[64,64]{unreduced: x}", ReduceScatter("x", 0), AllGather("x", 0))
     slow_to_start = Topology.of({}, launch=1.0)
     assert prog.simplify(slow_to_start, exclude=Exchange).steps == (AllReduce("x"),)
@@ -221,8 +221,8 @@ def test_the_topology_decides() -> None:
         assert late.simplify(topology).cost(topology).time <= late.cost(topology).time
 
 
-def test_peak_memory_does_not_rise_for_speed() -> None:
-    """One launch would do, and hold a layout that this program never does."""
+def test_peak_memory_does_not_increase() -> None:
+    """One launch would suffice, but hold a larger layout than the program does."""
     topology = Topology.of({}, launch=1.0)
     steps = (AllGather("x", 0), ReplicatedToUnreduced("x"), ReduceScatter("x", 1))
     prog = program("f32[64@(y,x),64]", *steps, AllGather("y", 0))
@@ -271,12 +271,12 @@ def test_refused(
         (torch.complex64, torch.int32, False),
     ],
 )  # fmt: skip
-def test_holds(wide: torch.dtype, narrow: torch.dtype, yes: bool) -> None:
+def test_represents(wide: torch.dtype, narrow: torch.dtype, yes: bool) -> None:
     assert represents(wide, narrow) is yes
 
 
-def test_holds_is_what_casts_keep() -> None:
-    """A dtype that holds another gives back its extremes, and their neighbours."""
+def test_represents_means_lossless_casts() -> None:
+    """A dtype that represents another returns its extremes and their neighbours unchanged."""
     dtypes = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, BF16, torch.float16,
               F32, torch.float64)  # fmt: skip
     for wide, narrow in itertools.product(dtypes, repeat=2):
@@ -294,25 +294,25 @@ def test_holds_is_what_casts_keep() -> None:
 # -- single steps --------------------------------------------------------------------------
 
 
-def test_single_steps_finds_every_step_by_its_ends() -> None:
-    """Whatever step leads from one layout to another is found again, of its type."""
+def test_single_steps_include_every_legal_step() -> None:
+    """Every legal step is among the single steps between its two layouts."""
     for prog in itertools.chain(legal_steps(MESH, (16, 32)), legal_steps(Mesh(x=2, y=3), (6, 12))):
         (step,) = prog.steps
         assert step in single_steps(prog.src, prog.dst), prog
 
 
 def legal_steps(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Program]:
-    """One-step programs of every type, from a sample of all layouts."""
+    """Yield one-step programs of every type, from a sample of all layouts."""
     layouts = spec_grid.all_specs(mesh, shape, dtype=torch.float64)
     for spec in random.Random(0).sample(layouts, min(60, len(layouts))):
-        for step in legal_of(spec, "sum"):
+        for step in legal_steps_of(spec, "sum"):
             yield Program(spec, (step,))
 
 
 def every_step(spec: Spec, kind: str = "sum") -> Iterator[Step]:
-    """Steps along one axis or two, legal or not."""
+    """Yield steps along one axis or two, legal or not."""
     dims = range(spec.ndim)
-    for axes in (each for n in (1, 2) for each in itertools.permutations(spec.mesh.axes, n)):
+    for axes in (chosen for n in (1, 2) for chosen in itertools.permutations(spec.mesh.axes, n)):
         ordered = tuple(sorted(axes)) == axes
         if ordered:
             yield from (AllReduce(axes), AllReduce(axes, "reduced"), InvariantToReduced(axes))
@@ -333,8 +333,8 @@ def test_single_steps_of_several_pairs() -> None:
     crossed = single_steps(parse("f32[16@(x,y),16]", MESH), parse("f32[16,16@(y,x)]", MESH))
     assert [type(step) for step in crossed] == [Exchange]
     uneven = parse("f32[5@x:4+1,6@y]", MESH)
-    there = Spec(MESH, P(None, ("y", "x")), shape=(5, 6), sizes={1: (2, 1, 0, 3)})
-    assert single_steps(uneven, there)[0] == AllToAll("x", 0, 1, (2, 1, 0, 3))
+    dst = Spec(MESH, P(None, ("y", "x")), shape=(5, 6), sizes={1: (2, 1, 0, 3)})
+    assert single_steps(uneven, dst)[0] == AllToAll("x", 0, 1, (2, 1, 0, 3))
 
 
 def test_no_single_step() -> None:
@@ -345,8 +345,8 @@ def test_no_single_step() -> None:
     assert single_steps(spec, spec.replace(dtype=BF16)) == (Cast(BF16),)
 
 
-def test_passes() -> None:
-    """A cast trades places with a step exactly where this changes no number, gradients too."""
+def test_commutes() -> None:
+    """A cast commutes with a step exactly if values and gradients stay the same."""
     for prog in legal_steps(Mesh(x=2, y=2), (4, 8)):
         (step,) = prog.steps
         p, q = prog.src.partition, prog.dst.partition
@@ -362,7 +362,7 @@ def test_passes() -> None:
 def programs(
     draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",), dtype: torch.dtype = torch.int64
 ) -> Program:
-    """Random legal steps from a random spec, then planned changes of layout."""
+    """Draw a program of random legal steps, followed by planned redistributions."""
     mesh = draw(strategies.meshes(max_devices=8, max_size=3, min_axes=1))
     shape = draw(st.lists(st.integers(0, 4).map(lambda n: 2 * n), min_size=1, max_size=3))
     options = {"dtype": dtype, "kinds": kinds, "splits": ("even", "sizes")}
@@ -372,7 +372,7 @@ def programs(
         target = draw(strategies.partitions(mesh.axes, len(shape), kinds=kinds))
         moves = (CollectivePermute(target), Exchange(target))
         if legal := [
-            *legal_of(prog.dst, kind),
+            *legal_steps_of(prog.dst, kind),
             *(step for step in moves if is_legal(step, prog.dst)),
         ]:
             prog = Program(prog.src, (*prog.steps, draw(st.sampled_from(legal))))
@@ -384,7 +384,7 @@ def programs(
 
 
 @cache
-def legal_of(spec: Spec, kind: str) -> tuple[Step, ...]:
+def legal_steps_of(spec: Spec, kind: str) -> tuple[Step, ...]:
     return tuple(step for step in every_step(spec, kind) if is_legal(step, spec))
 
 
@@ -397,13 +397,13 @@ def is_legal(step: Step, spec: Spec) -> bool:
 
 
 def differ_in_kind(a: Spec, b: Spec) -> bool:
-    """Whether an axis is unreduced by one reduction here and by another there."""
-    here, there = a.partition.unreduced, b.partition.unreduced
-    return any(here[axis] != there.get(axis, here[axis]) for axis in here)
+    """Return True if an axis is unreduced by different reductions in two specs."""
+    before, after = a.partition.unreduced, b.partition.unreduced
+    return any(before[axis] != after.get(axis, before[axis]) for axis in before)
 
 
 def assert_laws(prog: Program, topology: Topology) -> Program:
-    """What simplify promises of any program; the simple one."""
+    """Assert all guarantees of `simplify`, and return the simplified program."""
     simple = prog.simplify(topology)
     before, after = prog.cost(topology), simple.cost(topology)
     assert (simple.src, simple.dst) == (prog.src, prog.dst)
@@ -414,11 +414,11 @@ def assert_laws(prog: Program, topology: Topology) -> Program:
         total = after.time + simple.T.cost(topology).time
         assert total <= (before.time + prog.T.cost(topology).time) * (1 + 1e-9)
     x = spec_grid.random_locals(prog.src, 1)
-    here, there = simulate(prog, x), simulate(simple, x)
-    want = spec_grid.global_of(prog.dst, here)
-    torch.testing.assert_close(spec_grid.global_of(prog.dst, there), want, equal_nan=True)
+    outputs, results = simulate(prog, x), simulate(simple, x)
+    expected = spec_grid.global_of(prog.dst, outputs)
+    torch.testing.assert_close(spec_grid.global_of(prog.dst, results), expected, equal_nan=True)
     if not prog.dst.partition.unreduced:
-        torch.testing.assert_close(there, here, equal_nan=True)
+        torch.testing.assert_close(results, outputs, equal_nan=True)
     return simple
 
 
@@ -445,7 +445,7 @@ def test_laws_of_booleans(prog: Program) -> None:
 
 @st.composite
 def mixed_programs(draw: st.DrawFn) -> Program:
-    """Random programs with casts: sums in float32 alone, where integers are exact."""
+    """Draw random programs with casts, with sums in float32 alone, where integers are exact."""
     mesh = Mesh(x=2, y=2)
     states = draw(st.sampled_from([("sharded", "invariant"), ("sharded", "reduced", "unreduced")]))
     spec = draw(strategies.specs(mesh, (4, 8), dtype=F32, states=states, splits=("even",)))
@@ -454,7 +454,7 @@ def mixed_programs(draw: st.DrawFn) -> Program:
         now = prog.dst
         legal = [
             step
-            for step in legal_of(now, "sum")
+            for step in legal_steps_of(now, "sum")
             if now.dtype == F32 or commutes(step, now, infer(step, now))
         ]
         cast = Cast(BF16 if now.dtype == F32 else F32)
@@ -464,8 +464,8 @@ def mixed_programs(draw: st.DrawFn) -> Program:
 
 @settings(max_examples=300, deadline=None)
 @given(prog=mixed_programs())
-def test_no_number_is_rounded_elsewhere(prog: Program) -> None:
-    """Numbers that bfloat16 rounds and whose sums float32 holds: equal to the last bit."""
+def test_simplify_keeps_rounding(prog: Program) -> None:
+    """Values that bfloat16 rounds, with sums that are exact in float32, stay equal bit by bit."""
     simple = prog.simplify()
     x = [local * 37 for local in spec_grid.random_locals(prog.src, 5)]
     y = [local * 37 for local in spec_grid.random_locals(prog.dst.dual, 6)]
@@ -481,7 +481,7 @@ MESHES = (FINE, Mesh(a=4, z=2), Mesh(x=2, b=4), Mesh(c=8), Mesh(x=4), Mesh(x=2, 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_laws_between_meshes(data: st.DataObject) -> None:
-    """Meshes with the same devices and others, by whatever single steps there are."""
+    """Programs between meshes, of any single steps, are simplified."""
     prog = Program(data.draw(strategies.specs(FINE, (8, 12), dtype=torch.int64)), ())
     for _ in range(data.draw(st.integers(1, 5))):
         mesh = data.draw(st.sampled_from((prog.dst.mesh, *MESHES)))
@@ -493,8 +493,8 @@ def test_laws_between_meshes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology.node(), CLUSTER], ids=["node", "cluster"])
-def test_laws_of_all_pairs_there_and_on(topology: Topology) -> None:
-    """Every pair of layouts of a small mesh, planned through a third."""
+def test_laws_of_all_pairs_through_a_third_layout(topology: Topology) -> None:
+    """Plans of every pair of layouts of a small mesh through a third are simplified."""
     mesh = Mesh(x=2, y=2)
     layouts = spec_grid.all_specs(mesh, (4, 8))
     chooser = random.Random(1)

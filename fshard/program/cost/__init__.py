@@ -1,1 +1,9 @@
-"""Cost model: topologies, bytes, time and memory of steps and programs."""
+"""Costs of steps and programs.
+
+- `topology`: `Topology`, the machine: links, launch and message times.
+- `overlap`: elements that the worst-placed rank needs, holds and lacks; it defines these words.
+- `rank_overlap`: the same for each rank.
+- `traffic`: bytes, messages and rounds of the busiest rank in a step.
+- `rank_loads`: bytes of each rank in a step, to be added up over a batch.
+- `model`: seconds of a step, and `Cost`.
+"""

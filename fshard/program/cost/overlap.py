@@ -96,7 +96,7 @@ def even_dim_overlap(
 
     Behind the axes that both layouts begin with, further ones in both mean that some rank holds
     nothing of what it needs: the first along the one and the last along the other. Axes of the
-    target alone shard what is held, those of the source alone leave 1/n of it.
+    target alone shard the elements held, axes of the source alone leave 1/n of them.
     """
     if have == need and not group:
         for axis in need:

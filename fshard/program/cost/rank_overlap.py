@@ -3,7 +3,7 @@
 Words are those of `overlap.py`. Dims are sharded independently, so every vector is a product of
 one factor per dim; searches meet the same factors again and again, and `RankOverlap` remembers
 them. On a mesh of more than `MAX_RANKS` ranks a sample stands for all, so that planning time does
-not depend on the number of ranks: what the sample lacks is a lower bound.
+not depend on the number of ranks; the lack of the sample is a lower bound.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Machine that programs are planned and costed for: what a byte and a launch cost.
+    """Machine that programs are planned and costed for: seconds per byte, message and launch.
 
     A collective is as slow as the slowest link among its axes, for all of its bytes: over 2 nodes
     of 8 it runs at the speed of the network. NCCL's rings cross the network on some hops only,
@@ -137,7 +137,7 @@ class Topology:
         """Return a single node of any size, with NVLink between all devices (H100, 360 GB/s).
 
         Launch time and memory are round values for such GPUs, 6 us and 2 TB/s; `dgx_h100` has
-        those of one machine, 6.6 us and 2.68 TB/s.
+        the values of one machine, 6.6 us and 2.68 TB/s.
 
         >>> import fshard as fs
         >>> fs.Topology.node().inner.bandwidth

@@ -139,7 +139,7 @@ def even_exchange_traffic(
     Traffic(sent=48, received=48, messages=3, rounds=1)
     """
     dims = zip(shape, have, need, strict=True)
-    factors = [dim_traffic(n, axis_sizes, *ends, converted) for n, *ends in dims]
+    factors = [dim_traffic(n, axis_sizes, a, b, converted) for n, a, b in dims]
     exact = [dim for dim in factors if dim is not None]
     return join_dims(exact, item, num_partials) if len(exact) == len(factors) else None
 
@@ -273,7 +273,7 @@ def _gather_traffic(src: Spec, dim: int, n: int) -> Traffic:
 def _all_to_all_traffic(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic:
     item = src.dtype.itemsize
     if step.also:
-        # Several dims at once: what is kept of one may depend on what is kept of another.
+        # Several dims at once: the part kept of one may depend on the part kept of another.
         sent, received = (
             max(needs - holds for needs, holds in overlaps(*ends))
             for ends in ((dst, src), (src, dst))

@@ -1,4 +1,4 @@
-"""What steps move and cost: exchanges asked rank by rank, formulas of numbers, local copies."""
+"""Traffic and time of steps: exchanges counted rank by rank, closed forms, local copies."""
 
 from __future__ import annotations
 
@@ -62,23 +62,24 @@ def numel(box: tuple[tuple[int, int], ...]) -> int:
 # -- exchanges -----------------------------------------------------------------------------
 
 
-def moved_by_hand(src: Spec, dst: Spec) -> tuple[int, int, int]:
-    """Elements that the busiest rank sends and receives, and the most pieces one receives."""
+def count_exchange(src: Spec, dst: Spec) -> tuple[int, int, int]:
+    """Count the elements that the busiest rank sends and receives, and the most pieces received."""
     ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
-    got = [receives(src, dst, rank) for rank in ranks]
-    given = [sends(src, dst, rank) for rank in ranks]
+    incoming = [receives(src, dst, rank) for rank in ranks]
+    outgoing = [sends(src, dst, rank) for rank in ranks]
     sent, received = (
-        max(sum(numel(piece.box) for piece in each) for each in side) for side in (given, got)
+        max(sum(numel(piece.box) for piece in pieces) for pieces in side)
+        for side in (outgoing, incoming)
     )
-    return sent, received, max(map(len, got))
+    return sent, received, max(map(len, incoming))
 
 
 def assert_exchange(src: Spec, dst: Spec) -> None:
-    """Bytes received are exact; of those sent a piece more may be, for pieces are sent whole."""
+    """Assert exact bytes received, and bytes sent up to one piece, since pieces are not divided."""
     step = Exchange(dst.partition, dst.sizes, None if src.mesh == dst.mesh else dst.mesh)
     assert infer(step, src) == dst
     item = src.dtype.itemsize
-    sent, received, pieces = moved_by_hand(src, dst)
+    sent, received, pieces = count_exchange(src, dst)
     moved = traffic(step, src, dst)
     assert moved.received == received * item
     assert bool(moved.sent) == bool(received) == bool(moved.launches)
@@ -98,12 +99,12 @@ def test_exchanges_of_every_even_pair(src: Spec) -> None:
     for dst in EVEN:
         assert_exchange(src, dst)
         moved = traffic(Exchange(dst.partition), src, dst)
-        pieces = moved_by_hand(src, dst)[2]
+        pieces = count_exchange(src, dst)[2]
         assert moved.messages - pieces in (0, 1)
 
 
 def exchangeable(src: Spec, dst: Spec) -> Spec:
-    """A target like `dst` that one exchange from `src` can make: it leaves addends, or shards."""
+    """Return `dst` with the states that one exchange from `src` can result in."""
     p, q = src.partition, dst.partition
     may = {*p.unreduced, *itertools.chain(*p.dims)} if src.mesh == dst.mesh else set()
     stay = {axis: kind for axis, kind in q.unreduced_kinds if axis in may}
@@ -148,7 +149,7 @@ def test_exchanges_of_uneven_pairs(data: st.DataObject, mesh: Mesh, same: bool) 
         ("f32[0@x]", "f32[0]", (0, 0, 0)),
     ],
 )
-def test_exchanges_by_hand(src: str, dst: str, moved: tuple[int, int, int]) -> None:
+def test_exchange_traffic(src: str, dst: str, moved: tuple[int, int, int]) -> None:
     before, after = spec_of(src), spec_of(dst)
     step = Exchange(after.partition, after.sizes)
     assert traffic(step, before, after) == Traffic(*moved, rounds=int(max(moved) > 0))
@@ -157,7 +158,7 @@ def test_exchanges_by_hand(src: str, dst: str, moved: tuple[int, int, int]) -> N
         assert copied_bytes(step, before, after, 0) == 2 * max_local_nbytes(after)
 
 
-def test_an_exchange_of_a_million_devices() -> None:
+def test_exchange_traffic_of_a_million_devices() -> None:
     mesh = Mesh(a=1024, b=1024)
     src = parse("u8[1048576@(a,b),1024]", mesh)
     with spec_grid.peak_memory_below(4 << 20):  # a table of the devices takes 8 MiB and more
@@ -173,10 +174,10 @@ def test_an_exchange_of_a_million_devices() -> None:
         assert traffic(step, src, dst) == Traffic(1024, 1024, 1, 1)
 
 
-# -- formulas of numbers -------------------------------------------------------------------
+# -- closed forms --------------------------------------------------------------------------
 
 
-def test_formulas_are_those_of_steps() -> None:
+def test_closed_forms_equal_traffic_of_steps() -> None:
     for step, text, want in [
         (AllGather(XY, 1), "f32[4,12@(x,y)]", all_gather_traffic(6, 32)),
         (ReduceScatter(XY, 1), "f32[4,12]{unreduced: x, y}", all_gather_traffic(6, 32)),
@@ -193,18 +194,18 @@ def test_formulas_are_those_of_steps() -> None:
         assert traffic(step, src, infer(step, src)) == want, step
 
 
-def test_all_to_alls_of_several_dims_that_depend_on_each_other() -> None:
-    # What y brings into dim 1 takes the place of what x takes from it: some rank keeps nothing.
+def test_all_to_all_of_dependent_dims() -> None:
+    # y shards dim 1 where x gathers it, so that some rank keeps nothing.
     src = spec_of("f32[6,6@x,6@y]")
     step = AllToAll("x", 1, 0, also=(AllToAll("y", 2, 1),))
     dst = infer(step, src)
     assert str(dst) == "f32[6@x,6@y,6]"
     assert traffic(step, src, dst) == Traffic(4 * 36, 4 * 36, 5, 1)
-    assert moved_by_hand(src, dst)[1] == 36
+    assert count_exchange(src, dst)[1] == 36
 
 
-def test_messages_of_unequal_shards() -> None:
-    # Few ranks send directly, many along trees; unequal shards always go directly.
+def test_messages_of_uneven_gathers() -> None:
+    # Few ranks send directly, many along trees; uneven shards are always sent directly.
     for n, even, odd in [(6, (5, 1), (5, 1)), (16, (15, 1), (15, 1)), (32, (5, 5), (31, 1))]:
         mesh = Mesh(x=n, y=2)
         for sizes, want in [((2,) * n, even), ((3, 1, *(2,) * (n - 2)), odd)]:
@@ -216,7 +217,7 @@ def test_messages_of_unequal_shards() -> None:
             assert traffic(back, addends, src)[2:] == want
         reduced = traffic(AllReduce("x"), addends, addends.replace(partition=P()))
         assert reduced[2:] == (even if n <= 16 else (10, 10))
-    # Each group is even in itself: it runs as an even gather.
+    # Each group has even shards: it runs as an even gather.
     src = spec_of("f32[9@(x,y):2+2+2+1+1+1]")
     assert traffic(AllGather("y", 0), src, spec_of("f32[9@x:6+3]")) == Traffic(16, 16, 2, 1)
     back = ReduceScatter("y", 0, (2, 2, 2, 1, 1, 1))
@@ -262,7 +263,7 @@ S, D = 96, 48
     ],
     ids=str,
 )  # fmt: skip
-def test_local_copies(step: Step, src: str, copied: int) -> None:
+def test_copied_bytes(step: Step, src: str, copied: int) -> None:
     before = spec_of(src)
     after = infer(step, before)
     moved = traffic(step, before, after)
@@ -274,7 +275,7 @@ def test_local_copies(step: Step, src: str, copied: int) -> None:
     )
 
 
-def test_a_collective_of_one_device_copies() -> None:
+def test_collective_of_one_rank_copies() -> None:
     mesh = Mesh(a=1, x=2)
     for step, text in [
         (AllGather("a", 0), "f32[4@(x,a)]"),
@@ -284,7 +285,7 @@ def test_a_collective_of_one_device_copies() -> None:
         assert Program(src, (step,)).cost(OWN).time == 2 * 8 / OWN.memory
 
 
-def test_cost_is_the_sum_of_the_steps() -> None:
+def test_cost_sums_over_steps() -> None:
     src = spec_of("f32[1200@x,6@y]{unreduced: z}")
     steps = (ReduceScatter("z", 0), AllToAll("y", 1, 0), AllGather(("x", "z", "y"), 0))
     prog = Program(src, steps)
@@ -292,22 +293,22 @@ def test_cost_is_the_sum_of_the_steps() -> None:
     assert (cost.bytes_sent, cost.bytes_received, cost.launches) == (30400, 30400, 3)
     assert cost.messages == 1 + 2 + 11
     triples = list(zip(prog.steps, prog.specs, prog.specs[1:], strict=False))
-    assert cost.time == sum(step_time(Topology.node(), *each) for each in triples)
+    assert cost.time == sum(step_time(Topology.node(), *triple) for triple in triples)
 
 
-def test_peak_memory_is_the_largest_local_on_the_way() -> None:
+def test_peak_memory_is_the_largest_local() -> None:
     src = spec_of("f32[12@x,6]")
     steps = (AllGather("x", 0), AllSlice("x", 1))
     assert Program(src, steps).cost().peak_memory == 12 * 6 * 4
     assert Program(src, ()).cost().peak_memory == 6 * 6 * 4
-    # What is sent is another tensor, wider or narrower than what comes in and goes out.
+    # The tensor that is sent is wider or narrower than source and target.
     narrow = Program(src, steps, forward_dtype=torch.bfloat16)
     assert narrow.cost().peak_memory == 12 * 6 * 2
     assert Program(src, steps[:1], forward_dtype=torch.bfloat16).cost().peak_memory == 12 * 6 * 4
     assert Program(src, steps, forward_dtype=torch.float64).cost().peak_memory == 12 * 6 * 8
 
 
-def test_time_by_hand() -> None:
+def test_collective_time() -> None:
     prog = Program(spec_of("f32[1200]{unreduced: x, y}"), (AllReduce(XY),))
     sent = 2 * 5 / 6 * 4800
     assert prog.cost(OWN).time == pytest.approx(5e-6 + 2e-6 + 5 * 0.15e-6 + sent / 1e9)
@@ -317,7 +318,7 @@ def test_time_by_hand() -> None:
     assert swap.cost(OWN).time == pytest.approx(alone + sent / 2e9 + 2 * 4800 / 1e12)
 
 
-def test_time_between_meshes() -> None:
+def test_step_time_between_meshes() -> None:
     cluster = Topology.cluster(4)
     src = parse("f32[1024@x]", Mesh(x=4))
     for first, link in [(0, cluster.inner), (4, cluster.outer)]:

@@ -1,4 +1,4 @@
-"""What ranks hold of what they need, against the traffic of specs, on shards of any sizes."""
+"""`RankOverlap` in searches, compared with the traffic of specs, on shards of any sizes."""
 
 import itertools
 import random
@@ -19,21 +19,21 @@ MESHES = [Mesh(x=4, y=2), Mesh(x=2, y=3, z=2), Mesh(x=1, y=2, z=4)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_exchanges_move_what_specs_say(mesh: Mesh) -> None:
+def test_search_traffic_equals_spec_traffic(mesh: Mesh) -> None:
     draw = random.Random(0)
     for _ in range(150):
         src, dst = _spec(draw, mesh, addends=True), _spec(draw, mesh)
         step = Exchange(dst.partition, dst.sizes)
         problem = SearchProblem(src, dst, None, None, frozenset())
-        addends = mesh.axis_size(tuple(src.partition.unreduced))
+        num_partials = mesh.axis_size(tuple(src.partition.unreduced))
         if not problem.even:
-            found = problem.traffic(step, problem.start, problem.goal, addends)
-            assert found == traffic(step, src, dst), f"{src} -> {dst}"
+            moved = problem.traffic(step, problem.start, problem.goal, num_partials)
+            assert moved == traffic(step, src, dst), f"{src} -> {dst}"
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("lengths", [(12, 10), (48, 48)], ids=["uneven", "even"])
-def test_exchanges_that_make_addends_move_what_specs_say(
+def test_search_traffic_of_converted_axes_equals_spec_traffic(
     mesh: Mesh, lengths: tuple[int, int]
 ) -> None:
     draw = random.Random(2)
@@ -43,33 +43,34 @@ def test_exchanges_that_make_addends_move_what_specs_say(
         may = {*p.unreduced, *itertools.chain(*p.dims)}
         dst = dst.replace(partition=PartitionSpec(*q.partitions, unreduced=may & {*q.unreduced}))
         if lengths == (48, 48):
-            src, dst = (Spec(mesh, each.partition, shape=lengths) for each in (src, dst))
+            src, dst = (Spec(mesh, spec.partition, shape=lengths) for spec in (src, dst))
         for a, b in ((src, dst), (dst.dual, src.dual)):
             problem, step = (
                 SearchProblem(a, b, None, None, frozenset()),
                 Exchange(b.partition, b.sizes),
             )
-            addends = mesh.axis_size(reduction_axes(a, b))
-            turned = problem.converted_axes(problem.start, problem.goal)
-            found = problem.exchange_traffic_by_rank(problem.start, problem.goal, addends, turned)
+            num_partials = mesh.axis_size(reduction_axes(a, b))
+            converted = problem.converted_axes(problem.start, problem.goal)
+            ends = problem.start, problem.goal
+            by_rank = problem.exchange_traffic_by_rank(*ends, num_partials, converted)
             moved = traffic(step, a, b)
-            assert (found.sent, found.received) == (moved.sent, moved.received), f"{a} -> {b}"
-            closed = problem.exchange_traffic(problem.start, problem.goal, addends, turned)
+            assert (by_rank.sent, by_rank.received) == (moved.sent, moved.received), f"{a} -> {b}"
+            closed = problem.exchange_traffic(problem.start, problem.goal, num_partials, converted)
             assert not problem.even or closed in (None, moved), f"{a} -> {b}"
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_no_program_weighs_less_than_the_bound_of_its_source(mesh: Mesh) -> None:
+def test_bound_is_at_most_the_cost_of_the_plan(mesh: Mesh) -> None:
     draw = random.Random(1)
     for _ in range(25):
         src, dst = _spec(draw, mesh, addends=True), _spec(draw, mesh)
         problem = SearchProblem(src, dst, None, None, frozenset())
-        found = search(src, dst, None)
-        assert found is not None
-        assert problem.bound(problem.start) <= found[1], f"{src} -> {dst}"
+        plan = search(src, dst, None)
+        assert plan is not None
+        assert problem.bound(problem.start) <= plan[1], f"{src} -> {dst}"
 
 
-def test_of_many_ranks_some_stand_for_all() -> None:
+def test_ranks_of_large_meshes_are_sampled() -> None:
     few = RankOverlap(Mesh(x=8, y=8), (64,))
     many = RankOverlap(Mesh(x=1024, y=1024), (2**20,))
     assert few.complete
@@ -82,18 +83,18 @@ def test_of_many_ranks_some_stand_for_all() -> None:
 
 
 def _spec(draw: random.Random, mesh: Mesh, *, addends: bool = False) -> Spec:
-    """A layout of 12 by 10 elements, mostly of uneven shards."""
+    """Return a random layout of 12 by 10 elements, mostly of uneven shards."""
     shape = (12, 10)
-    places: dict[object, list[str]] = {0: [], 1: [], "invariant": [], "unreduced": []}
+    axes: dict[object, list[str]] = {0: [], 1: [], "invariant": [], "unreduced": []}
     for axis in draw.sample(mesh.axes, len(mesh.axes)):
-        places[draw.choice([*places][: 4 if addends else 3])].append(axis)
+        axes[draw.choice([*axes][: 4 if addends else 3])].append(axis)
     sizes = {}
     for dim, size in enumerate(shape):
-        n = mesh.axis_size(tuple(places[dim]))
+        n = mesh.axis_size(tuple(axes[dim]))
         if n > 1:
             stops = [0, *sorted(draw.choices(range(size + 1), k=n - 1)), size]
             sizes[dim] = tuple(b - a for a, b in itertools.pairwise(stops))
     partition = PartitionSpec(
-        tuple(places[0]), tuple(places[1]), unreduced=frozenset(places["unreduced"])
+        tuple(axes[0]), tuple(axes[1]), unreduced=frozenset(axes["unreduced"])
     )
     return Spec(mesh, partition, shape=shape, sizes=sizes)

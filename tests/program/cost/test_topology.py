@@ -1,4 +1,4 @@
-"""Topologies: links of axes and between meshes, public machines, files."""
+"""Topologies: links of axes and between meshes, presets, files."""
 
 from __future__ import annotations
 
@@ -71,25 +71,25 @@ def test_links_of_a_huge_cluster() -> None:
         (lambda: Link("fast", 1), "bandwidth above 0"),  # type: ignore[arg-type]
     ],
 )
-def test_topologies_that_do_not_exist(make: Callable[[], object], message: str) -> None:
+def test_invalid_topologies_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         make()
 
 
 @pytest.mark.parametrize("link", [(-1, 1), (1, 0), (1, -1)])
-def test_a_link_has_bandwidth(link: tuple[float, float]) -> None:
+def test_invalid_links_are_refused(link: tuple[float, float]) -> None:
     with pytest.raises(ShardingError, match="latency must be at least 0 and bandwidth above 0"):
         Link(*link)
 
 
-def test_parts_of_an_axis_have_its_link() -> None:
+def test_split_axes_have_the_link_of_the_axis() -> None:
     slow, slower = Link(1e-3, 1e6), Link(2e-3, 1e5)
-    own = Topology.of({"x": slow, "x_1": slower})
+    topology = Topology.of({"x": slow, "x_1": slower})
     mesh = Mesh(x_0=2, x_1=2, x_0_1=2, y_0=2, x_y=2)
-    assert own.link(mesh, "x_0") == own.link(mesh, "x_0_1") == slow
-    assert own.link(mesh, "x_1") == slower
-    assert own.link(mesh, "y_0") == own.link(mesh, "x_y") == own.inner
-    assert own.link(mesh, ("x_0", "y_0")) == Link(1e-3, 1e6)
+    assert topology.link(mesh, "x_0") == topology.link(mesh, "x_0_1") == slow
+    assert topology.link(mesh, "x_1") == slower
+    assert topology.link(mesh, "y_0") == topology.link(mesh, "x_y") == topology.inner
+    assert topology.link(mesh, ("x_0", "y_0")) == Link(1e-3, 1e6)
 
 
 @st.composite
@@ -110,11 +110,11 @@ def test_links_between_meshes(one: Mesh, other: Mesh, nodes: int) -> None:
 
 def test_links_between_meshes_of_named_axes() -> None:
     slow, thin = Link(1e-3, 1e9), Link(1e-6, 1e6)
-    own = Topology.of({"x": slow, "y": thin, "z": Link(1.0, 1.0)})
-    assert own.between(Mesh(x=2, z=1), Mesh(y=3, devices=range(2, 5))) == Link(1e-3, 1e6)
+    topology = Topology.of({"x": slow, "y": thin, "z": Link(1.0, 1.0)})
+    assert topology.between(Mesh(x=2, z=1), Mesh(y=3, devices=range(2, 5))) == Link(1e-3, 1e6)
 
 
-# -- public machines -----------------------------------------------------------------------
+# -- presets -------------------------------------------------------------------------------
 
 MACHINES = [
     (Topology.dgx_a100(), 8, 300e9, 25e9, 2.039e12),
@@ -128,7 +128,7 @@ MACHINES = [
     MACHINES,
     ids=lambda v: getattr(v, "name", ""),
 )
-def test_machines_reach_most_of_what_is_promised(
+def test_presets_achieve_most_of_the_promised_bandwidth(
     machine: Topology, size: int, nvlink: float, network: float, memory: float
 ) -> None:
     assert machine.node_size == size
@@ -140,14 +140,14 @@ def test_machines_reach_most_of_what_is_promised(
     assert machine.link(mesh, "dp") == machine.outer
 
 
-def test_hosts_of_processes() -> None:
+def test_cpu_host() -> None:
     host = Topology.cpu_host(4)
     assert host.link(Mesh(x=4), "x") == host.inner
     assert host.link(Mesh(x=8), "x") == host.outer
     assert host.memory > host.inner.bandwidth
 
 
-def test_the_cluster_is_the_h100s() -> None:
+def test_cluster_has_the_links_of_dgx_h100() -> None:
     cluster, machine = Topology.cluster(), Topology.dgx_h100()
     assert (cluster.inner, cluster.outer) == (machine.inner, machine.outer)
     assert Topology.node().inner == machine.inner
@@ -173,7 +173,7 @@ TOPOLOGIES = st.builds(
 
 
 @given(TOPOLOGIES)
-def test_a_file_gives_the_same_topology(
+def test_save_and_load_round_trip(
     tmp_path_factory: pytest.TempPathFactory, topology: Topology
 ) -> None:
     path = tmp_path_factory.mktemp("topology") / "wires.json"
@@ -205,7 +205,7 @@ LINK = "a link must have a latency and a bandwidth"
          "latency must be at least 0 and bandwidth above 0"),
     ],
 )  # fmt: skip
-def test_a_file_of_other_keys(
+def test_load_refuses_other_keys(
     tmp_path: Path, change: dict[str, object], given: str, rule: str
 ) -> None:
     path = tmp_path / "wires.json"
@@ -231,7 +231,7 @@ def test_a_file_of_other_keys(
         ({"name": 3}, "name must be a str"),
     ],
 )
-def test_a_file_of_other_numbers(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_load_refuses_values(tmp_path: Path, change: dict[str, object], message: str) -> None:
     path = tmp_path / "wires.json"
     Topology.cluster().save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -239,7 +239,7 @@ def test_a_file_of_other_numbers(tmp_path: Path, change: dict[str, object], mess
         Topology.load(path)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_load_refuses_files_that_are_not_json(tmp_path: Path) -> None:
     path = tmp_path / "wires.json"
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
@@ -266,7 +266,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         Topology.load(path)
 
 
-def test_everything_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+def test_load_lists_all_problems(tmp_path: Path) -> None:
     path = tmp_path / "wires.json"
     Topology.cluster().save(path)
     wrong = {"links": {"x": 1}, "inner": 2, "memory": -1, "name": 3}
@@ -275,13 +275,13 @@ def test_everything_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
         Topology.load(path)
     given = [problem.given for problem in caught.value.problems]
     assert given == [
-        f"{str(path)!r} with {each}" for each in ("x 1", "inner 2", "name=3", "memory=-1")
+        f"{str(path)!r} with {text}" for text in ("x 1", "inner 2", "name=3", "memory=-1")
     ]
 
 
 @pytest.mark.parametrize("path", [3, None, b"wires.json"])
 @pytest.mark.parametrize("name", ["load", "save"])
-def test_a_path_that_is_none(name: str, path: object) -> None:
+def test_invalid_paths_are_refused(name: str, path: object) -> None:
     with pytest.raises(ShardingError) as caught:
         getattr(Topology.cluster(), name)(path)
     assert str(caught.value) == spec_grid.message(
