@@ -33,7 +33,7 @@ def collectives(mesh: Mesh) -> dict[str, tuple[Op, Op]]:
     """Return hand-written and fshard's collectives of a tensor whose dim 0 the ranks divide."""
     n, rank = mesh.size, dist.get_rank()
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    ring = [(at, (at + 1) % n) for at in range(n)]
+    ring = [(index, (index + 1) % n) for index in range(n)]
     wait = OPS.wait_tensor
 
     def mean(x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def on_fake_ranks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, fl
     try:
         x = torch.zeros(64, 8)
         leaf = x.clone().requires_grad_()
-        found = {}
+        results = {}
         for name, (bare, op) in collectives(mesh).items():
             ct = torch.zeros_like(op(x))
             runs: dict[str, Run] = {
@@ -90,8 +90,8 @@ def on_fake_ranks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, fl
                 "grad": lambda op=op: op(leaf),  # type: ignore[misc]
                 "backward": lambda op=op, ct=ct: torch.autograd.grad(op(leaf), leaf, ct),  # type: ignore[misc]
             }
-            found[name] = medians(runs, rounds=20, repeats=100)
-        return found, mapped_calls(mesh)
+            results[name] = medians(runs, rounds=20, repeats=100)
+        return results, mapped_calls(mesh)
     finally:
         set_world(None)
         dist.destroy_process_group()
@@ -106,15 +106,15 @@ def mapped_calls(mesh: Mesh) -> dict[str, dict[str, float]]:
         "a + b": (lambda a, b: a + b, 2),
         "psum": (lambda a: a + fs.psum(a, "x", mesh=mesh), 1),
     }
-    found = {}
+    results = {}
     for name, (fn, count) in functions.items():
         call = fs.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check=False)
         runs: dict[str, Run] = {
             "bare": lambda fn=fn, count=count: fn(*[x] * count),  # type: ignore[misc]
             "mapped": lambda call=call, count=count: call(*[pair] * count),  # type: ignore[misc]
         }
-        found[name] = medians(runs, rounds=20, repeats=100)
-    return found
+        results[name] = medians(runs, rounds=20, repeats=100)
+    return results
 
 
 # -- real ranks --------------------------------------------------------------------------
@@ -126,15 +126,15 @@ def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     mesh = Mesh(x=GLOO)
     fs.init(mesh)
     x = torch.randn(numel // 64, 64)
-    found = {}
+    results = {}
     for name, (bare, op) in collectives(mesh).items():
         torch.testing.assert_close(bare(x), op(x))
         runs: dict[str, Run] = {
             "bare": lambda bare=bare: bare(x),  # type: ignore[misc]
             "fshard": lambda op=op: op(x),  # type: ignore[misc]
         }
-        found[name] = medians(runs, repeats=repeats)
-    return found
+        results[name] = medians(runs, repeats=repeats)
+    return results
 
 
 # -- simulated ranks ---------------------------------------------------------------------
@@ -158,7 +158,7 @@ def on_simulated_ranks() -> dict[str, dict[str, float]]:
             lambda v: OPS.wait_tensor(OPS.all_reduce(v, "sum", name)), lambda v: fs.psum(v, "x")
         ),
     }  # fmt: skip
-    found = {}
+    results = {}
     for what, (theirs, ours) in operations.items():
         for size in (16, 65536):
             x = torch.zeros(SIMULATED, size)
@@ -183,13 +183,13 @@ def on_simulated_ranks() -> dict[str, dict[str, float]]:
                     ]
             times = medians(runs, rounds=8, repeats=3)
             few, many = STEPS
-            found[f"{what}, {4 * size:,} B"] = {
+            results[f"{what}, {4 * size:,} B"] = {
                 who: (times[f"{who} {many}"] - times[f"{who} {few}"]) / (many - few)
                 for who in ("fshard", "theirs", "bare")
                 if f"{who} {few}" in times
             }
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def repeated(op: Op, x: torch.Tensor, steps: int) -> torch.Tensor:
@@ -203,8 +203,8 @@ def repeated(op: Op, x: torch.Tensor, steps: int) -> torch.Tensor:
 
 def table(title: str, *heads: str) -> Table:
     made = Table(title=title)
-    for at, head in enumerate(heads):
-        made.add_column(head, justify="right" if at else "left")
+    for index, head in enumerate(heads):
+        made.add_column(head, justify="right" if index else "left")
     return made
 
 
@@ -221,8 +221,8 @@ def main() -> None:
         f"Collectives on {FAKE} fake ranks, µs (goals: +3 without grad, +15 with)",
         "", "raw op and wait", "fshard", "adds", "requires grad", "adds", "and backward",
     )  # fmt: skip
-    for name, found in costs.items():
-        bare, plain, grad, back = found.values()
+    for name, results in costs.items():
+        bare, plain, grad, back = results.values()
         numbers = (bare, plain, plain - bare, grad, grad - bare, back)
         shown.add_row(name, *(f"{number:.1f}" for number in numbers))
     console.print(shown)
@@ -230,8 +230,8 @@ def main() -> None:
     shown = table(
         "Mapped calls, pairs in and out, check=False, µs (goal: +15)", "", "bare", "mapped", "adds"
     )
-    for name, found in mapped.items():
-        bare, call = found.values()
+    for name, results in mapped.items():
+        bare, call = results.values()
         shown.add_row(name, f"{bare:.1f}", f"{call:.1f}", f"{call - bare:.1f}")
     console.print(shown)
 
@@ -241,8 +241,8 @@ def main() -> None:
     )  # fmt: skip
     for size, numel in SIZES.items():
         repeats = 10 if numel > 500_000 else 30
-        for name, found in run_ranks(GLOO, on_gloo_ranks, numel, repeats, timeout=600)[0].items():
-            bare, ours = found.values()
+        for name, results in run_ranks(GLOO, on_gloo_ranks, numel, repeats, timeout=600)[0].items():
+            bare, ours = results.values()
             shown.add_row(size, name, f"{bare:,.0f}", f"{ours:,.0f}", f"{ours / bare:.2f}")
     close_all()
     console.print(shown)
@@ -251,9 +251,9 @@ def main() -> None:
         f"{SIMULATED} simulated ranks, µs per operation of all (goals: 0.20, collectives 0.33)",
         "", "bare", "fshard", "LocalTensorMode", "ratio",
     )  # fmt: skip
-    for what, found in on_simulated_ranks().items():
-        ours, theirs = found["fshard"], found["theirs"]
-        bare = f"{found['bare']:,.1f}" if "bare" in found else ""
+    for what, results in on_simulated_ranks().items():
+        ours, theirs = results["fshard"], results["theirs"]
+        bare = f"{results['bare']:,.1f}" if "bare" in results else ""
         shown.add_row(what, bare, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}")
     console.print(shown)
 

@@ -1,4 +1,4 @@
-"""What tracking types adds to a PyTorch call; `python -m tests.benchmarks.bench_types`."""
+"""Overhead of type tracking on PyTorch calls; `python -m tests.benchmarks.bench_types`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMES, REPEATS = 5000, 5
 
 
 def calls(x: torch.Tensor, w: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Calls on a tensor that varies and one that is invariant, which requires grad or does not."""
+    """Return calls on a varying and an invariant tensor, of which the latter may require grad."""
     y = torch.zeros(8, 8)
     eight = [x] * 8
 
@@ -41,36 +41,36 @@ def calls(x: torch.Tensor, w: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Microseconds of a call, the least of some repetitions."""
+def time_call(call: Callable[[], object]) -> float:
+    """Return microseconds of a call, the minimum of some repetitions."""
     return min(timeit.repeat(call, number=TIMES, repeat=REPEATS)) / TIMES * 1e6
 
 
 def main() -> None:
-    """Print per call what it takes bare, and what tracking adds, in microseconds."""
+    """Print, for each call, its bare time and the time that tracking adds, in microseconds."""
     columns: list[dict[str, tuple[float, float]]] = []
     for grad in (False, True):
         x, w = torch.ones(8, 8), torch.ones(8, 8, requires_grad=grad)
-        bare, typed = (measured(x, w, check) for check in (False, True))
-        columns.append({name: (bare[name], typed[name] - bare[name]) for name in bare})
+        bare, tracked = (time_in_body(x, w, check) for check in (False, True))
+        columns.append({name: (bare[name], tracked[name] - bare[name]) for name in bare})
     print(f"{'':24}{'without grad':>22}{'with grad':>22}")
     print(f"{'microseconds':24}" + f"{'bare':>12}{'added':>10}" * 2)
     for name, (bare_us, added) in columns[0].items():
-        again, more = columns[1][name]
-        print(f"{name:24}{bare_us:12.2f}{added:10.2f}{again:12.2f}{more:10.2f}")
+        grad_bare, grad_added = columns[1][name]
+        print(f"{name:24}{bare_us:12.2f}{added:10.2f}{grad_bare:12.2f}{grad_added:10.2f}")
 
 
-def measured(x: torch.Tensor, w: torch.Tensor, check: bool) -> dict[str, float]:
-    """The microseconds of every call, in the body of a mapped function."""
-    found: dict[str, float] = {}
+def time_in_body(x: torch.Tensor, w: torch.Tensor, check: bool) -> dict[str, float]:
+    """Return the microseconds of each call in the body of a mapped function."""
+    times: dict[str, float] = {}
 
     def body(x: torch.Tensor, w: torch.Tensor) -> None:
-        found.update({name: timed(call) for name, call in calls(x, w).items()})
+        times.update({name: time_call(call) for name, call in calls(x, w).items()})
 
     mesh = fs.Mesh(x=1)
     specs = (fs.P("x"), fs.P())
     fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=None, check=check)(x, w)
-    return found
+    return times
 
 
 if __name__ == "__main__":

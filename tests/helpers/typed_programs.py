@@ -144,19 +144,19 @@ def _scattered(x: torch.Tensor, axes: tuple[str, ...], k: int) -> torch.Tensor:
 
 def _exchanged(x: torch.Tensor, axes: tuple[str, ...], k: int) -> torch.Tensor:
     n = fs.axis_size(axes)
-    parts = torch.stack([x * (each + 1) for each in range(n)])
+    parts = torch.stack([x * (item + 1) for item in range(n)])
     return fs.all_to_all(parts, axes, 0, 0).sum(0)
 
 
 def _ring(x: torch.Tensor, axes: tuple[str, ...], k: int) -> torch.Tensor:
     n = fs.axis_size(axes)
-    pairs = [(each, (each + 1) % n) for each in range(n)]
+    pairs = [(item, (item + 1) % n) for item in range(n)]
     return fs.ppermute(x, axes, pairs[: n - k % 2])
 
 
 def _rolled(x: torch.Tensor, axes: tuple[str, ...], k: int) -> torch.Tensor:
     n = fs.axis_size(axes)
-    return fs.pshuffle(x, axes, [(each + k) % n for each in range(n)])
+    return fs.pshuffle(x, axes, [(item + k) % n for item in range(n)])
 
 
 ALONG: dict[str, Along] = {
@@ -199,8 +199,8 @@ class Program:
     def body(self, *xs: torch.Tensor) -> list[torch.Tensor]:
         """Return the inputs, and the result of every row that is not left out."""
         pool = list(xs)
-        for at, row in enumerate(self.recipe):
-            pool.append(pool[0] if at in self.left_out else self._row(row, pool))
+        for index, row in enumerate(self.recipe):
+            pool.append(pool[0] if index in self.left_out else self._row(row, pool))
         return pool
 
     def find_types(
@@ -214,12 +214,12 @@ class Program:
 
         def body(*xs: torch.Tensor) -> None:
             refused, pool = set(), list(xs)
-            for at, row in enumerate(self.recipe):
+            for index, row in enumerate(self.recipe):
                 try:
                     pool.append(self._row(row, pool))
                 except ShardingError as error:
                     self.refused.append(error)
-                    refused.add(at)
+                    refused.add(index)
                     pool.append(pool[0])
             rank = current_rank(self.mesh, "").rank
             left_out[rank] = frozenset(refused)
@@ -245,17 +245,17 @@ class Program:
 
 def partitions_of(mesh: Mesh) -> list[Any]:
     """Return specs of matrices: sharded, replicated, reduced and unreduced."""
-    found: list[Any] = [P()]
+    results: list[Any] = [P()]
     for n in range(1, len(mesh.axes) + 1):
         for axes in itertools.permutations(mesh.axes, n):
-            found += [P(axes), P(None, axes)]
+            results += [P(axes), P(None, axes)]
             if n == 1:
                 rest = tuple(axis for axis in mesh.axes if axis not in axes)
-                found += [P(reduced=axes), P(unreduced=axes)]
-                found += [P(rest, reduced=axes), P(rest, unreduced=axes)] if rest else []
+                results += [P(reduced=axes), P(unreduced=axes)]
+                results += [P(rest, reduced=axes), P(rest, unreduced=axes)] if rest else []
             elif axes[0] < axes[1]:
-                found += [P(axes[:1], axes[1:]), P(reduced=axes[:1], unreduced=axes[1:])]
-    return found
+                results += [P(axes[:1], axes[1:]), P(reduced=axes[:1], unreduced=axes[1:])]
+    return results
 
 
 def inputs_of(mesh: Mesh, specs: Sequence[Any], seed: int) -> list[torch.Tensor]:

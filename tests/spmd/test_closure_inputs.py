@@ -120,18 +120,18 @@ WAYS = [
 
 
 @pytest.mark.parametrize("history", [False, True], ids=["leaf", "computed"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("way", WAYS, ids=lambda item: item.__name__)
 def test_gradients_are_those_of_one_device(way: Any, history: bool) -> None:
     x, leaf = reals(6, 4).requires_grad_(), reals(4, 3, seed=1).requires_grad_()
-    found = []
+    results = []
     for mapped in (False, True):
         w = leaf.exp() if history else leaf
         out = way(w)(x) if mapped else torch.tanh(x @ w) * 2
         loss = (out**2).sum() + (w.sum() if history else 0)
         first = torch.autograd.grad(loss, (x, leaf), create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, leaf))
-        found.append((out, first, second))
-    torch.testing.assert_close(found[1], found[0])
+        results.append((out, first, second))
+    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize("way", [closed, unseen])
@@ -147,14 +147,14 @@ def test_gradients_of_closure_and_its_source_count_once(way: Any) -> None:
 
         return call if way is closed else lambda v: first(v) * leaf.sum()
 
-    found = []
+    results = []
     for mapped in (False, True):
         w = leaf.exp()
         out = both(w)(x) if mapped else torch.tanh(x @ w) * 2 * leaf.sum()
         first = torch.autograd.grad((out**2).sum(), leaf, create_graph=True)
         second = torch.autograd.grad((first[0] ** 2).sum(), leaf)
-        found.append((out, first, second))
-    torch.testing.assert_close(found[1], found[0])
+        results.append((out, first, second))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_closure_gradients_equal_those_of_unsharded_arguments() -> None:
@@ -165,41 +165,41 @@ def test_closure_gradients_equal_those_of_unsharded_arguments() -> None:
         check=False,
     )  # fmt: skip
     by_closure = rows(lambda v: v @ w)
-    want = torch.autograd.grad(by_argument(x, w).sum(), w)
-    torch.testing.assert_close(torch.autograd.grad(by_closure(x).sum(), w), want)
+    expected = torch.autograd.grad(by_argument(x, w).sum(), w)
+    torch.testing.assert_close(torch.autograd.grad(by_closure(x).sum(), w), expected)
 
 
 def test_gradient_of_closure_used_by_some_ranks_is_rank_0s() -> None:
     """As for an argument: an invariant value has the gradient of the first rank."""
     x, w = reals(6), torch.tensor(2.0, dtype=F64, requires_grad=True)
-    for user, want in ((0, x[0]), (3, torch.zeros((), dtype=F64))):
+    for user, expected in ((0, x[0]), (3, torch.zeros((), dtype=F64))):
 
         def body(v: torch.Tensor, w: torch.Tensor = w, user: int = user) -> torch.Tensor:
             return v * w if fs.axis_index(("x", "y")) == user else v
 
         mapped = rows(lambda v, body=body: body(v))
         (grad,) = torch.autograd.grad(mapped(x).sum(), w)
-        torch.testing.assert_close(grad, want)
+        torch.testing.assert_close(grad, expected)
 
 
 def test_modules() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
     x = reals(4, 4).requires_grad_()
-    want = torch.autograd.grad((net(x) ** 2).sum(), [x, *net.parameters()])
+    expected = torch.autograd.grad((net(x) ** 2).sum(), [x, *net.parameters()])
 
     @fs.shard_map(mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     def around(v: torch.Tensor) -> torch.Tensor:
-        params = {name: fs.pcast(each, "x", to="varying") for name, each in net.named_parameters()}
+        params = {name: fs.pcast(item, "x", to="varying") for name, item in net.named_parameters()}
         return torch.func.functional_call(net, params, (v,))  # type: ignore[no-any-return]
 
-    got = torch.autograd.grad((around(x) ** 2).sum(), [x, *net.parameters()])
-    torch.testing.assert_close(got, want)
+    actual = torch.autograd.grad((around(x) ** 2).sum(), [x, *net.parameters()])
+    torch.testing.assert_close(actual, expected)
     # A module as the mapped function, without a cast of its parameters.
     mapped = fs.shard_map(net, mesh=MESH, in_specs=P(), out_specs=P())
     torch.testing.assert_close(mapped(x), net(x))
-    got = torch.autograd.grad((mapped(x) ** 2).sum(), [x, *net.parameters()])
-    torch.testing.assert_close(got, want)
+    actual = torch.autograd.grad((mapped(x) ** 2).sum(), [x, *net.parameters()])
+    torch.testing.assert_close(actual, expected)
 
 
 def test_backward_accumulates_and_retains_graph() -> None:
@@ -207,12 +207,12 @@ def test_backward_accumulates_and_retains_graph() -> None:
     mapped = fs.shard_map(net.forward, mesh=MESH, in_specs=P(), out_specs=P())
     x = reals(4, 3)
     net(x).sum().backward()
-    want = [each.grad.clone() for each in net.parameters()]  # type: ignore[union-attr]
+    expected = [item.grad.clone() for item in net.parameters()]  # type: ignore[union-attr]
     net.zero_grad()
     loss = mapped(x).sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    torch.testing.assert_close([each.grad for each in net.parameters()], [2 * g for g in want])
+    torch.testing.assert_close([item.grad for item in net.parameters()], [2 * g for g in expected])
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
 
@@ -223,10 +223,10 @@ def test_shared_history_survives_backward() -> None:
     w = leaf.exp()
     out = unseen(w)(reals(6, 4))
     (out.sum() + (w**2).sum()).backward()
-    want = leaf.detach().requires_grad_()
-    e = want.exp()
+    expected = leaf.detach().requires_grad_()
+    e = expected.exp()
     ((torch.tanh(reals(6, 4) @ e) * 2).sum() + (e**2).sum()).backward()
-    torch.testing.assert_close(leaf.grad, want.grad)
+    torch.testing.assert_close(leaf.grad, expected.grad)
 
 
 def test_tensors_created_in_the_body_are_not_inputs() -> None:
@@ -256,10 +256,10 @@ def test_mapped_results_as_closures() -> None:
     for way in (closed, unseen):
         made = squares(w)
         out = way(made)(x)
-        want = torch.tanh(x @ w**2) * 2
-        torch.testing.assert_close(out, want)
+        expected = torch.tanh(x @ w**2) * 2
+        torch.testing.assert_close(out, expected)
         torch.testing.assert_close(
-            torch.autograd.grad(out.sum(), w), torch.autograd.grad(want.sum(), w)
+            torch.autograd.grad(out.sum(), w), torch.autograd.grad(expected.sum(), w)
         )
 
 
@@ -271,26 +271,26 @@ def test_nested_closures() -> None:
         u = v.sin()
 
         def inner(part: torch.Tensor) -> torch.Tensor:
-            each = fs.pcast(u, "y", to="varying")
-            return (each @ fs.pcast(w, ("x", "y"), to="varying"))[:, :1] + part
+            item = fs.pcast(u, "y", to="varying")
+            return (item @ fs.pcast(w, ("x", "y"), to="varying"))[:, :1] + part
 
         cut = P(None, "y")
         return fs.shard_map(inner, in_specs=cut, out_specs=cut)(v[:, :3])  # type: ignore[no-any-return]
 
     mapped = fs.shard_map(outer, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"))
-    want = (x.sin() @ w)[:, :1] + x[:, :3]
-    torch.testing.assert_close(mapped(x), want)
-    got = torch.autograd.grad((mapped(x) ** 2).sum(), (x, w))
-    torch.testing.assert_close(got, torch.autograd.grad((want**2).sum(), (x, w)))
+    expected = (x.sin() @ w)[:, :1] + x[:, :3]
+    torch.testing.assert_close(mapped(x), expected)
+    actual = torch.autograd.grad((mapped(x) ** 2).sum(), (x, w))
+    torch.testing.assert_close(actual, torch.autograd.grad((expected**2).sum(), (x, w)))
 
 
 @pytest.mark.parametrize("check", [True, "values", False])
 def test_hooks_of_closures_see_the_summed_gradient_once(check: Any) -> None:
     seen: list[Any] = []
 
-    def hooked(name: str, each: torch.Tensor) -> torch.Tensor:
-        each.register_hook(lambda g: seen.append((name, g.tolist())) or g * 0.5)
-        return each
+    def hooked(name: str, item: torch.Tensor) -> torch.Tensor:
+        item.register_hook(lambda g: seen.append((name, g.tolist())) or g * 0.5)
+        return item
 
     leaf, root = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
     w = hooked("w", root * 3)
@@ -306,7 +306,7 @@ def test_hooks_of_closures_see_the_summed_gradient_once(check: Any) -> None:
     for create_graph in (False, True):
         seen.clear()
         w.grad = None
-        found = torch.autograd.grad(
+        results = torch.autograd.grad(
             loss, (root, leaf), retain_graph=True, create_graph=create_graph
         )
         # Gradient 2 a w of the leaf w, where a = [4, 6] are the sums of columns.
@@ -314,4 +314,4 @@ def test_hooks_of_closures_see_the_summed_gradient_once(check: Any) -> None:
         retained = w.grad
         assert retained is not None
         assert retained.tolist() == [12.0, 72.0]
-        assert [each.tolist() for each in found] == [[36.0, 216.0], [18.0, 108.0]]
+        assert [item.tolist() for item in results] == [[36.0, 216.0], [18.0, 108.0]]

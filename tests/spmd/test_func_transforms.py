@@ -37,8 +37,8 @@ def of_extremes(v: torch.Tensor) -> torch.Tensor:
 
 def ragged(v: torch.Tensor) -> torch.Tensor:
     """Send row j of rank i to row i of rank j."""
-    at, ones = fs.axis_index("i").expand(4), [1] * 4
-    return fs.ragged_all_to_all(v, 0 * v, [0, 1, 2, 3], ones, at, ones, axis_name="i")
+    index, ones = fs.axis_index("i").expand(4), [1] * 4
+    return fs.ragged_all_to_all(v, 0 * v, [0, 1, 2, 3], ones, index, ones, axis_name="i")
 
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -113,32 +113,32 @@ def of_jacrev(op: Any, v: torch.Tensor) -> Pair:
     q = v.detach().requires_grad_()
     y = op(q)
     basis = torch.eye(y.numel(), dtype=y.dtype).reshape(-1, *y.shape)
-    rows = [torch.autograd.grad(y, q, each, retain_graph=True)[0] for each in basis]
+    rows = [torch.autograd.grad(y, q, item, retain_graph=True)[0] for item in basis]
     return jacrev(op)(v), torch.stack(rows).reshape(y.shape + v.shape)
 
 
-def of_vmap(at: int, to: int) -> Callable[[Any, torch.Tensor], Pair]:
+def of_vmap(index: int, to: int) -> Callable[[Any, torch.Tensor], Pair]:
     def run(op: Any, v: torch.Tensor) -> Pair:
-        found = vmap(op, in_dims=at, out_dims=to)(batch(v, at))
-        return found, torch.stack([op(each) for each in batch(v, at).unbind(at)], to)
+        results = vmap(op, in_dims=index, out_dims=to)(batch(v, index))
+        return results, torch.stack([op(item) for item in batch(v, index).unbind(index)], to)
 
     return run
 
 
 def of_vmap_of_grad(op: Any, v: torch.Tensor) -> Pair:
-    want = [by_autograd(loss_of(op), each) for each in batch(v, 1).unbind(1)]
-    return vmap(grad(loss_of(op)), in_dims=1)(batch(v, 1)), torch.stack(want)
+    expected = [by_autograd(loss_of(op), item) for item in batch(v, 1).unbind(1)]
+    return vmap(grad(loss_of(op)), in_dims=1)(batch(v, 1)), torch.stack(expected)
 
 
 def of_grad_of_vmap(op: Any, v: torch.Tensor) -> Pair:
-    want = [by_autograd(loss_of(op), each) for each in batch(v, 0)]
-    return grad(lambda b: vmap(loss_of(op))(b).sum())(batch(v, 0)), torch.stack(want)
+    expected = [by_autograd(loss_of(op), item) for item in batch(v, 0)]
+    return grad(lambda b: vmap(loss_of(op))(b).sum())(batch(v, 0)), torch.stack(expected)
 
 
 def of_vmap_of_vmap(op: Any, v: torch.Tensor) -> Pair:
     whole = torch.stack([batch(v, 0), batch(-v, 0)], 1)
-    want = [torch.stack([op(each) for each in row]) for row in whole.unbind(1)]
-    return vmap(vmap(op), in_dims=1)(whole), torch.stack(want)
+    expected = [torch.stack([op(item) for item in row]) for row in whole.unbind(1)]
+    return vmap(vmap(op), in_dims=1)(whole), torch.stack(expected)
 
 
 def of_grad_of_grad(op: Any, v: torch.Tensor) -> Pair:
@@ -152,8 +152,8 @@ def by_autograd_of(y: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def of_autograd_of_vmap(op: Any, v: torch.Tensor) -> Pair:
-    want = by_autograd(lambda q: sum((op(e) ** 2).sum() for e in batch(q, 0)), v)
-    return by_autograd(lambda q: (vmap(op)(batch(q, 0)) ** 2).sum(), v), want
+    expected = by_autograd(lambda q: sum((op(e) ** 2).sum() for e in batch(q, 0)), v)
+    return by_autograd(lambda q: (vmap(op)(batch(q, 0)) ** 2).sum(), v), expected
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Pair]] = {
@@ -178,31 +178,31 @@ def test_transforms_of_collectives_equal_loops(name: str, check: bool) -> None:
     op, one = CASES[name], name.startswith("pcast") and "addends" not in name
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if "32" in name or "tiled" in name else {}
     for transform, run in TRANSFORMS.items():
-        found: list[Pair] = []
+        results: list[Pair] = []
 
         def body(v: torch.Tensor) -> None:
-            found.append(run(op, v))  # noqa: B023 - called at once
+            results.append(run(op, v))  # noqa: B023 - called at once
 
         given = P() if one else P("i")
         fs.shard_map(body, mesh=I4, in_specs=given, out_specs=None, check=check)(
             x[:4] if one else x
         )
-        assert len(found) == I4.size
-        for got, want in found:
-            torch.testing.assert_close(got, want, msg=lambda t: f"{transform}: {t}", **close)  # noqa: B023
+        assert len(results) == I4.size
+        for actual, expected in results:
+            torch.testing.assert_close(actual, expected, msg=lambda t: f"{transform}: {t}", **close)  # noqa: B023
 
 
 def test_pargmax_under_vmap() -> None:
-    found = []
+    results = []
 
     def body(v: torch.Tensor) -> None:
         op = lambda v: fs.pargmax(v, "i") - fs.pargmin(v, "i")  # noqa: E731
-        found.append(of_vmap(-1, 0)(op, v))
+        results.append(of_vmap(-1, 0)(op, v))
 
     x = torch.arange(16.0).roll(5).reshape(4, 4)
     fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=None)(x)
-    assert len(found) == I4.size
-    assert all(torch.equal(*each) for each in found)
+    assert len(results) == I4.size
+    assert all(torch.equal(*item) for item in results)
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -255,14 +255,14 @@ def test_batches_of_gradients_of_a_simulated_program() -> None:
     first, second = prog((x * x, 3 * x))
     cts = torch.arange(60.0).reshape(5, 4, 3)
     for outputs in ((first,), (second,), (first, second)):
-        (found,) = torch.autograd.grad(
+        (results,) = torch.autograd.grad(
             outputs, x, (cts,) * len(outputs), is_grads_batched=True, retain_graph=True
         )
-        want = [
+        expected = [
             torch.autograd.grad(outputs, x, (ct,) * len(outputs), retain_graph=True)[0]
             for ct in cts
         ]
-        assert torch.equal(found, torch.stack(want))
+        assert torch.equal(results, torch.stack(expected))
 
 
 BATCHED: dict[str, tuple[Body, P]] = {
@@ -286,12 +286,12 @@ def test_batches_of_gradients_of_a_mapped_function(name: str) -> None:
     x = torch.arange(1.0, 9.0).reshape(4, 2).requires_grad_()
     y = mapped(x)
     cts = torch.arange(3.0 * y.numel()).reshape(3, *y.shape)
-    found = torch.autograd.grad(y, (x, scale), cts, is_grads_batched=True, create_graph=True)
+    results = torch.autograd.grad(y, (x, scale), cts, is_grads_batched=True, create_graph=True)
     rows = [torch.autograd.grad(y, (x, scale), ct, create_graph=True) for ct in cts]
     wanted = list(map(torch.stack, zip(*rows, strict=True)))
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(results, wanted, strict=True):
         torch.testing.assert_close(a, b)
-    losses = [sum((g * g).sum() for g in gs) for gs in (found, wanted)]
+    losses = [sum((g * g).sum() for g in gs) for gs in (results, wanted)]
     seconds = [torch.autograd.grad(loss, (x, scale), retain_graph=True) for loss in losses]
     for a, b in zip(*seconds, strict=True):
         torch.testing.assert_close(a, b)
@@ -304,9 +304,9 @@ def test_hessian_in_one_batch_of_gradients() -> None:
 
     x = torch.arange(4.0)
     mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P())
-    found = torch.autograd.functional.hessian(mapped, x, vectorize=True)
+    results = torch.autograd.functional.hessian(mapped, x, vectorize=True)
     wanted = torch.autograd.functional.hessian(lambda x: (x * x.sum()).sin().sum(), x)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(results, wanted)
 
 
 def refused(run: Callable[[], Any], where: str, *lines: str) -> None:

@@ -100,7 +100,7 @@ def two_level(mesh: Mesh | None, inner_mesh: Mesh | None) -> Callable[..., Any]:
     """tanh(x @ w) @ v: rows along x in the outer map, the hidden dim along y in the inner one."""
 
     def outer(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        w, v = (fs.pcast(each, "x", to="varying") for each in (w, v))
+        w, v = (fs.pcast(item, "x", to="varying") for item in (w, v))
 
         @fs.shard_map(
             mesh=inner_mesh, axis_names={"y"}, in_specs=(P(), P(None, "y"), P("y")), out_specs=P()
@@ -471,8 +471,8 @@ def test_check_of_the_outermost_map_holds_in_inner_ones(outer: Any, inner: Any) 
     out = mapped(a, w)
     expected = torch.stack([0 * a[:3].sum(), (a[3:] ** 2).sum() * w])
     torch.testing.assert_close(out, expected)
-    found, wanted = (torch.autograd.grad(y.sum(), (a, w)) for y in (out, expected))
-    torch.testing.assert_close(found, wanted)
+    outputs, wanted = (torch.autograd.grad(y.sum(), (a, w)) for y in (out, expected))
+    torch.testing.assert_close(outputs, wanted)
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
@@ -512,7 +512,7 @@ def test_checkpoint_around_an_inner_map(check: Any) -> None:
     x = ints(12).requires_grad_()
     rows = x.sin().reshape(2, 3, 2).sum(1)
     want = (rows * rows.sum(0)).sum()
-    got = mapped(x).sum()
-    torch.testing.assert_close(got, want)
-    first = [torch.autograd.grad(each, x, create_graph=True)[0] for each in (got, want)]
+    actual = mapped(x).sum()
+    torch.testing.assert_close(actual, want)
+    first = [torch.autograd.grad(item, x, create_graph=True)[0] for item in (actual, want)]
     torch.testing.assert_close(*first)

@@ -43,7 +43,7 @@ def test_gradients_and_traffic(case: Case, check: Check) -> None:
 @pytest.mark.parametrize("name", ["block by tensor", "data"])
 def test_types_insert_one_cast_per_tensor(name: str) -> None:
     """Without casts in the body, each tensor is cast once, at its first varying operand."""
-    (case,) = (each for each in CASES if each.name == name)
+    (case,) = (item for item in CASES if item.name == name)
     if name == "data":
         body = lambda p, batch: fs.pmean(block_loss(p, batch), "dp")  # noqa: E731
         bare = replace(case, body=body, backward={("all_reduce", "dp"): len(BLOCK)})

@@ -23,14 +23,14 @@ CALLS = st.tuples(st.lists(VALUES, max_size=3), st.dictionaries(st.sampled_from(
 def typed(value: Any) -> Any:
     """Return a value that compares by values and types."""
     if isinstance(value, list | tuple):
-        return type(value), [typed(each) for each in value]
+        return type(value), [typed(item) for item in value]
     if isinstance(value, dict):
-        return [(name, typed(each)) for name, each in value.items()]
+        return [(name, typed(item)) for name, item in value.items()]
     return type(value), value
 
 
 def alike(call: Any, other: Any) -> bool:
-    return [typed(each) for each in call] == [typed(each) for each in other]
+    return [typed(item) for item in call] == [typed(item) for item in other]
 
 
 @given(CALLS, CALLS)
@@ -51,11 +51,11 @@ SIMILAR: list[list[Any]] = [
 
 def test_similar_values_have_different_keys() -> None:
     for values in SIMILAR:
-        calls: list[Any] = [((each,), {}) for each in values] + [
-            ((), {"a": each}) for each in values
+        calls: list[Any] = [((item,), {}) for item in values] + [
+            ((), {"a": item}) for item in values
         ]
-        calls += [((each, [1]), {}) for each in values] + [((each, "a"), {}) for each in values]
-        calls += [((each,), {"a": [1]}) for each in values] + [((each, 1), {}) for each in values]
+        calls += [((item, [1]), {}) for item in values] + [((item, "a"), {}) for item in values]
+        calls += [((item,), {"a": [1]}) for item in values] + [((item, 1), {}) for item in values]
         assert len({plain_key(*call) for call in calls}) == len(calls)
 
 

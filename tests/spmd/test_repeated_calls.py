@@ -85,9 +85,9 @@ def comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist(), value.dtype, value.requires_grad
     if isinstance(value, dict):
-        return type(value), [(key, comparable(each)) for key, each in value.items()]
+        return type(value), [(key, comparable(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
-        return type(value), [comparable(each) for each in value]
+        return type(value), [comparable(item) for item in value]
     return value
 
 
@@ -112,7 +112,7 @@ def test_calls_do_not_depend_on_earlier_calls(check: bool, redistribute: bool) -
     fresh = {
         name: outcome(lambda n=name: map_doubled(**options)(ARGUMENTS[n]())) for name in ARGUMENTS
     }  # type: ignore[misc]
-    assert sum(isinstance(each, str) for each in fresh.values()) >= 4
+    assert sum(isinstance(item, str) for item in fresh.values()) >= 4
     for name in (*ARGUMENTS, *reversed(ARGUMENTS)):
         assert outcome(lambda n=name: used(ARGUMENTS[n]())) == fresh[name], name  # type: ignore[misc]
 
@@ -135,14 +135,14 @@ def test_one_function_called_in_many_contexts() -> None:
     meshes = [MESH, Mesh(x=4, y=3), Mesh({"y": 2, "x": 2}, devices=(3, 0, 1, 2))]
     fresh = map_doubled(mesh=None, axis_names={"x"}, check=False)
     wanted = [comparable(inside(mesh, fresh)) for mesh in meshes]
-    for at, mesh in itertools.chain(enumerate(meshes), reversed(list(enumerate(meshes)))):
-        assert comparable(inside(mesh, used)) == wanted[at]
+    for index, mesh in itertools.chain(enumerate(meshes), reversed(list(enumerate(meshes)))):
+        assert comparable(inside(mesh, used)) == wanted[index]
         with torch.no_grad():
-            assert comparable(inside(mesh, used))[0] == wanted[at][0]
+            assert comparable(inside(mesh, used))[0] == wanted[index][0]
     mapped = map_doubled(check=False)
     assert comparable(mapped(x)) == comparable(whole())
     on_ranks = fs.simulate(MESH, lambda: mapped(x)[0])
-    assert all(torch.equal(each, 2 * x) for each in on_ranks)
+    assert all(torch.equal(item, 2 * x) for item in on_ranks)
     assert comparable(mapped(x)) == comparable(whole())
 
 
@@ -211,7 +211,7 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def body(x: torch.Tensor) -> Any:
-        return [x[:1].expand(sizes[-1] + at) for at in range(sizes[-1])]
+        return [x[:1].expand(sizes[-1] + index) for index in range(sizes[-1])]
 
     function = MappedFunction(
         body, "fs.shard_map", MESH, P("x"), P("x"), frozenset(),
@@ -220,8 +220,8 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (2, 4, 6, 8, 10, 12):
         for size in range(1, 7):
             sizes.append(size)
-            found = function.call((torch.arange(float(length)),), {})
-            assert [len(each) for each in found] == [2 * (size + at) for at in range(size)]
-    caches = [each for each in vars(function).values() if isinstance(each, dict)]
+            results = function.call((torch.arange(float(length)),), {})
+            assert [len(item) for item in results] == [2 * (size + index) for index in range(size)]
+    caches = [item for item in vars(function).values() if isinstance(item, dict)]
     assert len(caches) == 5
-    assert all(len(each) <= 4 for each in caches)
+    assert all(len(item) <= 4 for item in caches)

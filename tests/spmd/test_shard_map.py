@@ -205,7 +205,7 @@ def sharded_mlp(mesh: Mesh) -> Callable[..., Any]:
     @fs.shard_map(mesh=mesh, in_specs=(P("x"), P(None, "y"), P("y")), out_specs=P("x"))
     def body(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         x = fs.pcast(x, "y", to="varying")
-        w, v = (fs.pcast(each, "x", to="varying") for each in (w, v))
+        w, v = (fs.pcast(item, "x", to="varying") for item in (w, v))
         return torch.tanh(fs.psum(torch.tanh(x @ w) @ v, "y"))
 
     return body  # type: ignore[no-any-return]
@@ -221,13 +221,13 @@ def weights() -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
 def test_gradients_are_those_of_one_device(mesh: Mesh) -> None:
     args = weights()
-    wanted, found = (mlp(*args) ** 2).sum(), (sharded_mlp(mesh)(*args) ** 2).sum()
-    torch.testing.assert_close(found, wanted)
-    want = torch.autograd.grad(wanted, args, create_graph=True)
-    got = torch.autograd.grad(found, args, create_graph=True)
-    torch.testing.assert_close(got, want)
-    again = [(g**2).sum() for g in (want[1], got[1])]
-    second = [torch.autograd.grad(each, args) for each in again]
+    wanted, results = (mlp(*args) ** 2).sum(), (sharded_mlp(mesh)(*args) ** 2).sum()
+    torch.testing.assert_close(results, wanted)
+    expected = torch.autograd.grad(wanted, args, create_graph=True)
+    actual = torch.autograd.grad(results, args, create_graph=True)
+    torch.testing.assert_close(actual, expected)
+    again = [(g**2).sum() for g in (expected[1], actual[1])]
+    second = [torch.autograd.grad(item, args) for item in again]
     torch.testing.assert_close(second[1], second[0])
 
 
@@ -248,16 +248,16 @@ def test_gradients_through_pairs() -> None:
     pair = pair_of(w, P(None, "y"))
     out = sharded_mlp(MESH)(pair_of(x, P("x")), pair, pair_of(v, P("y")))
     (fs.unshard(out) ** 2).sum().backward()
-    want = torch.autograd.grad((mlp(x, w, v) ** 2).sum(), (x, w, v))
-    for each, grad in zip((x, w, v), want, strict=True):
-        torch.testing.assert_close(each.grad, grad)
+    expected = torch.autograd.grad((mlp(x, w, v) ** 2).sum(), (x, w, v))
+    for item, grad in zip((x, w, v), expected, strict=True):
+        torch.testing.assert_close(item.grad, grad)
     # Locals that are leaves have the gradients of their shards.
     local = tuple(s.detach().requires_grad_() for s in pair.local)
     out = sharded_mlp(MESH)(x.detach(), (local, pair.spec), v.detach())
     (fs.unshard(out) ** 2).sum().backward()
     for rank, shard in enumerate(local):
         # Along x the weight is invariant: every rank has the full gradient of its shard.
-        torch.testing.assert_close(shard.grad, want[1][pair.spec.index(rank)])
+        torch.testing.assert_close(shard.grad, expected[1][pair.spec.index(rank)])
 
 
 def test_gradcheck_of_every_linear_collective() -> None:
@@ -304,12 +304,12 @@ def test_results_without_gradient_inputs_do_not_require_grad() -> None:
         mesh=MESH, in_specs=P("x"), out_specs=P("x"),
     )  # fmt: skip
     outs = mapped(x, w)
-    assert [each.requires_grad for each in outs] == [True, False, False, False]
+    assert [item.requires_grad for item in outs] == [True, False, False, False]
     assert outs[3].dtype == torch.bool
     outs[0].sum().backward()
     assert torch.equal(x.grad, torch.ones(4))  # type: ignore[arg-type]
     with torch.no_grad():
-        assert not any(each.requires_grad for each in mapped(x, w))
+        assert not any(item.requires_grad for item in mapped(x, w))
 
 
 def test_unused_input_has_no_gradient() -> None:

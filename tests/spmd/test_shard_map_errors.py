@@ -129,7 +129,7 @@ REFUSED: list[Case] = [
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
-@pytest.mark.parametrize("case", REFUSED, ids=[each[4] for each in REFUSED])
+@pytest.mark.parametrize("case", REFUSED, ids=[item[4] for item in REFUSED])
 def test_refused_specs_and_arguments(case: Case, grad: bool) -> None:
     fn, in_specs, out_specs, args, *words = case
     mapped = fs.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check=False)
@@ -190,8 +190,8 @@ def test_all_bad_arguments_are_listed() -> None:
     mapped = fs.shard_map(lambda tree, w: w, mesh=MESH, in_specs=(P("x"), P("y")), out_specs=P("y"))
     with pytest.raises(ShardingError) as caught:
         mapped({"a": X[:5], "b": [X, X[:3]]}, X[:4])
-    found = re.findall(r"given: (.*?): dim", str(caught.value))
-    assert found == ["tree['a']", "tree['b'][1]", "w"]
+    results = re.findall(r"given: (.*?): dim", str(caught.value))
+    assert results == ["tree['a']", "tree['b'][1]", "w"]
 
 
 def test_all_bad_results_are_listed() -> None:
@@ -350,7 +350,7 @@ def test_error_in_the_body_names_its_rank(grad: bool) -> None:
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         fs.shard_map(fails, mesh=Mesh(dp=2, tp=2), in_specs=P(), out_specs=P())(x)
     assert caught.value.__notes__ == ["on rank 3 (dp=1, tp=1) of a simulated Mesh(dp=2, tp=2)"]
-    frames = [each.name for each in caught.traceback]
+    frames = [item.name for item in caught.traceback]
     assert frames.count("fails") == 1, "the traceback is that of the rank"
 
 

@@ -67,8 +67,8 @@ def test_smap_nests_along_several_axes() -> None:
 
     mapped = fs.smap(row, mesh=MESH, axis_name="x", in_axes=(0, None), out_axes=0)
     torch.testing.assert_close(mapped(x, w), (x @ w).tanh())
-    want = torch.autograd.grad(((x @ w).tanh() ** 2).sum(), (x, w))
-    torch.testing.assert_close(torch.autograd.grad((mapped(x, w) ** 2).sum(), (x, w)), want)
+    expected = torch.autograd.grad(((x @ w).tanh() ** 2).sum(), (x, w))
+    torch.testing.assert_close(torch.autograd.grad((mapped(x, w) ** 2).sum(), (x, w)), expected)
 
 
 SMAP: list[tuple[dict[str, Any], Any, str]] = [

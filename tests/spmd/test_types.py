@@ -30,9 +30,9 @@ ONE: tuple[State | None, ...] = (
     ("unreduced", "avg"), ("unreduced", "max"),
 )  # fmt: skip
 """All states along one axis, with several reductions."""
-ALONG_X = [States.of({} if each is None else {"x": each}) for each in ONE]
+ALONG_X = [States.of({} if item is None else {"x": item}) for item in ONE]
 ALONG_BOTH = [
-    States.of({axis: each for axis, each in (("x", a), ("y", b)) if each is not None})
+    States.of({axis: item for axis, item in (("x", a), ("y", b)) if item is not None})
     for a, b in itertools.product(ONE, repeat=2)
 ]
 SUM: State = ("unreduced", "sum")
@@ -92,14 +92,14 @@ def test_join_is_separate_by_axis(rule: TypeRule) -> None:
         both = join_states((a, b), rule)
         single = {axis: join_states((_only(a, axis), _only(b, axis)), rule) for axis in ("x", "y")}
         if (
-            all(isinstance(each, JoinedStates) for each in single.values())
+            all(isinstance(item, JoinedStates) for item in single.values())
             and rule is not TypeRule.PRODUCT
         ):
             assert isinstance(both, JoinedStates)
         if isinstance(both, JoinedStates):
-            for axis, each in single.items():
-                assert isinstance(each, JoinedStates)
-                assert both.result.at(axis) == each.result.at(axis)
+            for axis, item in single.items():
+                assert isinstance(item, JoinedStates)
+                assert both.result.at(axis) == item.result.at(axis)
 
 
 def _only(states: States, axis: str) -> States:
@@ -122,7 +122,7 @@ def test_join_casts_are_pcasts(rule: TypeRule) -> None:
         joined = join_states(operands, rule)
         if isinstance(joined, JoinedStates):
             for before, after in zip(operands, joined.operands, strict=True):
-                was, now = (_word(each.at("x")) for each in (before, after))
+                was, now = (_word(item.at("x")) for item in (before, after))
                 assert was == now or (was, now) in CASTS
 
 

@@ -290,47 +290,47 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
 
 
 @pytest.mark.parametrize("slow", ["waited", ""])
-def test_the_first_verdict_counts(
+def test_first_verdict_wins(
     pair: list[_CheckedTransport], monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """A rank that has seen the other missing, and sleeps before it says so, goes on with it."""
     call = fingerprint("all_reduce", torch.ones(2), "sum")
     first, second = pair
-    tell = first._tell
+    write = first._write_verdict
 
     def sleeps(group: Any, moment: Any, old: str, text: str, *rest: Any) -> str:
         monkeypatch.undo()
         if slow:
             assert text.startswith("ranks waited 0.001 s")
-            second._meet(call, (0, 1))
+            second._compare(call, (0, 1))
         else:
             store: Any = second.store
             store.compare_set("verdict (0, 1)", old, json.dumps([moment, "given up", []]))
-        return tell(group, moment, old, text, *rest)
+        return write(group, moment, old, text, *rest)
 
     with first.call(), second.call():
-        monkeypatch.setattr(first, "_tell", sleeps)
+        monkeypatch.setattr(first, "_write_verdict", sleeps)
         if slow:
-            first._meet(call, (0, 1))
-            assert first.state.passed == second.state.passed == {"(0, 1)": (1, 0)}
+            first._compare(call, (0, 1))
+            assert first.status.passed == second.status.passed == {"(0, 1)": (1, 0)}
         else:
             with pytest.raises(ShardingError, match="given up"):
-                first._meet(call, (0, 1))
+                first._compare(call, (0, 1))
             with pytest.raises(ShardingError, match="given up"):
-                second._meet(call, (0, 1))
+                second._compare(call, (0, 1))
 
 
-def test_who_has_raised_waits_no_more(pair: list[_CheckedTransport]) -> None:
+def test_rank_that_raised_no_longer_waits(pair: list[_CheckedTransport]) -> None:
     """As in a backward pass, which is outside of the call."""
     first, second = pair
     with first.call(), second.call():
         pass
     with pytest.raises(ShardingError, match=r"ranks waited 0\.001 s"):
-        first._meet(fingerprint("all_reduce", torch.ones(2), "sum"), (0, 1))
-    assert first.state.waits is None
-    _, states = second._read((0, 1), (0, 1))
-    assert states[0].waits is None
-    assert states[0].stands.startswith("running, last in all_reduce")
+        first._compare(fingerprint("all_reduce", torch.ones(2), "sum"), (0, 1))
+    assert first.status.awaited is None
+    _, statuses = second._read((0, 1), (0, 1))
+    assert statuses[0].awaited is None
+    assert statuses[0].stands.startswith("running, last in all_reduce")
 
 
 # -- ragged exchanges --------------------------------------------------------------------------

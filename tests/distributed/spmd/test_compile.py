@@ -63,8 +63,8 @@ def words(name: str) -> tuple[str, ...]:
 
 
 KINDS: dict[tuple[str, ...], list[int]] = {}
-for place, each in enumerate(CASES):
-    KINDS.setdefault(words(each.name), []).append(place)
+for place, item in enumerate(CASES):
+    KINDS.setdefault(words(item.name), []).append(place)
 # Compiling takes seconds: one case of every kind, the middle one.
 CHOSEN = [places[len(places) // 2] for places in KINDS.values()]
 PARTS = [("aot_eager", CHOSEN[at::5]) for at in range(5)] + [
@@ -82,19 +82,19 @@ def test_chosen_cases_include_every_collective() -> None:
 @pytest.mark.parametrize(("backend", "chosen"), PARTS)
 def test_compiled_collectives_equal_the_oracle(backend: str, chosen: list[int]) -> None:
     work: list[Work] = [[], []]
-    want = []
+    expected = []
     for at in chosen:
         xs = collective_arguments(CASES[at], MESH, ("i",), F64)
         ys, cts, grads = by_oracle(CASES[at], MESH, ("i",), xs)
         for rank in MESH.ranks:
             work[rank].append((at, xs[rank], cts[rank]))
-        want.append((ys, grads))
+        expected.append((ys, grads))
     by_rank = run_ranks(2, run_my_cases, work, backend, timeout=100)
     for place, at in enumerate(chosen):
         for rank in MESH.ranks:
             y, grad = by_rank[rank][place]
-            torch.testing.assert_close(y, want[place][0][rank], msg=CASES[at].name)
-            torch.testing.assert_close(grad, want[place][1][rank], msg=CASES[at].name)
+            torch.testing.assert_close(y, expected[place][0][rank], msg=CASES[at].name)
+            torch.testing.assert_close(grad, expected[place][1][rank], msg=CASES[at].name)
 
 
 def run_my_cases(work: list[Work], backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -144,21 +144,21 @@ BODIES = [tree, places, extremes, ragged, several, started]
 def run_bodies(at: int) -> list[Any]:
     fs.init(MESH)
     x = random_global((4, 3), F64, dist.get_rank()) / 4
-    found = []
+    results = []
     for backend in (None, *BACKENDS):
         made = BODIES[at] if backend is None else compiled(BODIES[at], backend)
         f = fs.shard_map(made, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check=False)
         leaf = x.clone().requires_grad_()
         y = f(Sharded(leaf, Spec(MESH, P("i"), shape=(8, 3), dtype=F64))).local
-        found.append((y.detach(), torch.autograd.grad(y, leaf, y.detach().cos())[0]))
-    return found
+        results.append((y.detach(), torch.autograd.grad(y, leaf, y.detach().cos())[0]))
+    return results
 
 
 @pytest.mark.parametrize("at", range(len(BODIES)), ids=lambda at: BODIES[at].__name__)
 def test_compiled_bodies_in_a_shard_map(at: int) -> None:
     for eager, *others in run_ranks(2, run_bodies, at, timeout=100):
-        for each in others:
-            torch.testing.assert_close(each, eager)
+        for item in others:
+            torch.testing.assert_close(item, eager)
 
 
 def counted(targets: list[str]) -> Any:
@@ -186,24 +186,24 @@ def run_counted() -> list[str]:
 
 def test_graphs_have_functional_collectives() -> None:
     forward = ["all_reduce", "wait_tensor", "all_gather_into_tensor", "wait_tensor"]
-    for found in run_ranks(2, run_counted):
-        assert found == [*forward, "reduce_scatter_tensor", "wait_tensor"]
+    for results in run_ranks(2, run_counted):
+        assert results == [*forward, "reduce_scatter_tensor", "wait_tensor"]
 
 
 def run_two_meshes() -> list[torch.Tensor]:
     body = compiled(lambda x: fs.all_gather(x, "i", tiled=True))
-    found = []
+    results = []
     for mesh in (MESH, Mesh({"i": 2}, devices=(1, 0)), MESH):
         fs.init(mesh)
         f = fs.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check=False)
         mine = torch.tensor([float(dist.get_rank())])
-        found.append(f(Sharded(mine, Spec(mesh, P("i"), shape=(2,)))).local)
-    return found
+        results.append(f(Sharded(mine, Spec(mesh, P("i"), shape=(2,)))).local)
+    return results
 
 
 def test_graphs_depend_on_the_mesh() -> None:
-    for found in run_ranks(2, run_two_meshes):
-        assert [each.tolist() for each in found] == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+    for results in run_ranks(2, run_two_meshes):
+        assert [item.tolist() for item in results] == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
 
 
 def run_refused() -> list[str]:

@@ -20,12 +20,12 @@ RAGGED_MESH = Mesh({"y": 3}, devices=(2, 0, 3))
 
 def trees() -> list[Any]:
     """Return values and gradients of every collective on a tree, and its surplus launches."""
-    found = []
+    results = []
     for op, forward, _ in ON_TREES.values():
         with fs.comm_log() as log:
             values = values_and_gradients(lambda xs, op=op: op(xs, ("y", "x"), mesh=MESH), MESH)
-        found.append((values, log.forward.counts.total() - bool(forward)))
-    return found
+        results.append((values, log.forward.counts.total() - bool(forward)))
+    return results
 
 
 def trees_on_rank() -> list[Any]:
@@ -37,10 +37,12 @@ def test_gloo_trees_equal_simulated_ones() -> None:
     simulated = fs.simulate(MESH, trees)
     by_rank = run_ranks(4, trees_on_rank)
     for index, rank in enumerate(MESH.ranks):
-        for name, (want, _), (got, more) in zip(
+        for name, (expected, _), (actual, more) in zip(
             ON_TREES, simulated[index], by_rank[rank], strict=True
         ):
-            torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                actual, expected, msg=lambda text, name=name: f"{name}: {text}"
+            )
             assert more == 0, f"{name} goes in one launch"
 
 
@@ -52,14 +54,14 @@ def others() -> dict[str, Any]:
     other = fs.start(fs.all_gather, {"a": x, "b": x.long()}, "y", mesh=MESH)
     leaf = x.clone().requires_grad_()
     later = fs.start(fs.psum_scatter, leaf[:2], "y", mesh=MESH)
-    found = {
+    results = {
         "groups": [op(x, axes, **groups) for op in (fs.psum, fs.pmean, fs.pmax, fs.pmin, fs.pprod)],
         "gather": fs.all_gather(x, axes, **groups),
         "swap": fs.pswapaxes(x[:2], axes, 0, **groups),
         "places": [fs.pargmax(x % 5, axes, mesh=MESH), fs.pargmin(x % 5, axes, mesh=MESH)],
     }
     (grad,) = torch.autograd.grad(later.wait() * (2 + this_rank(MESH)), leaf)
-    return found | {"grad": grad, "other": other.wait(), "sum": pending.wait()}
+    return results | {"grad": grad, "other": other.wait(), "sum": pending.wait()}
 
 
 def others_on_rank() -> Any:
@@ -81,8 +83,8 @@ def ragged() -> list[torch.Tensor]:
 
 def test_gloo_ragged_exchange() -> None:
     by_rank = run_ranks(4, ragged)
-    for rank, want in zip(RAGGED_MESH.ranks, ragged_by_hand(RAGGED_MESH), strict=True):
-        torch.testing.assert_close(by_rank[rank], [t.detach() for t in want])
+    for rank, expected in zip(RAGGED_MESH.ranks, ragged_by_hand(RAGGED_MESH), strict=True):
+        torch.testing.assert_close(by_rank[rank], [t.detach() for t in expected])
 
 
 def forget() -> None:

@@ -36,11 +36,11 @@ def of_ops(name: str) -> list[torch.Tensor]:
     """Return each rank's transforms of its own row; three times, as calls may be captured."""
     fs.init(MESH)
     op, v = OPS[name][0], X[dist.get_rank()].clone()
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
         for _ in range(3):
-            found = [
+            results = [
                 op(v),
                 jvp(op, (v,), (v + 1,))[1],
                 vmap(op)(torch.stack([v, v + 1])),
@@ -51,8 +51,8 @@ def of_ops(name: str) -> list[torch.Tensor]:
             ]
             q = v.clone().requires_grad_()
             (back,) = torch.autograd.grad(op(q), q, op(v))
-            assert torch.equal(found[4], back)
-    return found
+            assert torch.equal(results[4], back)
+    return results
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -60,8 +60,8 @@ def test_transforms_of_collectives(name: str) -> None:
     by_rank = run_ranks(2, of_ops, name, timeout=60)
     whole = OPS[name][1]
 
-    def part(y: torch.Tensor, at: int) -> torch.Tensor:
-        return y[at] if name == "exchange" else y
+    def part(y: torch.Tensor, index: int) -> torch.Tensor:
+        return y[index] if name == "exchange" else y
 
     def total(x: torch.Tensor) -> torch.Tensor:
         counts = 2 if name == "gather" else 1  # varying values differ by rank
@@ -69,13 +69,13 @@ def test_transforms_of_collectives(name: str) -> None:
 
     tangent = torch.autograd.functional.jvp(whole, X, X + 1)[1]
     gradient, other = grad(total)(X), grad(total)(X + 1)
-    for at, found in enumerate(by_rank):
-        torch.testing.assert_close(found[0], part(whole(X), at))
-        torch.testing.assert_close(found[1], part(tangent, at))
-        both = torch.stack([part(whole(X), at), part(whole(X + 1), at)])
-        torch.testing.assert_close(found[2], both)
-        torch.testing.assert_close(found[3], gradient[at])
-        torch.testing.assert_close(found[5], torch.stack([gradient[at], other[at]]))
+    for index, results in enumerate(by_rank):
+        torch.testing.assert_close(results[0], part(whole(X), index))
+        torch.testing.assert_close(results[1], part(tangent, index))
+        both = torch.stack([part(whole(X), index), part(whole(X + 1), index)])
+        torch.testing.assert_close(results[2], both)
+        torch.testing.assert_close(results[3], gradient[index])
+        torch.testing.assert_close(results[5], torch.stack([gradient[index], other[index]]))
 
 
 def over_mapped(check: bool) -> list[torch.Tensor]:
@@ -84,11 +84,11 @@ def over_mapped(check: bool) -> list[torch.Tensor]:
     mapped = fs.shard_map(
         lambda v: fs.psum(v**3, "i"), mesh=MESH, in_specs=P("i"), out_specs=P(), check=check
     )  # fmt: skip
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
         for _ in range(3):
-            found = [
+            results = [
                 grad(lambda x: mapped(x).sum())(x),
                 vjp(mapped, x)[1](x[:2])[0],
                 vmap(mapped)(torch.stack([x, x + 1])),
@@ -96,7 +96,7 @@ def over_mapped(check: bool) -> list[torch.Tensor]:
                 jacfwd(mapped)(x),
                 hessian(lambda x: mapped(x).sum())(x),
             ]
-    return found
+    return results
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -105,7 +105,7 @@ def test_transforms_of_a_mapped_function(check: bool) -> None:
         return x[:2] ** 3 + x[2:] ** 3
 
     x = torch.arange(4.0, dtype=torch.float64)
-    want = [
+    expected = [
         grad(lambda x: whole(x).sum())(x),
         vjp(whole, x)[1](x[:2])[0],
         torch.stack([whole(x), whole(x + 1)]),
@@ -113,9 +113,9 @@ def test_transforms_of_a_mapped_function(check: bool) -> None:
         jacrev(whole)(x),
         torch.diag(6 * x),
     ]
-    for found in run_ranks(2, over_mapped, check, timeout=60):
-        for got, each in zip(found, want, strict=True):
-            torch.testing.assert_close(got, each)
+    for results in run_ranks(2, over_mapped, check, timeout=60):
+        for actual, item in zip(results, expected, strict=True):
+            torch.testing.assert_close(actual, item)
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
@@ -162,12 +162,12 @@ def test_errors_are_the_same_in_repeated_calls(name: str) -> None:
 def over_no_axis() -> list[torch.Tensor]:
     fs.init(MESH)
     x = X.clone().requires_grad_()
-    found = [fs.psum(x * x, (), mesh=MESH) for _ in range(4)]
-    (gradient,) = torch.autograd.grad(found[-1].sum(), x)
-    return [*(each.detach() for each in found), gradient]
+    results = [fs.psum(x * x, (), mesh=MESH) for _ in range(4)]
+    (gradient,) = torch.autograd.grad(results[-1].sum(), x)
+    return [*(item.detach() for item in results), gradient]
 
 
 def test_psum_over_no_axes() -> None:
-    for *found, gradient in run_ranks(2, over_no_axis, timeout=30):
-        assert all(torch.equal(each, X * X) for each in found)
+    for *results, gradient in run_ranks(2, over_no_axis, timeout=30):
+        assert all(torch.equal(item, X * X) for item in results)
         assert torch.equal(gradient, 2 * X)

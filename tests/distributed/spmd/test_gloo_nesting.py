@@ -33,7 +33,7 @@ def both_orders(f: Any, *args: torch.Tensor) -> list[torch.Tensor]:
     out = f(*args)
     first = torch.autograd.grad((out**2).sum(), args, create_graph=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in first), args)
-    return [each.detach() for each in (out, *first, *second)]
+    return [item.detach() for item in (out, *first, *second)]
 
 
 # -- what is mapped ----------------------------------------------------------------------
@@ -41,7 +41,7 @@ def both_orders(f: Any, *args: torch.Tensor) -> list[torch.Tensor]:
 
 def nested(mesh: Mesh) -> Callable[..., Any]:
     def outer(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        w, v = (fs.pcast(each, "x", to="varying") for each in (w, v))
+        w, v = (fs.pcast(item, "x", to="varying") for item in (w, v))
 
         @fs.shard_map(in_specs=(P(), P(None, "y"), P("y")), out_specs=P())
         def inner(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -129,16 +129,16 @@ def closures(mesh: Mesh) -> Callable[..., Any]:
     """Close over an argument, a tensor computed from it, and a module."""
     net = nn.Linear(6, 6).double()
     with torch.no_grad():
-        for at, each in enumerate(net.parameters()):
-            each.copy_(reals(*each.shape, seed=at))
+        for index, item in enumerate(net.parameters()):
+            item.copy_(reals(*item.shape, seed=index))
 
     def call(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         history = w.exp()
 
         @fs.shard_map(mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")), check=False)
         def body(v: torch.Tensor) -> torch.Tensor:
-            each = (fs.pcast(t, ("x", "y"), to="varying") for t in (w, history))
-            first, second = each
+            item = (fs.pcast(t, ("x", "y"), to="varying") for t in (w, history))
+            first, second = item
             with torch.no_grad():
                 scale = net(v).sum() * 0 + 1
             return torch.tanh(v @ first) @ second * scale
@@ -150,7 +150,7 @@ def closures(mesh: Mesh) -> Callable[..., Any]:
 
 def on_one_device(x: torch.Tensor, w: torch.Tensor) -> dict[str, list[torch.Tensor]]:
     """Return the results of the functions above without a mesh."""
-    states = {f"state {at}": both_orders(lambda x: 3 * x, x) for at in range(len(STATES))}
+    states = {f"state {index}": both_orders(lambda x: 3 * x, x) for index in range(len(STATES))}
     return states | {
         "nested": both_orders(lambda a, w, v: torch.tanh(torch.tanh(a @ w) @ v), x, w, w.T),
         "smapped": both_orders(lambda a, w: (a @ w).tanh() * a.sum(), x, w),
@@ -166,10 +166,10 @@ STATES = [
 
 def everything(mesh: Mesh) -> dict[str, list[torch.Tensor]]:
     x, w = reals(12, 6).requires_grad_(), reals(6, 6, seed=1).requires_grad_()
-    found = {f"state {at}": both_orders(states(mesh, p), x) for at, p in enumerate(STATES)}
+    results = {f"state {index}": both_orders(states(mesh, p), x) for index, p in enumerate(STATES)}
     v = x.detach()[:, 0].clone().requires_grad_()
     out = checkpointed(mesh)(v)
-    return found | {
+    return results | {
         "nested": both_orders(nested(mesh), x, w, w.T),
         "smapped": both_orders(smapped(mesh), x, w),
         "closures": both_orders(closures(mesh), x, w),
@@ -183,23 +183,23 @@ def everything_on_rank(mesh: Mesh) -> dict[str, list[torch.Tensor]]:
     fs.init(mesh)
     if dist.get_rank() not in mesh:
         return {}
-    found = everything(mesh)
+    results = everything(mesh)
     with pytest.raises(ShardingError, match="an unbound axis name: 'x'"):
         fs.axis_size("x")
-    return found
+    return results
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_gloo_equals_simulation_and_one_device(mesh: Mesh) -> None:
     by_rank = run_ranks(4, everything_on_rank, mesh, timeout=120)
-    want = everything(mesh)
+    expected = everything(mesh)
     x, w = reals(12, 6).requires_grad_(), reals(6, 6, seed=1).requires_grad_()
-    for name, each in on_one_device(x, w).items():
-        torch.testing.assert_close(want[name], each, msg=lambda text, n=name: f"{n}: {text}")
+    for name, item in on_one_device(x, w).items():
+        torch.testing.assert_close(expected[name], item, msg=lambda text, n=name: f"{n}: {text}")
     for rank in mesh.ranks:
-        for name, each in want.items():
+        for name, item in expected.items():
             torch.testing.assert_close(
-                by_rank[rank][name], each, msg=lambda text, n=name: f"{n}: {text}"
+                by_rank[rank][name], item, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 
@@ -211,28 +211,28 @@ def train_module(mesh: Mesh) -> list[torch.Tensor]:
     fs.init(mesh)
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
-        for at, each in enumerate(net.parameters()):
-            each.copy_(reals(*each.shape, seed=at))
+        for index, item in enumerate(net.parameters()):
+            item.copy_(reals(*item.shape, seed=index))
 
     @fs.shard_map(mesh=mesh, in_specs=P(("x", "y")), out_specs=P(), check=False)
     def loss(v: torch.Tensor) -> torch.Tensor:
         params = {
-            name: fs.pcast(each, ("x", "y"), to="varying") for name, each in net.named_parameters()
+            name: fs.pcast(item, ("x", "y"), to="varying") for name, item in net.named_parameters()
         }
         return fs.psum((torch.func.functional_call(net, params, (v,)) ** 2).sum(), ("x", "y"))
 
     loss(reals(4, 3)).backward()
-    return [each.grad for each in net.parameters() if each.grad is not None]
+    return [item.grad for item in net.parameters() if item.grad is not None]
 
 
 def test_gradients_of_closed_over_modules() -> None:
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
-        for at, each in enumerate(net.parameters()):
-            each.copy_(reals(*each.shape, seed=at))
+        for index, item in enumerate(net.parameters()):
+            item.copy_(reals(*item.shape, seed=index))
     (net(reals(4, 3)) ** 2).sum().backward()
     for row in run_ranks(4, train_module, TWO):
-        torch.testing.assert_close(row, [each.grad for each in net.parameters()])
+        torch.testing.assert_close(row, [item.grad for item in net.parameters()])
 
 
 def redistribute_pairs(mesh: Mesh) -> tuple[Any, ...]:
@@ -278,12 +278,12 @@ def fail_on_one_rank(mesh: Mesh) -> None:
 
 def test_error_in_the_body_names_its_rank_once() -> None:
     done = outcomes(4, fail_on_one_rank, TWO)
-    for each in done:
-        if each.rank != TWO.rank(x=1, y=1):
-            assert each.error is None
+    for item in done:
+        if item.rank != TWO.rank(x=1, y=1):
+            assert item.error is None
             continue
-        assert isinstance(each.error, ZeroDivisionError)
-        notes = [line for line in each.traceback.splitlines() if line.startswith("on rank")]
+        assert isinstance(item.error, ZeroDivisionError)
+        notes = [line for line in item.traceback.splitlines() if line.startswith("on rank")]
         assert notes == [f"on rank 1 (x=1, y=1) of {TWO}"]
 
 
@@ -321,6 +321,6 @@ def refuse(what: str) -> None:
     ],
 )
 def test_errors_are_raised_on_all_ranks(what: str, text: str) -> None:
-    for each in outcomes(4, refuse, what):
-        assert isinstance(each.error, ShardingError), each.traceback
-        assert text in str(each.error)
+    for item in outcomes(4, refuse, what):
+        assert isinstance(item.error, ShardingError), item.traceback
+        assert text in str(item.error)

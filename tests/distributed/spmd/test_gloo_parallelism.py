@@ -26,21 +26,21 @@ from tests.helpers.spmd.parallelism_cases import (
 
 
 def measured(size: int, check: Check) -> list[Measurement]:
-    found = []
+    results = []
     for case in CASES:
         if case.mesh.size == size:
             fs.init(case.mesh)
-            found.append(measure(case, check))
-    return found
+            results.append(measure(case, check))
+    return results
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_and_traffic(size: int, check: Check) -> None:
     by_rank = run_ranks(size, measured, size, check)
-    for at, case in enumerate(case for case in CASES if case.mesh.size == size):
+    for index, case in enumerate(case for case in CASES if case.mesh.size == size):
         for rank in case.mesh.ranks:
-            compare(case, check, by_rank[rank][at], [rank])
+            compare(case, check, by_rank[rank][index], [rank])
 
 
 def in_the_body(name: str, check: Check) -> Any:
@@ -51,8 +51,8 @@ def in_the_body(name: str, check: Check) -> Any:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_one_all_reduce_per_accumulated_step(name: str, check: Check) -> None:
-    for found in run_ranks(ACCUMULATED[name][0].size, in_the_body, name, check):
-        compare_accumulated(name, found)
+    for results in run_ranks(ACCUMULATED[name][0].size, in_the_body, name, check):
+        compare_accumulated(name, results)
 
 
 def mixed_on_rank(check: Check) -> None:

@@ -15,6 +15,6 @@ def refusals_on_rank() -> list[str]:
 
 
 def test_all_ranks_raise_the_same_errors() -> None:
-    for found in run_ranks(2, refusals_on_rank):
-        for each, got in zip(REFUSED, found, strict=True):
-            assert got == text(each.lines), each.name
+    for results in run_ranks(2, refusals_on_rank):
+        for item, actual in zip(REFUSED, results, strict=True):
+            assert actual == text(item.lines), item.name

@@ -74,25 +74,25 @@ def test_values_and_transposes_equal_the_oracle(mesh: Mesh) -> None:
 
 def gather_dtypes(mesh: Mesh) -> list[torch.Tensor]:
     fs.init(mesh)
-    found = []
+    results = []
     for dtype in (torch.bool, torch.int8, torch.int16, torch.complex64, torch.bfloat16):
         x = random_global((2, 4), torch.int64, dist.get_rank()).abs().to(dtype).t()
-        found += [
+        results += [
             fs.all_gather(x, "i", mesh=mesh), fs.psum(x, "i", mesh=mesh),
             fs.all_to_all(x, "i", 1, 0, mesh=mesh), fs.ppermute(x, "i", [(1, 0)], mesh=mesh),
         ]  # fmt: skip
         if not dtype.is_complex:
-            found.append(fs.pmax(x, "i", mesh=mesh))
+            results.append(fs.pmax(x, "i", mesh=mesh))
         if dtype != torch.bool:
-            found.append(fs.psum_scatter(x, "i", scatter_dimension=1, mesh=mesh))
-    return found
+            results.append(fs.psum_scatter(x, "i", scatter_dimension=1, mesh=mesh))
+    return results
 
 
 def test_all_dtypes() -> None:
     mesh = Mesh(i=2)
     by_rank = run_ranks(2, gather_dtypes, mesh)
     for rank in (0, 1):
-        got = iter(by_rank[rank])
+        actual = iter(by_rank[rank])
         for dtype in (torch.bool, torch.int8, torch.int16, torch.complex64, torch.bfloat16):
             xs = [random_global((2, 4), torch.int64, r).abs().to(dtype).t() for r in (0, 1)]
             total = torch.stack(xs).sum(0, dtype=None if dtype == torch.bool else dtype)
@@ -104,8 +104,8 @@ def test_all_dtypes() -> None:
                 want.append(torch.stack(xs).amax(0))
             if dtype != torch.bool:
                 want.append(total[:, rank])
-            for each in want:
-                assert torch.equal(next(got), each)
+            for item in want:
+                assert torch.equal(next(actual), item)
 
 
 # -- mapped functions ---------------------------------------------------------------------
@@ -174,17 +174,17 @@ def train_on_rank(mesh: Mesh) -> dict[str, Any]:
     fs.init(mesh)
     if dist.get_rank() not in mesh:
         return {}
-    found = train(mesh)
+    results = train(mesh)
     out = dense(mesh)(
         fs.shard(quarters(4, 5), Spec(mesh, P("x"), shape=(4, 5), dtype=F64)),
         {"w": quarters(5, 12, seed=1), "v": quarters(12, 3, seed=2)},
     )[0]
     assert isinstance(out, Sharded)
     assert out.spec == Spec(mesh, P("x"), shape=(4, 3), dtype=F64)
-    torch.testing.assert_close(fs.unshard(out), found["out"])
+    torch.testing.assert_close(fs.unshard(out), results["out"])
     return {
         key: [v.detach() for v in value] if isinstance(value, tuple) else value.detach()
-        for key, value in found.items()
+        for key, value in results.items()
     }
 
 
@@ -252,6 +252,6 @@ def fail_in_body(what: str) -> None:
     ],
 )
 def test_errors_are_raised_on_all_ranks(what: str, text: str) -> None:
-    for each in outcomes(4, fail_in_body, what):
-        assert isinstance(each.error, ShardingError), each.traceback
-        assert text in str(each.error)
+    for item in outcomes(4, fail_in_body, what):
+        assert isinstance(item.error, ShardingError), item.traceback
+        assert text in str(item.error)

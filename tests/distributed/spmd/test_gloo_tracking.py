@@ -67,8 +67,8 @@ def on_ranks(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_random_bodies_equal_the_simulation(mesh: Mesh, check: bool | str) -> None:
     work = work_of(mesh, 15)
-    want = results(mesh, work, check)
-    for got in run_ranks(mesh.size, on_ranks, mesh, work, check):
-        for one, other, row in zip(got, want, work, strict=True):
+    expected = results(mesh, work, check)
+    for actual in run_ranks(mesh.size, on_ranks, mesh, work, check):
+        for one, other, row in zip(actual, expected, work, strict=True):
             for y, z in zip(one, other, strict=True):
                 torch.testing.assert_close(y, z, rtol=1e-10, atol=1e-10, msg=str(row))

@@ -31,8 +31,8 @@ EXPECTED = Path(__file__).with_name("jax_expected.json")
 
 def expected() -> dict[str, Any]:
     """Return JAX's results by case."""
-    found: dict[str, Any] = json.loads(EXPECTED.read_text())
-    return found
+    results: dict[str, Any] = json.loads(EXPECTED.read_text())
+    return results
 
 
 def ramp(*shape: int, start: int = 0) -> torch.Tensor:
@@ -78,9 +78,9 @@ class TorchWorld:
                 loss = fn(*own)
                 if not loss.requires_grad:
                     return tuple(torch.zeros_like(x) for x in xs)
-                found = torch.autograd.grad(loss, own, create_graph=higher, allow_unused=True)
+                results = torch.autograd.grad(loss, own, create_graph=higher, allow_unused=True)
             return tuple(
-                torch.zeros_like(x) if g is None else g for x, g in zip(xs, found, strict=True)
+                torch.zeros_like(x) if g is None else g for x, g in zip(xs, results, strict=True)
             )
 
         return gradients
@@ -181,31 +181,31 @@ def numbers(case: Case, check: Any) -> dict[str, Any]:
     """Return this library's results and gradients of a case."""
     args = tuple(x.clone().requires_grad_(case.grad) for x in case.args)
     leaves = torch.utils._pytree.tree_leaves(mapped(case, check)(*args))
-    found: dict[str, Any] = {"out": [leaf.tolist() for leaf in leaves]}
+    results: dict[str, Any] = {"out": [leaf.tolist() for leaf in leaves]}
     if case.grad:
         grads = gradients_of(world_loss(leaves), args, again=case.second)
-        found["grads"] = [g.tolist() for g in grads]
+        results["grads"] = [g.tolist() for g in grads]
     if case.grad and case.second:
         second = gradients_of(sum((g**2).sum() for g in grads), args, again=False)
-        found["second"] = [g.tolist() for g in second]
-    return found
+        results["second"] = [g.tolist() for g in second]
+    return results
 
 
 def gradients_of(loss: Any, args: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
     """Return the gradients of a scalar for `args`, zeros where it does not depend on one."""
     if not loss.requires_grad:
         return [torch.zeros_like(x) for x in args]
-    found = torch.autograd.grad(loss, args, create_graph=again, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(args, found, strict=True)]
+    results = torch.autograd.grad(loss, args, create_graph=again, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(args, results, strict=True)]
 
 
-def assert_same(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
+def assert_same(results: dict[str, Any], want: dict[str, Any], name: str) -> None:
     """Assert that results, gradients and second derivatives are the expected ones."""
-    assert found.keys() == want.keys()
+    assert results.keys() == want.keys()
     for key, leaves in want.items():
-        for got, each in zip(found[key], leaves, strict=True):
+        for actual, item in zip(results[key], leaves, strict=True):
             torch.testing.assert_close(
-                torch.tensor(got, dtype=torch.float64),
-                torch.tensor(each, dtype=torch.float64),
+                torch.tensor(actual, dtype=torch.float64),
+                torch.tensor(item, dtype=torch.float64),
                 msg=lambda text, key=key: f"{key} of {name}: {text}",
             )

@@ -53,7 +53,7 @@ class Step:
     casts: tuple[tuple[int, Axes, str], ...] = ()
 
     def __str__(self) -> str:
-        given = [f"v{at}" for at in self.args] + [f"{k}={v!r}" for k, v in self.options]
+        given = [f"v{index}" for index in self.args] + [f"{k}={v!r}" for k, v in self.options]
         return f"{self.op}({', '.join(given)})"
 
 
@@ -73,8 +73,8 @@ class Program:
     closed: bool
 
     def __str__(self) -> str:
-        lines = [f"{self.mesh}", *(f"v{at}: {each}" for at, each in enumerate(self.inputs))]
-        lines += [f"v{at} = {s}" for at, s in enumerate(self.steps, len(self.inputs))]
+        lines = [f"{self.mesh}", *(f"v{index}: {item}" for index, item in enumerate(self.inputs))]
+        lines += [f"v{index} = {s}" for index, s in enumerate(self.steps, len(self.inputs))]
         return "\n".join(
             [*lines, f"outs {self.outs}, inner {self.inner}, legal {self.legal}, {self.closed}"]
         )
@@ -117,7 +117,7 @@ def run(world: Any, program: Program, xs: Sequence[Any], casts: bool) -> list[An
     """Return all values of a program, with its casts written out or not."""
     values = list(xs)
     for step in program.steps:
-        args = [values[at] for at in step.args]
+        args = [values[index] for index in step.args]
         for place, axes, src in step.casts if casts else ():
             args[place] = world.pcast(args[place], axes, src=src, to="varying")
         values.append(OPS[step.op](world, *args, **dict(step.options)))
@@ -128,21 +128,21 @@ def body_of(program: Program, casts: bool) -> Callable[..., Any]:
     def body(world: Any, *xs: Any) -> Any:
         values = run(world, program, xs, casts)
         results = []
-        for at, spec in program.outs:
+        for index, spec in program.outs:
             named = {axis for dim in spec.dims for axis in dim}
-            missing = tuple(sorted(named - value_states(program)[at].varying))
-            out = values[at]
+            missing = tuple(sorted(named - value_states(program)[index].varying))
+            out = values[index]
             results.append(world.pcast(out, missing, to="varying") if casts and missing else out)
         if program.inner:
             loss, chosen = program.inner
 
             def inside(*own: Any) -> Any:
                 mine = list(xs)
-                for at, x in zip(chosen, own, strict=True):
-                    mine[at] = x
+                for index, x in zip(chosen, own, strict=True):
+                    mine[index] = x
                 return run(world, program, mine, casts)[loss].sum()
 
-            results += world.grad(inside)(*(xs[at] for at in chosen))
+            results += world.grad(inside)(*(xs[index] for index in chosen))
         return tuple(results)
 
     return body
@@ -151,15 +151,17 @@ def body_of(program: Program, casts: bool) -> Callable[..., Any]:
 def case_of(program: Program, casts: bool) -> Case:
     """Return a program as a case, with arguments seeded by their index."""
     args = []
-    for at, (shape, spec) in enumerate(program.inputs):
+    for index, (shape, spec) in enumerate(program.inputs):
         sizes = [
             n * (program.mesh.axis_size(axes) if axes else 1)
             for n, axes in itertools.zip_longest(shape, spec.dims, fillvalue=())
         ]
-        made = torch.rand(sizes, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
+        made = torch.rand(
+            sizes, generator=torch.Generator().manual_seed(index), dtype=torch.float64
+        )
         args.append(2 * made - 1)
     specs = tuple(spec for _, spec in program.inputs)
-    inner = tuple(specs[at] for at in program.inner[1]) if program.inner else ()
+    inner = tuple(specs[index] for index in program.inner[1]) if program.inner else ()
     return Case(
         "random", program.mesh, specs[:-1] if program.closed else specs,
         (*(spec for _, spec in program.outs), *inner), tuple(args), body_of(program, casts),
@@ -193,10 +195,10 @@ def one_by_one(case: Case) -> Case:
 
 def value_states(program: Program) -> list[Value]:
     """Return the shapes and states of all values of a program."""
-    values = [input_value(*each) for each in program.inputs]
+    values = [input_value(*item) for item in program.inputs]
     for step in program.steps:
         options = dict(step.options)
-        args = [values[at] for at in step.args]
+        args = [values[index] for index in step.args]
         values.append(result_of(step.op, args, options, program.mesh)[0])
     return values
 
@@ -278,12 +280,12 @@ def joined(op: str, args: Sequence[Value]) -> tuple[Value, tuple[tuple[int, Axes
 
 def cast_to(args: Sequence[Value], place: int, axes: Axes) -> tuple[tuple[int, Axes, str], ...]:
     """Return the casts of an argument to varying along `axes`; unreduced ones stay."""
-    found = []
+    outputs = []
     for src in ("invariant", "reduced"):
         names = tuple(axis for axis in axes if args[place].state(axis) == src)
         if names:
-            found.append((place, names, src))
-    return tuple(found)
+            outputs.append((place, names, src))
+    return tuple(outputs)
 
 
 # -- drawing --------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ def collective_candidates(
             if a.shape[split] % n == 0:
                 yield "all_to_all", ((i,), {"axes": axes, "split": split, "concat": concat})
         if list(axes) == sorted(axes):  # the only order in JAX
-            for perm in ([(at, (at + 1) % n) for at in range(n)], [(0, n - 1)]):
+            for perm in ([(index, (index + 1) % n) for index in range(n)], [(0, n - 1)]):
                 yield "ppermute", ((i,), {"axes": axes, "perm": perm})
         if states == {"invariant"}:
             yield "pcast", ((i,), {"axes": axes, "src": "invariant", "to": "varying"})
@@ -410,40 +412,40 @@ def programs(draw: Draw, legal: bool = True) -> Program:
         shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=2)))
         named = [axis for axis in mesh.axes if draw(st.integers(0, 2))]
         inputs.append((shape, P(*draw_spec(draw, named, len(shape)))))
-    values, steps = [input_value(*each) for each in inputs], []
+    values, steps = [input_value(*item) for item in inputs], []
     breaks = not legal and draw(st.booleans())  # else an out spec is not shown
     broken = False
 
     def append(op: str, args: tuple[int, ...], options: dict[str, Any]) -> None:
-        value, casts = result_of(op, [values[at] for at in args], options, mesh)
+        value, casts = result_of(op, [values[index] for index in args], options, mesh)
         values.append(value)
         steps.append(Step(op, args, tuple(options.items()), casts))
 
     for _ in range(draw(st.integers(1, 6))):
-        found: dict[str, list[Candidate]] = {}
+        outputs: dict[str, list[Candidate]] = {}
         for op, (args, options) in itertools.chain(
             local_candidates(values), collective_candidates(values, mesh, breaks)
         ):
-            value = result_of(op, [values[at] for at in args], options, mesh)[0]
+            value = result_of(op, [values[index] for index in args], options, mesh)[0]
             if torch.Size(value.shape).numel() <= MAX_NUMEL:
-                found.setdefault(op, []).append((args, options))
-        op = draw(st.sampled_from(sorted(found)))
-        args, options = draw(st.sampled_from(found[op]))
+                outputs.setdefault(op, []).append((args, options))
+        op = draw(st.sampled_from(sorted(outputs)))
+        args, options = draw(st.sampled_from(outputs[op]))
         states = {values[args[0]].state(axis) for axis in options.get("axes", ())}
         broken |= op in ("psum", "pmean", "psum_scatter") and len(states) > 1
         append(op, args, options)
     outs = []
-    for at in sorted({len(values) - 1, draw(st.integers(0, len(values) - 1))}):
-        if values[at].unreduced and values[at].varying and not values[at].shape:
+    for index in sorted({len(values) - 1, draw(st.integers(0, len(values) - 1))}):
+        if values[index].unreduced and values[index].varying and not values[index].shape:
             continue
-        place = at
-        if not values[at].shape and values[at].varying:
-            append("unsqueeze", (at,), {})
+        place = index
+        if not values[index].shape and values[index].varying:
+            append("unsqueeze", (index,), {})
             place = len(values) - 1
         promises = not legal and not breaks and not broken and bool(values[place].varying)
         outs.append((place, out_spec(draw, mesh, values[place], not promises)))
         broken |= promises
-    plain = [at for at, value in enumerate(values) if is_plain(value)]
+    plain = [index for index, value in enumerate(values) if is_plain(value)]
     inner = None
     if draw(st.booleans()):
         chosen = draw(st.lists(st.integers(0, len(inputs) - 1), min_size=1, unique=True))

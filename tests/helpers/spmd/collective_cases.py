@@ -187,8 +187,8 @@ def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]
 def grouped() -> Iterator[Collective]:
     """Yield movements within groups."""
 
-    def shape(each: Callable[[int], tuple[int, ...]]) -> Callable[[int], tuple[int, ...]]:
-        return lambda n: each(len(in_groups(n)[0]))
+    def shape(item: Callable[[int], tuple[int, ...]]) -> Callable[[int], tuple[int, ...]]:
+        return lambda n: item(len(in_groups(n)[0]))
 
     def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
         return lambda x, ax, **o: fn(
@@ -234,65 +234,65 @@ def axes_of(mesh: Mesh) -> list[tuple[str, ...]]:
     return [(name,) for name in names] + ([] if len(names) < 2 else [names, names[::-1]])
 
 
-def arguments(each: Collective, mesh: Mesh, axes: tuple[str, ...], dtype: torch.dtype) -> Tensors:
+def arguments(item: Collective, mesh: Mesh, axes: tuple[str, ...], dtype: torch.dtype) -> Tensors:
     """Return one tensor per rank; equal along the axes if the argument is invariant."""
     n = mesh.axis_size(axes)
-    same = each.takes == "same"
-    xs = [random_global(each.shape(n), dtype, seed) for seed in mesh.ranks]
+    same = item.takes == "same"
+    xs = [random_global(item.shape(n), dtype, seed) for seed in mesh.ranks]
     return [xs[list(mesh.ranks).index(mesh.group(r, axes)[0])] if same else x
             for r, x in zip(mesh.ranks, xs, strict=True)]  # fmt: skip
 
 
-def cotangents(each: Collective, mesh: Mesh, axes: tuple[str, ...], ys: Tensors) -> Tensors:
+def cotangents(item: Collective, mesh: Mesh, axes: tuple[str, ...], ys: Tensors) -> Tensors:
     seeds = [
-        100 + (mesh.group(rank, axes)[0] if each.gives == "same" else rank) for rank in mesh.ranks
+        100 + (mesh.group(rank, axes)[0] if item.gives == "same" else rank) for rank in mesh.ranks
     ]
     return [random_global(y.shape, y.dtype, s) for y, s in zip(ys, seeds, strict=True)]
 
 
 def by_oracle(
-    each: Collective, mesh: Mesh, axes: tuple[str, ...], xs: Tensors
+    item: Collective, mesh: Mesh, axes: tuple[str, ...], xs: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
     """Return results, cotangents and gradients in rank order."""
     place = {rank: at for at, rank in enumerate(mesh.ranks)}
     leaves = [x.clone().requires_grad_() for x in xs]
     ys: dict[int, torch.Tensor] = {}
     for group in mesh.groups(axes):
-        outs = each.oracle([leaves[place[rank]] for rank in group])
+        outs = item.oracle([leaves[place[rank]] for rank in group])
         ys |= dict(zip(group, outs, strict=True))
     results = [ys[rank] for rank in mesh.ranks]
-    cts = cotangents(each, mesh, axes, results)
+    cts = cotangents(item, mesh, axes, results)
     counted = [
         at for at, rank in enumerate(mesh.ranks)
-        if each.gives != "same" or rank == mesh.group(rank, axes)[0]
+        if item.gives != "same" or rank == mesh.group(rank, axes)[0]
     ]  # fmt: skip
     grads = torch.autograd.grad(
         [results[at] for at in counted], leaves, [cts[at] for at in counted], allow_unused=True
     )
     whole = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, xs, strict=True)]
-    if each.takes == "same":
+    if item.takes == "same":
         whole = [sum(whole[place[r]] for r in mesh.group(rank, axes)) for rank in mesh.ranks]  # type: ignore[misc]
     return [y.detach() for y in results], cts, whole
 
 
 def on_rank(
-    each: Collective, mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor, ct: torch.Tensor
+    item: Collective, mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor, ct: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return one rank's result, gradient and, if linear, the transpose's transpose."""
     leaf = x.clone().requires_grad_()
-    y = each.run(leaf, axes, mesh=mesh)
+    y = item.run(leaf, axes, mesh=mesh)
     cotangent = ct.clone().requires_grad_()
     (grad,) = torch.autograd.grad(y, leaf, cotangent, create_graph=True)
-    again = torch.autograd.grad(grad, cotangent, x)[0] if each.linear else None
+    again = torch.autograd.grad(grad, cotangent, x)[0] if item.linear else None
     return y.detach(), grad.detach(), again
 
 
 def run_on_rank(
-    each: Collective, mesh: Mesh, axes: tuple[str, ...], everyone: tuple[Tensors, Tensors]
+    item: Collective, mesh: Mesh, axes: tuple[str, ...], everyone: tuple[Tensors, Tensors]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return `on_rank` of this rank's tensors."""
     place = list(mesh.ranks).index(this_rank(mesh))
-    return on_rank(each, mesh, axes, *(tensors[place] for tensors in everyone))
+    return on_rank(item, mesh, axes, *(tensors[place] for tensors in everyone))
 
 
 def this_rank(mesh: Mesh) -> int:

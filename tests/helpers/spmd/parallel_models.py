@@ -152,13 +152,13 @@ def block_mixed(p: Tensors, batch: Tensors) -> torch.Tensor:
 
 def micro_batches(batch: Tensors) -> list[Tensors]:
     """Split the batch in two."""
-    return [{name: x.chunk(2)[at] for name, x in batch.items()} for at in range(2)]
+    return [{name: x.chunk(2)[index] for name, x in batch.items()} for index in range(2)]
 
 
 def block_data(p: Tensors, batch: Tensors) -> torch.Tensor:
     """Run two micro-batches after one cast, whose transpose sums their gradients' sum."""
     p = fs.pcast(p, "dp", to="varying")
-    losses = [block_loss(p, each) for each in micro_batches(batch)]
+    losses = [block_loss(p, item) for item in micro_batches(batch)]
     return fs.pmean(torch.stack(losses).mean(), "dp")
 
 
@@ -169,10 +169,10 @@ def accumulated(
     # Gradients of the cast values are not summed over ranks.
     p = {name: w.detach().requires_grad_() for name, w in fs.pcast(p, "dp", to="varying").items()}
     steps = []
-    for each in micro_batches(batch):
-        value = loss(p, each)
+    for item in micro_batches(batch):
+        value = loss(p, item)
         steps.append((value.detach(), *torch.autograd.grad(value, list(p.values()))))
-    value, *grads = (torch.stack(each).mean(0) for each in zip(*steps, strict=True))
+    value, *grads = (torch.stack(item).mean(0) for item in zip(*steps, strict=True))
     return fs.pmean((value, dict(zip(p, grads, strict=True))), "dp")
 
 
@@ -202,8 +202,8 @@ def experts_loss(p: Tensors, batch: Tensors, capacity: int, parts: int = 4) -> t
     for x in batch["x"].chunk(parts):
         gate, expert = route(p["router"], x)
         earlier = (expert[:, None] == expert).tril(-1).sum(1)
-        each = {"up": p["up"][expert], "down": p["down"][expert]}
-        ys.append(experts(each, x[:, None])[:, 0] * gate * (earlier < capacity)[:, None])
+        item = {"up": p["up"][expert], "down": p["down"][expert]}
+        ys.append(experts(item, x[:, None])[:, 0] * gate * (earlier < capacity)[:, None])
     return error(torch.cat(ys), batch)
 
 

@@ -226,24 +226,24 @@ def measure(case: Case, check: Check) -> Measurement:
     return Measurement(losses, grads, dict(log.forward.counts), dict(log.backward.counts))  # type: ignore[arg-type]
 
 
-def compare(case: Case, check: Check, found: Measurement, ranks: Sequence[int]) -> None:
+def compare(case: Case, check: Check, results: Measurement, ranks: Sequence[int]) -> None:
     """Assert that the ranks' loss, gradients and traffic are those of the case."""
     params, batch = case.arguments()
-    want = case.single(params, batch)
-    names = list(found.grads)
+    expected = case.single(params, batch)
+    names = list(results.grads)
     grads = dict(
-        zip(names, torch.autograd.grad(want, [(params | batch)[n] for n in names]), strict=True)
+        zip(names, torch.autograd.grad(expected, [(params | batch)[n] for n in names]), strict=True)
     )
-    for rank, loss in zip(ranks, found.losses, strict=True):
-        torch.testing.assert_close(loss, want.detach(), atol=1e-12, rtol=0)
+    for rank, loss in zip(ranks, results.losses, strict=True):
+        torch.testing.assert_close(loss, expected.detach(), atol=1e-12, rtol=0)
         for name in names:
             spec = Spec(
                 case.mesh, case.param_specs.get(name, case.batch_spec), shape=grads[name].shape
             )
-            mine, theirs = found.grads[name][ranks.index(rank)], grads[name][spec.index(rank)]
+            mine, theirs = results.grads[name][ranks.index(rank)], grads[name][spec.index(rank)]
             assert torch.allclose(mine, theirs, atol=1e-12, rtol=0), f"{name} on rank {rank}"
-    assert found.forward == case.forward | (case.compared if check else {})
-    assert found.backward == case.backward
+    assert results.forward == case.forward | (case.compared if check else {})
+    assert results.backward == case.backward
 
 
 ACCUMULATED = {
@@ -272,15 +272,15 @@ def accumulate(name: str, check: Check) -> tuple[torch.Tensor, Tensors, Counts, 
     return fs.unshard(value), whole, dict(log.forward.counts), dict(log.backward.counts)  # type: ignore[arg-type]
 
 
-def compare_accumulated(name: str, found: tuple[torch.Tensor, Tensors, Counts, Counts]) -> None:
-    loss, grads, forward, backward = found
+def compare_accumulated(name: str, results: tuple[torch.Tensor, Tensors, Counts, Counts]) -> None:
+    loss, grads, forward, backward = results
     params = drawn(BLOCK)
-    want = block_loss(params, drawn(ACTIVATIONS))
-    torch.testing.assert_close(loss, want.detach(), atol=1e-12, rtol=0)
-    for (word, grad), each in zip(
-        grads.items(), torch.autograd.grad(want, list(params.values())), strict=True
+    expected = block_loss(params, drawn(ACTIVATIONS))
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-12, rtol=0)
+    for (word, grad), item in zip(
+        grads.items(), torch.autograd.grad(expected, list(params.values())), strict=True
     ):
-        assert torch.allclose(grad, each, atol=1e-12, rtol=0), word
+        assert torch.allclose(grad, item, atol=1e-12, rtol=0), word
     sent = ACCUMULATED[name][3]
     assert forward == sent | {("all_reduce", "dp"): 1}
     assert backward == sent
@@ -302,8 +302,8 @@ def mixed_by_hand(reduced_in: torch.dtype) -> tuple[torch.Tensor, Tensors]:
         losses.append(error(block(half, batch["x"].bfloat16()).float(), batch))
         grads.append(torch.autograd.grad(losses[-1] / 2, list(half.values())))
     sums = (
-        sum((g.to(reduced_in) for g in each), torch.zeros((), dtype=reduced_in))
-        for each in zip(*grads, strict=True)
+        sum((g.to(reduced_in) for g in item), torch.zeros((), dtype=reduced_in))
+        for item in zip(*grads, strict=True)
     )
     grad = {name: g.float() for name, g in zip(params, sums, strict=True)}
     return (losses[0].detach() + losses[1].detach()) / 2, grad
@@ -314,8 +314,8 @@ def mixed(check: Check) -> tuple[torch.Tensor, Tensors, dict[str, Counts]]:
     mesh = Mesh(dp=2)
     specs = dict.fromkeys(BLOCK, P("dp")), dict.fromkeys(ACTIVATIONS, P("dp"))
     pairs = [
-        placed(in_f32(shapes), mesh, each)
-        for shapes, each in zip((BLOCK, ACTIVATIONS), specs, strict=True)
+        placed(in_f32(shapes), mesh, item)
+        for shapes, item in zip((BLOCK, ACTIVATIONS), specs, strict=True)
     ]
     f = fs.shard_map(block_mixed, mesh=mesh, in_specs=P("dp"), out_specs=P(), check=check)
     leaves = [parts(pair.local) for pair in pairs[0].values()]
@@ -324,22 +324,22 @@ def mixed(check: Check) -> tuple[torch.Tensor, Tensors, dict[str, Counts]]:
         flat = iter(torch.autograd.grad(parts(losses.local), [t for ts in leaves for t in ts]))
     grads = {}
     for (name, pair), ts in zip(pairs[0].items(), leaves, strict=True):
-        each = tuple(next(flat) for _ in ts)
-        local = each if isinstance(pair.local, tuple) else each[0]
+        item = tuple(next(flat) for _ in ts)
+        local = item if isinstance(pair.local, tuple) else item[0]
         grads[name] = fs.unshard((local, pair.spec.dual))
     sent = {"forward": dict(log.forward.bytes), "backward": dict(log.backward.bytes)}
     return fs.unshard(losses).detach(), grads, sent  # type: ignore[return-value]
 
 
-def compare_mixed(found: tuple[torch.Tensor, Tensors, dict[str, Counts]]) -> None:
+def compare_mixed(results: tuple[torch.Tensor, Tensors, dict[str, Counts]]) -> None:
     """Assert bit-equal results, as a sum of two values has one order."""
-    loss, grads, sent = found
-    want_loss, want = mixed_by_hand(torch.float32)
+    loss, grads, sent = results
+    want_loss, expected = mixed_by_hand(torch.float32)
     rounded = mixed_by_hand(torch.bfloat16)[1]
     torch.testing.assert_close(loss, want_loss, atol=0, rtol=0)
     for name, grad in grads.items():
-        assert torch.equal(grad, want[name]), name
-    assert any(not torch.equal(want[name], rounded[name]) for name in want)
+        assert torch.equal(grad, expected[name]), name
+    assert any(not torch.equal(expected[name], rounded[name]) for name in expected)
     local = sum(w.numel() for w in in_f32(BLOCK).values()) // 2
     assert sent == {
         "forward": {("all_gather", "dp"): 2 * local, ("all_reduce", "dp"): 4},

@@ -34,11 +34,11 @@ def exchange_in_reverse(
 def by_hand(xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return `exchange_in_reverse` of the list of a group's tensors."""
     pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(xs, SIZES, strict=True)]
-    found = []
+    outputs = []
     for place, out in enumerate(outs):
         rows = torch.cat([piece[place] for piece in pieces[::-1]])
-        found.append(torch.cat([out[:1], rows, out[1 + len(rows) :]]))
-    return found
+        outputs.append(torch.cat([out[:1], rows, out[1 + len(rows) :]]))
+    return outputs
 
 
 def leaves() -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,15 +187,15 @@ def text(lines: list[tuple[str, str, str]]) -> str:
 
 def refusals(mesh: Mesh) -> list[str]:
     """Return this rank's error for each of `REFUSED`; a valid exchange runs after each."""
-    found, i = [], this_rank(mesh)
+    outputs, i = [], this_rank(mesh)
     for _, make, _, wire in REFUSED:
         with pytest.raises(ShardingError) as caught:
             fs.ragged_all_to_all(*make(i), axis_name="i", mesh=mesh, forward_dtype=wire)
         assert caught.value.everywhere
-        found.append(str(caught.value))
+        outputs.append(str(caught.value))
         rows = torch.tensor([1.0, 2.0]) + 2 * i
         moved = fs.ragged_all_to_all(
             rows, X[:2], [0, 1], [1, 1], [i, i], [1, 1], axis_name="i", mesh=mesh
         )
         assert moved.tolist() == [1 + i, 3 + i]
-    return found
+    return outputs

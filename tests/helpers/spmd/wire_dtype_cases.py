@@ -91,21 +91,21 @@ def on_rank(mesh: Mesh) -> list[str]:
     axes = mesh.axes
     seed = this_rank(mesh)
     wrong = []
-    for each in SENDERS:
+    for item in SENDERS:
         for dtype, forward, backward in WIRES:
             x = randn(torch.Size((mesh.size, 3)), dtype, seed)
 
-            def run(x: torch.Tensor, each: Sender = each, **o: Any) -> torch.Tensor:
-                return each.run(x, axes, mesh=mesh, **o)
+            def run(x: torch.Tensor, item: Sender = item, **o: Any) -> torch.Tensor:
+                return item.run(x, axes, mesh=mesh, **o)
 
             wired = partial(run, forward_dtype=forward, backward_dtype=backward)
             y, ct, grad = gradient(wired, x, 100 + seed)
-            want = run(x.to((forward if each.forward else None) or dtype)).to(dtype)
-            wire = (backward if each.backward else None) or dtype
+            expected = run(x.to((forward if item.forward else None) or dtype)).to(dtype)
+            wire = (backward if item.backward else None) or dtype
             leaf = x.to(wire).requires_grad_()
             (want_grad,) = torch.autograd.grad(run(leaf), leaf, ct.to(wire))
-            name = f"{each.name} of {dtype}, {forward} and {backward}"
-            wrong += [f"{name}: {y} is not {want}"] * (not torch.equal(y, want))
+            name = f"{item.name} of {dtype}, {forward} and {backward}"
+            wrong += [f"{name}: {y} is not {expected}"] * (not torch.equal(y, expected))
             want_grad = want_grad.to(dtype)
             wrong += [f"{name}: grad {grad}, not {want_grad}"] * (not torch.equal(grad, want_grad))
             wrong += [name] * (y.dtype != dtype or grad.dtype != dtype)

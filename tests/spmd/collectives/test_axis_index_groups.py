@@ -44,9 +44,9 @@ def test_gradients_are_those_of_one_device(case: str, check: Any) -> None:
         made = {r: rows(x[group]) for group in GROUPS for r in group}
         return torch.stack([(made[r] * made[r].sin() * weights[r]).sum() for r in range(4)])
 
-    got, expected = mapped(x, weights), alone(x)
-    torch.testing.assert_close(got, expected)
-    first = [torch.autograd.grad(y.sum(), x, create_graph=True)[0] for y in (got, expected)]
+    actual, expected = mapped(x, weights), alone(x)
+    torch.testing.assert_close(actual, expected)
+    first = [torch.autograd.grad(y.sum(), x, create_graph=True)[0] for y in (actual, expected)]
     torch.testing.assert_close(*first)
     if case not in ("pmax", "pmin"):
         second = [torch.autograd.grad((g**2).sum(), x)[0] for g in first]

@@ -138,16 +138,16 @@ def test_reductions_in_groups() -> None:
         return int(i), [y.item() for y in ys], grads, fs.psum(1, "i", **options)
 
     # Both ranks of a group have a cotangent of 1.
-    want = {
+    expected = {
         0: ([5, 2.5, 4, 1, 4], [2, 1, 0, 2, 8]),
         3: ([5, 2.5, 4, 1, 4], [2, 1, 2, 0, 2]),
         1: ([5, 2.5, 3, 2, 6], [2, 1, 0, 2, 6]),
         2: ([5, 2.5, 3, 2, 6], [2, 1, 2, 0, 4]),
     }
     with fs.comm_log() as log:
-        found = fs.simulate(mesh, body)
-    for i, ys, grads, ones in found:
-        assert (ys, grads, ones) == (*want[i], 2)
+        results = fs.simulate(mesh, body)
+    for i, ys, grads, ones in results:
+        assert (ys, grads, ones) == (*expected[i], 2)
     assert log.forward.counts["all_reduce", "i"] == 4
 
 
@@ -175,9 +175,9 @@ def test_started_collectives_equal_immediate_ones(name: str) -> None:
         out: list[torch.Tensor] = first.wait()
         return out
 
-    want = fs.simulate(MESH, values_and_gradients, lambda xs: op(xs, "y", mesh=MESH))
-    found = fs.simulate(MESH, values_and_gradients, ahead)
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    expected = fs.simulate(MESH, values_and_gradients, lambda xs: op(xs, "y", mesh=MESH))
+    results = fs.simulate(MESH, values_and_gradients, ahead)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
 
 def test_started_collectives_must_be_waited_for_once() -> None:
@@ -277,7 +277,7 @@ def test_meta_and_fake_tensors_do_not_communicate(kind: str, grad: bool) -> None
                 (back,) = torch.autograd.grad(sum(y.sum() for y in outside), x)
             assert (tuple(back.shape), back.dtype, back.device) == ((3, 4), F64, x.device)
     assert not log.counts
-    for found in (outside, inside):
-        assert [tuple(y.shape) for y in found] == SHAPES_OUT
-        assert {(y.dtype, y.device, y.requires_grad) for y in found} == {(F64, x.device, grad)}
+    for results in (outside, inside):
+        assert [tuple(y.shape) for y in results] == SHAPES_OUT
+        assert {(y.dtype, y.device, y.requires_grad) for y in results} == {(F64, x.device, grad)}
     assert tuple(mapped.shape) == (3, 4)

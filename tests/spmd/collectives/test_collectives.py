@@ -26,14 +26,14 @@ from tests.helpers.spmd.collective_cases import (
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
-def test_values_and_transposes_equal_the_oracle(each: Collective, mesh: Mesh) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_transposes_equal_the_oracle(case: Collective, mesh: Mesh) -> None:
     for axes in axes_of(mesh):
-        xs = arguments(each, mesh, axes, torch.float64)
-        ys, cts, grads = by_oracle(each, mesh, axes, xs)
+        xs = arguments(case, mesh, axes, torch.float64)
+        ys, cts, grads = by_oracle(case, mesh, axes, xs)
 
-        found = fs.simulate(mesh, run_on_rank, each, mesh, axes, (xs, cts))
-        for (y, grad, again), want_y, want_grad in zip(found, ys, grads, strict=True):
+        outputs = fs.simulate(mesh, run_on_rank, case, mesh, axes, (xs, cts))
+        for (y, grad, again), want_y, want_grad in zip(outputs, ys, grads, strict=True):
             torch.testing.assert_close(y, want_y)
             torch.testing.assert_close(grad, want_grad)
             if again is not None:
@@ -114,10 +114,10 @@ def test_ties_of_pmax_share_the_gradient() -> None:
         x = torch.tensor([1.0, 2.0, 5.0])[[min(this_rank(mesh), 1), 1, 2]].requires_grad_()
         return torch.autograd.grad(fs.pmax(x, "i", mesh=mesh).sum(), x)[0]
 
-    got = torch.stack(fs.simulate(mesh, body))
+    actual = torch.stack(fs.simulate(mesh, body))
     third = 1 / 3
-    want = torch.tensor([[0, 0.25, 0.25]] + [[third, 0.25, 0.25]] * 3)
-    torch.testing.assert_close(got, want)
+    expected = torch.tensor([[0, 0.25, 0.25]] + [[third, 0.25, 0.25]] * 3)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_pcast_transposes() -> None:
@@ -126,7 +126,7 @@ def test_pcast_transposes() -> None:
 
     def grads() -> list[float]:
         scale = 1.0 + this_rank(mesh)
-        found = []
+        outputs = []
         for options in (
             {"to": "varying"}, {"to": "reduced"}, {"to": "unreduced"},
             {"to": "varying", "src": "reduced"},
@@ -135,12 +135,12 @@ def test_pcast_transposes() -> None:
             y = fs.pcast({"x": x, "n": 3}, "i", mesh=mesh, **options)  # type: ignore[arg-type]
             assert y["n"] == 3
             assert y["x"].item() == 1.0
-            found.append(torch.autograd.grad(scale * y["x"], x)[0].item())
-        return found
+            outputs.append(torch.autograd.grad(scale * y["x"], x)[0].item())
+        return outputs
 
-    found = fs.simulate(mesh, grads)
-    assert [row[:2] for row in found] == [[10.0, 10.0]] * 4
-    assert [row[2:] for row in found] == [[s, s] for s in (1.0, 2.0, 3.0, 4.0)]
+    outputs = fs.simulate(mesh, grads)
+    assert [row[:2] for row in outputs] == [[10.0, 10.0]] * 4
+    assert [row[2:] for row in outputs] == [[s, s] for s in (1.0, 2.0, 3.0, 4.0)]
 
 
 def test_collectives_along_axes_of_size_1() -> None:
@@ -156,9 +156,9 @@ def test_collectives_along_axes_of_size_1() -> None:
         ]  # fmt: skip
 
     for out in fs.simulate(mesh, body):
-        want = [x, x[None], x, x[0], x.t(), 0 * x, x]
-        for got, each in zip(out, want, strict=True):
-            assert torch.equal(got, each)
+        expected = [x, x[None], x, x[0], x.t(), 0 * x, x]
+        for actual, case in zip(out, expected, strict=True):
+            assert torch.equal(actual, case)
 
 
 # -- errors ----------------------------------------------------------------------

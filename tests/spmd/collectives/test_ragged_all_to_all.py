@@ -15,11 +15,11 @@ from tests.helpers.spmd.ragged_cases import (
     REFUSED,
     X,
     by_hand,
+    exchange_in_reverse,
     leaves,
     ragged_by_hand,
     ragged_on_rank,
     refusals,
-    exchange_in_reverse,
     text,
 )
 
@@ -35,7 +35,7 @@ def test_example_of_jax() -> None:
     def body() -> Any:
         operand, *numbers = given[this_rank(mesh)]
         output = torch.zeros(4, dtype=torch.int64)
-        tensors = [torch.tensor(each) for each in numbers]
+        tensors = [torch.tensor(item) for item in numbers]
         return fs.ragged_all_to_all(
             torch.tensor(operand), output, *tensors, axis_name="i", mesh=mesh
         ).tolist()
@@ -47,9 +47,9 @@ def test_example_of_jax() -> None:
 
 
 def test_gradients_to_second_order() -> None:
-    found = fs.simulate(MESH, ragged_on_rank, MESH)
-    for got, want in zip(found, ragged_by_hand(MESH), strict=True):
-        torch.testing.assert_close(got, [t.detach() for t in want])
+    results = fs.simulate(MESH, ragged_on_rank, MESH)
+    for actual, expected in zip(results, ragged_by_hand(MESH), strict=True):
+        torch.testing.assert_close(actual, [t.detach() for t in expected])
 
 
 def test_in_shard_map_and_in_groups() -> None:
@@ -81,9 +81,9 @@ def test_meta_tensors() -> None:
 
 def test_all_ranks_raise_the_same_errors() -> None:
     mesh = Mesh(i=2)
-    for found in fs.simulate(mesh, refusals, mesh):
-        for each, got in zip(REFUSED, found, strict=True):
-            assert got == text(each.lines), each.name
+    for results in fs.simulate(mesh, refusals, mesh):
+        for item, actual in zip(REFUSED, results, strict=True):
+            assert actual == text(item.lines), item.name
 
 
 def test_errors_name_no_rank_of_the_simulation() -> None:

@@ -38,7 +38,7 @@ def test_all_linear_collectives_have_wire_dtypes() -> None:
         plan.__name__ for plan in plans
         if {"forward_dtype", "backward_dtype"} <= inspect.signature(plan).parameters.keys()
     }  # fmt: skip
-    assert with_both == {each.name.split()[0] for each in SENDERS}
+    assert with_both == {case.name.split()[0] for case in SENDERS}
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -46,18 +46,18 @@ def test_values_are_cast_once_in_each_direction(mesh: Mesh) -> None:
     assert fs.simulate(mesh, on_rank, mesh) == [[]] * mesh.size
 
 
-@pytest.mark.parametrize("each", SENDERS, ids=lambda each: each.name)
-def test_bytes_scale_with_the_wire_dtype(each: Sender) -> None:
+@pytest.mark.parametrize("case", SENDERS, ids=lambda case: case.name)
+def test_bytes_scale_with_the_wire_dtype(case: Sender) -> None:
     """Forward sends half the bytes, backward twice as many; row offsets are not cast."""
 
     def run(**o: Any) -> Any:
         def body() -> None:
             x = torch.randn(2, 4, requires_grad=True)
-            each.run(x, "i", mesh=LINE, **o).sum().backward()
+            case.run(x, "i", mesh=LINE, **o).sum().backward()
 
         with fs.comm_log() as log:
             fs.simulate(LINE, body)
-        if each.name == "ragged_all_to_all":
+        if case.name == "ragged_all_to_all":
             for phase in (log.forward, log.backward):
                 for launches in phase._ranks.values():
                     launches[1].pop(("all_gather", "i"), None)
@@ -67,24 +67,24 @@ def test_bytes_scale_with_the_wire_dtype(each: Sender) -> None:
     assert wired.counts == plain.counts
     assert 2 * wired.forward.total_bytes == plain.forward.total_bytes
     assert wired.backward.total_bytes == 2 * plain.backward.total_bytes
-    moves = each.forward and "groups" not in each.name
+    moves = case.forward and "groups" not in case.name
     assert bool(plain.forward.total_bytes) == moves
 
 
 def test_second_derivatives_send_forward_dtype_again() -> None:
     def body(x: torch.Tensor) -> list[bool]:
-        found = []
-        for each in SENDERS:
+        results = []
+        for case in SENDERS:
             leaf = x.clone().requires_grad_()
-            y = each.run(leaf, "i", mesh=LINE, forward_dtype=BF16, backward_dtype=F64)
+            y = case.run(leaf, "i", mesh=LINE, forward_dtype=BF16, backward_dtype=F64)
             ct = torch.ones_like(y).requires_grad_()
             (grad,) = torch.autograd.grad(y, leaf, ct, create_graph=True)
             (again,) = torch.autograd.grad(grad, ct, x)
-            found.append(torch.equal(again, y))
-        return found
+            results.append(torch.equal(again, y))
+        return results
 
-    for found in fs.simulate(LINE, lambda: body(randn(torch.Size((2, 3)), F32, this_rank(LINE)))):
-        assert found == [True] * len(SENDERS)
+    for results in fs.simulate(LINE, lambda: body(randn(torch.Size((2, 3)), F32, this_rank(LINE)))):
+        assert results == [True] * len(SENDERS)
 
 
 def test_wire_dtypes_of_trees_and_started_collectives() -> None:
@@ -101,16 +101,16 @@ def test_wire_dtypes_of_trees_and_started_collectives() -> None:
         return ys, torch.autograd.grad(total, list(leaves.values()))
 
     with fs.comm_log() as log:
-        found = fs.simulate(LINE, gradients)
+        results = fs.simulate(LINE, gradients)
     assert log.forward.bytes == {("all_gather", "i"): 20}
     assert log.backward.bytes == {("reduce_scatter", "i"): 20}
     assert log.counts == {("all_gather", "i"): 1, ("reduce_scatter", "i"): 1}
-    addends = [torch.tensor(each).to(BF16) for each in share.values()]
+    addends = [torch.tensor(case).to(BF16) for case in share.values()]
     by_place = [drawn(rank) for rank in LINE.devices]
-    for ys, grads in found:
+    for ys, grads in results:
         for name, grad in zip(shapes, grads, strict=True):
-            want = torch.stack([each[name].to(BF16) for each in by_place]).float()
-            assert torch.equal(ys[name], want)
+            expected = torch.stack([case[name].to(BF16) for case in by_place]).float()
+            assert torch.equal(ys[name], expected)
             assert torch.equal(grad, torch.full_like(grad, float(addends[0] + addends[1])))
 
     def ahead() -> Any:
@@ -120,7 +120,7 @@ def test_wire_dtypes_of_trees_and_started_collectives() -> None:
 
     for later, at_once in fs.simulate(LINE, ahead):
         for name in shapes:
-            first, second = (each[name].to(BF16) for each in by_place)
+            first, second = (case[name].to(BF16) for case in by_place)
             assert torch.equal(later[name], (first + second).float())
             assert torch.equal(later[name], at_once[name])
 
@@ -144,10 +144,10 @@ def test_wire_dtypes_of_integers_and_booleans() -> None:
 
 def test_wire_dtypes_of_meta_tensors() -> None:
     x = torch.empty(2, 4, device="meta", dtype=F32)
-    for each in SENDERS:
-        if each.name != "ragged_all_to_all":
-            y = each.run(x, "i", mesh=LINE, forward_dtype=BF16)
-            assert (y.dtype, y.device.type) == (F32, "meta"), each.name
+    for case in SENDERS:
+        if case.name != "ragged_all_to_all":
+            y = case.run(x, "i", mesh=LINE, forward_dtype=BF16)
+            assert (y.dtype, y.device.type) == (F32, "meta"), case.name
 
 
 def refusal(word: str, wire: object, dtype: torch.dtype) -> str:
@@ -159,12 +159,12 @@ def refusal(word: str, wire: object, dtype: torch.dtype) -> str:
     )
 
 
-@pytest.mark.parametrize("each", SENDERS, ids=lambda each: each.name)
-def test_refused_wire_dtypes(each: Sender) -> None:
+@pytest.mark.parametrize("case", SENDERS, ids=lambda case: case.name)
+def test_refused_wire_dtypes(case: Sender) -> None:
     def run(x: torch.Tensor, **o: Any) -> None:
-        fs.simulate(LINE, lambda: each.run(x, "i", mesh=LINE, **o))
+        fs.simulate(LINE, lambda: case.run(x, "i", mesh=LINE, **o))
 
-    where = f"fs.{each.name.split()[0]}"
+    where = f"fs.{case.name.split()[0]}"
     number = torch.ones(2, 1)
     count, flag = number.long(), number.bool()
     cases: list[tuple[torch.Tensor, str, Any]] = [
@@ -173,7 +173,7 @@ def test_refused_wire_dtypes(each: Sender) -> None:
         (number, "backward_dtype", torch.complex64), (number, "backward_dtype", "bf16"),
         (number + 0j, "forward_dtype", F64),
     ]  # fmt: skip
-    cases += [] if each.name in ("psum", "pmean") else [(flag, "backward_dtype", F32)]
+    cases += [] if case.name in ("psum", "pmean") else [(flag, "backward_dtype", F32)]
     for x, word, wire in cases:
         if where == "fs.pmean" and not x.is_floating_point() and not x.is_complex():
             continue  # the mean of integers is floating

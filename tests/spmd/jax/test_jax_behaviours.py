@@ -56,8 +56,8 @@ def test_check_values_compares_any_memory_layout(make: Any) -> None:
 
 def test_gradients_of_slices_at_axis_index() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
-        at = fs.axis_index("i")
-        return x[at : at + 1] * (1 + at)
+        index = fs.axis_index("i")
+        return x[index : index + 1] * (1 + index)
 
     x = torch.ones(4, requires_grad=True)
     fs.shard_map(body, mesh=Mesh(i=4), in_specs=P(), out_specs=P("i"))(x).sum().backward()

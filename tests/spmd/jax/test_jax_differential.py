@@ -68,7 +68,7 @@ class Jax:
 
     @staticmethod
     def grad(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *xs: jax.grad(lambda each: fn(*each))(xs)
+        return lambda *xs: jax.grad(lambda item: fn(*item))(xs)
 
     @staticmethod
     def custom(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def mesh_of(case: Case) -> Any:
 
 
 def specs_of(tree: Any) -> Any:
-    return jax.tree.map(spec_of, tree, is_leaf=lambda each: isinstance(each, P))
+    return jax.tree.map(spec_of, tree, is_leaf=lambda item: isinstance(item, P))
 
 
 def loss(leaves: list[Any]) -> Any:
@@ -130,13 +130,13 @@ def numbers(case: Case) -> dict[str, Any]:
 
     @jax.jit
     def everything(*xs: Any) -> dict[str, Any]:
-        found = {"out": results(*xs)}
+        outputs = {"out": results(*xs)}
         if case.grad:
             places = tuple(range(len(xs)))
-            found["grads"] = list(jax.grad(weighed, places)(*xs))
+            outputs["grads"] = list(jax.grad(weighed, places)(*xs))
             if case.second:
-                found["second"] = list(jax.grad(squares, places)(*xs))
-        return found
+                outputs["second"] = list(jax.grad(squares, places)(*xs))
+        return outputs
 
     with jax.set_mesh(mesh):
         args = [jnp.asarray(x.numpy()) for x in case.args]
@@ -145,11 +145,11 @@ def numbers(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_values_are_jaxs(name: str) -> None:
-    found, want = numbers(CASES[name]), expected()[name]
-    assert found.keys() == want.keys()
+    outputs, want = numbers(CASES[name]), expected()[name]
+    assert outputs.keys() == want.keys()
     for key, value in want.items():
-        for got, each in zip(found[key], value, strict=True):
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(each))
+        for actual, item in zip(outputs[key], value, strict=True):
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(item))
 
 
 # -- random bodies ---------------------------------------------------------------------------
@@ -178,12 +178,12 @@ def test_random_bodies_equal_jax(program: Program) -> None:
     """Results, outer and inner gradients, with inserted casts and with casts written out."""
     want = numbers(case_of(program, casts=False))
     for check, casts in ((True, False), (True, True), ("strict", True), (False, True)):
-        found = ours(case_of(program, casts), check)
-        assert found.keys() == want.keys()
+        outputs = ours(case_of(program, casts), check)
+        assert outputs.keys() == want.keys()
         for key, leaves in want.items():
-            for got, each in zip(found[key], leaves, strict=True):
+            for actual, item in zip(outputs[key], leaves, strict=True):
                 torch.testing.assert_close(
-                    torch.tensor(got, dtype=F64), torch.tensor(each, dtype=F64),
+                    torch.tensor(actual, dtype=F64), torch.tensor(item, dtype=F64),
                     msg=lambda text, key=key, check=check: f"{key}, check={check}: {text}",
                 )  # fmt: skip
 
@@ -193,12 +193,12 @@ def types_in(program: Program, of: Callable[[Case], Any]) -> list[tuple[set[str]
     seen: list[list[tuple[set[str], ...]]] = []
 
     def body(world: Any, *xs: Any) -> tuple[Any, ...]:
-        seen.append([world.states(each) for each in run(world, program, xs, casts=False)])
+        seen.append([world.states(item) for item in run(world, program, xs, casts=False)])
         return xs[: len(case.in_specs)]
 
     case = case_of(program, casts=False)
     of(replace(case, out_specs=case.in_specs, body=body, grad=False))
-    assert all(each == seen[0] for each in seen)
+    assert all(item == seen[0] for item in seen)
     return seen[0]
 
 

@@ -260,8 +260,8 @@ def test_ppermute_lists_all_bad_pairs() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=P("x", "y"), out_specs=P("x", "y"))(X)
     assert str(caught.value) == "fs.ppermute\n" + "\n\n".join(
-        message("", *each).removeprefix("\n")
-        for each in (
+        message("", *item).removeprefix("\n")
+        for item in (
             ("(0, 7) in perm", "indices along y must be in -3..2", "(0, 1), say"),
             ("(9, 1) in perm", "indices along y must be in -3..2", "(0, 1), say"),
             ("destination 2 in (1, 2), (2, 2) of perm", "every destination must occur at most once",
@@ -273,11 +273,11 @@ def test_ppermute_lists_all_bad_pairs() -> None:
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
 @pytest.mark.parametrize("name", IN_A_BODY)
 def test_errors_of_bodies(name: str, grad: bool) -> None:
-    call, want = IN_A_BODY[name]
+    call, expected = IN_A_BODY[name]
     mapped = fs.shard_map(call, mesh=MESH, in_specs=P("x", "y"), out_specs=P("x", "y"), check=False)
     with pytest.raises(ShardingError) as caught:
         mapped(X.clone().requires_grad_(grad))
-    assert str(caught.value) == want
+    assert str(caught.value) == expected
 
 
 UNBOUND: dict[str, tuple[Callable[[], Any], str]] = {

@@ -70,7 +70,7 @@ UNPROVEN: dict[str, tuple[Any, Any, Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("check", [True, "strict", "values"])
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_replication_that_types_do_not_show(name: str, check: Any) -> None:
-    in_specs, out_specs, call, want = UNPROVEN[name]
+    in_specs, out_specs, call, expected = UNPROVEN[name]
 
     def body(v: torch.Tensor) -> Any:
         return call(v)
@@ -78,7 +78,7 @@ def test_replication_that_types_do_not_show(name: str, check: Any) -> None:
     mapped = fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check=check)
     with pytest.raises(ShardingError) as caught:
         mapped(X)
-    assert str(caught.value) == want
+    assert str(caught.value) == expected
 
 
 MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -272,7 +272,9 @@ def test_results_in_another_state_than_their_spec(name: str) -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
     given = f"result: {kind} with the out spec {out_specs!r}"
-    assert str(caught.value) == message("shard_map(body)", given, f"the out spec requires {rule}", fix)
+    assert str(caught.value) == message(
+        "shard_map(body)", given, f"the out spec requires {rule}", fix
+    )
 
 
 # -- what JAX lets pass -----------------------------------------------------------------------
@@ -324,8 +326,8 @@ def test_reductions_in_groups_vary(reduce: Any) -> None:
         fs.psum: torch.sum,
         fs.pmean: torch.mean,
     }
-    want = [whole[reduce](each) for each in (first, first, second, second)]
-    assert torch.equal(cut, torch.stack(want))
+    expected = [whole[reduce](item) for item in (first, first, second, second)]
+    assert torch.equal(cut, torch.stack(expected))
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
@@ -341,9 +343,9 @@ def test_varying_shapes_are_reported(check: Any) -> None:
     with pytest.raises(ShardingError) as caught:
         mapped(x, a)
     if check == "strict":
-        want = unproven("result", "f32[1]{varying: i}", "P()", "'i'")
+        expected = unproven("result", "f32[1]{varying: i}", "P()", "'i'")
         rule = f"this is varying, and may depend on values that the host read: {told}"
-        assert str(caught.value) == want.replace("this is varying", rule)
+        assert str(caught.value) == expected.replace("this is varying", rule)
         return
     assert mapped(1 + x.abs(), a).tolist() == [2.0], "all ranks find as many"
     assert str(caught.value) == message(

@@ -172,8 +172,8 @@ def test_checkpoints_match_one_device(selective: bool) -> None:
     module = mlp()
     result = trained(mapped(partial(checkpointed, with_a_sum), module, P("x")), module)
     expected = trained(lambda x: with_a_sum(x, module, lambda y: y), module)
-    for gradient, expected_gradient in zip(result, expected, strict=True):
-        torch.testing.assert_close(x, y)
+    for actual, reference in zip(result, expected, strict=True):
+        torch.testing.assert_close(actual, reference)
 
 
 def test_autocast_matches_one_device() -> None:

@@ -1,6 +1,6 @@
 """README: its code runs and prints what is shown, its commands and its reference are complete.
 
-`python -m tests.test_readme` stores the printed blocks and the reference of the current code.
+`python -m tests.repository.test_readme` stores the printed blocks and the reference of the current code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 import fshard as fs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REFERENCE = re.compile(r"(?<=<!-- reference -->\n).*(?=<!-- end of reference -->)", re.DOTALL)
@@ -84,14 +84,14 @@ def test_python_blocks_print_the_text_blocks() -> None:
     pairs = printed_blocks()
     assert len(pairs) >= 3
     for stored, printed in pairs:
-        assert stored == printed, "python -m tests.test_readme stores the current output"
+        assert stored == printed, "python -m tests.repository.test_readme stores the current output"
 
 
 def test_reference_lists_every_public_name() -> None:
     names = " ".join(GROUPS.values()).split()
     assert sorted(names) == sorted(fs.__all__)
     (stored,) = REFERENCE.findall(README.read_text())
-    assert stored == reference(), "python -m tests.test_readme stores the current reference"
+    assert stored == reference(), "python -m tests.repository.test_readme stores the current reference"
 
 
 def test_linked_files_exist() -> None:

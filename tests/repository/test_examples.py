@@ -18,7 +18,7 @@ from rich.console import Console
 
 import fshard as fs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
 DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
 PARTITION_GPT = ROOT / "examples" / "partition_gpt.py"

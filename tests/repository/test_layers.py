@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "fshard"
+ROOT = Path(__file__).parent.parent.parent / "fshard"
 
 LAYERS = (
     {"_util"},

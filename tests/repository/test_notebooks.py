@@ -1,6 +1,6 @@
 """The notebooks run, and print what is stored in them.
 
-`python -m tests.test_notebooks` runs them and stores what they print now.
+`python -m tests.repository.test_notebooks` runs them and stores what they print now.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -66,7 +66,7 @@ def test_stored_outputs_are_fresh(path: Path) -> None:
     stored = nbformat.read(path, as_version=4)
     fresh = executed(path)
     for was, now in zip(outputs(stored), outputs(fresh), strict=True):
-        assert was == now, "python -m tests.test_notebooks stores what is printed now"
+        assert was == now, "python -m tests.repository.test_notebooks stores what is printed now"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
