@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def _last(x: Tensor, shape: Sequence[int]) -> tuple[list[int], list[int]]:
     return list(range(lead)), list(range(lead, x.ndim))
 
 
-def _requested(gradients: Sequence[Tensor], output_mask: Sequence[bool]) -> Any:
+def _requested(gradients: Sequence[Tensor], output_mask: Sequence[bool]) -> tuple[Maybe, ...]:
     """Replace the gradients that are not requested by None."""
     return tuple(x if needed else None for x, needed in zip(gradients, output_mask, strict=True))
 
@@ -80,7 +79,7 @@ def _layer_norm(
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Maybe,
     bias: Maybe, output_mask: Sequence[bool],
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
+) -> tuple[Maybe, ...]:  # fmt: skip
     lead, dims = _last(x, shape)
     grads, normal = wide(grad), (wide(x) - mean) * rstd
     into = _back(_affine(grads, weight, None), normal, rstd, dims).to(x.dtype)
@@ -154,7 +153,7 @@ def _group_norm(
 def _group_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, N: int, C: int, HxW: int,  # noqa: N803
     group: int, output_mask: Sequence[bool],
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
+) -> tuple[Maybe, ...]:  # fmt: skip
     grouped, dims = _in_groups(wide(x), group)
     shape = (*mean.shape, *(1 for _ in dims))
     scale = wide(rstd).reshape(shape)
@@ -253,7 +252,7 @@ def _instance_norm(
 def _batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Maybe, running_mean: Maybe, running_var: Maybe,
     save_mean: Maybe, save_invstd: Maybe, train: bool, eps: float, output_mask: Sequence[bool],
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
+) -> tuple[Maybe, ...]:  # fmt: skip
     shape, reduced, grads = _channels(x), _over_batch(x), wide(grad)
     if train:
         mean, rstd = save_mean, save_invstd

@@ -22,9 +22,9 @@ from fshard.ops.core.rule import Rule
 from fshard.ops.rules.reduce.reductions import functional_overloads
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["dims_in", "drop_dims", "extreme", "log_sum_exp", "root", "wide"]
+__all__ = ["ReducedDims", "dims_in", "drop_dims", "extreme", "log_sum_exp", "root", "wide"]
 
-Dims = int | Sequence[int] | None
+ReducedDims = int | Sequence[int] | None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def drop_dims(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
     return x if keepdim or not dims else x.squeeze(list(dims))
 
 
-def dims_in(x: Tensor, dims: Dims) -> list[int]:
+def dims_in(x: Tensor, dims: ReducedDims) -> list[int]:
     """Return non-negative dims; all for None or an empty list."""
     return list(normalize_dims(dims, x.ndim)) if x.ndim else []
 
@@ -128,12 +128,12 @@ def _extreme_with_index(x: Tensor, dim: int, keepdim: bool, highest: bool) -> tu
 
 
 @register_decomposition("amax")
-def _amax(x: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+def _amax(x: Tensor, dim: ReducedDims = (), keepdim: bool = False) -> Tensor:
     return extreme(x, dims_in(x, dim), keepdim, True)
 
 
 @register_decomposition("amin")
-def _amin(x: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+def _amin(x: Tensor, dim: ReducedDims = (), keepdim: bool = False) -> Tensor:
     return extreme(x, dims_in(x, dim), keepdim, False)
 
 
@@ -178,7 +178,7 @@ def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tup
 
 @register_decomposition("nanmean")
 def _nanmean(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims, out_dtype = dims_in(x, dim), dtype or x.dtype
     values = wide(x.to(out_dtype))
@@ -186,7 +186,7 @@ def _nanmean(
 
 
 def _moments(
-    x: Tensor, dim: Dims | bool, unbiased: bool, keepdim: bool, correction: float | None
+    x: Tensor, dim: ReducedDims | bool, unbiased: bool, keepdim: bool, correction: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return variance and mean; without `correction` it is 1 if unbiased, else 0."""
     if isinstance(dim, bool):
@@ -234,7 +234,7 @@ def _std_mean(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool =
 
 
 @register_decomposition("logsumexp", "special_logsumexp")
-def log_sum_exp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
+def log_sum_exp(x: Tensor, dim: ReducedDims, keepdim: bool = False) -> Tensor:
     """Return the log of the sum of exponentials; minus infinity with zero gradient for no terms."""
     inexact = x.is_floating_point() or x.is_complex()
     source = x if inexact else x.to(torch.get_default_dtype())

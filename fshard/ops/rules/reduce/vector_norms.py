@@ -18,8 +18,15 @@ from torch import Tensor
 from fshard.ops.core.builders import align_factors, dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
-from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.rules.reduce.reduction_decompositions import dims_in, drop_dims, extreme, root, wide
+from fshard.ops.core.rule import Rule
+from fshard.ops.rules.reduce.reduction_decompositions import (
+    ReducedDims,
+    dims_in,
+    drop_dims,
+    extreme,
+    root,
+    wide,
+)
 from fshard.ops.rules.reduce.reductions import NeutralIfEmpty, functional_overloads, reduction_rule
 
 __all__ = ["vector_norm"]
@@ -126,7 +133,7 @@ register_rule("pairwise_distance.default")(pairwise_distance)
 
 
 def vector_norm(
-    x: Tensor, order: float = 2.0, dim: Dims = None, keepdim: bool = False,
+    x: Tensor, order: float = 2.0, dim: ReducedDims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Return a norm of vectors, as `torch.linalg.vector_norm`."""
@@ -147,19 +154,19 @@ def vector_norm(
 
 
 @register_decomposition("linalg_vector_norm")
-def _vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,  # noqa: A002
+def _vector_norm(x: Tensor, ord: float = 2, dim: ReducedDims = None, keepdim: bool = False, *,  # noqa: A002
                  dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     return vector_norm(x, float(ord), dim, keepdim, dtype)
 
 
 @register_decomposition(*functional_overloads("norm", "native_norm"))
-def _norm(x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False,
+def _norm(x: Tensor, p: float | None = 2, dim: ReducedDims = None, keepdim: bool = False,
           dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     return vector_norm(x, 2.0 if p is None else float(p), dim, keepdim, dtype)
 
 
 @register_decomposition(*functional_overloads("frobenius_norm"))
-def _frobenius_norm(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+def _frobenius_norm(x: Tensor, dim: ReducedDims = None, keepdim: bool = False) -> Tensor:
     return vector_norm(x, 2.0, dim, keepdim)
 
 
@@ -185,7 +192,7 @@ def _matrix_norm(x: Tensor, ord: float | str = "fro", dim: Sequence[int] = (-2, 
 
 
 @register_decomposition(*functional_overloads("linalg_norm"))
-def _linalg_norm(x: Tensor, ord: float | str | None = None, dim: Dims = None,  # noqa: A002
+def _linalg_norm(x: Tensor, ord: float | str | None = None, dim: ReducedDims = None,  # noqa: A002
                  keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     dims = dims_in(x, dim)
     if ord is None or isinstance(dim, int) or len(dims) != 2:
