@@ -1,6 +1,6 @@
 """README: its code runs and prints what is shown, its commands and its reference are complete.
 
-`python -m tests.repository.test_readme` stores the printed blocks and the reference of the current code.
+`python -m tests.repository.test_readme` stores the current printed blocks and reference.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REFERENCE = re.compile(r"(?<=<!-- reference -->\n).*(?=<!-- end of reference -->)", re.DOTALL)
+STORE = "run python -m tests.repository.test_readme"
 GROUPS = {
     "Layouts": "Mesh P PartitionSpec Spec Sharded parse visualize Picture",
     "Global tensors and pairs": "shard unshard scatter from_local reshard",
@@ -84,14 +85,14 @@ def test_python_blocks_print_the_text_blocks() -> None:
     pairs = printed_blocks()
     assert len(pairs) >= 3
     for stored, printed in pairs:
-        assert stored == printed, "python -m tests.repository.test_readme stores the current output"
+        assert stored == printed, STORE
 
 
 def test_reference_lists_every_public_name() -> None:
     names = " ".join(GROUPS.values()).split()
     assert sorted(names) == sorted(fs.__all__)
     (stored,) = REFERENCE.findall(README.read_text())
-    assert stored == reference(), "python -m tests.repository.test_readme stores the current reference"
+    assert stored == reference(), STORE
 
 
 def test_linked_files_exist() -> None:
