@@ -9,7 +9,7 @@ import torch
 
 from fshard._util.errors import Problem
 from fshard.program.cost.topology import Topology
-from fshard.program.program import exclude_problems
+from fshard.program.program_arguments import exclude_problems
 
 __all__ = ["Objective", "PlanOptions", "objective_problems"]
 

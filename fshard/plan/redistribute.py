@@ -18,7 +18,8 @@ from fshard.plan.cross_mesh import plan_between
 from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
 from fshard.program.cast_rules import represents
 from fshard.program.cost.topology import Topology
-from fshard.program.program import Program, as_types, endpoint_problems, wire_problems
+from fshard.program.program import Program
+from fshard.program.program_arguments import as_types, endpoint_problems, wire_problems
 from fshard.program.steps import (
     AllGather,
     AllReduce,

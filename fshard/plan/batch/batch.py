@@ -35,7 +35,8 @@ from fshard.program.cost.rank_loads import Load, add_vectors, step_load
 from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import traffic
-from fshard.program.program import Program, as_topology, wire_specs
+from fshard.program.program import Program, wire_specs
+from fshard.program.program_arguments import as_topology
 
 __all__ = ["BUCKET_BYTES", "Batch", "batch_from_leaves", "bucket_problems", "map_leaves"]
 

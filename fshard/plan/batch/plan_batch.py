@@ -13,7 +13,8 @@ from fshard.plan.batch.batch import Batch, batch_from_leaves, map_leaves
 from fshard.plan.batch.coalesce import Leaves, cost_ranks, launch_keys, typed_step
 from fshard.plan.plan_options import PlanOptions
 from fshard.program.cost.rank_loads import step_load
-from fshard.program.program import Program, endpoint_problems
+from fshard.program.program import Program
+from fshard.program.program_arguments import endpoint_problems
 
 __all__ = ["plan_batch"]
 

@@ -47,7 +47,8 @@ class ExchangeEdges:
         self.permutes_any = not direct and {Exchange, AllToAll} <= self.exclude
         # Exchanges with different amounts per rank save a copy at best: tried on few ranks only.
         few = (
-            problem.mesh.size <= MAX_UNEVEN_RANKS and len(problem.size) - len(problem.unit_axes) < 3
+            problem.src.mesh.size <= MAX_UNEVEN_RANKS
+            and len(problem.size) - len(problem.unit_axes) < 3
         )
         self.allows_uneven = few and problem.topology is not None and not direct
         self.cached_ends: list[LayoutState] = []

@@ -69,8 +69,8 @@ class SearchProblem:
     ) -> None:
         self.src, self.dst, self.topology = src, dst, topology
         self.max_memory, self.exclude = max_memory, exclude
-        self.mesh, self.itemsize = src.mesh, src.dtype.itemsize
-        self.size = dict(self.mesh.shape)
+        self.itemsize = src.dtype.itemsize
+        self.size = dict(src.mesh.shape)
         self.unit_axes = frozenset(axis for axis, n in self.size.items() if n == 1)
         self.few_axes = len(self.size) - len(self.unit_axes) <= FEW_AXES
         self.start, self.goal = LayoutState.of(src), LayoutState.of(dst)
@@ -111,14 +111,13 @@ class SearchProblem:
         )
 
     def _classify_links(self) -> None:
-        """Set `slow_axes` and the fastest and next slower links, for bounds of slow traffic."""
+        """Set `slow_axes`, `fast_ranks`, and `speeds`: latency, the fastest bandwidth, the next."""
         links = {axis: self.link((axis,)) for axis, n in self.size.items() if n > 1}
         best = max((link.bandwidth for link in links.values()), default=1.0)
         latency = min((link.latency for link in links.values()), default=0.0)
-        self.fastest_link = Link(latency, best)
         self.slow_axes = frozenset(axis for axis, link in links.items() if link.bandwidth < best)
         rest = [links[axis].bandwidth for axis in self.slow_axes]
-        self.slower_link = Link(latency, max(rest, default=best))
+        self.speeds = latency, best, max(rest, default=best)
         self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow_axes)
 
     # -- sizes ------------------------------------------------------------------------
@@ -133,7 +132,7 @@ class SearchProblem:
     def link(self, axes: Axes) -> Link:
         """Return the slowest link along `axes`; any link if only bytes count."""
         topology = self.topology or _ANY
-        return topology.link(self.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
+        return topology.link(self.src.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
 
     def nbytes(self, state: LayoutState) -> int:
         """Return the bytes of the largest local."""
@@ -255,7 +254,7 @@ class SearchProblem:
     def overlap(self) -> RankOverlap:
         """Return the boxes of all ranks, for layouts without closed forms."""
         if self.rank_overlap is None:
-            self.rank_overlap = RankOverlap(self.mesh, self.src.shape)
+            self.rank_overlap = RankOverlap(self.src.mesh, self.src.shape)
         return self.rank_overlap
 
     def exchange_traffic(
@@ -296,7 +295,7 @@ class SearchProblem:
         """Return the busiest rank's traffic of an exchange between layouts of any sizes."""
         sliced = {axis for axis, _ in before.reduced if axis in converted}
         holders, needers = (
-            self.mesh.size
+            self.src.mesh.size
             // self.num_ranks((*itertools.chain(*end.dims), *(a for a, _ in end.unreduced)))
             for end in (before, after)
         )
@@ -369,9 +368,9 @@ class SearchProblem:
         """Return the least cost of a launch that moves `nbytes`, `slow_nbytes` between nodes."""
         if self.topology is None:
             return nbytes + LAUNCH_COST
-        slow = slow_nbytes / self.slower_link.bandwidth
-        fast = max(0, nbytes - slow_nbytes) / self.fastest_link.bandwidth
-        return self.topology.launch + self.fastest_link.latency + (slow + fast)
+        latency, fastest, slower = self.speeds
+        time = slow_nbytes / slower + max(0, nbytes - slow_nbytes) / fastest
+        return self.topology.launch + latency + time
 
     def missing_elements(self, state: LayoutState, within: frozenset[str], reduced: Axes) -> int:
         """Return the elements that the worst rank, or group of ranks along `within`, misses.
