@@ -37,7 +37,7 @@ from fshard.partition.arguments import requires_grad
 from fshard.partition.partition import Partition
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
-from fshard.program.program import as_topology
+from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.execute import check_tuple
 

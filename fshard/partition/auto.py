@@ -33,7 +33,7 @@ from fshard.partition.partitioned_call import PartitionedCall
 from fshard.partition.step_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
-from fshard.program.program import as_topology
+from fshard.program.program_arguments import as_topology
 
 __all__ = ["Auto", "auto", "step_memory"]
 

@@ -40,7 +40,7 @@ from fshard.partition.layout_hints import layout_hints
 from fshard.partition.partitioned_call import NonTensor, PartitionedCall
 from fshard.partition.step_time import lines_time
 from fshard.program.cost.topology import Topology
-from fshard.program.program import as_topology
+from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import shard, unshard
 
 __all__ = ["Partition", "partition"]

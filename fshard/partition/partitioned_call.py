@@ -20,7 +20,8 @@ from fshard.partition import ir
 from fshard.partition.ir import Line, Redistribution
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
-from fshard.program.program import Program, as_topology
+from fshard.program.program import Program
+from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
 
 __all__ = ["NonTensor", "PartitionedCall", "explain_partitioned_hook"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from fshard.program.cost.model import Cost, step_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.infer import infer, reverse_all_to_all
+from fshard.program.program_arguments import as_topology, as_types, wire_problems
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -29,12 +30,8 @@ from fshard.program.steps import (
 )
 from fshard.program.transpose import is_linear, transpose
 
-__all__ = [
-    "Program", "as_topology", "as_types", "can_carry", "endpoint_problems",
-    "exclude_problems", "wire_problems", "wire_specs", "with_topology",
-]  # fmt: skip
+__all__ = ["Program", "wire_specs", "with_topology"]
 
-STEPS: tuple[type, ...] = get_args(Step)
 OPTIONS = ("forward_dtype", "backward_dtype", "topology")
 
 
@@ -375,18 +372,6 @@ def _spec_texts(spec: Spec, other: object) -> tuple[str, str]:
     return f"{spec} on {spec.mesh}", f"{other} on {other.mesh}"
 
 
-def as_topology(where: str, topology: Topology | None, default: Topology | None = None) -> Topology:
-    """Return `topology`, else `default`, else a single node; raise if it is not a `Topology`."""
-    if topology is not None and not isinstance(topology, Topology):
-        fail(
-            where,
-            f"topology {topology!r}",
-            "topology must be a Topology",
-            "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})",
-        )
-    return topology or default or Topology.node()
-
-
 def _type_problems(src: object, steps: object) -> list[Problem]:
     if not isinstance(src, Spec):
         return [Problem(f"Program({src!r}, ...)", "src must be a Spec", "give its spec")]
@@ -398,97 +383,6 @@ def _type_problems(src: object, steps: object) -> list[Problem]:
         for i, step in enumerate(steps)
         if not isinstance(step, Step)
     ]
-
-
-def can_carry(wire: object, dtype: torch.dtype) -> bool:
-    """Return True if a tensor of `dtype` may be sent in `wire`: of one kind, or bool in integers.
-
-    >>> can_carry(torch.bfloat16, torch.float32), can_carry(torch.bfloat16, torch.int64)
-    (True, False)
-    """
-    if not isinstance(wire, torch.dtype):
-        return False
-    return _dtype_kind(wire) == _dtype_kind(dtype) or (
-        dtype == torch.bool and _dtype_kind(wire) == "integer"
-    )
-
-
-def _dtype_kind(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return "boolean"
-    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
-
-
-def wire_problems(src: Spec, wires: Iterable[torch.dtype | None]) -> list[Problem]:
-    """Return a problem for each of `wires` that a tensor of `src` cannot be sent in."""
-    return [
-        Problem(
-            f"{src} sent in {wire!r}",
-            "the dtype sent must be of the same kind: floating for floating, integer for integer",
-            "torch.bfloat16 for floating dtypes, or leave it out",
-        )
-        for wire in wires
-        if wire is not None and not can_carry(wire, src.dtype)
-    ]
-
-
-def as_types(exclude: object) -> tuple[Any, ...]:
-    """Return one step type, or several, as a tuple; the elements are not checked.
-
-    >>> as_types(AllGather) == as_types([AllGather])
-    True
-    """
-    if isinstance(exclude, str | type) or not isinstance(exclude, Iterable):
-        return (exclude,)
-    return tuple(exclude)
-
-
-def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
-    """Return a problem if elements of `exclude` are not step types."""
-    unknown = [item for item in exclude if item not in STEPS]
-    if not unknown:
-        return []
-    names = [_type_name(item) for item in unknown]
-    types = [f"fs.{name}" for name in dict.fromkeys(names) if name is not None]
-    fix = types[0] if len(types) == 1 else f"({', '.join(types)})"
-    given = ", ".join(str(item) if isinstance(item, Step) else repr(item) for item in unknown)
-    return [
-        Problem(
-            f"exclude={given}",
-            "exclude must consist of step types",
-            f"exclude={'(fs.AllGather, fs.AllToAll), say' if None in names else fix}",
-        )
-    ]
-
-
-def _type_name(item: object) -> str | None:
-    """Return the name of the step type that a step, or a similar name, stands for."""
-    word = item.replace("_", "").lower() if isinstance(item, str) else type(item).__name__
-    names = (step.__name__ for step in STEPS)
-    return next((name for name in names if word in (name, name.lower())), None)
-
-
-def endpoint_problems(
-    where: str,
-    src: object,
-    dst: object,
-    fix: str = "spec.replace(partition=P(...)) makes the target",
-) -> list[Problem]:
-    """Return the problems that keep two values from being source and target of a program."""
-    if not isinstance(src, Spec) or not isinstance(dst, Spec):
-        given = f"{where}({type(src).__name__}, {type(dst).__name__})"
-        return [Problem(given, "both must be Specs", fix)]
-    if src.shape == dst.shape:
-        return []
-    try:
-        works = bool(dst.replace(shape=src.shape))
-    except ShardingError:
-        works = False
-    rule = f"source and target must have the same global shape: {src.shape} is not {dst.shape}"
-    fix = (
-        f"reshape first; {'dst.replace(shape=src.shape)' if works else 'src.replace(...)'} keeps it"
-    )
-    return [Problem(f"{src} -> {dst}", rule, fix)]
 
 
 def with_topology(prog: Program, topology: Topology | None) -> Program:

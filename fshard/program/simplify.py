@@ -35,7 +35,8 @@ from fshard.program.cost.model import step_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.infer import infer
-from fshard.program.program import Program, exclude_problems, simplify_hook, wire_specs
+from fshard.program.program import Program, simplify_hook, wire_specs
+from fshard.program.program_arguments import exclude_problems
 from fshard.program.single_step import single_steps
 from fshard.program.steps import (
     AllGather,

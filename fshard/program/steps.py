@@ -1,7 +1,6 @@
 """The typed steps of which programs consist: a closed set of frozen values.
 
-Names are Shardy's. `infer` returns the spec that a step results in, `transpose` its adjoint,
-`traffic` its bytes, and the interpreter in `run/` applies it to tensors.
+Names are Shardy's. `infer`, `transpose`, `traffic` and the interpreter in `run/` apply to them.
 """
 
 from __future__ import annotations
@@ -209,9 +208,8 @@ class ReduceScatter:
 class AllToAll:
     """Sharded to sharded: axes leave the minor end of one dim for the minor end of another.
 
-    Several such moves can share one launch. First all axes are removed from their dims, in the
-    reverse order of the list; then they are added to their new dims, in its order. Some may return
-    to the dim that others leave. Transpose: the reverse moves.
+    Several such moves can share one launch: first all axes leave their dims, in reverse order of
+    the list, then they join their new dims, in its order. Transpose: the reverse moves.
 
     Args:
         axes: Mesh axis or axes, the most minor ones of `src_dim`.
@@ -255,15 +253,13 @@ class AllToAll:
 class CollectivePermute:
     """Sharded to sharded with the same local shapes: devices trade complete shards.
 
-    This covers reordered axes, dims that trade their axes, and shards that go from one axis to
-    another of the same size, also of unreduced tensors. Transpose: the inverse permutation. After
-    AllPermute of Rink et al., arXiv 2112.01075.
+    This covers reordered axes, dims that trade axes, and shards that go from one axis to another of
+    the same size. Transpose: the inverse. After AllPermute of Rink et al., arXiv 2112.01075.
 
     An axis that keeps its role (its dim and stride there, or its state) keeps its coordinate, so
-    that shards move within groups along the other axes. A shard is identified by its index in every
-    dim, and for each reduction by its row-major index along the moving unreduced axes, in the order
-    of their names. A rank that holds the shard that it needs keeps it; the other holders of each
-    shard send, in mesh order, to the other ranks that need it, in mesh order.
+    that shards move in groups along the other axes. A shard is identified by its index in each dim,
+    and by its row-major index along the moving unreduced axes of each reduction, sorted by name. A
+    rank that holds the shard it needs keeps it; other holders send to other needers in mesh order.
 
     Args:
         partition: The partition of the result; dims that it leaves out are not sharded.
@@ -287,15 +283,13 @@ class CollectivePermute:
 class Exchange:
     """Any layout to any other: each rank receives the elements that it lacks, and no more.
 
-    It is one all-to-all-v in which every piece is sent once, by one of its holders: Zhuang et al.,
-    "On optimizing the communication of model parallelism" (arXiv 2211.05322). Transpose: the
-    reverse exchange, on the duals.
+    One all-to-all-v sends every piece once, from one of its holders (Zhuang et al., "On optimizing
+    the communication of model parallelism", arXiv 2211.05322). Transpose: the reverse exchange.
 
-    States of an axis: unreduced may be reduced, where the pieces arrive, or stay. Reduced stays
-    so or becomes sharded; invariant may become reduced. Sharded may become unreduced: each element
-    goes to the ranks with the coordinate along the axis that it comes from, and the others have the
-    neutral element. Between two meshes all partial sums are reduced on arrival, and the source must
-    not be reduced: `ReducedToInvariant` goes first.
+    An unreduced axis may be reduced, where the pieces arrive, or stay. A reduced one stays so or
+    becomes sharded; an invariant one may become reduced. A sharded one may become unreduced: an
+    element goes to ranks at its own coordinate along the axis, and others have the neutral element.
+    Between two meshes all partial sums are reduced, and the source must not be reduced.
 
     Args:
         partition: The partition of the result; dims that it leaves out are not sharded.
@@ -329,8 +323,7 @@ class Exchange:
 class Remesh:
     """The same shards on the same devices, described on another mesh; nothing is sent or copied.
 
-    An axis is split into several, several are merged into one, or axes get other names. Plans for a
-    cluster split an axis `x` into `x_0`, the major part, and `x_1`. Transpose: the reverse.
+    Axes are split (on clusters `x` into `x_0` and `x_1`), merged or renamed. Transpose: the reverse.
 
     Args:
         mesh: The mesh of the result, of the same devices.
@@ -407,8 +400,7 @@ class ReducedToInvariant:
 class ReplicatedToUnreduced:
     """Invariant or reduced to unreduced: the value on coordinate 0, the neutral element elsewhere.
 
-    The neutral element is that of the reduction: 0, 1, the lowest or the highest value. For an
-    average all ranks keep the value. Transpose: `ReducedToInvariant`, or for reduced axes itself.
+    For an average all ranks keep it. Transpose: `ReducedToInvariant`, or for reduced axes itself.
 
     Args:
         axes: Mesh axis or axes that are all invariant, or all reduced.
@@ -442,8 +434,8 @@ class ShardedToUnreduced:
         axes: Mesh axis or axes, the most minor ones of `dim`; with `by`, anywhere in it.
         dim: The tensor dim that is sharded over them.
         kind: The reduction: "sum", "avg", "max", "min" or "product".
-        by: Reduced axes, of as many ranks, that take the place of `axes`: a rank with the same
-            index along both keeps its shard, the others hold neutral elements.
+        by: Reduced axes, of as many ranks, that replace `axes`; ranks with the same index along
+            both keep their shards, the others hold neutral elements.
 
     >>> import fshard as fs
     >>> print(fs.ShardedToUnreduced("tp", 0))
@@ -473,8 +465,7 @@ class Cast:
     Args:
         dtype: The dtype of the result.
 
-    >>> import fshard as fs
-    >>> import torch
+    >>> import fshard as fs, torch
     >>> print(fs.Cast(torch.bfloat16))
     cast(bf16)
     """

@@ -32,7 +32,7 @@ from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
 from fshard.ops.propagate.select import select_strategy
 from fshard.ops.strategy.strategy import Strategy
 from fshard.program.cost.topology import Topology
-from fshard.program.program import as_topology
+from fshard.program.program_arguments import as_topology
 
 __all__ = [
     "call_and_tree", "call_of", "is_composite", "local_strategy_for", "overload_of", "propagate",

@@ -13,7 +13,7 @@ import torch
 
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
-from fshard.program.program import can_carry
+from fshard.program.program_arguments import can_carry
 from fshard.run.autograd.linear_function import FinishAll, LinearOp, Tensors
 from fshard.run.transports.base import Transport
 
