@@ -18,7 +18,7 @@ from fshard.layout.tree import flatten, is_pair, map_leaves, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
-from fshard.run.global_tensors import check_sharding, shards_of, shard
+from fshard.run.global_tensors import check_sharding, shard, shards_of
 from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
