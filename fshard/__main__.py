@@ -12,8 +12,6 @@ from fshard import Mesh, ShardingError, Topology, parse, redistribute, visualize
 from fshard._util.errors import fail
 from fshard._util.text import WIDTH
 
-__all__ = ["main"]
-
 MACHINES = {
     "dgx-a100": Topology.dgx_a100,
     "dgx-h100": Topology.dgx_h100,

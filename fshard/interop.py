@@ -28,8 +28,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import REDUCTIONS, PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec, from_placements_hook, to_placements_hook
 
-__all__ = ["from_placements", "to_placements"]
-
 
 @to_placements_hook.set
 def to_placements(spec: Spec) -> tuple[Any, ...]:

@@ -9,11 +9,6 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-__all__ = [
-    "ENTER_AUTOCAST", "SET_GRAD_ENABLED", "backward_hooks_of", "graph_task_id",
-    "is_any_autocast_enabled", "is_view", "keeps_graph", "unviewed", "version_of", "view_base",
-]  # fmt: skip
-
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """Target of the graph nodes that switch the grad mode."""
 ENTER_AUTOCAST = autocast_mode._enter_autocast

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-__all__ = ["CHECKPOINT_FUNCTION", "RECOMPUTE", "replace_checkpoint"]
-
 RECOMPUTE: Any = checkpoint._checkpoint_without_reentrant_generator
 CHECKPOINT_FUNCTION: Any = checkpoint.CheckpointFunction
 

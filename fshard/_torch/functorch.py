@@ -10,11 +10,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "add_batch_dim", "apply_function", "forward_ad_level", "get_unwrapped", "is_transformed",
-    "is_wrapped", "transform_level",
-]  # fmt: skip
-
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """Level of the innermost running transform of `torch.func`, None outside of all."""

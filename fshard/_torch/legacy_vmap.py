@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["is_legacy_batched", "map_batch_dims", "map_batch_elements", "nesting_level", "unwrap"]
-
 Tensors = Sequence[torch.Tensor]
 
 is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor

@@ -10,10 +10,6 @@ from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.functorch import get_unwrapped, is_wrapped
 from fshard._torch.modes import DisableTorchFunction
 
-__all__ = [
-    "lazy_clone", "sparse_values", "storage_address", "storage_id", "unaliased", "unaliased_all",
-]  # fmt: skip
-
 lazy_clone: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
 """Return a copy that shares memory until one of the two is written."""
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]

@@ -12,8 +12,6 @@ import torch
 from fshard._torch import modes
 from fshard._torch.legacy_vmap import nesting_level
 
-__all__ = ["ThreadSettings"]
-
 DEVICES = ("cpu", "cuda")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["CACHE_SIZE", "BoundedDict"]
-
 CACHE_SIZE = 8192
 """Entries that a cache holds at most."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["Problem", "ShardingError", "did_you_mean", "fail", "raise_if"]
-
 
 class ShardingError(ValueError):
     """Request that the rules of fshard forbid; the text names the rule and a fix.

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
-__all__ = ["Hook"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from types import FunctionType, UnionType
 from typing import Any, NewType
 
-__all__ = ["publish"]
-
 
 def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
     """Make public functions and classes belong to the package that exports them.

@@ -6,11 +6,6 @@ import colorsys
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = [
-    "WIDTH", "axes_text", "below", "bytes_text", "colour", "columns", "folded", "listing",
-    "one_line", "parts", "plural", "rate_text", "ratio_text", "time_text", "wrap",
-]  # fmt: skip
-
 WIDTH = 80
 """Columns of a terminal; no plain text is wider."""
 

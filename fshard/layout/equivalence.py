@@ -12,8 +12,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.validation import Sizes
 
-__all__ = ["canonical_grid", "has_coincident_shards", "states_of_rank"]
-
 Role = tuple[object, ...]
 """Effect of a mesh axis: `(dim, product of more major axes)`, `(state, reduction)`, or `()`."""
 

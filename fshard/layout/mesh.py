@@ -13,8 +13,6 @@ from typing import Any
 
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
 
-__all__ = ["Axes", "Mesh", "as_axes"]
-
 Axes = str | Sequence[str]
 """One axis name or several, major to minor."""
 

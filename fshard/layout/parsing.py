@@ -10,8 +10,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import REDUCTIONS, PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES, Spec
 
-__all__ = ["parse"]
-
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SPEC = re.compile(r"\s*(\w+)\s*\[(.*?)\]\s*(?:\{(.*)\})?\s*\Z", re.DOTALL)
 _DIM = re.compile(r"(\d+)(?:@(?:(\w+)|\(([\w\s,]*)\))(?::(chunk|\d+(?:\s*\+\s*\d+)*))?)?\Z")

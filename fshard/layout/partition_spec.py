@@ -9,8 +9,6 @@ from typing import Any
 
 from fshard._util.errors import Problem, did_you_mean, raise_if
 
-__all__ = ["REDUCTIONS", "PartitionSpec", "chunk_sizes"]
-
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 LINEAR = ("sum", "avg")
 """Reductions that have a transpose, and so a gradient."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 
-__all__ = ["Refinement", "common_refinement", "prime_refinement"]
-
 Parts = tuple[tuple[str, tuple[str, ...]], ...]
 """Coarse axes of one mesh, each with its fine axes."""
 

@@ -26,8 +26,6 @@ from fshard.layout.validation import (
     value_problems,
 )
 
-__all__ = ["DTYPE_NAMES", "Shard", "Sharded", "Spec"]
-
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",

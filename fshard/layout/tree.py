@@ -16,11 +16,6 @@ from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Sharded, Spec
 
-__all__ = [
-    "TreeDef", "append_cache_key", "broadcast_prefix", "flatten", "flatten_like", "is_pair",
-    "map_leaves", "paths", "tensors_in", "unflatten",
-]  # fmt: skip
-
 _STRINGS = frozenset({str})
 
 TreeDef = optree.PyTreeSpec

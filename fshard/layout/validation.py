@@ -12,11 +12,6 @@ from fshard._util.errors import Problem, did_you_mean
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, Kinds, PartitionSpec, chunk_sizes
 
-__all__ = [
-    "Sizes", "as_ints", "has_mixed_reductions", "resolve_sizes", "sizes_by_dim", "state_problems",
-    "type_problems", "value_problems",
-]  # fmt: skip
-
 Sizes = tuple[tuple[int, ...] | None, ...]
 """Shard sizes of each dim, major to minor; None for a dim whose shards are equal."""
 

@@ -41,8 +41,6 @@ from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.execute import check_tuple
 
-__all__ = ["apply", "on_pairs"]
-
 MODES = ("explicit", "auto")
 OUTSIDE_OF_GRAPHS = "it plans with the sizes of its pairs: call it outside of compiled graphs"
 

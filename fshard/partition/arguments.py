@@ -18,9 +18,6 @@ from fshard.layout.tree import is_pair, tensors_in
 from fshard.ops.core.call import instances_in
 from fshard.plan.redistribute import redistribute
 
-__all__ = ["CallSignature", "hides_tensors", "leaf_spec", "located", "opaque_leaf",
-           "requires_grad", "tensor_leaves", "to_positional"]  # fmt: skip
-
 CPU = torch.device("cpu")
 
 

@@ -35,8 +35,6 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 
-__all__ = ["Assignment", "LayoutAssigner", "TensorVersions", "redistributed"]
-
 MAX_COMBINATIONS = 16
 """Combinations of the operands' layouts that are tried for one operation."""
 

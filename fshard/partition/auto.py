@@ -35,8 +35,6 @@ from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.program_arguments import as_topology
 
-__all__ = ["Auto", "auto", "step_memory"]
-
 MAX_EXHAUSTIVE = 1024
 """Number of choices up to which all of them are planned."""
 MAX_STARTS = 2

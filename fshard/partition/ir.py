@@ -26,12 +26,6 @@ from fshard.ops.strategy.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import replicate_shards
 
-__all__ = [
-    "ClosureTensor", "Copy", "Factory", "GradMode", "Line", "Operation", "Pick", "PreparedLine",
-    "Redistribution", "Ref", "Write", "aliases_of", "compile_graph", "keep_gradients_of",
-    "operands_of", "prepare_lines", "rank_graph", "run_on_all_ranks", "specs_text", "write_value",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Ref:

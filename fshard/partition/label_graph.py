@@ -29,8 +29,6 @@ from fshard.program.cost.model import collective_time
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import all_gather_traffic
 
-__all__ = ["ArgumentLeaf", "GraphLabels"]
-
 
 @dataclass(frozen=True, slots=True)
 class ArgumentLeaf:

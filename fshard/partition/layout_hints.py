@@ -25,8 +25,6 @@ from fshard.ops.propagate.propagate import rule_of
 from fshard.ops.strategy.axis_roles import axis_states, factor_sizes
 from fshard.ops.trace.trace import parse_constraint
 
-__all__ = ["call_of_node", "layout_hints"]
-
 
 def layout_hints(
     graph: fx.GraphModule, mesh: Mesh, outputs: Sequence[PartitionSpec | None]

@@ -43,8 +43,6 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import shard, unshard
 
-__all__ = ["Partition", "partition"]
-
 META = torch.device("meta")
 OUTSIDE_OF_GRAPHS = (
     "a partitioned function is planned for the sizes of its arguments: it is called outside of "

@@ -24,8 +24,6 @@ from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
 
-__all__ = ["NonTensor", "PartitionedCall", "explain_partitioned_hook"]
-
 
 @dataclass(frozen=True, slots=True)
 class NonTensor:

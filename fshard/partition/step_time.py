@@ -13,8 +13,6 @@ from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.ir import Line, Operation, Redistribution
 from fshard.program.cost.topology import Topology
 
-__all__ = ["FORWARD_AND_BACKWARD", "lines_time"]
-
 FORWARD_AND_BACKWARD = 3
 """Work of a step by that of its forward pass: a gradient takes about two products for each."""
 

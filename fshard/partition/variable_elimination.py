@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Labelling"]
-
 MAX_CELLS = 4_000_000
 """Cells of the largest table; a graph that needs a larger one raises `MemoryError`."""
 

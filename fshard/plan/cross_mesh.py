@@ -23,8 +23,6 @@ from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.infer import infer
 from fshard.program.steps import Exchange, Remesh, Step
 
-__all__ = ["plan_between"]
-
 
 def plan_between(
     src: Spec,

@@ -11,8 +11,6 @@ from fshard._util.errors import Problem
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import exclude_problems
 
-__all__ = ["Objective", "PlanOptions", "objective_problems"]
-
 NODE = Topology.node()
 Objective = Literal["time", "bytes"]
 

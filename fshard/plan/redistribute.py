@@ -31,8 +31,6 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = ["redistribute"]
-
 COLLECTIVES = (AllGather, AllReduce, AllToAll, CollectivePermute, ReduceScatter)
 """Step types in which a rank may receive more than it lacks: all but the exchange."""
 

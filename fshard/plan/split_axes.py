@@ -18,8 +18,6 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import Exchange, Remesh, Step
 
-__all__ = ["plan_steps"]
-
 MAX_AXES = 5
 """Most axes of a finer grid: more would make planning noticeably slow."""
 

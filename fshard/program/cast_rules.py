@@ -7,8 +7,6 @@ import torch
 from fshard.layout.spec import Spec
 from fshard.program.steps import CollectivePermute, Remesh, Step
 
-__all__ = ["commutes", "represents"]
-
 
 def represents(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Return True if every value of dtype `narrow` is a value of dtype `wide`.

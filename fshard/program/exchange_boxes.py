@@ -20,11 +20,6 @@ from fshard.layout.partition_spec import Kinds
 from fshard.layout.spec import Spec
 from fshard.program.infer import join_sizes
 
-__all__ = [
-    "Box", "Piece", "axis_positions", "converted", "converted_axes", "exchange_axes",
-    "exchange_group", "kept_box", "receives", "reduction_axes", "sends",
-]  # fmt: skip
-
 Box = tuple[tuple[int, int], ...]
 """Start and stop in every dim of the global tensor."""
 

@@ -29,11 +29,6 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = [
-    "infer", "join_sizes", "permute_signature", "reduction_of",
-    "replicated_kind", "reverse_all_to_all", "split_sizes", "unreduced_kind",
-]  # fmt: skip
-
 Axes = tuple[str, ...]
 DimSizes = tuple[int, ...] | None
 

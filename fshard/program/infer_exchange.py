@@ -11,8 +11,6 @@ from fshard.layout.partition_spec import PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec
 from fshard.program.steps import Exchange, Remesh, Step
 
-__all__ = ["infer_exchange", "infer_remesh", "pad_partition", "refuse"]
-
 PLAN_FIX = "fs.redistribute(src, dst) plans the steps"
 UNREDUCED_RULE = (
     "an axis must be sharded, or unreduced by the same reduction, before it is left unreduced"

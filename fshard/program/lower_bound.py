@@ -19,8 +19,6 @@ from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, overlap
 from fshard.program.cost.traffic import max_local_nbytes, on_one_mesh
 from fshard.program.program_arguments import endpoint_problems, wire_problems
 
-__all__ = ["Bound", "lower_bound", "lower_bound_together"]
-
 Move = tuple[Spec, Spec, torch.dtype | None]
 
 

@@ -30,8 +30,6 @@ from fshard.program.steps import (
 )
 from fshard.program.transpose import is_linear, transpose
 
-__all__ = ["Program", "wire_specs", "with_topology"]
-
 OPTIONS = ("forward_dtype", "backward_dtype", "topology")
 
 

@@ -12,11 +12,6 @@ from fshard.layout.spec import Spec
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
 
-__all__ = [
-    "as_topology", "as_types", "can_carry", "endpoint_problems", "exclude_problems",
-    "wire_problems",
-]  # fmt: skip
-
 STEPS: tuple[type, ...] = get_args(Step)
 
 

@@ -55,8 +55,6 @@ from fshard.program.steps import (
 )
 from fshard.program.transpose import transpose
 
-__all__ = ["simplify"]
-
 Path = tuple[Spec, ...]
 Steps = tuple[Step, ...]
 Rule = Callable[[Path, Steps], Iterator[Path]]

@@ -26,8 +26,6 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = ["common_order", "single_steps"]
-
 Axes = tuple[str, ...]
 AxesByDim = dict[int, Axes]
 

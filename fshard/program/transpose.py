@@ -32,8 +32,6 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = ["is_linear", "transpose"]
-
 
 def is_linear(step: Step, src: Spec) -> bool:
     """Return True if the step, applied to `src`, is a linear map."""

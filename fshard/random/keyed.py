@@ -27,9 +27,6 @@ from fshard.run.transports.base import current_transport
 from fshard.spmd.axis_env import current_axes
 from fshard.spmd.tracking.torch_effects import Action, draws, effect_of
 
-__all__ = ["keyed"]
-
-
 DRAW_NOTHING = ("fractional_max_pool2d", "fractional_max_pool3d")
 """Kernels that take their random samples as an argument."""
 RECURRENT_FIX = "dropout=0.0, and F.dropout between the layers, each called alone"

@@ -26,11 +26,6 @@ from fshard.run.execute import run_typed_hook
 from fshard.run.global_tensors import shard_program
 from fshard.run.transports.base import current_transport
 
-__all__ = [
-    "Target", "bernoulli", "bits", "dropout_mask", "dropout_scale", "exponential", "fold_in", "key",
-    "normal", "permutation", "randint", "split", "uniform",
-]  # fmt: skip
-
 Target = Spec | torch.Tensor | Sequence[int] | int
 """Argument of a draw: a spec, a tensor to match in shape, dtype and layout, or a shape."""
 
@@ -122,6 +117,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor, /) -> torch.Tensor:
 
 
 def key_problems(key: object) -> list[Problem]:
+    """Return the problems of a value passed as a key."""
     rule = "a key must be an int64 tensor of two words of 32 bits"
     if not isinstance(key, torch.Tensor):
         return [Problem(f"a key that is {type(key).__name__}", rule, "fs.random.key(0)")]

@@ -25,8 +25,6 @@ from fshard.random.sampling import (
 )  # fmt: skip
 from fshard.run.transports.base import current_transport
 
-__all__ = ["REPLACEMENTS"]
-
 Tensor = torch.Tensor
 NextKey = Callable[[], Tensor]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,13 +15,12 @@ import torch
 from fshard._torch.autograd_state import unviewed
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
-from fshard.plan.batch.coalesce import LeafSteps, buckets, coalesced, rounds
+from fshard.plan.batch.coalesce import LeafSteps, buckets, coalesced, rounds, typed_step
+from fshard.program.cost.traffic import step_axes
 from fshard.program.program import Program
 from fshard.run.collective import Wire, begin
 from fshard.run.interpreter import stages
 from fshard.run.transports.base import Group, Parts, Transport, notify
-
-__all__ = ["launch_all"]
 
 Locals = list[torch.Tensor]
 """One tensor per leaf: its local, replaced by the result as the programs run."""
@@ -138,7 +137,14 @@ def _launch_steps(
             op, reduction = (wire.op, wire.reduction) if wire else ("all_to_all", "sum")
             kind = op, group, reduction, ys[i].dtype, ys[i].device
             kinds.setdefault(kind, []).append((i, prog.steps[step].name, wire))
-    return [_launch_kind(kind, members, transport, ys) for kind, members in kinds.items()]
+    axes = _axes(progs, steps)
+    return [_launch_kind(kind, members, axes, transport, ys) for kind, members in kinds.items()]
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _axes(progs: tuple[Program, ...], steps: LeafSteps) -> tuple[str, ...]:
+    """Return the axes of a launch for observers, equal on all ranks: those of its first step."""
+    return step_axes(*typed_step(progs, *steps[0]))
 
 
 def _group(prog: Program, step: int, wire: Wire | None, rank: int) -> Group:
@@ -165,7 +171,7 @@ def _sorted(group: Group) -> Group:
 
 
 def _launch_kind(
-    kind: Kind, members: list[Member], transport: Transport, ys: Locals
+    kind: Kind, members: list[Member], axes: tuple[str, ...], transport: Transport, ys: Locals
 ) -> Callable[[], None]:
     """Launch wires of one kind at once over the kind's group; a single one over its own group."""
     own_wires = [(i, wire) for i, _, wire in members if wire is not None]
@@ -182,8 +188,7 @@ def _launch_kind(
     payloads = [wire.pack(ys[i]) for i, wire in own_wires]
     names = {name for _, name, _ in members}
     sent = sum(wire.sent for wire in wires) * kind[3].itemsize
-    notify(names.pop() if len(names) == 1 else op, wires[0].axes if wires else (), sent,
-           transport.rank)  # fmt: skip
+    notify(names.pop() if len(names) == 1 else op, axes, sent, transport.rank)
     lengths = [payload.numel() for payload in payloads]
     moved = _send(kind, wires, payloads or [ys[members[0][0]].new_empty(0)], transport)
     del payloads

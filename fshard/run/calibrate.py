@@ -25,8 +25,6 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.torch_distributed import ProcessWorld
 
-__all__ = ["calibrate"]
-
 SIZES = tuple(2**power for power in range(10, 27, 2))
 """Bytes of the tensors that are gathered and exchanged, from 1 KiB to 64 MiB."""
 

@@ -29,8 +29,6 @@ from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import recording
 
-__all__ = ["Recording", "Recordings", "record", "replay"]
-
 ATEN = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 LINEAR_OPS = {
@@ -63,10 +61,12 @@ class RecordedOp(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
+        """True for a functional collective."""
         return str(self.func.namespace) == "_c10d_functional"
 
     @property
     def is_linear(self) -> bool:
+        """True if the operation is linear in its tensor."""
         if self.is_collective:
             return not {"max", "min", "product"} & {
                 arg for arg in self.args if isinstance(arg, str)

@@ -52,8 +52,6 @@ from fshard.run.packing import (
 from fshard.run.transports.base import Finish, Group, Parts, Transport, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, over
 
-__all__ = ["Wire", "begin", "exchange", "wire_of"]
-
 UNCHANGED = Combine()
 
 
@@ -387,7 +385,7 @@ def _box_exchange(
     if not arrives_in_order(box_shape(needed), parts):
         out = [(i, box) for i, box in out if i != index]
         parts = [
-            part._replace(own=relative(source.box, held)) if part.index == index else part
+            part._replace(own=relative(source.box, held)) if part.peer == index else part
             for part, source in zip(parts, sources, strict=True)
         ]
     send, receive = [0] * len(member.group), [0] * len(member.group)

@@ -40,11 +40,6 @@ from fshard.run.transports.divergence_report import call_line, rank_text
 from fshard.run.transports.shape_only import is_abstract
 from fshard.run.transports.torch_distributed import wait_in_background
 
-__all__ = [
-    "Pending", "check_local", "check_local_input", "check_shards", "check_tuple",
-    "current_tracker_hook", "empty_local", "run_typed_hook",
-]  # fmt: skip
-
 
 class Pending:
     """Result of an operation that is under way: call `wait()` once.

@@ -45,8 +45,6 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import call_line
 
-__all__ = ["run_batch"]
-
 WHERE = "the batch"
 LeafTensors = list[Tensors]
 """For each leaf its local, or the shards of all ranks."""

@@ -20,8 +20,6 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import rank_text
 
-__all__ = ["from_local", "header_of", "read_header"]
-
 # -- headers: shape and dtype of a local as a tensor of int64 ---------------------------
 
 _DTYPES = list(DTYPE_NAMES)

@@ -34,11 +34,6 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.reduce_dtypes import neutral_like, over
 
-__all__ = [
-    "check_sharding", "replicated", "reshard", "scatter", "shard", "shard_program",
-    "shards_of", "unshard",
-]  # fmt: skip
-
 T = TypeVar("T")
 PLANS = "it plans with the sizes of its spec: call it outside of what torch.compile traces"
 

@@ -46,8 +46,6 @@ from fshard.run.transports.reduce_dtypes import (
 )
 from fshard.run.transports.simulator import own_result, results_of
 
-__all__ = ["launch", "ranks_of", "run_on_shards", "stages"]
-
 LocalFunction = TensorFunction
 """A step without communication: the local before it to the local after it."""
 Stages = tuple[LocalFunction | Wire, ...]

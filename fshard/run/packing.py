@@ -22,21 +22,6 @@ from fshard.run.transports.reduce_dtypes import (
     times,
 )
 
-__all__ = [
-    "Box",
-    "Combine",
-    "Source",
-    "Unpack",
-    "arrives_in_order",
-    "box_shape",
-    "concat_flat",
-    "intersect",
-    "packer",
-    "relative",
-    "split_flat",
-    "unpacker",
-]
-
 Box = tuple[tuple[int, int], ...]
 Unpack = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The received flat tensor, and the local that was packed, to the local after the collective."""
@@ -66,13 +51,13 @@ class Source(NamedTuple):
     """Origin of one `box` of the result.
 
     Attributes:
-        index: the sender's index in the group.
+        peer: the sender's index in the group.
         box: the box in the result's coordinates.
         term: number of the unreduced value; those of one box are reduced in this order.
         own: the box of this rank's local that is used instead of something received, if it is.
     """
 
-    index: int
+    peer: int
     box: Box
     term: int = 0
     own: Box | None = None

@@ -11,8 +11,6 @@ from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound_together
 from fshard.show.table import Column, Table
 
-__all__ = ["BatchExplanation", "explain_batch"]
-
 LEAVES = (
     Column("leaf", wrap=True), Column("from", wrap=True), Column("to", wrap=True),
     Column("sent", right=True), Column("time alone", right=True),

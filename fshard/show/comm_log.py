@@ -11,8 +11,6 @@ from fshard._util.text import WIDTH, bytes_text, plural
 from fshard.run.transports.base import Event, observe
 from fshard.show.table import Column, Table
 
-__all__ = ["CommLog", "Phase", "comm_log"]
-
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
 

@@ -30,8 +30,6 @@ from fshard.show.shard_owners import (
 )  # fmt: skip
 from fshard.show.table import Column, Table
 
-__all__ = ["Picture", "visualize"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture:

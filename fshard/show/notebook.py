@@ -11,8 +11,6 @@ from fshard.show import batch_table as batch_table
 from fshard.show import program_table as program_table
 from fshard.show.layout_picture import visualize
 
-__all__ = ["mimebundle"]
-
 
 @mimebundle_hook.set
 def mimebundle(value: Spec | Program | Batch) -> dict[str, str]:

@@ -12,8 +12,6 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.show.table import Column, Row, Table
 
-__all__ = ["explain_partitioned"]
-
 COLUMNS = (
     Column("", wrap=True), Column("spec", wrap=True), Column("forward", right=True),
     Column("backward", right=True),

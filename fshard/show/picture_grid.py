@@ -10,8 +10,6 @@ from fshard._util.text import WIDTH
 from fshard.layout.spec import Spec
 from fshard.show.shard_owners import coords_texts, holders_text, index_coords
 
-__all__ = ["Grid", "Segment", "draw", "fit", "grid", "lengths"]
-
 MAX_ROWS, MAX_COLUMNS = 8, 16
 
 Span = tuple[str, int | None]

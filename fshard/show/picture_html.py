@@ -9,8 +9,6 @@ from fshard._util.text import colour
 from fshard.layout.spec import Spec
 from fshard.show.picture_grid import Grid, Segment, grid, lengths
 
-__all__ = ["picture_html"]
-
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 PLAIN = "border:0;background:transparent;color:inherit"
 

@@ -11,8 +11,6 @@ from fshard.program.lower_bound import lower_bound
 from fshard.program.program import Program, explain_program_hook
 from fshard.show.table import Column, Table
 
-__all__ = ["Explanation", "explain"]
-
 STEPS = (
     Column("step", wrap=True), Column("spec after", wrap=True), Column("sent", right=True),
     Column("time", right=True), Column("memory", right=True),

@@ -10,8 +10,6 @@ from fshard._util.text import listing, plural
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 
-__all__ = ["coords_text", "equations", "holders_text", "index_text", "states_in_words"]
-
 MAX_HOLDERS = 16
 
 NOUNS = {"sum": "sum", "avg": "average", "max": "maximum", "min": "minimum", "product": "product"}

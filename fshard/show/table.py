@@ -9,8 +9,6 @@ from typing import Any
 
 from fshard._util.text import WIDTH, parts, wrap
 
-__all__ = ["Column", "Table"]
-
 Row = tuple[str, ...]
 
 _MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12.5px"

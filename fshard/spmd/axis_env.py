@@ -20,11 +20,6 @@ from fshard.run.execute import Pending, current_tracker_hook
 from fshard.run.transports.base import is_simulated
 from fshard.run.transports.simulator import run_rank_code_hook
 
-__all__ = [
-    "COMPILE_MESH", "BoundAxes", "bind_for_backward", "current_axes", "current_tracker",
-    "register_pending", "resolve_axes",
-]  # fmt: skip
-
 
 class BoundAxes:
     """Axis names of one mesh, bound for the code of a `with` block.

@@ -23,10 +23,6 @@ from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 
-__all__ = [
-    "check_non_tensors", "check_specs", "empty_results", "plan_arguments", "result_specs",
-]  # fmt: skip
-
 LOCAL_OF_PAIR = operator.itemgetter(0)
 
 

@@ -19,8 +19,6 @@ from torch.autograd.graph import get_gradient_edge
 from fshard._torch.autograd_state import backward_hooks_of
 from fshard.layout.tree import flatten, is_pair
 
-__all__ = ["find_closure_inputs", "graph_leaves", "without_hooks"]
-
 Edge = tuple[Any, int]
 """A node of an autograd graph and the index of its output: the identity of a tensor there."""
 

@@ -12,8 +12,6 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, paths
 
-__all__ = ["ArgSignature", "Argument", "DimSpec", "PathSpec", "match_specs"]
-
 
 @dataclass(frozen=True, slots=True)
 class DimSpec:

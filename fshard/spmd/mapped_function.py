@@ -50,8 +50,6 @@ from fshard.spmd.tracking.typed_body import (
     track_body,
 )
 
-__all__ = ["map_function"]
-
 Key = tuple[Any, ...]
 
 TENSOR = object()

@@ -16,11 +16,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.spmd.axis_env import BoundAxes
 
-__all__ = [
-    "Scope", "check_axis_names", "check_check", "check_mesh", "local_map_scope",
-    "refuse_unknown_options", "shard_map_scope",
-]  # fmt: skip
-
 OPTIONS = ("in_specs", "out_specs", "mesh", "axis_names", "redistribute_inputs", "check")
 CHECKS = ("strict", "values", "collectives")
 

@@ -9,8 +9,6 @@ from fshard.layout.mesh import Mesh
 from fshard.spmd.mapped_function import map_function
 from fshard.spmd.mesh_scope import check_axis_names, check_mesh, refuse_unknown_options
 
-__all__ = ["local_map", "shard_map"]
-
 
 def shard_map(
     fn: Callable[..., Any] | None = None,

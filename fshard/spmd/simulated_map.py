@@ -27,8 +27,6 @@ from fshard.spmd.axis_env import BoundAxes, bind_for_backward
 from fshard.spmd.closure_inputs import find_closure_inputs, without_hooks
 from fshard.spmd.mesh_scope import Scope
 
-__all__ = ["check_untransformed", "map_ranks", "run_body"]
-
 Locals = tuple[torch.Tensor, ...]
 Body = Callable[[int, Locals], Locals]
 """A rank and its locals to its results."""

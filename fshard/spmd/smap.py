@@ -13,8 +13,6 @@ from fshard.spmd.in_specs import DimSpec
 from fshard.spmd.mapped_function import map_function
 from fshard.spmd.mesh_scope import check_mesh
 
-__all__ = ["smap"]
-
 
 def smap(
     fn: Callable[..., Any] | None = None,

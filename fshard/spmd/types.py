@@ -21,12 +21,6 @@ from fshard._util.errors import did_you_mean
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES
 
-__all__ = [
-    "CASTS", "INVARIANT", "VARYING", "JoinedStates", "LocalType", "State", "States",
-    "TypeConflict", "TypeRule", "TypeSignature", "apply_signature", "format_axes", "join_states",
-    "newly_cast_axes", "state_word", "states_of", "suggest_instead_of_cast", "suggest_state",
-]  # fmt: skip
-
 State = tuple[str, str]
 """(word, reduction): varying, reduced or unreduced; the reduction is "" for varying."""
 

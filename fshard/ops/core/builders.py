@@ -10,13 +10,6 @@ from fshard.layout.partition_spec import REDUCTIONS
 from fshard.ops.core.call import Meta
 from fshard.ops.core.rule import Dims, Mode
 
-__all__ = [
-    "MAX_BLOCKS", "align_factors", "all_modes", "dim_factors", "is_inexact",
-    "kind_modes", "linear_modes", "normalize_dims", "unread_modes", "valid_dim",
-    "wrap_dim",
-]  # fmt: skip
-
-
 MAX_BLOCKS = 16
 """Upper bound of the number of blocks, hence of shards, of a dim that is computed by blocks."""
 

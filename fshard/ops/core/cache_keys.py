@@ -12,8 +12,6 @@ import torch
 
 from fshard.layout.spec import Spec
 
-__all__ = ["concrete_number", "freeze", "unfreeze", "unfreeze_call"]
-
 _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 

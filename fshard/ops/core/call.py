@@ -19,12 +19,6 @@ from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 
-__all__ = [
-    "OP_ERRORS", "READS_VALUE", "Meta", "OpCall", "Results", "StaticResult", "argument",
-    "base_name", "dry_run", "fill_call", "flatten_results", "instances_in", "map_call",
-    "map_instances", "meta_results", "name_of", "schema_arguments",
-]  # fmt: skip
-
 Op = OpOverload[..., Any]
 T = TypeVar("T")
 

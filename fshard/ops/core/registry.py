@@ -19,11 +19,6 @@ from fshard._util.errors import did_you_mean, fail
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
 
-__all__ = [
-    "Generator", "Row", "decomposition_of", "functional_of", "overloads", "register_decomposition",
-    "register_rule", "registry_version", "row_of", "rows",
-]  # fmt: skip
-
 Generator = Callable[[OpCall], Rule | list[Any] | None]
 G = TypeVar("G", bound=Callable[..., Any])
 

@@ -23,8 +23,6 @@ from typing import Any
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import REDUCTIONS
 
-__all__ = ["Dims", "Mode", "Rule", "Slice", "rule"]
-
 Dims = tuple[tuple[str, ...], ...]
 """Factors of each dim of a tensor, major to minor; () for a dim without a factor."""
 LocalFunction = Callable[..., Any]

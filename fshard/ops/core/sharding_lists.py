@@ -15,8 +15,6 @@ from fshard.layout.partition_spec import REDUCTIONS
 from fshard.ops.core.call import OpCall, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 
-__all__ = ["rule_from_shardings"]
-
 Line = tuple[Sequence[Any], Sequence[Any]]
 
 

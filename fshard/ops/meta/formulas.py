@@ -15,8 +15,6 @@ import torch
 from fshard.ops.core.builders import is_inexact, valid_dim
 from fshard.ops.core.call import Meta, Results, argument, instances_in
 
-__all__ = ["FORMULA_LAWS", "ShapeLaw", "broadcast_shape"]
-
 Shape = tuple[int, ...]
 ShapeLaw = Callable[[Any, Sequence[Any], Mapping[str, Any]], Results | None]
 """Results of a call `(op, args, kwargs)` without running it at full size, or None."""

@@ -30,8 +30,6 @@ from fshard.ops.core.call import (
 from fshard.ops.core.registry import overloads, row_of
 from fshard.ops.meta.formulas import FORMULA_LAWS, ShapeLaw, broadcast_shape
 
-__all__ = ["law_of", "result_metas"]
-
 
 def result_metas(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results:
     """Return the metas of a call's results, and their tree with indices of the metas as leaves.

@@ -25,8 +25,6 @@ from fshard.ops.prng.threefry import (
     word_tensor,
 )
 
-__all__ = ["DRAW_OPS", "DRAW_SCHEMAS", "FLOAT_BITS", "INTEGER_DTYPES", "SIGNED_DTYPES"]
-
 FLOAT_BITS: dict[torch.dtype, tuple[int, int]] = {
     torch.float16: (16, 10), torch.bfloat16: (8, 7), torch.float32: (32, 23),
     torch.float64: (64, 52),

@@ -16,11 +16,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = [
-    "Box", "HashBlock", "KeyWords", "derive_keys", "fill_box", "hash_counter", "key_words",
-    "word_tensor",
-]  # fmt: skip
-
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
 MASK = 0xFFFFFFFF

@@ -22,8 +22,6 @@ from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.ops.strategy.local_call import RankContext, flat, run_local
 from fshard.ops.strategy.strategy import Strategy
 
-__all__ = ["ElementCall", "element_calls", "foreach_strategy", "is_foreach"]
-
 StrategyOf = Callable[[Any, tuple[Any, ...], dict[str, Any]], Strategy | None]
 
 

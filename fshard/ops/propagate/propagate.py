@@ -34,11 +34,6 @@ from fshard.ops.strategy.strategy import Strategy
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 
-__all__ = [
-    "call_and_tree", "call_of", "is_composite", "local_strategy_for", "overload_of", "propagate",
-    "rule_of", "strategy_for",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

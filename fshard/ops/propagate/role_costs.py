@@ -25,9 +25,6 @@ from fshard.program.cost.traffic import (
     all_to_all_traffic,
 )
 
-__all__ = ["ChangeCost", "change_cost", "compute_time", "created_cut_time", "nbytes",
-           "pending_reduction_time"]  # fmt: skip
-
 
 class ChangeCost(NamedTuple):
     """Cost of a state change: seconds forward, True if it sends, seconds of its transpose."""

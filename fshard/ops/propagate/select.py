@@ -25,8 +25,6 @@ from fshard.ops.strategy.strategy import Layouts, Strategy
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import max_local_nbytes
 
-__all__ = ["select_strategy"]
-
 MAX_ALTERNATIVES = 6
 RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""

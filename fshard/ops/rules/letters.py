@@ -11,11 +11,6 @@ from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.shard_call import ShardCall
 
-__all__ = [
-    "bias_modes", "contraction_rule", "drop_broadcast", "letters", "no_factors", "text_dims",
-    "trailing_dims",
-]  # fmt: skip
-
 
 def text_dims(text: str) -> Dims:
     """Return one letter per dim.

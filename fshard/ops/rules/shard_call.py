@@ -24,11 +24,6 @@ from fshard.ops.strategy.local_call import (
     with_argument,
 )
 
-__all__ = [
-    "ExpandArgument", "SetArgument", "SetLocalShape", "ShardCall", "call_with", "has_empty_shard",
-    "zeros_with_grad",
-]  # fmt: skip
-
 Rewrite = Callable[[LocalCall, RankContext], LocalCall]
 
 

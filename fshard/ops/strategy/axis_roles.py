@@ -22,8 +22,6 @@ from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 
-__all__ = ["AxisState", "Role", "axis_states", "factor_sizes", "roles_of"]
-
 
 class AxisState(NamedTuple):
     """State of one tensor on one mesh axis.

@@ -19,11 +19,6 @@ from fshard.ops.core.call import map_instances, schema_arguments
 from fshard.ops.strategy.strategy import Strategy
 from fshard.run.transports.base import current_rank
 
-__all__ = [
-    "LocalCall", "LocalRewrite", "RankContext", "attach_to_operands", "check_results", "flat",
-    "rank_on_mesh", "run_local", "with_argument", "with_local_shape",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class RankContext:

@@ -21,8 +21,6 @@ from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 
-__all__ = ["Layouts", "Strategy"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Strategy:

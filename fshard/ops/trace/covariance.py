@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["WITHOUT_READS"]
-
 
 def cov(
     input: Tensor,  # noqa: A002 - the name in torch

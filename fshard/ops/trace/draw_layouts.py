@@ -14,8 +14,6 @@ from torch import fx
 
 from fshard.ops.prng.draw_ops import DRAW_OPS, DRAW_SCHEMAS
 
-__all__ = ["assign_draw_layouts"]
-
 MAX_HOPS = 8
 """Number of operations that a search follows from a draw."""
 _DRAWS = {getattr(DRAW_OPS, name).default for name in DRAW_SCHEMAS if name != "permutation"}

@@ -36,8 +36,6 @@ from fshard.ops.core.call import base_name, instances_in
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
 from fshard.spmd.tracking.torch_effects import STATE, writes_state
 
-__all__ = ["ClosureGuard", "check_writes", "functional", "has_no_gradient", "writes"]
-
 
 def has_no_gradient(op: Any) -> bool:
     """Return True if the results of an operation have no gradient, whatever its operands are."""

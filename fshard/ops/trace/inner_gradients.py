@@ -29,11 +29,6 @@ from fshard.ops.core.call import map_instances
 from fshard.ops.trace.covariance import WITHOUT_READS
 from fshard.spmd.closure_inputs import graph_leaves
 
-__all__ = [
-    "AboveAutograd", "BelowAutograd", "SavedTensors", "TakesGradients", "refuse_grads",
-    "refuse_hidden_gradients",
-]  # fmt: skip
-
 AUTOGRAD_CALLS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]

@@ -49,12 +49,6 @@ from fshard.ops.trace.inner_gradients import (
 )
 from fshard.run.transports.divergence_report import raise_line, user_line
 
-__all__ = [
-    "TracedFunction", "constrain", "decompose", "parse_constraint", "refuse_autocast", "trace",
-    "trace_depth",
-]  # fmt: skip
-
-
 _TRACE_LOCK = threading.RLock()
 """Tracing patches PyTorch for all threads; a function that is traced may trace others."""
 _DEPTH: ContextVar[int] = ContextVar("fshard_trace_depth", default=0)

@@ -38,8 +38,6 @@ from fshard.program.cost.traffic import traffic
 from fshard.program.program import Program, wire_specs
 from fshard.program.program_arguments import as_topology
 
-__all__ = ["BUCKET_BYTES", "Batch", "batch_from_leaves", "bucket_problems", "map_leaves"]
-
 BUCKET_BYTES = 2**23
 """Default of the most bytes in one launch: 8 MiB.
 

@@ -24,11 +24,6 @@ from fshard.program.infer import reduction_of
 from fshard.program.program import Program, wire_specs
 from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
 
-__all__ = [
-    "Launch", "LeafSteps", "Leaves", "TypedStep", "buckets", "coalesced", "cost_ranks",
-    "has_equal_shards", "launch_keys", "launches", "rounds", "typed_step",
-]  # fmt: skip
-
 Leaves = tuple[Program | None, ...]
 LeafSteps = tuple[tuple[int, int], ...]
 """Steps of several leaves: the index of the leaf, and of the step in its program."""

@@ -16,8 +16,6 @@ from fshard.program.cost.rank_loads import step_load
 from fshard.program.program import Program
 from fshard.program.program_arguments import endpoint_problems
 
-__all__ = ["plan_batch"]
-
 MAX_SHARERS = 8
 """Most leaves that are assumed to share a launch while one of them is planned.
 

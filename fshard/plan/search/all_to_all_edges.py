@@ -9,8 +9,6 @@ from fshard.plan.search.problem import SearchProblem
 from fshard.program.single_step import common_order
 from fshard.program.steps import Exchange
 
-__all__ = ["AxisRuns"]
-
 MAX_SPLIT_AXES = 3
 """Most axes of one dim that are split over all other dims; more move to one dim, or their goals."""
 

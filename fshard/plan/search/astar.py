@@ -42,8 +42,6 @@ from fshard.plan.search.reachability import is_unreachable
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
 
-__all__ = ["search"]
-
 SLACK = ((800, 0.02), (1_600, 0.05), (3_000, 0.1), (4_500, 0.3), (6_000, 1.0))
 """Numbers of edges, and the share by which a program must then be better to be searched for."""
 

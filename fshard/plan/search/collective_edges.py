@@ -37,8 +37,6 @@ from fshard.program.steps import (
     ShardedToUnreduced,
 )
 
-__all__ = ["CollectiveEdges"]
-
 
 class CollectiveEdges(ExchangeEdges):
     """All edges of one problem.

@@ -18,8 +18,6 @@ from fshard.plan.search.problem import SearchProblem
 from fshard.program.cost.traffic import NO_TRAFFIC, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
 
-__all__ = ["Edge", "ExchangeEdges", "StepFactory"]
-
 MAX_UNEVEN_RANKS = 16
 """Most ranks for exchanges of even shards in which ranks receive different amounts."""
 

@@ -9,8 +9,6 @@ from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.layout_state import Axes, LayoutState, add_kinds, remove_kinds, subsets
 from fshard.plan.search.problem import SearchProblem
 
-__all__ = ["all_targets", "direct_targets", "swapped_inside"]
-
 MAX_FREE_AXES = 3
 """Most axes that shard nothing in the goal and are tried on different dims."""
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from fshard.layout.partition_spec import Kinds, PartitionSpec
 from fshard.layout.spec import Spec
 
-__all__ = ["Axes", "LayoutState", "add_kinds", "remove_kinds", "subsets"]
-
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
 DimSizes = tuple[int, ...] | None

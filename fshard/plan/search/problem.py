@@ -31,8 +31,6 @@ from fshard.program.exchange_boxes import axis_positions, converted
 from fshard.program.infer import join_sizes, permute_signature, split_sizes
 from fshard.program.steps import AllToAll, Exchange, Step
 
-__all__ = ["LAUNCH_COST", "SearchProblem"]
-
 LAUNCH_COST = 1e-2
 """Cost of a launch in bytes: launches break ties of programs that receive equally many bytes."""
 

@@ -24,8 +24,6 @@ from fshard.program.steps import (
     ShardedToUnreduced,
 )
 
-__all__ = ["is_unreachable"]
-
 TRANSITIONS = {
     AllGather: ("sharded invariant", "sharded reduced"),
     AllSlice: ("invariant sharded", "reduced sharded"),

@@ -25,8 +25,6 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = ["Cost", "collective_time", "copied_bytes", "copy_passes", "step_link", "step_time"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -33,12 +33,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 
-__all__ = [
-    "NO_AXES", "Interval", "Overlap", "dim_pieces", "even_dim_overlap", "even_overlap",
-    "even_pieces", "masks_by_coordinate", "overlaps", "pieces", "shard_indices",
-    "shard_intervals", "shared_elements",
-]  # fmt: skip
-
 Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
 Interval = tuple[int, int]

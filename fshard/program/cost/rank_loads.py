@@ -27,8 +27,6 @@ from fshard.program.cost.traffic import ceil_share, exchange_peers, step_axes, t
 from fshard.program.exchange_boxes import converted_axes, reduction_axes
 from fshard.program.steps import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
 
-__all__ = ["Load", "add_vectors", "step_load", "union_ranks"]
-
 
 class Load(NamedTuple):
     """Bytes that each rank sends, receives, and reads and writes in its own memory."""

@@ -25,11 +25,6 @@ from fshard.program.cost.overlap import (
 )
 from fshard.program.cost.traffic import Traffic, busiest_exchange, max_local_nbytes
 
-__all__ = [
-    "DimShardings", "RankOverlap", "Ranks", "Vector", "local_bytes", "needed_bytes",
-    "overlap_bytes",
-]  # fmt: skip
-
 MAX_RANKS = 64
 """Ranks of larger meshes are sampled: at most so many, spread over the mesh."""
 

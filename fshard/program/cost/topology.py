@@ -21,8 +21,6 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes
 
-__all__ = ["Link", "Topology"]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -37,13 +37,6 @@ from fshard.program.steps import (
     Step,
 )
 
-__all__ = [
-    "NO_TRAFFIC", "DimTraffic", "Traffic", "all_gather_traffic", "all_reduce_traffic",
-    "all_to_all_traffic", "axis_roles", "busiest_exchange", "ceil_share", "dim_traffic",
-    "even_exchange_traffic", "exchange_peers", "join_dims", "max_local_nbytes", "on_one_mesh",
-    "step_axes", "traffic",
-]  # fmt: skip
-
 Dims = Sequence[tuple[str, ...]]
 DimTraffic = tuple[int, int, int]
 """One dim's factors in an even exchange: elements needed, elements held, pieces met."""

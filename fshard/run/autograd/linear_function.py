@@ -49,11 +49,6 @@ from fshard.run.transports.reduce_dtypes import as_number
 from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.run.transports.simulator import run_ranks, run_together
 
-__all__ = [
-    "FinishAll", "LinearOp", "ProgramGroup", "ShardsOp", "Tensors", "apply_launched",
-    "apply_linear", "apply_programs", "are_linear", "is_differentiated", "start_linear",
-]  # fmt: skip
-
 Tensors = tuple[torch.Tensor, ...]
 FinishAll = Callable[[], Tensors]
 

@@ -28,8 +28,6 @@ from fshard.program.steps import (
 )
 from fshard.program.transpose import is_linear
 
-__all__ = ["extreme_gradient", "linear_parts"]
-
 
 @lru_cache(maxsize=CACHE_SIZE)
 def linear_parts(prog: Program) -> tuple[Program, ...]:

@@ -10,8 +10,6 @@ import torch
 from fshard._torch.functorch import apply_function
 from fshard._torch.legacy_vmap import map_batch_dims
 
-__all__ = ["replicate_shards", "replicated_value"]
-
 
 class _Spread(torch.autograd.Function):
     """Copy a tensor to n ranks; the cotangent is invariant, so that of any rank."""

@@ -25,13 +25,6 @@ from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 
-__all__ = [
-    "CHECKED", "LABEL", "Event", "Finish", "Group", "Label", "Parts", "Transport", "as_checked",
-    "as_rank", "backward_phase", "check_ranks", "current_rank", "current_transport",
-    "direct_transport", "is_simulated", "label_of", "labelled", "notify", "observe",
-    "own_transport", "set_world", "stacked", "under", "unobserved", "warn_alone",
-]  # fmt: skip
-
 T = TypeVar("T")
 Group = tuple[int, ...]
 Finish = Callable[[], torch.Tensor]

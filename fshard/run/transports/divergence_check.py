@@ -40,8 +40,6 @@ from fshard.run.transports.divergence_report import (
 )
 from fshard.run.transports.torch_distributed import ProcessWorld
 
-__all__ = ["checked_collectives"]
-
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 PATIENCE = 1.0
 """Seconds that ranks may be late for a collective in which others differ already."""

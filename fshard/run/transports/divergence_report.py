@@ -21,25 +21,6 @@ from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import CHECKED, LABEL, Group, Label, current_transport, is_simulated
 
-__all__ = [
-    "Fingerprint",
-    "Stand",
-    "backward_label",
-    "blame",
-    "call_line",
-    "diverged",
-    "explain_with",
-    "fingerprint",
-    "lost",
-    "raise_line",
-    "rank_text",
-    "stranded",
-    "unsent",
-    "user_frame",
-    "user_line",
-    "words",
-]  # fmt: skip
-
 Fingerprint = tuple[object, ...]
 """A label, the transport's method, and its arguments."""
 

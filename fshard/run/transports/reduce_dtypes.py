@@ -7,11 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = [
-    "NATIVE", "REDUCE", "TensorFunction", "as_dtype", "as_number", "largest", "neutral_like",
-    "over", "reduced", "times",
-]  # fmt: skip
-
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,

@@ -16,8 +16,6 @@ from fshard._torch.fake_tensors import FakeTensor
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, current_transport
 
-__all__ = ["ShapeTransport", "is_abstract", "recording", "shape_transport"]
-
 _RECORDING: ContextVar[bool] = ContextVar("fshard_recording", default=False)
 
 

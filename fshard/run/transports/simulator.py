@@ -40,8 +40,6 @@ from fshard.run.transports.divergence_report import (
 )
 from fshard.run.transports.reduce_dtypes import reduced
 
-__all__ = ["own_result", "results_of", "run_ranks", "run_together", "simulate"]
-
 
 class _Stopped(BaseException):
     """Ends a rank's thread after another rank failed; never reaches users."""
@@ -141,20 +139,25 @@ class SimulatedRank:
         return self.world.ranks
 
     def moves(self, device: torch.device) -> bool:
+        """Return True if tensors on `device` can be sent."""
         return True
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        """Gather `x` of all ranks of `group`."""
         return self._start(fingerprint("all_gather", x), group, x)
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """Reduce `x` over the ranks of `group`."""
         return self._start(fingerprint("all_reduce", x, op), group, x)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """Reduce row i of `x` over `group`, for the rank at index i."""
         return self._start(fingerprint("reduce_scatter", x, op), group, x)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
+        """Send pieces of `x` to the ranks of `group`."""
         splits = tuple(send), tuple(receive)
         return self._start(fingerprint("all_to_all", x), group, x, splits)
 

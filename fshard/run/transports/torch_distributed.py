@@ -45,8 +45,6 @@ from fshard.run.transports.base import (
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
 
-__all__ = ["init", "wait_in_background"]
-
 OPS: Any = torch.ops._c10d_functional
 EXIT_SECONDS = 1.0
 """Time for abandoned collectives to end before the process does."""
@@ -106,9 +104,11 @@ class ProcessWorld:
         return range(dist.get_world_size())
 
     def moves(self, device: torch.device) -> bool:
+        """Return True if tensors on `device` can be sent."""
         return device.type in self.backends
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
+        """Gather `x` of all ranks of `group`."""
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
             return self._swap(x, x, group, "all_gather")
@@ -130,6 +130,7 @@ class ProcessWorld:
         return finish
 
     def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """Reduce `x` over the ranks of `group`."""
         if op == "avg" and not self._averages(x.dtype):
             value, narrow = as_number(x, op)
             total = self.all_reduce(value, "sum", group)
@@ -151,6 +152,7 @@ class ProcessWorld:
         return lambda: restore(_wait(out, label, "all_reduce", group))
 
     def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+        """Reduce row i of `x` over `group`, for the rank at index i."""
         if op == "avg" and not self._averages(x.dtype):
             value, narrow = as_number(x, op)
             total = self.reduce_scatter(value, "sum", group)
@@ -180,6 +182,7 @@ class ProcessWorld:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
+        """Send pieces of `x` to the ranks of `group`."""
         return self._all_to_all(x, send, receive, group, "all_to_all")
 
     def _all_to_all(

@@ -16,8 +16,6 @@ import torch
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 
-__all__ = ["plain_key"]
-
 SEQUENCES = frozenset((list, tuple))
 PLAIN = frozenset((int, bool, str, type(None), torch.dtype, Mesh))
 SERIALIZED = object()

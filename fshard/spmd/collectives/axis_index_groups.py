@@ -16,8 +16,6 @@ from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.validation import as_ints
 from fshard.spmd.axis_env import resolve_axes
 
-__all__ = ["Groups", "resolve_groups"]
-
 Groups = Sequence[Sequence[int]] | None
 """Indices along the axes, in groups whose ranks communicate among themselves."""
 

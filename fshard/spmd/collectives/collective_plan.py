@@ -49,11 +49,6 @@ from fshard.spmd.collectives.argument_key import plain_key
 from fshard.spmd.collectives.compile_node import tree_node
 from fshard.spmd.types import TypeSignature
 
-__all__ = [
-    "COLLECTIVE_PLANS", "CollectivePlan", "Transfer", "check_dim", "collective",
-    "launch_collective", "require_number", "require_tensor",
-]  # fmt: skip
-
 Tree = TypeVar("Tree")
 Options = ParamSpec("Options")
 

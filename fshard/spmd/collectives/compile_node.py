@@ -19,8 +19,6 @@ from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import COMPILE_MESH
 
-__all__ = ["as_node", "tree_as_node", "tree_node"]
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

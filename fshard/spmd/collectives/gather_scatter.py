@@ -31,9 +31,6 @@ from fshard.spmd.collectives.collective_plan import (
 from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, State, TypeSignature, suggest_state
 
-__all__ = ["all_gather", "all_to_all", "gather_transfer", "psum_scatter", "pswapaxes"]
-
-
 # -- programs on a local whose dim 0 (or 1) has an entry for each rank ----------------------
 
 

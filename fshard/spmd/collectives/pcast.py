@@ -33,8 +33,6 @@ from fshard.spmd.types import (
     suggest_state,
 )
 
-__all__ = ["axis_index", "axis_size", "cast_to_varying", "pcast"]
-
 TARGET_STATES: dict[str, State] = {
     "varying": VARYING,
     "reduced": ("reduced", "sum"),

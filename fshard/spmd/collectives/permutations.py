@@ -28,8 +28,6 @@ from fshard.spmd.collectives.collective_plan import (
 from fshard.spmd.collectives.wire_dtypes import WireDtypes, check_wire_dtypes, send_in
 from fshard.spmd.types import TypeSignature, format_axes
 
-__all__ = ["pbroadcast", "ppermute", "pshuffle"]
-
 
 @dataclass(frozen=True, slots=True)
 class PermuteOp:
@@ -41,12 +39,15 @@ class PermuteOp:
 
     @property
     def T(self) -> PermuteOp:  # noqa: N802 - the mathematical name
+        """Return the transpose."""
         return PermuteOp(self.mesh, self.axes, tuple((dst, src) for src, dst in self.perm))
 
     def wider(self, n: int) -> PermuteOp:
+        """Return the operation on tensors with a last dim of size `n` more."""
         return self
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
+        """Start the operation on locals of this rank."""
         group = self.mesh.group(transport.rank, self.axes)
         index = group.index(transport.rank)
         target, source = dict(self.perm).get(index), dict(self.T.perm).get(index)
@@ -77,12 +78,15 @@ class BroadcastOp:
 
     @property
     def T(self) -> BroadcastOp:  # noqa: N802 - the mathematical name
+        """Return the transpose."""
         return BroadcastOp(self.mesh, self.axes, self.source, not self.transposed)
 
     def wider(self, n: int) -> BroadcastOp:
+        """Return the operation on tensors with a last dim of size `n` more."""
         return self
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
+        """Start the operation on locals of this rank."""
         group = self.mesh.group(transport.rank, self.axes)
         n, is_source = len(group), group[self.source] == transport.rank
         flat = concat_flat(xs)

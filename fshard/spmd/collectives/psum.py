@@ -38,9 +38,6 @@ from fshard.spmd.collectives.pcast import axis_index
 from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, TypeSignature
 
-__all__ = ["pargmax", "pargmin", "pmax", "pmean", "pmin", "pprod", "psum"]
-
-
 ResultState = Literal["invariant", "reduced"]
 
 

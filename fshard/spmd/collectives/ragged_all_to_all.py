@@ -25,8 +25,6 @@ from fshard.spmd.collectives.wire_dtypes import WireDtypes, send_in, wire_dtype_
 from fshard.spmd.tracking.insert_casts import run_with_casts
 from fshard.spmd.types import States
 
-__all__ = ["ragged_all_to_all"]
-
 NAME = "fs.ragged_all_to_all"
 Counts = Sequence[int] | torch.Tensor
 """One number per rank along the axes."""
@@ -46,12 +44,15 @@ class RaggedOp:
 
     @property
     def T(self) -> RaggedOp:  # noqa: N802 - the mathematical name
+        """Return the transpose."""
         return RaggedOp(self.mesh, self.axes, self.receive, self.send)
 
     def wider(self, n: int) -> RaggedOp:
+        """Return the operation on tensors with a last dim of size `n` more."""
         return self
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
+        """Start the operation on locals of this rank."""
         (x,) = xs
         group = self.mesh.group(transport.rank, self.axes)
         width = math.prod(x.shape[1:])

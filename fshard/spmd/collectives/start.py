@@ -14,8 +14,6 @@ from fshard.run.transports.divergence_report import call_line
 from fshard.spmd.axis_env import register_pending
 from fshard.spmd.collectives.collective_plan import COLLECTIVE_PLANS, launch_collective
 
-__all__ = ["start"]
-
 Options = ParamSpec("Options")
 
 

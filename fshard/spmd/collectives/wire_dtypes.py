@@ -17,8 +17,6 @@ from fshard.program.program_arguments import can_carry
 from fshard.run.autograd.linear_function import FinishAll, LinearOp, Tensors
 from fshard.run.transports.base import Transport
 
-__all__ = ["NO_WIRE_DTYPES", "WireDtypes", "check_wire_dtypes", "send_in", "wire_dtype_problems"]
-
 WireDtypes = tuple[torch.dtype | None, torch.dtype | None]
 """Dtypes of forward and transpose; None is the tensor's own."""
 
@@ -54,16 +52,20 @@ class CastOp:
 
     @property
     def mesh(self) -> Mesh:
+        """Mesh whose ranks take part."""
         return self.op.mesh
 
     @property
     def T(self) -> CastOp:  # noqa: N802 - the mathematical name
+        """Return the transpose."""
         return CastOp(self.op.T, self.wires[::-1])
 
     def wider(self, n: int) -> CastOp:
+        """Return the operation on tensors with a last dim of size `n` more."""
         return CastOp(self.op.wider(n), self.wires)
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
+        """Start the operation on locals of this rank."""
         wire = self.wires[0]
         if wire is None:
             return self.op.launch(transport, xs)

@@ -41,8 +41,6 @@ from fshard.spmd.tracking.torch_effects import (
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import INVARIANT, States, TypeRule
 
-__all__ = ["track_types"]
-
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 NO_KWARGS: Kwargs = {}

@@ -34,8 +34,6 @@ from fshard.spmd.types import (
     state_word,
 )
 
-__all__ = ["patched_entry_points", "run_autograd_grad", "run_backward"]
-
 
 def run_autograd_grad(
     tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -283,10 +281,10 @@ _PATCHES = (
     _patch(torch.nn.Parameter, "__new__", staticmethod(_parameter)),
     _patch(torch.Tensor, "as_subclass", _as_subclass),
     _patch(torch.Tensor, "set_", _set),
-    *(_patch(torch.Tensor, each, _complex_part(each)) for each in ("real", "imag")),
+    *(_patch(torch.Tensor, name, _complex_part(name)) for name in ("real", "imag")),
     *(
-        _patch(each, "__call__", _refuse_script(each.__call__))
-        for each in (torch.jit.ScriptFunction, ScriptMethod)
+        _patch(scripted, "__call__", _refuse_script(scripted.__call__))
+        for scripted in (torch.jit.ScriptFunction, ScriptMethod)
     ),
 )
 """Owner, name, original (None if inherited) and replacement of each patched entry point."""

@@ -12,8 +12,6 @@ from fshard.spmd.tracking.torch_effects import Action, OpEffect, adds_number, st
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import INVARIANT, JoinedStates, States, TypeConflict, TypeRule, join_states
 
-__all__ = ["join_operands", "replace_tensors", "run_with_casts"]
-
 
 def replace_tensors(value: Any, casts: Mapping[int, torch.Tensor]) -> Any:
     """Return arguments with some tensors replaced, by id."""

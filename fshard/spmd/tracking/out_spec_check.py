@@ -27,15 +27,6 @@ from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
 from fshard.spmd.types import VARYING, State, States, format_axes, state_word, states_of
 
-__all__ = [
-    "ARGUMENTS",
-    "NonTensor",
-    "Promise",
-    "check_promises",
-    "check_values",
-    "non_tensor_problem",
-]
-
 
 class Promise(NamedTuple):
     """Tensor of a rank, and the partition that its spec requires."""

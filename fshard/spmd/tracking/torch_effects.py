@@ -31,19 +31,6 @@ from fshard._torch.operators import (
 )
 from fshard.spmd.types import TypeRule
 
-__all__ = [
-    "OVERWRITES",
-    "STATE",
-    "Action",
-    "OpEffect",
-    "adds_number",
-    "draws",
-    "effect_of",
-    "reads_values",
-    "stays_linear",
-    "writes_state",
-]
-
 
 class Action(enum.Enum):
     """Effect of a call on the types of its operands and results."""

@@ -40,8 +40,6 @@ from fshard.spmd.types import (
     state_word,
 )
 
-__all__ = ["Tracker", "has_gradient", "typeof"]
-
 Launch = Callable[[CollectivePlan, Any, bool], Callable[[], Any]]
 
 
@@ -140,10 +138,10 @@ class Tracker:
             states = self.states(inner)
             self.record(x, states)
             return states
-        alias_states = [each.states for _, each in self._aliases(x)]
+        alias_states = [record.states for _, record in self._aliases(x)]
         if alias_states and not (x.requires_grad and _storage(x) in self._memory):
             joined = join_states(tuple(alias_states), TypeRule.MOVE)
-            axes = {axis for each in alias_states for axis, _ in each.items}
+            axes = {axis for other in alias_states for axis, _ in other.items}
             states = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(x, states)
             return states
@@ -314,7 +312,7 @@ class Tracker:
         """Record that `target`, and all that shares its memory, now has `states`."""
         for other, record in self._aliases(target):
             joined = join_states((record.states, states), TypeRule.MOVE)
-            axes = (axis for each in (record.states, states) for axis, _ in each.items)
+            axes = (axis for side in (record.states, states) for axis, _ in side.items)
             same = torch.is_grad_enabled() and _base(other) is _base(target)
             rest = States.varying(axes) if isinstance(joined, TypeConflict) else joined.result
             self.record(other, states if same else rest)

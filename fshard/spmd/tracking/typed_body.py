@@ -30,11 +30,6 @@ from fshard.spmd.tracking.out_spec_check import (
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import INVARIANT, States, states_of
 
-__all__ = [
-    "check_inner", "check_result_types", "new_tracker", "pause_types", "set_argument_types",
-    "set_result_types", "track_body",
-]  # fmt: skip
-
 NO_OP = nullcontext()
 
 

@@ -17,8 +17,6 @@ from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_m
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Mode
 
-__all__ = ["CASTS", "SAME", "modes_of"]
-
 INCREASING = {"max": "max", "min": "min"}
 DECREASING = {"max": "min", "min": "max"}
 Modes = tuple[Mode, ...]

@@ -33,8 +33,6 @@ from fshard.ops.rules.index.local_indices import (
 from fshard.ops.rules.shard_call import call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["broadcast_shape", "index_dims", "unsharded_rule"]
-
 
 def unsharded_rule(call: OpCall) -> Rule:
     """Return a rule without factors: every operand stays unsharded."""

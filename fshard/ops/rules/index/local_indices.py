@@ -17,12 +17,6 @@ from fshard.ops.core.call import Meta
 from fshard.ops.core.rule import Mode
 from fshard.ops.strategy.local_call import RankContext
 
-__all__ = [
-    "EQUAL", "dim_shard", "factors_with", "from_start", "locate", "ravel_index", "select_modes",
-    "spare_row_index", "sum_modes", "unravel_index", "with_spare_row", "without_spare_row",
-    "zero_fill_kind", "zeros_after_first",
-]  # fmt: skip
-
 EQUAL = ("sum", "avg", "max", "min", "product")
 """Reductions that commute with moving elements: all."""
 

@@ -26,8 +26,6 @@ from fshard.ops.rules.reduce.reduction_decompositions import wide
 from fshard.ops.rules.shard_call import ShardCall
 from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 
-__all__ = ["attention_by_products"]
-
 aten = torch.ops.aten
 
 

@@ -20,8 +20,6 @@ from fshard.ops.rules.letters import bias_modes, letters
 from fshard.ops.rules.shard_call import ShardCall, has_empty_shard, zeros_with_grad
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
-__all__ = ["windows_tile"]
-
 aten = torch.ops.aten
 
 WITH_GROUPS = (

@@ -23,8 +23,6 @@ from fshard.ops.rules.index.gather import broadcast_shape, unsharded_rule
 from fshard.ops.rules.shard_call import call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
-__all__ = ["MEAN", "NONE", "SUM", "LocalMeanLoss"]
-
 NONE, MEAN, SUM = range(3)
 """Values of the argument `reduction`."""
 

@@ -22,8 +22,6 @@ from fshard.ops.core.rule import Rule
 from fshard.ops.rules.reduce.reductions import functional_overloads
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-__all__ = ["ReducedDims", "dims_in", "drop_dims", "extreme", "log_sum_exp", "root", "wide"]
-
 ReducedDims = int | Sequence[int] | None
 
 

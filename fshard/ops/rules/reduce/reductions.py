@@ -33,11 +33,6 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
 from fshard.run.transports.reduce_dtypes import neutral_like
 
-__all__ = [
-    "NeutralIfEmpty", "ZerosIfEmpty", "functional_overloads", "keeps_values", "reduction_rule",
-    "typed", "zeros",
-]  # fmt: skip
-
 
 def functional_overloads(*names: str) -> Iterator[Any]:
     """Yield the overloads of aten operations by name that return new tensors."""
@@ -149,6 +144,7 @@ class LocalMean:
     dims: tuple[int, ...]
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Compute the local result."""
         x: torch.Tensor = args[0]
         global_count = math.prod(ctx.operands[0].shape[dim] for dim in self.dims)
         local_count = math.prod(x.shape[dim] for dim in self.dims)
@@ -197,6 +193,7 @@ class LocalTrace:
     """Local trace: the sum of the global diagonal's part in the shard."""
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Compute the local result."""
         return torch.diagonal(args[0], ctx.offset(0, 0) - ctx.offset(0, 1)).sum()
 
 

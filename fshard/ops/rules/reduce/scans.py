@@ -32,8 +32,6 @@ from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.reduce.reduction_decompositions import log_sum_exp
 from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, keeps_values
 
-__all__ = ["_unsharded"]
-
 LINEAR = (
     "cumsum", "diff", "_softmax_backward_data", "_log_softmax_backward_data", "glu_backward",
 )  # fmt: skip

@@ -29,8 +29,6 @@ from fshard.ops.rules.reduce.reduction_decompositions import (
 )
 from fshard.ops.rules.reduce.reductions import NeutralIfEmpty, functional_overloads, reduction_rule
 
-__all__ = ["vector_norm"]
-
 
 @dataclass(frozen=True, slots=True)
 class NormKind:

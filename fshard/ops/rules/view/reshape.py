@@ -34,9 +34,6 @@ from fshard.ops.strategy.local_call import (
 
 aten = torch.ops.aten
 
-__all__ = ["ReshapeCall", "shape_operand_modes"]
-
-
 # -- reshapes --------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from fshard.ops.core.builders import all_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Dims, Rule
 
-__all__ = ["factor_names", "letter_dims", "moved_dims_rule", "reshape_factors"]
-
 
 def iter_names() -> Iterator[str]:
     """Yield names of factors without end; single letters first, which print without spaces."""
