@@ -52,11 +52,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def strategies(
-    call: OpCall, rule: Rule, tree: Any, mesh: Mesh, *, grad: bool, skew: bool = False
+    call: OpCall, rule: Rule, tree: Any, mesh: Mesh, *, skew: bool
 ) -> Iterator[Strategy]:
     """Yield one strategy per choice of the axes' roles; with `skew` uneven shards."""
     lengths = factor_sizes(rule, call)
-    roles = roles_of(rule, call, grad=grad)
+    roles = roles_of(rule, call, grad=False)
     for picked in itertools.product(roles, repeat=len(mesh.axes)):
         chosen = dict(zip(mesh.axes, picked, strict=True))
         sources = [
@@ -236,23 +236,20 @@ def check_call(
     expected = flat(call.op(*args, **kwargs))
     grad = grad and any(map(is_inexact, tensors))
     gradients = _Gradients(call, rule, args, kwargs, tensors) if grad else None
+    differentiable = set(roles_of(rule, call, grad=True))
+    assert differentiable <= set(roles_of(rule, call, grad=False))
     wrong = []
     for mesh in (*MESHES, *((TWO_AXES,) if two_axes else ())):
         for skew in (False, True):
-            wrong += [
-                check_values(strategy, args, kwargs, tensors, expected)
-                for strategy in strategies(call, rule, tree, mesh, grad=False, skew=skew)
-            ]
-            if gradients is not None:
-                wrong += [
-                    gradients.check(strategy)
-                    for strategy in strategies(call, rule, tree, mesh, grad=True, skew=skew)
-                    if _is_differentiable_from_replicated(strategy)
-                ]
+            for strategy in strategies(call, rule, tree, mesh, skew=skew):
+                wrong.append(check_values(strategy, args, kwargs, tensors, expected))
+                roles = {role for _, role in strategy.roles}
+                if gradients is not None and roles <= differentiable and _is_linear(strategy):
+                    wrong.append(gradients.check(strategy))
     return [text for text in wrong if text]
 
 
-def _is_differentiable_from_replicated(strategy: Strategy) -> bool:
+def _is_linear(strategy: Strategy) -> bool:
     """Return True if replicated tensors can be redistributed to the operands differentiably."""
     kinds = {kind for spec in strategy.in_specs for _, kind in spec.partition.unreduced_kinds}
     return kinds <= {"sum", "avg"}
