@@ -323,7 +323,7 @@ class Exchange:
 class Remesh:
     """The same shards on the same devices, described on another mesh; nothing is sent or copied.
 
-    Axes are split (on clusters `x` into `x_0` and `x_1`), merged or renamed. Transpose: the reverse.
+    Axes are split (on a cluster `x` into `x_0`, `x_1`), merged or renamed. Transpose: the reverse.
 
     Args:
         mesh: The mesh of the result, of the same devices.

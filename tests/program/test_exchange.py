@@ -1,19 +1,17 @@
-"""`Exchange` and `Remesh`: laws, pieces sent, several meshes, refusals, text."""
+"""`Exchange` and `Remesh`: laws, pieces sent, several meshes."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
@@ -29,17 +27,11 @@ from fshard.program.exchange_boxes import (
     reduction_axes,
     sends,
 )
-from fshard.program.infer import infer
 from fshard.program.program import Program
 from fshard.program.steps import (
-    AllReduce,
-    AllToAll,
     CollectivePermute,
     Exchange,
-    ReducedToInvariant,
-    ReduceScatter,
     Remesh,
-    ReplicatedToUnreduced,
     Step,
 )
 from fshard.run.autograd.linear_function import _wider
@@ -425,63 +417,6 @@ def test_remesh_reorders_devices_and_axes() -> None:
     assert prog.dst.mesh == turned
 
 
-# -- all-to-alls side by side -------------------------------------------------------------
-
-
-@st.composite
-def all_to_alls(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
-    """Draw an all-to-all of several pairs of dims, of any sizes, and its source."""
-    mesh = draw(strategies.meshes(min_axes=1, permuted=True))
-    shape = draw(strategies.shapes(min_dims=2))
-    states = ("sharded", "sharded", "invariant")
-    spec = draw(strategies.specs(mesh, shape, dtype=torch.int64, states=states))
-    moves: list[tuple[str, int]] = []
-    now: dict[int, list[int]] = {}
-    for dim in draw(st.permutations(range(len(shape)))):
-        axes, sizes = spec.partition.dims[dim], spec.shard_sizes(dim)
-        moving = axes[draw(st.integers(0, len(axes))) :]
-        n = mesh.axis_size(moving)
-        now[dim] = [sum(sizes[at : at + n]) for at in range(0, len(sizes), n)]
-        moves += [(axis, dim) for axis in moving]
-    pairs = []
-    for axis, dim in moves:
-        to = draw(st.sampled_from([other for other in range(len(shape)) if other != dim]))
-        cuts = [draw(strategies.shard_sizes(size, mesh.shape[axis])) for size in now[to]]
-        now[to] = [part for cut in cuts for part in cut]
-        pairs.append(AllToAll((axis,), dim, to, tuple(now[to])))
-    assume(pairs)
-    return replace(pairs[0], also=tuple(pairs[1:])), spec
-
-
-@given(all_to_alls())
-def test_all_to_all_of_several_pairs(drawn: tuple[AllToAll, Spec]) -> None:
-    step, src = drawn
-    prog = Program(src, (step,))
-    x = spec_grid.random_locals(src)
-    outputs = simulate(prog, x)
-    assert torch.equal(spec_grid.global_of(prog.dst, outputs), spec_grid.global_of(src, x))
-    y = spec_grid.random_locals(prog.dst, seed=1)
-    gradients = simulate(prog.T, y)
-    assert spec_grid.pairing(prog.dst, outputs, y) == spec_grid.pairing(src, x, gradients)
-    assert prog == prog.T.T
-    assert prog.T.dst == src
-    assert pickle.loads(pickle.dumps(prog)) == prog
-    (gradients,) = prog.T.steps
-    assert isinstance(gradients, AllToAll)
-    assert [pair.axes for pair in gradients.pairs] == [pair.axes for pair in step.pairs]
-    # An exchange to the same layout moves the same elements.
-    same = Program(src, (exchange(src, prog.dst),))
-    assert all(map(torch.equal, simulate(same, x), outputs))
-
-
-def test_pairs_of_an_all_to_all() -> None:
-    one, other = AllToAll("x", 0, 1, (1, 2)), AllToAll("y", 1, 0)
-    both = replace(one, also=(other,))
-    assert both.pairs == (one, other)
-    assert one.pairs == (one,)
-    assert AllToAll("x", 0, 1, also=[other]) == AllToAll("x", 0, 1, also=(other,))  # type: ignore[arg-type]
-
-
 # -- tensors with one more dim ------------------------------------------------------------
 
 ELSEWHERE = Mesh({"a": 3}, devices=range(1, 4))
@@ -511,286 +446,3 @@ def test_batched_tensor_has_the_same_program(text: str, step: Step) -> None:
     assert all(map(torch.equal, outputs, [torch.stack(parts, -1) for parts in singly]))
     assert _wider(prog.T, 3) == wide.T
     assert wide.steps == prog.steps
-
-
-# -- text ---------------------------------------------------------------------------------
-
-
-def test_text_of_programs_on_several_meshes() -> None:
-    src = parse("f32[1024@dp,512@tp]", Mesh(dp=2, tp=4))
-    fine = prime_refinement(src.mesh)
-    step = Exchange(P(None, "tp"), mesh=Mesh({"tp": 4}, devices=range(8, 12)))
-    lines = [
-        "f32[1024@dp,512@tp] on Mesh(dp=2, tp=4) -> f32[1024,512@tp]",
-        "    on Mesh(tp=4, devices=range(8, 12))",
-        "  exchange(P(None, 'tp'), Mesh(tp=4, devices=range(8, 12)))",
-        "    f32[1024,512@tp]  262,144 B",
-    ]
-    assert str(Program(src, (step,))).splitlines() == lines
-    steps = (Remesh(fine.mesh, fine.refine(src.partition)), AllToAll("tp_1", 1, 0))
-    lines = [
-        "f32[1024@dp,512@tp] on Mesh(dp=2, tp=4) -> f32[1024@(dp,tp_1),512@tp_0]",
-        "    on Mesh(dp=2, tp_0=2, tp_1=2)",
-        "  remesh(Mesh(dp=2, tp_0=2, tp_1=2))  f32[1024@dp,512@(tp_0,tp_1)]        0 B",
-        "  all_to_all(tp_1, dim 1 -> 0)        f32[1024@(dp,tp_1),512@tp_0]  131,072 B",
-    ]
-    assert str(Program(src, steps)).splitlines() == lines
-    assert max(map(len, lines)) <= 80
-
-
-def test_explanations_name_both_meshes() -> None:
-    src = parse("f32[8@x]", Mesh(x=2))
-    text = str(Program(src, (Exchange(P("y"), mesh=Mesh(y=4)),)).explain())
-    first = "f32[8@x] on Mesh(x=2) -> f32[8@y] on Mesh(y=4), topology node"
-    assert text.splitlines()[0] == first
-
-
-def test_errors_name_meshes_that_differ() -> None:
-    """Errors name the meshes of two specs that differ in them alone."""
-    one, other = (parse("f32[8@x]", Mesh({"x": 2}, devices=d)) for d in ((0, 1), (2, 3)))
-    with pytest.raises(ShardingError) as caught:
-        _ = Program(one, ()) >> Program(other, ())
-    first, second = "f32[8@x] on Mesh(x=2)", "f32[8@x] on Mesh(x=2, devices=range(2, 4))"
-    assert str(caught.value) == spec_grid.message(
-        "Program.then", f"a program to {first}, then one from {second}",
-        "the second must begin with the spec that the first ends with",
-        f"fs.redistribute({first}, {second}) between them")  # fmt: skip
-    with pytest.raises(ShardingError) as caught:
-        Program(one, (), other)
-    assert str(caught.value) == spec_grid.message(
-        "Program", f"steps that lead from f32[8@x] to {first}",
-        f"they must lead to the target, {second}", "leave dst out, or plan with fs.redistribute",
-    )  # fmt: skip
-
-
-# -- refusals -----------------------------------------------------------------------------
-
-XY, FINE = Mesh(x=2, y=4), Mesh(x=2, y_0=2, y_1=2)
-ADDENDS = "an axis must be sharded, or unreduced by the same reduction, before it is left unreduced"
-STAYS = "a reduced axis must stay so in an exchange, by the same reduction, or become sharded"
-STAY = "every rank must stay unreduced and reduced with the same ranks"
-PLAN = "fs.redistribute(src, dst) plans the steps"
-
-# step, source, then the error: where, given, rule, fix
-REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
-    (Exchange(P("x", unreduced={"y"})), "f32[8]",
-     ("exchange(P('x', unreduced={'y'})) on f32[8]", "'y' unreduced in f32[8@x]{unreduced: y}",
-      ADDENDS, "leave 'y' out, then fs.ReplicatedToUnreduced('y')")),
-    (Exchange(P("x", unreduced={"y": "max"})), "f32[8]{unreduced: y}",
-     ("exchange(P('x', unreduced={'y': 'max'})) on f32[8]{unreduced: y}",
-      "'y' unreduced by max in f32[8@x]{unreduced: y=max}", ADDENDS,
-      "leave 'y' out, then fs.ReplicatedToUnreduced('y', 'max')")),
-    (Exchange(P("x")), "f32[8]{reduced: y}",
-     ("exchange(P('x')) on f32[8]{reduced: y}", "'y' reduced in f32[8]{reduced: y}", STAYS,
-      "fs.ReducedToInvariant('y') first")),
-    (Exchange(P("x", reduced={"y"})), "f32[8]{reduced: y=avg}",
-     ("exchange(P('x', reduced={'y'})) on f32[8]{reduced: y=avg}",
-      "'y' reduced by avg in f32[8]{reduced: y=avg}", STAYS, "fs.ReducedToInvariant('y') first")),
-    (Exchange(P("a"), mesh=Mesh(a=4)), "f32[8]{reduced: y}",
-     ("exchange(P('a'), Mesh(a=4)) on f32[8]{reduced: y}",
-      "'y' reduced in f32[8]{reduced: y} on Mesh(x=2, y=4)",
-      "a spec must not be reduced where the mesh changes", "fs.ReducedToInvariant('y') first")),
-    (Exchange(P(unreduced={"a"}), mesh=Mesh(a=4)), "f32[8]{unreduced: y}",
-     ("exchange(P(unreduced={'a'}), Mesh(a=4)) on f32[8]{unreduced: y}",
-      "'a' unreduced in f32[8]{unreduced: a} on Mesh(a=4)",
-      "a spec on another mesh must not be unreduced: partial sums are reduced on the way",
-      "leave 'a' out, then fs.ReplicatedToUnreduced('a')")),
-    (Exchange(P(None, "a"), mesh=Mesh(a=3)), "f32[8,8]",
-     ("exchange(P(None, 'a'), Mesh(a=3)) on f32[8,8]", "dim 1 of size 8 over ('a',)",
-      "it has 3 shards; without sizes they must be equal: 8 % 3 = 2",
-      "sizes=(None, (3, 3, 2)), say")),
-    (Exchange(P("x"), ((1, 2),)), "f32[8]",
-     ("exchange(P('x')) on f32[8]", "dim 0 of size 8 over ('x',)",
-      "it has 2 shards; 2 sizes of at least 0 that sum to 8, not 2 that sum to 3",
-      "sizes=((4, 4),), say")),
-    (Exchange(P("x"), (None, (1, 7))), "f32[8]",
-     ("exchange(P('x')) on f32[8]", "sizes=(None, (1, 7))",
-       "sizes must have at most one entry per dim: 2 > 1",
-      "sizes=(None,)")),
-    (Exchange(P("x", "y")), "f32[8]",
-     ("exchange(P('x', 'y'))", "f32[8] on Mesh(x=2, y=4)",
-      "a partition must have at most one entry per dim: 2 > 1",
-      "leave out the entries of dims that it does not have")),
-    (Exchange(P("z")), "f32[8]",
-     ("exchange(P('z')) on f32[8]", "axis 'z' on Mesh(x=2, y=4)", "an axis must be one of x, y",
-      "use one of x, y")),
-    (Exchange(P("x", reduced={"y": "avg"})), "i64[8]",
-     ("exchange(P('x', reduced={'y': 'avg'})) on i64[8]", "'y' averaged, dtype torch.int64",
-      "an average of integers is not an integer", "use sum, or a floating dtype")),
-    (Remesh(FINE, P("x")), "f32[8@y]",
-     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
-      "dim 0 must keep its 4 shards: ('x',) make 2", PLAN)),
-    (Remesh(FINE, P(("y_1", "y_0"))), "f32[8@y]",
-     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@y] on Mesh(x=2, y=4)",
-      "every rank must keep its shard: rank 1 has [2:4], in f32[8@(y_1,y_0)] [4:6]", PLAN)),
-    (Remesh(Mesh(x=2), P("x")), "f32[8@x]",
-     ("remesh(Mesh(x=2))", "f32[8@x] on Mesh(x=2, y=4)",
-      "both meshes must have the same devices: Mesh(x=2) has other ones",
-      f"fs.Exchange goes to other devices; {PLAN}")),
-    (Remesh(FINE, P(unreduced={"y_0"})), "f32[8]{unreduced: y}",
-     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8]{unreduced: y} on Mesh(x=2, y=4)",
-      f"{STAY}: in f32[8]{{unreduced: y_0}} with others", PLAN)),
-    (Remesh(FINE, P("z")), "f32[8]",
-     ("remesh(Mesh(x=2, y_0=2, y_1=2)) on f32[8]", "axis 'z' on Mesh(x=2, y_0=2, y_1=2)",
-      "an axis must be one of x, y_0, y_1", "use one of x, y_0, y_1")),
-    (Remesh(FINE, P(None, "x")), "f32[8@x]",
-     ("remesh(Mesh(x=2, y_0=2, y_1=2))", "f32[8@x] on Mesh(x=2, y=4)",
-      "a partition must have at most one entry per dim: 2 > 1",
-      "leave out the entries of dims that it does not have")),
-    (AllToAll("x", 0, 1, also=(AllToAll("x", 1, 0),)), "f32[8@x,8@y]",
-     ("all_to_all(x, dim 0 -> 1; x, dim 1 -> 0) on f32[8@x,8@y]",
-      "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once", "name 'x' once")),
-    (AllToAll("x", 0, 0, also=(AllToAll("y", 1, 1),)), "f32[8@x,8@y]",
-     ("all_to_all(x, dim 0 -> 0; y, dim 1 -> 1)", "f32[8@x,8@y] on Mesh(x=2, y=4)",
-      "the two dims must differ", "collective_permute reorders one dim")),
-    (AllToAll("x", 0, 1, also=(AllToAll("y", 0, 1),)), "f32[8@(y,x),8]",
-     ("all_to_all(y, dim 0 -> 1)", "f32[8@(y,x),8] on Mesh(x=2, y=4)",
-      "the axes must be the most minor of dim 0, which has ('y', 'x')", "end with ('x',)")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("step", "src", "says"), REFUSED, ids=lambda case: str(case)[:60])
-def test_refused(step: Step, src: str, says: tuple[str, str, str, str]) -> None:
-    with pytest.raises(ShardingError) as caught:
-        infer(step, parse(src, XY))
-    assert str(caught.value) == spec_grid.message(*says)
-
-
-def test_error_lists_all_problems() -> None:
-    step = Exchange(P("y", unreduced={"x"}))
-    with pytest.raises(ShardingError) as caught:
-        infer(step, parse("f32[8]{reduced: x}", XY))
-    first = spec_grid.message(
-        "exchange(P('y', unreduced={'x'})) on f32[8]{reduced: x}",
-        "'x' reduced in f32[8]{reduced: x}", STAYS, "fs.ReducedToInvariant('x') first")  # fmt: skip
-    second = spec_grid.message(
-        "", "'x' unreduced in f32[8@y]{unreduced: x}", ADDENDS,
-        "leave 'x' out, then fs.ReplicatedToUnreduced('x')")  # fmt: skip
-    assert str(caught.value) == f"{first}\n{second}"
-
-
-def test_infer_accepts_exactly_the_allowed_exchanges() -> None:
-    """On all pairs, `infer` accepts an exchange exactly if the rule does."""
-    for one, other in [(XY, XY), (XY, Mesh(x=8)), (Mesh(x=8), XY)]:
-        for src in spec_grid.all_specs(one, (8,)):
-            for dst in spec_grid.all_specs(other, (8,)):
-                if allowed(src, dst):
-                    assert infer(exchange(src, dst), src) == dst
-                    continue
-                with pytest.raises(ShardingError):
-                    infer(exchange(src, dst), src)
-
-
-def test_fixes_of_errors_work() -> None:
-    src = parse("f32[8]{reduced: y}", XY)
-    steps = (ReducedToInvariant("y"), Exchange(P("x")), ReplicatedToUnreduced("y", "max"))
-    assert Program(src, steps).dst == parse("f32[8@x]{unreduced: y=max}", XY)
-    sized = Exchange(P(None, "a"), (None, (3, 3, 2)), Mesh(a=3))
-    assert Program(parse("f32[8,8]", XY), (sized,)).dst == parse("f32[8,8@a:chunk]", Mesh(a=3))
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Exchange("x"), ("fs.Exchange", "partition 'x'", "partition must be a P",
-                                 "P('x', None), say: one entry per dim")),
-        (lambda: CollectivePermute(("x",)),
-         ("fs.CollectivePermute", "partition ('x',)", "partition must be a P",
-          "P('x', None), say: one entry per dim")),
-        (lambda: Exchange(P("x"), (3, 5)),
-         ("fs.Exchange", "sizes=(3, 5)",
-          "sizes must be None or a tuple of one integer per shard, for every dim",
-          "sizes=((3, 5), None), say, or None where all are equal")),
-        (lambda: Exchange(P("x"), mesh={"x": 2}),
-         ("fs.Exchange", "mesh {'x': 2}", "mesh must be a Mesh", "fs.Mesh(dp=2, tp=4), say")),
-        (lambda: Remesh(P("x"), Mesh(x=2)),
-         ("fs.Remesh", "mesh P('x')", "mesh must be a Mesh", "fs.Mesh(dp=2, tp=4), say")),
-        (lambda: AllToAll("x", 0, 1, also="y"),
-         ("fs.AllToAll", "also='y'", "also must be AllToAll steps without `also`",
-          "also=(fs.AllToAll('y', 0, 1), fs.AllToAll('z', 0, 1)), side by side")),
-    ],
-)  # fmt: skip
-def test_refusals_of_other_types(make: Callable[[], Step], says: tuple[str, str, str, str]) -> None:
-    with pytest.raises(ShardingError) as caught:
-        make()
-    assert str(caught.value) == spec_grid.message(*says)
-
-
-# -- gradients of maxima ------------------------------------------------------------------
-
-
-def gradients(prog: Program, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Run a program in a simulation; return outputs, and gradients for random cotangents."""
-    xs = [x.requires_grad_() for x in spec_grid.random_locals(prog.src, seed)]
-    ys = prog(tuple(xs))
-    cotangents = spec_grid.random_locals(as_sums(prog.dst).dual, seed=1)
-    return list(ys), list(torch.autograd.grad(ys, xs, cotangents))
-
-
-def as_sums(spec: Spec) -> Spec:
-    p = spec.partition
-    sums = P(*p.partitions, unreduced=set(p.unreduced), reduced=p.reduced)
-    return spec.replace(partition=sums)
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-@pytest.mark.parametrize("other", [Mesh(x=2, y=2), ELSEWHERE], ids=str)
-def test_max_exchange_has_the_gradient_of_an_all_reduce(kind: str, other: Mesh) -> None:
-    mesh, shape = Mesh(x=2, y=2), (12,)
-    before = spec_grid.all_specs(mesh, shape, ("unreduced",), kind=kind, dtype=torch.float64)
-    after = spec_grid.all_specs(other, shape, kind=kind, dtype=torch.float64)
-    pairs = [pair for pair in itertools.product(before, after) if allowed(*pair)]
-    for src, dst in pairs:
-        axes = reduction_axes(src, dst)
-        # A tensor embedded in neutral elements has no gradient.
-        if not axes or any(axis in dst.partition.unreduced for axis in converted_axes(src, dst)):
-            continue
-        apart = Program(src, (AllReduce(axes), exchange(infer(AllReduce(axes), src), dst)))
-        at_once = Program(src, (exchange(src, dst),))
-        assert apart.dst == at_once.dst == dst
-        for one, two in zip(gradients(apart), gradients(at_once), strict=True):
-            assert all(map(torch.equal, one, two))
-
-
-CANDIDATES = [
-    (CollectivePermute(P("y", unreduced={"x": "max"})), AllReduce("x")),
-    (Exchange(P(unreduced={"y": "max"})), AllReduce("y")),
-    (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), AllReduce("b")),
-    (Remesh(Mesh(a=2, b=2), P("a", unreduced={"b": "max"})), ReduceScatter("b", 0)),
-    (Exchange(P("y")),),
-    (Exchange(P("a"), ((2, 1, 5),), ELSEWHERE),),
-    (Exchange(P("y", unreduced={"x"})), AllReduce("x")),
-]
-
-
-@pytest.mark.parametrize("steps", CANDIDATES, ids=lambda steps: " ".join(map(str, steps)))
-def test_max_gradient_is_that_of_one_device(steps: tuple[Step, ...]) -> None:
-    """The gradient is the same if shards are exchanged before the maximum is taken, or with it."""
-    src = parse("f64[8@x]{unreduced: y=max}", Mesh(x=2, y=2))
-    prog = Program(src, steps)
-    _, back = gradients(prog)
-    wholes = torch.stack([spec_grid.random_global((8,), torch.float64, place) for place in (0, 1)])
-    cotangent = spec_grid.global_of(prog.dst, spec_grid.random_locals(prog.dst, seed=1))
-    (expected,) = torch.autograd.grad(wholes.requires_grad_().amax(0), wholes, cotangent)
-    for rank, gradient in zip(src.mesh.ranks, back, strict=True):
-        assert torch.equal(gradient, expected[src.mesh.index(rank, "y")][src.index(rank)])
-
-
-def test_gradient_of_a_product_is_refused() -> None:
-    src = parse("f32[8]{unreduced: x=product}", Mesh(x=2))
-    with pytest.raises(ShardingError) as caught:
-        Program(src, (Exchange(P("x")),))((torch.ones(8, requires_grad=True),) * 2)
-    assert str(caught.value) == spec_grid.message(
-        "running f32[8]{unreduced: x=product} -> f32[8@x]",
-        "exchange(P('x')) on a tensor that requires grad",
-        "a reduction with a gradient must be a sum, average, maximum or minimum",
-        "detach() the local, or reduce by another reduction")  # fmt: skip
-
-
-def test_second_derivative_of_a_maximum() -> None:
-    src = parse("f64[4]{unreduced: x=max}", Mesh(x=2))
-    prog = Program(src, (Exchange(P("x")),))
-    xs = tuple(torch.tensor(v, dtype=torch.float64, requires_grad=True)
-               for v in ([1.0, 5.0, 2.0, 7.0], [3.0, 4.0, 6.0, 0.0]))  # fmt: skip
-    assert torch.autograd.gradcheck(lambda *xs: prog(xs), xs)
-    assert torch.autograd.gradgradcheck(lambda *xs: prog(xs), xs)

@@ -42,8 +42,7 @@ from fshard.program.steps import (
 from tests.helpers import spec_grid, strategies
 from tests.helpers.reference import simulate
 
-MESH = Mesh(x=2, y=2, z=4)
-FLAT = Mesh(a=16)
+MESH, FLAT = Mesh(x=2, y=2, z=4), Mesh(a=16)
 BF16, F32 = torch.bfloat16, torch.float32
 CLUSTER = Topology.cluster(2)
 
@@ -495,9 +494,7 @@ def test_laws_between_meshes(data: st.DataObject) -> None:
 @pytest.mark.parametrize("topology", [Topology.node(), CLUSTER], ids=["node", "cluster"])
 def test_laws_of_all_pairs_through_a_third_layout(topology: Topology) -> None:
     """Plans of every pair of layouts of a small mesh through a third are simplified."""
-    mesh = Mesh(x=2, y=2)
-    layouts = spec_grid.all_specs(mesh, (4, 8))
-    chooser = random.Random(1)
+    layouts, chooser = spec_grid.all_specs(Mesh(x=2, y=2), (4, 8)), random.Random(1)
     for src, dst in itertools.product(layouts, repeat=2):
         middle = chooser.choice(layouts)
         assert_laws(redistribute(src, middle) >> redistribute(middle, dst), topology)
