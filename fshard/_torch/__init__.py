@@ -1,6 +1,7 @@
-"""Private PyTorch: no other room uses an underscored name of PyTorch.
+"""Private PyTorch: no other folder uses an underscored name of PyTorch.
 
-`torch.ops.*` counts as public. Builtins that run in hot paths are re-exported under a good name, so
+`torch.ops.*` counts as public, including `_c10d_functional` in `run/transports/torch_distributed`
+and `run/capture`. Builtins that run in hot paths are re-exported under a good name, so
 that they cost no Python call.
 
 autograd_state   grad mode, autocast, running backward passes, views

@@ -197,7 +197,10 @@ def _apply_partitioned(
     op: Any, run: Any, specs: Sequence[Any], named: Mapping[str, Any],
     pairs: Sequence[tuple[Any, Spec]], mode: str, topology: Topology | None,
 ) -> Any:  # fmt: skip
-    """Run an operation as `fs.partition` runs the function `run` of its decomposition."""
+    """Run an operation without a rule, or of several operations, through `fs.partition` of `run`.
+
+    Explicit mode refuses if that would communicate.
+    """
     part = _partition(run, freeze(tuple(specs)), freeze(dict(named)), topology)
     if mode == "explicit":
         progs = [prog for prog in part.trace(*pairs).programs if not prog.is_local]

@@ -29,17 +29,17 @@ class CallSignature:
         requires_grad: for every tensor, if its gradient is requested.
         devices: the device of every tensor.
         grad_enabled: the grad mode.
-        state: the default dtype, and the training flags of the modules.
+        ambient: the default dtype, and the training flags of the modules.
     """
 
     requires_grad: tuple[bool, ...]
     devices: tuple[torch.device, ...]
     grad_enabled: bool
-    state: Any
+    ambient: Any
 
     @staticmethod
     def of(
-        leaves: Sequence[Any], specs: Sequence[Spec | None], state: Any, *, runs: bool
+        leaves: Sequence[Any], specs: Sequence[Spec | None], ambient: Any, *, runs: bool
     ) -> CallSignature:
         """Return the signature of a call; unless it `runs`, meta tensors count as CPU tensors."""
         enabled, tensors = torch.is_grad_enabled(), tensor_leaves(leaves, specs)
@@ -47,7 +47,7 @@ class CallSignature:
         devices = [_device(leaf) for leaf in tensors]
         if not runs:
             devices = [CPU if device.type == "meta" else device for device in devices]
-        return CallSignature(flags, tuple(devices), enabled, state)
+        return CallSignature(flags, tuple(devices), enabled, ambient)
 
     @property
     def device(self) -> torch.device:

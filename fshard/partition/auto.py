@@ -30,7 +30,7 @@ from fshard.partition.ir import ClosureTensor, Operation, Redistribution
 from fshard.partition.label_graph import ArgumentLeaf, GraphLabels
 from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import PartitionedCall
-from fshard.partition.step_time import lines_time
+from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.program_arguments import as_topology

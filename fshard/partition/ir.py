@@ -169,7 +169,7 @@ def write_value(local: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class _NamedFunction:
-    """Function with a name of its own in the code of a graph."""
+    """Callable with a readable name, which FX writes into a graph's code."""
 
     def __init__(self, run: Callable[..., Any], name: str) -> None:
         self.run, self.__name__, self.__qualname__, self.__module__ = (run, name, name, "fshard")

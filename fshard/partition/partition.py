@@ -38,7 +38,7 @@ from fshard.partition.assign_layouts import (
 from fshard.partition.ir import Copy, Ref, Write, aliases_of, keep_gradients_of
 from fshard.partition.layout_hints import layout_hints
 from fshard.partition.partitioned_call import NonTensor, PartitionedCall
-from fshard.partition.step_time import lines_time
+from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import shard, unshard
@@ -180,7 +180,7 @@ class Partition:
                  "layouts follow from the arguments' shapes", fix)  # fmt: skip
         return next(reversed(self._calls.values()))[0]
 
-    def _state(self) -> Any:
+    def _ambient(self) -> Any:
         """Return the state that the graph depends on beside the arguments, as far as visible."""
         if self.module is None:
             return torch.get_default_dtype(), ()
@@ -193,7 +193,7 @@ class Partition:
         """Return the leaves of a call's arguments; and its partitioned call and their specs."""
         refuse_autocast(self.where)
         leaves: list[Any] = []
-        key: list[Any] = [torch.is_grad_enabled(), self._state()]
+        key: list[Any] = [torch.is_grad_enabled(), self._ambient()]
         # A list: a tuple of two arguments of which the second is a spec would be a pair.
         append_cache_key(list(args), leaves, key)
         for leaf in leaves:
@@ -243,7 +243,7 @@ class Partition:
         """Trace and plan a call, and return it with the specs of its leaves."""
         specs = self._specs(args, leaves)
         tree = flatten(list(args))[1]
-        signature = CallSignature.of(leaves, specs, self._state(), runs=runs)
+        signature = CallSignature.of(leaves, specs, self._ambient(), runs=runs)
         inputs = [*zip((s for s in specs if s is not None), signature.requires_grad, strict=True)]
         if not inputs:
             fail(self.where, "no tensors", "at least one argument must be a tensor",

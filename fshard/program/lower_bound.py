@@ -13,9 +13,9 @@ import torch
 
 from fshard._util.errors import raise_if
 from fshard.layout.spec import Spec
-from fshard.program.cost.overlap import overlaps, shared_elements
 from fshard.program.cost.rank_loads import add_vectors, union_ranks
 from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, overlap_bytes
+from fshard.program.cost.shard_overlap import overlaps, shared_elements
 from fshard.program.cost.traffic import max_local_nbytes, on_one_mesh
 from fshard.program.program_arguments import endpoint_problems, wire_problems
 

@@ -18,7 +18,7 @@ from fshard.layout.mesh import Mesh
 from fshard.plan.batch.coalesce import LeafSteps, buckets, coalesced, rounds, typed_step
 from fshard.program.cost.traffic import step_axes
 from fshard.program.program import Program
-from fshard.run.collective import Wire, begin
+from fshard.run.collective import Wire, launch_wire
 from fshard.run.interpreter import stages
 from fshard.run.transports.base import Group, Parts, Transport, notify
 
@@ -176,7 +176,7 @@ def _launch_kind(
     """Launch wires of one kind at once over the kind's group; a single one over its own group."""
     own_wires = [(i, wire) for i, _, wire in members if wire is not None]
     if len(members) == 1:
-        launched = [(i, begin(wire, ys[i], transport)) for i, wire in own_wires]
+        launched = [(i, launch_wire(wire, ys[i], transport)) for i, wire in own_wires]
 
         def finish_one() -> None:
             for i, finish in launched:

@@ -168,7 +168,7 @@ def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: floa
     one = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
     other = torch.zeros_like(one)
     copied = _timed(world, ranks, lambda: other.copy_(one))
-    launch = _launch(world, ranks)
+    launch = _launch_seconds(world, ranks)
     message = _message(*_shift_and_swap(world, ranks))
     numbers = [launch, 2 * nbytes / copied, message]
     for axis in axes:
@@ -246,7 +246,7 @@ def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:
     return Link(latency, 1 / pace)
 
 
-def _launch(world: ProcessWorld, ranks: Group) -> float:
+def _launch_seconds(world: ProcessWorld, ranks: Group) -> float:
     """Return the seconds that launching a collective takes, without the wait for it."""
     x = torch.zeros(1, device=world.device)
     times = []

@@ -27,7 +27,7 @@ from fshard.layout.tree import tensors_in
 from fshard.run.transports.base import LABEL, Label, backward_phase, direct_transport, unobserved
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import TensorFunction
-from fshard.run.transports.shape_only import recording
+from fshard.run.transports.shape_only import meta_as_real
 
 ATEN = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -298,7 +298,7 @@ def record(
         The recording; None for a function that writes in place or reads values of new tensors.
     """
     recorder = _Recorder()
-    with torch.no_grad(), unobserved(), recording(), recorder:
+    with torch.no_grad(), unobserved(), meta_as_real(), recorder:
         y = function(like)
     compiler = _Compiler(like, recorder.ops, y)
     needed = compiler.needed()

@@ -93,7 +93,7 @@ class Wire:
     receive: tuple[int, ...] = ()
 
 
-def begin(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
+def launch_wire(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
     """Launch one collective on this rank's local; return the call that waits for its result."""
     payload = wire.pack(x)
     notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank)
@@ -377,8 +377,8 @@ def _box_exchange(
         sources: the boxes to receive, in the group's order.
         combine: how terms of one box are combined.
 
-    The rank's own box is in `out` and `sources`; it goes through the collective only if the
-    received tensor is then the result.
+    The rank's own box is in `out` and `sources`. It is sent to itself only if the received tensor,
+    as it arrives, is the result; else it is copied from the local.
     """
     index = member.group.index(member.rank)
     parts = [source._replace(box=relative(source.box, needed)) for source in sources]

@@ -34,7 +34,7 @@ from fshard.run.transports.base import (
     current_transport,
     is_simulated,
     label_of,
-    under,
+    with_label,
 )
 from fshard.run.transports.divergence_report import call_line, rank_text
 from fshard.run.transports.shape_only import is_abstract
@@ -181,7 +181,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     where, ranks = _where(prog), ranks_of(prog)
     transport = current_transport() or current_rank(ranks, where)
     valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
-    if not (valid and transport.moves(local.device)):
+    if not (valid and transport.accepts(local.device)):
         check_local_input(prog, local, transport, where)
     label = Label(where, ranks, call_line()) if async_op else label_of(where, ranks)
     needs_grad = local.requires_grad and torch.is_grad_enabled()
@@ -203,10 +203,10 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
         elif needs_grad:
             with torch.no_grad():
                 launched = launch(prog, transport, local)
-            finish = lambda: apply_launched(ProgramGroup((prog,)), launched, local)  # noqa: E731
+            finish = lambda: apply_launched(prog, launched, local)  # noqa: E731
         else:
             finish = launch(prog, transport, local)
-        return Pending(under(label, finish)) if async_op else finish()
+        return Pending(with_label(label, finish)) if async_op else finish()
     finally:
         LABEL.reset(token)
 
@@ -231,7 +231,7 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
     expected = spec.local_shape(transport.rank)
     if local.shape != expected or local.dtype != spec.dtype:
         raise_if(where, [_mismatch(local.shape, local.dtype, spec, [transport.rank])])
-    if not transport.moves(local.device):
+    if not transport.accepts(local.device):
         fail(where, f"on rank {transport.rank} a local on {local.device}",
              "its device must be one that a process group has a backend for",
              "move it with .to(...)")  # fmt: skip
@@ -260,7 +260,10 @@ def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
             "a local is the first item of a pair, whose spec is known here",
             "pair.local, pair[0]",
         )
-    if not isinstance(local, Sequence) or not all(isinstance(x, torch.Tensor) for x in local):
+    is_tensor = (
+        [isinstance(x, torch.Tensor) for x in local] if isinstance(local, Sequence) else None
+    )
+    if is_tensor is None or not all(is_tensor):
         fail(where, f"a local of type {type(local).__name__}",
              "a local must be a tensor, or in a simulation the tuple of all shards",
              "fs.shard(global_tensor, spec).local")  # fmt: skip

@@ -25,7 +25,7 @@ from fshard.run.autograd.linear_function import (
     apply_linear,
     apply_programs,
     is_differentiated,
-    start_linear,
+    launch_linear,
 )
 from fshard.run.execute import (
     Pending,
@@ -41,7 +41,7 @@ from fshard.run.transports.base import (
     current_rank,
     current_transport,
     labelled,
-    under,
+    with_label,
 )
 from fshard.run.transports.divergence_report import call_line
 
@@ -64,7 +64,7 @@ def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     progs = tuple(prog for prog in batch.leaves if prog is not None)
     op = ProgramGroup(progs, ranks_of(*progs), batch.bucket_bytes)
     is_local = current_transport() is not None or any(isinstance(x, torch.Tensor) for x in leaves)
-    finish = (_start_local if is_local else _start_on_shards)(op, leaves, names, async_op)
+    finish = (_launch_local if is_local else _launch_on_shards)(op, leaves, names, async_op)
 
     def finish_tree() -> Any:
         for i, y in zip(places, finish(), strict=True):
@@ -79,10 +79,10 @@ def _paths(batch: Batch) -> list[str]:
     return paths(batch.programs, "")
 
 
-def _start_local(
+def _launch_local(
     op: ProgramGroup, leaves: list[Any], names: Sequence[str], async_op: bool
 ) -> FinishAll:
-    """Start a batch on this rank's locals."""
+    """Launch a batch on this rank's locals."""
     transport = current_rank(op.mesh, WHERE)
     checks = [
         partial(_checked_local, x, prog, transport)
@@ -93,8 +93,8 @@ def _start_local(
 
     def run(xs: Tensors) -> FinishAll:
         with labelled(label):
-            finish = _start(op, [(x,) for x in xs], names, on_shards=False, async_op=async_op)
-        return under(label, lambda: tuple(y for (y,) in finish()))
+            finish = _launch(op, [(x,) for x in xs], names, on_shards=False, async_op=async_op)
+        return with_label(label, lambda: tuple(y for (y,) in finish()))
 
     if current_tracker_hook.call() is None:
         return run(locals_)
@@ -113,10 +113,10 @@ def _checked_local(x: Any, prog: Program, transport: Transport) -> torch.Tensor:
     return x
 
 
-def _start_on_shards(
+def _launch_on_shards(
     op: ProgramGroup, leaves: list[Any], names: Sequence[str], async_op: bool
 ) -> Callable[[], LeafTensors]:
-    """Start a batch on the shards of all ranks of a simulation."""
+    """Launch a batch on the shards of all ranks of a simulation."""
     progs, ranks = op.progs, op.mesh.ranks
     checks = [
         partial(check_shards, x, prog.src, WHERE) for x, prog in zip(leaves, progs, strict=True)
@@ -125,7 +125,7 @@ def _start_on_shards(
     for shards, prog in zip(map_leaves(WHERE, names, checks), progs, strict=True):
         by_rank = dict(zip(prog.src.mesh.ranks, shards, strict=True))
         xs.append(tuple(by_rank.get(rank, shards[0].new_empty(0)) for rank in ranks))
-    finish = _start(op, xs, names, on_shards=True, async_op=async_op)
+    finish = _launch(op, xs, names, on_shards=True, async_op=async_op)
 
     def finish_targets() -> LeafTensors:
         return [
@@ -136,10 +136,10 @@ def _start_on_shards(
     return finish_targets
 
 
-def _start(
+def _launch(
     op: ProgramGroup, xs: LeafTensors, names: Sequence[str], *, on_shards: bool, async_op: bool
 ) -> Callable[[], LeafTensors]:
-    """Start programs differentiably; maxima and minima with gradients run after the others."""
+    """Launch programs differentiably; maxima and minima with gradients run after the others."""
     need_grad = [is_differentiated(*shards) for shards in xs]
     is_late = [need and not prog.is_linear for need, prog in zip(need_grad, op.progs, strict=True)]
     if async_op and any(is_late):
@@ -152,10 +152,10 @@ def _start(
     is_early = [not late for late in is_late]
     n = op.mesh.size if on_shards else 1
     linear = op.with_programs(compress(op.progs, is_early))
-    started = _start_linear(linear, list(compress(xs, is_early)), n, on_shards)
+    launched = _launch_linear(linear, list(compress(xs, is_early)), n, on_shards)
 
     def finish() -> LeafTensors:
-        early, late = iter(started()), iter(LeafTensors())
+        early, late = iter(launched()), iter(LeafTensors())
         if any(is_late):
             extremes = op.with_programs(compress(op.progs, is_late))
             inputs = _flatten(compress(xs, is_late))
@@ -165,10 +165,10 @@ def _start(
     return finish
 
 
-def _start_linear(
+def _launch_linear(
     op: ProgramGroup, xs: LeafTensors, n: int, on_shards: bool
 ) -> Callable[[], LeafTensors]:
-    """Start linear programs; only those of leaves that need a gradient have a backward."""
+    """Launch linear programs; only those of leaves that need a gradient have a backward."""
     if not xs:
         return list
     if is_transformed():  # a launch would send the wrappers of `torch.func`
@@ -178,7 +178,7 @@ def _start_linear(
         if on_shards:
             launched = partial(tuple, op.run_on_shards(_flatten(xs)))
         else:
-            launched = start_linear(op, _flatten(xs), WHERE)
+            launched = launch_linear(op, _flatten(xs), WHERE)
     need_grad = [is_differentiated(*shards) for shards in xs]
 
     def finish() -> LeafTensors:

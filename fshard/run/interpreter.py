@@ -35,7 +35,7 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.collective import Wire, begin, exchange, wire_of
+from fshard.run.collective import Wire, exchange, launch_wire, wire_of
 from fshard.run.transports.base import Finish, Group, Transport, notify
 from fshard.run.transports.reduce_dtypes import (
     TensorFunction,
@@ -68,10 +68,10 @@ def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
     """
     before, last, after = _split_at_last_wire(prog, transport.rank)
     for stage in before:
-        x = begin(stage, x, transport)() if isinstance(stage, Wire) else stage(x)
+        x = launch_wire(stage, x, transport)() if isinstance(stage, Wire) else stage(x)
     if last is None:
         return lambda: x
-    finish = begin(last, x, transport)
+    finish = launch_wire(last, x, transport)
     if not after:
         return finish
 

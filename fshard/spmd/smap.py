@@ -72,7 +72,11 @@ def smap(
 
 
 def _specs_of(keyword: str, axes: Any, axis_name: str) -> Any:
-    """Return the specs of `in_axes` or `out_axes`; raise `ShardingError` for other leaves."""
+    """Return the specs of `in_axes` or `out_axes`: an int is a sharded dim, None is `P()`.
+
+    Raises:
+        ShardingError: a leaf is neither.
+    """
     if keyword == "in_axes" and not isinstance(axes, int | tuple | Mapping | None):
         fail(
             "fs.smap",

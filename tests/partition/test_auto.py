@@ -14,7 +14,7 @@ import fshard as fs
 from fshard import Mesh, P, PartitionSpec
 from fshard.partition import auto
 from fshard.partition.auto import step_memory
-from fshard.partition.step_time import lines_time
+from fshard.partition.training_time import lines_time
 from fshard.partition.variable_elimination import Labelling
 from tests.benchmarks import bench_auto
 from tests.helpers.ops import blocks

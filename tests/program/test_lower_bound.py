@@ -17,7 +17,13 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.spec import Spec
-from fshard.program.cost.overlap import even_overlap, even_pieces, overlaps, pieces, shared_elements
+from fshard.program.cost.shard_overlap import (
+    even_overlap,
+    even_pieces,
+    overlaps,
+    pieces,
+    shared_elements,
+)
 from fshard.program.cost.traffic import on_one_mesh
 from fshard.program.lower_bound import Bound, lower_bound
 from fshard.program.program import Program

@@ -191,7 +191,7 @@ def _named(name: str) -> Iterable[Any]:
 
 
 def row_of(op: Any) -> Row | None:
-    """Return the row of an operation or, for in-place and `out=` overloads, of its functional."""
+    """Return the row of an operation or, for in-place and `out=` overloads, its functional form."""
     _load()
     row = _ROWS.get(op)
     if row is None and isinstance(op, OpOverload):

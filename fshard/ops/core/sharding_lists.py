@@ -68,7 +68,10 @@ def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
 
 
 def _state(placement: Any) -> int | str | None:
-    """Return a state as the sharded dim, the reduction, or None; DTensor placements converted."""
+    """Return an entry of a list as a dim (sharded), a reduction (unreduced) or None (replicated).
+
+    Placements of DTensor are converted.
+    """
     if hasattr(placement, "is_shard"):
         if placement.is_shard():
             return int(placement.dim)

@@ -61,7 +61,7 @@ WriteBlock = Callable[[HashBlock, torch.Tensor], None]
 
 
 def _write_bits(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
-    """Write the low bits of both words xored; all bits of both words for 64-bit dtypes."""
+    """Return the function that writes both words xored, or for 64-bit dtypes both words, to a block."""
     words, signed = key_words(key), SIGNED_DTYPES[dtype]
 
     def write(hash_: HashBlock, out: torch.Tensor) -> None:
@@ -77,7 +77,10 @@ def _int64(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _write_unit(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
-    """Write uniform numbers in [0, 1): bits become the mantissa of numbers in [1, 2), minus 1."""
+    """Return the function that writes uniform numbers in [0, 1) into a block.
+
+    Bits become the mantissa of numbers in [1, 2), minus 1.
+    """
     words = key_words(key)
     width, mantissa = FLOAT_BITS[dtype]
     one = (1 << (dtype.itemsize * 8 - 2)) - (1 << mantissa)
@@ -96,7 +99,7 @@ def _write_unit(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
 
 
 def _write_uniform(key: torch.Tensor, dtype: torch.dtype, low: float, high: float) -> WriteBlock:
-    """Write uniform numbers in [low, high)."""
+    """Return the function that writes uniform numbers in [low, high) into a block."""
     unit = _write_unit(key, dtype)
     if (low, high) == (0.0, 1.0):
         return unit
@@ -114,7 +117,7 @@ def _write_uniform(key: torch.Tensor, dtype: torch.dtype, low: float, high: floa
 
 
 def _write_normal(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
-    """Write normal numbers: sqrt(2) * erfinv(u) for u uniform in (-1, 1)."""
+    """Return the function that writes sqrt(2) * erfinv(u) into a block, u uniform in (-1, 1)."""
     ends = torch.tensor([-1.0, 0.0, math.sqrt(2)], dtype=dtype, device="cpu")
     uniform = _write_uniform(key, dtype, torch.nextafter(ends[0], ends[1]).item(), 1.0)
     scale = ends[2].item()
@@ -128,7 +131,7 @@ def _write_normal(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
 
 
 def _write_bernoulli(key: torch.Tensor, dtype: torch.dtype, p: float) -> WriteBlock:
-    """Write whether a float32 number, uniform in [0, 1), is less than `p`."""
+    """Return the function that writes if a float32 number, uniform in [0, 1), is less than `p`."""
     unit = _write_unit(key, torch.float32)
     threshold = torch.tensor(p, dtype=torch.float32, device="cpu").item()
 
@@ -141,9 +144,9 @@ def _write_bernoulli(key: torch.Tensor, dtype: torch.dtype, p: float) -> WriteBl
 
 
 def _write_integers(key: torch.Tensor, dtype: torch.dtype, low: int, last: int) -> WriteBlock:
-    """Write integers in [low, last]: the remainder of 64 or 128 random bits by the span.
+    """Return the function that writes integers in [low, last] into a block.
 
-    The arithmetic is modulo 2**32 or 2**64, as in JAX.
+    They are remainders of 64 or 128 random bits by the span. The arithmetic is modulo 2**32 or 2**64, as in JAX.
     """
     keys = derive_keys(key, torch.arange(2, device=key.device))
     upper_words, lower_words = map(key_words, keys)

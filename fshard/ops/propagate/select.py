@@ -189,7 +189,10 @@ class _AxisContext(NamedTuple):
 
 
 def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option | None:
-    """Return a role with its cost on an axis, None if it is not plausible or not possible."""
+    """Return a role with its cost on an axis.
+
+    None if a state change is impossible, or if no operand suggests the role (`_is_plausible`).
+    """
     topology, link, n = axis.topology, axis.link, axis.n
     if not hinted and not _is_plausible(role, axis):
         return None

@@ -34,7 +34,7 @@ from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import base_name, instances_in
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
-from fshard.spmd.tracking.torch_effects import STATE, writes_state
+from fshard.spmd.tracking.torch_effects import WRITES_ARGUMENT, written_arguments
 
 
 def has_no_gradient(op: Any) -> bool:
@@ -73,9 +73,9 @@ def _named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str,
 def _statistics(node: fx.Node) -> list[Any]:
     """Return the running statistics that a norm writes, which its schema does not say."""
     name = base_name(node.target)
-    if name not in STATE or "norm" not in name:
+    if name not in WRITES_ARGUMENT or "norm" not in name:
         return []
-    return writes_state(node.target, name, node.args, node.kwargs)  # type: ignore[arg-type]
+    return written_arguments(node.target, name, node.args, node.kwargs)  # type: ignore[arg-type]
 
 
 def functional(

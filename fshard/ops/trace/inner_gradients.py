@@ -127,9 +127,9 @@ _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class SavedTensors(TorchDispatchMode):
-    """Mode that finds the tensors which autograd saved and unpacks, detached in the graph.
+    """Mode that notes which graph nodes are autograd's detached copies of saved tensors.
 
-    A gradient that is differentiated again must use the result that was saved, not a detached copy.
+    `undo_detach` puts the originals back, so that second derivatives reach them.
     """
 
     def __init__(self) -> None:

@@ -241,14 +241,14 @@ def coalesced(leaves: Leaves, steps: LeafSteps) -> tuple[LeafSteps, ...]:
 def launches(leaves: Leaves, limit: int | None) -> tuple[Launch, ...]:
     """Return every launch of a batch, in order."""
     return tuple(
-        _launch(leaves, steps)
+        _describe_launch(leaves, steps)
         for bucket in buckets(leaves, limit)
         for collectives in rounds(leaves, bucket)
         for steps in coalesced(leaves, collectives)
     )
 
 
-def _launch(leaves: Leaves, steps: LeafSteps) -> Launch:
+def _describe_launch(leaves: Leaves, steps: LeafSteps) -> Launch:
     """Return the launch of several steps; its axes are those of the first step."""
     op = dict(launch_keys(leaves[steps[0][0]]))[steps[0][1]].op
     typed = [typed_step(leaves, *step) for step in steps]

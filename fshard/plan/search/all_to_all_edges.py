@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from fshard.plan.search.layout_state import Axes
 from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.search_layout import Axes
 from fshard.program.single_step import common_order
 from fshard.program.steps import Exchange
 

@@ -36,9 +36,9 @@ import math
 from fshard.layout.spec import Spec
 from fshard.plan.search.collective_edges import CollectiveEdges
 from fshard.plan.search.exchange_edges import StepFactory
-from fshard.plan.search.layout_state import LayoutState
 from fshard.plan.search.problem import SearchProblem
 from fshard.plan.search.reachability import is_unreachable
+from fshard.plan.search.search_layout import SearchLayout
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
 
@@ -90,12 +90,12 @@ def _first_program(
     more it is found sooner.
     """
     start, goal, bound = problem.start, problem.goal, problem.bound
-    best: dict[LayoutState, float] = {start: 0.0}
-    previous: dict[LayoutState, tuple[LayoutState, StepFactory]] = {}
+    best: dict[SearchLayout, float] = {start: 0.0}
+    previous: dict[SearchLayout, tuple[SearchLayout, StepFactory]] = {}
     ticket = itertools.count()
     # A result must be better than `limit` by more than rounding.
     limit, slack, num_edges, schedule = limit * (1 - 1e-9), 0.0, 0, list(SLACK)
-    queue: list[tuple[float, int, int, LayoutState, float]] = [
+    queue: list[tuple[float, int, int, SearchLayout, float]] = [
         (bound(start), 0, next(ticket), start, 0.0)
     ]
     while queue:
@@ -130,7 +130,7 @@ def _first_program(
 
 
 def _steps_to(
-    state: LayoutState, previous: dict[LayoutState, tuple[LayoutState, StepFactory]]
+    state: SearchLayout, previous: dict[SearchLayout, tuple[SearchLayout, StepFactory]]
 ) -> list[Step]:
     steps = []
     while state in previous:

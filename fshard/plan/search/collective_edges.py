@@ -16,8 +16,8 @@ from functools import partial
 from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.all_to_all_edges import AxisRuns
 from fshard.plan.search.exchange_edges import Edge, ExchangeEdges, StepFactory
-from fshard.plan.search.layout_state import Axes, LayoutState, add_kinds, remove_kinds, subsets
 from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, remove_kinds, subsets
 from fshard.program.cost.traffic import (
     Traffic,
     all_gather_traffic,
@@ -80,7 +80,7 @@ class CollectiveEdges(ExchangeEdges):
         free = [axis for axis in size if axis not in busy and size[axis] in freed]
         return frozenset([a for a in free if goals[a][0] in ("sharded", "unreduced")])
 
-    def of(self, state: LayoutState) -> Iterator[Edge]:
+    def of(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield every edge out of a state, in a fixed order."""
         yield from self.state_casts(state)
         yield from (edge for edge in self.slices(state) if edge[0] < math.inf)
@@ -97,7 +97,7 @@ class CollectiveEdges(ExchangeEdges):
 
     # -- local steps ------------------------------------------------------------------
 
-    def state_casts(self, state: LayoutState) -> Iterator[Edge]:
+    def state_casts(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield the steps of replicated axes to their goal states, equal goals together."""
         reduced = dict(state.reduced)
         busy = _busy(state)
@@ -146,7 +146,7 @@ class CollectiveEdges(ExchangeEdges):
         slow = () if self.direct or Exchange in self.exclude else self.problem.slow_axes
         return tuple([axis for axis in axes if axis in slow or axis in traded])
 
-    def slices(self, state: LayoutState) -> Iterator[Edge]:
+    def slices(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield the slices of every dim along replicated axes, of axes that have one state."""
         busy = _busy(state)
         kinds = dict(state.reduced)
@@ -181,7 +181,7 @@ class CollectiveEdges(ExchangeEdges):
                 return False
         return True
 
-    def orders(self, state: LayoutState, dim: int, axes: Axes) -> list[Axes]:
+    def orders(self, state: SearchLayout, dim: int, axes: Axes) -> list[Axes]:
         """Return the orders in which axes are appended to a dim, the goal's order first."""
         if len(axes) == 1:
             return [axes]
@@ -197,7 +197,7 @@ class CollectiveEdges(ExchangeEdges):
             orders.append(first[::-1] + rest)
         return orders
 
-    def replacements(self, state: LayoutState) -> Iterator[Edge]:
+    def replacements(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield embeddings of one axis in which a reduced axis of its size takes its place."""
         free = [axis for axis, _ in state.reduced if axis in self.replacement_axes]
         for dim, axes in enumerate(state.dims):
@@ -216,7 +216,7 @@ class CollectiveEdges(ExchangeEdges):
                 if not has_mixed_reductions(new.unreduced, new.reduced):
                     yield self.local(make_step, new, 2 * self.problem.nbytes(new))
 
-    def embeddings(self, state: LayoutState) -> Iterator[Edge]:
+    def embeddings(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield the embeddings of minor runs of axes in zeros, if the goal or other axes are sums.
 
         Otherwise nothing is embedded: a mere move adds no zeros, and an unreduced maximum gets no
@@ -242,7 +242,7 @@ class CollectiveEdges(ExchangeEdges):
 
     # -- collectives ------------------------------------------------------------------
 
-    def reductions(self, state: LayoutState) -> Iterator[Edge]:
+    def reductions(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield all-reduces and reduce-scatters over every subset of the axes to be reduced."""
         by_kind: dict[str, list[str]] = {}
         for axis, kind in state.unreduced:
@@ -270,7 +270,7 @@ class CollectiveEdges(ExchangeEdges):
                         if edge := self.collective(make_step, order, state, new, moved, copied):
                             yield edge
 
-    def all_to_alls(self, state: LayoutState) -> Iterator[Edge]:
+    def all_to_alls(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield all-to-alls of minor runs of axes: one run to any dim, several to goal dims."""
         if AllToAll in self.exclude:
             return
@@ -292,7 +292,7 @@ class CollectiveEdges(ExchangeEdges):
         if not self.direct:
             yield from self.fused_all_to_alls(state)
 
-    def fused_all_to_alls(self, state: LayoutState) -> Iterator[Edge]:
+    def fused_all_to_alls(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield all-to-alls of several runs, or of one run whose axes go to several goal dims."""
         problem, nbytes = self.problem, self.problem.nbytes(state)
         choices = [self.runs.of(dim, axes) for dim, axes in enumerate(state.dims)]
@@ -326,7 +326,7 @@ class CollectiveEdges(ExchangeEdges):
             if edge := self.collective(make_step, axes, state, new, swap, copied):
                 yield edge
 
-    def gathers(self, state: LayoutState) -> Iterator[Edge]:
+    def gathers(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield the all-gather of every minor run of axes of a dim."""
         problem, nbytes = self.problem, self.problem.nbytes(state)
         for dim, axes in enumerate(state.dims):
@@ -344,7 +344,7 @@ class CollectiveEdges(ExchangeEdges):
                     yield edge
 
 
-def _busy(state: LayoutState) -> set[str]:
+def _busy(state: SearchLayout) -> set[str]:
     """Return the axes that shard a dim or are unreduced; the others are replicated."""
     return {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
 

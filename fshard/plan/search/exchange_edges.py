@@ -13,8 +13,8 @@ from typing import Any
 
 from fshard.layout.partition_spec import Kinds
 from fshard.plan.search.exchange_targets import all_targets, direct_targets, swapped_inside
-from fshard.plan.search.layout_state import Axes, LayoutState
 from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.search_layout import Axes, SearchLayout
 from fshard.program.cost.traffic import NO_TRAFFIC, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
 
@@ -22,9 +22,9 @@ MAX_UNEVEN_RANKS = 16
 """Most ranks for exchanges of even shards in which ranks receive different amounts."""
 
 StepFactory = partial[Any]
-Edge = tuple[float, StepFactory, LayoutState]
+Edge = tuple[float, StepFactory, SearchLayout]
 """Cost of a step, its constructor, and the layout after it."""
-ExchangeTarget = tuple[LayoutState, int, int, float]
+ExchangeTarget = tuple[SearchLayout, int, int, float]
 """Layout, ranks that are reduced over, bytes copied into it, and least cost after the exchange."""
 
 
@@ -39,7 +39,7 @@ class ExchangeEdges:
         self.direct = direct
         self.limit = math.inf
         self.exclude = problem.exclude
-        self.by_signature: dict[object, list[LayoutState]] = {}
+        self.by_signature: dict[object, list[SearchLayout]] = {}
         self.exchange_targets: dict[tuple[Kinds, frozenset[str]], list[ExchangeTarget]] = {}
         # If no other step moves shards from dim to dim, permutations of finer shards do.
         self.permutes_any = not direct and {Exchange, AllToAll} <= self.exclude
@@ -49,10 +49,10 @@ class ExchangeEdges:
             and len(problem.size) - len(problem.unit_axes) < 3
         )
         self.allows_uneven = few and problem.topology is not None and not direct
-        self.cached_ends: list[LayoutState] = []
+        self.cached_ends: list[SearchLayout] = []
 
     @property
-    def ends(self) -> list[LayoutState]:
+    def ends(self) -> list[SearchLayout]:
         """The layouts that permutations and exchanges lead to: the goal, and some close to it."""
         if not self.cached_ends:
             find = direct_targets if self.direct else all_targets
@@ -61,7 +61,7 @@ class ExchangeEdges:
 
     # -- costs ------------------------------------------------------------------------
 
-    def local(self, make_step: StepFactory, after: LayoutState, copied: int) -> Edge:
+    def local(self, make_step: StepFactory, after: SearchLayout, copied: int) -> Edge:
         """Return an edge without traffic that copies `copied` bytes."""
         problem = self.problem
         if not problem.is_divisible(after):
@@ -72,8 +72,8 @@ class ExchangeEdges:
         self,
         make_step: StepFactory,
         axes: Axes,
-        before: LayoutState,
-        after: LayoutState,
+        before: SearchLayout,
+        after: SearchLayout,
         moved: Traffic | None,
         copied: int,
         reduced_ranks: int = 1,
@@ -96,7 +96,7 @@ class ExchangeEdges:
         return (cost, make_step, after) if cost <= self.limit else None
 
     def min_total(
-        self, before: LayoutState, after: LayoutState, copied: int, reduced_ranks: int
+        self, before: SearchLayout, after: SearchLayout, copied: int, reduced_ranks: int
     ) -> float:
         """Return a lower bound of the cost of a collective and of all steps after it."""
         problem = self.problem
@@ -108,7 +108,7 @@ class ExchangeEdges:
 
     # -- edges ------------------------------------------------------------------------
 
-    def permutations(self, state: LayoutState) -> Iterator[Edge]:
+    def permutations(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield the permutations to `ends`, and to other orders of axes where that helps."""
         problem = self.problem
         if CollectivePermute in self.exclude:
@@ -117,8 +117,10 @@ class ExchangeEdges:
             for target in self.ends:
                 self.by_signature.setdefault(problem.permute_signature(target), []).append(target)
         nbytes = problem.nbytes(state)
-        targets: Iterable[LayoutState] = self.by_signature.get(problem.permute_signature(state), ())
-        others: Iterable[LayoutState] = ()
+        targets: Iterable[SearchLayout] = self.by_signature.get(
+            problem.permute_signature(state), ()
+        )
+        others: Iterable[SearchLayout] = ()
         if not self.direct:
             others = self.reordered(state) if self.permutes_any else swapped_inside(problem, state)
         for target in itertools.chain(targets, others):
@@ -130,12 +132,12 @@ class ExchangeEdges:
                 if edge := self.collective(make_step, axes, state, target, moved, 0):
                     yield edge
 
-    def reordered(self, state: LayoutState) -> Iterator[LayoutState]:
+    def reordered(self, state: SearchLayout) -> Iterator[SearchLayout]:
         """Yield the layouts with the axes of every dim in all orders."""
         for dims in itertools.product(*map(itertools.permutations, state.dims)):
             yield state._replace(dims=dims)
 
-    def exchanges(self, state: LayoutState) -> Iterator[Edge]:
+    def exchanges(self, state: SearchLayout) -> Iterator[Edge]:
         """Yield the exchanges to `ends`."""
         if Exchange in self.exclude:
             return
@@ -178,7 +180,7 @@ class ExchangeEdges:
         ranks could receive different amounts.
         """
         problem = self.problem
-        targets: dict[LayoutState, ExchangeTarget] = {}
+        targets: dict[SearchLayout, ExchangeTarget] = {}
         for end, converted in itertools.product(self.ends, (sharded, ()) if sharded else ((),)):
             kept = tuple(a for a in end.unreduced if a in unreduced or a[0] in converted)
             target = end._replace(unreduced=kept)
@@ -191,15 +193,15 @@ class ExchangeEdges:
         return list(targets.values())
 
 
-def _can_exchange(reduced: Kinds, target: LayoutState) -> bool:
+def _can_exchange(reduced: Kinds, target: SearchLayout) -> bool:
     """Return True if every reduced axis stays reduced or shards a dim of `target`."""
     lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
     return not lost or {*lost} <= {*itertools.chain(*target.dims)}
 
 
-def _permute(target: LayoutState) -> CollectivePermute:
+def _permute(target: SearchLayout) -> CollectivePermute:
     return CollectivePermute(target.partition)
 
 
-def _exchange(target: LayoutState) -> Exchange:
+def _exchange(target: SearchLayout) -> Exchange:
     return Exchange(target.partition, target.sizes)

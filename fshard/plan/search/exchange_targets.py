@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator
 
 from fshard.layout.validation import has_mixed_reductions
-from fshard.plan.search.layout_state import Axes, LayoutState, add_kinds, remove_kinds, subsets
 from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, remove_kinds, subsets
 
 MAX_FREE_AXES = 3
 """Most axes that shard nothing in the goal and are tried on different dims."""
 
 
-def direct_targets(problem: SearchProblem) -> list[LayoutState]:
+def direct_targets(problem: SearchProblem) -> list[SearchLayout]:
     """Return the goal, and with its unreduced axes sharding one dim instead, each dim in turn."""
     goal = problem.goal
     axes = tuple(axis for axis, _ in goal.unreduced if problem.size[axis] > 1)
@@ -22,7 +22,7 @@ def direct_targets(problem: SearchProblem) -> list[LayoutState]:
     return [goal, *filter(problem.is_divisible, sharded)]
 
 
-def all_targets(problem: SearchProblem) -> list[LayoutState]:
+def all_targets(problem: SearchProblem) -> list[SearchLayout]:
     """Return the goal, and layouts one step, some gathers, or steps inside of nodes before it."""
     targets = [
         problem.goal,
@@ -35,7 +35,7 @@ def all_targets(problem: SearchProblem) -> list[LayoutState]:
     return list(dict.fromkeys(filter(problem.is_divisible, targets)))
 
 
-def _before_gathers(problem: SearchProblem) -> list[LayoutState]:
+def _before_gathers(problem: SearchProblem) -> list[SearchLayout]:
     """Return the layouts one set of gathers and embeddings before the goal."""
     goal, goals = problem.goal, problem.goals
     free = [axis for axis, n in problem.size.items() if n > 1 and goals[axis][0] != "sharded"]
@@ -56,15 +56,15 @@ def _before_gathers(problem: SearchProblem) -> list[LayoutState]:
 
 
 def _append_each(
-    problem: SearchProblem, state: LayoutState, axes: Axes, dims: tuple[int, ...]
-) -> LayoutState:
+    problem: SearchProblem, state: SearchLayout, axes: Axes, dims: tuple[int, ...]
+) -> SearchLayout:
     """Return the state with each axis appended to its dim, one after the other."""
     for axis, dim in zip(axes, dims, strict=True):
         state = problem.append_axes(state, dim, (axis,))
     return state
 
 
-def _before_moves(problem: SearchProblem) -> list[LayoutState]:
+def _before_moves(problem: SearchProblem) -> list[SearchLayout]:
     """Return the layouts one slice, all-to-all or reduce-scatter before the goal."""
     goal, num_fixed = problem.goal, problem.num_fixed
     kinds = sorted({kind for _, kind in problem.start.unreduced})
@@ -87,12 +87,12 @@ def _before_moves(problem: SearchProblem) -> list[LayoutState]:
     return targets
 
 
-def _before_replacement(problem: SearchProblem) -> list[LayoutState]:
+def _before_replacement(problem: SearchProblem) -> list[SearchLayout]:
     """Return the layouts before a reduced axis replaces an axis that becomes unreduced.
 
     The layouts one gather before these are included.
     """
-    goal, size, targets = problem.goal, problem.size, list[LayoutState]()
+    goal, size, targets = problem.goal, problem.size, list[SearchLayout]()
     for dim, axes in enumerate(goal.dims):
         for i, replacement in enumerate(axes):
             for axis, kind in goal.unreduced if replacement in problem.replacement_axes else ():
@@ -108,7 +108,7 @@ def _before_replacement(problem: SearchProblem) -> list[LayoutState]:
     return targets
 
 
-def swapped_inside(problem: SearchProblem, state: LayoutState) -> Iterator[LayoutState]:
+def swapped_inside(problem: SearchProblem, state: SearchLayout) -> Iterator[SearchLayout]:
     """Yield the layouts with two axes inside of nodes swapped, if there are several nodes."""
     fast = [axis for axis in itertools.chain(*state.dims) if axis not in problem.slow_axes]
     for a, b in itertools.combinations(fast, 2) if problem.slow_axes else ():
@@ -118,7 +118,7 @@ def swapped_inside(problem: SearchProblem, state: LayoutState) -> Iterator[Layou
             yield state._replace(dims=dims)
 
 
-def _before_fast_steps(problem: SearchProblem, goal: LayoutState) -> list[LayoutState]:
+def _before_fast_steps(problem: SearchProblem, goal: SearchLayout) -> list[SearchLayout]:
     """Return the layouts from which gathers and links inside of nodes lead to the goal.
 
     Slow axes shard the same dims as in the goal, so that few bytes cross to other nodes.

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Set
 from typing import Literal
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.layout_state import Axes, Dims, DimSizes, LayoutState
+from fshard.plan.search.search_layout import Axes, Dims, DimSizes, SearchLayout
 from fshard.program.cost.model import collective_time
-from fshard.program.cost.overlap import NO_AXES, even_dim_overlap
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap
+from fshard.program.cost.shard_overlap import NO_AXES, even_dim_overlap
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import (
     DimTraffic,
@@ -71,13 +71,13 @@ class SearchProblem:
         self.size = dict(src.mesh.shape)
         self.unit_axes = frozenset(axis for axis, n in self.size.items() if n == 1)
         self.few_axes = len(self.size) - len(self.unit_axes) <= FEW_AXES
-        self.start, self.goal = LayoutState.of(src), LayoutState.of(dst)
+        self.start, self.goal = SearchLayout.of(src), SearchLayout.of(dst)
         self.empty = 0 in src.shape
         self.even = self.is_even(self.start) and self.is_even(self.goal)
         self.links: dict[Axes, Link] = {}
         self.local_sizes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = {}
-        self.bounds: dict[LayoutState, float] = {}
-        self.specs: dict[LayoutState, Spec] = {}
+        self.bounds: dict[SearchLayout, float] = {}
+        self.specs: dict[SearchLayout, Spec] = {}
         self.rank_overlap: RankOverlap | None = None
         self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
         self.rank_counts: dict[Axes, int] = {}
@@ -132,7 +132,7 @@ class SearchProblem:
         topology = self.topology or _ANY
         return topology.link(self.src.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
 
-    def nbytes(self, state: LayoutState) -> int:
+    def nbytes(self, state: SearchLayout) -> int:
         """Return the bytes of the largest local."""
         key = (state.dims, state.sizes)
         nbytes = self.local_sizes.get(key)
@@ -143,7 +143,7 @@ class SearchProblem:
             self.local_sizes[key] = nbytes
         return nbytes
 
-    def spec(self, state: LayoutState) -> Spec:
+    def spec(self, state: SearchLayout) -> Spec:
         """Return the state as a `Spec`."""
         spec = self.specs.get(state)
         if spec is None:
@@ -151,16 +151,16 @@ class SearchProblem:
             self.specs[state] = spec
         return spec
 
-    def is_even(self, state: LayoutState) -> bool:
+    def is_even(self, state: SearchLayout) -> bool:
         """Return True if closed forms hold: equal shards of a tensor that has elements."""
         return state.sizes == _EVEN[: len(state.sizes)] and 0 not in self.src.shape
 
-    def is_divisible(self, state: LayoutState) -> bool:
+    def is_divisible(self, state: SearchLayout) -> bool:
         """Return True unless an even problem has a dim that its axes do not divide."""
         return not self.even or _INDIVISIBLE not in state.sizes
 
     def is_even_along(
-        self, before: LayoutState, after: LayoutState, dims: Iterable[int] | None = None
+        self, before: SearchLayout, after: SearchLayout, dims: Iterable[int] | None = None
     ) -> bool:
         """Return True if all shards of each of `dims` (default: of all dims) are equal."""
         if self.even:
@@ -185,7 +185,7 @@ class SearchProblem:
         return LOCAL_COST if self.topology is None else copied / self.topology.memory
 
     def traffic(
-        self, step: Step, before: LayoutState, after: LayoutState, reduced_ranks: int
+        self, step: Step, before: SearchLayout, after: SearchLayout, reduced_ranks: int
     ) -> Traffic:
         """Return the traffic of a step that has no closed form."""
         if self.overlap().complete and not self.empty:
@@ -200,14 +200,14 @@ class SearchProblem:
 
     # -- parts of edges ---------------------------------------------------------------
 
-    def remove_axes(self, state: LayoutState, dim: int, axes: Axes) -> LayoutState:
+    def remove_axes(self, state: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
         """Return the state without `axes`, the most minor ones of `dim`."""
         sizes = state.sizes[dim]
         if sizes is not None:
             sizes = join_sizes(sizes, self.num_ranks(axes))
         return state.replace_dim(dim, state.dims[dim][: -len(axes)], sizes)
 
-    def append_axes(self, state: LayoutState, dim: int, axes: Axes) -> LayoutState:
+    def append_axes(self, state: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
         """Return the state with `axes` at the minor end of `dim`, sized as in an end."""
         dim_axes = (*state.dims[dim], *axes)
         sizes = state.sizes[dim]
@@ -216,7 +216,7 @@ class SearchProblem:
             sizes = self.split_sizes(state, dim, axes, dim_axes)
         return state.replace_dim(dim, dim_axes, sizes)
 
-    def split_sizes(self, state: LayoutState, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
+    def split_sizes(self, state: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         """Return the shard sizes of a dim sharded further, those of an end if it leads there.
 
         Between even ends uneven layouts are refused: most of many devices would hold nothing.
@@ -228,7 +228,7 @@ class SearchProblem:
             self.split_cache[key] = self._split_sizes(state, dim, axes, dim_axes)
         return self.split_cache[key]
 
-    def _split_sizes(self, state: LayoutState, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
+    def _split_sizes(self, state: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         n, shards = self.num_ranks(axes), self.num_ranks(state.dims[dim])
         coarse = state.sizes[dim]
         for end in (self.dst, self.src):
@@ -257,8 +257,8 @@ class SearchProblem:
 
     def exchange_traffic(
         self,
-        before: LayoutState,
-        after: LayoutState,
+        before: SearchLayout,
+        after: SearchLayout,
         reduced_ranks: int = 1,
         converted: Set[str] = NO_AXES,
     ) -> Traffic | None:
@@ -277,18 +277,18 @@ class SearchProblem:
             parts.append(part)
         return join_dims(parts, self.itemsize, reduced_ranks)
 
-    def converted_axes(self, before: LayoutState, after: LayoutState) -> Set[str]:
+    def converted_axes(self, before: SearchLayout, after: SearchLayout) -> Set[str]:
         """Return the axes that turn from sharded to unreduced, or from reduced to sharded."""
         return converted(before.dims, before.reduced, after.dims, after.unreduced)
 
-    def all_to_all_traffic(self, before: LayoutState, after: LayoutState, axes: Axes) -> Traffic:
+    def all_to_all_traffic(self, before: SearchLayout, after: SearchLayout, axes: Axes) -> Traffic:
         """Return the traffic of an all-to-all of several dims between even layouts."""
         moved = self.exchange_traffic(before, after)
         assert moved is not None
         return moved._replace(messages=self.num_ranks(axes) - 1, rounds=1)
 
     def exchange_traffic_by_rank(
-        self, before: LayoutState, after: LayoutState, reduced_ranks: int, converted: Set[str]
+        self, before: SearchLayout, after: SearchLayout, reduced_ranks: int, converted: Set[str]
     ) -> Traffic:
         """Return the busiest rank's traffic of an exchange between layouts of any sizes."""
         sliced = {axis for axis, _ in before.reduced if axis in converted}
@@ -301,21 +301,21 @@ class SearchProblem:
         ends = _dim_shards(before), _dim_shards(after), self.itemsize
         return self.overlap().exchange_traffic(*ends, reduced_ranks, needers, holders, converted)
 
-    def permute_signature(self, state: LayoutState) -> object:
+    def permute_signature(self, state: SearchLayout) -> object:
         """Return what a permutation of devices keeps, including the sizes of the shards."""
         return permute_signature(self.size, *state[:3]), state.sizes
 
-    def axis_roles(self, state: LayoutState) -> dict[str, object]:
+    def axis_roles(self, state: SearchLayout) -> dict[str, object]:
         """Return the role of each axis that has several devices."""
         return axis_roles(self.size, *state[:3])
 
-    def moving_axes(self, before: LayoutState, after: LayoutState) -> Axes:
+    def moving_axes(self, before: SearchLayout, after: SearchLayout) -> Axes:
         """Return the axes along which an exchange sends: `moving_axes` of layout states."""
         old, new = self.axis_placements(before), self.axis_placements(after)
         fixed = self.converted_axes(before, after)
         return tuple([a for a in self.size if old.get(a) != new.get(a) and a not in fixed])
 
-    def axis_placements(self, state: LayoutState) -> dict[str, object]:
+    def axis_placements(self, state: SearchLayout) -> dict[str, object]:
         """Map each axis to the dim, stride and sizes that it shards, or to its reduction."""
         key = _dim_shards(state)
         placements = self.placements.get(key)
@@ -326,7 +326,7 @@ class SearchProblem:
 
     # -- bounds -----------------------------------------------------------------------
 
-    def bound(self, state: LayoutState) -> float:
+    def bound(self, state: SearchLayout) -> float:
         """Return a lower bound of the cost from `state` to the goal: the heuristic of A*.
 
         It counts one launch if any rank misses elements, and the missing bytes of the busiest rank
@@ -337,7 +337,7 @@ class SearchProblem:
             bound = self.bounds[state] = self._bound(state)
         return bound
 
-    def _bound(self, state: LayoutState) -> float:
+    def _bound(self, state: SearchLayout) -> float:
         if self.empty:
             return 0.0
         # Ranks that end with partial sums of one tensor may share its elements between them.
@@ -370,7 +370,7 @@ class SearchProblem:
         time = slow_nbytes / slower + max(0, nbytes - slow_nbytes) / fastest
         return self.topology.launch + latency + time
 
-    def missing_elements(self, state: LayoutState, within: frozenset[str], reduced: Axes) -> int:
+    def missing_elements(self, state: SearchLayout, within: frozenset[str], reduced: Axes) -> int:
         """Return the elements that the worst rank, or group of ranks along `within`, misses.
 
         Even layouts only. After the common major axes of a dim, different axes on both sides leave
@@ -392,7 +392,7 @@ class SearchProblem:
             return needed - available
         return self._reduction_elements(needed, within, reduced)
 
-    def missing_uneven(self, state: LayoutState, within: frozenset[str], reduced: Axes) -> int:
+    def missing_uneven(self, state: SearchLayout, within: frozenset[str], reduced: Axes) -> int:
         """Return the same as `missing_elements`, for shards of any sizes."""
         if self.num_ranks(reduced) == 1:
             return self.missing_between(state, self.goal, 1, within)
@@ -401,8 +401,8 @@ class SearchProblem:
 
     def missing_between(
         self,
-        before: LayoutState,
-        after: LayoutState,
+        before: SearchLayout,
+        after: SearchLayout,
         reduced_ranks: int,
         within: Collection[str] = (),
     ) -> int:
@@ -427,6 +427,6 @@ def _num_common(have: Axes, need: Axes) -> int:
     return sum(1 for _ in same)
 
 
-def _dim_shards(state: LayoutState) -> DimShardings:
+def _dim_shards(state: SearchLayout) -> DimShardings:
     """Return the axes and the shard sizes of each dim."""
     return tuple(zip(state.dims, state.sizes, strict=True))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.layout_state import subsets
+from fshard.plan.search.search_layout import subsets
 from fshard.program.steps import (
     AllGather,
     AllReduce,

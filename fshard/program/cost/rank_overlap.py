@@ -1,6 +1,6 @@
 """Elements that each rank needs, holds and lacks, as vectors over the ranks of a mesh.
 
-Words are those of `overlap.py`. Dims are sharded independently, so every vector is a product of
+Words are those of `shard_overlap.py`. Dims are sharded independently, so every vector is a product of
 one factor per dim; searches meet the same factors again and again, and `RankOverlap` remembers
 them. On a mesh of more than `MAX_RANKS` ranks a sample stands for all, so that planning time does
 not depend on the number of ranks; the lack of the sample is a lower bound.
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.program.cost.overlap import (
+from fshard.program.cost.shard_overlap import (
     NO_AXES,
     Interval,
     dim_pieces,

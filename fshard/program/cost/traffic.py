@@ -1,7 +1,7 @@
 """Traffic of a step: bytes, messages and rounds of the busiest rank.
 
 The formulas for even layouts take a few numbers, so that searches need not build specs to
-evaluate them. `overlap.py` explains the words, and counts elements for uneven layouts.
+evaluate them. `shard_overlap.py` explains the words, and counts elements for uneven layouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, assert_never
 from fshard.layout.partition_spec import Kinds
 from fshard.layout.refinement import common_refinement
 from fshard.layout.spec import Spec
-from fshard.program.cost.overlap import (
+from fshard.program.cost.shard_overlap import (
     NO_AXES,
     Overlap,
     even_dim_overlap,
@@ -367,7 +367,8 @@ def busiest_exchange(
 
     Args:
         targets: Elements that a rank needs, and those of them that it holds, for each rank.
-        shards: Elements of its source shard that are needed anywhere, and by itself.
+        shards: For each rank, elements of its source shard that any rank needs, and those that it
+            needs itself.
         item: Bytes of an element.
         num_partials: Partial sums of each element that are reduced where they arrive.
         needers: Ranks that need each target shard.

@@ -19,6 +19,7 @@ from fshard._torch.autograd_state import is_view, unviewed, view_base
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
+    direct_apply,
     forward_ad_level,
     is_transformed,
 )
@@ -35,12 +36,15 @@ from fshard.run.bucketing import launch_all
 from fshard.run.interpreter import launch, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
+    Finish,
     Label,
     Transport,
     backward_phase,
     check_ranks,
     current_rank,
+    current_transport,
     is_simulated,
+    label_of,
     labelled,
     unobserved,
 )
@@ -67,11 +71,11 @@ class LinearOp(Protocol):
         ...
 
     def wider(self, n: int) -> LinearOp:
-        """Return the operation on tensors with one more last dim of size n."""
+        """Return the operation on tensors with one more last dim, of size n: the batch of a `vmap`."""
         ...
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
-        """Start it on this rank's locals; as many tensors result."""
+        """Launch it on this rank's locals; as many tensors result."""
         ...
 
 
@@ -110,7 +114,7 @@ class ProgramGroup:
         return self.with_programs([prog.T for prog in self.progs])
 
     def wider(self, n: int) -> ProgramGroup:
-        """Return the programs on tensors with one more unsharded dim."""
+        """Return the programs on tensors with one more last dim, of size n: the batch of a `vmap`."""
         return self.with_programs([_wider(prog, n) for prog in self.progs])
 
     def with_programs(self, progs: Iterable[Program]) -> ProgramGroup:
@@ -118,7 +122,7 @@ class ProgramGroup:
         return ProgramGroup(tuple(progs), self.ranks, self.bucket_bytes)
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
-        """Start the programs on this rank's locals."""
+        """Launch the programs on this rank's locals."""
         if len(self.progs) > 1:
             return launch_all(self.progs, self.bucket_bytes, transport, xs)
         finish = launch(self.progs[0], transport, xs[0])
@@ -155,8 +159,8 @@ def _wider(prog: Program, n: int) -> Program:
     return Program(wide_src, prog.steps, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
 
 
-def start_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
-    """Start `op` on locals of this rank without a gradient; meta and fake tensors send nothing.
+def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
+    """Launch `op` on this rank's locals without a gradient; meta and fake tensors send nothing.
 
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
@@ -190,7 +194,7 @@ def _execute(op: LinearOp, xs: Tensors, on_shards: bool, launched: FinishAll | N
         return launched()
     if on_shards:
         return cast(ShardsOp, op).run_on_shards(xs)
-    return start_linear(op, xs, "a collective")()
+    return launch_linear(op, xs, "a collective")()
 
 
 def _as_output(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -203,32 +207,53 @@ def _as_output(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class _ApplyLaunched(torch.autograd.Function):
-    """Forward waits for a launched linear operation on one local, backward runs its transpose."""
+    """Forward waits for a launched linear program, backward runs its transpose."""
 
     @staticmethod
-    def forward(
-        ctx: Any, op: LinearOp, launched: Callable[[], torch.Tensor], x: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.op, ctx.label, ctx.shape = op, backward_label(), x.shape
+    def forward(ctx: Any, prog: Program, launched: Finish, x: torch.Tensor) -> torch.Tensor:
+        ctx.prog, ctx.label, ctx.shape = prog, backward_label(), x.shape
         return _as_output(x, launched())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
-            (cotangent,) = apply_linear(ctx.op.T, (grad,), on_shards=False)
+            cotangent = _apply_transposed(ctx.prog.T, grad)
         shape = ctx.shape
         return None, None, cotangent if cotangent.shape == shape else grad.new_zeros(shape)
 
 
-def apply_launched(
-    op: LinearOp, launched: Callable[[], torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
-    """Add the gradient of a linear operation to its launch on this rank's local `x`.
+_direct_apply = direct_apply(_ApplyLaunched)
+
+
+def apply_launched(prog: Program, launched: Finish, x: torch.Tensor) -> torch.Tensor:
+    """Add the gradient of a linear program to its launch on this rank's local `x`.
 
     For code that no transform of `torch.func` runs; `apply_linear` does the same in general.
     """
-    output: torch.Tensor = _ApplyLaunched.apply(op, launched, x)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _direct_apply(prog, launched, x)
     return output
+
+
+def _apply_transposed(prog: Program, x: torch.Tensor) -> torch.Tensor:
+    """Run a linear program on this rank's cotangent, differentiably."""
+    transport = current_transport()
+    if (
+        transport is None
+        or is_transformed()
+        or is_legacy_batched(x)
+        or is_abstract(x)
+        or transport.rank not in ranks_of(prog)
+    ):
+        return apply_linear(ProgramGroup((prog,)), (x,), on_shards=False)[0]
+    token = LABEL.set(LABEL.get() or label_of("a collective", prog.src.mesh))
+    try:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return launch(prog, transport, x)()
+        with torch.no_grad():
+            launched = launch(prog, transport, x)
+        return apply_launched(prog, launched, x)
+    finally:
+        LABEL.reset(token)
 
 
 class _Apply(torch.autograd.Function):

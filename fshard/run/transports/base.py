@@ -40,7 +40,7 @@ class Transport(Protocol):
         """This rank's id."""
         ...
 
-    def moves(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         """Return True if it can send tensors that are on `device`."""
         ...
 
@@ -48,11 +48,11 @@ class Transport(Protocol):
         """Gather every rank's `x`, all of one shape, in the group's order."""
         ...
 
-    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce every rank's `x` elementwise by `sum`, `avg`, `max`, `min` or `product`."""
         ...
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce every rank's `x[i]`, where i is this rank's index in the group."""
         ...
 
@@ -162,7 +162,7 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
 
 
 def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
-    """Raise `ShardingError` for a mesh with ranks that do not run."""
+    """Raise `ShardingError` for a mesh with ranks that neither simulation nor process group has."""
     running: Collection[int] = getattr(transport, "all_ranks", mesh.ranks)
     if not set(mesh.ranks) <= set(running):
         label = LABEL.get()
@@ -218,7 +218,7 @@ class labelled:  # noqa: N801 - a context manager; as a generator it would cost 
         LABEL.reset(self.token)
 
 
-def under(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
+def with_label(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
     """Return `finish` with `label` set while it runs."""
 
     def run() -> T:

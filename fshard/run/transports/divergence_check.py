@@ -1,6 +1,6 @@
 """Comparison of the collectives of processes before they are launched: `check="collectives"`.
 
-Before a collective every rank writes the call to the store of `torch.distributed`, and reads the
+Under `torchrun` only; the simulator compares in `arrive`. Before a collective every rank writes the call to the store of `torch.distributed`, and reads the
 calls of the other ranks of its group. If all have come, or if they differ, or if some have
 returned, raised or timed out, the first rank to notice writes a verdict, and every rank of the
 group launches or raises as the first verdict says: none is in the backend while another has given
@@ -29,7 +29,7 @@ from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, Parts, as_checked, current_transport
 from fshard.run.transports.divergence_report import (
     Fingerprint,
-    Stand,
+    Position,
     diverged,
     fingerprint,
     raise_line,
@@ -74,7 +74,7 @@ class RankStatus:
         call: number of the mapped call.
         ended: "returned" or "raised" after the call, else "".
         awaited: the group whose collective it waits in.
-        stands: the position as text.
+        position: the position as text.
         remark: an additional line for errors.
         arrivals: its last call by group.
         passed: the last moment by group at which it saw all ranks.
@@ -83,7 +83,7 @@ class RankStatus:
     call: int = 0
     ended: str = ""
     awaited: Group | None = None
-    stands: str = "not yet in a checked call"
+    position: str = "not yet in a checked call"
     remark: str = ""
     arrivals: dict[str, _Arrival] = field(default_factory=dict)
     passed: dict[str, Moment] = field(default_factory=dict)
@@ -120,20 +120,20 @@ class _CheckedTransport:
         """The ranks of all processes."""
         return self.world.all_ranks
 
-    def moves(self, device: torch.device) -> bool:
-        return self.world.moves(device)
+    def accepts(self, device: torch.device) -> bool:
+        return self.world.accepts(device)
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
         self._compare(fingerprint("all_gather", x), group)
         return self.world.all_gather(x, group)
 
-    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        self._compare(fingerprint("all_reduce", x, op), group)
-        return self.world.all_reduce(x, op, group)
+    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
+        self._compare(fingerprint("all_reduce", x, reduction), group)
+        return self.world.all_reduce(x, reduction, group)
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
-        self._compare(fingerprint("reduce_scatter", x, op), group)
-        return self.world.reduce_scatter(x, op, group)
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
+        self._compare(fingerprint("reduce_scatter", x, reduction), group)
+        return self.world.reduce_scatter(x, reduction, group)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
@@ -163,8 +163,8 @@ class _CheckedTransport:
         finally:
             self.inside = False
 
-    def _write_status(self, stands: str, ended: str = "") -> None:
-        self.status.stands, self.status.remark = stands, self.remark()
+    def _write_status(self, position: str, ended: str = "") -> None:
+        self.status.position, self.status.remark = position, self.remark()
         if self.inside:
             self.status.ended = ended
         self.store.set(str(self.rank), json.dumps(asdict(self.status)))
@@ -195,7 +195,7 @@ class _CheckedTransport:
             raise stranded(
                 "the store of torch.distributed, in which ranks find each other, does not answer",
                 self.mesh,
-                {self.rank: Stand(f"waiting in {arrival.words}", arrival.line)},
+                {self.rank: Position(f"waiting in {arrival.words}", arrival.line)},
                 f"look at the rank that keeps the store: {one_line(error)}",
             ) from error
 
@@ -273,10 +273,11 @@ class _CheckedTransport:
         _, statuses = self._read(ranks, ranks)
         stuck = _stuck(statuses)
         if self.rank in stuck:
-            stands = {
-                rank: Stand(statuses[rank].stands, remark=statuses[rank].remark) for rank in stuck
+            positions = {
+                rank: Position(statuses[rank].position, remark=statuses[rank].remark)
+                for rank in stuck
             }
-            error = stranded("ranks wait for each other", self.mesh, stands)
+            error = stranded("ranks wait for each other", self.mesh, positions)
             self._write_verdicts(list(dict.fromkeys(stuck.values())), str(error))
 
     def _read(self, group: Group, ranks: Group) -> tuple[str, dict[int, RankStatus]]:
@@ -309,21 +310,21 @@ class _CheckedTransport:
         missing = [rank for rank in group if rank not in arrived]
         differ = len({arrival.words for arrival in arrived.values()}) > 1
         if differ and not (missing and patient):
-            return diverged(self.mesh, group, _stands(group, statuses, arrived))
+            return diverged(self.mesh, group, _positions(group, statuses, arrived))
         if not missing:
             splits = [arrived[rank].splits for rank in group]
             return unsent(group, [pair for pair in splits if pair is not None])
-        stands = _stands(group, statuses, arrived, tuple(missing))
+        positions = _positions(group, statuses, arrived, tuple(missing))
         if any(self._will_not_come(statuses[rank]) for rank in missing):
             raised = [rank for rank in missing if statuses[rank].ended == "raised"]
             fix = [f"look at the error of rank {rank}" for rank in raised[:1]]
             head = "ranks wait for others that never come"
-            return stranded(head, self.mesh, stands, *fix)
+            return stranded(head, self.mesh, positions, *fix)
         if waited is not None:
             return stranded(
                 f"ranks waited {waited:g} s for others that did not come",
                 self.mesh,
-                stands,
+                positions,
                 "move the collective out of the branch that only some ranks take; for ranks that "
                 "are only late, fs.init(mesh, timeout=seconds)",
             )
@@ -339,22 +340,22 @@ class _CheckedTransport:
         return status.call > self.status.call and self.inside
 
 
-def _stands(
+def _positions(
     group: Group,
     statuses: dict[int, RankStatus],
     arrived: dict[int, _Arrival],
     missing: Group = (),
-) -> dict[int, Stand]:
+) -> dict[int, Position]:
     """Return the positions of a group's ranks; those that have come wait for the `missing`."""
-    stands: dict[int, Stand] = {}
+    positions: dict[int, Position] = {}
     for rank in group:
         arrival, remark = arrived.get(rank), statuses[rank].remark
         if arrival is None:
-            stands[rank] = Stand(statuses[rank].stands, remark=remark)
+            positions[rank] = Position(statuses[rank].position, remark=remark)
         else:
             what = f"waiting in {arrival.words}" if missing else arrival.words
-            stands[rank] = Stand(what, arrival.line, missing, remark)
-    return stands
+            positions[rank] = Position(what, arrival.line, missing, remark)
+    return positions
 
 
 def _arrived(

@@ -180,7 +180,7 @@ def unsent(
 # -- errors ------------------------------------------------------------------------------
 
 
-class Stand(NamedTuple):
+class Position(NamedTuple):
     """Position of one rank in an error.
 
     Attributes:
@@ -200,17 +200,17 @@ COORDS_LIMIT = 4
 """Coordinates are shown for at most this many ranks in one line."""
 
 
-def _lines(mesh: Mesh, stands: Mapping[int, Stand]) -> list[str]:
+def _lines(mesh: Mesh, positions: Mapping[int, Position]) -> list[str]:
     """Return the lines of an error, one for all ranks in the same position.
 
     Each of these ranks waits for ranks of its own group.
     """
     by_position: dict[tuple[str, str, str], list[int]] = {}
-    for rank, stand in stands.items():
-        by_position.setdefault((stand.what, stand.line, stand.remark), []).append(rank)
+    for rank, position in positions.items():
+        by_position.setdefault((position.what, position.line, position.remark), []).append(rank)
     lines: list[str] = []
     for (what, line, remark), ranks in by_position.items():
-        awaited = sorted({other for rank in ranks for other in stands[rank].awaits})
+        awaited = sorted({other for rank in ranks for other in positions[rank].awaits})
         wait = f" for {awaited}" if awaited else ""
         lines.append(f"{_ranks_text(mesh, ranks)}: {what}{wait}{line}")
         lines += [f"  {remark}"] if remark else []
@@ -225,11 +225,11 @@ def _ranks_text(mesh: Mesh, ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(names)}"
 
 
-def diverged(mesh: Mesh, group: Group, stands: Mapping[int, Stand]) -> ShardingError:
+def diverged(mesh: Mesh, group: Group, positions: Mapping[int, Position]) -> ShardingError:
     """Return the error of ranks that call different collectives."""
     return _error(
         f"ranks of the group {group} call different collectives",
-        _lines(mesh, stands),
+        _lines(mesh, positions),
         "every rank of a group must call the same collective, with one shape and dtype",
         "look at what made the ranks differ before these lines",
     )
@@ -239,11 +239,11 @@ BRANCH = "move the collective out of the branch that only some ranks take"
 
 
 def stranded(
-    head: str, mesh: Mesh, stands: Mapping[int, Stand], fix: str = BRANCH
+    head: str, mesh: Mesh, positions: Mapping[int, Position], fix: str = BRANCH
 ) -> ShardingError:
     """Return the error of ranks that wait for others that never come."""
     rule = "every rank of a group must call the same collectives in the same order"
-    return _error(head, _lines(mesh, stands), rule, fix)
+    return _error(head, _lines(mesh, positions), rule, fix)
 
 
 def lost(error: BaseException, label: Label | None, op: str, group: Group) -> ShardingError:

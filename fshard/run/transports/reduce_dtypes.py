@@ -20,8 +20,8 @@ LEAST = torch.iinfo(torch.int64).min
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, TensorFunction]:
-    """Return a tensor of a dtype that every backend reduces by `op`, and the function back.
+def as_number(x: torch.Tensor, reduction: str) -> tuple[torch.Tensor, TensorFunction]:
+    """Return a tensor of a dtype that every backend reduces by `reduction`, and the function back.
 
     Unsigned 64-bit integers are added as signed ones, with the same bits, and compared as signed
     ones with the first bit flipped.
@@ -31,7 +31,7 @@ def as_number(x: torch.Tensor, op: str) -> tuple[torch.Tensor, TensorFunction]:
         return x, lambda out: out
     if dtype == torch.uint64:
         signed = x.view(torch.int64)
-        if op not in ("max", "min"):
+        if reduction not in ("max", "min"):
             return signed, lambda out: out.view(dtype)
         return signed ^ LEAST, lambda out: (out ^ LEAST).view(dtype)
     wider = torch.uint8 if dtype == torch.bool else (
@@ -46,9 +46,9 @@ def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def _reducing(op: str, along: TensorFunction) -> TensorFunction:
+def _reducing(reduction: str, along: TensorFunction) -> TensorFunction:
     def reduce(x: torch.Tensor) -> torch.Tensor:
-        value, restore = as_number(x, op)
+        value, restore = as_number(x, reduction)
         return restore(along(value))
 
     return reduce
@@ -67,21 +67,21 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 
 
-def reduced(xs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+def reduced(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     """Reduce tensors in their order, into new memory; 16-bit floats are reduced in float32.
 
     Stacking them first would copy as many bytes again.
     """
-    total, restore = as_number(xs[0], op)
-    if op == "avg":
-        return restore(over(reduced([as_number(x, op)[0] for x in xs], "sum"), len(xs)))
+    total, restore = as_number(xs[0], reduction)
+    if reduction == "avg":
+        return restore(over(reduced([as_number(x, reduction)[0] for x in xs], "sum"), len(xs)))
     if len(xs) == 2:
-        return restore(COMBINE[op](total, as_number(xs[1], op)[0]))
+        return restore(COMBINE[reduction](total, as_number(xs[1], reduction)[0]))
     dtype = total.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = total.to(wide, copy=True)
     for x in xs[1:]:
-        COMBINE[op](total, as_number(x, op)[0], out=total)
+        COMBINE[reduction](total, as_number(x, reduction)[0], out=total)
     return restore(total.to(dtype))
 
 

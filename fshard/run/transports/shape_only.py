@@ -16,17 +16,17 @@ from fshard._torch.fake_tensors import FakeTensor
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, current_transport
 
-_RECORDING: ContextVar[bool] = ContextVar("fshard_recording", default=False)
+_META_IS_REAL: ContextVar[bool] = ContextVar("fshard_meta_is_real", default=False)
 
 
 @contextmanager
-def recording() -> Iterator[None]:
+def meta_as_real() -> Iterator[None]:
     """Treat meta tensors as real ones in the block, since their operations are recorded."""
-    token = _RECORDING.set(True)
+    token = _META_IS_REAL.set(True)
     try:
         yield
     finally:
-        _RECORDING.reset(token)
+        _META_IS_REAL.reset(token)
 
 
 def is_abstract(x: torch.Tensor) -> bool:
@@ -37,7 +37,7 @@ def is_abstract(x: torch.Tensor) -> bool:
     """
     if not x.is_meta and not isinstance(x, FakeTensor):
         return False
-    return not _RECORDING.get() and not torch.compiler.is_compiling()
+    return not _META_IS_REAL.get() and not torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ShapeTransport:
 
     rank: int
 
-    def moves(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         """Return True: it accepts tensors of every device."""
         return True
 
@@ -54,11 +54,11 @@ class ShapeTransport:
         """Return a tensor with a new dim 0, one row per rank."""
         return lambda: x.new_empty((len(group), *x.shape))
 
-    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Return a tensor of the same shape."""
         return lambda: x.new_empty(x.shape)
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Return a tensor of the shape without dim 0."""
         return lambda: x.new_empty(x.shape[1:])
 

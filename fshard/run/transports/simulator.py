@@ -3,6 +3,9 @@
 A rank runs until it waits for a collective that not all ranks of the group have called; then the
 next rank in order runs. So a simulation is deterministic, prints in rank order and has no data
 races. When no rank can run, an error names the call that each of them waits in.
+
+`arrive` compares each rank's call with the group's first, and raises if they differ;
+`divergence_report` writes the errors.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from fshard.layout.tree import is_pair, map_leaves
 from fshard.run.transports.base import Finish, Group, as_rank
 from fshard.run.transports.divergence_report import (
     Fingerprint,
-    Stand,
+    Position,
     diverged,
     fingerprint,
     rank_text,
@@ -138,30 +141,30 @@ class SimulatedRank:
         """All ranks of the simulation."""
         return self.world.ranks
 
-    def moves(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         """Return True if tensors on `device` can be sent."""
         return True
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
         """Gather `x` of all ranks of `group`."""
-        return self._start(fingerprint("all_gather", x), group, x)
+        return self._launch(fingerprint("all_gather", x), group, x)
 
-    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce `x` over the ranks of `group`."""
-        return self._start(fingerprint("all_reduce", x, op), group, x)
+        return self._launch(fingerprint("all_reduce", x, reduction), group, x)
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce row i of `x` over `group`, for the rank at index i."""
-        return self._start(fingerprint("reduce_scatter", x, op), group, x)
+        return self._launch(fingerprint("reduce_scatter", x, reduction), group, x)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
         """Send pieces of `x` to the ranks of `group`."""
         splits = tuple(send), tuple(receive)
-        return self._start(fingerprint("all_to_all", x), group, x, splits)
+        return self._launch(fingerprint("all_to_all", x), group, x, splits)
 
-    def _start(
+    def _launch(
         self, call: Fingerprint, group: Group, x: torch.Tensor, splits: Splits = None
     ) -> Finish:
         meeting = self.world.arrive(self, call, group, x, splits)
@@ -305,34 +308,34 @@ class SimulatedWorld:
 
     def _deadlock(self) -> ShardingError:
         head = "the simulation stands still: ranks wait for others that never come"
-        return stranded(head, self.mesh, {rank.rank: _stand(rank) for rank in self.order})
+        return stranded(head, self.mesh, {rank.rank: _position(rank) for rank in self.order})
 
     def _diverged(
         self, rank: SimulatedRank, call: Fingerprint, meeting: _Rendezvous
     ) -> ShardingError:
         calls = {member: call for member, (_, _, call) in meeting.inputs.items()}
         calls[rank.rank] = call
-        stands = {
-            member: _stand_in(self.ranks[member], calls[member], meeting.group)
+        positions = {
+            member: _position_in(self.ranks[member], calls[member], meeting.group)
             for member in meeting.group
             if member in calls
         }
-        return diverged(self.mesh, meeting.group, stands)
+        return diverged(self.mesh, meeting.group, positions)
 
 
-def _stand(rank: SimulatedRank) -> Stand:
+def _position(rank: SimulatedRank) -> Position:
     """Return the position of a rank of a simulation that cannot go on."""
     if rank.awaited is None:
-        return Stand("returned" if rank.state == "done" else "running", remark=rank.remark())
+        return Position("returned" if rank.state == "done" else "running", remark=rank.remark())
     inputs, group = rank.awaited.inputs, rank.awaited.group
-    stand = _stand_in(rank, inputs[rank.rank][2], group)
+    position = _position_in(rank, inputs[rank.rank][2], group)
     missing = tuple(member for member in group if member not in inputs)
-    return stand._replace(what=f"waiting in {stand.what}", awaits=missing)
+    return position._replace(what=f"waiting in {position.what}", awaits=missing)
 
 
-def _stand_in(rank: SimulatedRank, call: Fingerprint, group: Group) -> Stand:
+def _position_in(rank: SimulatedRank, call: Fingerprint, group: Group) -> Position:
     line = user_line(rank.thread, call[0])
-    return Stand(words(call, group), line, remark=rank.remark())
+    return Position(words(call, group), line, remark=rank.remark())
 
 
 def results_of(

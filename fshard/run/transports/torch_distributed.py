@@ -73,6 +73,7 @@ class ProcessWorld:
             ranks. A store and its keys outlive process groups.
         names: the names of the process groups, by their ranks.
         backends: the backend of each device type.
+        only_gloo: whether all of them are gloo.
     """
 
     process_rank: int
@@ -82,6 +83,10 @@ class ProcessWorld:
     start_count: int
     names: dict[Group, str] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
+    only_gloo: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.only_gloo = {*self.backends.values()} == {"gloo"}
 
     @property
     def rank(self) -> int:
@@ -103,7 +108,7 @@ class ProcessWorld:
         """The ranks of all processes."""
         return range(dist.get_world_size())
 
-    def moves(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         """Return True if tensors on `device` can be sent."""
         return device.type in self.backends
 
@@ -129,53 +134,53 @@ class ProcessWorld:
 
         return finish
 
-    def all_reduce(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce `x` over the ranks of `group`."""
-        if op == "avg" and not self._averages(x.dtype):
-            value, narrow = as_number(x, op)
+        if reduction == "avg" and not self._averages(x.dtype):
+            value, narrow = as_number(x, reduction)
             total = self.all_reduce(value, "sum", group)
             return lambda: narrow(over(total(), len(group)))
-        if x.dtype.is_complex and op == "product":
+        if x.dtype.is_complex and reduction == "product":
             gathered = self.all_gather(x, group)
             return lambda: stacked(gathered(), x.shape).prod(0)
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2 and x.nbytes <= GATHER_BYTES:
             both = self._swap(x, x, group, "all_reduce")
-            return lambda: reduced(both(), op)
+            return lambda: reduced(both(), reduction)
         if gloo and n > 2 and n * x.nbytes <= REDUCE_BYTES:
             sizes = [x.numel()] * n
             moved = self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_reduce")
-            return lambda: REDUCE[op](moved().view(n, *x.shape))
-        wire, restore = as_number(x, op)
+            return lambda: REDUCE[reduction](moved().view(n, *x.shape))
+        wire, restore = as_number(x, reduction)
         label = LABEL.get()
-        out = OPS.all_reduce(wire.contiguous(), op, self._group(group, "all_reduce")[0])
+        out = OPS.all_reduce(wire.contiguous(), reduction, self._group(group, "all_reduce")[0])
         return lambda: restore(_wait(out, label, "all_reduce", group))
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, group: Group) -> Finish:
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce row i of `x` over `group`, for the rank at index i."""
-        if op == "avg" and not self._averages(x.dtype):
-            value, narrow = as_number(x, op)
+        if reduction == "avg" and not self._averages(x.dtype):
+            value, narrow = as_number(x, reduction)
             total = self.reduce_scatter(value, "sum", group)
             return lambda: narrow(over(total(), len(group)))
-        if x.dtype.is_complex and op == "product":
-            total, index = self.all_reduce(x, op, group), group.index(self.process_rank)
+        if x.dtype.is_complex and reduction == "product":
+            total, index = self.all_reduce(x, reduction, group), group.index(self.process_rank)
             return lambda: total()[index]
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
             index = group.index(self.process_rank)
             both = self._swap(x[index], x[1 - index], group, "reduce_scatter")
-            return lambda: reduced(both(), op)
+            return lambda: reduced(both(), reduction)
         if gloo:
             sizes = [x[0].numel()] * n
             moved = self._all_to_all(x.reshape(-1), sizes, sizes, group, "reduce_scatter")
-            return lambda: REDUCE[op](moved().view(x.shape))
+            return lambda: REDUCE[reduction](moved().view(x.shape))
         name, order = self._group(group, "reduce_scatter")
-        wire, restore = as_number(x, op)
+        wire, restore = as_number(x, reduction)
         if order is not None:
             wire = torch.stack([wire[i] for i in _inverse(order)])
         flat = _merge_leading(wire, 1).contiguous()
         label = LABEL.get()
-        out = OPS.reduce_scatter_tensor(flat, op, n, name)
+        out = OPS.reduce_scatter_tensor(flat, reduction, n, name)
         shape = x.shape[1:]
         return lambda: restore(_wait(out, label, "reduce_scatter", group)).reshape(shape)
 
@@ -228,7 +233,7 @@ class ProcessWorld:
         """Return True if all backends are gloo; meta tensors that are recorded have no device."""
         if torch.compiler.is_compiling():
             return False  # PyTorch's passes over graphs match its own collectives
-        return {*self.backends.values()} == {"gloo"}
+        return self.only_gloo
 
     def _averages(self, dtype: torch.dtype) -> bool:
         """Return True if all backends average values of a dtype."""
@@ -269,6 +274,8 @@ def _merge_leading(x: torch.Tensor, dim: int) -> torch.Tensor:
 
     Callers mostly have `x` in that shape already, and need the result in the one that follows.
     """
+    if x.ndim > dim and x.shape[dim] != 1:
+        return x.flatten(0, dim) if dim else x
     last = next((i for i, size in enumerate(x.shape) if i >= dim and size != 1), x.ndim - 1)
     return x.flatten(0, last) if x.ndim else x.reshape(1)
 

@@ -2,6 +2,9 @@
 
 A collective is written once, as a plan for one leaf. The call on a tree, coalesced launches by
 dtype in forward and backward, and the asynchronous `fs.start` follow from it.
+
+A program has no varying state: a varying operand is its unreduced source for a sum and its sharded
+source for a gather; the cotangent, reduced there, is varying here.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from fshard.run.autograd.linear_function import (
     ProgramGroup,
     apply_linear,
     apply_programs,
-    start_linear,
+    launch_linear,
 )
 from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.transports.base import (
@@ -38,12 +41,12 @@ from fshard.run.transports.base import (
     direct_transport,
     label_of,
     labelled,
-    under,
     unobserved,
+    with_label,
 )
 from fshard.run.transports.divergence_report import call_line
 from fshard.run.transports.reduce_dtypes import TensorFunction
-from fshard.run.transports.shape_only import ShapeTransport, recording
+from fshard.run.transports.shape_only import ShapeTransport, meta_as_real
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
 from fshard.spmd.collectives.argument_key import plain_key
 from fshard.spmd.collectives.compile_node import tree_node
@@ -184,10 +187,14 @@ def launch_collective(plan: CollectivePlan, x: Tree, *, ahead: bool = False) -> 
     possible: a maximum or minimum with a gradient.
     """
     tracker = current_tracker()
-    return _launch(plan, x, ahead) if tracker is None else tracker.start_collective(plan, x, ahead, _launch)
+    return (
+        _launch_tree(plan, x, ahead)
+        if tracker is None
+        else tracker.launch_collective(plan, x, ahead, _launch_tree)
+    )
 
 
-def _launch(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
+def _launch_tree(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
     if isinstance(x, torch.Tensor):
         transfer = plan.leaf(x)
         if not isinstance(transfer, Transfer):
@@ -225,14 +232,14 @@ def _launch_transfers(name: str, transfers: Sequence[Transfer], ahead: bool) -> 
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():
         with labelled(label):
-            return start_linear(op, xs, name)
+            return launch_linear(op, xs, name)
     if not isinstance(op, ProgramGroup) or op.progs[0].is_linear:
         # Launched now, it would take the wrappers of `torch.func` instead of their values.
         if is_transformed():
-            return under(label, lambda: apply_linear(op, xs, False))
+            return with_label(label, lambda: apply_linear(op, xs, False))
         with labelled(label), torch.no_grad():
-            launched = start_linear(op, xs, name)
-        return under(label, lambda: apply_linear(op, xs, False, launched))
+            launched = launch_linear(op, xs, name)
+        return with_label(label, lambda: apply_linear(op, xs, False, launched))
     if ahead:
         fail(
             f"fs.start({name})",
@@ -241,7 +248,7 @@ def _launch_transfers(name: str, transfers: Sequence[Transfer], ahead: bool) -> 
             f"{name}(x, ...) at once, or x.detach()",
         )
     group = op
-    return under(label, lambda: apply_programs(group, xs, False))
+    return with_label(label, lambda: apply_programs(group, xs, False))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -280,7 +287,9 @@ def _recording(
     recorded = _RECORDINGS.get(key)
     if type(recorded) is Recording:
         return recorded
-    return _RECORDINGS.get_or_record(key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad)
+    return _RECORDINGS.get_or_record(
+        key, _capture, plan_key, make_plan, args, kwargs, x, transport, needs_grad
+    )
 
 
 def _capture(
@@ -295,7 +304,7 @@ def _capture(
     plan = _cached_plan(key, make_plan, args, kwargs)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     like.requires_grad_(needs_grad)
-    with recording():
+    with meta_as_real():
         transfer = plan.leaf(like)
     if not isinstance(transfer, Transfer) or transport.rank not in _combine((transfer.op,)).mesh:
         return None

@@ -36,7 +36,7 @@ from fshard.spmd.tracking.torch_effects import (
     draws,
     effect_of,
     reads_values,
-    writes_state,
+    written_arguments,
 )
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import INVARIANT, States, TypeRule
@@ -158,7 +158,7 @@ def _run_special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwar
             return _run_write(tracker, func, effect, args, kwargs)
         case Action.LISTS | Action.WRITE_LISTS:
             return _run_lists(tracker, func, effect, args, kwargs)
-        case Action.STATE:
+        case Action.WRITES_ARGUMENT:
             return _run_state(tracker, func, effect, args, kwargs)
         case Action.GRAD:
             result = func(*args, **kwargs)
@@ -393,7 +393,7 @@ def _with_casts(value: Any, joined: JoinedRows) -> Any:
 
 def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
     """Run a call that also writes an argument, such as the statistics of a batch norm."""
-    written = list(tensors_in(writes_state(func, effect.name, args, kwargs)))
+    written = list(tensors_in(written_arguments(func, effect.name, args, kwargs)))
     for target in written:
         tracker.check_write(target, effect.name)
     alias_states = tuple(states for target in written for states in tracker.states_beside(target))

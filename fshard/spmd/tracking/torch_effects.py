@@ -47,7 +47,7 @@ class Action(enum.Enum):
     WRITE = "writes the first operand"
     LISTS = "OP on the elements of lists, one by one"
     WRITE_LISTS = "WRITE on the elements of lists, one by one"
-    STATE = "OP, and writes some arguments, such as running statistics"
+    WRITES_ARGUMENT = "OP, and writes some arguments, such as running statistics"
     GRAD = "reads .grad"
     SET_GRAD = "sets .grad"
     GRADIENTS = "torch.autograd.grad"
@@ -146,7 +146,7 @@ NON_SIZE_INTEGERS = {
     "triu": "diagonal",
 }
 """Integer arguments that determine values and not shapes."""
-STATE = _words("""
+WRITES_ARGUMENT = _words("""
     batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     cudnn_batch_norm embedding embedding_bag instance_norm miopen_batch_norm native_batch_norm
 """)
@@ -229,7 +229,9 @@ def _classify(func: Callable[..., Any]) -> OpEffect:
     written = _written_names(func, name)
     if isinstance(func, OpOverload | OpOverloadPacket) and not _is_aten(func):
         first = {arg.name for schema in _schemas(func, name) for arg in schema.arguments[:1]}
-        action = Action.FRESH if first == {"like"} else Action.STATE if written else Action.OP
+        action = (
+            Action.FRESH if first == {"like"} else Action.WRITES_ARGUMENT if written else Action.OP
+        )
         return OpEffect(name, action, TypeRule.OTHER)
     if name == "__getitem__":
         return OpEffect(name, Action.INDEX, RULES[name])
@@ -241,7 +243,7 @@ def _classify(func: Callable[..., Any]) -> OpEffect:
         (Action.FRESH, FRESH),
         (Action.RANDOM, RANDOM | MAYBE_RANDOM),
         (Action.READS_VALUE, READS_VALUE),
-        (Action.STATE, STATE),
+        (Action.WRITES_ARGUMENT, WRITES_ARGUMENT),
     ):
         if name in names:
             return OpEffect(name, action, RULES.get(name, TypeRule.OTHER))
@@ -254,7 +256,7 @@ def _classify(func: Callable[..., Any]) -> OpEffect:
     if base.startswith("_foreach_"):
         return OpEffect(name, Action.LISTS, TypeRule.OTHER)
     if written and not (writes and len(written) == 1):
-        return OpEffect(name, Action.STATE, TypeRule.OTHER)
+        return OpEffect(name, Action.WRITES_ARGUMENT, TypeRule.OTHER)
     rule = RULES.get(base, TypeRule.OTHER)
     if writes or name == "__setitem__":
         return OpEffect(name, Action.WRITE, rule)
@@ -405,17 +407,17 @@ def _dtype_of(target: Any) -> Any:
     return getattr(target, "dtype", target)
 
 
-def writes_state(
+def written_arguments(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the arguments that a call of an `Action.STATE` function writes."""
+    """Return the arguments that a call of an `Action.WRITES_ARGUMENT` function writes."""
     if name.startswith("embedding"):
         if all(x is None for x in (*args[3:4], kwargs.get("max_norm"))):
             return []
         return [args[1] if len(args) > 1 else kwargs["weight"]]
     named = _arguments(func, name, args, kwargs)
     written = _written_names(func, name)
-    if name in STATE and not written:
+    if name in WRITES_ARGUMENT and not written:
         if not named.get("training", named.get("use_input_stats", True)):
             return []
         written = frozenset(("running_mean", "running_var"))

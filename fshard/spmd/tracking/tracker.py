@@ -221,7 +221,7 @@ class Tracker:
 
     # -- collectives --
 
-    def start_collective(
+    def launch_collective(
         self, plan: CollectivePlan, tree: Any, ahead: bool, launch: Launch
     ) -> Callable[[], Any]:
         """Launch a collective on the leaves of a tree, cast as its signature requires."""

@@ -330,7 +330,7 @@ def test_rank_that_raised_no_longer_waits(pair: list[_CheckedTransport]) -> None
     assert first.status.awaited is None
     _, statuses = second._read((0, 1), (0, 1))
     assert statuses[0].awaited is None
-    assert statuses[0].stands.startswith("running, last in all_reduce")
+    assert statuses[0].position.startswith("running, last in all_reduce")
 
 
 # -- ragged exchanges --------------------------------------------------------------------------

@@ -107,8 +107,8 @@ class Recorder:
         self.inner, self.rank, self.device = inner, inner.rank, inner.device
         self.sent: list[int] = []
 
-    def moves(self, device: torch.device) -> bool:
-        return bool(self.inner.moves(device))
+    def accepts(self, device: torch.device) -> bool:
+        return bool(self.inner.accepts(device))
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group

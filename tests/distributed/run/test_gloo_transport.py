@@ -332,7 +332,7 @@ class _Silent:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def moves(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         return True
 
 

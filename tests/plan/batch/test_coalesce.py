@@ -169,16 +169,16 @@ class Recorder:
         self.order: list[str] = []
         self.sizes: list[int] = []
 
-    def moves(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         return True
 
     def all_gather(self, x: torch.Tensor, group: Sequence[int]) -> Any:
         return self.go("all_gather", x, (len(group), *x.shape))
 
-    def all_reduce(self, x: torch.Tensor, op: str, group: Sequence[int]) -> Any:
+    def all_reduce(self, x: torch.Tensor, reduction: str, group: Sequence[int]) -> Any:
         return self.go("all_reduce", x, x.shape)
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, group: Sequence[int]) -> Any:
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Sequence[int]) -> Any:
         return self.go("reduce_scatter", x, x.shape[1:])
 
     def all_to_all(self, x: torch.Tensor, send: Any, receive: Any, group: Any) -> Any:

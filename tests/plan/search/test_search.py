@@ -14,9 +14,9 @@ from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
 from fshard.plan.search.astar import search
 from fshard.plan.search.collective_edges import CollectiveEdges
-from fshard.plan.search.layout_state import LayoutState
 from fshard.plan.search.problem import SearchProblem
 from fshard.plan.search.reachability import TRANSITIONS, is_unreachable
+from fshard.plan.search.search_layout import SearchLayout
 from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer
 from fshard.program.steps import (
@@ -46,7 +46,7 @@ TOPOLOGIES = [Topology.node(), Topology.cluster(3), None]
 def assert_edges(src: Spec, dst: Spec, topology: Topology | None, *, direct: bool = False) -> None:
     """Check that every edge out of `src` is a step of the stated result and cost."""
     problem = SearchProblem(src, dst, topology, None, frozenset())
-    state = LayoutState.of(src)
+    state = SearchLayout.of(src)
     for cost, make_step, new in CollectiveEdges(problem, direct=direct).of(state):
         step: Step = make_step()
         after = infer(step, src)
@@ -76,7 +76,7 @@ def assert_bounds(src: Spec, dst: Spec, topology: Topology | None) -> None:
     assert steps is not None
     left = steps[1]
     for step in steps[0]:
-        assert problem.bound(LayoutState.of(spec)) <= left * (1 + 1e-9) + 1e-15
+        assert problem.bound(SearchLayout.of(spec)) <= left * (1 + 1e-9) + 1e-15
         after = infer(step, spec)
         left -= step_cost(topology, step, spec, after)
         spec = after

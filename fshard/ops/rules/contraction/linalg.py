@@ -139,5 +139,5 @@ def solve(call: OpCall) -> Rule:
 
 
 def _is_vector(a: Meta, b: Meta) -> bool:
-    """Return True if the right-hand side is a batch of vectors, by PyTorch's criterion."""
+    """Return True if `b` is one vector for each matrix of `a`, as `torch.linalg.solve` decides."""
     return b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])

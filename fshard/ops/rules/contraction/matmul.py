@@ -192,7 +192,7 @@ def einsum(call: OpCall) -> Rule:
 
 
 def _hidden(text: str, hidden: Container[str]) -> Dims:
-    """Return the dims of a text, with no factor for the letters in `hidden`."""
+    """Return the factors of einsum letters; those in `hidden` give dims without a factor."""
     return tuple(() if x in hidden else (x,) for x in text)
 
 

@@ -109,7 +109,11 @@ def _modes(call: OpCall, kind: str, values: int | None) -> tuple[Mode, ...]:
 
 
 def _scatter(call: OpCall) -> Rule:
-    """Rule of `scatter`: dims other than `dim` pass if all operands have the same size."""
+    """Rule of `scatter`, `d0 v d2,d0 k d2,d0 k d2->d0 v d2`.
+
+    A dim is sharded in all operands if it has one size in them. `v`, the written dim, may be
+    sharded; `k`, the indices, only if values are combined, which gives a partial result.
+    """
     x, index = call.operands[:2]
     values = call.operands[2] if len(call.operands) > 2 else None
     kind, parts = _reductions(call)
@@ -151,7 +155,10 @@ def _written(
 
 
 def _index_write(call: OpCall) -> Rule:
-    """Rule of `index_add` and the like: all dims but the written one pass."""
+    """Rule of `index_add` and the like, `d0 v d2,k,d0 k d2->d0 v d2`.
+
+    Every dim may be sharded; `k`, the indices, only if values are combined, a partial result.
+    """
     x, index = call.operands[:2]
     kind, parts = _reductions(call)
     name = next((name for name in ("source", "value") if call.has(name)), None)

@@ -37,7 +37,7 @@ def _affine(x: Tensor, weight: Maybe, bias: Maybe, shape: Sequence[int] | None =
 
 
 def _back(grad: Tensor, normal: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
-    """Return the gradient of the input from the gradient of the normalized tensor."""
+    """Return the input's gradient of a normalization over `dims`, from that of its result."""
     return rstd * (grad - grad.mean(dims, True) - normal * (grad * normal).mean(dims, True))
 
 

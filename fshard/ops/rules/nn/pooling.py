@@ -267,7 +267,7 @@ class _SetBatchSize:
 
 @register_rule(aten.affine_grid_generator)
 def affine_grid(call: OpCall) -> Rule:
-    """Rule of grids of transformed points, linear in the transformations."""
+    """Rule of `affine_grid_generator`, `na_->n__a`: the batch may be sharded; linear in `theta`."""
     result_meta = call.result
     theta: Dims = (("n",), ("a",), ())
     return Rule((theta,), ((("n",), *((),) * (result_meta.ndim - 2), ("a",)),),

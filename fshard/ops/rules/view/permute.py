@@ -30,7 +30,7 @@ def permute(call: OpCall) -> Rule:
 
 @register_rule("flip", "fliplr", "flipud", "prims::rev")
 def flip(call: OpCall) -> Rule:
-    """Rule of flips: elements move to other ranks along the flipped dims."""
+    """Rule of flips: flipped dims stay unsharded, as their elements change ranks; others pass."""
     name, ndim = base_name(call.op), call.operands[0].ndim
     fixed = {"fliplr": [1], "flipud": [0]}.get(name)
     dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)

@@ -1,4 +1,4 @@
-"""`LayoutState`: a layout as a light value, made for each edge that the search looks at."""
+"""`SearchLayout`: a layout as a light value, made for each edge that the search looks at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Dims = tuple[Axes, ...]
 DimSizes = tuple[int, ...] | None
 
 
-class LayoutState(NamedTuple):
+class SearchLayout(NamedTuple):
     """Layout met by the search: the parts of a `Spec` that steps change."""
 
     dims: Dims
@@ -23,7 +23,7 @@ class LayoutState(NamedTuple):
     sizes: tuple[DimSizes, ...]
 
     @classmethod
-    def of(cls, spec: Spec) -> LayoutState:
+    def of(cls, spec: Spec) -> SearchLayout:
         """Return the layout of a spec."""
         p = spec.partition
         return cls(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
@@ -33,9 +33,9 @@ class LayoutState(NamedTuple):
         """The layout as a `PartitionSpec`."""
         return PartitionSpec._of(self.dims, self.unreduced, self.reduced)
 
-    def replace_dim(self, dim: int, axes: Axes, sizes: DimSizes) -> LayoutState:
+    def replace_dim(self, dim: int, axes: Axes, sizes: DimSizes) -> SearchLayout:
         """Return the layout with one dim sharded over `axes` into `sizes`."""
-        return LayoutState(
+        return SearchLayout(
             (*self.dims[:dim], axes, *self.dims[dim + 1 :]),
             self.unreduced,
             self.reduced,
