@@ -13,7 +13,7 @@ from fshard.show.table import Column, Table
 
 LEAVES = (
     Column("leaf", wrap=True), Column("from", wrap=True), Column("to", wrap=True),
-    Column("sent", right=True), Column("time alone", right=True),
+    Column("sent", right=True), Column("time", right=True),
 )  # fmt: skip
 LAUNCHES = (
     Column("launch"), Column("group", wrap=True), Column("leaves", right=True),
@@ -119,10 +119,10 @@ def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     >>> batch = fs.redistribute(src, [spec.replace(partition=fs.P()) for spec in src])
     >>> print(batch.explain(wires))
     a tree of 3 programs on Mesh(x=4), topology custom
-    leaf            from      to      sent  time alone
-    ──────────────────────────────────────────────────
-    [0] and 1 more  f32[8@x]  f32[8]  24 B     7.45 µs
-    [2]             f32[4@x]  f32[4]  12 B     6.95 µs
+    leaf            from      to      sent     time
+    ───────────────────────────────────────────────
+    [0] and 1 more  f32[8@x]  f32[8]  24 B  7.45 µs
+    [2]             f32[4@x]  f32[4]  12 B  6.95 µs
     <BLANKLINE>
     launch      group   leaves  sent
     ────────────────────────────────
