@@ -1,7 +1,8 @@
 """Closed-form result shapes of common operations, and of those that have no meta kernel.
 
 A formula returns None for arguments that PyTorch might refuse, convert or warn about; then the
-operation itself is run on meta tensors. The shapes are those of PyTorch's documentation.
+operation itself is run on meta tensors. The shapes are those of PyTorch's documentation. The first
+run of a meta kernel that is written in Python may import `torch._dynamo`, which takes a second.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ GetArgument = Callable[[str], Any]
 Formula = Callable[[list[Meta], GetArgument], Shape | Meta | None]
 """Shape of the only result; a `Meta` if its dtype is not that of the operands."""
 
+FLOATS = (torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
-INEXACT = (torch.float32, torch.float64, *COMPLEX)
+INEXACT = (*FLOATS, *COMPLEX)
 
 
 def formula_law(formula: Formula, dtypes: Sequence[torch.dtype] = ()) -> ShapeLaw:
@@ -95,11 +97,49 @@ def covariance(operands: list[Meta], get: GetArgument) -> Shape | None:
     return shape[:-1] * 2 if shape[0] > 1 else ()
 
 
+def outer(operands: list[Meta], get: GetArgument) -> Shape | None:
+    """One row for each element of a vector, one column for each element of another."""
+    left, right = operands[0].shape, operands[1].shape
+    return left + right if len(left) == len(right) == 1 else None
+
+
+def glu(operands: list[Meta], get: GetArgument) -> Shape | None:
+    """Half of one dim."""
+    shape = operands[0].shape
+    dim = valid_dim(get("dim"), len(shape))
+    if dim is None or shape[dim] % 2 or not shape[dim]:
+        return None
+    return (*shape[:dim], shape[dim] // 2, *shape[dim + 1 :])
+
+
+def instance_norm(operands: list[Meta], get: GetArgument) -> Shape | None:
+    """Shape of the first operand; the others have one element for each channel."""
+    x, *others = operands
+    has_statistics = get("running_mean") is not None and get("running_var") is not None
+    if x.ndim < 3 or not all(x.shape) or math.prod(x.shape[2:]) < 2 or not is_inexact(x):
+        return None
+    fits = all(other.shape == x.shape[1:2] for other in others)
+    return x.shape if fits and (get("use_input_stats") or has_statistics) else None
+
+
+def vstack(operands: list[Meta], get: GetArgument) -> Shape | None:
+    """Sizes of dim 0 added; vectors and numbers are rows."""
+    return _concatenated([(1,) * (2 - meta.ndim) + meta.shape for meta in operands], 0)
+
+
+def column_stack(operands: list[Meta], get: GetArgument) -> Shape | None:
+    """Sizes of dim 1 added; vectors and numbers are columns."""
+    return _concatenated([x.shape if x.ndim > 1 else (math.prod(x.shape), 1) for x in operands], 1)
+
+
 def concatenation(operands: list[Meta], get: GetArgument) -> Shape | None:
     """Sizes of one dim added."""
-    shapes = [meta.shape for meta in operands]
+    return _concatenated([meta.shape for meta in operands], get("dim"))
+
+
+def _concatenated(shapes: Sequence[Shape], dim_argument: int) -> Shape | None:
     first = shapes[0]
-    dim = valid_dim(get("dim"), len(first))
+    dim = valid_dim(dim_argument, len(first))
     # torch.cat accepts an empty vector beside operands of any number of dims.
     if dim is None or any(len(shape) != len(first) or shape == (0,) for shape in shapes):
         return None
@@ -150,6 +190,11 @@ FORMULA_LAWS: tuple[tuple[ShapeLaw, str], ...] = (
     (formula_law(covariance, INEXACT), "cov corrcoef"),
     (formula_law(concatenation), "cat.default concat.default concatenate.default"),
     (formula_law(stack), "stack"),
+    (formula_law(vstack), "vstack row_stack"),
+    (formula_law(column_stack), "column_stack"),
+    (formula_law(outer), "outer"),
+    (formula_law(glu, FLOATS), "glu"),
+    (formula_law(instance_norm), "instance_norm"),
     (formula_law(combinations), "combinations"),
     (formula_law(istft, COMPLEX), "istft"),
 )

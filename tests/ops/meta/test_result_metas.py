@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rows of other lengths": (aten.cat.default, ([meta(4, 3), meta(4, 2)], 0)),
     "other shapes": (aten.stack.default, ([meta(4, 3), meta(4, 2)], 0)),
     "a dim that is not there": (aten.stack.default, ([meta(4, 3), meta(4, 3)], 3)),
+    "an odd half": (aten.glu.default, (meta(4, 3), 1)),
+    "no statistics": (
+        aten.instance_norm.default,
+        (meta(2, 3, 4), None, None, None, None, False, 0.1, 1e-5, False)),
     "frequencies of another window": (
         aten.istft.default, (meta(7, 4, dtype=torch.complex64), 10)),
     "keys of another width": (
