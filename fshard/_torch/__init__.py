@@ -1,18 +1,18 @@
 """Private PyTorch: no other folder uses an underscored name of PyTorch.
 
 `torch.ops.*` counts as public, including `_c10d_functional` in `run/transports/torch_distributed`
-and `run/capture`. Builtins that run in hot paths are re-exported under a good name, so
-that they cost no Python call.
+and `run/capture`. Builtins that run in hot paths are re-exported under a good name, so that they
+cost no Python call.
 
-autograd_state   grad mode, autocast, running backward passes, views
-functorch        transforms of `torch.func`, fast `autograd.Function.apply`
-legacy_vmap      batches of `torch.autograd.grad(is_grads_batched=True)`
-modes            function modes, dispatch modes
-thread_state     per-thread settings that move to another thread
-operators        `OpOverload`, schemas, decompositions
-fake_tensors     fake tensors, functional tensors
-memory           storages, results that must not alias arguments
-checkpointing    `torch.utils.checkpoint`'s second forward pass
-dynamo           functions that `torch.compile` skips or calls without tracing
-process_groups   process groups, stores and placements of `torch.distributed`
+- `autograd_state`: grad mode, autocast, running backward passes, views.
+- `functorch`: transforms of `torch.func`, fast `autograd.Function.apply`.
+- `legacy_vmap`: batches of `torch.autograd.grad(is_grads_batched=True)`.
+- `modes`: function modes, dispatch modes.
+- `thread_state`: per-thread settings that move to another thread.
+- `operators`: `OpOverload`, schemas, decompositions.
+- `fake_tensors`: fake tensors, functional tensors.
+- `memory`: storages, results that must not alias arguments.
+- `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
+- `dynamo`: functions that `torch.compile` skips or calls without tracing.
+- `process_groups`: process groups, stores and placements of `torch.distributed`.
 """

@@ -1,7 +1,8 @@
-"""Text, errors and hooks that every other room uses.
+"""Text, errors, caches and hooks that all other folders use.
 
-errors   `ShardingError` and the builders of its messages
-hooks    slots for functions of higher rooms
-public   signatures of public functions in `help()`
-text     widths, units, lists of words
+- `errors`: `ShardingError` and the builders of its messages.
+- `hooks`: slots for functions of higher folders.
+- `cache`: the size limit of all caches.
+- `public`: signatures of public functions in `help()`.
+- `text`: widths, units, lists of words.
 """

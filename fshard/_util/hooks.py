@@ -1,9 +1,9 @@
-"""Typed slots low in the house for functions of higher rooms.
+"""Typed slots in lower folders for functions of higher ones.
 
 A value such as `Program` has methods that run it or draw it, but its module must not import `run/`
 or `show/`. It declares a `Hook` instead, whose signature and docstring are a function's, and a
-module of the higher room sets it with `@run_program_hook.set`. `run_program_hook.call(...)` is then
-that function itself. `fshard/__init__.py` imports every module that sets a hook.
+module of the higher folder sets it with `@run_program_hook.set`. `run_program_hook.call(...)` is
+then that function itself. `fshard/__init__.py` imports every module that sets a hook.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ R = TypeVar("R")
 
 
 class Hook(Generic[P, R]):
-    """Slot for one function of a higher room, made by decorating its declaration.
+    """Slot for one function of a higher folder, made by decorating its declaration.
 
     Attributes:
         call: the function, or before `set` the declaration, which raises `NotImplementedError`.
 
     >>> @Hook
     ... def area_hook(width: int, height: int) -> int:
-    ...     "Return an area; set by a higher room."
+    ...     "Return an area; set by a higher folder."
     ...     raise NotImplementedError
     >>> @area_hook.set
     ... def area(width: int, height: int) -> int:

@@ -1,1 +1,11 @@
-"""Values that describe layouts: mesh, partition spec, spec, their text and pytrees."""
+"""Values that describe layouts: mesh, partition spec, spec, their text and pytrees.
+
+- `mesh`: `Mesh`, devices in a grid with named axes.
+- `partition_spec`: `PartitionSpec`, the mesh axes of each dim, and states along axes.
+- `spec`: `Spec`, the layout of a global tensor; `Sharded`, a pair of local and spec.
+- `validation`: checks of the arguments of `Spec`.
+- `parsing`: `fs.parse`, the inverse of `str(spec)`.
+- `equivalence`: canonical forms by which two layouts are compared.
+- `refinement`: finer axes that two meshes or layouts have in common.
+- `tree`: pytrees of values and specs.
+"""

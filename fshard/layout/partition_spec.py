@@ -1,4 +1,17 @@
-"""`PartitionSpec`, the mapping of tensor dims to mesh axes, and chunk sizes of uneven dims."""
+"""`PartitionSpec`, the mapping of tensor dims to mesh axes, and chunk sizes of uneven dims.
+
+States along an axis: sharded, invariant, reduced and unreduced are data of a `PartitionSpec`;
+varying exists only in `spmd/types`. The changes of state are the steps of `program/steps`; which
+role of an operation requires which state is in `ops/strategy/axis_roles`. A new state would be
+added to, in this order:
+
+- `layout`: `partition_spec`, `validation`, `spec` (dual, text), `parsing`, `equivalence`,
+  `refinement`; `interop`;
+- `program`: `steps`, `infer`, `transpose`, `single_step`, `exchange_boxes`, `cost`; `plan/search`;
+- `run`: `interpreter`, `collective`;
+- `ops`: `strategy/axis_roles`, the `Mode` of `core/rule`;
+- `spmd`: `types`, `tracking`, `collectives/pcast`; and `show`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +38,9 @@ class PartitionSpec:
     Equal meanings are equal values: `P(("x",)) == P("x")`. After `jax.sharding.PartitionSpec`.
 
     Args:
-        partitions: one entry per dim: `None`, an axis name, or axis names major to minor. Missing
-            trailing entries are `None`.
+        partitions: one entry per dim: `None`, an axis name, or axis names major to minor:
+            `P(("dp", "tp"))` splits over `dp` first, so that neighbours along `dp` are furthest
+            apart. Missing trailing entries are `None`.
         unreduced: axes along which ranks hold partial sums, or a mapping from such axes to `"sum"`,
             `"avg"`, `"max"`, `"min"` or `"product"`.
         reduced: axes along which the gradient is unreduced, or a mapping from such axes to `"sum"`

@@ -63,7 +63,8 @@ class Spec:
         partition: the mesh axes of each dim, unreduced and reduced axes.
         shape: global shape.
         dtype: dtype of the tensor.
-        sizes: shard sizes, major to minor, of dims that their shards do not divide.
+        sizes: shard sizes of each dim whose size the number of shards does not divide;
+            `chunk_sizes` in `partition_spec.py` gives those of `uneven="chunk"`.
         uneven: `"chunk"` gives all other such dims the sizes of `torch.chunk`, nested per axis, as
             in DTensor.
 

@@ -7,5 +7,8 @@
 - `ir`: the lines of a partitioned call, and how they run.
 - `partitioned_call`: one partitioned call, its cost and graph.
 - `arguments`: the specs of a call's arguments, and the key it is cached by.
-- `step_time`: the modelled time of a step.
+- `training_time`: the modelled time of a training step.
+
+To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs that `explain()`
+shows above its row, and read `.alternatives`; `ops/propagate/select.py` makes the choice.
 """

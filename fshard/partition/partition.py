@@ -160,6 +160,9 @@ class Partition:
         Args:
             *args: arguments as of `trace`; without any, the last new kind of call is explained.
             **kwargs: arguments by name.
+
+        To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs above its
+        row, and read `.alternatives`; the choice is made in `ops/propagate/select.py`.
         """
         if args or kwargs:
             return self.trace(*args, **kwargs).explain()

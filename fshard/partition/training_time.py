@@ -1,4 +1,4 @@
-"""Modelled time of a step, by which choices of layouts are compared."""
+"""Modelled time of a training step, by which choices of layouts are compared."""
 
 from __future__ import annotations
 

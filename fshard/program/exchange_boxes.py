@@ -1,8 +1,8 @@
 """Boxes of the global tensor that each rank of an `Exchange` sends and receives.
 
 They are computed for one rank at a time, from its own box, never for all pairs of ranks. All ranks
-compute the same assignment, so that none has to be communicated. `cost/shard_overlap.py` has the words,
-and counts elements where the boxes themselves are not required.
+compute the same assignment, so that none has to be communicated. `cost/shard_overlap.py` defines
+the words, and counts elements where the boxes themselves are not required.
 """
 
 from __future__ import annotations

@@ -58,12 +58,9 @@ def smap(
     """
     check_mesh(mesh, "fs.smap")
     if not isinstance(axis_name, str):
-        fail(
-            "fs.smap",
-            f"axis_name={axis_name!r}",
-            "axis_name must be a string: smap maps one axis",
-            "axis_name='x', or fs.shard_map for several",
-        )
+        fail("fs.smap", f"axis_name={axis_name!r}",
+             "axis_name must be a string: smap maps one axis",
+             "axis_name='x', or fs.shard_map for several")  # fmt: skip
     in_specs = _specs_of("in_axes", in_axes, axis_name)
     out_specs = _specs_of("out_axes", out_axes, axis_name)
     names = frozenset({axis_name})
@@ -78,12 +75,9 @@ def _specs_of(keyword: str, axes: Any, axis_name: str) -> Any:
         ShardingError: a leaf is neither.
     """
     if keyword == "in_axes" and not isinstance(axes, int | tuple | Mapping | None):
-        fail(
-            "fs.smap",
-            f"in_axes of type {type(axes).__name__}",
-            "in_axes must be an int, None, a tuple by position, or a dict by name",
-            "in_axes=(0, None)",
-        )
+        fail("fs.smap", f"in_axes of type {type(axes).__name__}",
+             "in_axes must be an int, None, a tuple by position, or a dict by name",
+             "in_axes=(0, None)")  # fmt: skip
     raise_if(
         "fs.smap",
         [

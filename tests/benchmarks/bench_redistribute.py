@@ -76,9 +76,10 @@ def ends(transition: str, mesh: Mesh, side: int) -> tuple[Spec, Spec]:
 def contenders(
     src: Spec, dst: Spec, topology: Topology | None, meshes: Sequence[DeviceMesh]
 ) -> list[Run]:
-    """Return one call of each contender, which waits for its result.
+    """Return one function per name in `CONTENDERS`: fshard, and DTensor without and with a search.
 
-    DTensor's two have separate meshes, because plans are cached by mesh, searched or not.
+    Each redistributes this rank's local and waits for the result. DTensor caches plans by mesh,
+    whether they were searched or not, so its two runs use the two `meshes`.
     """
     x, to = local_of(src, dist.get_rank()), dst.placements
     plain, planned = (DTensor.from_local(x, mesh, src.placements) for mesh in meshes)

@@ -62,7 +62,10 @@ CASES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Times of one composition and its simplification over the plan's, and the seconds of it."""
+    """Times of one composition and of its simplification, and the seconds that this took.
+
+    Times are relative to that of the plan from the first layout to the last.
+    """
 
     composed: float
     simple: float

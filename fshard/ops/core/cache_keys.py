@@ -1,8 +1,9 @@
 """Hashable cache keys of arguments, which distinguish values that are equal in Python alone.
 
 `1`, `1.0` and `True` are different keys, as are `[1]` and `(1,)`. Symbolic sizes of a trace become
-concrete numbers, which installs a guard: the trace then holds for these sizes alone. `unfreeze` turns a
-key back into its argument; `spmd/collectives/argument_key.py` has faster keys that only compare.
+concrete numbers, which installs a guard: the trace then holds for these sizes alone. `unfreeze`
+turns a key back into its argument; `spmd/collectives/argument_key.py` has faster keys that only
+compare.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ WriteBlock = Callable[[HashBlock, torch.Tensor], None]
 
 
 def _write_bits(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:
-    """Return the function that writes both words xored, or for 64-bit dtypes both words, to a block."""
+    """Return the function that writes both words, xored below 64 bits, into a block."""
     words, signed = key_words(key), SIGNED_DTYPES[dtype]
 
     def write(hash_: HashBlock, out: torch.Tensor) -> None:
@@ -146,7 +146,8 @@ def _write_bernoulli(key: torch.Tensor, dtype: torch.dtype, p: float) -> WriteBl
 def _write_integers(key: torch.Tensor, dtype: torch.dtype, low: int, last: int) -> WriteBlock:
     """Return the function that writes integers in [low, last] into a block.
 
-    They are remainders of 64 or 128 random bits by the span. The arithmetic is modulo 2**32 or 2**64, as in JAX.
+    They are remainders of 64 or 128 random bits by the span. The arithmetic is modulo 2**32 or
+    2**64, as in JAX.
     """
     keys = derive_keys(key, torch.arange(2, device=key.device))
     upper_words, lower_words = map(key_words, keys)

@@ -12,4 +12,7 @@ operands may be unreduced; see `fshard.ops.core.rule`. Each module lists its ope
 - `backward`: gradient operations that PyTorch names by themselves.
 
 `letters` and `shard_call` are shared by all of them.
+
+A text such as `ik,kj->ij` in a docstring is the rule for typical operands: `1` is a dim that stays
+unsharded, `(ab)` a product of factors. `print(fs.propagate(op, ...).rule)` shows it for any others.
 """

@@ -4,5 +4,6 @@
 - `astar`: the search itself
 - `collective_edges`, `exchange_edges`: steps out of a layout, with `all_to_all_edges` and
   `exchange_targets` for the choices of one step
+- `search_layout`: `SearchLayout`, a layout as a light value
 - `reachability`: goals that the allowed steps cannot reach
 """

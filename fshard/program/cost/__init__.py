@@ -1,9 +1,12 @@
 """Costs of steps and programs.
 
 - `topology`: `Topology`, the machine: links, launch and message times.
-- `overlap`: elements that the worst-placed rank needs, holds and lacks; it defines these words.
+- `shard_overlap`: elements that the worst-placed rank needs, holds and lacks; it defines these words.
 - `rank_overlap`: the same for each rank.
 - `traffic`: bytes, messages and rounds of the busiest rank in a step.
 - `rank_loads`: bytes of each rank in a step, to be added up over a batch.
 - `model`: seconds of a step, and `Cost`.
+
+The time of an all-to-all, for example, is that of `all_to_all_traffic` in `traffic` on the links of
+`topology`, by `collective_time` in `model`.
 """

@@ -1,7 +1,7 @@
 """Elements that each rank needs, holds and lacks, as vectors over the ranks of a mesh.
 
-Words are those of `shard_overlap.py`. Dims are sharded independently, so every vector is a product of
-one factor per dim; searches meet the same factors again and again, and `RankOverlap` remembers
+Words are those of `shard_overlap.py`. Dims are sharded independently, so every vector is a product
+of one factor per dim; searches meet the same factors again and again, and `RankOverlap` remembers
 them. On a mesh of more than `MAX_RANKS` ranks a sample stands for all, so that planning time does
 not depend on the number of ranks; the lack of the sample is a lower bound.
 """

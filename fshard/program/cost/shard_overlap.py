@@ -6,7 +6,13 @@ All files of `program` use these words, for one rank (or a group of ranks that p
   source has of them; it *lacks* the rest. An element that is unreduced on n ranks and is to be
   reduced has n partial sums, each needed; a rank holds at most one of them.
 - it *receives* what it lacks, if the step is an `Exchange`, and *sends* its part of what other
-  ranks lack: all holders of one shard send equal parts.
+  ranks lack: all holders of one shard send equal parts;
+- the *pieces* of a target shard are its intersections with source shards, each one message;
+- along a *converted* axis shards become unreduced, or reduced copies become shards, each on its
+  own rank: ranks exchange only at equal coordinates (`converted_axes` in `exchange_boxes.py`);
+- a *term* is one partial sum of an element, where the result is computed.
+
+Overlaps are sets of elements; no computation overlaps a communication here.
 
 A shard is a box, a product of one interval per dim, so counts are products over dims. Four files
 answer, each as fast as its question allows:

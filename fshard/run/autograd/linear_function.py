@@ -71,7 +71,7 @@ class LinearOp(Protocol):
         ...
 
     def wider(self, n: int) -> LinearOp:
-        """Return the operation on tensors with one more last dim, of size n: the batch of a `vmap`."""
+        """Return the operation with one more dim of tensors, last, of size n: a `vmap`'s batch."""
         ...
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
@@ -114,7 +114,7 @@ class ProgramGroup:
         return self.with_programs([prog.T for prog in self.progs])
 
     def wider(self, n: int) -> ProgramGroup:
-        """Return the programs on tensors with one more last dim, of size n: the batch of a `vmap`."""
+        """Return the programs with one more dim of tensors, last, of size n: a `vmap`'s batch."""
         return self.with_programs([_wider(prog, n) for prog in self.progs])
 
     def with_programs(self, progs: Iterable[Program]) -> ProgramGroup:

@@ -1,1 +1,10 @@
-"""Transports: the simulator and `torch.distributed`."""
+"""Transports: the collectives that one rank calls, each started at once and waited for later.
+
+- `base`: the protocol `Transport`, the current rank, labels for errors, observers.
+- `simulator`: ranks as threads of this process, one at a time; `fs.simulate`.
+- `torch_distributed`: ranks as processes, over gloo or NCCL; `fs.init`.
+- `divergence_check`: a transport of processes that compares calls before each launch.
+- `divergence_report`: fingerprints of calls, and the errors for ranks whose calls differ.
+- `shape_only`: a transport for meta and fake tensors, which sends nothing.
+- `reduce_dtypes`: reductions of dtypes that backends cannot reduce.
+"""

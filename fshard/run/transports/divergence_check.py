@@ -1,11 +1,11 @@
 """Comparison of the collectives of processes before they are launched: `check="collectives"`.
 
-Under `torchrun` only; the simulator compares in `arrive`. Before a collective every rank writes the call to the store of `torch.distributed`, and reads the
-calls of the other ranks of its group. If all have come, or if they differ, or if some have
-returned, raised or timed out, the first rank to notice writes a verdict, and every rank of the
-group launches or raises as the first verdict says: none is in the backend while another has given
-up. It costs some round trips to the store per collective and serializes launches, so it is for
-debugging, not for training.
+Under `torchrun` only; the simulator compares in `arrive`. Before a collective every rank writes the
+call to the store of `torch.distributed`, and reads the calls of the other ranks of its group. If
+all have come, or if they differ, or if some have returned, raised or timed out, the first rank to
+notice writes a verdict, and every rank of the group launches or raises as the first verdict says:
+none is in the backend while another has given up. It costs some round trips to the store per
+collective and serializes launches, so it is for debugging, not for training.
 """
 
 from __future__ import annotations

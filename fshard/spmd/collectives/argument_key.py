@@ -1,8 +1,8 @@
 """Cache keys of arguments: equal exactly for equal values of equal types, however nested.
 
-Arguments that can change or that compare by identity, such as tensors, have no key. Values that
-are equal need not mean the same: 0 and 0.0 have different keys. These keys only
-compare, and are fast to compute; those of `ops/core/cache_keys.py` turn back into the arguments.
+Arguments that can change or that compare by identity, such as tensors, have no key. Values that are
+equal need not mean the same: 0 and 0.0 have different keys. These keys only compare, and are fast
+to compute; those of `ops/core/cache_keys.py` turn back into the arguments.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def test_first_verdict_wins(
 
 
 def test_rank_that_raised_no_longer_waits(pair: list[_CheckedTransport]) -> None:
-    """As in a backward pass, which is outside of the call."""
+    """A rank whose comparison timed out outside of a call, as in backward, awaits no collective."""
     first, second = pair
     with first.call(), second.call():
         pass

@@ -56,7 +56,7 @@ MESHES = {
 
 
 def on_mesh() -> list[Program]:
-    """Exchanges on one mesh, with what stays on it, and all-to-alls of several pairs."""
+    """Return exchanges on one mesh, whose ranks keep some elements, and all-to-alls of pairs."""
     mesh = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
     cuts = {0: (0, 7)}
     layouts = [

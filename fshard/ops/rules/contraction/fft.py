@@ -26,7 +26,7 @@ TRANSFORMS = """
 
 @register_rule(*TRANSFORMS.split(), prims.fft_c2c, prims.fft_r2c, prims.fft_c2r)
 def transformed(call: OpCall) -> Rule:
-    """Rule of Fourier transforms: the transformed dims stay unsharded."""
+    """Rule `b1->b1` of Fourier transforms along the last dim: transformed dims stay unsharded."""
     ndim, dim = call.operands[0].ndim, call.get("dim")
     sizes = call.get("s") if call.has("s") else None
     if dim is None and sizes is not None:
@@ -54,7 +54,7 @@ def shifted(call: OpCall) -> Rule:
 
 @register_rule(aten.stft)
 def stft(call: OpCall) -> Rule:
-    """Rule of `stft`: batch dims may be sharded; linear in the signal and in the window."""
+    """Rule `b1,1->b11` of `stft`: batch dims may be sharded; linear in signal and window."""
     result_meta = call.result
     batch = letters(call.operands[0].ndim - 1)
     operands = ((*text_dims(batch), ()), *(((),) for _ in call.operands[1:]))
@@ -64,7 +64,7 @@ def stft(call: OpCall) -> Rule:
 
 @register_rule(aten.istft)
 def istft(call: OpCall) -> Rule:
-    """Rule of `istft`: batch dims may be sharded; linear in the transforms."""
+    """Rule `b11,1->b1` of `istft`: batch dims may be sharded; linear in the transforms."""
     x, result_meta = call.operands[0], call.result
     batch = letters(result_meta.ndim - 1)
     operands = (text_dims(batch) + ((),) * (x.ndim - len(batch)),

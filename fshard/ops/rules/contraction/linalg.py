@@ -36,7 +36,7 @@ SCALAR_ARGS = frozenset(("atol", "rtol", "tol", "rcond"))
 
 
 def batched(call: OpCall, cores: Mapping[str, int] = MappingProxyType({})) -> Rule:
-    """Rule of an operation per matrix: all dims before the last two may be sharded.
+    """Rule `b11->b11` of an operation per matrix: dims before the last two may be sharded.
 
     `cores` gives the number of unsharded last dims of arguments that are not matrices, by name.
     """
@@ -112,7 +112,7 @@ SIDES = {
 
 @register_rule(*SIDES)
 def solve(call: OpCall) -> Rule:
-    """Rule `bij,bjk->bik`: columns of the right-hand side may be sharded, and are linear."""
+    """Rule `b11,b1k->b1k` of solvers, linear in the right-hand side, whose columns are `k`."""
     name = base_name(call.op)
     matrix_name, side_name = SIDES[name]
     side_index, matrix_index = call.operand_index(side_name), call.operand_index(matrix_name)

@@ -51,7 +51,7 @@ SUMS = {"addmm": ("ij", "ik", "kj"), "addbmm": ("ij", "bik", "bkj"),
 
 @register_rule(*(getattr(aten, name) for name in SUMS))
 def matmul_add(call: OpCall) -> Rule:
-    """Rule of `beta * input + alpha * (a @ b)`; the input may broadcast and is counted once."""
+    """Rule `j,ik,kj->ij` of `beta * input + alpha * (a @ b)`; the input is counted once."""
     result, a, b = SUMS[base_name(call.op).rstrip("_")]
     dims = (trailing_dims(result, call.operands[0].ndim), text_dims(a), text_dims(b))
     # For an empty product with a vector PyTorch returns the input's shape, not the sum's.
@@ -69,7 +69,7 @@ def addmm_activation(call: OpCall) -> Rule:
 
 @register_rule(aten.linear)
 def linear_layer(call: OpCall) -> Rule:
-    """Rule of `x @ weight.T + bias`; the bias is counted once."""
+    """Rule `bk,jk,j->bj` of `x @ weight.T + bias`; the bias is counted once."""
     x, weight = call.operands[:2]
     batch = letters(x.ndim - 1, "jk")
     result = batch + ("j" if weight.ndim == 2 else "")
@@ -80,7 +80,7 @@ def linear_layer(call: OpCall) -> Rule:
 
 @register_rule(aten.bilinear)
 def bilinear(call: OpCall) -> Rule:
-    """Rule of `x1 @ weight[o] @ x2 + bias` for every output `o`."""
+    """Rule `bi,bj,oij,o->bo` of `x1 @ weight[o] @ x2 + bias` for every output `o`."""
     batch = letters(call.operands[0].ndim - 1, "ijo")
     operands = [text_dims(batch + "i"), text_dims(batch + "j"), text_dims("oij")]
     operands += [text_dims("o") for _ in call.operands[3:]]
@@ -111,7 +111,7 @@ def outer(call: OpCall) -> Rule:
 
 @register_rule(aten.inner)
 def inner(call: OpCall) -> Rule:
-    """Rule of products summed over the last dims; with a scalar operand, of a scaling."""
+    """Rule `bk,ck->bc` of products summed over the last dims; with a scalar, of a scaling."""
     a, b = call.operands
     if not (a.ndim and b.ndim):
         dims = text_dims(letters(a.ndim + b.ndim))
@@ -207,7 +207,7 @@ def _spelled(text: str, free: str, ndim: int | None) -> str:
 
 @register_rule(aten.linalg_vecdot)
 def vecdot(call: OpCall) -> Rule:
-    """Rule of products summed along one dim of two tensors that broadcast."""
+    """Rule `bc,bc->b` of products summed along one dim of two tensors that broadcast."""
     a, b = call.operands
     ndim = max(a.ndim, b.ndim)
     names, dim = letters(ndim), wrap_dim(call.get("dim"), ndim)
@@ -217,7 +217,7 @@ def vecdot(call: OpCall) -> Rule:
 
 @register_rule(aten.cross, aten.linalg_cross)
 def cross(call: OpCall) -> Rule:
-    """Rule of cross products along a dim of size 3, which stays unsharded."""
+    """Rule `b1,b1->b1` of cross products along a dim of size 3."""
     a, b = call.operands
     ndim, dim = max(a.ndim, b.ndim), call.get("dim")
     if dim is None:
@@ -236,7 +236,7 @@ def _broadcast(*metas: Meta) -> tuple[int, ...]:
 
 @register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist)
 def cdist(call: OpCall) -> Rule:
-    """Rule of distances between all pairs of rows: sums if the power is 0 or 1."""
+    """Rule `bpk,bqk->bpq` of distances between pairs of rows; `k` summed for powers 0 and 1."""
     a, b = call.operands
     batch = letters(max(a.ndim, b.ndim) - 2, "pqk")
     dims = drop_broadcast(
@@ -247,7 +247,7 @@ def cdist(call: OpCall) -> Rule:
 
 @register_rule(aten.pdist, aten._pdist_forward)
 def pdist(call: OpCall) -> Rule:
-    """Rule of distances between all pairs of rows of one matrix."""
+    """Rule `1k->1` of distances between all pairs of rows of one matrix."""
     return _distances(call, (((), ("k",)),), ((),), "k")
 
 

@@ -20,7 +20,7 @@ from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local
 @register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
                "prims::full_like")  # fmt: skip
 def like(call: OpCall) -> Rule:
-    """Rule of results like the operand: same layout, and invariant if the operand is unreduced."""
+    """Rule `ab->ab` of results like the operand; invariant if the operand is unreduced."""
     dims = letter_dims(call.operands[0].ndim)
     return Rule((dims,), (dims,), modes=unread_modes(0))
 

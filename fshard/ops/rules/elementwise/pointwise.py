@@ -21,7 +21,10 @@ from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 
 def pointwise(call: OpCall) -> Rule:
-    """Return one factor per result dim, on each operand that does not broadcast along it."""
+    """Return the rule of an elementwise operation, `ab,b->ab` of a matrix and a vector.
+
+    Each result dim has a factor, also in every operand that does not broadcast along it.
+    """
     results = tuple(_result_dims(meta) for meta in call.results)
     widest = max((meta for meta in call.results if meta is not None), key=lambda m: m.ndim)
     factors = dim_factors(widest.ndim)

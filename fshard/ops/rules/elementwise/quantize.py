@@ -17,7 +17,7 @@ FAKE_QUANTIZE = """
 
 @register_rule(*FAKE_QUANTIZE.split())
 def fake_quantize(call: OpCall) -> Rule:
-    """Rule of fake quantization: every dim may be sharded; scales have the channel's factor."""
+    """Rule `bc,b,b->bc` of fake quantization per channel, `ab->ab` with one scale."""
     names = letters(call.operands[0].ndim)
     dims: Dims = tuple((letter,) for letter in names)
     channel: Dims = ((names[call.get("axis")],),) if call.has("axis") else ((),)

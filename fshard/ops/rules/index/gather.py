@@ -76,7 +76,10 @@ class LocalLookup:
 
 
 def _gather(call: OpCall) -> Rule:
-    """Rule of `gather`: dims where both operands have the same size may be sharded."""
+    """Rule `d0 v d2,d0 k d2->d0 k d2` of `gather` along dim 1: `v` is summed.
+
+    Other dims may be sharded if both operands have the same size there.
+    """
     x, index = call.operands
     dim = wrap_dim(call.get("dim"), x.ndim)
     if x.ndim != index.ndim or not x.ndim:
@@ -119,7 +122,7 @@ def _take_along_dim(call: OpCall) -> Rule:
 
 
 def _index_select(call: OpCall) -> Rule:
-    """Rule of `index_select`: all dims and the index may be sharded."""
+    """Rule `d0 v d2,k->d0 k d2` of `index_select` along dim 1: `v` is summed."""
     x, index = call.operands
     if not x.ndim:
         return _selected(call)
@@ -155,7 +158,7 @@ def _taken(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _take(call: OpCall) -> Rule:
-    """Rule of `take`: every dim of the tensor may be sharded, the shards are summed."""
+    """Rule `v0 v1,k0->k0` of `take`: the dims of the tensor are summed."""
     x, index = call.operands
     dims, read_dims = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")
     is_flat = schema_of(call.op).name == "aten::take_along_dim"
@@ -211,7 +214,7 @@ def _indexed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _index(call: OpCall) -> Rule:
-    """Rule of `x[indices]`: all dims may be sharded, indexed ones are summed."""
+    """Rule `d0 v1 d2,b0->d0 b0 d2` of `x[:, index]`: indexed dims are summed."""
     x, indices = call.operands[0], call.get("indices")
     if any(meta is not None and meta.dtype in (torch.bool, torch.uint8) for meta in indices):
         return _selected(call)

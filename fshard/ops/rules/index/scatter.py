@@ -109,7 +109,7 @@ def _modes(call: OpCall, kind: str, values: int | None) -> tuple[Mode, ...]:
 
 
 def _scatter(call: OpCall) -> Rule:
-    """Rule of `scatter`, `d0 v d2,d0 k d2,d0 k d2->d0 v d2`.
+    """Rule `d0 v d2,d0 k d2,d0 k d2->d0 v d2` of `scatter` along dim 1.
 
     A dim is sharded in all operands if it has one size in them. `v`, the written dim, may be
     sharded; `k`, the indices, only if values are combined, which gives a partial result.
@@ -155,7 +155,7 @@ def _written(
 
 
 def _index_write(call: OpCall) -> Rule:
-    """Rule of `index_add` and the like, `d0 v d2,k,d0 k d2->d0 v d2`.
+    """Rule `d0 v d2,k,d0 k d2->d0 v d2` of `index_add` and the like along dim 1.
 
     Every dim may be sharded; `k`, the indices, only if values are combined, a partial result.
     """
@@ -208,7 +208,10 @@ def _local_index_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> A
 
 
 def _index_put(call: OpCall) -> Rule:
-    """Rule of `index_put`: all dims pass; dims of the indices are summed if it accumulates."""
+    """Rule `d0 v1 d2,b0,d0 b0 d2->d0 v1 d2` of `index_put` with one index, at dim 1.
+
+    Every dim may be sharded; `b0`, of the indices, only if it accumulates, a partial sum.
+    """
     x, indices, values = call.operands[0], call.get("indices"), call.operands[-1]
     sums = call.get("accumulate")
     modes = _modes(call, "sum" if sums else "copy", len(call.operands) - 1)
@@ -239,7 +242,10 @@ def _sizes(dims: Dims, *tensors: tuple[Dims, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _masked_put(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
-    """Rule of `index_put` with one mask, whose dims pass if every element gets the same value."""
+    """Rule `d0 d1,d0 d1,->d0 d1` of `index_put` with one mask.
+
+    Dims of the mask may be sharded only if every element gets the same value.
+    """
     x, indices, values = call.operands[0], call.get("indices"), call.operands[-1]
     dim = next(i for i, index in enumerate(indices) if index is not None)
     mask = indices[dim]
@@ -280,7 +286,10 @@ def _local_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _put(call: OpCall) -> Rule:
-    """Rule of `put`: dims of the tensor pass; dims of the index are summed if it accumulates."""
+    """Rule `v0 v1,k0,k0->v0 v1` of `put`.
+
+    Every dim may be sharded; `k0`, of the index, only if it accumulates, a partial sum.
+    """
     x, index, source = call.operands
     sums = call.get("accumulate")
     dims, read_dims = dim_factors(x.ndim, "v"), dim_factors(index.ndim, "k")

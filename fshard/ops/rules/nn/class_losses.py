@@ -84,7 +84,7 @@ def _weights_of(target: Tensor, weight: Tensor | None, ignored: int, dtype: torc
 
 
 def _nll(call: OpCall) -> Rule:
-    """Rule of `nll_loss`: samples pass or are summed, except in a mean; classes are summed."""
+    """Rule `nc,n->` of `nll_loss`: classes are summed, and samples except in a mean."""
     x, reduction = call.operands[0], call.get("reduction")
     if not x.ndim:
         return unsharded_rule(call)
@@ -149,7 +149,7 @@ register_rule("nll_loss_backward", "nll_loss2d_backward")(_nll_backward)
 
 
 def _cross_entropy(call: OpCall) -> Rule:
-    """Rule of `cross_entropy_loss`: samples pass or are summed, except in a mean over labels."""
+    """Rule `nc,n->` of `cross_entropy_loss`: samples are summed, except in a mean over labels."""
     x, target = call.operands[:2]
     if not x.ndim:
         return unsharded_rule(call)
@@ -277,7 +277,7 @@ register_decomposition("cross_entropy_loss")(_decomposed_cross_entropy)
 
 
 def _margins(call: OpCall) -> Rule:
-    """Rule of margin losses: samples pass or are summed; classes stay unsharded."""
+    """Rule `n1,n->` of margin losses: samples are summed; classes stay unsharded."""
     backward = schema_of(call.op).name.endswith("_backward")
     x = call.operands[1 if backward else 0]
     reduction = call.get("reduction")

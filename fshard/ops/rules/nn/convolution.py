@@ -125,7 +125,7 @@ class _SetGroups:
 
 @register_rule(*WITH_GROUPS, *WITHOUT_GROUPS)
 def convolution(call: OpCall) -> Rule:
-    """Rule of convolutions: input channels are summed; groups are sharded with their channels."""
+    """Rule `nc11,oc11,o->no11` of convolutions; groups are sharded with their channels."""
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
     dims, bias = _dims(call, x, weight, groups), call.operand_index("bias")
@@ -142,7 +142,7 @@ def convolution(call: OpCall) -> Rule:
 
 @register_rule(aten.conv_tbc)
 def conv_tbc(call: OpCall) -> Rule:
-    """Rule of a 1-d convolution of tensors with dims time, batch, channels."""
+    """Rule `1nc,1co,o->1no` of a 1-d convolution of tensors with dims time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
     return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=bias_modes(2, (0, 1)),
                 local=ShardCall((2,), once_dim=2))  # fmt: skip

@@ -48,7 +48,7 @@ def _local_embedding(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> A
 
 
 def _embedding(call: OpCall) -> Rule:
-    """Rule of `embedding`: rows are summed, width and indices may be sharded."""
+    """Rule `vd,ab->abd` of `embedding`: the rows `v` of the weight are summed."""
     index = dim_factors(call.operands[1].ndim, "i")
     rule = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
                 modes=select_modes(0), local=_local_embedding)  # fmt: skip
@@ -133,7 +133,9 @@ def _padding(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int)
 
 
 def _bag(call: OpCall) -> Rule:
-    """Rule of `embedding_bag`: rows are summed, except in maxima; only the bags are results.
+    """Rule `vd,1,1->1d` of `embedding_bag`: rows are summed, except in maxima.
+
+    Only the bags are results.
 
     Other results are for PyTorch's own backward, with device-dependent shapes.
     """
@@ -179,7 +181,7 @@ class _LocalOneHot:
 
 
 def _one_hot(call: OpCall) -> Rule:
-    """Rule of `one_hot`: all dims and the classes may be sharded."""
+    """Rule `ab->abc` of `one_hot`: the classes `c` may be sharded."""
     x = call.operands[0]
     dims = dim_factors(x.ndim)
     return Rule((dims,), ((*dims, ("c",)),), local=_LocalOneHot(call.get("num_classes")))

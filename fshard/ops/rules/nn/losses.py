@@ -64,7 +64,7 @@ def reduced(loss: Tensor, reduction: int) -> Tensor:
 
 
 def _elementwise(call: OpCall) -> Rule:
-    """Rule of elementwise losses: dims pass or are summed."""
+    """Rule `ab,ab->` of elementwise losses; `ab,ab->ab` with `reduction="none"`."""
     shape = broadcast_shape([meta_.shape for meta_ in call.operands])
     factors = dim_factors(len(shape))
     operands = tuple(align_factors(meta_.shape, shape, factors) for meta_ in call.operands)
@@ -121,7 +121,7 @@ register_rule(*ELEMENTWISE)(_elementwise)
 
 
 def _rows(call: OpCall) -> Rule:
-    """Rule of losses of feature rows: leading dims pass or are summed; features stay unsharded."""
+    """Rule `nc,nc->` of losses of feature rows: `n` is summed; features `c` stay unsharded."""
     features = _features(call)
     shape = broadcast_shape([x.shape for x in call.operands[:features]])
     rows = shape[:-1]
@@ -201,7 +201,7 @@ def _local_ctc(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _ctc(call: OpCall) -> Rule:
-    """Rule of `ctc_loss`: sequences pass or are summed; time, classes and labels stay unsharded."""
+    """Rule `1n1,n1,n,n->` of `ctc_loss`: sequences may be sharded; time and classes may not."""
     x, targets = call.operands[:2]
     if x.ndim != 3 or targets.ndim != 2:
         return unsharded_rule(call)

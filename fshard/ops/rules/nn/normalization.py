@@ -51,7 +51,7 @@ def _first(call: OpCall, operands: tuple[int, ...], kind: str) -> Mode:
 
 
 def layer_norm(call: OpCall) -> Rule:
-    """Rule of layer norms: the normalized dims stay unsharded."""
+    """Rule `abc,c,c->abc` of layer norms: `c`, the normalized dims, stays unsharded."""
     x = call.operands[0]
     factors, lead = _layer(call, x)
     weights = (factors[lead:],) * (len(call.operands) - 1)
@@ -112,7 +112,7 @@ class LocalGroupNorm:
 
 
 def group_norm(call: OpCall) -> Rule:
-    """Rule of group norms: samples and groups may be sharded."""
+    """Rule `n(gc)s,(gc),(gc)->n(gc)s` of group norms: `n` and `g` may be sharded."""
     x = call.operands[0]
     groups = call.get("num_groups" if call.has("num_groups") else "group")
     channels = x.shape[1] // groups
@@ -177,7 +177,7 @@ def _own_statistics(call: OpCall) -> bool:
 
 
 def batch_norm(call: OpCall) -> Rule:
-    """Rule of batch norms: channels may be sharded; other dims too with given statistics."""
+    """Rule `nca,c,c->nca` of batch norms: `c` may be sharded, other dims only with given statistics."""
     x, own_statistics = call.operands[0], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
     operands = tuple(factors if i == 0 else (("c",),) for i in range(len(call.operands)))
@@ -222,7 +222,7 @@ def renorm(call: OpCall) -> Rule:
 
 
 def cosine_similarity(call: OpCall) -> Rule:
-    """Rule of `cosine_similarity`: the vectors' dim stays unsharded, others may broadcast."""
+    """Rule `ab,ab->a` of `cosine_similarity`: `b` stays unsharded, other dims may broadcast."""
     shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
     factors, dim = dim_factors(len(shape)), wrap_dim(call.get("dim"), len(shape))
     operands = tuple(align_factors(meta.shape, shape, factors) for meta in call.operands)

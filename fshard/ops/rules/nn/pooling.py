@@ -64,7 +64,7 @@ def planes(meta: Meta, spatial: int) -> Dims:
 
 
 def per_plane(call: OpCall, modes: tuple[Mode, ...] = ()) -> Rule:
-    """Return the rule of an operation on each plane: spatial dims stay unsharded."""
+    """Return the rule `nc11->nc11` of an operation on each plane: spatial dims stay unsharded."""
     spatial = spatial_dims(call)
     lead = call.operands[0].ndim - spatial
     first = planes(call.operands[0], spatial)[:lead]
@@ -152,7 +152,10 @@ def linear_in_plane(call: OpCall) -> Rule:
 
 @register_rule(*MAXIMA.split())
 def max_pool(call: OpCall) -> Rule:
-    """Rule of maximum pooling: an unreduced maximum passes, unless indices are requested."""
+    """Rule `nc(be)(df)->ncbd` of maximum pooling with windows `ef` that tile the plane.
+
+    An unreduced maximum passes, unless indices are requested.
+    """
     if base_name(call.op) in WINDOWED:
         return windowed(call, kind_modes(0, {"max": "max"}))
     return per_plane(call)
@@ -222,7 +225,7 @@ def _is_constant(call: OpCall) -> bool:
 
 @register_rule(aten.im2col)
 def im2col(call: OpCall) -> Rule:
-    """Rule of `im2col`: channels are major to a window's elements."""
+    """Rule `nc11->n(ck)1` of `im2col`: channels are major to a window's elements."""
     first = planes(call.operands[0], 2)[:-2]
     result_dims = (*first[:-1], ("c", "k"), ())
     return Rule(((*first, (), ()),), (result_dims,), unsharded=frozenset("k"),
@@ -231,7 +234,7 @@ def im2col(call: OpCall) -> Rule:
 
 @register_rule(aten.col2im)
 def col2im(call: OpCall) -> Rule:
-    """Rule of `col2im`, which adds up columns at the positions of their windows."""
+    """Rule `n(ck)1->nc11` of `col2im`, which adds up columns at the positions of their windows."""
     result = call.result
     first = planes(result, 2)[:-2]
     column_dims = (*first[:-1], ("c", "k"), ())
@@ -267,7 +270,7 @@ class _SetBatchSize:
 
 @register_rule(aten.affine_grid_generator)
 def affine_grid(call: OpCall) -> Rule:
-    """Rule of `affine_grid_generator`, `na_->n__a`: the batch may be sharded; linear in `theta`."""
+    """Rule `na1->n11a` of `affine_grid_generator`: batch may be sharded; linear in `theta`."""
     result_meta = call.result
     theta: Dims = (("n",), ("a",), ())
     return Rule((theta,), ((("n",), *((),) * (result_meta.ndim - 2), ("a",)),),

@@ -68,7 +68,7 @@ def reduction_rule(
     call: OpCall, how: Mapping[int, str | None], *, modes: tuple[Mode, ...] = (),
     shares: bool = False, non_negative: bool = False,
 ) -> Rule:  # fmt: skip
-    """Return the rule of a call that reduces dims of its first operand.
+    """Return the rule of a call that reduces dims of its first operand, such as `ab->a`.
 
     `how` maps reduced dims to the reduction of partial results, None if the dim must be unsharded.
     With `shares` an element's gradient depends on elements of other shards, as for extremes with
@@ -213,7 +213,7 @@ UNSHARDED = (
 
 
 def reduction(call: OpCall) -> Rule:
-    """Rule of a reduction by its name; dims stay unsharded if it has several results."""
+    """Rule `ab->a` of a reduction by its name; `b` stays unsharded if it has several results."""
     name, dims = base_name(call.op), reduced_dims(call)
     kind = KINDS.get(name) if len(call.results) == 1 else None
     rule = reduction_rule(call, dict.fromkeys(dims, kind), modes=_modes(call, name, kind),
@@ -236,7 +236,7 @@ def _modes(call: OpCall, name: str, kind: str | None) -> tuple[Mode, ...]:
 
 
 def trace(call: OpCall) -> Rule:
-    """Rule of `trace`: both dims may be sharded."""
+    """Rule `ab->` of `trace`: both dims are summed."""
     kinds = {0: "sum", 1: "sum"}
     rule = reduction_rule(call, kinds, modes=linear_modes(0) if keeps_values(call) else ())
     return Rule(rule.operands, rule.results, rule.reductions, modes=rule.modes, local=LocalTrace())

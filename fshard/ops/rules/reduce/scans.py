@@ -43,7 +43,7 @@ OTHERS = (
 
 
 def along_dim(call: OpCall) -> Rule:
-    """Rule of an operation along `dim`: every other dim may be sharded alike on all tensors."""
+    """Rule `ab->ab` of an operation along `b`, which stays unsharded, on tensors of one shape."""
     x = call.operands[0]
     dim = wrap_dim(call.get("dim"), x.ndim)
     if base_name(call.op) == "diff" and call.get("n") == 0:
@@ -94,7 +94,7 @@ def segment_reduce(call: OpCall) -> Rule:
 
 
 def trapezoid(call: OpCall) -> Rule:
-    """Rule of `trapezoid`: the dim stays unsharded; positions have that dim alone or all dims."""
+    """Rule `ab,b->a` of `trapezoid`: `b` stays unsharded; positions may also have all dims."""
     y, result = call.operands[0], call.result
     dim = wrap_dim(call.get("dim"), y.ndim)
     shape, positions = y.shape, call.operands[1:]

@@ -26,7 +26,7 @@ from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 
 def _sort(call: OpCall) -> Rule:
-    """Rule of sorts: the sorted dim stays unsharded."""
+    """Rule `as->as,as` of sorts: the sorted dim `s` stays unsharded."""
     x = call.operands[0]
     dim = wrap_dim(call.get("dim"), x.ndim) if call.has("dim") else 0
     dims = tuple(factors_with(x.ndim, dim, "s"))
@@ -34,7 +34,7 @@ def _sort(call: OpCall) -> Rule:
 
 
 def _topk(call: OpCall) -> Rule:
-    """Rule of `topk`: the searched dim stays unsharded."""
+    """Rule `as->a1,a1` of `topk`: the searched dim `s` stays unsharded."""
     x = call.operands[0]
     dim = wrap_dim(call.get("dim"), x.ndim)
     dims = tuple(factors_with(x.ndim, dim, "s"))
@@ -86,7 +86,7 @@ def _count_below(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
 
 
 def _search(call: OpCall) -> Rule:
-    """Rule of searches: all dims may be sharded, counts of boundaries are summed."""
+    """Rule `m,ab->ab` of searches: counts of the boundaries `m` are summed."""
     bucket = schema_of(call.op).name == "aten::bucketize"
     bounds = call.operand_index("boundaries" if bucket else "sorted_sequence")
     values = call.operand_index("self")
@@ -108,7 +108,7 @@ register_rule("searchsorted", "bucketize")(_search)
 
 
 def _isin(call: OpCall) -> Rule:
-    """Rule of `isin`: test elements may be sharded; any (or, inverted, every) shard decides."""
+    """Rule `ab,t->ab` of `isin`: `t` is reduced by `max`, or inverted by `min`."""
     result = call.result
     dims = dim_factors(result.ndim, "e")
     operands: list[Dims] = []
@@ -130,7 +130,7 @@ register_rule("isin")(_isin)
 
 
 def _histc(call: OpCall) -> Rule:
-    """Rule of `histc`: elements are counted, if the range does not depend on them."""
+    """Rule `a->1` of `histc`: elements are counted, if the range does not depend on them."""
     x = call.operands[0]
     if call.get("min") == call.get("max"):
         return unsharded_rule(call)

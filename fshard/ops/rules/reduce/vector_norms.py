@@ -71,14 +71,14 @@ def _order(order: Any) -> float | str:
 
 
 def norm(call: OpCall) -> Rule:
-    """Rule of norms: dims of order 0, 1 and infinity may be sharded."""
+    """Rule `ab->a` of norms: `b` may be sharded for orders 0, 1 and infinity."""
     kind = norm_of(call)
     shares = kind.order not in (0.0, 1.0) or kind.matrix
     return reduction_rule(call, kind.reductions, shares=shares, non_negative=True)
 
 
 def dist(call: OpCall) -> Rule:
-    """Rule of a norm of a difference over all dims; the operands may broadcast."""
+    """Rule `ab,ab->` of a norm of a difference over all dims; the operands may broadcast."""
     order = float(call.get("p"))
     kind = NormKind(order, (0,)).reductions[0]
     shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
@@ -99,7 +99,7 @@ def dist(call: OpCall) -> Rule:
 
 
 def pairwise_distance(call: OpCall) -> Rule:
-    """Rule of a norm of a difference over the last dim; the operands may broadcast."""
+    """Rule `ab,ab->a` of a norm of a difference over the last dim; operands may broadcast."""
     order = float(call.get("p"))
     kind = NormKind(order, (0,)).reductions[0]
     shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))

@@ -45,7 +45,7 @@ def join_rule(call: OpCall, dim_maps: Sequence[DimMap], along: int | None) -> Ru
 
 @register_rule("cat.default", "concat.default", "concatenate.default", "prims::cat")
 def cat(call: OpCall) -> Rule:
-    """Rule of `cat`: all dims but `dim` may be sharded; an empty operand may have one dim alone."""
+    """Rule `a1,a1->a1` of `cat` along dim 1; an empty operand may have one dim alone."""
     result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
     dim_maps = [range(meta.ndim) if meta.ndim == result.ndim else [dim] for meta in call.operands]
@@ -54,7 +54,7 @@ def cat(call: OpCall) -> Rule:
 
 @register_rule("stack", "_stack")
 def stack(call: OpCall) -> Rule:
-    """Rule of `stack`: all dims but the new one may be sharded."""
+    """Rule `ac,ac->a1c` of `stack`: all dims but the new one may be sharded."""
     result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
     dim_maps = [[i for i in range(result.ndim) if i != dim]] * len(call.operands)
@@ -139,7 +139,7 @@ def _each_alone(count: int) -> tuple[Mode, ...]:
 
 @register_rule("meshgrid")
 def meshgrid(call: OpCall) -> Rule:
-    """Rule of `meshgrid`: each operand is a dim of all results; "xy" swaps the first two."""
+    """Rule `a,b->ab,ab` of `meshgrid`; indexing "xy" swaps the first two dims."""
     count = len(call.operands)
     factors = letter_dims(count)
     result_dims = factors

@@ -39,7 +39,7 @@ class _LocalDiagonal:
 
 @register_rule("tril", "triu")
 def triangle(call: OpCall) -> Rule:
-    """Rule of `tril` and `triu`: every dim may be sharded; zeros are neutral in every reduction."""
+    """Rule `ab->ab` of `tril` and `triu`; reductions keep zeros, so operands may be unreduced."""
     ndim = call.operands[0].ndim
     dims = letter_dims(ndim)
     return Rule((dims,), (dims,), modes=all_modes(0),
@@ -58,7 +58,7 @@ def diagonal_dims(call: OpCall) -> tuple[int, int, int]:
 
 @register_rule("diagonal", "diagonal_copy", "linalg_diagonal")
 def diagonal(call: OpCall) -> Rule:
-    """Rule of `diagonal`: the dim that it covers from end to end, if any, may be sharded."""
+    """Rule `abc->ab` of `diagonal`: `b`, which it covers from end to end, may be sharded."""
     x = call.operands[0]
     offset, rows, columns = diagonal_dims(call)
     names = factor_names(x.ndim)
@@ -90,7 +90,7 @@ def _local_diag_embed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> 
 
 @register_rule("diag_embed")
 def diag_embed(call: OpCall) -> Rule:
-    """Rule of `diag_embed`: the rows of matrices may be sharded as their main diagonals are."""
+    """Rule `ab->ab1` of `diag_embed`: rows of matrices may be sharded as their main diagonals."""
     x, result = call.operands[0], call.result
     offset = call.get("offset")
     rows, columns = wrap_dim(call.get("dim1"), result.ndim), wrap_dim(call.get("dim2"), result.ndim)

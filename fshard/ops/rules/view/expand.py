@@ -20,7 +20,7 @@ from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local
 
 @register_rule("expand", "expand_copy", "expand_as", "broadcast_to")
 def expand(call: OpCall) -> Rule:
-    """Rule of expansions: new dims have a factor that the operand lacks."""
+    """Rule `a1->ab` of expansions: new dims have a factor that the operand lacks."""
     x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
     lead = result.ndim - x.ndim
@@ -59,7 +59,7 @@ def _local_repeat(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torc
 
 @register_rule("repeat", "tile")
 def repeat(call: OpCall) -> Rule:
-    """Rule of `repeat`: a repeated dim is a product of the repetitions and its own factor."""
+    """Rule `ab->(ca)(db)` of `repeat`: repetitions `c` and `d` are factors of their own."""
     x, result = call.operands[0], call.result
     lead = result.ndim - x.ndim
     names = factor_names(x.ndim + result.ndim)
@@ -90,7 +90,7 @@ def _local_interleave(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> 
 
 @register_rule("repeat_interleave.self_int")
 def repeat_interleave(call: OpCall) -> Rule:
-    """Rule of `repeat_interleave` by a number: the repetitions are the minor factor."""
+    """Rule `ab->a(bc)` of `repeat_interleave` by a number: the repetitions are the minor factor."""
     x, dim = call.operands[0], call.get("dim")
     names = factor_names(x.ndim + 1)
     dims: Dims = tuple((name,) for name in names[:-1])

@@ -21,7 +21,7 @@ TRANSPOSES = """
 
 @register_rule(*TRANSPOSES.split())
 def permute(call: OpCall) -> Rule:
-    """Rule of permutations, derived by running the operation on a shape of distinct sizes."""
+    """Rule `abc->cab` of permutations, found by a run of the operation on distinct sizes."""
     sizes = range(2, 2 + call.operands[0].ndim)
     marked = Meta(tuple(sizes), call.operands[0].dtype)
     shape = dry_run(call.op, (marked, *call.args[1:]), call.kwargs, "meta").shape
@@ -30,7 +30,7 @@ def permute(call: OpCall) -> Rule:
 
 @register_rule("flip", "fliplr", "flipud", "prims::rev")
 def flip(call: OpCall) -> Rule:
-    """Rule of flips: flipped dims stay unsharded, as their elements change ranks; others pass."""
+    """Rule `ab->ab` of flips: flipped dims stay unsharded, as their elements change ranks."""
     name, ndim = base_name(call.op), call.operands[0].ndim
     fixed = {"fliplr": [1], "flipud": [0]}.get(name)
     dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)

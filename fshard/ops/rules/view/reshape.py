@@ -61,7 +61,7 @@ RESHAPES = """
 
 @register_rule(*RESHAPES.split())
 def reshape(call: OpCall) -> Rule:
-    """Rule of reshapes: merged and split dims are products of factors."""
+    """Rule `abc->(ab)c` of reshapes: merged and split dims are products of factors."""
     result = call.result
     factors = reshape_factors(call.operands[0].shape, result.shape)
     shapes = (factors.after,) * (len(call.operands) - 1)
@@ -93,7 +93,7 @@ def _local_unfold(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torc
 
 @register_rule("unfold", "unfold_copy")
 def unfold(call: OpCall) -> Rule:
-    """Rule of `unfold`: the dim may be sharded if adjacent windows fill it."""
+    """Rule `a(bc)->abc` of `unfold`: the dim may be sharded if adjacent windows fill it."""
     x = call.operands[0]
     size, step = call.get("size"), call.get("step")
     if not x.ndim:
@@ -137,7 +137,7 @@ def _local_pixel_shuffle(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) 
 
 @register_rule("pixel_shuffle", "pixel_unshuffle")
 def pixel_shuffle(call: OpCall) -> Rule:
-    """Rule of pixel shuffles: channels, rows and columns may be sharded, blocks may not."""
+    """Rule `a(bcd)ef->ab(ec)(fd)` of pixel shuffles: blocks `cd` stay unsharded."""
     names = factor_names(call.operands[0].ndim + 2)
     batch: Dims = tuple((name,) for name in names[:-5])
     c, p, q, h, w = names[-5:]
@@ -175,7 +175,7 @@ def view_dtype(call: OpCall) -> Rule:
 
 @register_rule("view_as_real", "view_as_real_copy")
 def as_real(call: OpCall) -> Rule:
-    """Rule of `view_as_real`: real and imaginary part are a new unsharded dim."""
+    """Rule `ab->ab1` of `view_as_real`: real and imaginary part are a new unsharded dim."""
     dims = letter_dims(call.operands[0].ndim)
     return Rule((dims,), ((*dims, ()),), modes=linear_modes(0))
 

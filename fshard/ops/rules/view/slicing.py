@@ -53,7 +53,7 @@ class _LocalSlice(LocalRewrite):
 
 @register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy")
 def slice_rule(call: OpCall) -> Rule:
-    """Rule of slices: the sliced dim may be sharded, and the slice with it."""
+    """Rule `ab->ac` of slices, `c` a slice of `b`, by which both may be sharded."""
     x, result = call.operands[0], call.result
     names = factor_names(x.ndim + 1)
     dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
@@ -88,7 +88,7 @@ def _local_select(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torc
 
 @register_rule("select.int", "select_copy.int")
 def select(call: OpCall) -> Rule:
-    """Rule of `select`: the dim may be sharded; the result is then an unreduced sum."""
+    """Rule `ab->a` of `select`: the dim may be sharded; the result is then an unreduced sum."""
     x = call.operands[0]
     dim, names = wrap_dim(call.get("dim"), x.ndim), factor_names(x.ndim)
     dims: Dims = tuple((name,) for name in names)
@@ -99,7 +99,7 @@ def select(call: OpCall) -> Rule:
 
 @register_rule("unbind.int", "unbind_copy.int")
 def unbind(call: OpCall) -> Rule:
-    """Rule of `unbind`: the removed dim stays unsharded."""
+    """Rule `ab->a,a` of `unbind`: the removed dim stays unsharded."""
     ndim = call.operands[0].ndim
     dim = wrap_dim(call.get("dim"), ndim)
     others = [i for i in range(ndim) if i != dim]
@@ -133,7 +133,7 @@ SPLITS = """
 
 @register_rule(*SPLITS.split())
 def split(call: OpCall) -> Rule:
-    """Rule of splits: every piece is a slice of the dim, which may be sharded."""
+    """Rule `ab->ac,ad` of splits: the pieces `c` and `d` are slices of `b`."""
     x = call.operands[0]
     name = base_name(call.op)
     dim = SPLIT_DIM[name] if name in SPLIT_DIM else wrap_dim(call.get("dim"), x.ndim)
@@ -185,7 +185,7 @@ def _complex_slice_scatter(
 
 @register_rule("slice_scatter")
 def slice_scatter(call: OpCall) -> Rule:
-    """Rule of `slice_scatter`: the dim may be sharded, and the slice with it."""
+    """Rule `ab,ac->ab` of `slice_scatter`: the dim may be sharded, and the slice with it."""
     x, src = call.operands
     names = factor_names(x.ndim + 1)
     dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
@@ -217,7 +217,7 @@ def _local_select_scatter(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext)
 
 @register_rule("select_scatter")
 def select_scatter(call: OpCall) -> Rule:
-    """Rule of `select_scatter`: the dim may be sharded; one rank has the element."""
+    """Rule `ab,a->ab` of `select_scatter`: the dim may be sharded; one rank has the element."""
     x = call.operands[0]
     dim, dims = wrap_dim(call.get("dim"), x.ndim), letter_dims(x.ndim)
     return Rule((dims, dims[:dim] + dims[dim + 1 :]), (dims,), modes=all_modes(0, 1),
