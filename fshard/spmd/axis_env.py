@@ -68,13 +68,11 @@ def _abandon(pendings: Sequence[Pending], owner: str | None) -> None:
         pending.abandon()
     if lost and owner is not None:
         names = [f"{p.name} at {p.line}" if p.line else p.name for p in lost]
-        fail(
-            lost[0].name,
-            f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
-            f"for: {', '.join(names)}",
-            f"a collective that {owner} starts must be waited for, once, before it returns",
-            "pending.wait()",
-        )
+        fail(lost[0].name,
+             f"{len(names)} pending {'result' if len(names) == 1 else 'results'} never waited "
+             f"for: {', '.join(names)}",
+             f"a collective that {owner} starts must be waited for, once, before it returns",
+             "pending.wait()")  # fmt: skip
 
 
 _RANK_PENDINGS: ContextVar[list[Pending] | None] = ContextVar("fshard_started", default=None)

@@ -122,12 +122,9 @@ def plan_arguments(
                 return Argument(path, spec, partial(shards_of, spec=spec))
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
-            fail(
-                where,
-                f"a value of type {type(value).__name__} with {_describe(leaf)}",
-                "only tensors and pairs can be sharded",
-                "torch.as_tensor(x) of an array; None, or P() for a number",
-            )
+            fail(where, f"a value of type {type(value).__name__} with {_describe(leaf)}",
+                 "only tensors and pairs can be sharded",
+                 "torch.as_tensor(x) of an array; None, or P() for a number")  # fmt: skip
         return Argument(path)
 
     rows = [(path, (path, leaf, x)) for (path, leaf), x in zip(in_specs, values, strict=True)]
@@ -212,12 +209,8 @@ def _adopt_pair_spec(where: str, spec: Spec, scope: Scope) -> Spec:
     unmapped = [axis for axis in spec.partition.axes if axis not in scope.axes]
     known = [axis for axis in unmapped if axis in scope.named_mesh.axes]
     if adopted is None and not (known and scope.named_mesh == spec.mesh):
-        fail(
-            where,
-            f"a pair of {spec} on {spec.mesh}",
-            f"the mesh is {scope.mesh}",
-            "unshard it, or map over its mesh",
-        )
+        fail(where, f"a pair of {spec} on {spec.mesh}", f"the mesh is {scope.mesh}",
+             "unshard it, or map over its mesh")  # fmt: skip
     if not unmapped:
         assert adopted is not None
         return adopted
@@ -274,33 +267,26 @@ def _result_spec(
     shards = [(transport.rank, local)] if transport else list(zip(mesh.ranks, local, strict=True))
     first_rank, first = shards[0]
     if leaf is None:
-        fail(
-            where,
-            f"a tensor of shape {tuple(first.shape)} with the out spec None",
-            "the out spec None is for results other than tensors",
-            "P() promises a value that is equal on every rank, P('x') concatenates along dim 0",
-        )
+        fail(where, f"a tensor of shape {tuple(first.shape)} with the out spec None",
+             "the out spec None is for results other than tensors",
+             "P() promises a value that is equal on every rank, P('x') concatenates along dim 0",
+        )  # fmt: skip
     if isinstance(leaf, Spec):
         spec = _adopted(leaf, scope)
     else:
         p = _partition_of(leaf, first.ndim)
         if len(p) > first.ndim:
-            fail(
-                where,
-                f"a local of {first.ndim} dims with {p!r}",
-                f"a tensor of {first.ndim} dims must have at most {first.ndim} entries",
-                "unsqueeze a scalar, x[None], to shard it" if first.ndim == 0 else "drop entries",
-            )
+            fail(where, f"a local of {first.ndim} dims with {p!r}",
+                 f"a tensor of {first.ndim} dims must have at most {first.ndim} entries",
+                 "unsqueeze a scalar, x[None], to shard it" if first.ndim == 0 else "drop entries",
+            )  # fmt: skip
         uneven = tuple([arg.spec for arg in arguments if arg.spec and not arg.spec.is_even])
         spec = _global_spec(first.shape, first.dtype, p, first_rank, uneven, scope)
     for rank, x in shards:
         if x.shape != spec.local_shape(rank) or x.dtype != spec.dtype:
-            fail(
-                where,
-                f"rank {rank} returned shape {tuple(x.shape)}, {x.dtype}",
-                f"{spec} has there shape {spec.local_shape(rank)}, {spec.dtype}",
-                "give a Spec with sizes= as the out spec of an uneven result",
-            )
+            fail(where, f"rank {rank} returned shape {tuple(x.shape)}, {x.dtype}",
+                 f"{spec} has there shape {spec.local_shape(rank)}, {spec.dtype}",
+                 "give a Spec with sizes= as the out spec of an uneven result")  # fmt: skip
     return spec
 
 

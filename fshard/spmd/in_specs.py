@@ -25,12 +25,9 @@ class DimSpec:
     def of(self, ndim: int) -> PartitionSpec:
         """Return the partition of a tensor of `ndim` dims; raise `ShardingError` for a bad dim."""
         if not -ndim <= self.dim < ndim:
-            fail(
-                "fs.smap",
-                f"{self.keyword} {self.dim} for a tensor of {ndim} dims",
-                f"a dim must be in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
-                "name a dim it has" if ndim else f"x[None], or {self.keyword} None",
-            )
+            fail("fs.smap", f"{self.keyword} {self.dim} for a tensor of {ndim} dims",
+                 f"a dim must be in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+                 "name a dim it has" if ndim else f"x[None], or {self.keyword} None")  # fmt: skip
         return PartitionSpec(*(None,) * (self.dim % ndim), self.axis)
 
     @property
@@ -131,35 +128,23 @@ def _entry(
         return in_specs, "in_specs"
     if isinstance(in_specs, Mapping):
         if name not in in_specs:
-            fail(
-                where,
-                f"in_specs for {', '.join(map(str, in_specs))}",
-                f"every argument must have a spec; {name!r} has none",
-                f"in_specs={{..., {name!r}: P()}}",
-            )
+            fail(where, f"in_specs for {', '.join(map(str, in_specs))}",
+                 f"every argument must have a spec; {name!r} has none",
+                 f"in_specs={{..., {name!r}: P()}}")  # fmt: skip
         return in_specs[name], f"in_specs[{name!r}]"
     if not isinstance(in_specs, tuple):
-        fail(
-            where,
-            f"in_specs of type {type(in_specs).__name__}",
-            "in_specs must be a P, a tuple by position, or a dict by name",
-            "in_specs=(P('x'), P())",
-        )
+        fail(where, f"in_specs of type {type(in_specs).__name__}",
+             "in_specs must be a P, a tuple by position, or a dict by name",
+             "in_specs=(P('x'), P())")  # fmt: skip
     if position is None:
-        fail(
-            where,
-            f"{name!r} by keyword with in_specs by position",
-            f"{name!r} has no position in the function's signature",
-            f"in_specs={{{name!r}: P(), ...}}, by name",
-        )
+        fail(where, f"{name!r} by keyword with in_specs by position",
+             f"{name!r} has no position in the function's signature",
+             f"in_specs={{{name!r}: P(), ...}}, by name")  # fmt: skip
     limit = len(args) if signature.is_variadic else signature.num_named
     if position >= len(in_specs) or len(in_specs) > limit:
-        fail(
-            where,
-            f"in_specs of length {len(in_specs)} for {limit} arguments",
-            "in_specs must have one entry per argument, by position",
-            "a tuple with one entry each, or one P for all",
-        )
+        fail(where, f"in_specs of length {len(in_specs)} for {limit} arguments",
+             "in_specs must have one entry per argument, by position",
+             "a tuple with one entry each, or one P for all")  # fmt: skip
     return in_specs[position], f"in_specs[{position}]"
 
 

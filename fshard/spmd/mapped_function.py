@@ -212,12 +212,9 @@ class MappedFunction:
             return shard_map_scope(self.where, self.mesh, self.axis_names, outer, rank)
         meshes = list(dict.fromkeys(spec.mesh for _, spec in pairs))
         if len(meshes) != 1:
-            fail(
-                self.where,
-                f"pairs of {', '.join(map(str, meshes)) or 'no pair at all'}",
-                "all pairs must have one mesh, which is the one that is mapped over",
-                "fs.shard makes a pair of a tensor and a spec",
-            )
+            fail(self.where, f"pairs of {', '.join(map(str, meshes)) or 'no pair at all'}",
+                 "all pairs must have one mesh, which is the one that is mapped over",
+                 "fs.shard makes a pair of a tensor and a spec")  # fmt: skip
         return local_map_scope(meshes[0], outer, rank)
 
     def specs_of(self, tree: ResultTree) -> tuple[PathSpec, ...]:
@@ -336,16 +333,15 @@ class MappedCall:
             if tree is first and len(leaves) == len(first.tensor_indices):
                 continue
             if tree.treedef != first.treedef or tree.tensor_indices != first.tensor_indices:
-                fail(
-                    where,
-                    f"rank {ranks[0]} returned {first.treedef}, rank {rank} {tree.treedef}",
-                    "every rank must return the same structure",
-                    "return the same tree on every rank",
-                )
+                fail(where, f"rank {ranks[0]} returned {first.treedef}, rank {rank} {tree.treedef}",
+                     "every rank must return the same structure",
+                     "return the same tree on every rank")  # fmt: skip
             path_specs = self.function.specs_of(first)
             for (path, _), a, b in zip(path_specs, leaves, others, strict=True):
                 if a is not b and not _is_equal(a, b):
-                    raise_if(where, [non_tensor_problem(path, (ranks[0], repr(a)), (rank, repr(b)))])
+                    raise_if(
+                        where, [non_tensor_problem(path, (ranks[0], repr(a)), (rank, repr(b)))]
+                    )
 
     def assemble(
         self,

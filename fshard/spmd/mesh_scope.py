@@ -102,12 +102,8 @@ def check_axis_names(axis_names: object, mesh: object, where: str) -> frozenset[
         fix = f"axis_names={{{mesh.axes[0]!r}}}, or leave it out: all of {mesh}"
     else:
         fix = "leave it out: all that are not mapped yet"
-    fail(
-        where,
-        f"axis_names={axis_names!r}",
-        "axis_names must be a set, frozenset or tuple of axis names",
-        fix,
-    )
+    fail(where, f"axis_names={axis_names!r}",
+         "axis_names must be a set, frozenset or tuple of axis names", fix)  # fmt: skip
 
 
 def check_mesh(mesh: object, where: str) -> None:
@@ -132,12 +128,9 @@ def shard_map_scope(
     """
     if outer is not None and rank is not None and rank in outer.mesh:
         if mesh is not None and mesh != outer.mesh:
-            fail(
-                where,
-                f"mesh={mesh} in a running shard_map over {outer.mesh}",
-                "a shard_map in the body of another must map axes of the same mesh",
-                "mesh=None, which takes the enclosing mesh",
-            )
+            fail(where, f"mesh={mesh} in a running shard_map over {outer.mesh}",
+                 "a shard_map in the body of another must map axes of the same mesh",
+                 "mesh=None, which takes the enclosing mesh")  # fmt: skip
         bound = outer.axes
         if outer.backward_task is not None and (
             axis_names & bound or bound.issuperset(outer.mesh.axes)
@@ -145,12 +138,9 @@ def shard_map_scope(
             bound = outer.outer_axes  # the backward pass may recompute the call itself
         return _inner_scope(where, outer.mesh, axis_names, bound, rank)
     if mesh is None:
-        fail(
-            where,
-            "mesh=None outside of a running shard_map",
-            "mesh=None takes the mesh of the enclosing shard_map",
-            "mesh=fs.Mesh(x=2)",
-        )
+        fail(where, "mesh=None outside of a running shard_map",
+             "mesh=None takes the mesh of the enclosing shard_map", "mesh=fs.Mesh(x=2)",
+        )  # fmt: skip
     return _outer_scope(where, mesh, axis_names, rank)
 
 
@@ -168,12 +158,9 @@ def _inner_scope(
     mesh.check_axes(_in_mesh_order(axis_names, mesh), where)
     unmapped = tuple(axis for axis in mesh.axes if axis not in outer)
     if not unmapped:
-        fail(
-            where,
-            f"a shard_map in a running one that maps every axis of {mesh}",
-            "a shard_map in the body of another must map further axes",
-            "call the function itself: its collectives may name the mapped axes",
-        )
+        fail(where, f"a shard_map in a running one that maps every axis of {mesh}",
+             "a shard_map in the body of another must map further axes",
+             "call the function itself: its collectives may name the mapped axes")  # fmt: skip
     raise_if(
         where,
         [

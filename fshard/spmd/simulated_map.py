@@ -80,14 +80,11 @@ def map_ranks(
 def check_untransformed(where: str) -> None:
     """Raise `ShardingError` in a transform of `torch.func`, whose levels belong to one thread."""
     if is_transformed():
-        fail(
-            where,
-            "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a "
-            "dual_level",
-            "simulated ranks are threads, and transforms belong to the thread that takes them",
-            "take the transform in the body; or outside torch.autograd.grad, or "
-            "torch.autograd.functional.jacobian",
-        )
+        fail(where, "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a "
+             "dual_level",
+             "simulated ranks are threads, and transforms belong to the thread that takes them",
+             "take the transform in the body; or outside torch.autograd.grad, or "
+             "torch.autograd.functional.jacobian")  # fmt: skip
 
 
 def run_body(scope: Scope, body: Body, rank: int, xs: Locals) -> Locals:

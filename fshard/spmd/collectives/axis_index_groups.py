@@ -64,9 +64,6 @@ def _split_mesh(
 def _refuse(n: int, axes: tuple[str, ...], groups: object, where: str) -> NoReturn:
     half = n // 2 if n % 2 == 0 else 1
     example = [list(range(start, start + half)) for start in range(0, n, half)]
-    fail(
-        where,
-        f"axis_index_groups={groups} along {', '.join(axes) or 'no axis'}",
-        f"the groups must be lists of one size and have every index 0..{n - 1} once",
-        f"axis_index_groups={example}, say",
-    )
+    fail(where, f"axis_index_groups={groups} along {', '.join(axes) or 'no axis'}",
+         f"the groups must be lists of one size and have every index 0..{n - 1} once",
+         f"axis_index_groups={example}, say")  # fmt: skip

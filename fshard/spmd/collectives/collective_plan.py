@@ -136,7 +136,7 @@ def collective(
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
         for p in inspect.signature(make_plan).parameters.values()
     ]
-    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation="Tree")  # type: ignore[attr-defined, misc]
+    run.__signature__ = inspect.Signature([tree, *parameters], return_annotation=Tree)  # type: ignore[attr-defined, misc]
     COLLECTIVE_PLANS[run] = make_plan
     return run
 
@@ -200,9 +200,8 @@ def _launch_tree(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tre
         if not isinstance(transfer, Transfer):
             return lambda: transfer
         finish_one = _launch_transfers(plan.name, (transfer,), ahead)
-        read = transfer.read
-        finish_tensor: Callable[[], Any] = lambda: finish_one()[0]  # noqa: E731
-        return finish_tensor if read is None else lambda: read(finish_one()[0])
+        finish_tensor: Callable[[], Any] = lambda: transfer.result(finish_one()[0])  # noqa: E731
+        return finish_tensor
     leaves, treedef = flatten(x)
     results: list[Any] = [None if leaf is None else plan.leaf(leaf) for leaf in leaves]
     groups: dict[Hashable, list[int]] = {}
@@ -241,12 +240,9 @@ def _launch_transfers(name: str, transfers: Sequence[Transfer], ahead: bool) -> 
             launched = launch_linear(op, xs, name)
         return with_label(label, lambda: apply_linear(op, xs, False, launched))
     if ahead:
-        fail(
-            f"fs.start({name})",
-            "a tensor that requires grad",
-            "sums and movements can be started with gradients, maxima and minima only without",
-            f"{name}(x, ...) at once, or x.detach()",
-        )
+        fail(f"fs.start({name})", "a tensor that requires grad",
+             "sums and movements can be started with gradients, maxima and minima only without",
+             f"{name}(x, ...) at once, or x.detach()")  # fmt: skip
     group = op
     return with_label(label, lambda: apply_programs(group, xs, False))
 
@@ -343,34 +339,24 @@ def _transposed(plan: CollectivePlan, like: torch.Tensor, transport: Transport) 
 def require_tensor(value: Any, where: str) -> torch.Tensor:
     """Return `value`; raise `ShardingError` if it is not a tensor."""
     if not isinstance(value, torch.Tensor):
-        fail(
-            where,
-            f"a leaf of type {type(value).__name__}",
-            "the leaves of the tree must be tensors, or None",
-            "torch.as_tensor(x)",
-        )
+        fail(where, f"a leaf of type {type(value).__name__}",
+             "the leaves of the tree must be tensors, or None", "torch.as_tensor(x)")  # fmt: skip
     return value
 
 
 def require_number(value: Any, where: str) -> Any:
     """Return `value`; raise `ShardingError` if it is not a Python number."""
     if not isinstance(value, complex | Real | torch.SymInt | torch.SymFloat):
-        fail(
-            where,
-            f"a leaf of type {type(value).__name__}",
-            "the leaves of the tree must be tensors, numbers, or None",
-            "torch.as_tensor(x) of an array; leave other objects out of the tree",
-        )
+        fail(where, f"a leaf of type {type(value).__name__}",
+             "the leaves of the tree must be tensors, numbers, or None",
+             "torch.as_tensor(x) of an array; leave other objects out of the tree")  # fmt: skip
     return value
 
 
 def check_dim(dim: int, ndim: int, where: str, option: str, owner: str = "a tensor") -> int:
     """Return `dim` counted from 0; raise `ShardingError` if `owner`, of `ndim` dims, lacks it."""
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
-        fail(
-            where,
-            f"{option}={dim!r} of {owner} of {ndim} dims",
-            f"a dim must be in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
-            "name a dim it has" if ndim else "x[None] has one",
-        )
+        fail(where, f"{option}={dim!r} of {owner} of {ndim} dims",
+             f"a dim must be in {-ndim}..{ndim - 1}" if ndim else "a 0-dim tensor has no dims",
+             "name a dim it has" if ndim else "x[None] has one")  # fmt: skip
     return dim % ndim

@@ -101,12 +101,10 @@ def _with_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _check_rank(name: str) -> None:
     """Raise `ShardingError` unless the process is a rank."""
     if is_simulated() or current_transport() is None:
-        fail(
-            f"fs.{name} under torch.compile",
-            "a simulated rank" if is_simulated() else "a process that is not a rank",
-            "a graph has the collectives of one process, which must be a rank under torchrun",
-            "call the function uncompiled",
-        )
+        fail(f"fs.{name} under torch.compile",
+             "a simulated rank" if is_simulated() else "a process that is not a rank",
+             "a graph has the collectives of one process, which must be a rank under torchrun",
+             "call the function uncompiled")  # fmt: skip
 
 
 def _split_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -350,17 +350,11 @@ def _plan_exchange(
 def _check_split(where: str, option: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:
     size = x.shape[dim]
     if tiled and size % n:
-        fail(
-            where,
-            f"{option}={dim} of size {size}",
-            f"the {n} ranks along the axes must divide the dim; {size} % {n} = {size % n}",
-            f"pad it to {-(-size // n) * n}",
-        )
+        fail(where, f"{option}={dim} of size {size}",
+             f"the {n} ranks along the axes must divide the dim; {size} % {n} = {size % n}",
+             f"pad it to {-(-size // n) * n}")  # fmt: skip
     if not tiled and size != n:
         fix = "fs.all_to_all(..., tiled=True)" if where == "fs.pswapaxes" else "tiled=True"
-        fail(
-            where,
-            f"{option}={dim} of size {size}",
-            f"without tiled=True the dim must have one entry for each of the {n} ranks",
-            f"{fix} splits a longer dim",
-        )
+        fail(where, f"{option}={dim} of size {size}",
+             f"without tiled=True the dim must have one entry for each of the {n} ranks",
+             f"{fix} splits a longer dim")  # fmt: skip

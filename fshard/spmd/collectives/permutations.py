@@ -243,12 +243,9 @@ def pshuffle(
     n = owner.axis_size(axes)
     sources = as_ints(perm)
     if sources is None or sorted(sources) != list(range(n)):
-        fail(
-            "fs.pshuffle",
-            f"perm={perm}",
-            f"perm must have every index 0..{n - 1}{_along(axes)} once",
-            "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out",
-        )
+        fail("fs.pshuffle", f"perm={perm}",
+             f"perm must have every index 0..{n - 1}{_along(axes)} once",
+             "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out")  # fmt: skip
     pairs = tuple((src, dst) for dst, src in enumerate(sources))
     return _plan("fs.pshuffle", PermuteOp(owner, axes, pairs), (forward_dtype, backward_dtype))
 

@@ -69,9 +69,6 @@ def _check_op(op: Callable[..., Any]) -> None:
     """Raise `ShardingError` for a function that is not a collective of one step."""
     if op not in COLLECTIVE_PLANS:
         names = sorted(plan.__name__ for plan in COLLECTIVE_PLANS.values())
-        fail(
-            "fs.start",
-            f"{getattr(op, '__name__', op)!r}",
-            "the first argument must be a collective: " + ", ".join(names),
-            "fs.start(fs.psum, x, axis)",
-        )
+        fail("fs.start", f"{getattr(op, '__name__', op)!r}",
+             "the first argument must be a collective: " + ", ".join(names),
+             "fs.start(fs.psum, x, axis)")  # fmt: skip
