@@ -593,7 +593,9 @@ def _draw_pair(
 @lru_cache(maxsize=4096)
 def _to_states(spec: Spec) -> Program:
     """Return the local program from drawn shards to the states of a spec."""
-    steps: list[Step] = [step for step in shard_program(spec).steps if not isinstance(step, AllSlice)]
+    steps: list[Step] = [
+        step for step in shard_program(spec).steps if not isinstance(step, AllSlice)
+    ]
     p = spec.partition
     sharded = PartitionSpec._of(p.dims, (), ())
     drawn = Spec._of(spec.mesh, sharded, spec.shape, spec.dtype, spec.sizes)

@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
-from tests.helpers.ops.samples import Sample, rand, rule_text, rule_errors
+from tests.helpers.ops.samples import Sample, rand, rule_errors, rule_text
 
 ops = torch.ops.fshard
 KEY = fs.random.key(3)
