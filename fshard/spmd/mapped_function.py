@@ -101,9 +101,9 @@ class BoundaryPlan:
     scope: Scope
     treedef: TreeDef
     transport: bool
-    """Whether the call runs as one rank, else as every rank of a simulation."""
+    """True if the call runs as one rank, False if as every rank of a simulation."""
     pairs: bool
-    """Whether any argument is a pair, so that the results are."""
+    """True if any argument is a pair, so that the results are pairs."""
     arguments: tuple[Argument, ...] | None
     """None on a rank outside of the mesh."""
 

@@ -63,7 +63,7 @@ def shard_map(
 
     Values that the host reads off varying tensors (`if`, `.item()`) are allowed: results that may
     depend on them are compared by value. With `check=False` the body may write into its arguments,
-    also into memory that the caller shares with them, such as that of a pair.
+    also into memory that the caller shares with them, such as a pair's.
 
     In the body of another `shard_map` further axes of the same mesh are mapped. An argument is then
     a value that this rank holds unsharded; it is sharded among the ranks that differ in the further

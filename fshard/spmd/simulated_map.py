@@ -216,7 +216,7 @@ def _generator_states() -> GeneratorStates:
 
 @contextmanager
 def _restored_generators(states: GeneratorStates) -> Iterator[None]:
-    """Restore generator states in the block: a recomputed body draws the same numbers."""
+    """Restore generator states in the block: a recomputed body draws the same values."""
     cpu, cuda = states
     with torch.random.fork_rng(devices=range(len(cuda))):
         torch.set_rng_state(cpu)

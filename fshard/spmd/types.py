@@ -237,7 +237,7 @@ def _join_along(
 def _join_unreduced(
     axis: str, states: Sequence[State | None], rule: TypeRule
 ) -> tuple[State, list[State]] | TypeConflict:
-    """Return what `_join_along` does, where some operand is unreduced along the axis."""
+    """Return the result of `_join_along` where some operand is unreduced along the axis."""
     fix = f"fs.psum(operand, {axis!r}) before"
     linear = _linear_operands(states, rule)
     if not linear:

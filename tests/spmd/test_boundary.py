@@ -156,7 +156,7 @@ def test_redistribute_inputs_chunks_uneven_dims() -> None:
     assert torch.equal(fs.unshard(out), x + 1)
 
 
-# -- what is no tensor -----------------------------------------------------------------------
+# -- results other than tensors ---------------------------------------------------------------
 
 
 def test_values_other_than_tensors_pass_through() -> None:
@@ -250,7 +250,7 @@ def test_check_values_compares_non_tensors_under_one_rank(at: int, check: Any) -
     make, differ = OTHERS[at]
 
     def body(x: torch.Tensor) -> Any:
-        return x, make(int(fs.axis_index("x")))  # of which the host is told
+        return x, make(int(fs.axis_index("x")))  # which the host reads
 
     mesh = Mesh(x=2)
     mapped = fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), None), check=check)

@@ -31,8 +31,8 @@ def layer(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def rows(fn: Callable[..., Any]) -> Any:
-    cut = P(("x", "y"))
-    return fs.shard_map(fn, mesh=MESH, in_specs=cut, out_specs=cut, check=False)
+    p = P(("x", "y"))
+    return fs.shard_map(fn, mesh=MESH, in_specs=p, out_specs=p, check=False)
 
 
 def closed(w: torch.Tensor) -> Any:
@@ -170,7 +170,7 @@ def test_closure_gradients_equal_those_of_unsharded_arguments() -> None:
 
 
 def test_gradient_of_closure_used_by_some_ranks_is_rank_0s() -> None:
-    """As for an argument: an invariant value has the gradient of the first rank."""
+    """An invariant value has, as an argument, the gradient of the first rank."""
     x, w = reals(6), torch.tensor(2.0, dtype=F64, requires_grad=True)
     for user, expected in ((0, x[0]), (3, torch.zeros((), dtype=F64))):
 
@@ -274,8 +274,8 @@ def test_nested_closures() -> None:
             item = fs.pcast(u, "y", to="varying")
             return (item @ fs.pcast(w, ("x", "y"), to="varying"))[:, :1] + part
 
-        cut = P(None, "y")
-        return fs.shard_map(inner, in_specs=cut, out_specs=cut)(v[:, :3])  # type: ignore[no-any-return]
+        p = P(None, "y")
+        return fs.shard_map(inner, in_specs=p, out_specs=p)(v[:, :3])  # type: ignore[no-any-return]
 
     mapped = fs.shard_map(outer, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"))
     expected = (x.sin() @ w)[:, :1] + x[:, :3]

@@ -120,8 +120,8 @@ def all_gather(
         tiled: concatenate along `axis`; by default stack along a new dim.
         to: the state of the result: "varying", "reduced" or "invariant".
         axis_index_groups: lists of indices along the axes; ranks gather within their group.
-        forward_dtype: dtype in which values are gathered; the result has that of `x`.
-        backward_dtype: dtype in which the transpose sends and adds; gradients have that of `x`.
+        forward_dtype: dtype in which values are gathered; the result has the dtype of `x`.
+        backward_dtype: dtype in which the transpose sends and adds; gradients have `x.dtype`.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -187,7 +187,7 @@ def psum_scatter(
         scatter_dimension: the dim that is split among the n ranks.
         tiled: split the dim into n equal parts; by default it must have n entries, and is removed.
         axis_index_groups: lists of indices along the axes; ranks reduce within their group.
-        forward_dtype: dtype in which values are sent and added; the result has that of `x`.
+        forward_dtype: dtype in which values are sent and added; the result has the dtype of `x`.
         backward_dtype: dtype in which the transpose gathers.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
@@ -250,7 +250,7 @@ def all_to_all(
         tiled: divide the split dim by n and multiply the other by n; by default the split dim must
             have n entries, and moves to `concat_axis`.
         axis_index_groups: lists of indices along the axes; ranks exchange within their group.
-        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        forward_dtype: dtype in which values are sent; the result has the dtype of `x`.
         backward_dtype: dtype in which the transpose sends.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
@@ -295,7 +295,7 @@ def pswapaxes(
         axis_name: the axis, or a tuple of axes, the first one major.
         axis: the dim, with as many entries as there are ranks.
         axis_index_groups: lists of indices along the axes; ranks exchange within their group.
-        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        forward_dtype: dtype in which values are sent; the result has the dtype of `x`.
         backward_dtype: dtype in which the transpose sends.
         mesh: the mesh of the axes, outside of a `shard_map`.
 

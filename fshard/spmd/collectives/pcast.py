@@ -83,7 +83,7 @@ def pcast(
         src: the state of `x`; by default varying for `to="unreduced"`, else invariant. Where types
             are tracked it is read off the type.
         forward_dtype: no effect, as nothing is sent forward.
-        backward_dtype: dtype in which the transpose sends and adds; gradients have that of `x`.
+        backward_dtype: dtype in which the transpose sends and adds; gradients have `x.dtype`.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:

@@ -180,7 +180,7 @@ def ppermute(
         x: tensors of any shape, equal on all ranks, or a tree of them.
         axis_name: the axis, or a tuple of axes.
         perm: pairs of indices along the axes, each source and each destination at most once.
-        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        forward_dtype: dtype in which values are sent; the result has the dtype of `x`.
         backward_dtype: dtype in which the transpose sends.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
@@ -219,7 +219,7 @@ def pshuffle(
         x: tensors of any shape, equal on all ranks, or a tree of them.
         axis_name: the axis, or a tuple of axes.
         perm: every index along the axes once.
-        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        forward_dtype: dtype in which values are sent; the result has the dtype of `x`.
         backward_dtype: dtype in which the transpose sends.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
@@ -265,7 +265,7 @@ def pbroadcast(
         x: tensors of any shape, equal on all ranks, or a tree of them.
         axis_name: the axis, or a tuple of axes.
         source: index along the axes; only it sends.
-        forward_dtype: dtype in which values are sent; the result has that of `x`.
+        forward_dtype: dtype in which values are sent; the result has the dtype of `x`.
         backward_dtype: dtype in which the transpose sends and adds.
         mesh: the mesh of the axes, outside of a `shard_map`.
 

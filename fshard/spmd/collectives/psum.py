@@ -138,7 +138,7 @@ def pmean(
             float, Python numbers stay.
         axis_name: the axis, or a tuple of axes.
         axis_index_groups: as in `psum`.
-        forward_dtype: dtype in which values are sent and added; the result has that of `x`.
+        forward_dtype: dtype in which values are sent and added; the result has the dtype of `x`.
         backward_dtype: no effect without groups, as the transpose sends nothing.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
@@ -191,7 +191,7 @@ def pmax(
     Raises:
         ShardingError: complex tensors, and as `psum`.
 
-    Gradient: that of `torch.amax`; ties share it. After `jax.lax.pmax`, which has no gradient;
+    Gradient: as `torch.amax`; ties share it. After `jax.lax.pmax`, which has no gradient;
     PyTorch's `all_reduce` by `max`.
 
     >>> import torch
@@ -222,7 +222,7 @@ def pmin(
     Raises:
         ShardingError: complex tensors, and as `psum`.
 
-    Gradient: that of `torch.amin`; ties share it. After `jax.lax.pmin`, which has no gradient;
+    Gradient: as `torch.amin`; ties share it. After `jax.lax.pmin`, which has no gradient;
     PyTorch's `all_reduce` by `min`.
 
     >>> import torch
@@ -275,7 +275,7 @@ def pprod(
     Raises:
         ShardingError: as `psum`.
 
-    Gradient: that of `torch.prod`, also where factors are zero; tensors that require it are
+    Gradient: as `torch.prod`, also where factors are zero; tensors that require it are
     gathered and multiplied on every rank. PyTorch's `all_reduce` by `product`; `jax.lax` has no
     counterpart.
 

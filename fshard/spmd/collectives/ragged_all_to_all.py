@@ -100,7 +100,7 @@ def ragged_all_to_all(
         recv_sizes: number of rows from rank j.
         axis_name: the axis, or a tuple of axes, the first one major.
         axis_index_groups: lists of indices along the axes; ranks exchange within their group.
-        forward_dtype: dtype in which rows are sent; they arrive in that of `operand`.
+        forward_dtype: dtype in which rows are sent; they arrive in the dtype of `operand`.
         backward_dtype: dtype in which the transpose sends.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
@@ -111,8 +111,8 @@ def ragged_all_to_all(
         ShardingError: on all ranks along the axes: rows that do not exist or differ in shape or
             dtype, sizes on which two ranks disagree, rows written twice, a floating dtype for
             integers. The ranks exchange offsets, sizes and problems in a small `all_gather` first.
-            Under `torch.compile` sizes and `input_offsets` must be lists of ints, and what other
-            ranks send is not checked.
+            Under `torch.compile` sizes and `input_offsets` must be lists of ints; offsets of other
+            ranks are not checked.
 
     Transpose: for `operand` the reverse exchange; for `output` zeros where rows were written. After
     `jax.lax.ragged_all_to_all`; PyTorch's `all_to_all_single` with split sizes.

@@ -38,12 +38,12 @@ IN_A_BODY: dict[str, Refused] = {
         message("fs.psum", "axis 'x' 2 times in ('x', 'x')", "an axis must be named at most once",
              "name 'x' once"),
     ),
-    "an axis that is no name": (
+    "an axis that is not a name": (
         lambda v: fs.psum(v, 3),  # type: ignore[arg-type]
         message("fs.psum", "3 as axes", "axes must be a name or a tuple or list of names",
              "'x' or ('x', 'y'), with names of the mesh's axes"),
     ),
-    "axes of which one is no name": (
+    "axes with one that is not a name": (
         lambda v: fs.all_gather(v, ("x", 3)),  # type: ignore[arg-type]
         message("fs.all_gather", "('x', 3) as axes",
              "axes must be a name or a tuple or list of names",
@@ -60,7 +60,7 @@ IN_A_BODY: dict[str, Refused] = {
         message("fs.axis_index", "the set {'x'} as axes",
              "axes must be a name or a tuple or list of names, major to minor", "'x', say"),
     ),
-    "places that are no pairs": (
+    "indices that are not pairs": (
         lambda v: fs.ppermute(v, "y", [0, 1, 2]),  # type: ignore[list-item]
         message("fs.ppermute", "perm=[0, 1, 2]",
              "perm must have pairs of indices, (source, destination)",
@@ -88,7 +88,7 @@ IN_A_BODY: dict[str, Refused] = {
         message("fs.ppermute", "(0, 1) 2 times in perm",
              "every source and every destination must occur at most once", "(0, 1) once"),
     ),
-    "a shuffle that is no permutation": (
+    "a shuffle that is not a permutation": (
         lambda v: fs.pshuffle(v, "y", [0, 1, 1]),
         message("fs.pshuffle", "perm=[0, 1, 1]", "perm must have every index 0..2 along y once",
              "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
@@ -98,11 +98,11 @@ IN_A_BODY: dict[str, Refused] = {
         message("fs.pshuffle", "perm=[0, 1]", "perm must have every index 0..2 along y once",
              "fs.ppermute(x, axis, [(src, dst), ...]) leaves indices out"),
     ),
-    "a source that is no rank": (
+    "a source that is not a rank": (
         lambda v: fs.pbroadcast(v, "y", 3),
         message("fs.pbroadcast", "source=3", "indices along y must be in -3..2", "source=0, say"),
     ),
-    "a source that is no place": (
+    "a source that is not an index": (
         lambda v: fs.pbroadcast(v, "y", "x"),  # type: ignore[arg-type]
         message("fs.pbroadcast", "source='x'", "indices along y must be in -3..2", "source=0, say"),
     ),
@@ -160,7 +160,7 @@ IN_A_BODY: dict[str, Refused] = {
              "torch.where(fs.axis_index('x') == 0, x, 0), which varies: the value once, and zeros; "
              "then the cast"),
     ),
-    "a sum of booleans that is cut": (
+    "a scattered sum of booleans": (
         lambda v: fs.psum_scatter(v > 0, "x", scatter_dimension=1, tiled=True),
         message("fs.psum_scatter", "a tensor of torch.bool", "booleans have no sum",
              "x.to(torch.int64), to count them"),

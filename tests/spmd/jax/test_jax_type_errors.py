@@ -31,7 +31,7 @@ def unproven(path: str, kind: str, spec: str, along: str, part: str = "") -> str
 
 
 UNPROVEN: dict[str, tuple[Any, Any, Callable[[torch.Tensor], Any], str]] = {
-    "a cut argument": (
+    "a sharded argument": (
         P("x", "y"), P("x"), lambda v: 2 * v,
         unproven("result", "f32[3,2]{varying: x, y}", "P('x')", "'y'"),
     ),
@@ -303,8 +303,8 @@ def test_varying_predicate_is_reported_if_ranks_differ(check: Any) -> None:
         "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have diverged "
         f"where the host read varying values: bool() at {__file__}:{line}",
     )  # fmt: skip
-    cut = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P(), P()), out_specs=P("i"), check=check)
-    assert cut(x, a, b).tolist() == [10.0, 20.0, 10.0, 10.0]
+    f = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P(), P()), out_specs=P("i"), check=check)
+    assert f(x, a, b).tolist() == [10.0, 20.0, 10.0, 10.0]
 
 
 @pytest.mark.parametrize("reduce", [fs.pmax, fs.pmin, fs.psum, fs.pmean])
@@ -318,7 +318,7 @@ def test_reductions_in_groups_vary(reduce: Any) -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P(), check=True)(x)
     assert str(caught.value) == unproven("result", "f32[1]{varying: i}", "P()", "'i'")
-    cut = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"), check=True)(x)
+    sharded = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"), check=True)(x)
     first, second = x.view(2, 2).unbind()
     whole: dict[Any, Any] = {
         fs.pmax: torch.amax,
@@ -327,7 +327,7 @@ def test_reductions_in_groups_vary(reduce: Any) -> None:
         fs.pmean: torch.mean,
     }
     expected = [whole[reduce](item) for item in (first, first, second, second)]
-    assert torch.equal(cut, torch.stack(expected))
+    assert torch.equal(sharded, torch.stack(expected))
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values"])
@@ -339,12 +339,12 @@ def test_varying_shapes_are_reported(check: Any) -> None:
 
     mapped = fs.shard_map(body, mesh=I4, in_specs=(P("i"), P()), out_specs=P(), check=check)
     x, a = torch.tensor([[1.0, -1.0], [0.0, 3.0], [3.0, 5.0], [7.0, 8.0]]), torch.ones(1)
-    told = f"indexing by a mask at {__file__}:{body.__code__.co_firstlineno + 1}"
+    host_read = f"indexing by a mask at {__file__}:{body.__code__.co_firstlineno + 1}"
     with pytest.raises(ShardingError) as caught:
         mapped(x, a)
     if check == "strict":
         expected = unproven("result", "f32[1]{varying: i}", "P()", "'i'")
-        rule = f"this is varying, and may depend on values that the host read: {told}"
+        rule = f"this is varying, and may depend on values that the host read: {host_read}"
         assert str(caught.value) == expected.replace("this is varying", rule)
         return
     assert mapped(1 + x.abs(), a).tolist() == [2.0], "all ranks find as many"
@@ -352,5 +352,5 @@ def test_varying_shapes_are_reported(check: Any) -> None:
         "shard_map(body)", "result: element (0,) is 1.0 on rank 0 and 2.0 on rank 2",
         "along i, which the spec omits, values must be equal",
         "fs.psum or fs.pbroadcast over i, or name it in the spec; the ranks may have diverged "
-        f"where the host read varying values: {told}",
+        f"where the host read varying values: {host_read}",
     )  # fmt: skip
