@@ -31,11 +31,8 @@ CPU = aten._scaled_dot_product_flash_attention_for_cpu
 def query_key_value(heads: int = 3, wide: int = 3, lead: int = 2) -> tuple[torch.Tensor, ...]:
     """Return queries of length 5 and keys and values of length 6, values of another width."""
     batch = (2,) * (lead - 1)
-    return (
-        rand(*batch, heads, 5, 4),
-        rand(*batch, 3, 6, 4, seed=1),
-        rand(*batch, 3, 6, wide, seed=2),
-    )
+    return (rand(*batch, heads, 5, 4), rand(*batch, 3, 6, 4, seed=1),
+            rand(*batch, 3, 6, wide, seed=2))  # fmt: skip
 
 
 def mask(*shape: int) -> torch.Tensor:
