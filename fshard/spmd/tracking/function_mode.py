@@ -407,6 +407,6 @@ def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs
 
 @contextmanager
 def track_types(tracker: Tracker) -> Iterator[None]:
-    """Track the types of what the block computes."""
+    """Track the types of all results in the block."""
     with patched_entry_points(tracker), TypeTrackingMode(tracker):
         yield

@@ -165,7 +165,7 @@ def check_values(
     where: str,
     read_sites: Sequence[str] = (),
     others: Sequence[NonTensor] = (),
-    what: str = RESULTS,
+    subject: str = RESULTS,
 ) -> None:
     """Raise `ShardingError`, the same on every rank, if values that must be equal differ.
 
@@ -173,7 +173,7 @@ def check_values(
     """
     rows = [(promise, _equal_along(promise.p, axes)) for promise in promises]
     rows = [(promise, along) for promise, along in rows if along]
-    with torch.no_grad(), labelled(Label(f"the check of {what}", mesh)):
+    with torch.no_grad(), labelled(Label(f"the check of {subject}", mesh)):
         # Diverged ranks may have returned other structures: compare these first.
         tensors, rest = [promise.path for promise, _ in rows], [path for path, _ in others]
         device = getattr(current_transport(), "device", torch.device("cpu"))  # of the collective
@@ -196,7 +196,7 @@ def check_values(
             digests = [row[i] for row in gathered]
             groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
             if any(digests[i] != digests[group[0]] for group in groups for i in group):
-                fix = f"{_equality_fix(along, what)}, or name it in the spec"
+                fix = f"{_equality_fix(along, subject)}, or name it in the spec"
                 fix += _divergence_note(read_sites)
                 problem = _difference(mesh, along, groups, promise, digests, device, fix)
                 if problem is not None:
@@ -298,9 +298,9 @@ def _difference(
     return None
 
 
-def _equality_fix(along: Sequence[str], what: str) -> str:
+def _equality_fix(along: Sequence[str], subject: str) -> str:
     """Return a fix that makes values equal along axes."""
-    if what == RESULTS:
+    if subject == RESULTS:
         return f"fs.psum or fs.pbroadcast over {', '.join(along)}"
     return f"the same seed, or fs.pbroadcast(x, {format_axes(along)}, 0, mesh=mesh) before the call"
 

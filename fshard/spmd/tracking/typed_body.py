@@ -115,7 +115,7 @@ def set_argument_types(
         promises.append(Promise(argument.path, x, argument.spec.partition))
     if tracker.values:
         with tracker.pause():
-            check_values(tracker.mesh, _mapped(scope), promises, tracker.name, what=ARGUMENTS)
+            check_values(tracker.mesh, _mapped(scope), promises, tracker.name, subject=ARGUMENTS)
 
 
 def check_result_types(

@@ -1,4 +1,4 @@
-"""Soundness of types: values and gradients of random bodies are what their types state."""
+"""Soundness of types: random bodies have the values and gradients that their types state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error texts of type tracking; what `check="strict"` and `check="values"` add."""
+"""Error texts of type tracking, and the checks that `"strict"` and `"values"` add."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CLONE = (
 )
 U = "f32[2]{unreduced: x}"
 
-# The body, the operation named, what was given, the rule, the fix.
+# Body, operation, and the given, rule and fix of the error.
 REFUSED: list[tuple[Body, str, str, str, str]] = [
     (lambda x, w, u: torch.sin(u), "sin", U, NOT_LINEAR, SUM_FIRST),
     (lambda x, w, u: u + w, "add", f"{U} and f32[2]", JOINTLY, SUM_FIRST),
