@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -88,3 +90,22 @@ def test_last_registration_wins_for_a_python_function() -> None:
 def test_error_without_a_rule_names_register_rule() -> None:
     with pytest.raises(fs.ShardingError, match=r"fs\.register_rule"):
         fs.propagate(print, Spec(MESH, P(), shape=(2,)))
+
+
+def test_rule_of_a_builtin_operation_is_replaced_only_by_users() -> None:
+    """A user's rule also wins if it was registered before the built-in rules were loaded."""
+    program = """
+import torch, fshard as fs
+fs.register_rule(torch.ops.aten.relu.default)(fs.rule("bd->bd", unsharded="bd"))
+spec = fs.parse("f32[8@x,4]", fs.Mesh(x=2))
+print(fs.propagate(torch.relu, spec).rule)
+from fshard.ops.core.registry import rows
+print([row.op for row in rows().values() if not row.is_builtin])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True, text=True, check=True, timeout=100,
+    )  # fmt: skip
+    rule, user_rows = done.stdout.splitlines()
+    assert rule == "bd->bd  {b unsharded; d unsharded}"
+    assert user_rows == "[<OpOverload(op='aten.relu', overload='default')>]"
