@@ -73,10 +73,7 @@ def to_placements(spec: Spec) -> tuple[Any, ...]:
 
 @from_placements_hook.set
 def from_placements(
-    mesh: Mesh,
-    placements: Sequence[Any],
-    shape: Sequence[int],
-    dtype: torch.dtype = torch.float32,
+    mesh: Mesh, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> Spec:
     """Return the spec of DTensor's placements on a mesh, with DTensor's shard sizes.
 

@@ -15,7 +15,7 @@ added to, in this order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -223,6 +223,11 @@ def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
         chunks = {n: _chunk(n, shards) for n in {*sizes}}
         sizes = [part for n in sizes for part in chunks[n]]
     return tuple(sizes)
+
+
+def remove_kinds(kinds: Kinds, axes: Collection[str]) -> Kinds:
+    """Return `kinds` without the axes of `axes`."""
+    return tuple([item for item in kinds if item[0] not in axes])
 
 
 def _chunk(size: int, shards: int) -> list[int]:

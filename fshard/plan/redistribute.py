@@ -118,12 +118,8 @@ def _plan(src: Spec, dst: Spec, options: PlanOptions) -> Program:
     prog = _find(src, dst, options)
     if prog is not None:
         return prog
-    fail(
-        "fs.redistribute",
-        f"{src} -> {dst}{options.restrictions()}",
-        "no program meets the restrictions",
-        _fix(src, dst, options),
-    )
+    fail("fs.redistribute", f"{src} -> {dst}{options.restrictions()}",
+         "no program meets the restrictions", _fix(src, dst, options))  # fmt: skip
 
 
 def _plan_exchange(src: Spec, dst: Spec, options: PlanOptions) -> Program | None:

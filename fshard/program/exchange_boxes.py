@@ -75,13 +75,13 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     if rank not in dst.mesh:
         return ()
     pieces = []
-    target, fixed = _box(dst, rank), _fixed(src, dst, rank)
+    target, fixed = local_box(dst, rank), _fixed(src, dst, rank)
     for shard in _overlapping(src, target, _converted_coords(src, dst, fixed)):
         for partial in _points(src.mesh, reduction_axes(src, dst)):
             first = _rank(src, shard, partial, fixed)
             holders = _holders(src, dst, first)
             if rank not in holders:
-                box = _common(_box(src, first), target)
+                box = _common(local_box(src, first), target)
                 pieces.append(Piece(_server(src, dst, holders[0], rank, _volume(box)), box))
     return tuple(sorted(pieces))
 
@@ -96,7 +96,7 @@ def kept_box(src: Spec, dst: Spec, rank: int) -> Box | None:
     """
     if rank not in src.mesh or rank not in dst.mesh:
         return None
-    box = _common(_box(src, rank), _box(dst, rank))
+    box = _common(local_box(src, rank), local_box(dst, rank))
     return box if all(start < stop for start, stop in box) else None
 
 
@@ -204,7 +204,7 @@ def _participants(src: Spec, dst: Spec) -> tuple[int, ...]:
             seen.update(_holders(src, dst, rank))
             participants.update(_senders(src, dst, rank))
     for rank in dst.mesh.ranks:
-        target = _box(dst, rank)
+        target = local_box(dst, rank)
         if _volume(target) and (kept_box(src, dst, rank) != target or num_partials > 1):
             participants.add(rank)
     return tuple(sorted(participants))
@@ -244,7 +244,7 @@ def _replicated(spec: Spec, among: tuple[str, ...]) -> tuple[str, ...]:
 def _needs(src: Spec, dst: Spec, first: int) -> tuple[_Need, ...]:
     """Return the parts of one shard that other ranks lack; `first` is its first holder."""
     holders = frozenset(_holders(src, dst, first))
-    shard, fixed = _box(src, first), _fixed(src, dst, first)
+    shard, fixed = local_box(src, first), _fixed(src, dst, first)
     copies = _replicated(dst, exchange_axes(src, dst) if src.mesh == dst.mesh else dst.mesh.axes)
     needs = []
     for target in _overlapping(dst, shard, _converted_coords(src, dst, fixed)):
@@ -253,7 +253,7 @@ def _needs(src: Spec, dst: Spec, first: int) -> tuple[_Need, ...]:
         if not holders.isdisjoint(ranks):
             ranks = tuple(rank for rank in ranks if rank not in holders)
         if ranks:
-            part = _common(_box(dst, needer), shard)
+            part = _common(local_box(dst, needer), shard)
             needs.append(_Need(ranks, _volume(part), part))
     return tuple(needs)
 
@@ -322,7 +322,8 @@ def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
 # -- boxes --------------------------------------------------------------------------------
 
 
-def _box(spec: Spec, rank: int) -> Box:
+def local_box(spec: Spec, rank: int) -> Box:
+    """Return the box of a rank's local in global coordinates."""
     return tuple((part.start, part.stop) for part in spec.index(rank))
 
 

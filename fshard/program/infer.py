@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from fshard._util.errors import raise_if
-from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
+from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes, remove_kinds
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
 from fshard.program.infer_exchange import infer_exchange, infer_remesh, pad_partition, refuse
@@ -228,12 +228,8 @@ def _drop_states(spec: Spec, axes: tuple[str, ...]) -> Spec:
     """Return `spec` with `axes` neither unreduced nor reduced."""
     p = spec.partition
 
-    def keep(kinds: Kinds) -> Kinds:
-        return tuple(pair for pair in kinds if pair[0] not in axes)
-
-    return spec._with(
-        partition=PartitionSpec._of(p.dims, keep(p.unreduced_kinds), keep(p.reduced_kinds))
-    )
+    kinds = remove_kinds(p.unreduced_kinds, axes), remove_kinds(p.reduced_kinds, axes)
+    return spec._with(partition=PartitionSpec._of(p.dims, *kinds))
 
 
 def _add_state(step: Step, spec: Spec, word: str, kind: str) -> Spec:

@@ -99,12 +99,9 @@ class Program:
             raise_if("Program", wire_problems(specs[-1], (forward_dtype, backward_dtype)))
         if dst is not None and specs[-1] != dst:
             end, target = _spec_texts(specs[-1], dst)
-            fail(
-                "Program",
-                f"steps that lead from {src} to {end}",
-                f"they must lead to the target, {target}",
-                "leave dst out, or plan with fs.redistribute",
-            )
+            fail("Program", f"steps that lead from {src} to {end}",
+                 f"they must lead to the target, {target}",
+                 "leave dst out, or plan with fs.redistribute")  # fmt: skip
         set_ = object.__setattr__
         set_(self, "src", src)
         set_(self, "steps", tuple(canonical))
@@ -186,20 +183,14 @@ class Program:
         """
         if self.dst != other.src:
             end, start = _spec_texts(self.dst, other.src)
-            fail(
-                "Program.then",
-                f"a program to {end}, then one from {start}",
-                "the second must begin with the spec that the first ends with",
-                f"fs.redistribute({end}, {start}) between them",
-            )
+            fail("Program.then", f"a program to {end}, then one from {start}",
+                 "the second must begin with the spec that the first ends with",
+                 f"fs.redistribute({end}, {start}) between them")  # fmt: skip
         first, second = ((prog.forward_dtype, prog.backward_dtype) for prog in (self, other))
         if first != second and self.steps and other.steps:
-            fail(
-                "Program.then",
-                "; then ".join(", ".join(p._wire_texts) or "its own dtype" for p in (self, other)),
-                "both must send the same dtypes",
-                "run one after the other",
-            )
+            fail("Program.then",
+                 "; then ".join(", ".join(p._wire_texts) or "its own dtype" for p in (self, other)),
+                 "both must send the same dtypes", "run one after the other")  # fmt: skip
         options, rest = (self, other) if self.steps else (other, self)
         return Program(
             self.src,

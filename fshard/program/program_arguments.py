@@ -18,12 +18,8 @@ STEPS: tuple[type, ...] = get_args(Step)
 def as_topology(where: str, topology: Topology | None, default: Topology | None = None) -> Topology:
     """Return `topology`, else `default`, else a single node; raise if it is not a `Topology`."""
     if topology is not None and not isinstance(topology, Topology):
-        fail(
-            where,
-            f"topology {topology!r}",
-            "topology must be a Topology",
-            "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})",
-        )
+        fail(where, f"topology {topology!r}", "topology must be a Topology",
+             "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})")  # fmt: skip
     return topology or default or Topology.node()
 
 

@@ -319,12 +319,7 @@ def randint(
 
 
 def bernoulli(
-    key: torch.Tensor,
-    spec: Target,
-    p: float = 0.5,
-    /,
-    *,
-    device: torch.device | str | None = None,
+    key: torch.Tensor, spec: Target, p: float = 0.5, /, *, device: torch.device | str | None = None
 ) -> Any:
     """Draw booleans that are True with probability `p`; see `uniform` on layouts.
 

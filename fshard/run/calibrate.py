@@ -134,8 +134,7 @@ def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
     if not links:
         return Topology("calibrated", launch=launch, memory=memory, message=message)
     slowest = Link(
-        max(link.latency for link in links.values()),
-        min(link.bandwidth for link in links.values()),
+        max(link.latency for link in links.values()), min(link.bandwidth for link in links.values())
     )
     return Topology(
         "calibrated",

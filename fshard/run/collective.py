@@ -24,6 +24,7 @@ from fshard.program.exchange_boxes import (
     exchange_axes,
     exchange_group,
     kept_box,
+    local_box,
     receives,
     reduction_axes,
     sends,
@@ -287,20 +288,15 @@ def _split_dims(
 
 
 def _all_to_all(
-    member: _Member,
-    src: Spec,
-    dst: Spec,
-    combine: Combine = UNCHANGED,
-    *,
-    unreduced: bool = False,
+    member: _Member, src: Spec, dst: Spec, combine: Combine = UNCHANGED, *, unreduced: bool = False
 ) -> Wire:
     """Return the wire in which each rank of the group sends the boxes that the others need.
 
     With `unreduced` every rank sends its own term of the reduction.
     """
-    held, needed = _box(src, member.rank), _box(dst, member.rank)
-    sends_ = [(i, intersect(held, _box(dst, rank))) for i, rank in enumerate(member.group)]
-    receives_ = [(i, intersect(_box(src, rank), needed)) for i, rank in enumerate(member.group)]
+    held, needed, group = local_box(src, member.rank), local_box(dst, member.rank), member.group
+    sends_ = [(i, intersect(held, local_box(dst, rank))) for i, rank in enumerate(group)]
+    receives_ = [(i, intersect(local_box(src, rank), needed)) for i, rank in enumerate(group)]
     return _box_exchange(
         member,
         held,
@@ -316,8 +312,8 @@ def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | TensorFu
 
     A local function if no rank of its group receives anything.
     """
-    held = _box(src, rank) if rank in src.mesh else ((0, 0),)
-    needed = _box(dst, rank) if rank in dst.mesh else ((0, 0),)
+    held = local_box(src, rank) if rank in src.mesh else ((0, 0),)
+    needed = local_box(dst, rank) if rank in dst.mesh else ((0, 0),)
     axes_reduced, kept = reduction_axes(src, dst), kept_box(src, dst, rank)
     combine = _combine(src, dst, axes_reduced)
     group = exchange_group(src, dst, rank)
@@ -397,11 +393,6 @@ def _box_exchange(
     unpack = unpacker(box_shape(needed), parts, combine)
     return Wire("all_to_all", *member[:3], sum(send) - send[index], pack, unpack,
                 send=tuple(send), receive=tuple(receive))  # fmt: skip
-
-
-def _box(spec: Spec, rank: int) -> Box:
-    """Return the box of a rank's local in global coordinates."""
-    return tuple((part.start, part.stop) for part in spec.index(rank))
 
 
 # -- permutations ---------------------------------------------------------------------

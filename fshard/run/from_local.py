@@ -12,12 +12,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES, Sharded, Spec
 from fshard.run.execute import check_tuple, run_typed_hook
-from fshard.run.transports.base import (
-    Label,
-    current_transport,
-    labelled,
-    stacked,
-)
+from fshard.run.transports.base import Label, current_transport, labelled, stacked
 from fshard.run.transports.divergence_report import rank_text
 
 # -- headers: shape and dtype of a local as a tensor of int64 ---------------------------
@@ -37,9 +32,7 @@ def header_of(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     return torch.tensor(fields, dtype=torch.int64, device=device)
 
 
-def read_header(
-    header: torch.Tensor,
-) -> tuple[tuple[int, ...] | None, torch.dtype | None, bool]:
+def read_header(header: torch.Tensor) -> tuple[tuple[int, ...] | None, torch.dtype | None, bool]:
     """Return the shape, dtype and requires_grad of a header; (None, None, False) for None."""
     ndim, code, grad, *dims = header.tolist()
     if ndim < 0:

@@ -37,13 +37,7 @@ from fshard.program.steps import (
 )
 from fshard.run.collective import Wire, exchange, launch_wire, wire_of
 from fshard.run.transports.base import Finish, Group, Transport, notify
-from fshard.run.transports.reduce_dtypes import (
-    TensorFunction,
-    as_dtype,
-    neutral_like,
-    over,
-    times,
-)
+from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
 
 LocalFunction = TensorFunction

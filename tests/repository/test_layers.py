@@ -183,6 +183,20 @@ def test_module_follows_the_layers(path: Path) -> None:
     assert violations(path.read_text(), module, package) == []
 
 
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: p.name)
+def test_rooms_list_their_modules(folder: Path) -> None:
+    """The root's folders and modules are listed in the README."""
+    is_root = folder == ROOT
+    path = ROOT.parent / "README.md" if is_root else folder / "__init__.py"
+    text = path.read_text() if is_root else ast.get_docstring(ast.parse(path.read_text())) or ""
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in folder.glob("*/__init__.py")}
+    if is_root:
+        modules, folders = {f"fshard/{m}.py" for m in modules}, {f"fshard/{f}" for f in folders}
+    missing = [name for name in modules | folders if f"`{name}`" not in text.replace("/`", "`")]
+    assert not missing, f"{path} does not list {missing}"
+
+
 def test_files_are_found() -> None:
     assert {"errors.py", "mesh.py", "spec.py"} <= {path.name for path in FILES}
     assert (ROOT / "py.typed").is_file()

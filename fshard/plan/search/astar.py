@@ -99,13 +99,13 @@ def _first_program(
         (bound(start), 0, next(ticket), start, 0.0)
     ]
     while queue:
-        _, steps, _, state, cost = heapq.heappop(queue)
-        if state == goal:
+        _, steps, _, layout, cost = heapq.heappop(queue)
+        if layout == goal:
             return _steps_to(goal, previous), cost
-        if cost > best[state] or cost + bound(state) > limit:
+        if cost > best[layout] or cost + bound(layout) > limit:
             continue
         edges.limit = limit - cost
-        for edge_cost, make_step, new in edges.of(state):
+        for edge_cost, make_step, new in edges.of(layout):
             num_edges += 1
             new_cost = cost + edge_cost
             if new_cost >= best.get(new, math.inf) or make_step.func in problem.exclude:
@@ -119,7 +119,7 @@ def _first_program(
                 limit = min(limit, new_cost)
                 edges.limit = limit - cost
             best[new] = new_cost
-            previous[new] = (state, make_step)
+            previous[new] = (layout, make_step)
             order = new_cost + greed * rest
             heapq.heappush(queue, (order, steps + 1, next(ticket), new, new_cost))
         while limit < math.inf and schedule and haste * num_edges > schedule[0][0]:
@@ -130,10 +130,10 @@ def _first_program(
 
 
 def _steps_to(
-    state: SearchLayout, previous: dict[SearchLayout, tuple[SearchLayout, StepFactory]]
+    layout: SearchLayout, previous: dict[SearchLayout, tuple[SearchLayout, StepFactory]]
 ) -> list[Step]:
     steps = []
-    while state in previous:
-        state, make_step = previous[state]
+    while layout in previous:
+        layout, make_step = previous[layout]
         steps.append(make_step())
     return steps[::-1]

@@ -13,11 +13,12 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+from fshard.layout.partition_spec import remove_kinds
 from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.all_to_all_edges import AxisRuns
 from fshard.plan.search.exchange_edges import Edge, ExchangeEdges, StepFactory
 from fshard.plan.search.problem import SearchProblem
-from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, remove_kinds, subsets
+from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, subsets
 from fshard.program.cost.traffic import (
     Traffic,
     all_gather_traffic,
@@ -80,52 +81,53 @@ class CollectiveEdges(ExchangeEdges):
         free = [axis for axis in size if axis not in busy and size[axis] in freed]
         return frozenset([a for a in free if goals[a][0] in ("sharded", "unreduced")])
 
-    def of(self, state: SearchLayout) -> Iterator[Edge]:
-        """Yield every edge out of a state, in a fixed order."""
-        yield from self.state_casts(state)
-        yield from (edge for edge in self.slices(state) if edge[0] < math.inf)
-        yield from self.embeddings(state)
+    def of(self, layout: SearchLayout) -> Iterator[Edge]:
+        """Yield every edge out of a layout, in a fixed order."""
+        yield from self.state_casts(layout)
+        yield from (edge for edge in self.slices(layout) if edge[0] < math.inf)
+        yield from self.embeddings(layout)
         if self.replacement_axes:
-            yield from self.replacements(state)
+            yield from self.replacements(layout)
         if self.problem.min_cost(0, 0) > self.limit:
             return
-        yield from self.reductions(state)
-        yield from self.all_to_alls(state)
-        yield from self.gathers(state)
-        yield from self.permutations(state)
-        yield from self.exchanges(state)
+        yield from self.reductions(layout)
+        yield from self.all_to_alls(layout)
+        yield from self.gathers(layout)
+        yield from self.permutations(layout)
+        yield from self.exchanges(layout)
 
     # -- local steps ------------------------------------------------------------------
 
-    def state_casts(self, state: SearchLayout) -> Iterator[Edge]:
+    def state_casts(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield the steps of replicated axes to their goal states, equal goals together."""
-        reduced = dict(state.reduced)
-        busy = _busy(state)
+        reduced = dict(layout.reduced)
+        busy = _busy(layout)
         by_goal: dict[tuple[str, object, str | None], list[str]] = {}
         for axis in self.size:
             if axis not in busy:
                 by_goal.setdefault((*self.goals[axis], reduced.get(axis)), []).append(axis)
-        nbytes = self.problem.nbytes(state)
+        nbytes = self.problem.nbytes(layout)
         for (goal, kind, reduced_kind), names in by_goal.items():
             axes = tuple(names)
-            other_reduced = remove_kinds(state.reduced, axes)
+            other_reduced = remove_kinds(layout.reduced, axes)
             copied = 0
             if reduced_kind is not None:  # an exchange keeps reduced axes
-                new, cast = state._replace(reduced=other_reduced), partial(ReducedToInvariant, axes)
+                new = layout._replace(reduced=other_reduced)
+                cast = partial(ReducedToInvariant, axes)
                 yield self.local(cast, new, 2 * nbytes if reduced_kind == "avg" else 0)
             elif first := self.reduced_first(axes):
-                new = state._replace(reduced=add_kinds(state.reduced, first, "sum"))
+                new = layout._replace(reduced=add_kinds(layout.reduced, first, "sum"))
                 if not has_mixed_reductions(new.unreduced, new.reduced):
                     yield self.local(partial(InvariantToReduced, first), new, 0)
             if goal == "unreduced":
-                unreduced = add_kinds(state.unreduced, axes, kind)
+                unreduced = add_kinds(layout.unreduced, axes, kind)
                 if has_mixed_reductions(unreduced, other_reduced):
                     continue
-                new = state._replace(unreduced=unreduced, reduced=other_reduced)
+                new = layout._replace(unreduced=unreduced, reduced=other_reduced)
                 make_step: StepFactory = partial(ReplicatedToUnreduced, axes, str(kind))
                 copied = 2 * nbytes
             elif goal == "reduced" and reduced_kind is None:
-                new = state._replace(reduced=add_kinds(state.reduced, axes, kind))
+                new = layout._replace(reduced=add_kinds(layout.reduced, axes, kind))
                 make_step = partial(InvariantToReduced, axes, str(kind))
                 copied = 2 * nbytes if kind == "avg" else 0
             else:
@@ -146,10 +148,10 @@ class CollectiveEdges(ExchangeEdges):
         slow = () if self.direct or Exchange in self.exclude else self.problem.slow_axes
         return tuple([axis for axis in axes if axis in slow or axis in traded])
 
-    def slices(self, state: SearchLayout) -> Iterator[Edge]:
+    def slices(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield the slices of every dim along replicated axes, of axes that have one state."""
-        busy = _busy(state)
-        kinds = dict(state.reduced)
+        busy = _busy(layout)
+        kinds = dict(layout.reduced)
         free: dict[str | None, list[str]] = {}
         for axis in self.size:
             if axis not in busy:
@@ -158,10 +160,10 @@ class CollectiveEdges(ExchangeEdges):
             for axes in self.choices(names):
                 if not self.is_useful_slice(axes, names):
                     continue
-                reduced = remove_kinds(state.reduced, axes)
-                old = state._replace(reduced=reduced) if reduced != state.reduced else state
-                for dim in range(len(state.dims)):
-                    for order in self.orders(state, dim, axes):
+                reduced = remove_kinds(layout.reduced, axes)
+                old = layout._replace(reduced=reduced) if reduced != layout.reduced else layout
+                for dim in range(len(layout.dims)):
+                    for order in self.orders(layout, dim, axes):
                         new = self.problem.append_axes(old, dim, order)
                         make_step = partial(AllSlice, order, dim, new.sizes[dim])
                         yield self.local(make_step, new, 2 * self.problem.nbytes(new))
@@ -181,7 +183,7 @@ class CollectiveEdges(ExchangeEdges):
                 return False
         return True
 
-    def orders(self, state: SearchLayout, dim: int, axes: Axes) -> list[Axes]:
+    def orders(self, layout: SearchLayout, dim: int, axes: Axes) -> list[Axes]:
         """Return the orders in which axes are appended to a dim, the goal's order first."""
         if len(axes) == 1:
             return [axes]
@@ -197,26 +199,26 @@ class CollectiveEdges(ExchangeEdges):
             orders.append(first[::-1] + rest)
         return orders
 
-    def replacements(self, state: SearchLayout) -> Iterator[Edge]:
+    def replacements(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield embeddings of one axis in which a reduced axis of its size takes its place."""
-        free = [axis for axis, _ in state.reduced if axis in self.replacement_axes]
-        for dim, axes in enumerate(state.dims):
+        free = [axis for axis, _ in layout.reduced if axis in self.replacement_axes]
+        for dim, axes in enumerate(layout.dims):
             for i, replacement in itertools.product(range(len(axes)), free):
                 goal, kind = self.goals[axes[i]]
                 if goal != "unreduced" or self.size[axes[i]] != self.size[replacement]:
                     continue
                 old = axes[i : i + 1]
-                new = state.replace_dim(
-                    dim, (*axes[:i], replacement, *axes[i + 1 :]), state.sizes[dim]
+                new = layout.replace_dim(
+                    dim, (*axes[:i], replacement, *axes[i + 1 :]), layout.sizes[dim]
                 )._replace(
-                    unreduced=add_kinds(state.unreduced, old, kind),
-                    reduced=remove_kinds(state.reduced, (replacement,)),
+                    unreduced=add_kinds(layout.unreduced, old, kind),
+                    reduced=remove_kinds(layout.reduced, (replacement,)),
                 )
                 make_step = partial(ShardedToUnreduced, old, dim, str(kind), (replacement,))
                 if not has_mixed_reductions(new.unreduced, new.reduced):
                     yield self.local(make_step, new, 2 * self.problem.nbytes(new))
 
-    def embeddings(self, state: SearchLayout) -> Iterator[Edge]:
+    def embeddings(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield the embeddings of minor runs of axes in zeros, if the goal or other axes are sums.
 
         Otherwise nothing is embedded: a mere move adds no zeros, and an unreduced maximum gets no
@@ -225,16 +227,16 @@ class CollectiveEdges(ExchangeEdges):
         problem = self.problem
         pending = set()
         if problem.few_axes and any(
-            kind == "sum" and self.goals[axis][0] != "unreduced" for axis, kind in state.unreduced
+            kind == "sum" and self.goals[axis][0] != "unreduced" for axis, kind in layout.unreduced
         ):
             pending = {"sum"}
-        for dim, axes in enumerate(state.dims):
+        for dim, axes in enumerate(layout.dims):
             for start in range(self.num_fixed[dim], len(axes)):
                 run = axes[start:]
                 goals = {self.goals[axis] for axis in run}
                 kinds = {str(kind) for goal, kind in goals if goal == "unreduced"}
                 for kind in sorted(pending | (kinds if len(goals) == 1 else set())):
-                    rest = problem.remove_axes(state, dim, run)
+                    rest = problem.remove_axes(layout, dim, run)
                     new = rest._replace(unreduced=add_kinds(rest.unreduced, run, kind))
                     make_step = partial(ShardedToUnreduced, run, dim, kind)
                     if not has_mixed_reductions(new.unreduced, new.reduced):
@@ -242,60 +244,60 @@ class CollectiveEdges(ExchangeEdges):
 
     # -- collectives ------------------------------------------------------------------
 
-    def reductions(self, state: SearchLayout) -> Iterator[Edge]:
+    def reductions(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield all-reduces and reduce-scatters over every subset of the axes to be reduced."""
         by_kind: dict[str, list[str]] = {}
-        for axis, kind in state.unreduced:
+        for axis, kind in layout.unreduced:
             if self.problem.few_axes or self.goals[axis] != ("unreduced", kind):
                 by_kind.setdefault(kind, []).append(axis)
-        problem, nbytes = self.problem, self.problem.nbytes(state)
+        problem, nbytes = self.problem, self.problem.nbytes(layout)
         for names in by_kind.values():
             for axes in self.choices(names):
-                rest = state._replace(unreduced=remove_kinds(state.unreduced, axes))
+                rest = layout._replace(unreduced=remove_kinds(layout.unreduced, axes))
                 new, (to, kind) = rest, problem.replicated_goal(axes)
                 if to == "reduced":
                     new = rest._replace(reduced=add_kinds(rest.reduced, axes, kind))
                 n = problem.num_ranks(axes)
                 moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
                 make_step: StepFactory = partial(AllReduce, axes, to, kind)
-                if edge := self.collective(make_step, axes, state, new, moved, 0):
+                if edge := self.collective(make_step, axes, layout, new, moved, 0):
                     yield edge
-                for dim in range(len(state.dims)):
-                    for order in self.orders(state, dim, axes):
+                for dim in range(len(layout.dims)):
+                    for order in self.orders(layout, dim, axes):
                         new = problem.append_axes(rest, dim, order)
-                        even = problem.is_even_along(state, new, (dim,))
+                        even = problem.is_even_along(layout, new, (dim,))
                         moved = all_gather_traffic(n, nbytes // n) if even else None
                         copied = 2 * nbytes if dim else 0
                         make_step = partial(ReduceScatter, order, dim, new.sizes[dim])
-                        if edge := self.collective(make_step, order, state, new, moved, copied):
+                        if edge := self.collective(make_step, order, layout, new, moved, copied):
                             yield edge
 
-    def all_to_alls(self, state: SearchLayout) -> Iterator[Edge]:
+    def all_to_alls(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield all-to-alls of minor runs of axes: one run to any dim, several to goal dims."""
         if AllToAll in self.exclude:
             return
-        problem, nbytes = self.problem, self.problem.nbytes(state)
-        for dim, axes in enumerate(state.dims):
+        problem, nbytes = self.problem, self.problem.nbytes(layout)
+        for dim, axes in enumerate(layout.dims):
             for start in range(self.num_fixed[dim], len(axes)):
                 run = axes[start:]
-                rest = problem.remove_axes(state, dim, run)
+                rest = problem.remove_axes(layout, dim, run)
                 n = problem.num_ranks(run)
-                for to in range(len(state.dims)):
+                for to in range(len(layout.dims)):
                     if to != dim:
                         new = problem.append_axes(rest, to, run)
                         copied = 2 * (nbytes * bool(to) + problem.nbytes(new) * bool(dim))
-                        even = problem.is_even_along(state, new, (dim, to))
+                        even = problem.is_even_along(layout, new, (dim, to))
                         moved = all_to_all_traffic(n, nbytes) if even else None
                         make_step = partial(AllToAll, run, dim, to, new.sizes[to])
-                        if edge := self.collective(make_step, run, state, new, moved, copied):
+                        if edge := self.collective(make_step, run, layout, new, moved, copied):
                             yield edge
         if not self.direct:
-            yield from self.fused_all_to_alls(state)
+            yield from self.fused_all_to_alls(layout)
 
-    def fused_all_to_alls(self, state: SearchLayout) -> Iterator[Edge]:
+    def fused_all_to_alls(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield all-to-alls of several runs, or of one run whose axes go to several goal dims."""
-        problem, nbytes = self.problem, self.problem.nbytes(state)
-        choices = [self.runs.of(dim, axes) for dim, axes in enumerate(state.dims)]
+        problem, nbytes = self.problem, self.problem.nbytes(layout)
+        choices = [self.runs.of(dim, axes) for dim, axes in enumerate(layout.dims)]
         for choice in itertools.product(*choices):
             pairs = [pair for runs in choice for pair in runs]
             moving = tuple([axis for run, dim, to in pairs if dim != to for axis in run])
@@ -307,7 +309,7 @@ class CollectiveEdges(ExchangeEdges):
             moved = Traffic(least, least, problem.num_ranks(axes) - 1, 1)
             if problem.cost(axes, moved, 4 * nbytes if problem.even else 2 * nbytes) > self.limit:
                 continue
-            new = state
+            new = layout
             for run, dim, _ in reversed(pairs):
                 new = problem.remove_axes(new, dim, run)
             arguments = []
@@ -317,36 +319,36 @@ class CollectiveEdges(ExchangeEdges):
             if not problem.is_divisible(new):
                 continue
             swap = (
-                problem.all_to_all_traffic(state, new, axes)
-                if problem.is_even_along(state, new)
+                problem.all_to_all_traffic(layout, new, axes)
+                if problem.is_even_along(layout, new)
                 else None
             )
             copied = 2 * nbytes + 2 * problem.nbytes(new)
             make_step = partial(_all_to_all, tuple(arguments))
-            if edge := self.collective(make_step, axes, state, new, swap, copied):
+            if edge := self.collective(make_step, axes, layout, new, swap, copied):
                 yield edge
 
-    def gathers(self, state: SearchLayout) -> Iterator[Edge]:
+    def gathers(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield the all-gather of every minor run of axes of a dim."""
-        problem, nbytes = self.problem, self.problem.nbytes(state)
-        for dim, axes in enumerate(state.dims):
+        problem, nbytes = self.problem, self.problem.nbytes(layout)
+        for dim, axes in enumerate(layout.dims):
             for start in range(self.num_fixed[dim], len(axes)):
                 run = axes[start:]
-                new = problem.remove_axes(state, dim, run)
+                new = problem.remove_axes(layout, dim, run)
                 to, kind = problem.replicated_goal(run)
                 if to == "reduced":
                     new = new._replace(reduced=add_kinds(new.reduced, run, kind))
-                even = problem.is_even_along(state, new, (dim,))
+                even = problem.is_even_along(layout, new, (dim,))
                 moved = all_gather_traffic(problem.num_ranks(run), nbytes) if even else None
                 copied = 2 * problem.nbytes(new) if dim else 0
                 make_step = partial(AllGather, run, dim, to, kind)
-                if edge := self.collective(make_step, run, state, new, moved, copied):
+                if edge := self.collective(make_step, run, layout, new, moved, copied):
                     yield edge
 
 
-def _busy(state: SearchLayout) -> set[str]:
+def _busy(layout: SearchLayout) -> set[str]:
     """Return the axes that shard a dim or are unreduced; the others are replicated."""
-    return {axis for axes in state.dims for axis in axes} | set(dict(state.unreduced))
+    return {axis for axes in layout.dims for axis in axes} | set(dict(layout.unreduced))
 
 
 def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:

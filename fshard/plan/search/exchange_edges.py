@@ -108,7 +108,7 @@ class ExchangeEdges:
 
     # -- edges ------------------------------------------------------------------------
 
-    def permutations(self, state: SearchLayout) -> Iterator[Edge]:
+    def permutations(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield the permutations to `ends`, and to other orders of axes where that helps."""
         problem = self.problem
         if CollectivePermute in self.exclude:
@@ -116,58 +116,60 @@ class ExchangeEdges:
         if not self.by_signature:
             for target in self.ends:
                 self.by_signature.setdefault(problem.permute_signature(target), []).append(target)
-        nbytes = problem.nbytes(state)
+        nbytes = problem.nbytes(layout)
         targets: Iterable[SearchLayout] = self.by_signature.get(
-            problem.permute_signature(state), ()
+            problem.permute_signature(layout), ()
         )
         others: Iterable[SearchLayout] = ()
         if not self.direct:
-            others = self.reordered(state) if self.permutes_any else swapped_inside(problem, state)
+            others = (
+                self.reordered(layout) if self.permutes_any else swapped_inside(problem, layout)
+            )
         for target in itertools.chain(targets, others):
-            if target[:3] != state[:3]:
-                before, after = problem.axis_roles(state), problem.axis_roles(target)
+            if target[:3] != layout[:3]:
+                before, after = problem.axis_roles(layout), problem.axis_roles(target)
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
                 make_step = partial(_permute, target)
                 moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
-                if edge := self.collective(make_step, axes, state, target, moved, 0):
+                if edge := self.collective(make_step, axes, layout, target, moved, 0):
                     yield edge
 
-    def reordered(self, state: SearchLayout) -> Iterator[SearchLayout]:
+    def reordered(self, layout: SearchLayout) -> Iterator[SearchLayout]:
         """Yield the layouts with the axes of every dim in all orders."""
-        for dims in itertools.product(*map(itertools.permutations, state.dims)):
-            yield state._replace(dims=dims)
+        for dims in itertools.product(*map(itertools.permutations, layout.dims)):
+            yield layout._replace(dims=dims)
 
-    def exchanges(self, state: SearchLayout) -> Iterator[Edge]:
+    def exchanges(self, layout: SearchLayout) -> Iterator[Edge]:
         """Yield the exchanges to `ends`."""
         if Exchange in self.exclude:
             return
-        sharded = self.problem.goal_unreduced.intersection(itertools.chain(*state.dims))
-        key = state.unreduced, sharded
+        sharded = self.problem.goal_unreduced.intersection(itertools.chain(*layout.dims))
+        key = layout.unreduced, sharded
         targets = self.exchange_targets.get(key)
         if targets is None:
             targets = self.exchange_targets[key] = self.find_exchange_targets(*key)
-        problem, packed = self.problem, 2 * self.problem.nbytes(state)
+        problem, packed = self.problem, 2 * self.problem.nbytes(layout)
         least = problem.min_cost(0, 0) + problem.local_cost(packed)
         for target, reduced_ranks, unpacked, rest in targets:
             if least + rest > self.limit and problem.even:
                 continue
-            if target == state or not _can_exchange(state.reduced, target):
+            if target == layout or not _can_exchange(layout.reduced, target):
                 continue
             make_step = partial(_exchange, target)
             moved, copied = None, packed + unpacked
-            even = problem.is_even_along(state, target)
-            converted = problem.converted_axes(state, target)
+            even = problem.is_even_along(layout, target)
+            converted = problem.converted_axes(layout, target)
             if even:
-                moved = problem.exchange_traffic(state, target, reduced_ranks, converted)
+                moved = problem.exchange_traffic(layout, target, reduced_ranks, converted)
             if moved is None and converted and not problem.empty:
                 if not self.allows_uneven:
                     continue
-                moved = problem.exchange_traffic_by_rank(state, target, reduced_ranks, converted)
+                moved = problem.exchange_traffic_by_rank(layout, target, reduced_ranks, converted)
             if even and moved == NO_TRAFFIC:  # slices suffice
                 continue
-            axes = problem.moving_axes(state, target)
+            axes = problem.moving_axes(layout, target)
             if edge := self.collective(
-                make_step, axes, state, target, moved, copied, reduced_ranks
+                make_step, axes, layout, target, moved, copied, reduced_ranks
             ):
                 yield edge
 

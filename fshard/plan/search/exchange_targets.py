@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from fshard.layout.partition_spec import remove_kinds
 from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.problem import SearchProblem
-from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, remove_kinds, subsets
+from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, subsets
 
 MAX_FREE_AXES = 3
 """Most axes that shard nothing in the goal and are tried on different dims."""
@@ -56,12 +57,12 @@ def _before_gathers(problem: SearchProblem) -> list[SearchLayout]:
 
 
 def _append_each(
-    problem: SearchProblem, state: SearchLayout, axes: Axes, dims: tuple[int, ...]
+    problem: SearchProblem, layout: SearchLayout, axes: Axes, dims: tuple[int, ...]
 ) -> SearchLayout:
-    """Return the state with each axis appended to its dim, one after the other."""
+    """Return the layout with each axis appended to its dim, one after the other."""
     for axis, dim in zip(axes, dims, strict=True):
-        state = problem.append_axes(state, dim, (axis,))
-    return state
+        layout = problem.append_axes(layout, dim, (axis,))
+    return layout
 
 
 def _before_moves(problem: SearchProblem) -> list[SearchLayout]:
@@ -108,14 +109,14 @@ def _before_replacement(problem: SearchProblem) -> list[SearchLayout]:
     return targets
 
 
-def swapped_inside(problem: SearchProblem, state: SearchLayout) -> Iterator[SearchLayout]:
+def swapped_inside(problem: SearchProblem, layout: SearchLayout) -> Iterator[SearchLayout]:
     """Yield the layouts with two axes inside of nodes swapped, if there are several nodes."""
-    fast = [axis for axis in itertools.chain(*state.dims) if axis not in problem.slow_axes]
+    fast = [axis for axis in itertools.chain(*layout.dims) if axis not in problem.slow_axes]
     for a, b in itertools.combinations(fast, 2) if problem.slow_axes else ():
         if problem.size[a] == problem.size[b]:
             swap = {a: b, b: a}
-            dims = tuple([tuple([swap.get(c, c) for c in axes]) for axes in state.dims])
-            yield state._replace(dims=dims)
+            dims = tuple([tuple([swap.get(c, c) for c in axes]) for axes in layout.dims])
+            yield layout._replace(dims=dims)
 
 
 def _before_fast_steps(problem: SearchProblem, goal: SearchLayout) -> list[SearchLayout]:

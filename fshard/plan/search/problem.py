@@ -132,32 +132,32 @@ class SearchProblem:
         topology = self.topology or _ANY
         return topology.link(self.src.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
 
-    def nbytes(self, state: SearchLayout) -> int:
+    def nbytes(self, layout: SearchLayout) -> int:
         """Return the bytes of the largest local."""
-        key = (state.dims, state.sizes)
+        key = (layout.dims, layout.sizes)
         nbytes = self.local_sizes.get(key)
         if nbytes is None:
             nbytes = self.itemsize
-            for size, axes, sizes in zip(self.src.shape, state.dims, state.sizes, strict=True):
+            for size, axes, sizes in zip(self.src.shape, layout.dims, layout.sizes, strict=True):
                 nbytes *= size // self.num_ranks(axes) if sizes is None else max(sizes)
             self.local_sizes[key] = nbytes
         return nbytes
 
-    def spec(self, state: SearchLayout) -> Spec:
-        """Return the state as a `Spec`."""
-        spec = self.specs.get(state)
+    def spec(self, layout: SearchLayout) -> Spec:
+        """Return the layout as a `Spec`."""
+        spec = self.specs.get(layout)
         if spec is None:
-            spec = self.src._with(partition=state.partition, sizes=state.sizes)
-            self.specs[state] = spec
+            spec = self.src._with(partition=layout.partition, sizes=layout.sizes)
+            self.specs[layout] = spec
         return spec
 
-    def is_even(self, state: SearchLayout) -> bool:
+    def is_even(self, layout: SearchLayout) -> bool:
         """Return True if closed forms hold: equal shards of a tensor that has elements."""
-        return state.sizes == _EVEN[: len(state.sizes)] and 0 not in self.src.shape
+        return layout.sizes == _EVEN[: len(layout.sizes)] and 0 not in self.src.shape
 
-    def is_divisible(self, state: SearchLayout) -> bool:
+    def is_divisible(self, layout: SearchLayout) -> bool:
         """Return True unless an even problem has a dim that its axes do not divide."""
-        return not self.even or _INDIVISIBLE not in state.sizes
+        return not self.even or _INDIVISIBLE not in layout.sizes
 
     def is_even_along(
         self, before: SearchLayout, after: SearchLayout, dims: Iterable[int] | None = None
@@ -200,37 +200,37 @@ class SearchProblem:
 
     # -- parts of edges ---------------------------------------------------------------
 
-    def remove_axes(self, state: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
-        """Return the state without `axes`, the most minor ones of `dim`."""
-        sizes = state.sizes[dim]
+    def remove_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
+        """Return the layout without `axes`, the most minor ones of `dim`."""
+        sizes = layout.sizes[dim]
         if sizes is not None:
             sizes = join_sizes(sizes, self.num_ranks(axes))
-        return state.replace_dim(dim, state.dims[dim][: -len(axes)], sizes)
+        return layout.replace_dim(dim, layout.dims[dim][: -len(axes)], sizes)
 
-    def append_axes(self, state: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
-        """Return the state with `axes` at the minor end of `dim`, sized as in an end."""
-        dim_axes = (*state.dims[dim], *axes)
-        sizes = state.sizes[dim]
+    def append_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
+        """Return the layout with `axes` at the minor end of `dim`, sized as in an end."""
+        dim_axes = (*layout.dims[dim], *axes)
+        sizes = layout.sizes[dim]
         even_ends = self.start.sizes[dim] is self.goal.sizes[dim] is None
         if sizes is not None or not even_ends or self.src.shape[dim] % self.num_ranks(dim_axes):
-            sizes = self.split_sizes(state, dim, axes, dim_axes)
-        return state.replace_dim(dim, dim_axes, sizes)
+            sizes = self.split_sizes(layout, dim, axes, dim_axes)
+        return layout.replace_dim(dim, dim_axes, sizes)
 
-    def split_sizes(self, state: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
+    def split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         """Return the shard sizes of a dim sharded further, those of an end if it leads there.
 
         Between even ends uneven layouts are refused: most of many devices would hold nothing.
         """
         if self.even:
             return _INDIVISIBLE
-        key = (dim, state.sizes[dim], axes, dim_axes)
+        key = (dim, layout.sizes[dim], axes, dim_axes)
         if key not in self.split_cache:
-            self.split_cache[key] = self._split_sizes(state, dim, axes, dim_axes)
+            self.split_cache[key] = self._split_sizes(layout, dim, axes, dim_axes)
         return self.split_cache[key]
 
-    def _split_sizes(self, state: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
-        n, shards = self.num_ranks(axes), self.num_ranks(state.dims[dim])
-        coarse = state.sizes[dim]
+    def _split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
+        n, shards = self.num_ranks(axes), self.num_ranks(layout.dims[dim])
+        coarse = layout.sizes[dim]
         for end in (self.dst, self.src):
             if end.partition.dims[dim][: len(dim_axes)] == dim_axes:
                 sizes = join_sizes(end.sizes[dim], end.dim_shards(dim) // (shards * n))
@@ -301,65 +301,65 @@ class SearchProblem:
         ends = _dim_shards(before), _dim_shards(after), self.itemsize
         return self.overlap().exchange_traffic(*ends, reduced_ranks, needers, holders, converted)
 
-    def permute_signature(self, state: SearchLayout) -> object:
+    def permute_signature(self, layout: SearchLayout) -> object:
         """Return what a permutation of devices keeps, including the sizes of the shards."""
-        return permute_signature(self.size, *state[:3]), state.sizes
+        return permute_signature(self.size, *layout[:3]), layout.sizes
 
-    def axis_roles(self, state: SearchLayout) -> dict[str, object]:
+    def axis_roles(self, layout: SearchLayout) -> dict[str, object]:
         """Return the role of each axis that has several devices."""
-        return axis_roles(self.size, *state[:3])
+        return axis_roles(self.size, *layout[:3])
 
     def moving_axes(self, before: SearchLayout, after: SearchLayout) -> Axes:
-        """Return the axes along which an exchange sends: `moving_axes` of layout states."""
+        """Return the axes along which an exchange sends: `moving_axes` of layouts."""
         old, new = self.axis_placements(before), self.axis_placements(after)
         fixed = self.converted_axes(before, after)
         return tuple([a for a in self.size if old.get(a) != new.get(a) and a not in fixed])
 
-    def axis_placements(self, state: SearchLayout) -> dict[str, object]:
+    def axis_placements(self, layout: SearchLayout) -> dict[str, object]:
         """Map each axis to the dim, stride and sizes that it shards, or to its reduction."""
-        key = _dim_shards(state)
+        key = _dim_shards(layout)
         placements = self.placements.get(key)
         if placements is None:
-            placements = axis_positions(self.size, state.dims, state.sizes)
+            placements = axis_positions(self.size, layout.dims, layout.sizes)
             self.placements[key] = placements
-        return {**placements, **dict(state.unreduced)} if state.unreduced else placements
+        return {**placements, **dict(layout.unreduced)} if layout.unreduced else placements
 
     # -- bounds -----------------------------------------------------------------------
 
-    def bound(self, state: SearchLayout) -> float:
-        """Return a lower bound of the cost from `state` to the goal: the heuristic of A*.
+    def bound(self, layout: SearchLayout) -> float:
+        """Return a lower bound of the cost from `layout` to the goal: the heuristic of A*.
 
         It counts one launch if any rank misses elements, and the missing bytes of the busiest rank
         over the fastest link, or those of a node over the next slower links.
         """
-        bound = self.bounds.get(state)
+        bound = self.bounds.get(layout)
         if bound is None:
-            bound = self.bounds[state] = self._bound(state)
+            bound = self.bounds[layout] = self._bound(layout)
         return bound
 
-    def _bound(self, state: SearchLayout) -> float:
+    def _bound(self, layout: SearchLayout) -> float:
         if self.empty:
             return 0.0
         # Ranks that end with partial sums of one tensor may share its elements between them.
         group = self.goal_unreduced
         reduced: Axes = ()
-        if state.unreduced:
+        if layout.unreduced:
             if group and self.even and not self.few_axes:
-                group = frozenset(axis for axis, _ in {*self.goal.unreduced} - {*state.unreduced})
+                group = frozenset(axis for axis, _ in {*self.goal.unreduced} - {*layout.unreduced})
             reduced = tuple(
-                [axis for axis, _ in state.unreduced if axis not in self.goal_unreduced]
+                [axis for axis, _ in layout.unreduced if axis not in self.goal_unreduced]
             )
         members = self.num_ranks(tuple(group))
-        even = self.even or (self.is_even(state) and self.is_even(self.goal))
+        even = self.even or (self.is_even(layout) and self.is_even(self.goal))
         count = self.missing_elements if even else self.missing_uneven
-        missing = -(-count(state, group, reduced) // members)
+        missing = -(-count(layout, group, reduced) // members)
         if missing <= 0:
             return 0.0
         slow = 0
         if self.slow_axes and members == 1 and even:
             fast = frozenset(self.size) - self.slow_axes
             slow_reduced = tuple(axis for axis in reduced if axis in self.slow_axes)
-            slow = -(-self.missing_elements(state, fast, slow_reduced) // self.fast_ranks)
+            slow = -(-self.missing_elements(layout, fast, slow_reduced) // self.fast_ranks)
         return self.min_cost(missing * self.itemsize, slow * self.itemsize)
 
     def min_cost(self, nbytes: int, slow_nbytes: int) -> float:
@@ -370,7 +370,7 @@ class SearchProblem:
         time = slow_nbytes / slower + max(0, nbytes - slow_nbytes) / fastest
         return self.topology.launch + latency + time
 
-    def missing_elements(self, state: SearchLayout, within: frozenset[str], reduced: Axes) -> int:
+    def missing_elements(self, layout: SearchLayout, within: frozenset[str], reduced: Axes) -> int:
         """Return the elements that the worst rank, or group of ranks along `within`, misses.
 
         Even layouts only. After the common major axes of a dim, different axes on both sides leave
@@ -379,7 +379,7 @@ class SearchProblem:
         one message an element for all but one partial sum, and for all but one copy.
         """
         needed = available = 1
-        for dim, (length, have) in enumerate(zip(self.src.shape, state.dims, strict=True)):
+        for dim, (length, have) in enumerate(zip(self.src.shape, layout.dims, strict=True)):
             key = dim, have, within
             overlap = self.dim_overlaps.get(key)
             if overlap is None:
@@ -392,10 +392,10 @@ class SearchProblem:
             return needed - available
         return self._reduction_elements(needed, within, reduced)
 
-    def missing_uneven(self, state: SearchLayout, within: frozenset[str], reduced: Axes) -> int:
+    def missing_uneven(self, layout: SearchLayout, within: frozenset[str], reduced: Axes) -> int:
         """Return the same as `missing_elements`, for shards of any sizes."""
         if self.num_ranks(reduced) == 1:
-            return self.missing_between(state, self.goal, 1, within)
+            return self.missing_between(layout, self.goal, 1, within)
         needed = self.nbytes(self.goal) // self.itemsize
         return self._reduction_elements(needed, within, reduced)
 
@@ -427,6 +427,6 @@ def _num_common(have: Axes, need: Axes) -> int:
     return sum(1 for _ in same)
 
 
-def _dim_shards(state: SearchLayout) -> DimShardings:
+def _dim_shards(layout: SearchLayout) -> DimShardings:
     """Return the axes and the shard sizes of each dim."""
-    return tuple(zip(state.dims, state.sizes, strict=True))
+    return tuple(zip(layout.dims, layout.sizes, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fshard.layout.partition_spec import Kinds, PartitionSpec
@@ -46,11 +46,6 @@ class SearchLayout(NamedTuple):
 def add_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:
     """Return `kinds` with every axis of `axes` added, sorted by axis."""
     return tuple(sorted((*kinds, *((axis, str(kind)) for axis in axes))))
-
-
-def remove_kinds(kinds: Kinds, axes: Collection[str]) -> Kinds:
-    """Return `kinds` without the axes of `axes`."""
-    return tuple([item for item in kinds if item[0] not in axes])
 
 
 def subsets(names: Sequence[str]) -> Iterator[Axes]:

@@ -1,7 +1,7 @@
 """Costs of steps and programs.
 
 - `topology`: `Topology`, the machine: links, launch and message times.
-- `shard_overlap`: elements that the worst-placed rank needs, holds and lacks; it defines these words.
+- `shard_overlap`: elements that the worst-placed rank needs, holds and lacks; defines these words.
 - `rank_overlap`: the same for each rank.
 - `traffic`: bytes, messages and rounds of the busiest rank in a step.
 - `rank_loads`: bytes of each rank in a step, to be added up over a batch.

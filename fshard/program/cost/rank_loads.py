@@ -15,13 +15,7 @@ from typing import NamedTuple
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.program.cost.model import copy_passes
-from fshard.program.cost.rank_overlap import (
-    Ranks,
-    Vector,
-    local_bytes,
-    needed_bytes,
-    overlap_bytes,
-)
+from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, needed_bytes, overlap_bytes
 from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.traffic import ceil_share, exchange_peers, step_axes, traffic
 from fshard.program.exchange_boxes import converted_axes, reduction_axes

@@ -44,12 +44,8 @@ class Link:
     def __post_init__(self) -> None:
         valid = _is_number(self.latency) and _is_number(self.bandwidth)
         if not (valid and self.latency >= 0 and self.bandwidth > 0):
-            fail(
-                "fs.Link",
-                f"{self!r}",
-                "latency must be at least 0 and bandwidth above 0",
-                "Link(latency=1e-6, bandwidth=100e9)",
-            )
+            fail("fs.Link", f"{self!r}", "latency must be at least 0 and bandwidth above 0",
+                 "Link(latency=1e-6, bandwidth=100e9)")  # fmt: skip
 
 
 def _is_number(value: object) -> bool:
@@ -184,12 +180,9 @@ class Topology:
         True
         """
         if not isinstance(links, Mapping):
-            fail(
-                "fs.Topology.of",
-                f"links {links!r}",
-                "links must be a mapping from mesh axis to Link",
-                'Topology.of({"x": Link(latency=1e-6, bandwidth=100e9)})',
-            )
+            fail("fs.Topology.of", f"links {links!r}",
+                 "links must be a mapping from mesh axis to Link",
+                 'Topology.of({"x": Link(latency=1e-6, bandwidth=100e9)})')  # fmt: skip
         items = tuple(sorted(links.items()))
         return Topology("custom", links=items, launch=launch, memory=memory, message=message)
 

@@ -411,12 +411,10 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
         label = LABEL.get()
-        fail(
-            "a collective" if label is None else label.name,
-            "a maximum or minimum of a tensor with a tangent",
-            "in forward mode sums and movements have a derivative, maxima and minima in reverse",
-            "torch.func.vjp, or torch.autograd.grad without a dual_level",
-        )
+        fail("a collective" if label is None else label.name,
+             "a maximum or minimum of a tensor with a tangent",
+             "in forward mode sums and movements have a derivative, maxima and minima in reverse",
+             "torch.func.vjp, or torch.autograd.grad without a dual_level")  # fmt: skip
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: ProgramGroup, on_shards: bool, *xs: Any) -> Any:

@@ -6,13 +6,12 @@ elements that attain it, in equal shares between ties, as in `torch.amax`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
-from fshard.layout.partition_spec import LINEAR, PartitionSpec
+from fshard.layout.partition_spec import LINEAR, PartitionSpec, remove_kinds
 from fshard.layout.spec import Spec
 from fshard.program.exchange_boxes import converted_axes, reduction_axes
 from fshard.program.program import Program
@@ -45,12 +44,9 @@ def linear_parts(prog: Program) -> tuple[Program, ...]:
             continue
         axes = _extreme_axes(step, src, dst)
         if not axes:
-            fail(
-                f"running {prog.src} -> {prog.dst}",
-                f"{step} on a tensor that requires grad",
-                "a reduction with a gradient must be a sum, average, maximum or minimum",
-                "detach() the local, or reduce by another reduction",
-            )
+            fail(f"running {prog.src} -> {prog.dst}", f"{step} on a tensor that requires grad",
+                 "a reduction with a gradient must be a sum, average, maximum or minimum",
+                 "detach() the local, or reduce by another reduction")  # fmt: skip
         if linear_steps:
             parts.append(Program(_of_sums(start), linear_steps))
         reducing_step, linear_steps = _split_conversions(step, src, dst)
@@ -127,21 +123,15 @@ def extreme_gradient(prog: Program) -> tuple[Program, Program, Program]:
         case Exchange():
             p = before.partition
             reduced = p.reduced_kinds + tuple((axis, "sum") for axis in axes)
-            partition = PartitionSpec._of(p.dims, _without(p.unreduced_kinds, axes), reduced)
+            partition = PartitionSpec._of(p.dims, remove_kinds(p.unreduced_kinds, axes), reduced)
             back = Program(after, (Exchange(partition, before.sizes, before.mesh),))
             return count, back, back
     assert isinstance(step, AllReduce)
     p = after.partition
-    p = PartitionSpec._of(p.dims, p.unreduced_kinds, _without(p.reduced_kinds, axes))
+    p = PartitionSpec._of(p.dims, p.unreduced_kinds, remove_kinds(p.reduced_kinds, axes))
     invariant = after._with(partition=p)
     if step.to == "reduced":
         kinds = p.unreduced_kinds + tuple((axis, "sum") for axis in axes)
         unreduced = after._with(partition=PartitionSpec._of(p.dims, kinds, p.reduced_kinds))
         return count, Program(invariant, ()), Program(unreduced, (AllReduce(axes, "reduced"),))
     return count, Program(invariant, ()), Program(invariant, (InvariantToReduced(axes),))
-
-
-def _without(
-    kinds: Iterable[tuple[str, str]], axes: tuple[str, ...]
-) -> tuple[tuple[str, str], ...]:
-    return tuple(pair for pair in kinds if pair[0] not in axes)

@@ -341,10 +341,7 @@ class _CheckedTransport:
 
 
 def _positions(
-    group: Group,
-    statuses: dict[int, RankStatus],
-    arrived: dict[int, _Arrival],
-    missing: Group = (),
+    group: Group, statuses: dict[int, RankStatus], arrived: dict[int, _Arrival], missing: Group = ()
 ) -> dict[int, Position]:
     """Return the positions of a group's ranks; those that have come wait for the `missing`."""
     positions: dict[int, Position] = {}

@@ -153,11 +153,7 @@ def set_result_types(
 
 @run_typed_hook.set
 def run_typed(
-    where: str,
-    x: torch.Tensor,
-    src: Spec,
-    dst: Spec,
-    run: Callable[[torch.Tensor], Any],
+    where: str, x: torch.Tensor, src: Spec, dst: Spec, run: Callable[[torch.Tensor], Any]
 ) -> Any:
     """Run `run(x)` in a body: `x` has the layout `src`, and the result has `dst`.
 

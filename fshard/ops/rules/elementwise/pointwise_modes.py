@@ -163,10 +163,6 @@ def _product_added(call: OpCall) -> Modes:
     )
 
 
-def _quotient_added(call: OpCall) -> Modes:
-    return linear_modes((0, 1)) + linear_modes(0, affine=True) + linear_modes(1, affine=True)
-
-
 def _interpolated(call: OpCall) -> Modes:
     """Return the modes of `lerp`: linear in both ends together, affine in each and in weights."""
     operands = range(len(call.operands))
@@ -174,7 +170,7 @@ def _interpolated(call: OpCall) -> Modes:
 
 
 def _paired(call: OpCall) -> Modes:
-    """Return the modes of `complex`: linear in both parts together, affine in each."""
+    """Return the modes of `complex` and `addcdiv`: linear in two operands, affine in each."""
     return linear_modes((0, 1)) + linear_modes(0, affine=True) + linear_modes(1, affine=True)
 
 
@@ -295,7 +291,7 @@ _BY_NAME = dict((
     *_entries("mul multiply", _multiplied),
     *_entries("div divide true_divide", _divided),
     *_entries("addcmul", _product_added),
-    *_entries("addcdiv", _quotient_added),
+    *_entries("addcdiv", _paired),
     *_entries("lerp", _interpolated),
     *_entries("complex", _paired),
     *_entries("where", _where),

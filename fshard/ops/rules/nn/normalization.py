@@ -177,7 +177,7 @@ def _own_statistics(call: OpCall) -> bool:
 
 
 def batch_norm(call: OpCall) -> Rule:
-    """Rule `nca,c,c->nca` of batch norms: `c` may be sharded, other dims only with given statistics."""
+    """Rule `nca,c,c->nca` of batch norms: `n` and `a` may be sharded if statistics are given."""
     x, own_statistics = call.operands[0], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
     operands = tuple(factors if i == 0 else (("c",),) for i in range(len(call.operands)))
