@@ -184,24 +184,17 @@ def _problems(src: Spec, dst: Spec, options: PlanOptions) -> list[Problem]:
     problems += options.restriction_problems()
     problems += wire_problems(src, (options.forward_dtype, options.backward_dtype))
     if src.dtype.is_complex and not dst.dtype.is_complex:
-        problems.append(
-            Problem(
-                f"{src} -> {dst}",
-                "a cast from complex to real drops the imaginary part",
-                "take torch.real first, or keep the dtype",
-            )
-        )
+        problems.append(Problem(
+            f"{src} -> {dst}", "a cast from complex to real drops the imaginary part",
+            "take torch.real first, or keep the dtype"))  # fmt: skip
     before, after = src.partition.unreduced, dst.partition.unreduced
     for axis in before if src.mesh == dst.mesh else ():
         kinds = {before[axis], after.get(axis, before[axis])}
         if len(kinds) == 2 and not kinds <= {"sum", "avg"}:
-            problems.append(
-                Problem(
-                    f"axis {axis!r} from unreduced {before[axis]} to unreduced {after[axis]}",
-                    f"unreduced {before[axis]} cannot become unreduced {after[axis]}",
-                    f"reduce over {axis!r} first: a target without it among unreduced=",
-                )
-            )
+            problems.append(Problem(
+                f"axis {axis!r} from unreduced {before[axis]} to unreduced {after[axis]}",
+                f"unreduced {before[axis]} cannot become unreduced {after[axis]}",
+                f"reduce over {axis!r} first: a target without it among unreduced="))  # fmt: skip
     return problems
 
 

@@ -76,13 +76,8 @@ def exclude_problems(exclude: Iterable[object]) -> list[Problem]:
     types = [f"fs.{name}" for name in dict.fromkeys(names) if name is not None]
     fix = types[0] if len(types) == 1 else f"({', '.join(types)})"
     given = ", ".join(str(item) if isinstance(item, Step) else repr(item) for item in unknown)
-    return [
-        Problem(
-            f"exclude={given}",
-            "exclude must consist of step types",
-            f"exclude={'(fs.AllGather, fs.AllToAll), say' if None in names else fix}",
-        )
-    ]
+    fix = "(fs.AllGather, fs.AllToAll), say" if None in names else fix
+    return [Problem(f"exclude={given}", "exclude must consist of step types", f"exclude={fix}")]
 
 
 def _type_name(item: object) -> str | None:

@@ -118,28 +118,21 @@ def _factory(dtype: torch.dtype | None, device: Any, default: torch.dtype) -> di
     return {"dtype": dtype or default, "device": device}
 
 
-@_replaces("rand")
-def _rand(
-    next_key: NextKey,
-    *shape: Any,
-    size: Any = None,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-) -> Any:
-    factory = _factory(dtype, device, torch.get_default_dtype())
-    return uniform(next_key(), _shape(shape, size), **factory)
+def _register_factory(name: str, draw: Callable[..., Any]) -> None:
+    """Register a function that creates a tensor by `draw(key, shape, ...)`."""
+
+    def create(
+        next_key: NextKey, *shape: Any, size: Any = None, dtype: torch.dtype | None = None,
+        device: Any = None,
+    ) -> Any:  # fmt: skip
+        factory = _factory(dtype, device, torch.get_default_dtype())
+        return draw(next_key(), _shape(shape, size), **factory)
+
+    _replaces(name)(create)
 
 
-@_replaces("randn")
-def _randn(
-    next_key: NextKey,
-    *shape: Any,
-    size: Any = None,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-) -> Any:
-    factory = _factory(dtype, device, torch.get_default_dtype())
-    return normal(next_key(), _shape(shape, size), **factory)
+_register_factory("rand", uniform)
+_register_factory("randn", normal)
 
 
 def _limits(positional: tuple[Any, ...], low: int | None, high: int | None) -> tuple[int, int]:
@@ -216,7 +209,8 @@ def _normal(
 ) -> Any:  # fmt: skip
     _positive("torch.normal", "std", std, or_zero=True)
     if size is not None:
-        return _randn(next_key, size=size, dtype=dtype, device=device) * std + mean
+        factory = _factory(dtype, device, torch.get_default_dtype())
+        return normal(next_key(), tuple(size), **factory) * std + mean
     like = mean + std if isinstance(mean, Tensor) and isinstance(std, Tensor) else (
         mean if isinstance(mean, Tensor) else std)  # fmt: skip
     return mean + std * normal(next_key(), like)

@@ -78,18 +78,12 @@ def _specs_of(keyword: str, axes: Any, axis_name: str) -> Any:
         fail("fs.smap", f"in_axes of type {type(axes).__name__}",
              "in_axes must be an int, None, a tuple by position, or a dict by name",
              "in_axes=(0, None)")  # fmt: skip
-    raise_if(
-        "fs.smap",
-        [
-            Problem(
-                f"{path}: {leaf!r}",
-                f"a leaf of {keyword} must be an int or None",
-                f"{keyword}=0, or None",
-            )
-            for path, leaf in zip(paths(axes, keyword), flatten(axes)[0], strict=True)
-            if leaf is not None and type(leaf) is not int
-        ],
-    )
+    rule = f"a leaf of {keyword} must be an int or None"
+    raise_if("fs.smap", [
+        Problem(f"{path}: {leaf!r}", rule, f"{keyword}=0, or None")
+        for path, leaf in zip(paths(axes, keyword), flatten(axes)[0], strict=True)
+        if leaf is not None and type(leaf) is not int
+    ])  # fmt: skip
     return map_leaves(
         lambda leaf: PartitionSpec() if leaf is None else DimSpec(axis_name, leaf, keyword), axes
     )

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
-from fshard._torch.operators import OpOverload, schema_of, schema_or_none
+from fshard._torch.operators import schema_of, schema_or_none
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 
-Op = OpOverload[..., Any]
 T = TypeVar("T")
 
 

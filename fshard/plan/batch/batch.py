@@ -338,13 +338,8 @@ def bucket_problems(bucket_bytes: object) -> list[Problem]:
     is_int = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
     if bucket_bytes is None or (is_int and bucket_bytes > 0):  # type: ignore[operator]
         return []
-    return [
-        Problem(
-            f"bucket_bytes={bucket_bytes!r}",
-            "bucket_bytes must be an int of at least 1, or None",
-            "bucket_bytes=2**23, or None",
-        )
-    ]
+    rule = "bucket_bytes must be an int of at least 1, or None"
+    return [Problem(f"bucket_bytes={bucket_bytes!r}", rule, "bucket_bytes=2**23, or None")]
 
 
 # -- cost -----------------------------------------------------------------------------
