@@ -22,9 +22,11 @@ from fshard.program.program import Program, run_program_hook
 from fshard.run.autograd.linear_function import (
     ProgramGroup,
     apply_launched,
+    apply_linear,
     apply_programs,
     are_linear,
 )
+from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.interpreter import launch, ranks_of
 from fshard.run.transports.base import (
     LABEL,
@@ -32,11 +34,14 @@ from fshard.run.transports.base import (
     Transport,
     current_rank,
     current_transport,
+    direct_transport,
     is_simulated,
     label_of,
+    labelled,
     with_label,
 )
 from fshard.run.transports.divergence_report import call_line, rank_text
+from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import is_abstract
 from fshard.run.transports.torch_distributed import wait_in_background
 
@@ -176,8 +181,13 @@ def _run_on_shards(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch
 def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     """Run a program on this rank's local.
 
-    It is launched before autograd records it, which adds the gradient to the launched result.
+    It is launched before autograd records it, which adds the gradient to the launched result. The
+    second call on a local of one shape is recorded, later ones are replayed.
     """
+    recorded = None if async_op else _recording_of(prog, local)
+    if recorded is not None:
+        needs_grad = local.requires_grad and torch.is_grad_enabled()
+        return replay(recorded, local) if needs_grad else recorded.run(local)
     where, ranks = _where(prog), ranks_of(prog)
     transport = current_transport() or current_rank(ranks, where)
     valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
@@ -209,6 +219,45 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
         return Pending(with_label(label, finish)) if async_op else finish()
     finally:
         LABEL.reset(token)
+
+
+_RECORDINGS = Recordings()
+
+
+def _recording_of(prog: Program, local: torch.Tensor) -> Recording | None:
+    """Return the recording of a program on this rank of `torchrun`, or None."""
+    transport = direct_transport()
+    if transport is None or is_transformed() or torch.compiler.is_compiling():
+        return None
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_meta:
+        return None
+    needs_grad = local.requires_grad and torch.is_grad_enabled()
+    key = prog, transport, local.shape, local.stride(), local.dtype, local.device, needs_grad
+    cached = _RECORDINGS.get(key)
+    if type(cached) is Recording:
+        return cached
+    return _RECORDINGS.get_or_record(key, _record, prog, local, transport, needs_grad)
+
+
+def _record(
+    prog: Program, local: torch.Tensor, transport: Transport, needs_grad: bool
+) -> Recording | None:
+    where, ranks = _where(prog), ranks_of(prog)
+    check_local_input(prog, local, transport, where)
+    if transport.rank not in prog.src.mesh or (needs_grad and not prog.is_linear):
+        return None
+    forward, backward = _runner(prog), _runner(prog.T) if needs_grad else _runner(prog)
+    like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    with labelled(label_of(where, ranks)):
+        recorded = record(forward, backward, like)
+        if needs_grad and recorded and record(backward, forward, recorded.out) is None:
+            return None
+    return recorded
+
+
+def _runner(prog: Program) -> TensorFunction:
+    op = ProgramGroup((prog,))
+    return lambda x: apply_linear(op, (x,), on_shards=False)[0]
 
 
 def check_local_input(prog: Program, local: torch.Tensor, transport: Transport, where: str) -> None:

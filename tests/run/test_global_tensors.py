@@ -339,9 +339,8 @@ def test_global_tensors_of_another_spec(function: Any, x: Any, text: str) -> Non
 
 
 def test_a_partition_is_no_spec() -> None:
-    with pytest.raises(
-        ShardingError, match="a spec must be a fs.Spec, with a mesh, shape and dtype"
-    ):
+    rule = r"a spec must be a fs\.Spec, with a mesh, shape and dtype"
+    with pytest.raises(ShardingError, match=rule):
         fs.shard(torch.zeros(4, 6), P("x"))  # type: ignore[arg-type]
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
-from fshard import Mesh, P, Sharded, ShardingError, Spec
+from fshard import Mesh, P, Program, Sharded, ShardingError, Spec
+from fshard.run import execute
 from fshard.run.capture import Recordings
 from fshard.spmd.collectives import collective_plan
 from tests.helpers.gloo.harness import run_ranks
@@ -310,6 +311,96 @@ def test_batches_of_gradients() -> None:
         work.append((at, ("i",), xs, cts))
     for found in run_ranks(2, run_batched, work, timeout=100):
         assert [CASES[at // 4].name for at, is_right in enumerate(found) if not is_right] == []
+
+
+# -- programs ---------------------------------------------------------------------------------
+
+LAYOUTS = [
+    P(), P("x"), P(None, "y"), P("y", "x"), P(("y", "x")), P(unreduced={"x"}), P(reduced={"x"}),
+    P("y", unreduced={"x": "avg"}), P(unreduced={"x": "max"}),
+]  # fmt: skip
+PROGRAM_MESHES = [Mesh(x=2, y=1), MESHES[1]]
+
+
+def programs(mesh: Mesh) -> list[Program]:
+    """Return programs between layouts of an even and an uneven tensor, one of them sent in bf16."""
+    results = []
+    for shape in ((4, 8), (5, 6)):
+        specs = [Spec(mesh, p, shape=shape, dtype=F64, uneven="chunk") for p in LAYOUTS]
+        for src in specs:
+            kinds = set(src.partition.unreduced.values())
+            results += [
+                fs.redistribute(src, dst)
+                for dst in specs
+                if not kinds or set(dst.partition.unreduced.values()) in (set(), kinds)
+            ]
+    unsharded = Spec(mesh, P(), shape=(4, 8))
+    sharded = unsharded.replace(partition=P("x"))
+    return [
+        *results,
+        fs.redistribute(
+            sharded, unsharded, forward_dtype=torch.bfloat16, backward_dtype=torch.bfloat16
+        ),
+    ]
+
+
+def in_order(x: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return x.mT.contiguous().mT if transposed else x.contiguous()
+
+
+def once(prog: Program, x: torch.Tensor, ct: torch.Tensor) -> list[torch.Tensor]:
+    """Return the result, and for a linear program its first and second gradient."""
+    plain = prog(x)
+    if not prog.is_linear:
+        return [plain]
+    x, ct = x.detach().requires_grad_(), ct.detach().requires_grad_()
+    y = prog(x)
+    (first,) = torch.autograd.grad(y, x, ct, create_graph=True)
+    (second,) = torch.autograd.grad(first, ct, x.detach())
+    return [plain, y.detach(), first.detach(), second]
+
+
+def run_programs_often(progs: list[Program], work: list[Any]) -> list[Any]:
+    """Run every program on its local four times, of which two are replayed; then on other strides."""
+    fs.init(progs[0].src.mesh)
+    execute._RECORDINGS.clear()
+    results = []
+    for prog, (xs, cts) in zip(progs, work, strict=True):
+        x, ct = xs[dist.get_rank()], cts[dist.get_rank()]
+        results.append(
+            [
+                once(prog, in_order(x, transposed), in_order(ct, transposed))
+                for transposed in [False] * 4 + [True] * 3
+            ]
+        )
+    assert len(execute._RECORDINGS) > 2 * len(progs)
+    return results
+
+
+@pytest.mark.parametrize("mesh", PROGRAM_MESHES, ids=str)
+def test_replayed_programs_agree_with_the_simulation(mesh: Mesh) -> None:
+    progs, work, expected = programs(mesh), [], []
+    for i, prog in enumerate(progs):
+        sides = [
+            [
+                random_global(spec.local_shape(rank), spec.dtype, 7 * i + rank + len(name))
+                for rank in mesh.ranks
+            ]
+            for name, spec in (("x", prog.src), ("ct", prog.dst))
+        ]
+        work.append(sides)
+        xs, cts = sides
+        ys = prog(tuple(xs))
+        grads = prog.T(tuple(cts)) if prog.is_linear else None
+        expected.append((ys, grads))
+    by_rank = run_ranks(mesh.size, run_programs_often, progs, work, timeout=100)
+    for i, (ys, grads) in enumerate(expected):
+        for rank in mesh.ranks:
+            for plain, *rest in by_rank[rank][i]:
+                torch.testing.assert_close(plain, ys[rank], msg=str(progs[i]))
+                if grads is not None:
+                    for result, want in zip(rest, (ys, grads, ys), strict=True):
+                        torch.testing.assert_close(result, want[rank], msg=str(progs[i]))
 
 
 def share_nothing(mesh: Mesh) -> None:

@@ -67,15 +67,18 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
         (fs.Mesh(x=3), 0.0, None, spec_grid.message(
             "fs.calibrate", "seconds=0.0", "seconds must be positive", "seconds=10.0")
             + "\n\n" + spec_grid.message(
-            "", "Mesh(x=3) with ranks up to 2", "ranks must be among the 2 processes of the world, 0..1",
+            "", "Mesh(x=3) with ranks up to 2",
+            "ranks must be among the 2 processes of the world, 0..1",
             "a mesh of at most 2, or more processes").removeprefix("\n")),
         (mesh, 0.1, path, spec_grid.message(
-            "fs.calibrate", f"save={path!r}", "rank 0, the first of the mesh, must be able to write the file",
+            "fs.calibrate", f"save={path!r}",
+            "rank 0, the first of the mesh, must be able to write the file",
             "a path in a directory that exists; or leave it out, and topology.save(path) later")),
         (mesh, 0.1, 3, spec_grid.message(
             "fs.calibrate", "save=3", "a path must be a str or a Path", "save='topology.json'")),
         (mesh, 0.1, "a\0", spec_grid.message(
-            "fs.calibrate", "save='a\\x00'", "rank 0, the first of the mesh, must be able to write the file",
+            "fs.calibrate", "save='a\\x00'",
+            "rank 0, the first of the mesh, must be able to write the file",
             "a path in a directory that exists; or leave it out, and topology.save(path) later")),
     ]:  # fmt: skip
         for outcome in outcomes(2, refused, mesh, other, seconds, save, timeout=60):
