@@ -369,9 +369,8 @@ class InvariantToReduced:
         _canonicalize(self)
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}({axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
-        )
+        kind = "" if self.kind == "sum" else f", {self.kind}"
+        return f"{self.name}({axes_text(self.axes)}{kind})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,9 +418,8 @@ class ReplicatedToUnreduced:
         _canonicalize(self)
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}({axes_text(self.axes)}{'' if self.kind == 'sum' else ', ' + self.kind})"
-        )
+        kind = "" if self.kind == "sum" else f", {self.kind}"
+        return f"{self.name}({axes_text(self.axes)}{kind})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +463,8 @@ class Cast:
     Args:
         dtype: The dtype of the result.
 
-    >>> import fshard as fs, torch
+    >>> import torch
+    >>> import fshard as fs
     >>> print(fs.Cast(torch.bfloat16))
     cast(bf16)
     """
