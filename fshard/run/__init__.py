@@ -9,7 +9,7 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `collective`: one collective of one rank; `packing`: boxes put in and out of flat tensors.
 - `transports`: the collectives of a rank: simulated, by processes, checked, or for shapes alone.
 - `execute_batch`, `bucketing`: `batch(tree)`, several programs with coalesced launches.
-- `capture`: recordings of collectives, replayed instead of planned again.
+- `capture`: recordings of programs and collectives on processes, replayed instead of run again.
 - `global_tensors`, `from_local`: `fs.shard`, `fs.unshard`, `fs.reshard` and other conversions.
 - `calibrate`: `fs.calibrate`, a measured `Topology`.
 """
