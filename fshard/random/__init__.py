@@ -7,7 +7,8 @@ from `split` or `fold_in`. The design, the generator (Threefry-2x32) and the val
 
 PyTorch's own random functions, in `torch.nn.Dropout` say, draw with a key in `with keyed(key):`.
 
-- `sampling`: keys and draws.
+- `keys`: keys, and keys derived from them.
+- `sampling`: draws.
 - `keyed`: the context manager.
 - `torch_replacements`: the functions that it replaces.
 
@@ -23,17 +24,15 @@ True
 from __future__ import annotations
 
 from fshard.random.keyed import keyed
+from fshard.random.keys import fold_in, key, split
 from fshard.random.sampling import (
     bernoulli,
     bits,
     dropout_mask,
     exponential,
-    fold_in,
-    key,
     normal,
     permutation,
     randint,
-    split,
     uniform,
 )
 

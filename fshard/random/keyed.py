@@ -21,7 +21,7 @@ from fshard._torch.checkpointing import CHECKPOINT_FUNCTION, RECOMPUTE, replace_
 from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
 from fshard.ops.trace.trace import trace_depth
-from fshard.random.sampling import fold_in, key_problems
+from fshard.random.keys import fold_in, key_problems
 from fshard.random.torch_replacements import REPLACEMENTS
 from fshard.run.transports.base import current_transport
 from fshard.spmd.axis_env import current_axes
