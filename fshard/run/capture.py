@@ -9,6 +9,7 @@ gradients. After the tracing of JAX and `torch.fx`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from fshard.run.transports.shape_only import meta_as_real
 
 ATEN = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 LINEAR_OPS = {
     ATEN.view.default, ATEN._unsafe_view.default, ATEN.unsqueeze.default, ATEN.squeeze.dim,
     ATEN.permute.default, ATEN.transpose.int, ATEN.slice.Tensor, ATEN.select.int,
@@ -97,20 +99,38 @@ class _Compiler:
     """Translation of recorded operations from the input `x` to the result `y` to Python."""
 
     def __init__(self, x: torch.Tensor, ops: Sequence[RecordedOp], y: torch.Tensor) -> None:
-        self.x, self.y, self.ops = x, y, ops
+        self.x, self.y = x, y
+        self.ops: list[RecordedOp] = []
         self.names = {id(x): "x"}  # variables, by tensor
         self.views: dict[int, str] = {}  # variables of views that are needed, by tensor
         self.values: dict[str, Any] = {}  # constants, by variable
         self.lines: list[str] = []
         self.bases: dict[int, torch.Tensor] = {id(x): x}  # the tensor that each shares memory with
         self.producers: dict[int, int] = {}  # the index of the operation behind each tensor
-        for index, op in enumerate(ops):
+        for index, recorded in enumerate(ops):
+            op = self.in_rows(recorded) if recorded.func in (ALL_TO_ALL, WAIT) else recorded
+            self.ops.append(op)
             first = next(tensors_in(op.args), None)
             for out in tensors_in(op.out):
                 if id(out) not in self.bases:
                     aliases = first is not None and storage_address(first) == storage_address(out)
                     self.bases[id(out)] = self.bases.get(id(first), out) if aliases else out
                     self.producers[id(out)] = index
+            if op is not recorded:
+                self.bases[id(recorded.out)] = op.out
+
+    def in_rows(self, op: RecordedOp) -> RecordedOp:
+        """Return a flat all-to-all, or its wait, on the rows of its base, which needs no views."""
+        x, *counts = self.base(op.args[0]), *op.args[1:-1]
+        row = math.prod(x.shape[1:])
+        divisible = row > 0 and not any(n % row for sizes in counts for n in sizes)
+        if x is op.args[0] or x.ndim < 2 or not divisible:
+            return op
+        if op.func is WAIT:
+            return op._replace(args=(x,), out=torch.empty_like(x))
+        rows = [[n // row for n in sizes] for sizes in counts]
+        out = x.new_empty(sum(rows[0]), *x.shape[1:])
+        return op._replace(args=(x, *rows, op.args[-1]), out=out)
 
     def base(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor that `value` is a reshaped view of, or `value`."""
