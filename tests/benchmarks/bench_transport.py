@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.bench_transport` prints medians of one run: an fshard program
 called with and without gradients, DTensor's `redistribute`, and the bare functional
-collective with its wait (no copy into the right layout, no check, no gradient). The
-contenders take turns in each round, so that a busy machine slows all of them.
+collective with its wait (no copy into the right layout, no check, no gradient). All
+contenders run in each round, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ OPS: Any = torch.ops._c10d_functional
 
 
 def medians(runs: dict[str, Run], rounds: int = ROUNDS, repeats: int = REPEATS) -> dict[str, float]:
-    """Median microseconds of one call; everyone has a turn in every round."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    """Return median microseconds of one call; all contenders run in every round."""
+    results: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             run()
             for _ in range(repeats):
                 start = time.perf_counter()
                 run()
-                found[name].append(1e6 * (time.perf_counter() - start))
-    return {name: statistics.median(times) for name, times in found.items()}
+                results[name].append(1e6 * (time.perf_counter() - start))
+    return {name: statistics.median(times) for name, times in results.items()}
 
 
 # -- real ranks ------------------------------------------------------------------------
 
 
 def bare(a: str, b: str, x: torch.Tensor) -> Run:
-    """The functional collective alone."""
+    """Return the functional collective alone."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     match a, b:
         case "S(0)", "R":
@@ -70,21 +70,21 @@ def bare(a: str, b: str, x: torch.Tensor) -> Run:
 
 
 def real(shape: tuple[int, int], repeats: int) -> dict[tuple[str, str], dict[str, float]]:
-    """Every transition on this rank."""
+    """Return the medians of every transition on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     warnings.simplefilter("ignore")
     mesh = Mesh(x=RANKS)
     fs.init(mesh)
-    theirs = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
-    found = {}
+    other_value = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
+    results = {}
     for a, b in TRANSITIONS:
         src, dst = (Spec(mesh, LAYOUTS[each][0], shape=shape) for each in (a, b))
         x = torch.randn(src.local_shape(dist.get_rank()))
         leaf = x.clone().requires_grad_()
         prog = fs.redistribute(src, dst)
-        given = DTensor.from_local(x, theirs, (LAYOUTS[a][1],))
-        tracked = DTensor.from_local(leaf, theirs, (LAYOUTS[a][1],))
+        given = DTensor.from_local(x, other_value, (LAYOUTS[a][1],))
+        tracked = DTensor.from_local(leaf, other_value, (LAYOUTS[a][1],))
         to = (LAYOUTS[b][1],)
         runs: dict[str, Run] = {
             "bare": bare(a, b, x),
@@ -93,8 +93,8 @@ def real(shape: tuple[int, int], repeats: int) -> dict[tuple[str, str], dict[str
             "fshard, grad": lambda p=prog, x=leaf: p(x),  # type: ignore[misc]
             "DTensor, grad": lambda d=tracked, to=to: _waited(d.redistribute(placements=to)),  # type: ignore[misc]
         }
-        found[a, b] = medians(runs, repeats=repeats)
-    return found
+        results[a, b] = medians(runs, repeats=repeats)
+    return results
 
 
 def _waited(x: DTensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ def _waited(x: DTensor) -> torch.Tensor:
 # -- the tables ------------------------------------------------------------------------
 
 
-def ratio(part: float, whole: float) -> str:
-    return f"{part:,.0f} ({part / whole:.2f})"
+def ratio(part: float, unsharded: float) -> str:
+    return f"{part:,.0f} ({part / unsharded:.2f})"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The processes that the tests here share are ended with the session."""
+"""End the shared processes with the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness itself: results, errors, hangs, and that no process is left behind."""
+"""The harness of gloo processes: results, errors, hangs, and the end of all processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_by_rank(size: int) -> None:
     want = torch.full((3,), 10.0 * size + size * (size - 1) / 2)
-    assert all(torch.equal(got, want) for got in run_ranks(size, add_ranks, torch.full((3,), 10.0)))
+    assert all(
+        torch.equal(actual, want) for actual in run_ranks(size, add_ranks, torch.full((3,), 10.0))
+    )
     assert run_ranks(size, facts) == [(rank, size, 1, "gloo") for rank in range(size)]
 
 
@@ -95,7 +97,7 @@ def test_processes_stay_warm_and_seeds_are_fixed() -> None:
     assert pool(2).pids == pids
 
 
-def test_an_error_on_every_rank_keeps_them() -> None:
+def test_processes_survive_an_error_on_every_rank() -> None:
     with pytest.raises(ShardingError, match="no rank") as caught:
         run_ranks(2, raise_on, (0, 1))
     notes = "\n".join(caught.value.__notes__)
@@ -107,7 +109,7 @@ def test_an_error_on_every_rank_keeps_them() -> None:
     assert pool(2).pids == pids
 
 
-def test_an_error_on_one_rank_ends_those_that_wait_for_it() -> None:
+def test_error_on_one_rank_ends_waiting_ranks() -> None:
     run_ranks(2, facts)
     pids = pool(2).pids
     with pytest.raises(ShardingError, match="no rank 1") as caught:
@@ -118,7 +120,7 @@ def test_an_error_on_one_rank_ends_those_that_wait_for_it() -> None:
     assert run_ranks(2, facts)[1][0] == 1, "the next call has new processes"
 
 
-def test_a_rank_that_hangs_is_ended() -> None:
+def test_hanging_rank_is_ended() -> None:
     run_ranks(2, facts)
     pids = pool(2).pids
     start = time.monotonic()
@@ -128,7 +130,7 @@ def test_a_rank_that_hangs_is_ended() -> None:
     assert not any(map(is_running, pids))
 
 
-def test_a_rank_that_dies_is_named() -> None:
+def test_dead_rank_is_named() -> None:
     with pytest.raises(RankDied, match="rank 1 of 2 ended with exit code 7"):
         run_ranks(2, die_on, 1)
     assert pool(2).pids == []
@@ -138,16 +140,18 @@ def test_a_rank_that_dies_is_named() -> None:
     ("function", "error", "message"),
     [(raise_what_does_not_pickle, RuntimeError, "Local: odd"), (warn, UserWarning, "careful")],
 )
-def test_other_errors(function: Any, error: type[Exception], message: str) -> None:
+def test_unpicklable_results_and_errors(
+    function: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         run_ranks(2, function)
 
 
-def test_without_a_group_the_environment_is_that_of_torchrun() -> None:
+def test_environment_equals_torchrun_without_a_group() -> None:
     assert run_ranks(2, init_as_under_torchrun, init=False) == [2, 2]
 
 
-def test_close_leaves_nothing() -> None:
+def test_close_ends_all_processes() -> None:
     ranks = Ranks(2)
     ranks.run(facts)
     processes = list(ranks.processes)

@@ -1,4 +1,4 @@
-"""Calibration without ranks, and how links are fitted to what was measured."""
+"""Calibration without ranks, and the fit of links to measurements."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ NO_RANKS = spec_grid.message(
     "fs.Topology.dgx_h100() and others need no processes")  # fmt: skip
 
 
-def test_without_ranks() -> None:
+def test_calibrate_requires_ranks() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.calibrate(fs.Mesh(x=4))
     assert str(caught.value) == NO_RANKS
 
 
-def test_in_a_simulation() -> None:
+def test_calibrate_is_refused_in_a_simulation() -> None:
     mesh = fs.Mesh(x=4)
     with pytest.raises(ShardingError) as caught:
         fs.simulate(mesh, lambda: fs.calibrate(mesh))
     assert NO_RANKS in str(caught.value)
 
 
-def test_of_something_else() -> None:
+def test_calibrate_requires_a_mesh() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.calibrate("x")  # type: ignore[arg-type]
     assert str(caught.value) == spec_grid.message(
@@ -53,27 +53,29 @@ TIMES = st.floats(1e-7, 1e-2)
 
 
 @given(st.integers(2, 9), TIMES, TIMES, st.floats(1e6, 1e12), st.floats(0, 1e-4))
-def test_fits_what_follows_the_model(
+def test_fit_recovers_the_model(
     n: int, latency: float, message: float, rate: float, launch: float
 ) -> None:
-    mine = Topology(launch=launch, message=message, memory=1.0)
-    samples = [Sample(each, time_of(mine, Link(latency, rate), each, 0)) for each in moved(n)]
+    own = Topology(launch=launch, message=message, memory=1.0)
+    samples = [Sample(each, time_of(own, Link(latency, rate), each, 0)) for each in moved(n)]
     link = _fit(samples, launch, message)
     for each, seconds in samples:
-        assert time_of(mine, link, each, 0) == pytest.approx(seconds, rel=1e-3)
+        assert time_of(own, link, each, 0) == pytest.approx(seconds, rel=1e-3)
 
 
 @given(st.integers(3, 9), TIMES, TIMES, st.floats(0, 1e-4))
-def test_finds_what_a_message_costs(n: int, latency: float, message: float, launch: float) -> None:
-    mine, link = Topology(launch=launch, message=message), Link(latency, 1e15)
+def test_fit_recovers_the_cost_of_a_message(
+    n: int, latency: float, message: float, launch: float
+) -> None:
+    own, link = Topology(launch=launch, message=message), Link(latency, 1e15)
     sent = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
-    one, many = (Sample(each, time_of(mine, link, each, 0)) for each in sent)
+    one, many = (Sample(each, time_of(own, link, each, 0)) for each in sent)
     assert _message(one, many) == pytest.approx(message, rel=1e-3, abs=1e-9)
     assert _message(one, one) == 0
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=10, max_size=10), st.floats(0, 1e-2), TIMES)
-def test_fits_something_physical_to_anything(
+def test_fit_is_positive_for_any_samples(
     seconds: list[float], launch: float, message: float
 ) -> None:
     samples = [Sample(*each) for each in zip(moved(3), seconds, strict=True)]

@@ -1,4 +1,4 @@
-"""Programs between meshes, and exchanges on one, run on simulated ranks: slices are the oracle."""
+"""Programs between meshes and exchanges on simulated ranks, compared with slices."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Shards = tuple[torch.Tensor, ...]
 
 
 def exchange(src: Spec, dst: Spec) -> Program:
-    """The program that is one exchange."""
+    """Return the program of one exchange."""
     mesh = None if src.mesh == dst.mesh else dst.mesh
     return Program(src, (Exchange(dst.partition, dst.sizes, mesh),), dst)
 
 
-def as_spec(whole: torch.Tensor, spec: Spec) -> Shards:
-    """A global tensor as every rank of a spec without addends holds it."""
+def as_spec(unsharded: torch.Tensor, spec: Spec) -> Shards:
+    """Return the locals of a global tensor in a spec that is not unreduced."""
     kinds = spec.partition.reduced_kinds
     n = math.prod(spec.mesh.shape[axis] for axis, kind in kinds if kind == "avg")
-    return tuple(whole[spec.index(rank)] / n for rank in spec.mesh.ranks)
+    return tuple(unsharded[spec.index(rank)] / n for rank in spec.mesh.ranks)
 
 
 def assert_moves(prog: Program) -> None:
-    """Forward, backward and the backward of that, against what a slice of the whole would be."""
+    """Compare forward, backward and backward of backward with slices of the global tensor."""
     src, dst = prog.src, prog.dst
     xs = tuple(x.requires_grad_() for x in random_locals(src, 1))
     ys = prog(xs)
@@ -56,7 +56,7 @@ def assert_moves(prog: Program) -> None:
 
 @st.composite
 def meshes(draw: st.DrawFn, names: str) -> Mesh:
-    """A mesh of some of eight devices in any order; two may have devices in common, or not."""
+    """Draw a mesh of some of eight devices in any order; two may share devices."""
     sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (3, 2), (1, 3), (2, 2, 2)]))
     devices = draw(st.permutations(range(8)))[: math.prod(sizes)]
     return Mesh(dict(zip(names, sizes, strict=False)), devices=devices)
@@ -64,7 +64,7 @@ def meshes(draw: st.DrawFn, names: str) -> Mesh:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Spec, Spec]:
-    """Any layout without uses on one mesh, any without addends on another."""
+    """Draw any layout that is not reduced on one mesh, and any that is not unreduced on another."""
     shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     dtype, kinds = torch.float64, ("sum", "avg")
     src = draw(specs(draw(meshes("xyz")), shape, dtype=dtype, states=SOURCE, kinds=kinds))
@@ -73,12 +73,12 @@ def pairs(draw: st.DrawFn) -> tuple[Spec, Spec]:
 
 
 @given(pairs())
-def test_between_meshes(pair: tuple[Spec, Spec]) -> None:
+def test_exchanges_between_meshes(pair: tuple[Spec, Spec]) -> None:
     assert_moves(exchange(*pair))
 
 
 @given(st.data())
-def test_on_one_mesh(data: st.DataObject) -> None:
+def test_exchanges_on_one_mesh(data: st.DataObject) -> None:
     mesh = data.draw(meshes("xyz"))
     shape = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     both = data.draw(st.sets(st.sampled_from(mesh.axes)))
@@ -94,7 +94,7 @@ def test_on_one_mesh(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "product"])
-def test_candidates_meet_on_another_mesh(kind: str) -> None:
+def test_maximum_onto_another_mesh(kind: str) -> None:
     src = Spec(Mesh(x=2, y=2), P("x", unreduced={"y": kind}), shape=(6, 4), dtype=torch.float64)
     dst = Spec(Mesh({"a": 3}, devices=(3, 5, 1)), P(None, "a"), shape=(6, 4), dtype=src.dtype,
                uneven="chunk")  # fmt: skip
@@ -102,7 +102,7 @@ def test_candidates_meet_on_another_mesh(kind: str) -> None:
     assert global_of(dst, exchange(src, dst)(xs)).equal(global_of(src, xs))
 
 
-def test_steps_before_and_after() -> None:
+def test_steps_before_and_after_a_change_of_mesh() -> None:
     old, new = Mesh(x=2, y=2), Mesh({"a": 3}, devices=(3, 4, 5))
     src = Spec(old, P("x", unreduced={"y"}), shape=(6, 4), dtype=torch.float64)
     prog = Program(
@@ -119,7 +119,7 @@ def test_steps_before_and_after() -> None:
     assert_moves(prog)
 
 
-def test_cast_reaches_the_ranks_that_hold_nothing() -> None:
+def test_cast_applies_to_empty_locals() -> None:
     src = Spec(Mesh(x=2), P("x"), shape=(6,), dtype=torch.float32)
     to = Exchange(P("a"), mesh=Mesh({"a": 3}, devices=(2, 3, 4)))
     prog = Program(src, (Cast(torch.float64), to, Cast(torch.bfloat16)))
@@ -131,7 +131,7 @@ def test_cast_reaches_the_ranks_that_hold_nothing() -> None:
     ]
 
 
-def test_sends_another_dtype() -> None:
+def test_forward_dtype_between_meshes() -> None:
     src = Spec(Mesh(x=2), P("x"), shape=(6,), dtype=torch.float32)
     step = Exchange(P("a"), mesh=Mesh({"a": 3}, devices=(2, 3, 4)))
     prog = Program(src, (step,), forward_dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def test_sends_another_dtype() -> None:
     assert sum(event.nbytes for event in events) == 6 * 2
 
 
-def test_only_those_who_send_or_receive_take_part() -> None:
+def test_only_senders_and_receivers_take_part() -> None:
     src = Spec(Mesh(x=4), P(), shape=(6, 2))
     dst = Spec(Mesh({"a": 2}, devices=(3, 7)), P("a"), shape=(6, 2))
     events: list[Event] = []
@@ -163,7 +163,7 @@ def test_remesh_shares_memory() -> None:
     assert_moves(Program(src, (*prog.steps, fs.AllGather("b", 0), fs.AllGather("a", 0))))
 
 
-def test_nothing_is_launched_where_nobody_lacks_anything() -> None:
+def test_nothing_is_launched_if_every_rank_has_its_elements() -> None:
     mesh = Mesh(x=2, y=2)
     src = Spec(mesh, P("x"), shape=(4, 6), dtype=torch.float64)
     events: list[Event] = []
@@ -176,23 +176,23 @@ def test_nothing_is_launched_where_nobody_lacks_anything() -> None:
 
 
 def locals_of(prog: Program, given: object = None) -> list[torch.Tensor]:
-    """What each rank of a program gets, as a rank; those that hold nothing give `given`."""
+    """Return each rank's local of a program; ranks outside of the source's mesh pass `given`."""
     xs = dict(zip(prog.src.mesh.ranks, random_locals(prog.src), strict=True))
     ranks = iter(ranks_of(prog).ranks)
     return fs.simulate(ranks_of(prog), lambda: prog(xs.get(next(ranks), given)))
 
 
 @pytest.mark.parametrize("given", [None, torch.empty(0)])
-def test_ranks_that_hold_nothing(given: object) -> None:
+def test_ranks_outside_of_the_source(given: object) -> None:
     src = Spec(Mesh(x=2), P("x"), shape=(6,))
     prog = exchange(src, Spec(Mesh({"a": 3}, devices=(1, 2, 3)), P("a"), shape=(6,)))
-    whole = global_of(src, random_locals(src))
+    unsharded = global_of(src, random_locals(src))
     assert [x.tolist() for x in locals_of(prog, given)] == [
-        [], whole[:2].tolist(), whole[2:4].tolist(), whole[4:].tolist(),
+        [], unsharded[:2].tolist(), unsharded[2:4].tolist(), unsharded[4:].tolist(),
     ]  # fmt: skip
 
 
-def test_wrong_empties() -> None:
+def test_wrong_empty_locals() -> None:
     src = Spec(Mesh(x=2), P("x"), shape=(6,))
     prog = exchange(src, Spec(Mesh({"a": 2}, devices=(2, 3)), P("a"), shape=(6,)))
     with pytest.raises(ShardingError) as error:
@@ -209,13 +209,13 @@ def test_reshard_to_another_mesh() -> None:
     src = Spec(Mesh(x=2, y=2), P("x", "y"), shape=(6, 5), dtype=torch.float64, uneven="chunk")
     dst = Spec(Mesh({"a": 3}, devices=(2, 4, 5)), P(None, "a"), shape=(6, 5), dtype=src.dtype,
                uneven="chunk")  # fmt: skip
-    whole = random_global((6, 5), torch.float64).requires_grad_()
-    moved = fs.reshard(fs.shard(whole, src), dst)
+    unsharded = random_global((6, 5), torch.float64).requires_grad_()
+    moved = fs.reshard(fs.shard(unsharded, src), dst)
     assert moved.spec == dst
-    assert fs.unshard(moved).equal(whole)
+    assert fs.unshard(moved).equal(unsharded)
     (fs.unshard(moved) ** 2).sum().backward()
-    assert whole.grad is not None
-    assert whole.grad.equal(2 * whole.detach())
+    assert unsharded.grad is not None
+    assert unsharded.grad.equal(2 * unsharded.detach())
 
 
 # -- transforms --------------------------------------------------------------------------
@@ -250,8 +250,8 @@ def gradient(prog: Program, local: Shards) -> Shards:
 
 
 @pytest.mark.parametrize(("src", "one", "dst", "other"), ENDS)
-def test_a_batch_between_meshes(src: str, one: Mesh, dst: str, other: Mesh) -> None:
-    """`torch.func.vmap` over programs and trees of them, of gradients, and of itself."""
+def test_vmap_over_programs_between_meshes(src: str, one: Mesh, dst: str, other: Mesh) -> None:
+    """Check programs, trees of them, their gradients, and nested vmap."""
     ends = fs.parse(src, one), fs.parse(dst, other)
     prog, shards = fs.redistribute(*ends), batch_of(ends[0])
     want, batched = stack([prog(x) for x in shards]), stack(shards)
@@ -261,17 +261,15 @@ def test_a_batch_between_meshes(src: str, one: Mesh, dst: str, other: Mesh) -> N
     tree = fs.redistribute([ends[0]] * 2, [ends[1]] * 2)
     for each in vmap(tree)([batched] * 2):
         assert all(map(torch.equal, each, want))
-    wanted = stack([gradient(prog, x) for x in shards])
-    assert all(map(torch.equal, vmap(grad(lambda x: square(prog, x)))(batched), wanted))
+    expected = stack([gradient(prog, x) for x in shards])
+    assert all(map(torch.equal, vmap(grad(lambda x: square(prog, x)))(batched), expected))
     leaves = tuple(x.requires_grad_() for x in batched)
-    found = torch.autograd.grad(sum((y**2).sum() for y in vmap(prog)(leaves)), leaves)
-    assert all(map(torch.equal, found, wanted))
+    results = torch.autograd.grad(sum((y**2).sum() for y in vmap(prog)(leaves)), leaves)
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize(("src", "one", "dst", "other"), ENDS)
-def test_a_batch_on_ranks_of_one_mesh_of_another_and_of_none(
-    src: str, one: Mesh, dst: str, other: Mesh
-) -> None:
+def test_vmap_on_ranks_of_one_mesh_or_neither(src: str, one: Mesh, dst: str, other: Mesh) -> None:
     ends = fs.parse(src, one), fs.parse(dst, other)
     prog, shards = fs.redistribute(*ends), batch_of(ends[0])
 
@@ -282,17 +280,17 @@ def test_a_batch_on_ranks_of_one_mesh_of_another_and_of_none(
         batched = torch.stack(own).requires_grad_()
         y = vmap(prog)(batched)
         assert torch.equal(y, torch.stack([prog(x) for x in own]))
-        (found,) = torch.autograd.grad((y**2).sum(), batched)
+        (results,) = torch.autograd.grad((y**2).sum(), batched)
         leaves = [x.clone().requires_grad_() for x in own]
-        wanted = [torch.autograd.grad(square(prog, x), x)[0] for x in leaves]
-        assert torch.equal(found, torch.stack(wanted))
+        expected = [torch.autograd.grad(square(prog, x), x)[0] for x in leaves]
+        assert torch.equal(results, torch.stack(expected))
         each = vmap(grad(lambda x: square(prog, x)))(batched.detach())
-        assert torch.equal(each, found)
+        assert torch.equal(each, results)
         z = prog(leaves[0])
         (rows,) = torch.autograd.grad(
             z, leaves[0], torch.stack([2 * z.detach(), z.detach()]), is_grads_batched=True
         )
-        assert torch.equal(rows, torch.stack([wanted[0], wanted[0] / 2]))
+        assert torch.equal(rows, torch.stack([expected[0], expected[0] / 2]))
         return True
 
     assert fs.simulate(WORLD, body) == [True] * WORLD.size

@@ -1,4 +1,4 @@
-"""Global tensors to locals and back in a simulation, their gradients, and every bad input."""
+"""Conversion of global tensors in a simulation, its gradients, and all wrong arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("sum", "avg", "max", "min", "product")
 
 
 def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
-    """Every layout of 6 x 12 rows, and of 7 x 5, which nothing divides."""
+    """Return every layout of a 6 x 12 and of a 7 x 5 tensor, which no axis divides."""
     return all_specs(mesh, (6, 12), dtype=dtype) + all_specs(
         mesh, (7, 5), ("invariant", "unreduced"), dtype=dtype, uneven="chunk"
     )
@@ -31,7 +31,7 @@ def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
 
 
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
-def test_shard_slices_and_unshard_undoes_it(mesh: Mesh) -> None:
+def test_unshard_inverts_shard(mesh: Mesh) -> None:
     for spec in layouts(mesh):
         x = random_global(spec.shape, spec.dtype)
         local, of = fs.shard(x, spec)
@@ -48,7 +48,7 @@ def test_shard_slices_and_unshard_undoes_it(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unshard_reduces(kind: str) -> None:
+def test_unshard_reduces_unreduced_values(kind: str) -> None:
     for spec in all_specs(
         MESH, (6, 12), ("invariant", "unreduced"), kind=kind, dtype=torch.float64
     ):
@@ -58,7 +58,7 @@ def test_unshard_reduces(kind: str) -> None:
         assert torch.equal(fs.unshard(fs.shard(x, spec)), x), "neutral elements change nothing"
 
 
-def test_shares_of_an_average() -> None:
+def test_shard_as_reduced_average() -> None:
     spec = Spec(MESH, P("x", reduced={"y": "avg"}), shape=(2, 3), dtype=torch.float64)
     x = random_global((2, 3), torch.float64)
     local, _ = fs.shard(x, spec)
@@ -79,7 +79,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1, 0)], ids=str)
-def test_scalars_and_nothing(shape: tuple[int, ...]) -> None:
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     x = random_global(shape, torch.float64)
     for spec in all_specs(MESH, shape, dtype=torch.float64, uneven="chunk"):
         leaf = x.clone().requires_grad_()
@@ -91,7 +91,7 @@ def test_scalars_and_nothing(shape: tuple[int, ...]) -> None:
 
 
 def test_views_of_the_global_tensor() -> None:
-    """A transposed and an expanded tensor are cut like any other."""
+    """Check a transposed and an expanded tensor."""
     base = random_global((4, 6), torch.float64)
     spec = Spec(MESH, P("y", "x"), shape=(6, 4), dtype=torch.float64)
     assert torch.equal(fs.unshard(fs.shard(base.t(), spec)), base.t())
@@ -104,21 +104,21 @@ def test_views_of_the_global_tensor() -> None:
 
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
 def test_shard_and_unshard_are_adjoint_to_themselves(mesh: Mesh) -> None:
-    """<shard x, g> = <x, shard^T g> with the pairing of the duals; and so for unshard."""
-    for at, spec in enumerate(layouts(mesh)):
-        x = random_global(spec.shape, spec.dtype, at).requires_grad_()
+    """Check <shard x, g> = <x, shard^T g> with the pairing of duals, and so for unshard."""
+    for i, spec in enumerate(layouts(mesh)):
+        x = random_global(spec.shape, spec.dtype, i).requires_grad_()
         local = fs.shard(x, spec).local
-        cotangents = random_locals(spec.dual, at + 1)
+        cotangents = random_locals(spec.dual, i + 1)
         (grad,) = torch.autograd.grad(local, x, cotangents)
         want = pairing(spec, [each.detach() for each in local], cotangents)
         assert (x.detach() * grad).sum() == want, spec
 
-        shards = tuple(each.requires_grad_() for each in random_locals(spec, at + 2))
-        whole = fs.unshard((shards, spec))
-        cotangent = random_global(spec.shape, spec.dtype, at + 3)
-        grads = torch.autograd.grad(whole, shards, cotangent)
-        found = pairing(spec, [each.detach() for each in shards], grads)
-        assert (whole.detach() * cotangent).sum() == found, spec
+        shards = tuple(each.requires_grad_() for each in random_locals(spec, i + 2))
+        unsharded = fs.unshard((shards, spec))
+        cotangent = random_global(spec.shape, spec.dtype, i + 3)
+        grads = torch.autograd.grad(unsharded, shards, cotangent)
+        results = pairing(spec, [each.detach() for each in shards], grads)
+        assert (unsharded.detach() * cotangent).sum() == results, spec
         assert torch.equal(global_of(spec.dual, grads), cotangent), "a gradient of the dual spec"
 
 
@@ -153,35 +153,35 @@ def test_scatter_and_from_local_differentiate() -> None:
 @pytest.mark.parametrize("wide", [torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("to", [P(), P("x"), P(None, ("y", "x"))], ids=str)
 def test_gradients_of_a_cast_to_complex(to: fs.PartitionSpec, wide: torch.dtype) -> None:
-    """They are the real parts, as on one device, and PyTorch has nothing to warn of."""
+    """They are the real parts, as on one device, without a warning of PyTorch."""
     src = Spec(MESH, P("y"), shape=(6, 12), dtype=torch.float32)
     dst = Spec(MESH, to, shape=(6, 12), dtype=wide)
     x = random_global((6, 12), torch.float32).requires_grad_()
     weights = torch.complex(random_global((6, 12), torch.float32, 1), torch.ones(6, 12)).to(wide)
 
-    def gradient(whole: torch.Tensor) -> torch.Tensor:
-        loss = (whole * whole * weights).real.sum()
-        (found,) = torch.autograd.grad(loss, x, create_graph=True)
-        (second,) = torch.autograd.grad(found.sum(), x)
-        return torch.stack([found.detach(), second])
+    def gradient(unsharded: torch.Tensor) -> torch.Tensor:
+        loss = (unsharded * unsharded * weights).real.sum()
+        (results,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(results.sum(), x)
+        return torch.stack([results.detach(), second])
 
-    mine = gradient(fs.unshard(fs.reshard(fs.shard(x, src), dst)))
-    assert torch.equal(mine, gradient(x.to(wide)))
+    own = gradient(fs.unshard(fs.reshard(fs.shard(x, src), dst)))
+    assert torch.equal(own, gradient(x.to(wide)))
 
 
-def test_a_cast_to_real_takes_the_real_part() -> None:
+def test_cast_to_real_takes_the_real_part() -> None:
     src = Spec(Mesh(x=2), P("x"), shape=(4,), dtype=torch.complex64)
     prog = fs.Program(src, (fs.Cast(torch.float32), fs.AllGather("x", 0)))
     x = torch.tensor([1 + 2j, 3, 4j, -1])
     local = fs.shard(x, src).local
     for made in (prog(local), simulate(prog, local)):
         assert torch.equal(made[1], x.real)
-    mine = fs.Program(src, (fs.Cast(torch.float32),))(local)
-    mine[0].zero_()
+    own = fs.Program(src, (fs.Cast(torch.float32),))(local)
+    own[0].zero_()
     assert torch.equal(fs.unshard((local, src)), x), "in memory of its own"
 
 
-def test_maxima_pass_gradients_where_they_came_from() -> None:
+def test_gradient_of_a_maximum_goes_to_the_largest() -> None:
     spec = Spec(Mesh(x=3), P(unreduced={"x": "max"}), shape=(2,))
     locals_ = tuple(
         torch.tensor(values, requires_grad=True) for values in ([1.0, 5.0], [2.0, 5.0], [2.0, 3.0])
@@ -203,7 +203,7 @@ def test_maxima_pass_gradients_where_they_came_from() -> None:
     ],
 )
 def test_second_derivatives_of_maxima(p: fs.PartitionSpec, to: fs.PartitionSpec, kind: str) -> None:
-    """Of programs, as functions of the addends: one for each place along the unreduced axes."""
+    """Differentiate programs as functions of the unreduced values, one per coordinate."""
     mesh, shape = Mesh(x=2, y=2), (3,)
     axes = tuple(p.unreduced)
     p = P(*p.partitions, unreduced=dict.fromkeys(axes, kind))
@@ -222,7 +222,7 @@ def test_second_derivatives_of_maxima(p: fs.PartitionSpec, to: fs.PartitionSpec,
     torch.autograd.gradgradcheck(through, (addends,))
 
 
-def test_candidates_of_a_maximum_have_no_gradient_of_their_own() -> None:
+def test_tensor_unreduced_by_max_requires_no_grad() -> None:
     spec = Spec(Mesh(x=2), P(unreduced={"x": "max"}), shape=(2,))
     x = torch.ones(2, requires_grad=True)
     for place in (fs.shard, fs.scatter):
@@ -231,7 +231,7 @@ def test_candidates_of_a_maximum_have_no_gradient_of_their_own() -> None:
         assert torch.equal(fs.unshard(place(x.detach(), spec)), torch.ones(2))
 
 
-def test_what_needs_no_gradient_has_none() -> None:
+def test_results_of_detached_locals_do_not_require_grad() -> None:
     spec = Spec(Mesh(x=2), P("x"), shape=(4,), dtype=torch.int64)
     pair = fs.shard(torch.arange(4), spec)
     assert not any(each.requires_grad for each in pair.local)
@@ -246,7 +246,7 @@ def test_what_needs_no_gradient_has_none() -> None:
 # -- from_local ------------------------------------------------------------------------
 
 
-def test_from_local_reads_sizes_off_the_locals() -> None:
+def test_from_local_infers_sizes() -> None:
     more = [
         Spec(MESH, P(("y", "x")), shape=(9, 2), sizes={0: (3, 0, 1, 5, 0, 0)}, dtype=torch.float64),
         Spec(MESH, P("y", "x"), shape=(9, 2), sizes={0: (0, 0, 9)}, dtype=torch.float64),
@@ -296,7 +296,7 @@ WRONG_LOCALS: list[tuple[Any, fs.PartitionSpec, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("locals_", "partition", "options", "text"), WRONG_LOCALS)
-def test_wrong_locals(
+def test_from_local_refuses_wrong_locals(
     locals_: Any, partition: fs.PartitionSpec, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ShardingError, match=re.escape(text)):
@@ -308,7 +308,7 @@ def test_from_local_needs_a_mesh_and_a_partition() -> None:
         fs.from_local((MATRIX,) * 2, Mesh(x=2), "x")  # type: ignore[arg-type]
 
 
-def test_from_local_names_every_rank_and_can_be_told_not_to_look() -> None:
+def test_from_local_names_every_wrong_rank_unless_unchecked() -> None:
     locals_ = tuple(torch.zeros(2, 3 + (rank in (1, 4))) for rank in range(6))
     with pytest.raises(ShardingError) as caught:
         fs.from_local(locals_, MESH, P("x"))
@@ -333,18 +333,18 @@ SHARDS = fs.shard(torch.zeros(4, 6), SPEC).local
     ],
 )
 @pytest.mark.parametrize("function", [fs.shard, fs.scatter])
-def test_global_tensors_of_another_spec(function: Any, x: Any, text: str) -> None:
+def test_tensor_of_another_spec_is_refused(function: Any, x: Any, text: str) -> None:
     with pytest.raises(ShardingError, match=re.escape(text)):
         function(x, SPEC)
 
 
-def test_a_partition_is_no_spec() -> None:
+def test_shard_requires_a_spec() -> None:
     rule = r"a spec must be a fs\.Spec, with a mesh, shape and dtype"
     with pytest.raises(ShardingError, match=rule):
         fs.shard(torch.zeros(4, 6), P("x"))  # type: ignore[arg-type]
 
 
-def test_the_fix_that_shard_proposes_works() -> None:
+def test_fix_in_the_error_of_shard_works() -> None:
     x = torch.zeros(6, 6, dtype=torch.float64)
     with pytest.raises(ShardingError) as caught:
         fs.shard(x, SPEC)
@@ -368,7 +368,7 @@ def test_the_fix_that_shard_proposes_works() -> None:
         ((*SHARDS[:5], None), "a local of type tuple"),
     ],
 )
-def test_locals_of_another_spec(locals_: Any, text: str) -> None:
+def test_locals_of_another_spec_are_refused(locals_: Any, text: str) -> None:
     prog = fs.redistribute(SPEC, SPEC.replace(partition=P("x")))
     for run in (
         lambda: prog(locals_),
@@ -388,7 +388,7 @@ def test_every_wrong_shard_is_named() -> None:
     assert "on ranks 0, 3 a local of shape (2, 3)" in str(caught.value)
 
 
-def test_a_program_fed_with_the_shards_of_another_layout() -> None:
+def test_program_refuses_shards_of_another_layout() -> None:
     prog = fs.redistribute(SPEC, SPEC.replace(partition=P("x")))
     with pytest.raises(
         ShardingError, match=r"with f32\[4@x,6@y\] on Mesh\(x=2, y=3\) it must have shape"
@@ -398,7 +398,7 @@ def test_a_program_fed_with_the_shards_of_another_layout() -> None:
 
 @pytest.mark.parametrize("function", [fs.unshard, lambda pair: fs.reshard(pair, P("x"))])
 @pytest.mark.parametrize("pair", [torch.zeros(2, 2), SHARDS, (SHARDS, P("x")), None, SPEC])
-def test_what_is_no_pair(function: Any, pair: Any) -> None:
+def test_arguments_that_are_not_pairs(function: Any, pair: Any) -> None:
     with pytest.raises(ShardingError, match=r"a pair must be \(local, spec\)"):
         function(pair)
 
@@ -416,13 +416,13 @@ def test_reshard() -> None:
         fs.reshard(pair, P("q"))
 
 
-def test_scatter_from_nobody() -> None:
+def test_scatter_requires_an_existing_src() -> None:
     with pytest.raises(ShardingError, match=r"src must be one of \[0, 1, 2, 3, 4, 5\]"):
         fs.scatter(torch.zeros(4, 6), SPEC, src=6)
 
 
-def test_a_meta_simulation() -> None:
-    """Shapes and types without numbers, where all shards are on the meta device."""
+def test_simulation_of_meta_tensors() -> None:
+    """Check shapes and types where all shards are on the meta device."""
     pair = fs.shard(torch.zeros(4, 6, device="meta"), SPEC)
     moved = fs.reshard(pair, P(("y", "x")))
     for rank, shard in enumerate(moved.local):
@@ -431,7 +431,7 @@ def test_a_meta_simulation() -> None:
     assert fs.unshard(moved).shape == (4, 6)
 
 
-def test_pending_in_a_simulation() -> None:
+def test_async_program_in_a_simulation() -> None:
     prog = fs.redistribute(SPEC, SPEC.replace(partition=P()))
     pending = prog(SHARDS, async_op=True)
     assert len(pending.wait()) == 6
@@ -456,7 +456,7 @@ def test_init_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         fs.init(Mesh(x=2))
 
 
-def test_init_of_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_refuses_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "2")
     with pytest.raises(ShardingError, match=r"the 2 processes of the world, 0\.\.1"):
@@ -466,14 +466,14 @@ def test_init_of_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rank_local_code_outside_of_ranks() -> None:
-    """One tensor in a process that is no rank: the error says what is missing."""
+    """One tensor in a process that is not a rank raises an error with the fix."""
     prog = fs.redistribute(SPEC, SPEC.replace(partition=P()))
     for run in itertools.chain([lambda: prog(SHARDS[0]), lambda: fs.unshard((SHARDS[0], SPEC))]):
         with pytest.raises(ShardingError, match=r"or after fs\.init\(mesh\)"):
             run()
 
 
-def test_a_mesh_of_ranks_that_are_not_there_is_told() -> None:
+def test_mesh_of_missing_ranks_is_refused() -> None:
     elsewhere = Mesh({"x": 2}, devices=(4, 5))
     spec = Spec(elsewhere, P("x"), shape=(4,))
     pair = (torch.ones(2), spec)
@@ -494,14 +494,14 @@ def test_a_mesh_of_ranks_that_are_not_there_is_told() -> None:
         )
 
 
-def test_a_rank_outside_of_a_mesh_that_is_there_has_nothing() -> None:
+def test_rank_outside_of_the_mesh_gets_empty_tensors() -> None:
     part = Mesh({"x": 2}, devices=(3, 1))
     spec = Spec(part, P("x"), shape=(4,))
-    found = fs.simulate(Mesh(x=4), lambda: fs.unshard(fs.shard(torch.arange(4.0), spec)))
-    assert [each.tolist() for each in found] == [[], [0.0, 1, 2, 3], [], [0.0, 1, 2, 3]]
+    results = fs.simulate(Mesh(x=4), lambda: fs.unshard(fs.shard(torch.arange(4.0), spec)))
+    assert [each.tolist() for each in results] == [[], [0.0, 1, 2, 3], [], [0.0, 1, 2, 3]]
 
 
-def test_processes_that_are_no_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_in_processes_without_init(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     transport.warn_alone.cache_clear()
     spec = Spec(Mesh(x=2), P("x"), shape=(4,))

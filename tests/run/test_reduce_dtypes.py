@@ -1,4 +1,4 @@
-"""Floats of 8 bits: PyTorch moves them and computes little; every reduction of them works."""
+"""Reductions of 8-bit floats, which PyTorch stores and hardly computes with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = Mesh(x=2, y=2)
 
 
 def drawn(spec: Spec, seed: int) -> tuple[torch.Tensor, ...]:
-    """Locals of -1, 0 and 1, and of these times 4: all that is made of them is exact."""
+    """Return locals of -1, 0, 1 and these times 4, so that all results are exact."""
     wide = random_locals(spec._with(dtype=torch.float32), seed)
     scale = 4 if "avg" in dict(spec.partition.unreduced_kinds).values() else 1
     return tuple((x.clamp(-1, 1) * scale).to(spec.dtype) for x in wide)
@@ -31,14 +31,14 @@ def value(spec: Spec, shards: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
-def test_every_change_of_layout(dtype: torch.dtype, kind: str) -> None:
+def test_redistribute_in_8_bit_dtypes(dtype: torch.dtype, kind: str) -> None:
     states = ("invariant", "reduced", "unreduced")
     specs = all_specs(MESH, (4, 6), states, kind=kind, dtype=dtype, uneven="chunk")
     specs += [Spec(MESH, P(None, "y", reduced={"x": "avg"}), shape=(4, 6), dtype=dtype)]
     if kind not in ("sum", "avg"):  # they mix with no average
         specs = [spec for spec in specs if not spec.partition.reduced]
-    for at, (src, dst) in enumerate(sample_pairs(specs, 150)):
-        shards = drawn(src, at)
+    for i, (src, dst) in enumerate(sample_pairs(specs, 150)):
+        shards = drawn(src, i)
         prog = fs.redistribute(src, dst)
         moved = prog(shards)
         assert {x.dtype for x in moved} == {dtype}
@@ -60,7 +60,7 @@ def test_neutral_elements_change_nothing(dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
 def test_an_average_is_rounded_once(dtype: torch.dtype) -> None:
-    """The sum is larger than the largest number."""
+    """The sum exceeds the largest value of the dtype."""
     top = torch.finfo(dtype).max
     xs = tuple(torch.tensor([top, 1.0]).to(dtype) for _ in range(4))
     assert reduced(xs, "avg").tolist() == [top, 1.0]
@@ -68,18 +68,18 @@ def test_an_average_is_rounded_once(dtype: torch.dtype) -> None:
     uneven = Spec(MESH, P("x"), shape=(2,), dtype=dtype, sizes={0: (2, 0)})
     for dst in (spec.replace(partition=P()), spec.replace(partition=P("y")), uneven):
         assert fs.unshard((fs.redistribute(spec, dst)(xs), dst)).tolist() == [top, 1.0]
-    found = fs.simulate(Mesh(x=4), lambda: fs.pmean(xs[0], "x", mesh=Mesh(x=4)).tolist())
-    assert found == [[top, 1.0]] * 4
+    results = fs.simulate(Mesh(x=4), lambda: fs.pmean(xs[0], "x", mesh=Mesh(x=4)).tolist())
+    assert results == [[top, 1.0]] * 4
 
 
-def test_limits() -> None:
+def test_largest_is_the_upper_limit() -> None:
     assert [largest(dtype) for dtype in (*SMALL, torch.float16)] == [448.0, torch.inf, torch.inf]
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
 def test_gradients_of_averages_and_maxima(dtype: torch.dtype) -> None:
-    for kind, wanted in (("avg", [0.25] * 4), ("max", [0.0, 0.5, 0.5, 0.0])):
+    for kind, expected in (("avg", [0.25] * 4), ("max", [0.0, 0.5, 0.5, 0.0])):
         spec = Spec(MESH, P(unreduced={"x": kind, "y": kind}), shape=(1,), dtype=dtype)
         xs = [torch.tensor([v]).to(dtype).requires_grad_() for v in (1.0, 3.0, 3.0, 2.0)]
         fs.unshard((tuple(xs), spec)).float().sum().backward()
-        assert [x.grad.item() for x in xs if x.grad is not None] == wanted
+        assert [x.grad.item() for x in xs if x.grad is not None] == expected

@@ -1,4 +1,4 @@
-"""What simulated ranks take away from a collective: its numbers, in memory of their own."""
+"""Results of collectives on simulated ranks: their values, and memory of their own."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 @pytest.mark.parametrize("op", REDUCE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_reduced_is_the_reduction_of_the_stack(op: str, dtype: torch.dtype, n: int) -> None:
+def test_reduced_equals_the_reduction_of_a_stack(op: str, dtype: torch.dtype, n: int) -> None:
     if dtype.is_complex and op in ("max", "min"):
         pytest.skip("complex numbers have no order")
     generator = torch.Generator().manual_seed(n)
     xs = [torch.randint(0, 4, (2, 3), generator=generator).to(dtype) for _ in range(n)]
     kept = [x.clone() for x in xs]
-    found = reduced(xs, op)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, REDUCE[op](torch.stack(xs)))
-    found.view(torch.uint8).fill_(0)
+    results = reduced(xs, op)
+    assert results.dtype == dtype
+    torch.testing.assert_close(results, REDUCE[op](torch.stack(xs)))
+    results.view(torch.uint8).fill_(0)
     assert all(torch.equal(x, each) for x, each in zip(xs, kept, strict=True))
 
 
@@ -40,7 +40,7 @@ def test_small_floats_are_reduced_as_float32() -> None:
     assert torch.equal(reduced([*xs, *tiny], "sum"), want)
 
 
-def test_nan_is_an_extreme() -> None:
+def test_extremes_of_nan_are_nan() -> None:
     xs = [torch.tensor([1.0, torch.nan]), torch.tensor([torch.nan, 2.0]), torch.zeros(2)]
     assert reduced(xs, "max").isnan().all()
     assert reduced(xs, "min").isnan().all()
@@ -66,30 +66,30 @@ ALL = [gathered, summed, greatest, scattered]
 
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.__name__)
-def test_what_a_rank_does_in_place_no_other_sees(op: Callable[[torch.Tensor], Any]) -> None:
-    """Neither in a result nor in an argument, whoever of the ranks writes first."""
+def test_in_place_writes_are_private_to_a_rank(op: Callable[[torch.Tensor], Any]) -> None:
+    """Check results and arguments, in any order of the writing ranks."""
     x = torch.arange(3.0)
     want = fs.simulate(MESH, lambda: op(x + fs.axis_index("x", mesh=MESH)))
 
     def body(first: int) -> Any:
         i = int(fs.axis_index("x", mesh=MESH))
-        mine = x + i
-        kept, y = mine.clone(), op(mine)
+        own = x + i
+        kept, y = own.clone(), op(own)
         before = y.clone()
         if i == first:
             y.untyped_storage().fill_(0)
-        op(mine)  # the others have their turn
+        op(own)  # the others have their turn
         y.add_(i)
         y.untyped_storage().resize_(0)  # frees its memory, and nobody else's
-        assert torch.equal(mine, kept)
+        assert torch.equal(own, kept)
         return before
 
     for first in range(3):
-        for found, each in zip(fs.simulate(MESH, body, first), want, strict=True):
-            assert torch.equal(found, each)
+        for results, each in zip(fs.simulate(MESH, body, first), want, strict=True):
+            assert torch.equal(results, each)
 
 
-def test_results_that_are_taken_in_another_order() -> None:
+def test_results_waited_for_in_another_order() -> None:
     def body() -> Any:
         pending = fs.start(fs.psum, torch.ones(2), "x", mesh=MESH)
         second = fs.psum(torch.ones(2), "x", mesh=MESH)
@@ -98,8 +98,8 @@ def test_results_that_are_taken_in_another_order() -> None:
     assert fs.simulate(MESH, body) == [([6.0, 6.0], [4.0, 4.0])] * 3
 
 
-def test_equal_results_are_held_once_until_they_are_written() -> None:
-    """Read in any way they stay one; who writes, also below PyTorch, has a copy by itself."""
+def test_equal_results_share_memory_until_written() -> None:
+    """Reads do not copy; a write, also below PyTorch, copies."""
 
     def body() -> Any:
         i = int(fs.axis_index("x", mesh=MESH))

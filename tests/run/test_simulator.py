@@ -1,4 +1,4 @@
-"""The simulator and mapped functions as neighbours: memory, threads, settings, randomness."""
+"""The simulator around mapped functions: memory, threads, settings, random state, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mapped(fn: Any, *, out_specs: Any = CUT, mesh: fs.Mesh = MESH) -> Any:
 # -- memory ------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_of_a_simulation() -> None:
+def test_simulation_frees_its_tensors() -> None:
     gc.disable()
     try:
         results = fs.simulate(fs.Mesh(x=4), lambda: torch.zeros(10))
@@ -41,7 +41,7 @@ def test_nothing_is_kept_of_a_simulation() -> None:
         gc.enable()
 
 
-def test_nothing_is_kept_after_an_error() -> None:
+def test_simulation_frees_its_tensors_after_an_error() -> None:
     kept: list[Any] = []
 
     def body() -> None:
@@ -62,8 +62,8 @@ class Stop(Exception):
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("end", ["returns", "raises", "parts"])
-def test_nothing_is_kept_of_a_call(check: bool, grad: bool, end: str) -> None:
-    """Neither arguments nor what was brought to a collective, without a garbage collection."""
+def test_mapped_call_frees_its_tensors(check: bool, grad: bool, end: str) -> None:
+    """Arguments and inputs of collectives are freed without a garbage collection."""
     kept: list[weakref.ref[Any]] = []
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -100,13 +100,13 @@ def test_nothing_is_kept_of_a_call(check: bool, grad: bool, end: str) -> None:
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_result_holds_no_arguments_after_backward(create_graph: bool) -> None:
-    """As on one device, where a graph that has run backward has nothing saved any more."""
+def test_result_frees_arguments_after_backward(create_graph: bool) -> None:
+    """The graph frees its saved tensors as on one device."""
     x = torch.ones(4, requires_grad=True)
-    held = x * 2
-    alive = weakref.ref(held)
-    y = mapped(lambda v: v * v)(held)
-    del held
+    value_held = x * 2
+    alive = weakref.ref(value_held)
+    y = mapped(lambda v: v * v)(value_held)
+    del value_held
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=False)
     del grad
     gc.collect()
@@ -115,7 +115,7 @@ def test_a_result_holds_no_arguments_after_backward(create_graph: bool) -> None:
         y.sum().backward()
 
 
-def test_threads_are_kept_and_not_multiplied() -> None:
+def test_threads_are_reused() -> None:
     def run() -> None:
         fs.simulate(MESH, lambda: fs.psum(torch.ones(1), "x", mesh=MESH))
 
@@ -136,8 +136,8 @@ def test_results_have_memory_of_their_own(mesh: fs.Mesh) -> None:
     x = torch.arange(4.0)
     pair = fs.shard(x, fs.Spec(mesh, P("x"), shape=(4,)))
     for spec in (P(), P(reduced={"x"})):
-        whole = fs.Spec(mesh, spec, shape=(4,))
-        one = fs.shard(x, whole)
+        unsharded = fs.Spec(mesh, spec, shape=(4,))
+        one = fs.shard(x, unsharded)
         fs.unshard(one).add_(100)
         for each in fs.reshard(one, P()).local:
             each.add_(100)
@@ -178,7 +178,7 @@ def test_flops_of_all_ranks_are_counted() -> None:
 # -- gradients that are recomputed -------------------------------------------------------------
 
 
-def test_a_body_recomputed_draws_the_same_numbers() -> None:
+def test_recomputed_body_draws_the_same_values() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         kept = (torch.rand(len(x)) < 0.5).double()
         return fs.psum(x * kept, "x") * (torch.rand(len(x)) < 0.5).double() * x
@@ -195,7 +195,7 @@ def test_a_body_recomputed_draws_the_same_numbers() -> None:
         assert torch.equal(after, torch.get_rng_state())
 
 
-def test_a_body_recomputed_under_its_autocast() -> None:
+def test_recomputed_body_runs_under_its_autocast() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = mapped(lambda a: a @ a.T, out_specs=P(None, "x"))(x).float()
@@ -205,7 +205,7 @@ def test_a_body_recomputed_under_its_autocast() -> None:
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_some_ranks_alone_require_grad(create_graph: bool) -> None:
+def test_gradients_required_on_some_ranks_alone(create_graph: bool) -> None:
     spec = fs.Spec(MESH, P("x"), shape=(4,))
     still, moving = torch.ones(2), torch.ones(2, requires_grad=True)
     y = mapped(lambda x: fs.psum(x * x, "x"), out_specs=P())(((still, moving), spec))
@@ -216,7 +216,7 @@ def test_some_ranks_alone_require_grad(create_graph: bool) -> None:
 # -- closed-over tensors -----------------------------------------------------------------------
 
 
-def test_closures_that_one_rank_uses() -> None:
+def test_closures_used_by_one_rank() -> None:
     w = torch.ones(2, requires_grad=True)
 
     def on_one_rank(x: torch.Tensor) -> torch.Tensor:
@@ -229,8 +229,8 @@ def test_closures_that_one_rank_uses() -> None:
     def on_a_rank() -> torch.Tensor:
         return torch.autograd.grad(mapped(lambda x: x * w)(x).sum(), w)[0]
 
-    for mine, part in zip(fs.simulate(MESH, on_a_rank), (x[:2], x[2:]), strict=True):
-        assert torch.equal(mine, part), "as under torchrun: each rank's own"
+    for own, part in zip(fs.simulate(MESH, on_a_rank), (x[:2], x[2:]), strict=True):
+        assert torch.equal(own, part), "as under torchrun: each rank's own"
 
 
 # -- errors -------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def text_of(run: Any) -> str:
     return str(caught.value)
 
 
-def test_collectives_of_one_wire_are_told_apart_by_name() -> None:
+def test_collectives_are_distinguished_by_name() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         if fs.axis_index("x") == 1:
             return fs.pshuffle(x, "x", [1, 0])
@@ -269,7 +269,7 @@ def test_collectives_of_one_wire_are_told_apart_by_name() -> None:
     )
 
 
-def test_a_rank_may_say_why_it_went_elsewhere() -> None:
+def test_remark_of_a_rank_is_in_the_error() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         explain_with(lambda: "branched on a varying value")
         return fs.psum(x, ("y", "x")) if fs.axis_index(("x", "y")) else x
@@ -286,7 +286,7 @@ def test_a_rank_may_say_why_it_went_elsewhere() -> None:
     )
 
 
-def test_ranks_of_whom_the_same_is_said_are_one_line() -> None:
+def test_ranks_in_one_position_share_a_line() -> None:
     mesh = fs.Mesh(dp=4, tp=2)
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -308,7 +308,7 @@ def test_ranks_of_whom_the_same_is_said_are_one_line() -> None:
     )
 
 
-def test_of_many_ranks_the_coordinates_are_left_out() -> None:
+def test_coordinates_of_many_ranks_are_omitted() -> None:
     mesh = fs.Mesh({"x": 8}, devices=(0, 2, 1, 3, 4, 5, 6, 7))
     wait = "waiting in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [3]"
 
@@ -322,7 +322,7 @@ def test_of_many_ranks_the_coordinates_are_left_out() -> None:
     )
 
 
-def test_what_is_started_has_its_line() -> None:
+def test_started_collective_has_its_line() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         if fs.axis_index("x") == 1:
             return x
@@ -348,15 +348,15 @@ def test_backward_has_the_name_and_the_line_of_the_call(create_graph: bool) -> N
     x = torch.ones(4, requires_grad=True)
     y = mapped(body)(x)
     wait = "waiting in backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 2))"
-    found = text_of(lambda: torch.autograd.grad(y.sum(), x, create_graph=create_graph))
-    assert found == (
+    values = text_of(lambda: torch.autograd.grad(y.sum(), x, create_graph=create_graph))
+    assert values == (
         f"""the simulation stands still: ranks wait for others that never come
   rank 0 (x=0): {wait} for [1], of the call at {line(body, 3)}
   rank 1 (x=1): returned{ORDER}"""
     )
 
 
-def test_programs_and_movements_have_names() -> None:
+def test_programs_and_conversions_have_names() -> None:
     cut = fs.Spec(MESH, P("x"), shape=(4,))
     prog = fs.redistribute(cut, cut.replace(partition=P()))
 
@@ -387,7 +387,7 @@ def test_programs_and_movements_have_names() -> None:
 
 
 class Refuses(torch.autograd.Function):
-    """A function whose backward fails on the second rank."""
+    """Function whose backward fails on the second rank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -402,7 +402,7 @@ class Refuses(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_an_error_in_backward_has_its_rank(create_graph: bool) -> None:
+def test_error_in_backward_names_its_rank(create_graph: bool) -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         return Refuses.apply(fs.psum(x, "x"), int(fs.axis_index("x")))  # type: ignore[no-any-return, no-untyped-call]
 
@@ -413,7 +413,7 @@ def test_an_error_in_backward_has_its_rank(create_graph: bool) -> None:
     assert "backward" in [each.name for each in caught.traceback]
 
 
-def test_an_error_in_a_simulation_in_a_rank_has_both_ranks() -> None:
+def test_error_in_a_nested_simulation_names_both_ranks() -> None:
     def inner(x: torch.Tensor) -> torch.Tensor:
         raise KeyError("mine")
 
@@ -430,7 +430,7 @@ def test_an_error_in_a_simulation_in_a_rank_has_both_ranks() -> None:
     assert [each.name for each in caught.traceback][-1] == "inner"
 
 
-def test_an_error_in_reading_results_is_the_one_that_is_raised() -> None:
+def test_error_in_reading_results_is_raised() -> None:
     def ragged(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(int(fs.axis_index("x")) + 1)
 

@@ -1,4 +1,4 @@
-"""Collectives that are replayed do what they did when they came first, on real processes."""
+"""Replayed collectives and programs do what the general path does, on real processes."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ Work = list[tuple[int, tuple[str, ...], list[torch.Tensor], list[torch.Tensor]]]
 
 
 def run_often(mesh: Mesh, work: Work) -> list[Any]:
-    """Every case four times: the first two are not replayed; then of other strides, twice."""
+    """Run every case three times on each of two strides; later runs are replayed."""
     fs.init(mesh)
     collective_plan._RECORDINGS.clear()
     place = list(mesh.ranks).index(dist.get_rank())
-    found = []
-    for at, axes, xs, cts in work:
+    outputs = []
+    for k, axes, xs, cts in work:
         x, ct = xs[place], cts[place]
         other = x.mT.contiguous().mT if x.ndim > 1 else x
         given = [(x, ct)] * 3 + [(other, ct.mT.contiguous().mT if ct.ndim > 1 else ct)] * 3
-        found.append([on_rank(CASES[at], mesh, axes, *each) for each in given])
+        outputs.append([on_rank(CASES[k], mesh, axes, *each) for each in given])
     assert len(collective_plan._RECORDINGS) > len(work)
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_replayed_collectives(mesh: Mesh) -> None:
+def test_replayed_collectives_agree_with_the_reference(mesh: Mesh) -> None:
     work: Work = []
     want = []
-    for at, each in enumerate(CASES):
+    for k, each in enumerate(CASES):
         for axes in axes_of(mesh)[-1:]:
             xs = collective_arguments(each, mesh, axes, F64)
             ys, cts, grads = by_oracle(each, mesh, axes, xs)
-            work.append((at, axes, xs, cts))
+            work.append((k, axes, xs, cts))
             want.append((ys, grads))
     by_rank = run_ranks(mesh.size, run_often, mesh, work, timeout=100)
-    for at, (ys, grads) in enumerate(want):
-        name = f"{CASES[work[at][0]].name} along {work[at][1]}"
+    for k, (ys, grads) in enumerate(want):
+        name = f"{CASES[work[k][0]].name} along {work[k][1]}"
         for place, rank in enumerate(mesh.ranks):
-            for y, grad, again in by_rank[rank][at]:
+            for y, grad, again in by_rank[rank][k]:
                 torch.testing.assert_close(y, ys[place], msg=name)
                 torch.testing.assert_close(grad, grads[place], msg=name)
                 assert again is None or torch.allclose(again, ys[place]), name
 
 
 def run_around() -> list[Any]:
-    """What surrounds a replayed collective: observers, writes in place, dtypes, no grad."""
+    """Run a replayed collective with observers, in-place writes, dtypes and no_grad around it."""
     mesh = Mesh(i=2)
     fs.init(mesh)
     rank = float(dist.get_rank())
-    found: list[Any] = []
+    outputs: list[Any] = []
     for _ in range(3):
         x = torch.tensor([rank, 1.0], requires_grad=True)
         y = fs.all_gather(x, "i", mesh=mesh)
@@ -85,11 +85,11 @@ def run_around() -> list[Any]:
         torch.set_default_dtype(F64)
         means.append(fs.pmean(torch.tensor([1, 2]), "i", mesh=mesh).dtype)
         torch.set_default_dtype(torch.float32)
-        found.append((y.detach(), grad, str(log), plain.requires_grad, plain.tolist(), means))
-    return found
+        outputs.append((y.detach(), grad, str(log), plain.requires_grad, plain.tolist(), means))
+    return outputs
 
 
-def test_around_a_replay() -> None:
+def test_replays_keep_observers_writes_and_dtypes() -> None:
     for first, *others in run_ranks(2, run_around):
         assert first[0].tolist() == [[0.0, 2.0], [2.0, 2.0]]
         assert first[1].tolist() == [4.0, 4.0]
@@ -99,7 +99,7 @@ def test_around_a_replay() -> None:
 
 
 def run_changing() -> list[int]:
-    """A shape that comes once is not recorded, and what is recorded is bounded."""
+    """Return the number of recordings after one and after two calls of three shapes."""
     mesh = Mesh(i=2)
     fs.init(mesh)
     collective_plan._RECORDINGS.clear()
@@ -111,7 +111,7 @@ def run_changing() -> list[int]:
     return counts
 
 
-def test_what_comes_once_is_not_recorded() -> None:
+def test_first_call_of_a_shape_is_not_recorded() -> None:
     assert run_ranks(2, run_changing) == [[0, 3]] * 2
 
 
@@ -119,34 +119,34 @@ def test_what_comes_once_is_not_recorded() -> None:
 
 
 def run_mutable() -> list[Any]:
-    """Arguments that change in place count as they are at the call, and are not kept."""
+    """Change arguments in place between calls."""
     mesh = Mesh(i=2)
     fs.init(mesh)
     x = torch.arange(2.0)
-    found: list[Any] = []
+    outputs: list[Any] = []
     order: Any = torch.tensor([0, 1])
     rows = [[0, 1]]
     mapped = fs.shard_map(
         lambda v: fs.pshuffle(v, "i", order), mesh=mesh, in_specs=P("i"), out_specs=P("i")
     )
-    for at in range(8):
-        if at == 4:
+    for k in range(8):
+        if k == 4:
             order.copy_(torch.tensor([1, 0]))
             rows[0][:] = [1, 0]
         leaf = torch.full((1,), float(dist.get_rank()), requires_grad=True)
         y = fs.all_gather(leaf, "i", mesh=mesh, axis_index_groups=rows)
         (grad,) = torch.autograd.grad(y, leaf, torch.tensor([[1.0], [2.0]]))
         direct = fs.pshuffle(leaf.detach(), "i", order, mesh=mesh)
-        found.append((mapped(x).tolist(), direct.tolist(), y.tolist(), grad.tolist()))
+        outputs.append((mapped(x).tolist(), direct.tolist(), y.tolist(), grad.tolist()))
     kept, order = weakref.ref(order), [0, 1]
     gc.collect()
-    return [found, kept() is None]
+    return [outputs, kept() is None]
 
 
-def test_arguments_that_change() -> None:
-    for rank, (found, is_gone) in enumerate(run_ranks(2, run_mutable)):
-        for at, (mapped, direct, y, grad) in enumerate(found):
-            turned = at >= 4
+def test_arguments_changed_in_place_count_as_they_are_at_the_call() -> None:
+    for rank, (outputs, is_gone) in enumerate(run_ranks(2, run_mutable)):
+        for k, (mapped, direct, y, grad) in enumerate(outputs):
+            turned = k >= 4
             assert mapped == ([1.0, 0.0] if turned else [0.0, 1.0])
             assert direct == [float(rank != turned)]
             assert y == ([[1.0], [0.0]] if turned else [[0.0], [1.0]])
@@ -155,34 +155,34 @@ def test_arguments_that_change() -> None:
 
 
 def run_equal_numbers() -> list[Any]:
-    """Numbers that are equal but mean something else, before and after the right one."""
+    """Call with equal values of different types, before and after the valid one."""
     mesh = Mesh(i=2)
     fs.init(mesh)
-    found: list[Any] = []
-    for at in range(4):
+    outputs: list[Any] = []
+    for k in range(4):
         for axis in (0.0, 0):
-            x = torch.zeros(at // 2 + 1)
+            x = torch.zeros(k // 2 + 1)
             try:
-                found.append(fs.all_gather(x, "i", axis=axis, mesh=mesh).shape)  # type: ignore[arg-type]
+                outputs.append(fs.all_gather(x, "i", axis=axis, mesh=mesh).shape)  # type: ignore[arg-type]
             except ShardingError as error:
-                found.append(str(error).splitlines()[1])
-    return found
+                outputs.append(str(error).splitlines()[1])
+    return outputs
 
 
-def test_numbers_that_are_equal() -> None:
-    for found in run_ranks(2, run_equal_numbers):
-        assert found == [
+def test_equal_numbers_of_other_types_are_refused() -> None:
+    for outputs in run_ranks(2, run_equal_numbers):
+        assert outputs == [
             each
             for n in (1, 1, 2, 2)
             for each in ("  given: axis=0.0 of a result of 2 dims", torch.Size([2, n]))
         ]
 
 
-def test_a_recording_that_another_thread_forgets() -> None:
+def test_cache_cleared_by_another_thread() -> None:
     recordings = Recordings()
 
     class Key:
-        """Compared with another one, it acts as a thread that clears at that moment."""
+        """Key whose comparison clears the cache, as another thread may at that moment."""
 
         def __hash__(self) -> int:
             return 1
@@ -215,29 +215,29 @@ def dual_of(x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
 
 
 def run_tangents(name: str) -> list[Any]:
-    """Values and tangents in a level of forward mode, with and without reverse mode."""
+    """Return values and tangents in a level of forward mode, with and without reverse mode."""
     mesh = Mesh(i=2)
     fs.init(mesh)
-    found = []
-    for at in range(8):
-        x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=at >= 4)
+    outputs = []
+    for k in range(8):
+        x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=k >= 4)
         with forward_ad.dual_level():
             dual = dual_of(x, 3 * x.detach())
             y = forward_ad.unpack_dual(LINEAR[name](dual * dual, mesh))
-            found.append((y.primal.detach(), y.tangent.detach()))
-    return found
+            outputs.append((y.primal.detach(), y.tangent.detach()))
+    return outputs
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_tangents(name: str) -> None:
-    for found in run_ranks(2, run_tangents, name):
-        for primal, tangent in found:
+def test_tangents_in_forward_mode(name: str) -> None:
+    for outputs in run_ranks(2, run_tangents, name):
+        for primal, tangent in outputs:
             assert torch.equal(tangent, 6 * primal)
-            assert torch.equal(primal, found[0][0])
+            assert torch.equal(primal, outputs[0][0])
 
 
 def run_mixed_tangents() -> list[bool]:
-    """A leaf of a tree with a tangent, next to one with a gradient; and a maximum."""
+    """Check a tree of a leaf with a tangent and one with a gradient, and a maximum."""
     mesh = Mesh(i=2)
     fs.init(mesh)
     x, w = torch.ones(2), torch.ones(3, requires_grad=True)
@@ -258,27 +258,27 @@ def run_mixed_tangents() -> list[bool]:
     return [True]
 
 
-def test_tangents_next_to_gradients() -> None:
+def test_tangents_and_gradients_in_one_tree() -> None:
     assert run_ranks(2, run_mixed_tangents) == [[True]] * 2
 
 
 def run_observed(name: str) -> list[Any]:
-    """What `CommDebugMode` counts and what `make_fx` traces, of every call."""
+    """Return the counts of `CommDebugMode` and the graphs of `make_fx` for every call."""
     mesh = Mesh(i=2)
     fs.init(mesh)
     counts, graphs = [], []
-    for at in range(4):
+    for k in range(4):
         x = torch.ones(2, 3, requires_grad=True)
         with CommDebugMode() as counter:
             LINEAR[name](x, mesh).sum().backward()
         counts.append(counter.get_total_counts())
-        traced = make_fx(lambda x: 2 * LINEAR[name](x, mesh))(torch.ones(2, 3) + at)
+        traced = make_fx(lambda x: 2 * LINEAR[name](x, mesh))(torch.ones(2, 3) + k)
         graphs.append([str(node.target) for node in traced.graph.nodes])
     return [counts, graphs]
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_modes_see_every_call_once(name: str) -> None:
+def test_dispatch_modes_see_every_collective_once(name: str) -> None:
     for counts, graphs in run_ranks(2, run_observed, name):
         assert counts == [1 if name in ("psum", "program") else 2] * 4
         for graph in graphs:
@@ -287,30 +287,30 @@ def test_modes_see_every_call_once(name: str) -> None:
 
 
 def run_batched(work: Work) -> list[Any]:
-    """Gradients of several cotangents in one pass, and one by one."""
+    """Compare gradients of several cotangents in one pass with those one by one."""
     mesh = Mesh(i=2)
     fs.init(mesh)
     collective_plan._RECORDINGS.clear()
-    place, found = dist.get_rank(), []
-    for at, axes, xs, cts in work:
+    place, outputs = dist.get_rank(), []
+    for k, axes, xs, cts in work:
         batch = torch.stack([cts[place] * n for n in (1, -2, 3)])
         for _ in range(4):
             x = xs[place].clone().requires_grad_()
-            y = CASES[at].run(x, axes, mesh=mesh)
+            y = CASES[k].run(x, axes, mesh=mesh)
             want = [torch.autograd.grad(y, x, ct, retain_graph=True)[0] for ct in batch]
             (together,) = torch.autograd.grad(y, x, batch, is_grads_batched=True)
-            found.append(torch.allclose(together, torch.stack(want)))
-    return found
+            outputs.append(torch.allclose(together, torch.stack(want)))
+    return outputs
 
 
-def test_batches_of_gradients() -> None:
+def test_batched_gradients_equal_single_ones() -> None:
     mesh, work = Mesh(i=2), []
-    for at, each in enumerate(CASES):
+    for k, each in enumerate(CASES):
         xs = collective_arguments(each, mesh, ("i",), F64)
         _, cts, _ = by_oracle(each, mesh, ("i",), xs)
-        work.append((at, ("i",), xs, cts))
-    for found in run_ranks(2, run_batched, work, timeout=100):
-        assert [CASES[at // 4].name for at, is_right in enumerate(found) if not is_right] == []
+        work.append((k, ("i",), xs, cts))
+    for outputs in run_ranks(2, run_batched, work, timeout=100):
+        assert [CASES[k // 4].name for k, is_right in enumerate(outputs) if not is_right] == []
 
 
 # -- programs ---------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def once(prog: Program, x: torch.Tensor, ct: torch.Tensor) -> list[torch.Tensor]
 
 
 def run_programs_often(progs: list[Program], work: list[Any]) -> list[Any]:
-    """Run every program on its local four times, of which two are replayed; then on other strides."""
+    """Run every program four times, of which two are replayed, then on other strides."""
     fs.init(progs[0].src.mesh)
     execute._RECORDINGS.clear()
     results = []
@@ -440,8 +440,8 @@ def log_calls(mesh: Mesh) -> list[Any]:
         lambda v: fs.psum(v, "x"), mesh=mesh, in_specs=P("x", "y"), out_specs=P(None, "y")
     )
     logs = []
-    for at in range(6):
-        if at % 2:
+    for k in range(6):
+        if k % 2:
             with fs.comm_log() as log:
                 torch.autograd.grad(mapped(x).sum(), x)
             logs.append(log.to_dict())

@@ -1,4 +1,4 @@
-"""Real ranks that part ways: every one of them says who is where, and none hangs."""
+"""Errors of real ranks that call different collectives: every rank raises, and none hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checked(fn: Callable[..., Any], mesh: fs.Mesh = PAIR, check: Any = "collecti
 def run(
     fn: Callable[..., Any], mesh: fs.Mesh = PAIR, timeout: float = 60, check: Any = "collectives"
 ) -> Any:
-    """`fn` as a mapped function on this rank, of ones."""
+    """Run `fn` as a mapped function of ones on this rank."""
     fs.init(mesh, timeout=timeout)
     spec = fs.Spec(mesh, P(mesh.axes), shape=(2 * mesh.size,))
     return checked(fn, mesh, check)((torch.ones(2), spec))
@@ -77,7 +77,7 @@ def other_axis_first(x: torch.Tensor) -> torch.Tensor:
     return fs.psum(fs.psum(x, first), then)
 
 
-def test_another_collective() -> None:
+def test_different_collectives() -> None:
     done = outcomes(2, run, other_collective)
     wire = "torch.float32, (2,))"
     told = f"the host read varying values: bool() {line(other_collective, 1)}"
@@ -88,7 +88,7 @@ def test_another_collective() -> None:
     {told}{ALIKE}""", (0, 1))  # fmt: skip
 
 
-def test_another_shape() -> None:
+def test_different_shapes() -> None:
     done = outcomes(2, run, other_shape)
     where = line(other_shape, 3)
     same(done, f"""ranks of the group (0, 1) call different collectives
@@ -97,7 +97,7 @@ def test_another_shape() -> None:
         (0, 1))  # fmt: skip
 
 
-def test_a_ring_of_ranks_that_wait() -> None:
+def test_ranks_waiting_in_a_cycle() -> None:
     done = outcomes(4, run, other_axis_first, GRID)
     wire = f"all_reduce(sum, torch.float32, (2,)) {line(other_axis_first, 2)}"
     same(done, f"""ranks wait for each other
@@ -138,7 +138,7 @@ def is_late(x: torch.Tensor) -> torch.Tensor:
         store.set("rank 0 has waited", "")
 
 
-def test_one_that_returns_while_others_wait() -> None:
+def test_rank_that_returns_while_others_wait() -> None:
     done = outcomes(4, run, returns_early, GRID)
     wait = "waiting in fs.psum over tp: all_reduce(sum, torch.float32, (2,)) for"
     for dp, (here, away) in enumerate([(0, 1), (2, 3)]):
@@ -149,7 +149,7 @@ def test_one_that_returns_while_others_wait() -> None:
         assert done[away].error is None
 
 
-def test_one_that_raises_while_others_wait() -> None:
+def test_rank_that_raises_while_others_wait() -> None:
     done = outcomes(4, run, raises, GRID)
     error = done[3].error
     assert isinstance(error, ValueError)
@@ -171,7 +171,7 @@ def test_one_that_raises_while_others_wait() -> None:
     assert "rank 2 (dp=1, tp=0): raised ShardingError: ranks wait" in str(done[0].error)
 
 
-def test_one_that_is_late() -> None:
+def test_late_rank() -> None:
     with closing(Ranks(2)) as ranks:
         done = ranks.outcomes(run, is_late)
     same(done, f"""ranks waited 0.5 s for others that did not come
@@ -191,7 +191,7 @@ def wrong_local() -> Any:
     return checked(lambda x: fs.psum(x, "x"))((local, spec))
 
 
-def test_a_wrong_local_on_one_rank() -> None:
+def test_wrong_local_on_one_rank() -> None:
     right, wrong = outcomes(2, wrong_local)
     assert "rank 1 (x=1) a local of shape (3,)" in str(wrong.error)
     assert "rank 1 (x=1): raised ShardingError: shard_map(<lambda>)" in str(right.error)
@@ -203,7 +203,7 @@ def differs_and_sleeps(x: torch.Tensor) -> torch.Tensor:
     return (fs.pmean if dist.get_rank() == 1 else fs.psum)(x, ("dp", "tp"))
 
 
-def test_others_that_differ_do_not_wait_long_for_the_late() -> None:
+def test_differing_ranks_wait_briefly_for_a_late_one() -> None:
     done = outcomes(4, run, differs_and_sleeps, GRID)
     where = f"torch.float32, (2,)) {line(differs_and_sleeps, 3)}"
     same(done, f"""ranks of the group (0, 1, 2, 3) call different collectives
@@ -229,14 +229,14 @@ def backward_apart() -> None:
     both[dist.get_rank()].local.sum().backward()
 
 
-def test_backward_of_something_else() -> None:
+def test_different_collectives_in_backward() -> None:
     done = outcomes(2, backward_apart)
-    at = line(backward_apart, 5)
+    index = line(backward_apart, 5)
     same(done, f"""ranks of the group (0, 1) call different collectives
   rank 0 (x=0): backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 2)) \
-{at}, of the call {line(two_ways, 1)}
+{index}, of the call {line(two_ways, 1)}
   rank 1 (x=1): backward of fs.ppermute over x: all_to_all(torch.float32) \
-{at}, of the call {line(two_ways, 2)}{ALIKE}""", (0, 1))  # fmt: skip
+{index}, of the call {line(two_ways, 2)}{ALIKE}""", (0, 1))  # fmt: skip
 
 
 # -- what stays as it is -----------------------------------------------------------------------
@@ -270,7 +270,7 @@ def values_and_keys() -> Any:
     return [torch.equal(a, b) for a, b in zip(plain, compared, strict=True)], after - before
 
 
-def test_values_and_gradients_are_the_same_and_no_key_is_left() -> None:
+def test_checked_values_equal_unchecked_ones_and_keys_are_removed() -> None:
     assert run_ranks(4, values_and_keys) == [([True, True], 0)] * 4
 
 
@@ -279,7 +279,7 @@ def test_values_and_gradients_are_the_same_and_no_key_is_left() -> None:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
-    """Both ranks of a pair in this process, over one store; neither waits long for the other."""
+    """Return the checked transports of two ranks in this process, with short timeouts."""
     store = dist.HashStore()
     monkeypatch.setattr(divergence_check, "default_store", lambda: store)
     cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
@@ -293,7 +293,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
 def test_first_verdict_wins(
     pair: list[_CheckedTransport], monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """A rank that has seen the other missing, and sleeps before it says so, goes on with it."""
+    """A rank that is about to report a missing one goes on if the other comes first."""
     call = fingerprint("all_reduce", torch.ones(2), "sum")
     first, second = pair
     write = first._write_verdict
@@ -337,7 +337,7 @@ def test_rank_that_raised_no_longer_waits(pair: list[_CheckedTransport]) -> None
 
 
 def ragged() -> torch.Tensor:
-    """Rank 0 alone expects another number of rows than it is sent."""
+    """Exchange rows where rank 0 alone expects another number than is sent to it."""
     fs.init(PAIR)
     rows, i = torch.ones(2), dist.get_rank()
     receive = [1, 2 - i]
@@ -346,8 +346,8 @@ def ragged() -> torch.Tensor:
     )
 
 
-def test_rows_on_which_two_ranks_do_not_agree() -> None:
-    """An error on both, before any is in the exchange that the other does not come to."""
+def test_ragged_sizes_that_differ_between_ranks() -> None:
+    """Both ranks raise before either is in an exchange that the other does not call."""
     same(outcomes(2, ragged), """fs.ragged_all_to_all
   given: recv_sizes[1]=2 on rank 0 along the axes, to which rank 1 sends 1 rows
   rule:  recv_sizes[j] on rank i along the axes must be send_sizes[i] on rank j
@@ -362,7 +362,7 @@ def added(x: torch.Tensor) -> torch.Tensor:
 
 
 def lives() -> list[Any]:
-    """Rank 0 alone comes to a checked call in the first life; and one life without fs.init."""
+    """Call on rank 0 alone with the first process groups, and without fs.init on later ones."""
     fs.init(PAIR, timeout=60)
     spec = fs.Spec(PAIR, P("x"), shape=(4,))
     once = checked(added, check="collectives")
@@ -377,7 +377,7 @@ def lives() -> list[Any]:
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore(*names), rank=rank, world_size=2)
-    found: list[Any] = []
+    results: list[Any] = []
     for use in (
         lambda: fs.axis_index("x", mesh=PAIR),
         lambda: fs.psum(torch.ones(2), "x", mesh=PAIR),
@@ -385,12 +385,12 @@ def lives() -> list[Any]:
     ):
         with pytest.raises(ShardingError) as caught:
             use()
-        found.append(str(caught.value))
+        results.append(str(caught.value))
     fs.init(PAIR, timeout=20)
-    found.append(once((torch.ones(2), spec)).local.tolist())
-    found.append([int(each.sum()) for each in plain])
+    results.append(once((torch.ones(2), spec)).local.tolist())
+    results.append([int(each.sum()) for each in plain])
     dist.destroy_process_group()
-    return found
+    return results
 
 
 REPLACED = """fshard
@@ -399,10 +399,10 @@ REPLACED = """fshard
   fix:   call fs.init(mesh) again after dist.init_process_group"""
 
 
-def test_process_groups_that_are_made_anew() -> None:
+def test_replaced_process_groups() -> None:
     with closing(Ranks(2, init=False)) as ranks:
-        found = ranks.run(lives)
-    assert found == [[REPLACED, REPLACED, REPLACED, [2.0, 2.0], [4] * 4]] * 2
+        results = ranks.run(lives)
+    assert results == [[REPLACED, REPLACED, REPLACED, [2.0, 2.0], [4] * 4]] * 2
 
 
 # -- without the check -------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def late_without_a_check(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 3])  # of all ranks, or made when they first come to it
-def test_a_plain_timeout_says_in_what(world: int) -> None:
+def test_backend_timeout_names_the_collective(world: int) -> None:
     with closing(Ranks(world, init=False)) as ranks:
         first, second, *_ = ranks.outcomes(run, late_without_a_check, PAIR, 1, False)
     assert second.error is None
@@ -444,7 +444,7 @@ def fails(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_the_body_has_its_rank(rank: int) -> None:
+def test_error_of_the_body_names_its_rank(rank: int) -> None:
     error = outcomes(2, run, fails, PAIR, 60, False)[rank].error
     assert isinstance(error, KeyError)
     assert error.__notes__ == [f"on rank {rank} (x={rank}) of Mesh(x=2)"]

@@ -1,4 +1,4 @@
-"""Agreement with DTensor itself: its `distribute_tensor` and `redistribute`, rank by rank."""
+"""Agreement with DTensor: results of `distribute_tensor` and `redistribute`, rank by rank."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Placements = tuple[Placement, ...]
 
 @cache
 def device_mesh(mesh: Mesh) -> Any:
-    """DTensor's mesh of the same devices; once per process."""
+    """Return DTensor's mesh of the same devices, once per process."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.axes)
 
 
 def placements_of(mesh: Mesh, ndim: int, kind: str | None = "sum") -> list[Placements]:
-    """Every way to place a tensor; axes that are partial are all of one kind."""
+    """Return all placements of a tensor in which partial axes have one kind."""
     options: list[Placement] = [Replicate(), *map(Shard, range(ndim))]
     if kind is not None:
         options.append(Partial(kind))
@@ -48,9 +48,9 @@ def here(mesh: Mesh) -> int:
     return list(mesh.ranks).index(dist.get_rank())
 
 
-def assert_same(mine: torch.Tensor, theirs: torch.Tensor, *what: object) -> None:
-    assert mine.shape == theirs.shape, (*what, tuple(mine.shape), tuple(theirs.shape))
-    torch.testing.assert_close(mine, theirs, msg=lambda text: f"{what}\n{text}")
+def assert_same(own: torch.Tensor, other_value: torch.Tensor, *what: object) -> None:
+    assert own.shape == other_value.shape, (*what, tuple(own.shape), tuple(other_value.shape))
+    torch.testing.assert_close(own, other_value, msg=lambda text: f"{what}\n{text}")
 
 
 # -- distribute ----------------------------------------------------------------------------
@@ -64,16 +64,16 @@ def distribute_all(mesh: Mesh) -> int:
         for placements in placements_of(mesh, len(shape), kind=None):
             spec = spec_of(mesh, placements, shape)
             assert spec.placements == placements
-            theirs = distribute(x, device_mesh(mesh), placements, src_data_rank=None)
-            mine, _ = fs.shard(x, spec)
-            assert_same(mine, theirs.to_local(), spec, placements)
-            assert torch.equal(fs.unshard((mine, spec)), x)
+            other_value = distribute(x, device_mesh(mesh), placements, src_data_rank=None)
+            own, _ = fs.shard(x, spec)
+            assert_same(own, other_value.to_local(), spec, placements)
+            assert torch.equal(fs.unshard((own, spec)), x)
             count += 1
     return count
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_shards_are_those_of_distribute_tensor(mesh: Mesh) -> None:
+def test_shards_equal_distribute_tensor(mesh: Mesh) -> None:
     axes = len(mesh.axes)
     assert set(run_ranks(mesh.size, distribute_all, mesh)) == {6 * 3**axes + 4**axes}
 
@@ -82,35 +82,35 @@ def test_shards_are_those_of_distribute_tensor(mesh: Mesh) -> None:
 
 
 def transitions(mesh: Mesh, kind: str, count: int) -> list[tuple[tuple[int, ...], Placements, Any]]:
-    """Pairs of placements that DTensor can do: partial is only ever given up."""
-    found = []
+    """Return the pairs of placements that DTensor supports: partial only as a source."""
+    results = []
     for shape in SHAPES:
         for a, b in itertools.product(placements_of(mesh, len(shape), kind), repeat=2):
             kept = all(p == q for p, q in zip(a, b, strict=True) if isinstance(q, Partial))
             if kept and (kind == "sum" or any(isinstance(p, Partial) for p in a)):
-                found.append((shape, a, b))
-    return random.Random(0).sample(found, min(count, len(found)))
+                results.append((shape, a, b))
+    return random.Random(0).sample(results, min(count, len(results)))
 
 
 def redistribute_all(mesh: Mesh, kind: str, count: int) -> int:
     fs.init(mesh)
     pairs = transitions(mesh, kind, count)
-    for at, (shape, a, b) in enumerate(pairs):
+    for i, (shape, a, b) in enumerate(pairs):
         src, dst = spec_of(mesh, a, shape), spec_of(mesh, b, shape)
-        local = random_locals(src, at)[here(mesh)]
+        local = random_locals(src, i)[here(mesh)]
         stride = torch.empty(shape).stride()
         given = DTensor.from_local(
             local.clone(), device_mesh(mesh), a, shape=torch.Size(shape), stride=stride
         )
-        theirs = given.redistribute(placements=b).to_local()
-        mine = fs.redistribute(src, dst)(local)
-        assert_same(mine, theirs, src, dst, a, b)
+        other_value = given.redistribute(placements=b).to_local()
+        own = fs.redistribute(src, dst)(local)
+        assert_same(own, other_value, src, dst, a, b)
     return len(pairs)
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_redistributed_shards_are_dtensors(mesh: Mesh, kind: str) -> None:
+def test_redistributed_shards_equal_dtensor(mesh: Mesh, kind: str) -> None:
     counts = run_ranks(mesh.size, redistribute_all, mesh, kind, 150 if kind == "sum" else 60)
     # One axis and one reduction have 29 transitions.
     assert min(counts) >= 29
@@ -123,22 +123,22 @@ def reorder_all(mesh: Mesh) -> int:
         P("y"), P(),
     ]  # fmt: skip
     pairs = list(itertools.permutations(partitions, 2))
-    for at, (p, q) in enumerate(pairs):
+    for i, (p, q) in enumerate(pairs):
         src = Spec(mesh, p, shape=(12, 12), dtype=torch.float64)
         dst = src.replace(partition=q)
-        local = random_locals(src, at)[here(mesh)]
+        local = random_locals(src, i)[here(mesh)]
         given = DTensor.from_local(
             local.clone(), device_mesh(mesh), src.placements,
             shape=torch.Size((12, 12)), stride=(12, 1),
         )  # fmt: skip
-        theirs = given.redistribute(placements=dst.placements).to_local()
-        assert_same(fs.redistribute(src, dst)(local), theirs, src, dst)
+        other_value = given.redistribute(placements=dst.placements).to_local()
+        assert_same(fs.redistribute(src, dst)(local), other_value, src, dst)
     return len(pairs)
 
 
 @pytest.mark.parametrize("mesh", [MESHES[1], MESHES[3]], ids=str)
-def test_shard_orders_are_dtensors(mesh: Mesh) -> None:
-    """Orders of axes that are not the mesh's: DTensor's `_StridedShard`."""
+def test_shard_orders_equal_dtensor(mesh: Mesh) -> None:
+    """Axes in another order than the mesh's are DTensor's `_StridedShard`."""
     assert set(run_ranks(mesh.size, reorder_all, mesh)) == {56}
 
 
@@ -146,32 +146,32 @@ def test_shard_orders_are_dtensors(mesh: Mesh) -> None:
 
 
 def differentiate_all(mesh: Mesh, count: int) -> int:
-    """Sources of sums, targets without: there DTensor's gradients are right."""
+    """Compare gradients from sums to targets without sums, where DTensor's are right."""
     fs.init(mesh)
     pairs = [
         each
         for each in transitions(mesh, "sum", 4 * count)
         if not any(isinstance(q, Partial) for q in each[2])
     ][:count]
-    for at, (shape, a, b) in enumerate(pairs):
+    for i, (shape, a, b) in enumerate(pairs):
         src, dst = spec_of(mesh, a, shape), spec_of(mesh, b, shape)
-        local = random_locals(src, at)[here(mesh)]
-        cotangent = random_locals(dst.dual, at + 1)[here(mesh)]
-        mine, theirs = (local.clone().requires_grad_() for _ in range(2))
+        local = random_locals(src, i)[here(mesh)]
+        cotangent = random_locals(dst.dual, i + 1)[here(mesh)]
+        own, other_value = (local.clone().requires_grad_() for _ in range(2))
         stride = torch.empty(shape).stride()
         given = DTensor.from_local(
-            theirs, device_mesh(mesh), a, shape=torch.Size(shape), stride=stride
+            other_value, device_mesh(mesh), a, shape=torch.Size(shape), stride=stride
         )
         given.redistribute(placements=b).to_local().backward(cotangent)
-        fs.redistribute(src, dst)(mine).backward(cotangent)
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert_same(mine.grad, theirs.grad, src, dst, a, b)
+        fs.redistribute(src, dst)(own).backward(cotangent)
+        assert own.grad is not None
+        assert other_value.grad is not None
+        assert_same(own.grad, other_value.grad, src, dst, a, b)
     return len(pairs)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_gradients_are_dtensors(mesh: Mesh) -> None:
+def test_gradients_equal_dtensor(mesh: Mesh) -> None:
     assert min(run_ranks(mesh.size, differentiate_all, mesh, 60)) >= 30
 
 
@@ -179,17 +179,17 @@ def average_gradient() -> tuple[float, float]:
     mesh = Mesh(x=2)
     fs.init(mesh)
     src = spec_of(mesh, (Partial("avg"),), (1,))
-    mine, theirs = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    fs.redistribute(src, spec_of(mesh, (Replicate(),), (1,)))(mine).sum().backward()
-    given = DTensor.from_local(theirs, device_mesh(mesh), (Partial("avg"),))
+    own, other_value = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    fs.redistribute(src, spec_of(mesh, (Replicate(),), (1,)))(own).sum().backward()
+    given = DTensor.from_local(other_value, device_mesh(mesh), (Partial("avg"),))
     given.redistribute(placements=(Replicate(),)).to_local().sum().backward()
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    return mine.grad.item(), theirs.grad.item()
+    assert own.grad is not None
+    assert other_value.grad is not None
+    return own.grad.item(), other_value.grad.item()
 
 
-def test_where_dtensors_gradient_is_not_right() -> None:
-    """The mean of two numbers has a derivative of 1/2 by each of them."""
-    for mine, theirs in run_ranks(2, average_gradient):
-        assert mine == 0.5
-        assert theirs == 1.0, "DTensor's has changed: include averages in the test above"
+def test_gradient_of_an_average_that_dtensor_gets_wrong() -> None:
+    """The mean of two values has the derivative 1/2 by each of them."""
+    for own, other_value in run_ranks(2, average_gradient):
+        assert own == 0.5
+        assert other_value == 1.0, "DTensor's has changed: include averages in the test above"

@@ -1,4 +1,4 @@
-"""Batches on real processes, with gradients: the numbers of the simulation, launch for launch."""
+"""Batches on real processes agree with the simulation in values, gradients and launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL, LARGE = Mesh(a=3), Mesh({"b": 2}, devices=(3, 1))
 
 
 def mixed() -> Batch:
-    """Layouts of all kinds, dtypes, uneven sizes, several meshes, and between them."""
+    """Return programs of all layouts, several dtypes and meshes, and between meshes."""
     p, q = P("x", "y"), P(("y", "x"))
     pairs = [
         (P("x"), P()), (P(None, "y"), P()), (P(unreduced={"x"}), P("x")), (p, q), (q, p),
@@ -61,23 +61,23 @@ def batches() -> dict[str, Batch]:
 
 
 def leaves_of(batch: Batch, rank: int) -> list[Any]:
-    """This rank's locals, every third of which needs no gradient."""
+    """Return this rank's locals, every third of which requires no gradient."""
     locals_: list[Any] = []
-    for at, leaf in enumerate(batch.leaves):
+    for i, leaf in enumerate(batch.leaves):
         if leaf is None:
             locals_.append(None)
             continue
         ranks = list(leaf.src.mesh.ranks)
         x = torch.empty(0, dtype=leaf.src.dtype)
         if rank in ranks:
-            x = random_locals(leaf.src, at)[ranks.index(rank)]
-        locals_.append(x.requires_grad_(at % 3 != 2))
+            x = random_locals(leaf.src, i)[ranks.index(rank)]
+        locals_.append(x.requires_grad_(i % 3 != 2))
     return locals_
 
 
 def results(rank: int) -> dict[str, Any]:
-    """Values, gradients and second ones of each batch on this rank, and its launches."""
-    found: dict[str, Any] = {}
+    """Return values, first and second gradients of each batch on this rank, and its launches."""
+    values: dict[str, Any] = {}
     for name, batch in batches().items():
         xs = leaves_of(batch, rank)
         tree = unflatten(batch.structure, xs)
@@ -89,11 +89,11 @@ def results(rank: int) -> dict[str, Any]:
             grads = torch.autograd.grad(total, inputs, create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in grads), inputs)
         numbers = [[each.detach() for each in tensors] for tensors in (ys, grads, second)]
-        wanted = only(batch, [x is not None and x.requires_grad for x in xs])
-        said = len(batch.launches), len(wanted.T.launches)
+        expected = only(batch, [x is not None and x.requires_grad for x in xs])
+        said = len(batch.launches), len(expected.T.launches)
         ran = log.forward.counts.total(), log.backward.counts.total()
-        found[name] = numbers, said, ran
-    return found
+        values[name] = numbers, said, ran
+    return values
 
 
 WORLD = Mesh(world=4)
@@ -104,11 +104,11 @@ def on_rank() -> dict[str, Any]:
     return results(this_rank(WORLD))
 
 
-def test_batches() -> None:
+def test_batches_agree_with_the_simulation() -> None:
     by_rank = run_ranks(4, on_rank, timeout=120)
     simulated = fs.simulate(WORLD, lambda: results(this_rank(WORLD)))
-    for want, got in zip(simulated, by_rank, strict=True):
-        for name, (numbers, said, ran) in got.items():
+    for want, actual in zip(simulated, by_rank, strict=True):
+        for name, (numbers, said, ran) in actual.items():
             torch.testing.assert_close(numbers, want[name][0], msg=lambda m, n=name: f"{n}: {m}")
             # Between meshes a rank takes no part in what it neither sends nor receives.
             assert said == ran if name != "mixed" else all(map(int.__ge__, said, ran)), name

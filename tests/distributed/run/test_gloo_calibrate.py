@@ -1,4 +1,4 @@
-"""Calibration on real processes: what is found is sane, and the same on every rank."""
+"""Calibration on real processes: values are plausible, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_sane(topology: fs.Topology) -> None:
     ],
     ids=str,
 )
-def test_every_rank_has_the_same(size: int, mesh: fs.Mesh, tmp_path: Path) -> None:
+def test_topology_is_equal_on_every_rank(size: int, mesh: fs.Mesh, tmp_path: Path) -> None:
     path = tmp_path / "wires.json"
     first, *others = run_ranks(size, calibrated, mesh, str(path), timeout=60)
     assert all(other == first for other in others)
@@ -61,7 +61,7 @@ def refused(mesh: fs.Mesh, other: fs.Mesh, seconds: float, save: Any) -> None:
     fs.calibrate(other, seconds=seconds, save=save)
 
 
-def test_refused_on_every_rank(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     mesh, path = fs.Mesh(x=2), str(tmp_path / "nowhere" / "wires.json")
     for other, seconds, save, text in [
         (fs.Mesh(x=3), 0.0, None, spec_grid.message(

@@ -1,4 +1,4 @@
-"""Global tensors to locals and back on real processes, ranks outside of the mesh, fs.init."""
+"""Conversion of global tensors on real processes, ranks outside of the mesh, and fs.init."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PART = Mesh({"x": 2}, devices=(3, 1))
 
 
 def errors(size: int, function: Callable[..., Any], *args: Any) -> list[str]:
-    """The texts of the `ShardingError` that every rank raises."""
-    found = [each.error for each in outcomes(size, function, *args)]
-    assert all(isinstance(each, ShardingError) for each in found), found
-    return [str(each) for each in found]
+    """Return the texts of the `ShardingError` that every rank raises."""
+    results = [each.error for each in outcomes(size, function, *args)]
+    assert all(isinstance(each, ShardingError) for each in results), results
+    return [str(each) for each in results]
 
 
 def layouts() -> list[Spec]:
-    """Layouts of every state, even and uneven, and kinds other than sums."""
+    """Return layouts of every state, even and uneven, also unreduced by other kinds than sum."""
     even = all_specs(MESH, (4, 4), dtype=torch.float64)
     uneven = all_specs(
         MESH, (5, 3), ("invariant", "unreduced"), dtype=torch.float64, uneven="chunk"
@@ -51,21 +51,21 @@ def layouts() -> list[Spec]:
 
 
 def move(specs: Sequence[Spec], place: int | None) -> list[dict[str, Any]]:
-    """Shard, unshard and reshard, with gradients; on all ranks where `place` is None."""
+    """Shard, unshard and reshard with gradients, on one rank or with place=None on all."""
     rows = []
-    for at, spec in enumerate(specs):
+    for i, spec in enumerate(specs):
         linear = all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds)
-        x = random_global(spec.shape, spec.dtype, at).requires_grad_(linear)
+        x = random_global(spec.shape, spec.dtype, i).requires_grad_(linear)
         local, _ = fs.shard(x, spec)
         row = {"local": local, "whole": fs.unshard((local, spec)), "grad": torch.empty(0)}
-        weights = random_global(spec.shape, spec.dtype, at + 1)
+        weights = random_global(spec.shape, spec.dtype, i + 1)
         if linear:
             (row["grad"],) = torch.autograd.grad((row["whole"] ** 2 * weights).sum(), x)
         else:
             with pytest.raises(ShardingError, match="must be sum or avg, which are linear"):
                 fs.shard(x.requires_grad_(), spec)
 
-        free: Any = tuple(each.requires_grad_() for each in random_locals(spec, at))
+        free: Any = tuple(each.requires_grad_() for each in random_locals(spec, i))
         free = free if place is None else free[place]
         row["moved"] = fs.reshard((free, spec), P()).local
         row["free"] = fs.unshard((free, spec))
@@ -84,24 +84,24 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else tuple(map(detached, value))
 
 
-def test_shard_unshard_and_reshard_are_those_of_the_simulation() -> None:
+def test_shard_unshard_and_reshard_agree_with_the_simulation() -> None:
     specs = layouts()
     by_rank = run_ranks(4, move_on_rank, specs)
-    for at, want in enumerate(move(specs, None)):
+    for i, want in enumerate(move(specs, None)):
         for place, rank in enumerate(MESH.ranks):
-            got = by_rank[rank][at]
+            actual = by_rank[rank][i]
             for key in ("local", "moved"):
-                torch.testing.assert_close(got[key], want[key][place].detach())
-            torch.testing.assert_close(got["grads"][0], want["grads"][place])
+                torch.testing.assert_close(actual[key], want[key][place].detach())
+            torch.testing.assert_close(actual["grads"][0], want["grads"][place])
             for key in ("whole", "grad", "free"):
-                torch.testing.assert_close(got[key], want[key].detach())
+                torch.testing.assert_close(actual[key], want[key].detach())
 
 
 # -- scatter ---------------------------------------------------------------------------
 
 
 class Recorder:
-    """A transport that passes everything on and counts the bytes sent to other ranks."""
+    """Transport that counts the bytes sent to other ranks."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.device = inner, inner.rank, inner.device
@@ -115,40 +115,40 @@ class Recorder:
     ) -> Finish:
         assert x.numel() == sum(send)
         here = group.index(self.rank)
-        self.sent.append(x.element_size() * sum(n for at, n in enumerate(send) if at != here))
+        self.sent.append(x.element_size() * sum(n for i, n in enumerate(send) if i != here))
         finish: Finish = self.inner.all_to_all(x, send, receive, group)
         return finish
 
 
 def scatter_recorded(specs: Sequence[Spec], src: int) -> list[tuple[torch.Tensor, list[int]]]:
-    """Locals of scattered tensors and what was sent; only `all_to_all` may be used."""
+    """Return the locals of scattered tensors and the bytes sent, by `all_to_all` alone."""
     fs.init(MESH)
     world = transport.current_transport()
     rows = []
     try:
-        for at, spec in enumerate(specs):
+        for i, spec in enumerate(specs):
             recorder = Recorder(world)
             transport.set_world(recorder)  # type: ignore[arg-type]
-            mine = random_global(spec.shape, spec.dtype, at) if dist.get_rank() == src else None
-            rows.append((fs.scatter(mine, spec, src=src).local, recorder.sent))
+            own = random_global(spec.shape, spec.dtype, i) if dist.get_rank() == src else None
+            rows.append((fs.scatter(own, spec, src=src).local, recorder.sent))
     finally:
         transport.set_world(world)
     return rows
 
 
 @pytest.mark.parametrize("src", [0, 3])
-def test_scatter_sends_each_rank_its_shard_and_no_more(src: int) -> None:
+def test_scatter_sends_each_rank_its_shard_alone(src: int) -> None:
     specs = layouts() + [
         Spec(MESH, P(("x", "y")), shape=(4, 2), dtype=dtype)
         for dtype in (torch.bool, torch.complex64, torch.bfloat16, torch.int64)
     ]
     by_rank = run_ranks(4, scatter_recorded, specs, src)
-    for at, spec in enumerate(specs):
-        want = fs.shard(random_global(spec.shape, spec.dtype, at), spec).local
+    for i, spec in enumerate(specs):
+        want = fs.shard(random_global(spec.shape, spec.dtype, i), spec).local
         neutral = dict(spec.partition.unreduced_kinds)
         others = 0
         for place, rank in enumerate(MESH.ranks):
-            local, sent = by_rank[rank][at]
+            local, sent = by_rank[rank][i]
             torch.testing.assert_close(local, want[place], rtol=0, atol=0)
             absent = any(
                 MESH.coords(rank)[axis] and kind != "avg" for axis, kind in neutral.items()
@@ -156,7 +156,7 @@ def test_scatter_sends_each_rank_its_shard_and_no_more(src: int) -> None:
             if rank != src:
                 others += 0 if absent else spec.local_nbytes(rank)
                 assert sent == [0, 0], "the header and the shards come from src alone"
-        header, shards = by_rank[src][at][1]
+        header, shards = by_rank[src][i][1]
         assert shards == others, spec
         assert header == 3 * 67 * 8
 
@@ -172,7 +172,7 @@ def scatter_with_gradient(spec: Spec, src: int, grad: bool) -> tuple[Any, Any, b
     return x.grad, given.grad if given is not x else None, local.requires_grad
 
 
-def test_the_gradient_of_scatter_is_on_src() -> None:
+def test_gradient_of_scatter_is_on_src() -> None:
     for spec in layouts()[::4]:
         if not all(kind in ("sum", "avg") for _, kind in spec.partition.unreduced_kinds):
             continue
@@ -201,7 +201,7 @@ def scatter_twice(spec: Spec) -> str:
     return str(caught.value)
 
 
-def test_no_second_derivative_through_scatter() -> None:
+def test_scatter_has_no_second_derivative() -> None:
     spec = Spec(MESH, P("x"), shape=(4,))
     assert "marked with @once_differentiable" in run_ranks(4, scatter_twice, spec)[0]
 
@@ -223,12 +223,12 @@ def scatter_given(given: Any, spec: Spec, src: int) -> None:
         ([1, 2], "on rank 1 no tensor"),
     ],
 )
-def test_a_wrong_tensor_on_src_is_the_same_error_everywhere(given: Any, text: str) -> None:
+def test_wrong_tensor_on_src_raises_the_same_error_on_every_rank(given: Any, text: str) -> None:
     spec = Spec(MESH, P("x", "y"), shape=(4, 6))
-    found = errors(4, scatter_given, given, spec, 1)
-    assert len(set(found)) == 1
-    assert text in found[0]
-    assert "for f32[4@x,6@y] it must have shape (4, 6) and torch.float32" in found[0]
+    results = errors(4, scatter_given, given, spec, 1)
+    assert len(set(results)) == 1
+    assert text in results[0]
+    assert "for f32[4@x,6@y] it must have shape (4, 6) and torch.float32" in results[0]
     assert "src must be one of [0, 1, 2, 3]" in errors(4, scatter_given, given, spec, 4)[0]
 
 
@@ -244,24 +244,26 @@ def infer(specs: Sequence[Spec]) -> list[tuple[Spec, ...]]:
         sizes = {dim: cut for dim, cut in enumerate(spec.sizes) if cut is not None}
         given = fs.from_local(local, MESH, spec.partition, sizes=sizes)
         assert given.local is local
-        found = [
+        results = [
             given.spec,
             fs.from_local(local, MESH, spec.partition, sizes=sizes, check=False).spec,
         ]
-        found.append(fs.from_local(local, MESH, spec.partition).spec)
-        found.append(fs.from_local(local, MESH, spec.partition, shape=spec.shape, check=False).spec)
+        results.append(fs.from_local(local, MESH, spec.partition).spec)
+        results.append(
+            fs.from_local(local, MESH, spec.partition, shape=spec.shape, check=False).spec
+        )
         if spec == spec.replace(sizes={0: None}, uneven="chunk"):
             chunked = fs.from_local(local, MESH, spec.partition, sizes="chunk", shape=spec.shape)
-            found.append(chunked.spec)
-        rows.append(tuple(found))
+            results.append(chunked.spec)
+        rows.append(tuple(results))
     return rows
 
 
 def test_from_local_infers_the_same_spec_on_every_rank() -> None:
     specs = layouts()
     for row in run_ranks(4, infer, specs):
-        for spec, found in zip(specs, row, strict=True):
-            assert set(found) == {spec}
+        for spec, results in zip(specs, row, strict=True):
+            assert set(results) == {spec}
 
 
 def from_locals(locals_: Sequence[torch.Tensor], p: fs.PartitionSpec, options: Any) -> Spec:
@@ -287,17 +289,17 @@ FOUR = torch.zeros(2, 3)
         (FOUR, P("x"), {"sizes": "chunk"}, "without shape="),
     ],
 )
-def test_a_wrong_local_is_refused_on_every_rank(
+def test_wrong_local_is_refused_on_every_rank(
     rank_2: torch.Tensor, partition: fs.PartitionSpec, options: dict[str, Any], text: str
 ) -> None:
-    found = errors(4, from_locals, (FOUR, FOUR, rank_2, FOUR), partition, options)
-    assert len(set(found)) == 1
-    assert text in found[0]
+    results = errors(4, from_locals, (FOUR, FOUR, rank_2, FOUR), partition, options)
+    assert len(set(results)) == 1
+    assert text in results[0]
 
 
 def test_all_wrong_ranks_are_named() -> None:
-    found = errors(4, from_locals, (FOUR, FOUR[:, 1:], FOUR, FOUR[:, 1:]), P("x"), {})
-    assert re.findall(r"rank (\d) \(", found[0]) == ["1", "3"]
+    results = errors(4, from_locals, (FOUR, FOUR[:, 1:], FOUR, FOUR[:, 1:]), P("x"), {})
+    assert re.findall(r"rank (\d) \(", results[0]) == ["1", "3"]
 
 
 # -- locals that are not this rank's ---------------------------------------------------
@@ -323,7 +325,7 @@ def run_wrong_local(kind: str) -> None:
         ("shard", "on rank 0 a local on meta"),
     ],
 )
-def test_a_local_of_another_spec(kind: str, text: str) -> None:
+def test_local_of_another_spec_is_refused(kind: str, text: str) -> None:
     assert text in errors(4, run_wrong_local, kind)[0]
 
 
@@ -331,7 +333,7 @@ def test_a_local_of_another_spec(kind: str, text: str) -> None:
 
 
 def outside() -> dict[str, Any]:
-    """Everything on a mesh of ranks 3 and 1 of four."""
+    """Run every conversion on a mesh of ranks 3 and 1 of four."""
     fs.init(PART)
     inside = dist.get_rank() in PART
     spec = Spec(PART, P("x"), shape=(4,))
@@ -342,7 +344,7 @@ def outside() -> dict[str, Any]:
     local.sum().backward()
     pending = prog(pair.local.detach(), async_op=True)
     double = fs.shard_map(lambda v: 2 * v, mesh=PART, in_specs=P("x"), out_specs=P("x"))
-    found = {
+    results = {
         "shard": pair.local,
         "run": local,
         "pending": pending.wait(),
@@ -354,10 +356,10 @@ def outside() -> dict[str, Any]:
         "shard_map": double(x),
     }
     assert fs.from_local(torch.ones(2 * inside), PART, P("x"), shape=(4,)).spec == spec
-    return {key: each.detach() for key, each in found.items()} | {"grad": x.grad}
+    return {key: each.detach() for key, each in results.items()} | {"grad": x.grad}
 
 
-def test_a_rank_outside_of_the_mesh_has_nothing_and_does_nothing() -> None:
+def test_rank_outside_of_the_mesh_gets_empty_tensors() -> None:
     by_rank = run_ranks(4, outside)
     for rank, row in enumerate(by_rank):
         for key, value in row.items():
@@ -377,22 +379,22 @@ def test_a_rank_outside_of_the_mesh_has_nothing_and_does_nothing() -> None:
 
 
 def simulate_inside() -> tuple[Any, ...]:
-    """A mesh that is simulated by each process on its own: tuples are what tells."""
+    """Simulate a mesh in each process, selected by passing tuples of shards."""
     fs.init(MESH)
     mesh = Mesh(a=3)
     spec = Spec(mesh, P("a"), shape=(6,))
     locals_ = tuple(torch.arange(6.0, requires_grad=True).split(2))
     prog = fs.redistribute(spec, spec.replace(partition=P()))
     out = prog(locals_)
-    whole = fs.unshard((out, prog.dst))
+    unsharded = fs.unshard((out, prog.dst))
     made = fs.from_local(locals_, mesh, P("a"))
     totals = fs.simulate(mesh, lambda: fs.psum(torch.ones(()), "a", mesh=mesh).item())
     # The processes are ranks still.
     real = fs.psum(torch.tensor(float(dist.get_rank())), ("x", "y"), mesh=MESH)
-    return len(out), whole.tolist(), made.spec == spec, totals, real.item()
+    return len(out), unsharded.tolist(), made.spec == spec, totals, real.item()
 
 
-def test_a_simulated_mesh_inside_of_a_rank() -> None:
+def test_simulation_inside_a_rank() -> None:
     want = (3, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], True, [3.0] * 3, 6.0)
     assert run_ranks(4, simulate_inside) == [want] * 4
 
@@ -401,16 +403,16 @@ def test_a_simulated_mesh_inside_of_a_rank() -> None:
 
 
 def init_from_torchrun(store: str) -> list[Any]:
-    """Start, start again, end, and join what others have started."""
+    """Start, start again, end, and use process groups that were started elsewhere."""
     mesh = Mesh(x=2)
-    found: list[Any] = []
+    results: list[Any] = []
     try:
         with pytest.raises(ShardingError, match="the 2 processes of the world") as caught:
             fs.init(Mesh(x=3))
         assert not dist.is_initialized(), "nothing half-done"
-        found.append(str(caught.value))
+        results.append(str(caught.value))
         fs.init(mesh, timeout=20)
-        found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
+        results.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
         first = transport.current_transport()
         fs.init(mesh, backend="gloo", timeout=timedelta(seconds=30))
         assert transport.current_transport() is first
@@ -418,23 +420,23 @@ def init_from_torchrun(store: str) -> list[Any]:
         fs.init(Mesh({"y": 2}, devices=(1, 0)))
         with pytest.raises(ShardingError, match="the 2 processes of the world"):
             fs.init(Mesh(x=4))
-        found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
+        results.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
         dist.destroy_process_group()
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         fs.init(mesh)
         assert transport.current_transport() is not first
-        found.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
+        results.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
     finally:
         transport.set_world(None)
         if dist.is_initialized():
             dist.destroy_process_group()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[Ranks]:
-    """Two processes of their own: a second start under one store may read the first one's."""
+    """Yield two processes of their own, since a second start could read the first one's keys."""
     ranks = Ranks(2, init=False)
     yield ranks
     ranks.close()

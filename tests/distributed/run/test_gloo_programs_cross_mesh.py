@@ -1,4 +1,4 @@
-"""Programs between meshes and exchanges on real processes, forward, backward and that backward."""
+"""Programs between meshes and exchanges on real processes, with first and second gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec(mesh: Mesh, partition: P, sizes: dict[int, tuple[int, ...]] | None = No
 
 
 def between(old: Mesh, new: Mesh) -> list[Program]:
-    """From each state of one mesh to each of the other in turn, uneven cuts and owners too."""
+    """Return exchanges from each layout of one mesh to each of another, also uneven ones."""
     a, b = old.axes[0], new.axes[0]
     owner = {0: (0,) * (new.shape[b] - 1) + (SHAPE[0],)}
     sources = [
@@ -42,8 +42,8 @@ def between(old: Mesh, new: Mesh) -> list[Program]:
         spec(new, P(reduced={b})),
         spec(new, P(b), owner),
     ]
-    turns = [(at, (at + by) % len(targets)) for by in (0, 2) for at in range(len(sources))]
-    return [exchange(sources[at], targets[to]) for at, to in turns]
+    turns = [(i, (i + by) % len(targets)) for by in (0, 2) for i in range(len(sources))]
+    return [exchange(sources[i], targets[to]) for i, to in turns]
 
 
 MESHES = {
@@ -72,33 +72,33 @@ def on_mesh() -> list[Program]:
         (P("y", unreduced={"x"}), P("x", unreduced={"y": "avg"}), {0: (5, 2)}),
     ]
     progs = [exchange(spec(mesh, a), spec(mesh, b, sizes)) for a, b, sizes in layouts]
-    whole = Spec(mesh, P("x", "y"), shape=(6, 6, 6, 6), dtype=torch.float64)
+    unsharded = Spec(mesh, P("x", "y"), shape=(6, 6, 6, 6), dtype=torch.float64)
     other = AllToAll("y", 1, 3)
     swaps = [AllToAll("x", 0, dim, also=(other,)) for dim in (1, 2)]
-    return [*progs, *(Program(whole, (swap,)) for swap in swaps)]
+    return [*progs, *(Program(unsharded, (swap,)) for swap in swaps)]
 
 
 def move(progs: list[Program]) -> list[tuple[Any, Any, Any]]:
-    """What this rank gets of each: forward, backward, and the backward of that."""
-    found = []
+    """Return this rank's results of each program: forward, backward, and backward of backward."""
+    results = []
     for prog in progs:
         if dist.get_rank() not in ranks_of(prog):
             assert prog(None).shape == (0,)
-            found.append((None, None, None))
+            results.append((None, None, None))
             continue
-        mine = [mine_of(prog.src, 1), mine_of(prog.dst.dual, 2), mine_of(prog.src, 3)]
-        x, g, h = (each.requires_grad_() for each in mine)
+        own = [mine_of(prog.src, 1), mine_of(prog.dst.dual, 2), mine_of(prog.src, 3)]
+        x, g, h = (each.requires_grad_() for each in own)
         y = prog(x)
         (back,) = torch.autograd.grad(y, x, g, create_graph=True)
         (twice,) = torch.autograd.grad(back, g, h)
         waited = prog(x, async_op=True).wait()
         assert torch.equal(waited, y)
-        found.append((y.detach(), back.detach(), twice.detach()))
-    return found
+        results.append((y.detach(), back.detach(), twice.detach()))
+    return results
 
 
 def mine_of(spec: Spec, seed: int) -> torch.Tensor:
-    """This rank's part of random locals, or the empty tensor of a rank that has none."""
+    """Return this rank's random local, or the empty tensor of a rank outside of the mesh."""
     locals_ = dict(zip(spec.mesh.ranks, random_locals(spec, seed), strict=True))
     empty = torch.empty(0, dtype=spec.dtype)
     return locals_.get(dist.get_rank(), empty)
@@ -110,16 +110,16 @@ def move_on_rank(progs: list[Program], mesh: Mesh) -> list[tuple[Any, Any, Any]]
 
 
 def assert_moved(progs: list[Program], size: int) -> None:
-    """What the ranks got, against slices of the whole."""
-    got = run_ranks(size, move_on_rank, progs, Mesh(all=size), timeout=240)
-    for at, prog in enumerate(progs):
+    """Compare the ranks' results with slices of the global tensor."""
+    actual = run_ranks(size, move_on_rank, progs, Mesh(all=size), timeout=240)
+    for i, prog in enumerate(progs):
         src, dst = prog.src, prog.dst
-        ys, back, twice = ([rows[at][which] for rows in got] for which in range(3))
+        ys, back, twice = ([rows[i][which] for rows in actual] for which in range(3))
         for ranks, each in ((dst, ys), (src, back), (dst, twice)):
             outside = set(ranks_of(prog).ranks).difference(ranks.mesh.ranks)
             assert all(each[rank].shape == (0,) for rank in outside)
-        whole, cotangent = global_of(src, random_locals(src, 1)), random_locals(dst.dual, 2)
-        assert global_of(dst, [ys[rank] for rank in dst.mesh.ranks]).equal(whole), prog
+        unsharded, cotangent = global_of(src, random_locals(src, 1)), random_locals(dst.dual, 2)
+        assert global_of(dst, [ys[rank] for rank in dst.mesh.ranks]).equal(unsharded), prog
         assert global_of(src.dual, [back[rank] for rank in src.mesh.ranks]).equal(
             global_of(dst.dual, cotangent)
         ), prog
@@ -129,12 +129,12 @@ def assert_moved(progs: list[Program], size: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", MESHES)
-def test_between_meshes(case: str) -> None:
+def test_exchanges_between_meshes(case: str) -> None:
     assert_moved(between(*MESHES[case]), 6)
 
 
 @pytest.mark.timeout(300)
-def test_on_one_mesh() -> None:
+def test_exchanges_on_one_mesh() -> None:
     assert_moved(on_mesh(), 6)
 
 
@@ -150,14 +150,14 @@ def give_nothing(prog: Program) -> list[float]:
     return out.flatten().tolist()
 
 
-def test_none_is_nothing() -> None:
+def test_none_is_the_local_outside_of_the_mesh() -> None:
     prog = exchange(spec(Mesh(x=2), P("x")), spec(Mesh({"a": 2}, devices=(1, 3)), P("a")))
-    whole = global_of(prog.src, random_locals(prog.src, 1)).flatten().tolist()
-    assert run_ranks(4, give_nothing, prog) == [[], whole[:24], [], whole[24:]]
+    unsharded = global_of(prog.src, random_locals(prog.src, 1)).flatten().tolist()
+    assert run_ranks(4, give_nothing, prog) == [[], unsharded[:24], [], unsharded[24:]]
 
 
 def train(prog: Program) -> float | None:
-    """One step of a model whose halves are on different ranks."""
+    """Run one step of a model whose halves are on different ranks."""
     fs.init(Mesh(all=4))
     rank = dist.get_rank()
     x = mine_of(prog.src, 1).requires_grad_() if rank in ranks_of(prog) else None
@@ -169,6 +169,6 @@ def train(prog: Program) -> float | None:
     return float((x.grad - 2 * x.detach()).abs().sum())
 
 
-def test_a_loss_on_other_ranks_has_gradients_here() -> None:
+def test_gradients_of_a_loss_on_other_ranks() -> None:
     prog = exchange(spec(Mesh(x=2), P("x")), spec(Mesh({"a": 2}, devices=(2, 3)), P(None, "a")))
     assert run_ranks(4, train, prog) == [0.0, 0.0, 0.0, 0.0]

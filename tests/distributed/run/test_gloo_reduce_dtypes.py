@@ -1,4 +1,4 @@
-"""Reductions of dtypes that backends do not know: real processes agree with the simulation."""
+"""Reductions of dtypes that backends do not support agree with the simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [[1, 250, 3, 0], [2, 251, 0, 7]]
 
 
 def reductions(dtype: torch.dtype, join: bool) -> list[torch.Tensor]:
-    """All of them of this rank's row, as bytes."""
+    """Return all reductions of this rank's row, as bytes."""
     if join:
         fs.init(MESH)
     rank = int(fs.axis_index("x", mesh=MESH))
@@ -44,26 +44,26 @@ def tiled(op: object) -> dict[str, bool]:
 def test_reductions_of_rare_dtypes(dtype: torch.dtype) -> None:
     simulated = fs.simulate(MESH, reductions, dtype, False)
     real = run_ranks(2, reductions, dtype, True)
-    for mine, theirs in zip(simulated, real, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for own, other_value in zip(simulated, real, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, other_value, strict=True))
 
 
-def test_the_largest_of_unsigned_integers() -> None:
-    """-127 and 123, as 64 unsigned bits, are the largest and a small number."""
+def test_maximum_of_unsigned_integers() -> None:
+    """-127 and 123 as uint64 are the largest and a small value."""
     largest = fs.simulate(MESH, reductions, torch.uint64, False)[0][1].view(torch.uint64)
     assert largest.tolist() == [2**64 - 126, 123, 2**64 - 125, 2**64 - 121]
 
 
 def of_views(join: bool) -> list[torch.Tensor]:
-    """Collectives of views that are conjugated or negated when they are read."""
+    """Return collectives of lazily conjugated and negated views."""
     if join:
         fs.init(MESH)
     rank = int(fs.axis_index("x", mesh=MESH))
     row = torch.tensor(ROWS[rank][:2], dtype=torch.complex64) * (1 + 2j)
-    found = []
+    results = []
     for view in (row.conj(), row.conj().imag):
         assert view.is_conj() or view.is_neg()
-        found += [
+        results += [
             fs.psum(view, "x", mesh=MESH),
             fs.pprod(view, "x", mesh=MESH),
             fs.psum_scatter(view, "x", mesh=MESH),
@@ -72,14 +72,14 @@ def of_views(join: bool) -> list[torch.Tensor]:
             fs.ppermute(view, "x", [(0, 1), (1, 0)], mesh=MESH),
             fs.pbroadcast(view, "x", 1, mesh=MESH),
         ]
-    return [each.resolve_conj().resolve_neg() for each in found]
+    return [each.resolve_conj().resolve_neg() for each in results]
 
 
 def test_conjugated_and_negated_views() -> None:
     simulated = fs.simulate(MESH, of_views, False)
     real = run_ranks(2, of_views, True)
-    for mine, theirs in zip(simulated, real, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for own, other_value in zip(simulated, real, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, other_value, strict=True))
     gathered = torch.tensor([each[:2] for each in ROWS], dtype=torch.complex64) * (1 - 2j)
     assert torch.equal(real[0][3], gathered)
     assert torch.equal(real[1][10], gathered.imag)

@@ -1,4 +1,4 @@
-"""Programs on real gloo processes: every rank's result and gradients are the simulator's.
+"""Programs on real gloo processes: results and gradients of every rank equal the simulator's.
 
 Many programs go through one call of `run_ranks`: `Case` is what travels, `check_cases` runs
 it in a simulation here and on real ranks there, and compares results, gradients, second
@@ -53,10 +53,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A program, the locals it starts from, and how they lie in memory.
-
-    `orders` derivatives are taken, with `cotangents` of the result and of the gradient.
-    """
+    """A program, its locals and their memory format, and the number of derivatives to take."""
 
     prog: Program
     locals_: Tensors
@@ -66,15 +63,15 @@ class Case:
 
 
 def case(prog: Program, orders: int = 0, memory: str = "plain", seed: int = 1) -> Case:
-    """A case of random small integers; locals that are replicas are equal."""
+    """Return a case of random small integers; replicated locals are equal."""
     cotangents: tuple[Tensors, Tensors] = ((), ())
     if orders:
         cotangents = random_locals(prog.dst.dual, seed + 1), random_locals(prog.src, seed + 2)
     return Case(prog, random_locals(prog.src, seed), orders, memory, cotangents)
 
 
-def laid_out(x: torch.Tensor, memory: str) -> torch.Tensor:
-    """The same numbers, differently in memory."""
+def with_memory_format(x: torch.Tensor, memory: str) -> torch.Tensor:
+    """Return an equal tensor with another memory format."""
     match memory:
         case "transposed":
             return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -88,9 +85,9 @@ def laid_out(x: torch.Tensor, memory: str) -> torch.Tensor:
 
 
 def run_case(case: Case, places: Sequence[int], simulated: bool) -> tuple[list[Tensors], Any]:
-    """Result, gradient and second gradient on the ranks at `places`, and the events."""
+    """Return results, first and second gradients of the ranks at `places`, and the events."""
     events: list[Event] = []
-    xs = [laid_out(case.locals_[place], case.memory) for place in places]
+    xs = [with_memory_format(case.locals_[place], case.memory) for place in places]
     want = case.orders > 0
     xs = [x.requires_grad_(want) for x in xs]
 
@@ -99,19 +96,19 @@ def run_case(case: Case, places: Sequence[int], simulated: bool) -> tuple[list[T
 
     with observe(events.append):
         ys = run(case.prog, xs)
-        found = [tuple(y.detach() for y in ys)]
+        results = [tuple(y.detach() for y in ys)]
         if case.orders:
             first, second = ([each[place] for place in places] for each in case.cotangents)
             first = [g.requires_grad_(case.orders > 1) for g in first]
             grads = torch.autograd.grad(ys, xs, first, create_graph=case.orders > 1)
-            found.append(tuple(g.detach() for g in grads))
+            results.append(tuple(g.detach() for g in grads))
             if case.orders > 1:
-                found.append(torch.autograd.grad(grads, first, second))
-    return found, sorted((e.rank, e.op, e.axes, e.nbytes, e.phase) for e in events)
+                results.append(torch.autograd.grad(grads, first, second))
+    return results, sorted((e.rank, e.op, e.axes, e.nbytes, e.phase) for e in events)
 
 
 def run_all(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
-    """On one real rank: every case, on this rank's local."""
+    """Run every case on this rank's locals."""
     fs.init(mesh)
     return run_here(mesh, cases)
 
@@ -121,23 +118,23 @@ def run_here(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     return [run_case(each, (place,), simulated=False) for each in cases]
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
+def assert_same(actual: torch.Tensor, want: torch.Tensor) -> None:
+    assert (actual.shape, actual.dtype) == (want.shape, want.dtype)
+    torch.testing.assert_close(actual, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def check_cases(mesh: Mesh, cases: Sequence[Case]) -> None:
-    """Assert that real ranks compute, derive and send what simulated ones do."""
+    """Assert that results, gradients and events of real ranks equal the simulator's."""
     by_rank = run_ranks(mesh.size, run_all, mesh, tuple(cases), timeout=100)
-    for at, each in enumerate(cases):
+    for i, each in enumerate(cases):
         want, events = run_case(each, range(mesh.size), simulated=True)
         sent = []
         for place, rank in enumerate(mesh.ranks):
-            got, some = by_rank[rank][at]
+            actual, some = by_rank[rank][i]
             sent += some
-            for order, (mine, everyone) in enumerate(zip(got, want, strict=True)):
+            for order, (own, everyone) in enumerate(zip(actual, want, strict=True)):
                 try:
-                    assert_same(mine[0], everyone[place])
+                    assert_same(own[0], everyone[place])
                 except AssertionError as error:
                     raise AssertionError(
                         f"rank {rank}, derivative {order}, {each.memory}:\n{each.prog}"
@@ -149,7 +146,7 @@ def check_cases(mesh: Mesh, cases: Sequence[Case]) -> None:
 
 
 def catalogue(mesh: Mesh, dtype: torch.dtype) -> list[Program]:
-    """Every type of step along one axis and along several in either order, on 12 x 12 x 2."""
+    """Return a program of every step type along one axis and along several in either order."""
     programs: list[Program] = []
 
     def add(partition: fs.PartitionSpec, *steps: Step) -> None:
@@ -162,17 +159,17 @@ def catalogue(mesh: Mesh, dtype: torch.dtype) -> list[Program]:
     orders = [("x",)] if mesh.axes == ("x",) else [("x",), ("y",), ("x", "y"), ("y", "x")]
     for axes in orders:
         for dim in (0, 1):
-            at = (None,) * dim
-            add(P(*at, axes), AllGather(axes, dim))
-            add(P(*at, axes), AllGather(axes, dim, "reduced"))
-            add(P(*at, axes), AllGather(axes, dim, "reduced", "avg"))
+            i = (None,) * dim
+            add(P(*i, axes), AllGather(axes, dim))
+            add(P(*i, axes), AllGather(axes, dim, "reduced"))
+            add(P(*i, axes), AllGather(axes, dim, "reduced", "avg"))
             add(P(), AllSlice(axes, dim))
             add(P(reduced=set(axes)), AllSlice(axes, dim))
             add(P(unreduced=set(axes)), ReduceScatter(axes, dim))
             add(P(unreduced=dict.fromkeys(axes, "avg")), ReduceScatter(axes, dim))
-            add(P(*at, axes), AllToAll(axes, dim, 1 - dim))
-            add(P(*at, axes), ShardedToUnreduced(axes, dim))
-            add(P(*at, axes), ShardedToUnreduced(axes, dim, "avg"))
+            add(P(*i, axes), AllToAll(axes, dim, 1 - dim))
+            add(P(*i, axes), ShardedToUnreduced(axes, dim))
+            add(P(*i, axes), ShardedToUnreduced(axes, dim, "avg"))
         add(P(None, axes), AllToAll(axes, 1, 0), AllGather(axes[-1:], 0, "reduced"))
         for kind in ("sum", "avg"):
             add(P(unreduced=dict.fromkeys(axes, kind)), AllReduce(axes))
@@ -196,14 +193,14 @@ def catalogue(mesh: Mesh, dtype: torch.dtype) -> list[Program]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_step_every_dtype(mesh: Mesh) -> None:
+def test_every_step_in_every_dtype(mesh: Mesh) -> None:
     cases = []
     least = {torch.int64: 21, torch.bool: 6}
-    for at, dtype in enumerate(DTYPES):
+    for i, dtype in enumerate(DTYPES):
         programs = catalogue(mesh, dtype)
         assert len(programs) >= len(mesh.axes) * least.get(dtype, 33)
         if dtype not in (torch.float64, torch.int64):
-            programs = programs[at :: 2 * len(mesh.axes) - 1]
+            programs = programs[i :: 2 * len(mesh.axes) - 1]
         orders = {torch.float64: 2, torch.float32: 1, torch.bfloat16: 1, torch.complex64: 1}
         cases += [case(prog, orders.get(dtype, 0)) for prog in programs]
     check_cases(mesh, cases)
@@ -242,7 +239,7 @@ def test_reductions_of_every_kind_and_dtype(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_planned_programs(mesh: Mesh) -> None:
-    """A sample of all pairs of specs: integers forward, floats to the first gradient."""
+    """Check a sample of all pairs of specs: integers forward, floats with one gradient."""
     pairs = sample_pairs(all_specs(mesh, (12, 12), dtype=torch.int64), 60)
     cases = [case(fs.redistribute(a, b)) for a, b in pairs]
     pairs = sample_pairs(all_specs(mesh, (12, 12), dtype=torch.float64), 40, seed=1)
@@ -251,7 +248,7 @@ def test_planned_programs(mesh: Mesh) -> None:
 
 
 def uneven_specs(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> list[Spec]:
-    """All layouts of one tensor, chunked, and some of sizes of one's own."""
+    """Return all layouts of one tensor, chunked, and some with other sizes."""
     specs = all_specs(mesh, shape, ("invariant", "unreduced"), dtype=dtype, uneven="chunk")
     n, rows = mesh.size, shape[0]
     owner = (0, rows, *(0,) * (n - 2))
@@ -265,9 +262,9 @@ def uneven_specs(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> list
 @pytest.mark.parametrize("mesh", [MESHES[2], MESHES[3]], ids=str)
 def test_uneven_and_empty_shards(mesh: Mesh) -> None:
     cases = []
-    for at, shape in enumerate(((7, 5), (5, 1), (1, 4), (9, 7))):
+    for i, shape in enumerate(((7, 5), (5, 1), (1, 4), (9, 7))):
         specs = uneven_specs(mesh, shape, torch.float64)
-        pairs = sample_pairs(specs, 30, seed=at)
+        pairs = sample_pairs(specs, 30, seed=i)
         cases += [case(fs.redistribute(a, b), 1) for a, b in pairs]
     check_cases(mesh, cases)
 
@@ -287,8 +284,8 @@ def test_sizes_with_an_empty_shard_and_an_owner() -> None:
 # -- inputs of every form --------------------------------------------------------------
 
 
-def test_memory_formats() -> None:
-    """Transposed, strided and offset locals give the numbers that contiguous ones give."""
+def test_memory_formats_do_not_change_values() -> None:
+    """Check transposed, strided and offset locals."""
     for mesh in (Mesh(x=2), Mesh(x=2, y=2)):
         programs = catalogue(mesh, torch.float32)
         formats = itertools.cycle(("transposed", "strided", "offset"))
@@ -314,7 +311,7 @@ def test_scalars_and_tensors_without_elements() -> None:
 
 
 def run_quietly(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
-    """`run_all`, on a rank whose transport refuses every collective."""
+    """Call `run_all` on a transport that refuses every collective."""
     from fshard.run.transports import base as transport
 
     fs.init(mesh)
@@ -327,7 +324,7 @@ def run_quietly(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
 
 
 class _Silent:
-    """A transport that has only a rank: any collective is an AttributeError."""
+    """Transport with a rank alone: any collective raises AttributeError."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -336,7 +333,7 @@ class _Silent:
         return True
 
 
-def test_no_launch_along_axes_of_size_one_and_without_elements() -> None:
+def test_nothing_is_launched_along_axes_of_size_one_or_without_elements() -> None:
     mesh = Mesh(x=1, y=2, z=1)
     ones = ("x", "z")
     shape = (4, 2)
@@ -353,18 +350,18 @@ def test_no_launch_along_axes_of_size_one_and_without_elements() -> None:
     programs += [fs.redistribute(a, b) for a, b in sample_pairs(empty, 20)]
     by_rank = run_ranks(2, run_quietly, mesh, tuple(case(prog, 1) for prog in programs))
     assert all(events == [] for rows in by_rank for _, events in rows)
-    for at, prog in enumerate(programs):
+    for i, prog in enumerate(programs):
         want, _ = run_case(case(prog, 1), range(2), simulated=True)
         for rank in (0, 1):
-            for mine, everyone in zip(by_rank[rank][at][0], want, strict=True):
-                assert_same(mine[0], everyone[rank])
+            for own, everyone in zip(by_rank[rank][i][0], want, strict=True):
+                assert_same(own[0], everyone[rank])
 
 
 # -- pending results -------------------------------------------------------------------
 
 
 def run_async(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
-    """Launch all programs, then wait for all, last one first; then derive."""
+    """Launch all programs, wait for them in reverse order, then differentiate."""
     fs.init(mesh)
     place = list(mesh.ranks).index(dist.get_rank())
     xs = [each.locals_[place].clone().requires_grad_(each.orders > 0) for each in cases]
@@ -384,17 +381,17 @@ def run_async(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     return list(zip([y.detach() for y in ys], grads, strict=True))
 
 
-def test_pending_results() -> None:
+def test_async_results_and_gradients() -> None:
     mesh = Mesh(x=2, y=2)
     pairs = sample_pairs(all_specs(mesh, (4, 4), dtype=torch.float64), 40)
-    cases = [case(fs.redistribute(a, b), at % 2) for at, (a, b) in enumerate(pairs)]
+    cases = [case(fs.redistribute(a, b), i % 2) for i, (a, b) in enumerate(pairs)]
     most = Spec(mesh, P(unreduced={"x": "max"}), shape=(4,))
     cases.append(case(fs.redistribute(most, most.replace(partition=P("y")))))
     by_rank = run_ranks(4, run_async, mesh, tuple(cases))
-    for at, each in enumerate(cases):
+    for i, each in enumerate(cases):
         want, _ = run_case(each, range(4), simulated=True)
         for rank in range(4):
-            result, grad = by_rank[rank][at]
+            result, grad = by_rank[rank][i]
             assert_same(result, want[0][rank])
             assert (grad is None) == (len(want) == 1)
             if grad is not None:
@@ -402,7 +399,7 @@ def test_pending_results() -> None:
 
 
 def run_abandoned(mesh: Mesh) -> str:
-    """Launch what nobody waits for, in every way; over only when PyTorch holds none of it."""
+    """Abandon launches in every way, and wait until PyTorch holds none of them."""
     fs.init(mesh)
     x = torch.ones(4, requires_grad=True)
 
@@ -428,9 +425,9 @@ def run_abandoned(mesh: Mesh) -> str:
     return str(caught[0].message)
 
 
-def test_what_is_abandoned_does_not_stay() -> None:
-    found = run_ranks(2, run_abandoned, Mesh(x=2))
-    assert found == ["fs.psum was never waited for: pending.wait()"] * 2
+def test_abandoned_launches_are_released() -> None:
+    results = run_ranks(2, run_abandoned, Mesh(x=2))
+    assert results == ["fs.psum was never waited for: pending.wait()"] * 2
 
 
 def refuse_async_maximum(mesh: Mesh) -> str:
@@ -442,7 +439,7 @@ def refuse_async_maximum(mesh: Mesh) -> str:
     return str(caught.value)
 
 
-def test_a_pending_maximum_has_no_gradient() -> None:
+def test_async_maximum_with_gradient_is_refused() -> None:
     first, second = run_ranks(2, refuse_async_maximum, Mesh(x=2))
     assert first == second
 
@@ -451,7 +448,7 @@ def test_a_pending_maximum_has_no_gradient() -> None:
 
 
 def test_wire_dtypes() -> None:
-    """bf16 forward, f32 backward, and the other way round: bytes, values, gradients' dtypes."""
+    """Check bytes, values and gradient dtypes of bf16 forward and f32 backward, and reversed."""
     mesh = Mesh(x=2, y=2)
     cases = []
     for dtype, there, back in [
@@ -487,16 +484,16 @@ def test_bytes_of_wire_dtypes(
         src, src.replace(partition=P(None, "x")), forward_dtype=there, backward_dtype=back
     )
     each = case(prog, 1)
-    found, events = run_case(each, range(2), simulated=True)
+    results, events = run_case(each, range(2), simulated=True)
     # Half of a local of 8 numbers leaves each rank.
     assert sorted((phase, nbytes) for *_, nbytes, phase in events) == [
         *[("backward", bytes_back // 2)] * 2, *[("forward", bytes_there // 2)] * 2,
     ]  # fmt: skip
-    assert all(x.dtype == torch.float32 for tensors in found for x in tensors)
+    assert all(x.dtype == torch.float32 for tensors in results for x in tensors)
     check_cases(mesh, [each])
 
 
-def test_wire_dtype_rounds_what_is_sent() -> None:
+def test_wire_dtype_rounds_the_sent_values() -> None:
     mesh = Mesh(x=2)
     src = Spec(mesh, P("x"), shape=(2,))
     prog = fs.redistribute(src, src.replace(partition=P()), forward_dtype=torch.bfloat16)

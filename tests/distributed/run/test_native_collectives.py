@@ -1,4 +1,4 @@
-"""What of a collective a backend does itself, and what runs around it."""
+"""Operations of PyTorch around one collective: native averages, and no needless copies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fshard.spmd.collectives import collective_plan
 from tests.helpers.gloo.harness import run_ranks
 
 
-class Seen(TorchDispatchMode):
-    """The names of operations that compute or send, with the reductions that they are told."""
+class OpRecorder(TorchDispatchMode):
+    """Names of the operations that compute or send, with their reductions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,17 +33,17 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def seen(fn: Any, x: Any) -> list[list[str]]:
-    """Of three calls, the last two of them replayed."""
-    found = []
+def recorded_ops(fn: Any, x: Any) -> list[list[str]]:
+    """Return the operations of three calls, the last two of which are replayed."""
+    results = []
     for _ in range(3):
-        with Seen() as mode:
+        with OpRecorder() as mode:
             fn(x)
-        found.append(mode.names)
-    return found
+        results.append(mode.names)
+    return results
 
 
-def test_averages() -> None:
+def test_averages_are_native_or_a_divided_sum() -> None:
     """Floats are averaged by the backend, where it can; else a sum is divided."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -55,8 +55,8 @@ def test_averages() -> None:
             x = torch.ones(4, dtype=dtype)
             native = not dtype.is_complex
             want = ["all_reduce avg"] if native else ["all_reduce sum", "div"]
-            assert seen(lambda x: fs.pmean(x, "i", mesh=mesh), x) == [want] * 3
-        assert seen(scatter, torch.ones(4)) == [["reduce_scatter_tensor avg"]] * 3
+            assert recorded_ops(lambda x: fs.pmean(x, "i", mesh=mesh), x) == [want] * 3
+        assert recorded_ops(scatter, torch.ones(4)) == [["reduce_scatter_tensor avg"]] * 3
     finally:
         collective_plan._RECORDINGS.clear()
         set_world(None)
@@ -65,20 +65,17 @@ def test_averages() -> None:
 
 def run_gathers(mesh: Mesh) -> list[list[list[str]]]:
     fs.init(mesh)
-    x, found = torch.ones(2, 2), []
+    x, results = torch.ones(2, 2), []
     for p in (P("i"), P(None, "i")):
         src = Spec(mesh, p, shape=(4, 2) if p == P("i") else (2, 4))
         dst = Spec(mesh, P(), shape=src.shape)
-        found += [seen(fs.redistribute(src, dst), x)]
-        found += [seen(fs.redistribute([src] * 2, [dst] * 2), [x, x])]
-    return found
+        results += [recorded_ops(fs.redistribute(src, dst), x)]
+        results += [recorded_ops(fs.redistribute([src] * 2, [dst] * 2), [x, x])]
+    return results
 
 
 def test_two_ranks_gather_with_one_copy() -> None:
-    """Of gloo's two parts one is there already: both are put in their places at once.
-
-    Two tensors in one launch are joined before, and each result is put together after it.
-    """
+    """Two tensors in one launch are concatenated before, and each result is after it."""
     for rank in run_ranks(2, run_gathers, Mesh(i=2)):
         assert rank == [[["cat"]] * 3, [["cat"] * 3] * 3] * 2
 
@@ -87,7 +84,7 @@ def run_gathers_by_name(mesh: Mesh) -> list[list[list[str]]]:
     fs.init(mesh)
     x = torch.ones(2, 2, 2)
     return [
-        seen(
+        recorded_ops(
             lambda x, axis=axis, tiled=tiled: fs.all_gather(
                 x, "i", axis=axis, tiled=tiled, mesh=mesh
             ),
@@ -99,5 +96,5 @@ def run_gathers_by_name(mesh: Mesh) -> list[list[list[str]]]:
 
 
 def test_two_ranks_gather_with_one_copy_along_any_dim() -> None:
-    for found in run_ranks(2, run_gathers_by_name, Mesh(i=2)):
-        assert found == [[["cat"]] * 3] * 6
+    for results in run_ranks(2, run_gathers_by_name, Mesh(i=2)):
+        assert results == [[["cat"]] * 3] * 6

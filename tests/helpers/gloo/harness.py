@@ -43,7 +43,7 @@ class RankHung(TimeoutError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank's call."""
+    """Result or error of one rank's call."""
 
     rank: int
     result: Any = None
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Ranks:
-    """`size` warm processes; with `init=False` they have `torchrun`'s environment but no group."""
+    """Warm processes, with `init=False` in torchrun's environment but without a process group."""
 
     def __init__(self, size: int, *, init: bool = True) -> None:
         self.size = size
@@ -66,7 +66,7 @@ class Ranks:
     # -- calls ------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-        """The results of `function(*args)`, by rank; raises the error that came first.
+        """Return the results of `function(*args)` by rank, or raise the first error.
 
         The error has the traceback of its rank as a note, and a line for every other.
         """
@@ -84,10 +84,10 @@ class Ranks:
     def outcomes(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60
     ) -> list[Outcome]:
-        """What became of `function(*args)` on every rank; raises nothing that a rank raised.
+        """Return the outcomes of `function(*args)` by rank, errors of ranks among them.
 
-        A rank that does not answer in `timeout` seconds, or soon after another has raised,
-        has hung; then all are ended, and the next call starts new ones.
+        A rank that does not answer in `timeout` seconds, or soon after another has raised, is
+        taken to hang: all processes are ended, and the next call starts new ones.
         """
         request = pickle.dumps((function, args))
         self.start()
@@ -139,7 +139,7 @@ class Ranks:
         return Outcome(rank, error=error, traceback=f"{text}{self._log(rank)}", seconds=seconds)
 
     def _log(self, rank: int) -> str:
-        """What a rank printed last."""
+        """Return the end of a rank's output."""
         log = self.logs[rank]
         log.seek(0)
         return log.read()[-4000:].decode(errors="replace")
@@ -147,7 +147,7 @@ class Ranks:
     # -- processes --------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the processes that are not there."""
+        """Start the processes, unless they run."""
         if self.processes:
             return
         try:
@@ -167,7 +167,7 @@ class Ranks:
             raise
 
     def _start_rank(self, rank: int, port: int) -> None:
-        ours, theirs = Pipe()
+        ours, other_value = Pipe()
         self.connections.append(ours)
         self.logs.append(tempfile.TemporaryFile())  # noqa: SIM115
         environment = {
@@ -183,8 +183,8 @@ class Ranks:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        with theirs:
-            fd = theirs.fileno()
+        with other_value:
+            fd = other_value.fileno()
             mode = "init" if self.init else "bare"
             process = subprocess.Popen(
                 [sys.executable, "-W", "error", "-m", "tests.helpers.gloo.worker", str(fd), mode],
@@ -203,7 +203,7 @@ class Ranks:
         return [process.pid for process in self.processes]
 
     def close(self) -> None:
-        """End the processes in good order, or after some seconds in any."""
+        """Ask the processes to end, and kill them after some seconds."""
         try:
             for connection in self.connections:
                 connection.send_bytes(b"")
@@ -229,21 +229,21 @@ _POOLS: dict[tuple[int, bool], Ranks] = {}
 
 
 def pool(size: int, *, init: bool = True) -> Ranks:
-    """The warm processes of a world size."""
+    """Return the warm processes of a world size."""
     return _POOLS.setdefault((size, init), Ranks(size, init=init))
 
 
 def run_ranks(
     size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, init: bool = True
 ) -> list[Any]:
-    """The results of `function(*args)` on `size` ranks; see `Ranks.run`."""
+    """Return the results of `function(*args)` on `size` ranks; see `Ranks.run`."""
     return pool(size, init=init).run(function, *args, timeout=timeout)
 
 
 def outcomes(
     size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, init: bool = True
 ) -> list[Outcome]:
-    """What became of `function(*args)` on each of `size` ranks; see `Ranks.outcomes`."""
+    """Return the outcomes of `function(*args)` on `size` ranks; see `Ranks.outcomes`."""
     return pool(size, init=init).outcomes(function, *args, timeout=timeout)
 
 
