@@ -21,7 +21,6 @@ from fshard.layout.tree import is_pair
 from fshard.program.program import Program, run_program_hook
 from fshard.run.autograd.linear_function import (
     ProgramGroup,
-    apply_launched,
     apply_linear,
     apply_programs,
     are_linear,
@@ -199,6 +198,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
         fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
              f"{prog.dst}, of a local that requires grad", "the program must be linear to run "
              "ahead with gradients", "run it without async_op, or detach() the local")  # fmt: skip
+    op = ProgramGroup((prog,))
     finish: Callable[[], torch.Tensor]
     token = LABEL.set(LABEL.get() or label)
     try:
@@ -209,11 +209,11 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
             or is_legacy_batched(local)
             or is_abstract(local)
         ):
-            finish = lambda: apply_programs(ProgramGroup((prog,)), (local,), False)[0]  # noqa: E731
+            finish = lambda: apply_programs(op, (local,), False)[0]  # noqa: E731
         elif needs_grad:
             with torch.no_grad():
                 launched = launch(prog, transport, local)
-            finish = lambda: apply_launched(prog, launched, local)  # noqa: E731
+            finish = lambda: apply_linear(op, (local,), False, lambda: (launched(),))[0]  # noqa: E731
         else:
             finish = launch(prog, transport, local)
         return Pending(with_label(label, finish)) if async_op else finish()

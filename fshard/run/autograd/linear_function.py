@@ -19,7 +19,6 @@ from fshard._torch.autograd_state import is_view, unviewed, view_base
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
-    direct_apply,
     forward_ad_level,
     is_transformed,
 )
@@ -36,15 +35,12 @@ from fshard.run.bucketing import launch_all
 from fshard.run.interpreter import launch, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
-    Finish,
     Label,
     Transport,
     backward_phase,
     check_ranks,
     current_rank,
-    current_transport,
     is_simulated,
-    label_of,
     labelled,
     unobserved,
 )
@@ -76,14 +72,6 @@ class LinearOp(Protocol):
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         """Launch it on this rank's locals; as many tensors result."""
-        ...
-
-
-class ShardsOp(LinearOp, Protocol):
-    """Linear operation that also runs outside of the ranks, on the shards of all of them."""
-
-    def run_on_shards(self, xs: Tensors) -> Tensors:
-        """Run it on the locals of all ranks, in rank order for each local in turn."""
         ...
 
 
@@ -193,7 +181,8 @@ def _execute(op: LinearOp, xs: Tensors, on_shards: bool, launched: FinishAll | N
     if launched is not None:
         return launched()
     if on_shards:
-        return cast(ShardsOp, op).run_on_shards(xs)
+        assert isinstance(op, ProgramGroup)
+        return op.run_on_shards(xs)
     return launch_linear(op, xs, "a collective")()
 
 
@@ -206,58 +195,8 @@ def _as_output(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-class _ApplyLaunched(torch.autograd.Function):
-    """Forward waits for a launched linear program, backward runs its transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, prog: Program, launched: Finish, x: torch.Tensor) -> torch.Tensor:
-        ctx.prog, ctx.label, ctx.shape = prog, backward_label(), x.shape
-        return _as_output(x, launched())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with backward_phase(ctx.label):
-            cotangent = _apply_transposed(ctx.prog.T, grad)
-        shape = ctx.shape
-        return None, None, cotangent if cotangent.shape == shape else grad.new_zeros(shape)
-
-
-_direct_apply = direct_apply(_ApplyLaunched)
-
-
-def apply_launched(prog: Program, launched: Finish, x: torch.Tensor) -> torch.Tensor:
-    """Add the gradient of a linear program to its launch on this rank's local `x`.
-
-    For code that no transform of `torch.func` runs; `apply_linear` does the same in general.
-    """
-    output: torch.Tensor = _direct_apply(prog, launched, x)
-    return output
-
-
-def _apply_transposed(prog: Program, x: torch.Tensor) -> torch.Tensor:
-    """Run a linear program on this rank's cotangent, differentiably."""
-    transport = current_transport()
-    if (
-        transport is None
-        or is_transformed()
-        or is_legacy_batched(x)
-        or is_abstract(x)
-        or transport.rank not in ranks_of(prog)
-    ):
-        return apply_linear(ProgramGroup((prog,)), (x,), on_shards=False)[0]
-    token = LABEL.set(LABEL.get() or label_of("a collective", prog.src.mesh))
-    try:
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return launch(prog, transport, x)()
-        with torch.no_grad():
-            launched = launch(prog, transport, x)
-        return apply_launched(prog, launched, x)
-    finally:
-        LABEL.reset(token)
-
-
 class _Apply(torch.autograd.Function):
-    """Forward runs a linear operation, backward its transpose; for `torch.func` too."""
+    """Forward runs a linear operation, backward its transpose."""
 
     @staticmethod
     def forward(
@@ -326,7 +265,7 @@ def apply_linear(
     """Run `op` differentiably on a rank's locals or on the shards of all ranks.
 
     Args:
-        op: the operation; a `ShardsOp` with `on_shards`.
+        op: the operation; a `ProgramGroup` with `on_shards`.
         xs: the locals, or the shards in rank order for each local in turn.
         on_shards: whether `xs` are the shards of all ranks.
         launched: the operation already started on `xs`, if it is.
@@ -356,12 +295,10 @@ def are_linear(progs: tuple[Program, ...]) -> bool:
     return all(prog.is_linear for prog in progs)
 
 
-def apply_programs(
-    op: ProgramGroup, xs: Tensors, on_shards: bool, launched: FinishAll | None = None
-) -> Tensors:
+def apply_programs(op: ProgramGroup, xs: Tensors, on_shards: bool) -> Tensors:
     """Run programs differentiably, also those with maxima or minima; see `apply_linear`."""
     if are_linear(op.progs) or not is_differentiated(*xs):
-        return apply_linear(op, xs, on_shards, launched)
+        return apply_linear(op, xs, on_shards)
     n = op.mesh.size if on_shards else 1
     values = [xs[i : i + n] for i in range(0, len(xs), n)]
     need_grad = [is_differentiated(*shards) for shards in values]
