@@ -12,21 +12,13 @@ from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
 from fshard.program.lower_bound import lower_bound
 from fshard.program.program import Program
-from fshard.program.steps import (
-    CollectivePermute,
-)
+from fshard.program.steps import CollectivePermute, Exchange
 from tests.helpers import reference, spec_grid, strategies
 from tests.helpers.reference import check
 
 SMALL = Mesh(x=2, y=3)
-
-
 LARGE = Mesh(x=2, y=2, z=3)
-
-
 SMALL_SHAPE, LARGE_SHAPE = (6, 12), (12, 24)
-
-
 Shards = tuple[torch.Tensor, ...]
 
 
@@ -103,3 +95,9 @@ def any_pair(draw: st.DrawFn) -> tuple[Spec, Spec]:
 
 def step_names(prog: Program) -> list[str]:
     return [step.name for step in prog.steps]
+
+
+def exchange(src: Spec, dst: Spec) -> Program:
+    """Return the program of one exchange."""
+    mesh = None if src.mesh == dst.mesh else dst.mesh
+    return Program(src, (Exchange(dst.partition, dst.sizes, mesh),), dst)

@@ -17,18 +17,13 @@ from fshard.program.program import Program
 from fshard.program.steps import Cast, Exchange, Remesh
 from fshard.run.interpreter import ranks_of
 from fshard.run.transports.base import Event, observe
+from tests.helpers.plans import exchange
 from tests.helpers.spec_grid import global_of, message, random_global, random_locals
 from tests.helpers.strategies import specs
 
 SOURCE = ("sharded", "invariant", "unreduced")
 TARGET = ("sharded", "invariant", "reduced")
 Shards = tuple[torch.Tensor, ...]
-
-
-def exchange(src: Spec, dst: Spec) -> Program:
-    """Return the program of one exchange."""
-    mesh = None if src.mesh == dst.mesh else dst.mesh
-    return Program(src, (Exchange(dst.partition, dst.sizes, mesh),), dst)
 
 
 def as_spec(unsharded: torch.Tensor, spec: Spec) -> Shards:

@@ -14,8 +14,8 @@ from fshard.program.program import Program
 from fshard.program.steps import AllToAll
 from fshard.run.interpreter import ranks_of
 from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.plans import exchange
 from tests.helpers.spec_grid import global_of, random_locals
-from tests.run.test_execute_cross_mesh import exchange
 
 SHAPE = (7, 6)
 

@@ -11,7 +11,7 @@ import torch
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.typed_programs import (
+from tests.helpers.spmd.typed_programs import (
     OPERATIONS,
     Program,
     Recipe,

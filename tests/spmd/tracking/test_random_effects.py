@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fshard.spmd.tracking import torch_effects
-from tests.helpers.tracked_bodies import Body, V, attended, run_body
+from tests.helpers.spmd.tracked_bodies import Body, V, attended, run_body
 
 WARNING = (
     "draws from this process's generator: the values differ between ranks and meshes. In the body, "

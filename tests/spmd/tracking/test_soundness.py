@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import Mesh, P
 from fshard.spmd.types import States, states_of
-from tests.helpers.typed_programs import (
+from tests.helpers.spmd.typed_programs import (
     OPERATIONS,
     Program,
     inputs_of,

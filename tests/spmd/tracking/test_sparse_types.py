@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
-from tests.helpers.tracked_bodies import Body, I, V, run_body
+from tests.helpers.spmd.tracked_bodies import Body, I, V, run_body
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 

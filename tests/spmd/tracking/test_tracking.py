@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fshard as fs
-from tests.helpers.tracked_bodies import Body, I, V, add, attended, fill, fills, run_body
+from tests.helpers.spmd.tracked_bodies import Body, I, V, add, attended, fill, fills, run_body
 
 CASES: list[tuple[str, str, Body]] = []
 

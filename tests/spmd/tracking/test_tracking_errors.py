@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import Mesh, P, ShardingError
 from tests.helpers.spec_grid import message
-from tests.helpers.tracked_bodies import MESH, add, fill
+from tests.helpers.spmd.tracked_bodies import MESH, add, fill
 
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 

@@ -14,7 +14,7 @@ import fshard as fs
 from fshard import Mesh, P
 from fshard.spmd.axis_env import current_axes
 from tests.helpers.spec_grid import random_global
-from tests.helpers.tracked_bodies import I, V, run_body
+from tests.helpers.spmd.tracked_bodies import I, V, run_body
 
 MESH = Mesh(x=2)
 F64 = torch.float64

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.spec_grid import random_global
-from tests.helpers.tracked_bodies import I, V
+from tests.helpers.spmd.tracked_bodies import I, V
 
 MESH = Mesh(x=2)
 F64 = torch.float64
