@@ -48,10 +48,4 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_compiling() or transforms_active():
         return function.apply(*args)
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
-    return direct_apply(function)(*unwrapped)
-
-
-def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` without its Python code, for calls outside of transforms."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
