@@ -99,8 +99,7 @@ class _Compiler:
     """Translation of recorded operations from the input `x` to the result `y` to Python."""
 
     def __init__(self, x: torch.Tensor, ops: Sequence[RecordedOp], y: torch.Tensor) -> None:
-        self.x, self.y = x, y
-        self.ops: list[RecordedOp] = []
+        self.x, self.y, self.ops = x, y, list(ops)
         self.names = {id(x): "x"}  # variables, by tensor
         self.views: dict[int, str] = {}  # variables of views that are needed, by tensor
         self.values: dict[str, Any] = {}  # constants, by variable
@@ -109,7 +108,7 @@ class _Compiler:
         self.producers: dict[int, int] = {}  # the index of the operation behind each tensor
         for index, recorded in enumerate(ops):
             op = self.in_rows(recorded) if recorded.func in (ALL_TO_ALL, WAIT) else recorded
-            self.ops.append(op)
+            self.ops[index] = op
             first = next(tensors_in(op.args), None)
             for out in tensors_in(op.out):
                 if id(out) not in self.bases:
@@ -121,16 +120,12 @@ class _Compiler:
 
     def in_rows(self, op: RecordedOp) -> RecordedOp:
         """Return a flat all-to-all, or its wait, on the rows of its base, which needs no views."""
-        x, *counts = self.base(op.args[0]), *op.args[1:-1]
-        row = math.prod(x.shape[1:])
-        divisible = row > 0 and not any(n % row for sizes in counts for n in sizes)
-        if x is op.args[0] or x.ndim < 2 or not divisible:
+        x, counts = self.base(op.args[0]), op.args[1:3]
+        row = math.prod(x.shape[1:]) if x.ndim > 1 else 0
+        if x is op.args[0] or not row or any(n % row for sizes in counts for n in sizes):
             return op
-        if op.func is WAIT:
-            return op._replace(args=(x,), out=torch.empty_like(x))
-        rows = [[n // row for n in sizes] for sizes in counts]
-        out = x.new_empty(sum(rows[0]), *x.shape[1:])
-        return op._replace(args=(x, *rows, op.args[-1]), out=out)
+        args = x, *([n // row for n in sizes] for sizes in counts), *op.args[3:]
+        return op._replace(args=args, out=x.new_empty(op.out.numel() // row, *x.shape[1:]))
 
     def base(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor that `value` is a reshaped view of, or `value`."""
