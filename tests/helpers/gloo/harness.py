@@ -71,7 +71,11 @@ class Ranks:
         The error has the traceback of its rank as a note, and a line for every other.
         """
         done = self.outcomes(function, *args, timeout=timeout)
-        failed = sorted((each for each in done if each.error), key=lambda each: each.seconds)
+        failed = sorted(
+            (outcome for outcome in done if outcome.error),
+            # A rank that ended is the cause of others' errors, which may be seen before it.
+            key=lambda outcome: (not isinstance(outcome.error, RankDied), outcome.seconds),
+        )
         if failed:
             first, *others = failed
             assert first.error is not None
