@@ -10,11 +10,12 @@ from typing import Any, NewType
 
 
 def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Make public functions and classes belong to the package that exports them.
+    """Make signatures of public functions and classes readable.
 
-    Their `__module__` becomes the package's, and annotations become types in the place of the
-    strings that `from __future__ import annotations` leaves, which `inspect.signature` would show.
-    Public unions, `Step` for one, are shown by their name.
+    Annotations become types in the place of the strings that `from __future__ import annotations`
+    leaves, which `inspect.signature` would show. Public unions, `Step` for one, are shown by their
+    name. The `__module__` of functions becomes the package's; classes keep theirs, by which
+    `inspect.getsource` and doctest find them.
 
     Args:
         namespace: globals of the package.
@@ -32,7 +33,8 @@ def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
             members = vars(value).values() if isinstance(value, type) else ()
             for member in (value, *members):
                 _resolve(member, vars(sys.modules[value.__module__]), unions)
-            value.__module__ = package
+            if isinstance(value, FunctionType):
+                value.__module__ = package
 
 
 def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ GRACE_SECONDS = 40
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
 COMMANDS = {
     "train_lm": [str(TRAIN_LM), *TINY],
-    "data_parallel": [str(DATA_PARALLEL), "30"],
+    "data_parallel": [str(DATA_PARALLEL), "50"],
     "partition_gpt": [str(PARTITION_GPT), "10"],
 }
 RUN_ALL = f"""
@@ -147,7 +147,7 @@ def test_data_parallel_agrees_with_one_device(
     first, last = losses(simulated)
     assert last < 0.9 < 1.09 < first
     assert "2 collectives, 4,664 B sent by the busiest rank" in simulated
-    assert losses(out) == pytest.approx([first], rel=0, abs=2e-10)
+    assert losses(out) == pytest.approx([first, last], rel=0, abs=2e-10)
     for text in (out, simulated):
         (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
         assert float(difference) < 1e-12
