@@ -95,7 +95,7 @@ def pending_reduction_time(
     return collective_time(topology, link, traffic, local)
 
 
-def created_cut_time(
+def new_sharding_time(
     topology: Topology, link: Link, n: int, states: Sequence[AxisState], role: Role, local: int
 ) -> float:
     """Return the seconds to leave a sharding later that no operand had before the role.

@@ -212,7 +212,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
             )
     if shards and not hinted:
         size = sum(size for size, _ in axis.results)
-        time += role_costs.created_cut_time(topology, link, n, axis.states, role, size)
+        time += role_costs.new_sharding_time(topology, link, n, axis.states, role, size)
     return _Option((time + axis.work / (n if shards else 1), back, index), role, sends)
 
 

@@ -61,7 +61,7 @@ class LocalLookup:
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Look up the indices in this rank's shard."""
         shard = dim_shard(ctx, 0, self.dim)
-        if shard.is_whole:
+        if shard.is_unsharded:
             return op(*args, **kwargs)
         x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, self.index)
         if shard.is_empty:
@@ -144,7 +144,7 @@ def _taken(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     x, index = argument(op, args, kwargs, "self"), argument(op, args, kwargs, name)
     shape = ctx.operands[0].shape
     shards = [dim_shard(ctx, 0, dim) for dim in range(len(shape))]
-    if all(shard.is_whole for shard in shards):
+    if all(shard.is_unsharded for shard in shards):
         return op(*args, **kwargs)
     if any(shard.is_empty for shard in shards):
         return x.new_zeros(ctx.shape())
@@ -200,7 +200,7 @@ def _indexed(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         if index is not None and not ctx.is_unsharded(0, dim)
     ]
     shards = {dim: dim_shard(ctx, 0, dim) for dim in sharded}
-    if all(shard.is_whole for shard in shards.values()):
+    if all(shard.is_unsharded for shard in shards.values()):
         return op(*args, **kwargs)
     if any(shard.is_empty for shard in shards.values()):
         return x.new_zeros(ctx.shape())

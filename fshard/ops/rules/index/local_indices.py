@@ -30,7 +30,7 @@ class DimShard:
     size: int
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Return True if the shard is the full dim."""
         return self.end - self.begin == self.size
 

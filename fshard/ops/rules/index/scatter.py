@@ -63,18 +63,18 @@ class LocalWrite:
         if self.counting is not None:
             x = zeros_after_first(x, ctx, 1, (self.counting,))
         shard = dim_shard(ctx, 0, self.dim)
-        if not shard.is_whole:
+        if not shard.is_unsharded:
             index = spare_row_index(from_start(index, shard.size) if self.negative else index,
                                     shard)  # fmt: skip
             x = with_spare_row(x, self.dim)
         changed = {"self": x, "index": index}
-        if self.values and not shard.is_whole:
+        if self.values and not shard.is_unsharded:
             source = argument(op, args, kwargs, self.values)
             ones_dims = (1,) * (source.ndim - self.dim - 1) if index.ndim < source.ndim else ()
             inside = index.reshape((*index.shape, *ones_dims)) != 0
             changed[self.values] = torch.where(inside, source, 1)
         out = call_with(op, args, kwargs, **changed)
-        return out if shard.is_whole else without_spare_row(out, self.dim)
+        return out if shard.is_unsharded else without_spare_row(out, self.dim)
 
 
 def _reductions(call: OpCall) -> tuple[str, str]:
@@ -196,7 +196,7 @@ def _local_index_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> A
     if argument(op, args, kwargs, "accumulate"):
         for operand in range(1, len(indexed) + 1):
             x = zeros_after_first(x, ctx, operand, range(len(ctx.operands[operand].shape)))
-    sharded = [dim for dim in indexed if not dim_shard(ctx, 0, dim).is_whole]
+    sharded = [dim for dim in indexed if not dim_shard(ctx, 0, dim).is_unsharded]
     for dim in sharded:
         shard = dim_shard(ctx, 0, dim)
         indices[dim] = spare_row_index(from_start(indices[dim], shard.size), shard)
@@ -273,7 +273,7 @@ def _local_put(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     if argument(op, args, kwargs, "accumulate"):
         x = zeros_after_first(x, ctx, 1, range(len(ctx.operands[1].shape)))
     parts = [dim_shard(ctx, 0, dim) for dim in range(len(shape))]
-    if not all(shard.is_whole for shard in parts):
+    if not all(shard.is_unsharded for shard in parts):
         per_dim = unravel_index(from_start(index, math.prod(shape)), shape)
         local_index, inside = zip(*map(locate, per_dim, parts), strict=True)
         inside_all = functools.reduce(torch.logical_and, inside)

@@ -53,7 +53,7 @@ def _local_nll(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
     class_dim = _class_dim(x.ndim)
     shard = dim_shard(ctx, 0, class_dim)
-    if shard.is_whole:
+    if shard.is_unsharded:
         return op(*args, **kwargs)
     weight, reduction, ignored = (argument(op, args, kwargs, name)
                                   for name in ("weight", "reduction", "ignore_index"))  # fmt: skip
@@ -130,7 +130,7 @@ def _local_nll_backward(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -
         _, args, kwargs = with_argument(op, args, kwargs, "reduction", SUM)
     x, target = argument(op, args, kwargs, "self"), argument(op, args, kwargs, "target")
     shard = dim_shard(ctx, 1, _class_dim(x.ndim))
-    if shard.is_whole:
+    if shard.is_unsharded:
         return op(*args, **kwargs)
     if shard.is_empty:
         return x.new_zeros(ctx.shape())

@@ -44,7 +44,7 @@ def _local_embedding(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> A
     if shard.is_empty:
         return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
     out = call_with(op, args, kwargs, indices=local_index)
-    return out if shard.is_whole else out.masked_fill(~inside.unsqueeze(-1), 0)
+    return out if shard.is_unsharded else out.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def _embedding(call: OpCall) -> Rule:
@@ -109,7 +109,7 @@ def _dense_backward(call: OpCall) -> Rule | None:
 def _local_bag(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Return sums or averages over bags of rows of a sharded weight."""
     shard = dim_shard(ctx, 0, 0)
-    if shard.is_whole:
+    if shard.is_unsharded:
         return op(*args, **kwargs)
     index = argument(op, args, kwargs, "indices")
     rows = spare_row_index(index, shard)
