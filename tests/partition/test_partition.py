@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -370,61 +369,6 @@ def test_no_grad_regions_and_detached_values() -> None:
     torch.testing.assert_close(*grads)
 
 
-VALUES = (
-    "the function is traced once on tensors without values, of the global shapes",
-    ("torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
-     "validate_args=False of a distribution"),
-)  # fmt: skip
-
-
-def branches(x: torch.Tensor) -> torch.Tensor:
-    return x if x.sum() > 0 else -x
-
-
-def selects(x: torch.Tensor) -> torch.Tensor:
-    return x[x > 0].sum()
-
-
-def multiplies(x: torch.Tensor) -> torch.Tensor:
-    return x @ torch.ones(3, 3)
-
-
-@pytest.mark.parametrize(
-    ("fn", "cause", "rule", "fix"),
-    [
-        (branches, "aten._local_scalar_dense.default reads a tensor's values", *VALUES),
-        (selects, "aten.nonzero.default returns a shape that depends on a tensor's values",
-         *VALUES),
-        (multiplies, "RuntimeError: a and b must have same reduction dim, but got [2, 2] X [3, 3].",
-         "the function is traced once on tensors of the global shapes",
-         "check that it runs on global tensors, and calls no numpy() on them"),
-    ],
-)  # fmt: skip
-def test_trace_error_names_the_line(
-    fn: Any, cause: str, rule: str, fix: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(fs.ShardingError) as error:
-        fs.partition(fn, mesh=MESH)(torch.ones(2, 2))
-    line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
-    assert str(error.value) == (
-        f"fs.partition({fn.__name__}) at {line}\n  given: {cause}\n  rule:  {rule}\n  fix:   {fix}"
-    )
-    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
-
-
-def test_refused_functions_and_layouts() -> None:
-    part = fs.partition(lambda x: x.sum().item(), mesh=MESH)
-    with pytest.raises(fs.ShardingError, match="traced once on tensors without values"):
-        part(torch.ones(2))
-    part = fs.partition(lambda x: x + torch.rand(2), mesh=MESH)
-    with pytest.raises(fs.ShardingError, match="draws random values"):
-        part(torch.ones(2))
-    part = fs.partition(lambda x: x + 1, mesh=MESH, in_specs=(P("dp"),))
-    pair = fs.shard(torch.ones(4), fs.Spec(MESH, P("tp"), shape=(4,)))
-    with pytest.raises(fs.ShardingError, match="the function requires"):
-        part(pair)
-
-
 def scaled(
     x: torch.Tensor, scale: float = 2.0, mask: torch.Tensor | None = None, *, sign: int = 1
 ) -> torch.Tensor:
@@ -458,114 +402,6 @@ def test_keyword_arguments() -> None:
     part = fs.partition(module, mesh=MESH, params=P("tp"), in_specs=P())
     p = dict(module.named_parameters())
     torch.testing.assert_close(part(p, x=x, mask=mask), module(x, mask))
-
-
-@dataclass
-class Result:
-    loss: torch.Tensor
-
-
-CACHE: list[torch.Tensor] = []
-
-
-def collects(x: torch.Tensor) -> torch.Tensor:
-    CACHE.append(x * 2)
-    return x.sum()
-
-
-def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
-    part = fs.partition(lambda x: Result(x.sum()), mesh=MESH)
-    rest = (
-        "\n  rule:  tensors must be in tuples, named tuples, lists and dicts to be found"
-        "\n  fix:   a dict of them: vars(...) of a dataclass"
-    )
-    head = "fs.partition(<lambda>)\n  given: "
-    assert error_of(part, torch.ones(2)) == f"{head}result is a Result, with tensors in it{rest}"
-    part = fs.partition(lambda x, y: x * y["a"].loss, mesh=MESH)
-    keywords = torch.ones(2), {"a": Result(torch.ones(2))}
-    assert error_of(part, *keywords) == f"{head}args[1]['a'] is a Result, with tensors in it{rest}"
-    assert error_of(fs.partition(collects, mesh=MESH), torch.ones(2)) == (
-        "fs.partition(collects)\n"
-        "  given: a result of mul is kept outside of the function\n"
-        "  rule:  the function is traced once on tensors without values, which are of no use "
-        "after it\n"
-        "  fix:   return it; a value that a module or a cache keeps is computed before, by a call "
-        "on global tensors"
-    )
-    CACHE.clear()
-
-
-def error_of(part: Partition, *args: Any) -> str:
-    """Return the text of the error that a call raises."""
-    with pytest.raises(fs.ShardingError) as caught:
-        part(*args)
-    return str(caught.value)
-
-
-def test_errors_name_the_argument_or_result() -> None:
-    x = torch.ones(3, 4)
-    part = fs.partition(lambda *xs: xs, mesh=MESH, in_specs=(P("dp"), P("zz"), P()))
-    assert error_of(part, x, x, x) == (
-        "fs.partition(<lambda>)\n"
-        "  given: args[0]: P('dp'), dim 0 of size 3 over dp=2\n"
-        "  rule:  2 shards must divide the dim; 3 % 2 = 1\n"
-        "  fix:   a Spec in in_specs with uneven='chunk' (shards of (2, 1)), sizes={0: (...)}, "
-        "or pad the dim to 4\n\n"
-        "  given: args[1]: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
-        "  rule:  an axis must be one of dp, tp\n"
-        "  fix:   use one of dp, tp"
-    )
-    part = fs.partition(lambda x: (x, x * 2), mesh=MESH, out_specs=(P(), P("zz")))
-    assert error_of(part, x) == (
-        "fs.partition(<lambda>): out_specs\n"
-        "  given: result 1: P('zz'), axis 'zz' on Mesh(dp=2, tp=2)\n"
-        "  rule:  an axis must be one of dp, tp\n"
-        "  fix:   use one of dp, tp"
-    )
-    pair = fs.shard(torch.ones(4), fs.Spec(Mesh(a=2), P("a"), shape=(4,)))
-    assert error_of(fs.partition(lambda x: x, mesh=MESH), pair) == (
-        "fs.partition(<lambda>)\n"
-        "  given: args[0]: f32[4@a] on Mesh(a=2)\n"
-        "  rule:  the function runs on Mesh(dp=2, tp=2)\n"
-        "  fix:   fs.reshard(pair, spec) with a spec on that mesh"
-    )
-    assert error_of(fs.partition(torch.nn.Linear(4, 4), mesh=MESH), x) == (
-        "fs.partition(Linear)\n"
-        "  given: a first argument that is not a dict\n"
-        "  rule:  a module must be called with a dict of its parameters first\n"
-        "  fix:   part(dict(module.named_parameters()), *args)"
-    )
-
-
-def test_invalid_constraints_name_their_line() -> None:
-    def axis(x: torch.Tensor) -> torch.Tensor:
-        return fs.constrain(x * 2, P("zz")) + 1
-
-    def dims(x: torch.Tensor) -> torch.Tensor:
-        return fs.constrain(x * 2, P(None, "dp")) + 1
-
-    line = f"fs.constrain at {__file__}:{axis.__code__.co_firstlineno + 1}"
-    assert error_of(fs.partition(axis, mesh=MESH), torch.ones(4)) == (
-        f"{line}\n"
-        "  given: axis 'zz' on Mesh(dp=2, tp=2)\n"
-        "  rule:  an axis must be one of dp, tp\n"
-        "  fix:   use one of dp, tp"
-    )
-    line = f"fs.constrain at {__file__}:{dims.__code__.co_firstlineno + 1}"
-    assert error_of(fs.partition(dims, mesh=MESH), torch.ones(4)) == (
-        f"{line}\n"
-        "  given: P(None, 'dp') for f32[4]: P(None, 'dp') with 2 entries for shape (4,)\n"
-        "  rule:  a tensor of 1 dims must have at most 1 entries\n"
-        "  fix:   drop 1 of them, trailing None too"
-    )
-
-
-def test_constraint_chunks_a_dim_it_does_not_divide() -> None:
-    x = sample(5, 3).detach()
-    part = fs.partition(lambda x: fs.constrain(x * 2, P("dp")) + 1, mesh=MESH)
-    result = part(fs.shard(x, fs.Spec(MESH, P(), shape=x.shape, dtype=x.dtype)))
-    assert str(result.spec) == "f64[5@dp:chunk,3]"
-    torch.testing.assert_close(fs.unshard(result), x * 2 + 1)
 
 
 def test_repr_of_a_partition() -> None:

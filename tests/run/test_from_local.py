@@ -1,0 +1,92 @@
+"""Pairs from locals that have a layout already."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError, Spec
+from tests.helpers.spec_grid import all_specs, random_locals
+
+MESH = Mesh(x=2, y=3)
+
+
+def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
+    """Return every layout of a 6 x 12 and of a 7 x 5 tensor, which no axis divides."""
+    return all_specs(mesh, (6, 12), dtype=dtype) + all_specs(
+        mesh, (7, 5), ("invariant", "unreduced"), dtype=dtype, uneven="chunk"
+    )
+
+
+def test_from_local_infers_sizes() -> None:
+    more = [
+        Spec(MESH, P(("y", "x")), shape=(9, 2), sizes={0: (3, 0, 1, 5, 0, 0)}, dtype=torch.float64),
+        Spec(MESH, P("y", "x"), shape=(9, 2), sizes={0: (0, 0, 9)}, dtype=torch.float64),
+    ]
+    for spec in (*layouts(MESH), *more):
+        locals_ = random_locals(spec)
+        assert fs.from_local(locals_, MESH, spec.partition).spec == spec
+        assert fs.from_local(list(locals_), MESH, spec.partition, shape=spec.shape).spec == spec
+        given = {dim - 2: cut for dim, cut in enumerate(spec.sizes) if cut is not None}
+        assert fs.from_local(locals_, MESH, spec.partition, sizes=given).spec == spec
+
+
+def test_from_local_in_chunks() -> None:
+    mesh = Mesh(x=4)
+    spec = Spec(mesh, P("x"), shape=(5,), uneven="chunk")
+    locals_ = random_locals(spec)
+    assert fs.from_local(locals_, mesh, P("x"), sizes="chunk", shape=(5,)).spec == spec
+    with pytest.raises(ShardingError, match=r"rank 3 \(x=3\) holds shape \(0,\)") as caught:
+        fs.from_local(locals_, mesh, P("x"), sizes="chunk", shape=(8,))
+    for rank, size in ((0, 2), (1, 2), (2, 1)):
+        named = f"rank {rank} (x={rank}) holds shape ({size},)" in str(caught.value)
+        assert named == (size != 2)
+
+
+MATRIX = torch.zeros(2, 3)
+WRONG_LOCALS: list[tuple[Any, fs.PartitionSpec, dict[str, Any], str]] = [
+    ((MATRIX,) * 5, P("x"), {}, "5 shards for Mesh(x=2, y=3)"),
+    (MATRIX, P("x"), {}, "in a process that is not a rank of it"),
+    ([MATRIX] * 5 + [3], P("x"), {}, "a local of type list"),
+    (None, P("x"), {}, "a local of type NoneType"),
+    ((*(MATRIX,) * 5, MATRIX.long()), P("x"), {}, "rank 5 holds 2 dims of torch.int64, rank 0 2"),
+    ((*(MATRIX,) * 5, MATRIX[0]), P("x"), {}, "rank 5 holds 1 dims of torch.float32, rank 0 2"),
+    ((*(MATRIX,) * 5, MATRIX.to("meta")), P("x"), {}, "shards on cpu, meta"),
+    ((*(MATRIX,) * 5, MATRIX[:, :2]), P("x"), {}, "rank 5 (x=1, y=2) holds shape (2, 2)"),
+    ((*(MATRIX,) * 5, MATRIX[:1]), P("x"), {}, "rank 5 (x=1, y=2) holds shape (1, 3)"),
+    ((MATRIX,) * 6, P("x", None, None), {}, "at most 2 entries"),
+    ((MATRIX,) * 6, P("q"), {}, "axis 'q' on Mesh(x=2, y=3)"),
+    ((MATRIX,) * 6, P("x"), {"shape": (2, 3)}, "the shape of these locals is (4, 3)"),
+    ((MATRIX,) * 6, P("x"), {"sizes": "chunk"}, 'sizes="chunk" without shape='),
+    ((MATRIX,) * 6, P("x"), {"sizes": "even"}, "sizes='even'"),
+    ((MATRIX,) * 6, P("x"), {"sizes": {0: (1, 3)}}, "rank 0 (x=0, y=0) holds shape (2, 3)"),
+    ((MATRIX,) * 6, P("x"), {"sizes": {0: (1, 2, 3)}}, "2 sizes of at least 0"),
+    ((MATRIX,) * 6, P("x"), {"sizes": {2: (2, 2)}}, "a dim must be in -2..1"),
+    ((MATRIX.bool(),) * 6, P("x", unreduced={"y"}), {}, "booleans have no sum"),
+    ((MATRIX.long(),) * 6, P(unreduced={"y": "avg"}), {}, "an average of integers"),
+]
+
+
+@pytest.mark.parametrize(("locals_", "partition", "options", "text"), WRONG_LOCALS)
+def test_from_local_refuses_wrong_locals(
+    locals_: Any, partition: fs.PartitionSpec, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ShardingError, match=re.escape(text)):
+        fs.from_local(locals_, MESH, partition, **options)
+
+
+def test_from_local_needs_a_mesh_and_a_partition() -> None:
+    with pytest.raises(ShardingError, match="the arguments must be a local, a Mesh and a P"):
+        fs.from_local((MATRIX,) * 2, Mesh(x=2), "x")  # type: ignore[arg-type]
+
+
+def test_from_local_names_every_wrong_rank_unless_unchecked() -> None:
+    locals_ = tuple(torch.zeros(2, 3 + (rank in (1, 4))) for rank in range(6))
+    with pytest.raises(ShardingError) as caught:
+        fs.from_local(locals_, MESH, P("x"))
+    assert re.findall(r"rank (\d) \(", str(caught.value)) == ["1", "4"]
+    assert fs.from_local(locals_, MESH, P("x"), check=False).spec.shape == (4, 3)
