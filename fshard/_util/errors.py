@@ -17,7 +17,7 @@ class ShardingError(ValueError):
 
     Attributes:
         problems: the single failures, where the text is a list of them.
-        everywhere: True if all ranks have the same failure, which then belongs to none of them.
+        same_on_all_ranks: True if all ranks have the same failure; no rank is named then.
 
     >>> import fshard as fs
     >>> try:
@@ -31,7 +31,7 @@ class ShardingError(ValueError):
     """
 
     problems: tuple[Problem, ...] = ()
-    everywhere: bool = False
+    same_on_all_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Problem:
         return f"  given: {self.given}\n  rule:  {self.rule}\n  fix:   {self.fix}"
 
 
-def raise_if(where: str, problems: Sequence[Problem], *, everywhere: bool = False) -> None:
+def raise_if(where: str, problems: Sequence[Problem], *, same_on_all_ranks: bool = False) -> None:
     """Raise one `ShardingError` that lists all `problems`, or return if there are none."""
     if problems:
         body = "\n\n".join(str(problem) for problem in problems)
         error = ShardingError(f"{where}\n{body}")
-        error.problems, error.everywhere = tuple(problems), everywhere
+        error.problems, error.same_on_all_ranks = tuple(problems), same_on_all_ranks
         raise error
 
 

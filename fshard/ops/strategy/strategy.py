@@ -18,6 +18,7 @@ from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
+from fshard.program.cost.rank_overlap import DimSharding
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 
@@ -127,9 +128,7 @@ class _Infeasible(Exception):
     """No spec has the states that a combination of roles requires."""
 
 
-Cuts = tuple[tuple[str, ...], tuple[int, ...] | None]
-"""The axes that shard a factor or a dim, and the sizes of its shards, None if they are equal."""
-UNSHARDED: Cuts = (), None
+UNSHARDED: DimSharding = (), None
 
 
 class Layouts:
@@ -140,7 +139,7 @@ class Layouts:
     are where operands differ and the sizes of the largest are far from even.
     """
 
-    __slots__ = ("_call", "_dims", "_factor_cuts", "_lengths", "_mesh", "_places", "_rule",
+    __slots__ = ("_call", "_dims", "_factor_shardings", "_lengths", "_mesh", "_places", "_rule",
                  "_sources")  # fmt: skip
 
     def __init__(
@@ -161,17 +160,17 @@ class Layouts:
         operands = (dims for index, dims in enumerate(rule.operands) if index not in rule.unread)
         results = (d for d, meta in zip(rule.results, call.results, strict=True) if d and meta)
         self._dims = tuple(dict.fromkeys(dim for dims in (*results, *operands) for dim in dims))
-        self._factor_cuts: dict[tuple[str, tuple[str, ...]], Cuts] = {}
+        self._factor_shardings: dict[tuple[str, tuple[str, ...]], DimSharding] = {}
 
     def specs(
         self, roles: Mapping[str, Role]
     ) -> tuple[tuple[Spec, ...], tuple[Spec | None, ...]] | None:
         """Return the specs of operands and results under one role per axis, None if none exist."""
         rule, call = self._rule, self._call
-        cuts = self._cuts(roles)
+        shardings = self._shardings(roles)
         try:
-            dim_cuts = {dim: self._dim_cuts(dim, cuts) for dim in self._dims}
-            spec = partial(_spec, self._mesh, tuple(roles), dim_cuts)
+            dim_shardings = {dim: self._dim_sharding(dim, shardings) for dim in self._dims}
+            spec = partial(_spec, self._mesh, tuple(roles), dim_shardings)
             ins = tuple(
                 self._sources[index] if index in rule.unread
                 else spec(dims, meta, [role.operands[index] for role in roles.values()])
@@ -186,25 +185,25 @@ class Layouts:
             return None
         return ins, outs
 
-    def _cuts(self, roles: Mapping[str, Role]) -> dict[str, Cuts]:
+    def _shardings(self, roles: Mapping[str, Role]) -> dict[str, DimSharding]:
         """Return for every sharded factor its axes, major to minor, and its shard sizes."""
         axes_of: dict[str, tuple[str, ...]] = {}
         for axis, role in roles.items():
             if role.factor is not None:
                 axes_of[role.factor] = (*axes_of.get(role.factor, ()), axis)
-        cuts: dict[str, Cuts] = {}
+        shardings: dict[str, DimSharding] = {}
         for item in axes_of.items():
-            if item not in self._factor_cuts:
-                self._factor_cuts[item] = self._factor_cut(*item)
-            cuts[item[0]] = self._factor_cuts[item]
+            if item not in self._factor_shardings:
+                self._factor_shardings[item] = self._factor_sharding(*item)
+            shardings[item[0]] = self._factor_shardings[item]
         for part in self._rule.slices:
-            if part.of in cuts:
-                axes, sizes = cuts[part.of]
+            if part.of in shardings:
+                axes, sizes = shardings[part.of]
                 n = math.prod(self._mesh.shape[axis] for axis in axes)
-                cuts[part.name] = axes, part.sizes(sizes or (self._lengths[part.of] // n,) * n)
-        return cuts
+                shardings[part.name] = axes, part.sizes(sizes or (self._lengths[part.of] // n,) * n)
+        return shardings
 
-    def _factor_cut(self, factor: str, axes: tuple[str, ...]) -> Cuts:
+    def _factor_sharding(self, factor: str, axes: tuple[str, ...]) -> DimSharding:
         places = self._places.get(factor, [])
         if len(axes) > 1:
             dims = [self._sources[index].partition.dims[dim] for index, dim in places]
@@ -237,25 +236,27 @@ class Layouts:
             return choices[0]
         return None if length % n == 0 else chunk_sizes(length, parts)
 
-    def _dim_cuts(self, factors: tuple[str, ...], cuts: Mapping[str, Cuts]) -> Cuts:
+    def _dim_sharding(
+        self, factors: tuple[str, ...], shardings: Mapping[str, DimSharding]
+    ) -> DimSharding:
         """Return the axes and shard sizes of a dim that is a product of `factors`.
 
         All factors before the last sharded one must be sharded into parts of size 1.
         """
         if len(factors) == 1:
-            axes, sizes = cuts.get(factors[0], UNSHARDED)
+            axes, sizes = shardings.get(factors[0], UNSHARDED)
             return axes, None if sizes is None or len({*sizes}) == 1 else sizes
-        sharded = [position for position, factor in enumerate(factors) if factor in cuts]
+        sharded = [position for position, factor in enumerate(factors) if factor in shardings]
         if not sharded:
             return UNSHARDED
-        last, axes = sharded[-1], tuple(a for i in sharded for a in cuts[factors[i]][0])
+        last, axes = sharded[-1], tuple(a for i in sharded for a in shardings[factors[i]][0])
         before = factors[:last]
         for factor in before:
-            factor_axes, sizes = cuts.get(factor, UNSHARDED)
+            factor_axes, sizes = shardings.get(factor, UNSHARDED)
             parts = math.prod(self._mesh.shape[axis] for axis in factor_axes)
             if parts != self._lengths[factor] or sizes is not None:
                 raise _Infeasible
-        sizes = cuts[factors[last]][1]
+        sizes = shardings[factors[last]][1]
         if sizes is None:
             return axes, None
         minor = math.prod(self._lengths[f] for f in factors[last + 1 :])
@@ -267,7 +268,7 @@ class Layouts:
 def _spec(
     mesh: Mesh,
     axes: Sequence[str],
-    dim_cuts: Mapping[tuple[str, ...], Cuts],
+    dim_shardings: Mapping[tuple[str, ...], DimSharding],
     dims: Dims,
     meta: Meta,
     states: Sequence[AxisState | None],
@@ -284,5 +285,5 @@ def _spec(
     kinds: tuple[Kinds, Kinds] = tuple(unreduced), tuple(reduced)
     if len(unreduced) > 1 and has_mixed_reductions(*kinds):
         raise _Infeasible
-    entries, sizes = zip(*[dim_cuts[dim] for dim in dims], strict=True) if dims else ((), ())
+    entries, sizes = zip(*[dim_shardings[dim] for dim in dims], strict=True) if dims else ((), ())
     return Spec._of(mesh, PartitionSpec._of(entries, *kinds), meta.shape, meta.dtype, sizes)

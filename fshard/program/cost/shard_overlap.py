@@ -276,14 +276,14 @@ def _without_minor_axes(spec: Spec, removed: Collection[str]) -> Spec:
 
 def _front(pairs: Iterable[Overlap]) -> set[Overlap]:
     """Return the (needs, holds) that can make `a * needs - b * holds` the largest."""
-    least_held: dict[int, int] = {}
+    least_holding: dict[int, int] = {}
     for needs, holds in pairs:
-        least_held[needs] = min(holds, least_held.get(needs, holds))
+        least_holding[needs] = min(holds, least_holding.get(needs, holds))
     front: set[Overlap] = set()
     least = None
-    for needs in sorted(least_held, reverse=True):
-        if least is None or least_held[needs] < least:
-            least = least_held[needs]
+    for needs in sorted(least_holding, reverse=True):
+        if least is None or least_holding[needs] < least:
+            least = least_holding[needs]
             front.add((needs, least))
     return front
 

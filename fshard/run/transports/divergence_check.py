@@ -242,7 +242,7 @@ class _CheckedTransport:
         # Other groups must get the verdict before this rank raises: it will not come to them.
         self._write_verdicts([(tuple(other), tuple(when)) for other, when in others], text)
         error = ShardingError(text)
-        error.everywhere = True
+        error.same_on_all_ranks = True
         raise error
 
     def _write_verdict(

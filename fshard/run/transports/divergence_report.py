@@ -113,7 +113,7 @@ def _named(mesh: Mesh, rank: int) -> str:
 def blame(error: BaseException, mesh: Mesh) -> None:
     """Add a note to an error of a mapped function that names the process's rank, once."""
     transport = current_transport()
-    if transport is None or is_simulated() or getattr(error, "everywhere", False):
+    if transport is None or is_simulated() or getattr(error, "same_on_all_ranks", False):
         return
     notes = getattr(error, "__notes__", ())
     if transport.rank in mesh and not any(note.startswith("on rank ") for note in notes):
@@ -262,5 +262,5 @@ def lost(error: BaseException, label: Label | None, op: str, group: Group) -> Sh
 def _error(head: str, lines: Iterable[str], rule: str, fix: str) -> ShardingError:
     """Return an error that is raised for all ranks, not for the one that finds it."""
     error = ShardingError("\n  ".join([head, *lines, f"rule:  {rule}", f"fix:   {fix}"]))
-    error.everywhere = True
+    error.same_on_all_ranks = True
     return error

@@ -240,7 +240,10 @@ class SimulatedWorld:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             if self.error is None:
-                self.error = (None if getattr(error, "everywhere", False) else rank.rank, error)
+                self.error = (
+                    None if getattr(error, "same_on_all_ranks", False) else rank.rank,
+                    error,
+                )
         rank.state = "done"
         self._run_next(rank)
 

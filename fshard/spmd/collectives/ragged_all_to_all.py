@@ -288,8 +288,8 @@ def _gather_messages(
     if longest:
         padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=like.device)
         texts = all_gather(padded, axes, mesh=mesh).tolist()
-        raise_if(NAME, _merge_problems(texts), everywhere=True)
-    raise_if(NAME, _disagreements(gathered), everywhere=True)
+        raise_if(NAME, _merge_problems(texts), same_on_all_ranks=True)
+    raise_if(NAME, _disagreements(gathered), same_on_all_ranks=True)
     return gathered
 
 

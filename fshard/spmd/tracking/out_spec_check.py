@@ -184,10 +184,10 @@ def check_values(
             values += ", on another rank others"
             fix = f"return the same tree on every rank{_divergence_note(read_sites)}"
             rule = "every rank must return the same structure"
-            raise_if(where, [Problem(values, rule, fix)], everywhere=True)
+            raise_if(where, [Problem(values, rule, fix)], same_on_all_ranks=True)
         problem = _non_tensor_difference(mesh, axes, others, device, read_sites)
         if problem is not None:
-            raise_if(where, [problem], everywhere=True)
+            raise_if(where, [problem], same_on_all_ranks=True)
         if not rows:
             return
         local = torch.stack([_digest(promise.x).to(device) for promise, _ in rows])
@@ -200,7 +200,7 @@ def check_values(
                 fix += _divergence_note(read_sites)
                 problem = _difference(mesh, along, groups, promise, digests, device, fix)
                 if problem is not None:
-                    raise_if(where, [problem], everywhere=True)
+                    raise_if(where, [problem], same_on_all_ranks=True)
 
 
 def _non_tensor_difference(

@@ -217,7 +217,7 @@ class Tracker:
 
     def raise_all(self, problems: Sequence[Problem], what: str = "") -> None:
         """Raise if there are problems; types, and so problems, are the same on every rank."""
-        raise_if(f"{self.name}{what}", problems, everywhere=True)
+        raise_if(f"{self.name}{what}", problems, same_on_all_ranks=True)
 
     # -- collectives --
 

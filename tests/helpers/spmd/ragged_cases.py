@@ -191,7 +191,7 @@ def refusals(mesh: Mesh) -> list[str]:
     for _, make, _, wire in REFUSED:
         with pytest.raises(ShardingError) as caught:
             fs.ragged_all_to_all(*make(i), axis_name="i", mesh=mesh, forward_dtype=wire)
-        assert caught.value.everywhere
+        assert caught.value.same_on_all_ranks
         outputs.append(str(caught.value))
         rows = torch.tensor([1.0, 2.0]) + 2 * i
         moved = fs.ragged_all_to_all(
